@@ -19,6 +19,11 @@ BLOCK = 128
 SCALE = "_scale_inv"
 """Ends the name of a tensor's scales, behind the name of the tensor."""
 
+LARGEST = 448.0
+"""The largest number that a code stands for."""
+OF_LARGEST = float(np.float32(1 / LARGEST))
+"""What the largest number of a block of rows is multiplied by for its scale. A division by
+`LARGEST` would be rounded otherwise, and some compilers make this product of it."""
 STORED = "F8_E4M3"
 """What a safetensors file calls the type of the codes."""
 
@@ -37,11 +42,15 @@ QUANTISED = ("_proj", "in_proj_qkv", "in_proj_z")
 """Ends of the names of modules that releases in FP8 quantise."""
 
 
+_NAN = 0x7F
+"""The code without its sign that is no number."""
+
+
 def _values() -> Float32[np.ndarray, " codes"]:
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     size = np.ldexp(mantissa + 8.0 * (exponent > 0), np.maximum(exponent, 1) - 10)
-    size[codes & 0x7F == 0x7F] = np.nan
+    size[codes & _NAN == _NAN] = np.nan
     return np.where(codes < 128, size, -size).astype(np.float32)
 
 
@@ -107,9 +116,20 @@ def place_of_scales(
     return (*outer, slice(last.start // BLOCK, last.stop // BLOCK))
 
 
+def encoded(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
+    """The code of the nearest number, of two the even one; the largest where a number is larger."""
+    positive = VALUES[:_NAN]
+    between = (positive[:-1] + positive[1:]) / 2
+    size = np.abs(x)
+    codes = np.searchsorted(between, size)
+    is_halfway = np.append(between, np.inf)[codes] == size
+    codes = np.where(np.isnan(x), _NAN, codes + (is_halfway & (codes % 2 == 1)))
+    return (codes + 0x80 * np.signbit(x)).astype(np.uint8)
+
+
 def has_nan(codes: UInt8[np.ndarray, "..."]) -> bool:
     """Whether a code is no number: all bits below the sign are set."""
-    return bool(((codes & 0x7F) == 0x7F).any())
+    return bool(((codes & _NAN) == _NAN).any())
 
 
 def widened(

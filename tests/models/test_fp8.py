@@ -26,6 +26,16 @@ def test_each_code_is_what_the_format_says():
     assert found == np.flatnonzero(np.isnan(want)).tolist() == [0x7F, 0xFF]
 
 
+def test_numbers_are_encoded_to_the_nearest_code_and_of_two_to_the_even_one():
+    sizes = np.exp(np.random.default_rng(0).uniform(-9, 6, 5000))
+    between = (fp8.VALUES[:126] + fp8.VALUES[1:127]) / 2
+    x = np.concatenate([sizes, -sizes, between, -between, [np.nan, 0, -0.0]]).astype(np.float32)
+    x = x[~(np.abs(x) > fp8.LARGEST)]
+    want = x.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    np.testing.assert_array_equal(fp8.encoded(x), want)
+    np.testing.assert_array_equal(fp8.encoded(np.array([1e9, -449], np.float32)), [0x7E, 0xFE])
+
+
 def test_codes_are_widened_as_the_reference_implementation_does():
     want = np.load(GOLDEN / "fp8_block" / "vectors.npz")
     for one in "ab":

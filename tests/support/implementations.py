@@ -102,6 +102,8 @@ def to_torch(value: Any) -> Any:
     narrow = _narrow(value)
     if narrow.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(narrow.view(np.int16)).view(torch.bfloat16)
+    if narrow.dtype == ml_dtypes.float8_e4m3fn:
+        return torch.from_numpy(narrow.view(np.uint8)).view(torch.float8_e4m3fn)
     # Unsigned words travel as the bits of an int32.
     return torch.from_numpy(narrow.view(np.int32) if narrow.dtype == np.uint32 else narrow)
 
@@ -113,9 +115,9 @@ def to_jax(value: Any) -> Any:
 
 
 def to_numpy(value: Any) -> Any:
-    """Numbers of bfloat16 as the float32 that they are."""
+    """Numbers of bfloat16 and of FP8 as the float32 that they are."""
     if not hasattr(value, "shape"):
         return value
-    if "bfloat16" in str(value.dtype):
+    if "bfloat16" in str(value.dtype) or "float8" in str(value.dtype):
         value = value.float() if hasattr(value, "float") else value.astype("float32")
     return np.asarray(value)
