@@ -10,9 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Float8e4m3fn, Int, Int32
 
-from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, kernels_on, layers
+from jax_impl.ops import (
+    Kernels,
+    Place,
+    fp8_activations,
+    is_bfloat16,
+    kernel_or_plain,
+    kernels_on,
+    layers,
+)
 from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_block
 from shared.spec.numerics import SQUARES
 
@@ -21,14 +29,20 @@ class Matrix(NamedTuple):
     """A stored weight, `[out, in]`, and the bias that its products add, if there is one.
 
     Attributes:
-      values: Numbers; or FP8 in words of four, where scales stand beside them.
+      values: Numbers; or FP8, where scales stand beside them: in words of four, whose rows are
+        multiplied as they are, or as codes, whose rows are quantised.
       layer: The weight's place, where `values` is a stack `[layers, out, in]`, and `bias` and
         `scales` are stacks beside it. A kernel reads the stack where it lies; a slice would be
         copied for it.
-      scales: Of FP8, see `shared.models.fp8_words`; None: the values are numbers.
+      scales: Of words, see `shared.models.fp8_words`; of codes, those of each block of inputs, for
+        each output or for each block of them. None: the values are numbers.
     """
 
-    values: Float[jax.Array, "*layers outputs inputs"] | Int32[jax.Array, "*layers outputs words"]
+    values: (
+        Float[jax.Array, "*layers outputs inputs"]
+        | Int32[jax.Array, "*layers outputs words"]
+        | Float8e4m3fn[jax.Array, "*layers outputs inputs"]
+    )
     layer: Place | None = None
     bias: Float[jax.Array, "*layers outputs"] | None = None
     scales: Float[jax.Array, "*layers blocks blocks_in"] | None = None
@@ -48,6 +62,11 @@ class Matrix(NamedTuple):
         return self.values.shape[-2]
 
     @property
+    def quantises(self) -> bool:
+        """Whether rows are quantised before they are multiplied."""
+        return self.values.dtype == jnp.float8_e4m3fn
+
+    @property
     def item_bytes(self) -> int:
         """Of a number as it is stored."""
         return self.values.dtype.itemsize if self.scales is None else 1
@@ -56,7 +75,8 @@ class Matrix(NamedTuple):
         """The outputs from `first` on, out of their stacks; of FP8 they must begin a block."""
         values, _, bias, scales = self.alone
         if scales is not None:
-            scales = scales[first_block(first) :]
+            is_by_output = len(scales) == self.num_outputs
+            scales = scales[first if is_by_output else first_block(first) :]
         return Matrix(values[first:], None, None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: Place) -> "Matrix":
@@ -291,12 +311,24 @@ def _sums(
 ) -> Float[jax.Array, "R outputs"]:
     """The products in float32, from the output `first` on, with the bias."""
     weight = weight.rows(first)
-    values, bias = widened(weight).astype(x.dtype), weight.bias
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
-    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    sums = lax.dot_general(x, values, contract, **options)
+    bias = weight.bias
+    if weight.quantises:
+        sums = _of_codes(x, weight)
+    else:
+        values = widened(weight).astype(x.dtype)
+        contract = (((x.ndim - 1,), (1,)), ((), ()))
+        # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
+        options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+        sums = lax.dot_general(x, values, contract, **options)
     return sums if bias is None else sums + bias.astype(jnp.float32)
+
+
+def _of_codes(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Array, "R outputs"]:
+    """The products of quantised rows in float32."""
+    assert weight.scales is not None  # of codes
+    scales = jnp.repeat(weight.scales, weight.num_outputs // len(weight.scales), axis=0)
+    rows = fp8_activations.quantised(x)
+    return fp8_activations.product(rows, weight.values, scales)
 
 
 def _normed(

@@ -9,10 +9,10 @@ the composition of the small ones in `layers`. What passes from one to the next 
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float, Int, Int32, Shaped
+from jaxtyping import Float, Int, Int32, Shaped, UInt8
 
 from shared.models import fp8_words
-from shared.spec import layers
+from shared.spec import fp8_activations, layers
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,24 @@ class Matrix:
     ops alone, here and in the backends.
 
     Attributes:
-      values: Numbers; or FP8 in words of four, where scales stand beside them.
-      scales: Of FP8, see `shared.models.fp8_words`; None: the values are numbers.
+      values: Numbers; or FP8, where scales stand beside them: in words of four, whose rows are
+        multiplied as they are, or as codes, whose rows are quantised.
+      scales: Of words, see `shared.models.fp8_words`; of codes, those of each block of inputs, for
+        each output or for each block of them. None: the values are numbers.
     """
 
     values: (
-        Float[np.ndarray, "*experts outputs inputs"] | Int32[np.ndarray, "*experts outputs words"]
+        Float[np.ndarray, "*experts outputs inputs"]
+        | Int32[np.ndarray, "*experts outputs words"]
+        | UInt8[np.ndarray, "*experts outputs inputs"]
     )
     bias: Float[np.ndarray, " outputs"] | None = None
     scales: Shaped[np.ndarray, "*experts blocks blocks_in"] | None = None
+
+    @property
+    def quantises(self) -> bool:
+        """Whether rows are quantised before they are multiplied."""
+        return self.values.dtype == np.uint8
 
     @property
     def num_outputs(self) -> int:
@@ -42,7 +51,8 @@ class Matrix:
         """The outputs from `first` on, which of FP8 must begin a block."""
         bias, scales = self.bias, self.scales
         if scales is not None:
-            scales = scales[fp8_words.first_block(first) :]
+            is_by_output = len(scales) == self.num_outputs
+            scales = scales[first if is_by_output else fp8_words.first_block(first) :]
         return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: int) -> "Matrix":
@@ -113,8 +123,18 @@ def product(
       first: The outputs from here on.
     """
     weight = weight.rows(first)
-    out = layers.linear(x, widened(weight))
+    out = _multiplied(x, weight)
     return out if weight.bias is None else out + weight.bias
+
+
+def _multiplied(x: Float[np.ndarray, "R inputs"], weight: Matrix) -> Float[np.ndarray, "R outputs"]:
+    if not weight.quantises:
+        return layers.linear(x, widened(weight))
+    assert weight.scales is not None  # of codes
+    outputs = weight.num_outputs // len(weight.scales)
+    scales = np.repeat(weight.scales, outputs, axis=0)
+    rows = fp8_activations.quantised(x)
+    return fp8_activations.product(rows, weight.values, scales)
 
 
 def product_float32(

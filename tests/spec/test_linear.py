@@ -1,5 +1,8 @@
 """The products of a layer are the small operations that they are composed of."""
 
+from dataclasses import replace
+from functools import partial
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +10,8 @@ import torch
 
 from jax_impl.ops import linear as jax_linear
 from shared.models import fp8_words
-from shared.spec import layers
+from shared.models.fp8 import BLOCK, encoded
+from shared.spec import fp8_activations, layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
 from tests.support.implementations import Implementation, each_implementation
@@ -197,3 +201,39 @@ def test_outputs_of_fp8_begin_where_a_block_does() -> None:
     for each in (EIGHT, in_jax, in_torch):
         with pytest.raises(ValueError, match="must be a multiple of 128, got 130"):
             each.rows(130)
+
+
+def codes(outputs: int, inputs: int, seed: int, *, by_output: bool) -> Matrix:
+    """A weight of codes, with scales of each output, or of each block of outputs."""
+    rng = np.random.default_rng(seed)
+    values = encoded(rng.normal(size=(outputs, inputs)).astype(np.float32) * 32)
+    count = outputs if by_output else outputs // BLOCK
+    scales = rng.uniform(0.001, 0.004, (count, -(-inputs // BLOCK))).astype(np.float32)
+    return Matrix(values, normal(seed, outputs), scales)
+
+
+@each_implementation
+@pytest.mark.parametrize("kind", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    ("weight", "first"),
+    [(codes(256, 256, 0, by_output=False), 128), (codes(160, 144, 1, by_output=True), 3)],
+    ids=["blocks", "outputs"],
+)
+def test_rows_are_quantised_where_the_weight_is_codes(
+    weight: Matrix, first: int, kind: type, implementation: Implementation
+) -> None:
+    x = normal(2, 5, weight.values.shape[1]).astype(kind)
+    rows = fp8_activations.quantised(x)
+    scales = np.repeat(weight.scales, weight.num_outputs // len(weight.scales), axis=0)
+    want = fp8_activations.product(rows, weight.values, scales) + weight.bias
+    given = replace(weight, values=weight.values.view(ml_dtypes.float8_e4m3fn))
+    ops = implementation("linear")
+    # Float32 sums in other orders, of at most 256 terms.
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    close(spec.product_float32(x, weight, 0.5), 0.5 * want)
+    close(ops.product_float32(x, given, 0.5), 0.5 * want)
+    rounded = ops.product(x, given, first)
+    if kind is np.float32:
+        close(rounded, want[:, first:])
+    else:
+        np.testing.assert_allclose(rounded, want[:, first:], rtol=2.0**-8, atol=1e-5)

@@ -6,26 +6,34 @@ On a GPU the products of bfloat16 are kernels; see `torch_impl.ops`.
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Float8e4m3fn, Int, Int32
 from torch import Tensor
 from torch.nn import functional
 
 from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_block
 from shared.spec.numerics import SQUARES
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers
+from torch_impl.ops import Kernels, fp8_activations, is_bfloat16, kernel_or_plain, layers
 
 
 @dataclass(frozen=True)
 class Matrix:
     """As the specification's."""
 
-    values: Float[Tensor, "*experts outputs inputs"] | Int32[Tensor, "*experts outputs words"]
+    values: (
+        Float[Tensor, "*experts outputs inputs"]
+        | Int32[Tensor, "*experts outputs words"]
+        | Float8e4m3fn[Tensor, "*experts outputs inputs"]
+    )
     bias: Float[Tensor, " outputs"] | None = None
     scales: Float[Tensor, "*experts blocks blocks_in"] | None = None
 
     @property
     def num_outputs(self) -> int:
         return self.values.shape[-2]
+
+    @property
+    def quantises(self) -> bool:
+        return self.values.dtype == torch.float8_e4m3fn
 
     @property
     def item_bytes(self) -> int:
@@ -35,7 +43,8 @@ class Matrix:
     def rows(self, first: int) -> "Matrix":
         bias, scales = self.bias, self.scales
         if scales is not None:
-            scales = scales[first_block(first) :]
+            is_by_output = len(scales) == self.num_outputs
+            scales = scales[first if is_by_output else first_block(first) :]
         return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: int) -> "Matrix":
@@ -104,6 +113,8 @@ def plain_product(
     x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[Tensor, "R outputs"]:
     weight = weight.rows(first)
+    if weight.quantises:
+        return _of_codes(x, weight).to(x.dtype)
     return functional.linear(x, widened(weight).to(x.dtype), weight.bias)
 
 
@@ -120,6 +131,8 @@ def plain_product_float32(
     x: Float[Tensor, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[Tensor, "R outputs"]:
     """As the specification: the sums, which are float32, are not rounded to the type of `x`."""
+    if weight.quantises:
+        return _times(_of_codes(x, weight), factor)
     values = widened(weight)
     if x.is_cuda:
         sums = torch.mm(x, values.t(), out_dtype=torch.float32)
@@ -198,6 +211,15 @@ def kernel_gated_product(
 
 
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
+
+
+def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
+    """The products of quantised rows in float32, with the bias."""
+    assert weight.scales is not None  # of codes
+    scales = weight.scales.repeat_interleave(weight.num_outputs // len(weight.scales), 0)
+    rows = fp8_activations.quantised(x)
+    sums = fp8_activations.product(rows, weight.values, scales)
+    return sums if weight.bias is None else sums + weight.bias.float()
 
 
 def completed(kernels: Kernels, stream: Stream) -> Stream:
