@@ -94,6 +94,8 @@ class OrbaxCheckpoint:
         """None: what is FP8 was widened when the folder was made."""
         return frozenset()
 
+    in_codes = has_scales = in_words
+
     def _shape_and_dtype(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
         if parameter.name not in self._arrays:
             raise CheckpointError(f"the checkpoint has no array {parameter.name}")

@@ -63,7 +63,8 @@ def read_weights(
     """The model's weights on a device, and those that draft, if they are its own."""
     placement = (jnp.dtype(blueprint.dtype), device, progress)
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
-    weights = load(checkpoint, model, with_mtp, *placement, blueprint.in_words)
+    stay = (blueprint.in_words, blueprint.in_codes)
+    weights = load(checkpoint, model, with_mtp, *placement, *stay)
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement),
         lambda files, config: load(files, config, False, *placement, ()),

@@ -165,25 +165,29 @@ def load(
     device: jax.Device,
     progress: Callable[[int], None],
     in_words: Collection[str],
+    in_codes: Collection[str] = (),
 ) -> Loaded:
     """Reads a checkpoint to the device, parameter by parameter.
 
     Args:
       dtype: Of the weights, float32 or bfloat16.
       progress: Called with the number of stored bytes after each tensor.
-      in_words: Parameters that stay FP8, by name; all are stacks.
+      in_words, in_codes: Parameters that stay FP8, by name; all are stacks. Those in codes quantise
+        their rows.
 
     Raises:
       CheckpointError: A tensor is missing or has another shape.
     """
     wanted = parameters(config, with_mtp)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
-    loaded = _sorted_out([p for p in wanted if p.name not in in_words], read, dtype, device)
-    if in_words:
+    stay = {*in_words, *in_codes}
+    loaded = _sorted_out([p for p in wanted if p.name not in stay], read, dtype, device)
+    if stay:
         assert isinstance(checkpoint, Checkpoint | DummyCheckpoint)  # others have no FP8
-        for parameter in (p for p in wanted if p.name in in_words):
+        for parameter in (p for p in wanted if p.name in stay):
             name, stacks = parameter.name, loaded.stacks
-            both = words.read(checkpoint, parameter, device, progress)
+            read_one = words.read_codes if name in in_codes else words.read
+            both = read_one(checkpoint, parameter, device, progress)
             stacks[name], stacks[f"{name}{SCALES}"] = both
     return loaded
 
@@ -295,6 +299,8 @@ def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     """Whether a layer is given the stacks, as kernels read them, and not its own matrices."""
     stacks = loaded.stacks
     name = next(name for name in stacks if name.endswith("attention.out"))
+    if stacks[name].dtype == jnp.float8_e4m3fn:  # with scales of float32
+        return linear.reads_stacks(loaded.alone["embed"], device)
     # The words of FP8 are whole numbers, and their scales bfloat16.
     return linear.reads_stacks(stacks.get(f"{name}{SCALES}", stacks[name]), device)
 

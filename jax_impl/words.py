@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, Int, Int32, Shaped, UInt8
+from jaxtyping import Float, Float8e4m3fn, Float32, Int, Int32, Shaped, UInt8
 
 from jax_impl import dummy
 from shared.models import fp8
@@ -53,7 +53,7 @@ def _from_files(
         first = [each.start if isinstance(each, slice) else each for each in piece.place]
         codes = piece.codes.reshape((1,) * (words.ndim - piece.codes.ndim) + piece.codes.shape)
         words = _written(words, codes, jnp.asarray(first, np.int32))
-        scales[piece.place_of_scales] = piece.scales
+        scales[piece.place_of_scales] = packed_scales(piece.scales)
     return words, _placed(scales, device)
 
 
@@ -68,6 +68,55 @@ def _written(
     """
     start = [*first, *[0] * (words.ndim - len(first))]
     return lax.dynamic_update_slice(words, packed(codes), start)
+
+
+def read_codes(
+    checkpoint: Stored,
+    parameter: Parameter,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> tuple[Float8e4m3fn[jax.Array, "*stack N K"], Float32[jax.Array, "*stack outputs blocks_in"]]:
+    """The codes of a parameter whose rows are quantised, and its scales.
+
+    They are those of blocks on a GPU, and those of each output elsewhere; see `Matrix`.
+    """
+    by_output = device.platform != "gpu"
+    if isinstance(checkpoint, DummyCheckpoint):
+        codes, scales = unpacked(dummy.word_array(parameter, device)), code_scales(parameter)
+        if by_output:
+            scales = fp8.scales_of_outputs(scales, parameter.shape[-2])
+        progress(checkpoint.num_bytes([parameter]))
+        return codes, jax.device_put(scales, device)
+    codes = jnp.zeros(parameter.shape, jnp.float8_e4m3fn, device=device)
+    shape = fp8.scale_shape(parameter.shape)
+    rows = parameter.shape[-2] if by_output else shape[-2]
+    scales = np.empty((*shape[:-2], rows, shape[-1]), np.float32)
+    for piece in checkpoint.codes(parameter, progress, by_output=by_output):
+        first = [each.start if isinstance(each, slice) else each for each in piece.place]
+        part = piece.codes.reshape((1,) * (codes.ndim - piece.codes.ndim) + piece.codes.shape)
+        codes = _written_codes(codes, part, jnp.asarray(first, np.int32))
+        scales[piece.place_of_scales] = piece.scales
+    return codes, jax.device_put(scales, device)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _written_codes(
+    codes: Float8e4m3fn[jax.Array, "..."],
+    part: UInt8[jax.Array, "..."],
+    first: Int[jax.Array, " axes"],
+) -> Float8e4m3fn[jax.Array, "..."]:
+    """As `_written`, of codes in their order."""
+    start = [*first, *[0] * (codes.ndim - len(first))]
+    part = lax.bitcast_convert_type(part, codes.dtype)
+    return lax.dynamic_update_slice(codes, part, start)
+
+
+@jax.jit
+def unpacked(words: Int32[jax.Array, "*stack N words"]) -> Float8e4m3fn[jax.Array, "*stack N K"]:
+    """As `shared.models.fp8_words.unpacked`."""
+    codes = lax.bitcast_convert_type(words, jnp.float8_e4m3fn)  # [.., N, words, 4]
+    blocks = codes.reshape(*words.shape[:-1], -1, FP8_BLOCK // 4, 4)
+    return blocks.swapaxes(-1, -2).reshape(*words.shape[:-1], -1)
 
 
 def _placed(scales: Shaped[np.ndarray, "..."], device: jax.Device) -> Float[jax.Array, "..."]:

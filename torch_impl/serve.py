@@ -41,7 +41,8 @@ def load_backend(
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
     placement = (blueprint.dtype, device, progress)
-    weights = load(checkpoint, model, with_mtp, *placement, blueprint.in_words)
+    stay = (blueprint.in_words, blueprint.in_codes)
+    weights = load(checkpoint, model, with_mtp, *placement, *stay)
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement),
         lambda files, config: load(files, config, False, *placement, ()),

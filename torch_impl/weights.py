@@ -133,6 +133,7 @@ def load(
     device: torch.device,
     progress: Callable[[int], None],
     in_words: Collection[str],
+    in_codes: Collection[str] = (),
 ) -> Weights:
     """Reads a checkpoint's weights onto a device, parameter by parameter.
 
@@ -140,7 +141,7 @@ def load(
       with_mtp: Whether the MTP layer is wanted.
       dtype: A name of `DTYPES`.
       progress: Called with the number of stored bytes read since the last call.
-      in_words: Parameters that stay FP8, by name.
+      in_words, in_codes: Parameters that stay FP8, by name; those in codes quantise their rows.
 
     Raises:
       CheckpointError: See `Checkpoint.load`.
@@ -149,8 +150,9 @@ def load(
     tensors = {}
     for parameter in wanted:
         name = parameter.name
-        if name in in_words:
-            both = words.read(checkpoint, parameter, device, progress)
+        if name in in_words or name in in_codes:
+            read = words.read_codes if name in in_codes else words.read
+            both = read(checkpoint, parameter, device, progress)
             tensors[name], tensors[f"{name}{SCALES}"] = both
         else:
             tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int32, Shaped, UInt8
+from jaxtyping import Float, Float8e4m3fn, Float32, Int32, Shaped, UInt8
 from torch import Tensor
 
 from shared.models import fp8
@@ -49,8 +49,42 @@ def _from_files(
     scales = np.empty(fp8.scale_shape(parameter.shape), np.float32)
     for piece in checkpoint.codes(parameter, progress):
         words[piece.place].copy_(packed(torch.from_numpy(piece.codes).to(device)))
-        scales[piece.place_of_scales] = piece.scales
+        scales[piece.place_of_scales] = packed_scales(piece.scales)
     return words, _placed(scales, device)
+
+
+def read_codes(
+    checkpoint: Stored,
+    parameter: Parameter,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> tuple[Float8e4m3fn[Tensor, "*stack N K"], Float32[Tensor, "*stack outputs blocks_in"]]:
+    """The codes of a parameter whose rows are quantised, and its scales.
+
+    They are those of blocks on a GPU, and those of each output elsewhere; see `Matrix`.
+    """
+    by_output = device.type != "cuda"
+    if isinstance(checkpoint, DummyCheckpoint):
+        codes, scales = unpacked(dummy.word_array(parameter, device)), code_scales(parameter)
+        if by_output:
+            scales = fp8.scales_of_outputs(scales, parameter.shape[-2])
+        progress(checkpoint.num_bytes([parameter]))
+    else:
+        codes = torch.empty(parameter.shape, dtype=torch.uint8, device=device)
+        shape = fp8.scale_shape(parameter.shape)
+        rows = parameter.shape[-2] if by_output else shape[-2]
+        scales = np.empty((*shape[:-2], rows, shape[-1]), np.float32)
+        for piece in checkpoint.codes(parameter, progress, by_output=by_output):
+            codes[piece.place].copy_(torch.from_numpy(piece.codes))
+            scales[piece.place_of_scales] = piece.scales
+        codes = codes.view(torch.float8_e4m3fn)
+    return codes, torch.from_numpy(scales).to(device)
+
+
+def unpacked(words: Int32[Tensor, "*stack N words"]) -> Float8e4m3fn[Tensor, "*stack N K"]:
+    """As `shared.models.fp8_words.unpacked`."""
+    blocks = words.view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
+    return blocks.transpose(-1, -2).flatten(-3).view(torch.float8_e4m3fn)
 
 
 def _placed(scales: Shaped[np.ndarray, "..."], device: torch.device) -> Float[Tensor, "..."]:

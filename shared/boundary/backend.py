@@ -165,6 +165,7 @@ class Blueprint:
       on_gpu: Whether steps run on a GPU.
       captured: Of a backend that captures steps on a GPU, the works whose steps it shall.
       in_words: The target's parameters that stay FP8, by name; see `shared.models.fp8_words`.
+      in_codes: Those that stay codes and quantise their rows; see `shared.spec.fp8_activations`.
     """
 
     config: ModelConfig
@@ -174,6 +175,7 @@ class Blueprint:
     on_gpu: bool
     captured: tuple[Work, ...] = CAPTURED
     in_words: frozenset[str] = frozenset()
+    in_codes: frozenset[str] = frozenset()
 
     @property
     def item_bytes(self) -> int:

@@ -107,6 +107,22 @@ class Checkpoint:
             and all(map(self._fits_words, self._sources(parameter)))
         )
 
+    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters that are FP8 as a whole, by name."""
+        return frozenset(
+            parameter.name
+            for parameter in wanted
+            if all(self._has_scale(source.name) for source in self._sources(parameter))
+        )
+
+    def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters of which some tensors are FP8, by name."""
+        return frozenset(
+            parameter.name
+            for parameter in wanted
+            if any(self._has_scale(source.name) for source in self._sources(parameter))
+        )
+
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
         """Checks presence, dtype and shape of every tensor of a model before any is read.
 
@@ -182,17 +198,22 @@ class Checkpoint:
             progress(self._num_bytes(source))
 
     def codes(
-        self, parameter: Parameter, progress: Callable[[int], None]
+        self, parameter: Parameter, progress: Callable[[int], None], *, by_output: bool = False
     ) -> Iterator[fp8_words.Piece]:
-        """Reads a parameter of `in_words` tensor by tensor, as it is stored; see `pieces`."""
+        """Reads a parameter of `in_words` or `in_codes` tensor by tensor, as it is; see `pieces`.
+
+        Args:
+          by_output: Scales are those of each output; else of blocks of them, which must be whole.
+        """
         for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
             self._check_source(source)
-            scales = fp8_words.packed_scales(self.tensor(f"{source.name}{fp8.SCALE}"))
+            scales = self.tensor(f"{source.name}{fp8.SCALE}").astype(np.float32)
+            scales = scales.reshape(fp8.scale_shape(shape))
             yield fp8_words.Piece(
                 place=at,
                 codes=self._numbers(source).reshape(shape),
-                place_of_scales=fp8.place_of_scales(at, parameter.shape),
-                scales=scales.reshape(fp8.scale_shape(shape)),
+                place_of_scales=at if by_output else fp8.place_of_scales(at, parameter.shape),
+                scales=fp8.scales_of_outputs(scales, shape[-2]) if by_output else scales,
             )
             progress(self._num_bytes(source))
 
@@ -296,8 +317,13 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(_weight_files(folder))
 
 
-def load_all(folder: str | Path, config: ModelConfig, with_mtp: bool) -> Weights:
+def load_all(
+    folder: str | Path, config: ModelConfig, with_mtp: bool, *, quantises: bool = False
+) -> Weights:
     """Loads every parameter of a checkpoint in float32.
+
+    Args:
+      quantises: Those in FP8 stay codes, with the scales of each output beside them.
 
     Raises:
       CheckpointError: See `open_checkpoint` and `Checkpoint.check`.
@@ -305,7 +331,16 @@ def load_all(folder: str | Path, config: ModelConfig, with_mtp: bool) -> Weights
     checkpoint = open_checkpoint(folder)
     checkpoint.check(config, with_mtp)
     wanted = parameters(config, with_mtp)
-    return {parameter.name: checkpoint.load(parameter, np.float32) for parameter in wanted}
+    in_codes = checkpoint.in_codes(wanted) if quantises else frozenset()
+    loaded = {p.name: checkpoint.load(p, np.float32) for p in wanted if p.name not in in_codes}
+    for parameter in (p for p in wanted if p.name in in_codes):
+        name, shape = parameter.name, parameter.shape
+        codes = np.empty(shape, np.uint8)
+        scales = np.empty((*shape[:-1], fp8.scale_shape(shape)[-1]), np.float32)
+        for piece in checkpoint.codes(parameter, lambda num_bytes: None, by_output=True):
+            codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
+        loaded[name], loaded[f"{name}{fp8_words.SCALES}"] = codes, scales
+    return loaded
 
 
 def save_checkpoint(

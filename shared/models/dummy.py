@@ -214,6 +214,18 @@ class DummyCheckpoint:
             and all(fp8.are_whole_blocks(source.shape) for source in parameter.sources)
         )
 
+    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters that are FP8 as a whole; see `Checkpoint.in_codes`."""
+        return frozenset(p.name for p in wanted if self.has_codes(p))
+
+    def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters of which some tensors are FP8, by name."""
+        return frozenset(
+            parameter.name
+            for parameter in wanted
+            if self._is_fp8 and any(fp8.is_quantised(x.name) for x in parameter.sources)
+        )
+
     def load(
         self,
         parameter: Parameter,

@@ -101,6 +101,13 @@ def are_whole_blocks(shape: tuple[int, ...]) -> bool:
     return shape[-2] % BLOCK == 0 and shape[-1] % BLOCK == 0
 
 
+def scales_of_outputs(
+    scales: Shaped[np.ndarray, "*stack blocks blocks_in"], outputs: int
+) -> Shaped[np.ndarray, "*stack outputs blocks_in"]:
+    """The scales of each output of a weight, or of a stack of weights."""
+    return np.repeat(scales, BLOCK, axis=-2)[..., :outputs, :]
+
+
 def place_of_scales(
     place: tuple[int | slice, ...], shape: tuple[int, ...]
 ) -> tuple[int | slice, ...]:

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
     Attributes:
       place: In the parameter.
       codes: Its codes, in the order of the inputs.
-      place_of_scales, scales: Its scales, as `packed_scales` gives them, and their place.
+      place_of_scales, scales: Its scales as they are stored, and their place.
     """
 
     place: tuple[int | slice, ...]

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
+from shared.models.fp8_words import SCALES
 from shared.models.layers import AttentionConfig, DenseConfig, ExpertsConfig
 from shared.models.parameters import BIAS
 from shared.spec import attention, draft_tree, layers, linear, mamba_state
@@ -179,9 +180,9 @@ def logits(config: ModelConfig, weights: Weights, hidden: Hidden) -> Float[np.nd
 
 
 def matrix(weights: Weights, name: str, layer: int) -> Matrix:
-    """The weight of one layer of a stack, with its bias where the model has one."""
-    bias = weights.get(f"{name}{BIAS}")
-    return Matrix(weights[name][layer], None if bias is None else bias[layer])
+    """The weight of one layer of a stack, with what stands beside it."""
+    beside = (weights.get(f"{name}{end}") for end in (BIAS, SCALES))
+    return Matrix(weights[name][layer], *(x if x is None else x[layer] for x in beside))
 
 
 def norm(

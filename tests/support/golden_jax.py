@@ -18,8 +18,9 @@ from jax_impl.ops.sampling import Sampling
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
-from shared.models.checkpoint import load_all
+from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.families import config_from_folder
+from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
@@ -44,9 +45,11 @@ def padded(values: Array, size: int) -> jax.Array:
 class JaxModel:
     """One request on one model."""
 
-    def __init__(self, folder: Path, context_length: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, context_length: int | None = None, *, quantises: bool = False
+    ) -> None:
         self._config = config_from_folder(folder, context_length)
-        self._passes = passes(folder, context_length)
+        self._passes = passes(folder, context_length, quantises)
         cpu, pool = jax.devices("cpu")[0], (NUM_PAGES, PAGE_SIZE)
         num_layers = self._config.num_attention_layers
         self._kv = device_state.new_kv(self._config, num_layers, pool, np.float32, cpu)
@@ -96,12 +99,18 @@ class JaxModel:
 class Passes:
     """The compiled passes of one model, which all tests of the session share."""
 
-    def __init__(self, folder: Path, context_length: int | None) -> None:
+    def __init__(self, folder: Path, context_length: int | None, quantises: bool) -> None:
         self._config = config = config_from_folder(folder, context_length)
         self._streams = tuple(range(config.num_layers + 1))
-        arrays = load_all(folder, config, config.has_mtp)
         cpu = jax.devices("cpu")[0]
-        self._arrays = weights.from_arrays(arrays, config, np.float32, cpu)
+        if quantises:
+            checkpoint = open_checkpoint(folder)
+            in_codes = checkpoint.in_codes(parameters(config, False))
+            how = (np.float32, cpu, lambda num_bytes: None, (), in_codes)
+            self._arrays = weights.load(checkpoint, config, False, *how)
+        else:
+            arrays = load_all(folder, config, config.has_mtp)
+            self._arrays = weights.from_arrays(arrays, config, np.float32, cpu)
         options = compiler_options(cpu, quick_compile=True)
         for name in ("prefill", "verify", "commit", "mtp"):
             jitted = jax.jit(getattr(self, f"_{name}"), compiler_options=options)
@@ -214,9 +223,9 @@ def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
 
 
 @cache
-def passes(folder: Path, context_length: int | None) -> Passes:
+def passes(folder: Path, context_length: int | None, quantises: bool) -> Passes:
     """The compiled passes of a folder's model, which all tests of the session share."""
-    return Passes(folder, context_length)
+    return Passes(folder, context_length, quantises)
 
 
 def _causal_rows(count: jax.Array, first: jax.Array) -> attention.Rows:

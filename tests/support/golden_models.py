@@ -42,9 +42,11 @@ class Pass:
 
 
 class GoldenModel(Protocol):
-    """One request on one model, in float32."""
+    """One request on one model, in float32; where it quantises, rows are FP8 as weights are."""
 
-    def __init__(self, folder: Path, context_length: int | None = None) -> None: ...
+    def __init__(
+        self, folder: Path, context_length: int | None = None, *, quantises: bool = False
+    ) -> None: ...
 
     def prefill(self, tokens: Array, positions: Array | None) -> Pass:
         """Goes on with the prompt; `positions` are the rotation's, None takes them as they come."""
@@ -96,9 +98,12 @@ class GoldenHead(Protocol):
 class SpecModel:
     """The specification as a golden model."""
 
-    def __init__(self, folder: Path, context_length: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, context_length: int | None = None, *, quantises: bool = False
+    ) -> None:
         self.config = config_from_folder(folder, context_length)
-        self.weights = load_all(folder, self.config, self.config.has_mtp)
+        with_mtp = self.config.has_mtp
+        self.weights = load_all(folder, self.config, with_mtp, quantises=quantises)
         num_layers = self.config.num_attention_layers
         self._kv = model.new_kv(self.config, num_layers, NUM_PAGES, PAGE_SIZE)
         self._mtp_kv = model.new_kv(self.config, 1, NUM_PAGES, PAGE_SIZE)

@@ -9,9 +9,10 @@ import torch
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
-from shared.models.checkpoint import load_all
+from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
+from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
@@ -38,14 +39,24 @@ def causal_rows(table: torch.Tensor, count: int, first_position: int) -> attenti
     return attention.causal_rows(*where, table, count)
 
 
+def _loaded(folder: Path, config: ModelConfig, quantises: bool) -> weights.Weights:
+    if not quantises:
+        arrays = load_all(folder, config, config.has_mtp)
+        return weights.from_arrays(config, arrays, "float32", CPU)
+    checkpoint = open_checkpoint(folder)
+    in_codes = checkpoint.in_codes(parameters(config, False))
+    how = ("float32", CPU, lambda num_bytes: None, (), in_codes)
+    return weights.load(checkpoint, config, False, *how)
+
+
 class TorchModel:
     """One request on one model."""
 
-    def __init__(self, folder: Path, context_length: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, context_length: int | None = None, *, quantises: bool = False
+    ) -> None:
         config = config_from_folder(folder, context_length)
-        loaded = weights.from_arrays(
-            config, load_all(folder, config, config.has_mtp), "float32", CPU
-        )
+        loaded = _loaded(folder, config, quantises)
         self._model = model.Model.of(config, loaded)
         self._kv = new_pools(config, config.num_attention_layers)
         self._mtp_kv = new_pools(config, 1)
