@@ -335,6 +335,7 @@ class Tiles:
     delta_feed: Table[DeltaFeedTiles]
     delta_mix: Table[DeltaTiles]
     experts: Table[ExpertsTiles]
+    fp8_activations: Table[LinearTiles]
     linear: Table[LinearTiles]
     mix: Table[MixTiles]
     sampling: Table[SamplingTiles]
@@ -364,6 +365,7 @@ CLASSES: dict[str, Any] = {
     "delta_feed": DeltaFeedTiles,
     "delta_mix": DeltaTiles,
     "experts": ExpertsTiles,
+    "fp8_activations": LinearTiles,
     "linear": LinearTiles,
     "mix": MixTiles,
     "sampling": SamplingTiles,

@@ -41,6 +41,7 @@ PARTS = {
     ),
     *("rejection", "support", "window", "winners"),
     *("expert_tiles", "fp8", "groups", "router"),
+    *("codes", "fp8_activations"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {"linear_described", "linear_result"}

@@ -40,6 +40,7 @@ class Kernels:
     draft_tree: ModuleType
     experts: ModuleType
     flat_nodes: ModuleType
+    fp8_activations: ModuleType
     heads: ModuleType
     layers: ModuleType
     linear: ModuleType

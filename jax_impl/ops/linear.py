@@ -371,8 +371,9 @@ def _multiplied(
     added: Float[jax.Array, "R outputs"] | None = None,
     norm: Norm | None = None,
 ) -> Stream:
-    stored, scales = weight.num_outputs, weight.scales
-    tiles = kernels.tiles.linear.of(
+    stored, scales, row_scales = weight.num_outputs, weight.scales, None
+    tables = kernels.tiles
+    tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
         item_bytes=weight.item_bytes,
         rows=len(x),
         outputs=(stored - first) // (2 if is_gated else 1),
@@ -380,13 +381,18 @@ def _multiplied(
         gated=int(is_gated),
     )
     scale, scale_layer = in_stack(norm)
+    out_type, num_rows = out_type or x.dtype, len(x)
+    if weight.quantises:
+        x, row_scales = kernels.fp8_activations.quantised(x)
     out, scaled, sums = kernels.linear.product(
         x,
         weight.values.reshape(-1, *weight.values.shape[-2:]),
         None if scales is None else scales.reshape(-1, *scales.shape[-2:]),
         jnp.asarray(0 if weight.layer is None else weight.layer, jnp.int32),
+        row_scales,
+        num_rows=num_rows,
         first=first,
-        out_type=out_type or x.dtype,
+        out_type=out_type,
         squares=squares,
         eps=eps,
         is_gated=is_gated,

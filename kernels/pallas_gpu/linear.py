@@ -14,8 +14,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float, Int, Int32
+from jaxtyping import Float, Float32, Int, Int32
 
+from kernels.pallas_gpu.codes import add_codes
 from kernels.pallas_gpu.fp8 import four, widened
 from kernels.pallas_gpu.linear_described import described_product, takes
 from kernels.pallas_gpu.squares import add_up, load_squares
@@ -31,6 +32,7 @@ class Given(NamedTuple):
 
     Attributes:
       scales: Of a stack of weights in FP8.
+      row_scales: Of rows that are codes.
       squares: Of the rows, in chunks, for their norm.
       bias, added: What is added to the sums, and to the result.
       norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
@@ -38,6 +40,7 @@ class Given(NamedTuple):
     """
 
     scales: Any
+    row_scales: Any
     squares: Any
     bias: Any
     added: Any
@@ -50,7 +53,9 @@ def product(
     weights: Float[jax.Array, "L stored inputs"] | Int32[jax.Array, "L stored words"],
     scales: Float[jax.Array, "L blocks blocks_in"] | None,
     layer: Int[jax.Array, ""],
+    row_scales: Float32[jax.Array, "blocks_in rows"] | None = None,
     *,
+    num_rows: int | None = None,
     first: int,
     out_type: np.dtype | type,
     squares: Float[jax.Array, "R chunks"] | None,
@@ -72,11 +77,13 @@ def product(
     """Multiplies each row by a weight, and does what a layer does right before and after it.
 
     Args:
-      x: The rows.
+      x: The rows; or their codes, as `fp8_activations.quantised` gives them.
       weights: A stack of weights `[outputs, inputs]`; where they are gated, the gate's rows and
         then those of up. A slice of it would be copied for the kernel. Or FP8 in words of four,
-        with the bits of the widened weight.
-      scales: Of FP8; see `shared.models.fp8_words`.
+        with the bits of the widened weight; or codes, where rows are codes.
+      scales: Of FP8; see `shared.models.fp8_words`. Of codes, as they are stored.
+      row_scales: Of rows that are codes.
+      num_rows: How many rows there are, where they are codes.
       layer: Which of the stack. An operand: as a constant, each layer would be a kernel of its own.
       first: The outputs from here on.
       out_type: Of the result.
@@ -98,14 +105,16 @@ def product(
       and its squares in chunks.
 
     Raises:
-      ValueError: The tiles are none for a kernel here.
+      ValueError: The tiles are none for a kernel here; or rows are codes, which only a Hopper's
+        matrix units take, and only by tiles of blocks that descriptors copy.
     """
     if tiles.persistent and not tiles.described:
         raise ValueError("in Pallas only what descriptors copy is persistent")
-    if scales is not None and tiles.widens:
+    is_quantised = row_scales is not None
+    if scales is not None and tiles.widens and not is_quantised:
         weights, scales = widened(weights, scales, layer, interpret=interpret)[None], None
         bias, layer = None if bias is None else bias[layer][None], jnp.zeros_like(layer)
-    R, N = x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
+    R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
     # Mosaic GPU's interpreter knows neither loads in a layout nor instructions of PTX, and jax 0.10
     # has none to call.
     if (
@@ -125,6 +134,9 @@ def product(
             x,
             weights,
             layer,
+            scales,
+            row_scales,
+            num_rows=R,
             first=first,
             out_type=out_type,
             squares=squares,
@@ -138,6 +150,8 @@ def product(
             order=order,
             tiles=tiles,
         )
+    if is_quantised and not interpret:
+        raise ValueError("rows in FP8 are multiplied on a Hopper alone, by tiles of descriptors")
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
     if scales is None:
         tiles = replace(tiles, depth=tiles.depth_of(x.shape[1]))
@@ -154,6 +168,7 @@ def product(
             eps=eps,
             is_gated=is_gated,
             factor=factor,
+            num_rows=R,
             row_blocks=blocks[0],
             rows=rows,
             order=order,
@@ -169,7 +184,7 @@ def product(
         x,
         weights,
         layer.reshape(1),
-        Given(scales, squares, bias, added, norm, norm_layer.reshape(1)),
+        Given(scales, row_scales, squares, bias, added, norm, norm_layer.reshape(1)),
     )
 
 
@@ -191,11 +206,11 @@ def let_next_start(x):
 
 def _product_kernel(
     x_ref, weights_ref, layer_ref, given, out_ref, scaled_ref, sums_ref, *, outputs, first, eps,
-    is_gated, factor, row_blocks, rows, order, tiles, is_compiled,
+    is_gated, factor, num_rows, row_blocks, rows, order, tiles, is_compiled,
 ):  # fmt: skip
     """One program per block of outputs and block of rows, the rows first: they share the weight."""
     is_normed, is_added = given.squares is not None, given.added is not None
-    R, K = x_ref.shape
+    R, K = num_rows, x_ref.shape[1]
     block = lax.div(pl.program_id(0), row_blocks)
     row = lax.rem(pl.program_id(0), row_blocks) * rows + lax.iota(jnp.int32, rows)
     column = block * tiles.columns + lax.iota(jnp.int32, tiles.columns)
@@ -254,11 +269,25 @@ def _product_kernel(
             total = _add_product(total, x, weight.astype(x.dtype), is_swapped=True)
         return (total,)
 
-    is_joined = is_gated and given.scales is not None
+    def add_blocks(i, sums):
+        at = (i * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[None, :]
+        x = _load(x_ref, (at_row[:, None], at), None if R % rows == 0 else is_row)
+        scale, after = pltriton.load(given.row_scales.at[jnp.full(row.shape, i), row]), []
+        for number, total in enumerate(sums):
+            output = first + number * outputs + block * tiles.columns
+            of_block = pltriton.load(given.scales.at[layer, lax.div(output, FP8_BLOCK), i])
+            output += lax.iota(jnp.int32, tiles.columns)
+            weight = pltriton.load(weights_ref.at[layer, output[:, None], at])
+            after.append(add_codes(total, x, weight, scale * of_block, tiles.swapped))
+        return tuple(after)
+
+    is_joined = is_gated and given.scales is not None and given.row_scales is None
     width = 2 * tiles.columns if is_joined else tiles.columns
     shape = (width, rows) if tiles.swapped else (rows, width)
     nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated and not is_joined else 1)
     step_of_chain = add if given.scales is None else add_words
+    if given.row_scales is not None:
+        step_of_chain = add_blocks
     sums = list(lax.fori_loop(0, pl.cdiv(K, tiles.depth), step_of_chain, nothing))
     if is_compiled:
         sums[0] = let_next_start(sums[0])

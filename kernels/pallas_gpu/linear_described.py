@@ -20,11 +20,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 
 from kernels.pallas_gpu.layers import beside
-from kernels.pallas_gpu.linear_result import PARTS, WIDE, Result, scales_of
+from kernels.pallas_gpu.linear_result import PARTS, WIDE, Result, multiplied_sum, scales_of
 from kernels.tiles import LinearTiles
+from shared.models.fp8_words import FP8_BLOCK, first_block
 from shared.spec.numerics import SquaresOrder
 
 _WARPS = 4
@@ -33,6 +34,8 @@ _LINE_BYTES, _LINES = 128, 8
 """Blocks lie in shared memory in lines of so many bytes, and the pieces of lines are exchanged
 within so many lines, so that the matrix units read all banks at once. A descriptor counts such
 groups of lines."""
+_PROGRAMS = 2
+"""At once on a multiprocessor, of codes and one warpgroup that multiplies."""
 _COPYING_REGISTERS, _REGISTERS = 40, 512
 """Of a thread that copies; and of all that are at one place in their warpgroups."""
 
@@ -69,6 +72,11 @@ class _Work:
         return 2 if self.is_gated else 1
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether rows and weights are codes of FP8."""
+        return "row_scales" in self.operands
+
+    @property
     def is_normed(self) -> bool:
         """Whether each row has a scale."""
         return "scale" in self.operands
@@ -91,6 +99,8 @@ class _Refs(NamedTuple):
     weights: Any
     layer: Any
     out: Any
+    scales: Any = None
+    row_scales: Any = None
     scale: Any = None
     bias: Any = None
     added: Any = None
@@ -124,7 +134,7 @@ def takes(
     is_normed: bool,
     added: Float[jax.Array, "R outputs"] | None,
 ) -> bool:
-    """Whether `described_product` can be called: with bfloat16, and with arrays of whole lines.
+    """Whether `described_product` can be called: with bfloat16 or codes of FP8, in whole lines.
 
     And only on a Hopper, whose matrix units no other GPU has. Not with a norm before and a sum
     after it: a compiler may make one rounding of a product and a sum here.
@@ -132,20 +142,27 @@ def takes(
     line = _LINE_BYTES // x.dtype.itemsize
     is_whole = not (x.shape[1] % line or outputs % line or first % _LINES)
     is_addable = added is None or (added.dtype == np.dtype(out_type) and not is_normed)
-    is_taken = is_whole and is_addable and x.dtype == weights.dtype == jnp.bfloat16
+    is_taken = is_whole and is_addable and x.dtype == weights.dtype
+    is_taken &= x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     return is_taken and (_described_gpu() is not None or _gpu().compute_capability == "9.0")
 
 
 # A function of its own in a program, which has it once for all layers: lowering and compiling a
 # kernel of Mosaic GPU takes half a second.
 @functools.partial(
-    jax.jit, static_argnames=("first", "out_type", "eps", "is_gated", "factor", "order", "tiles")
+    jax.jit,
+    static_argnames=(
+        *("num_rows", "first", "out_type", "eps", "is_gated", "factor", "order", "tiles"),
+    ),
 )
 def described_product(
     x: Float[jax.Array, "R inputs"],
     weights: Float[jax.Array, "L stored inputs"],
     layer: Int[jax.Array, ""],
+    scales: Float32[jax.Array, "L blocks blocks_in"] | None = None,
+    row_scales: Float32[jax.Array, "blocks_in rows"] | None = None,
     *,
+    num_rows: int | None = None,
     first: int,
     out_type: np.dtype | type,
     squares: Float[jax.Array, "R chunks"] | None,
@@ -168,10 +185,16 @@ def described_product(
     Raises:
       ValueError: The tiles are none for this kernel; says which.
     """
-    (R, K), N = x.shape, (weights.shape[1] - first) // (2 if is_gated else 1)
+    K, N = x.shape[1], (weights.shape[1] - first) // (2 if is_gated else 1)
     _check(tiles, np.dtype(out_type))
+    R, programs = num_rows or len(x), 1
     row_blocks = pl.cdiv(R, tiles.rows)
     operands = {"x": _in_lines(x), "weights": weights, "layer": layer.reshape(1)}
+    if row_scales is not None:
+        _check_codes(tiles, first)
+        operands |= {"scales": scales, "row_scales": row_scales}
+        # With one warpgroup that multiplies there is room for more than one program.
+        programs = _PROGRAMS if tiles.warps == _WARPS else 1
     if squares is not None:
         operands["scale"] = scales_of(squares, row_blocks * tiles.rows, K, eps, order)
     if bias is not None:
@@ -192,7 +215,7 @@ def described_product(
     out = plgpu.kernel(
         functools.partial(_product_kernel, work=work),
         out_type=jax.ShapeDtypeStruct((len(operands["x"]), N), out_type),
-        grid=(min(work.blocks, _multiprocessors()),),
+        grid=(min(work.blocks, programs * _multiprocessors()),),
         grid_names=("program",),
         num_threads=work.groups + 1,
         thread_name="group",
@@ -218,6 +241,18 @@ def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
     for what, is_wrong in wrong.items():
         if is_wrong:
             raise ValueError(f"tiles of blocks that descriptors copy must {what}, got {tiles}")
+
+
+def _check_codes(tiles: LinearTiles, first: int) -> None:
+    wrong = {
+        f"have a depth of {FP8_BLOCK}": tiles.depth != FP8_BLOCK,
+        f"have columns that divide {FP8_BLOCK}": FP8_BLOCK % tiles.columns,
+        f"have rows that divide {FP8_BLOCK}": FP8_BLOCK % tiles.rows,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"tiles of codes must {what}, got {tiles}")
+    first_block(first)
 
 
 def _in_lines(x):
@@ -266,6 +301,8 @@ def _product_kernel(*refs, work, **shared):
     program, group = lax.axis_index("program"), lax.axis_index("group")
     programs = lax.axis_size("program")
     count = pl.cdiv(work.blocks - program, programs)
+    # The registers of a lone warpgroup are few enough, and another program may have the others.
+    is_alone = work.is_quantised and work.groups == 1
 
     def place(i):
         # Programs that run together share blocks of the weight; the rows are in the cache anyway.
@@ -275,7 +312,8 @@ def _product_kernel(*refs, work, **shared):
 
     @pl.when(group == work.groups)
     def _copy():
-        plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
+        if not is_alone:
+            plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
         layer = refs.layer[0]
 
         def copy(i, _):
@@ -285,14 +323,19 @@ def _product_kernel(*refs, work, **shared):
 
     @pl.when(group < work.groups)
     def _multiply():
-        plgpu.set_max_registers(_multiplying_registers(work.groups), action="increase")
+        if not is_alone:
+            plgpu.set_max_registers(_multiplying_registers(work.groups), action="increase")
 
         def multiply(i, _):
             row, column = place(i)
             row += group * (work.tiles.rows // work.groups)
             result = Result(refs, shared, work, group, row, column)
             result.prepare()
-            result.store(_sums(shared, work, group, i * work.steps))
+            if work.is_quantised:
+                sums = _sums_of_codes(refs, shared, work, group, i * work.steps, row, column)
+            else:
+                sums = _sums(shared, work, group, i * work.steps)
+            result.store(sums)
 
         lax.fori_loop(0, count, multiply, None)
         plgpu.wait_smem_to_gmem(0)
@@ -347,6 +390,43 @@ def _sums(shared, work, group, done):
         lax.fori_loop(0, work.steps, add, None)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + work.steps - 1, tiles.stages)])
-        return sums_ref[...]
+        sums, columns = sums_ref[...], tiles.columns
+        return [sums[:, i * columns : (i + 1) * columns] for i in range(work.weights)]
 
     return pl.run_scoped(add_all, plgpu.ACC((rows, shared.weight.shape[1]), jnp.float32))
+
+
+def _sums_of_codes(refs, shared, work, group, done, row, column):
+    """As `_sums`, of codes: those of a block are added from zero, and times both scales."""
+    tiles, layer = work.tiles, refs.layer[0]
+    shape = (tiles.rows // work.groups, tiles.columns)
+    outputs = [work.first + i * work.outputs + column for i in range(work.weights)]
+
+    def scales_at(k):
+        k = jnp.minimum(k, work.steps - 1)
+        at = refs.row_scales.at[k, pl.ds(row, shape[0])]
+        of_rows = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return [of_rows * refs.scales[layer, lax.div(o, FP8_BLOCK), k] for o in outputs]
+
+    def add(k, carried):
+        sums, scales = carried
+        after = scales_at(k + 1)  # asked for a step ahead: they come from memory
+        slot = lax.rem(done + k, tiles.stages)
+        plgpu.barrier_wait(shared.full.at[slot])
+
+        def multiply(*parts):
+            group_rows = shared.rows.at[slot, pl.ds(group * shape[0], shape[0])]
+            for i, part_ref in enumerate(parts):
+                weight = shared.weight.at[slot, pl.ds(i * tiles.columns, tiles.columns)]
+                plgpu.wgmma(part_ref, group_rows, weight.transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return [part_ref[...] for part_ref in parts]
+
+        parts = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * work.weights)
+        plgpu.barrier_arrive(shared.free.at[slot])
+        across = [lax.broadcast_in_dim(scale, shape, [0]) for scale in scales]
+        return [multiplied_sum(*each) for each in zip(parts, across, sums, strict=True)], after
+
+    nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+    carried = [nothing] * work.weights, scales_at(0)
+    return lax.fori_loop(0, work.steps, add, carried)[0]

@@ -93,10 +93,7 @@ class Result:
                 self._fetch(number + PARTS)
 
     def _finished(self, sums, down, at):
-        gate, *up = (
-            sums[down : down + WIDE, first + at : first + at + self._line]
-            for first in range(0, sums.shape[1], self._work.tiles.columns)
-        )
+        gate, *up = (x[down : down + WIDE, at : at + self._line] for x in sums)
         if self._work.is_normed:
             gate, *up = (x * self._scales[down] for x in (gate, *up))
         if self._work.is_biased:
@@ -125,6 +122,11 @@ class Result:
     def _of(self, ref, number):
         down, at = self._places[number]
         return ref.at[pl.ds(self._row + down, WIDE), pl.ds(self._column + at, self._line)]
+
+
+def multiplied_sum(x, y, added):
+    """The product of the first two and the third, rounded once."""
+    return _instruct("fma.rn.f32", x, y, added)
 
 
 def _divide(x, by):

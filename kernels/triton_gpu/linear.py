@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Float32, Int32
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearTiles
+from kernels.triton_gpu.codes import add_codes, scale_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, four_of
 from kernels.triton_gpu.fp8 import widened
 from kernels.triton_gpu.squares import add_up
@@ -53,7 +54,8 @@ class Sizes(NamedTuple):
     """What is multiplied: outputs, inputs, and what is done with the sums.
 
     Attributes:
-      is_fp8: Whether the weight is FP8 in words of four.
+      is_fp8, is_quantised: Whether the weight is FP8 in words of four, or codes, as rows are then.
+      is_interpreted: Whether no GPU runs the kernel.
       is_biased, is_gated, is_added, is_scaled: Whether it is.
       factor: Of a result that is not gated.
     """
@@ -61,6 +63,8 @@ class Sizes(NamedTuple):
     N: int
     K: int
     is_fp8: bool
+    is_quantised: bool
+    is_interpreted: bool
     is_biased: bool
     is_gated: bool
     is_added: bool
@@ -101,6 +105,7 @@ def product(
     x: Float[Tensor, "R inputs"],
     weight: Float[Tensor, "stored inputs"] | Int32[Tensor, "stored words"],
     scales: Float[Tensor, "blocks blocks_in"] | None,
+    row_scales: Float32[Tensor, "blocks_in R"] | None = None,
     *,
     out_type: torch.dtype,
     squares: Float[Tensor, "R chunks"] | None,
@@ -120,10 +125,11 @@ def product(
     """Multiplies each row by a weight, and does what a layer does right before and after it.
 
     Args:
-      x: The rows.
+      x: The rows; or their codes, as `fp8_activations.quantised` gives them.
       weight: `[outputs, inputs]`; where it is gated, the gate's rows and then those of up. Or FP8
-        in words of four, with the bits of the widened weight.
-      scales: Of FP8; see `shared.models.fp8_words`.
+        in words of four, with the bits of the widened weight; or codes, where rows are codes.
+      scales: Of FP8; see `shared.models.fp8_words`. Of codes, as they are stored.
+      row_scales: Of rows that are codes.
       out_type: Of the result.
       squares: The rows' squares in chunks, where the product is that of their RMS norm; `x` are
         the rows times the norm's scale then, and the squares those of the rows without it.
@@ -141,7 +147,8 @@ def product(
       squares in chunks.
     """
     (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
-    if scales is not None and tiles.widens:
+    is_quantised = row_scales is not None
+    if scales is not None and tiles.widens and not is_quantised:
         weight, scales = widened(weight, scales, **launching(x)), None
     rows = min(tiles.rows, max(16, triton.next_power_of_2(R)))
     depth = tiles.depth_of(K) if scales is None else tiles.depth
@@ -158,7 +165,7 @@ def product(
     if is_described:
         x_at = TensorDescriptor.from_tensor(x, [rows, depth])
         block = [tiles.columns, depth]
-        if is_gated:  # a block of the gate and that of up beside it are one
+        if is_gated and not is_quantised:  # a block of the gate and that of up beside it are one
             weight_at, block = weight.view(2, N, K), [2, *block]
         weight_at = TensorDescriptor.from_tensor(weight_at, block)
     blocks = row_blocks * column_blocks
@@ -167,6 +174,7 @@ def product(
         x_at,
         weight_at,
         x if scales is None else scales,
+        x if row_scales is None else row_scales,
         Ends(
             # A pointer must be there, also where nothing reads it.
             squares=x if squares is None else squares,
@@ -184,7 +192,9 @@ def product(
         sizes=Sizes(
             N=N,
             K=K,
-            is_fp8=scales is not None,
+            is_fp8=scales is not None and not is_quantised,
+            is_quantised=is_quantised,
+            is_interpreted=not launching(x)["is_launched"],
             is_biased=bias is not None,
             is_gated=is_gated,
             is_added=added is not None,
@@ -235,8 +245,8 @@ def launching(x: Tensor) -> dict[str, bool]:
 
 @triton.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
 def _product_kernel(
-    x_at, weight_at, scales_at, ends, num_rows, row_blocks, blocks, sizes: tl.constexpr,
-    squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+    x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks, blocks,
+    sizes: tl.constexpr, squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """One program per block of outputs and block of rows, or one that has several in turn.
 
@@ -247,20 +257,20 @@ def _product_kernel(
             gdc_wait()
         for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
             _product_block(
-                number, x_at, weight_at, scales_at, ends, num_rows, row_blocks, sizes, squares, cut,
-                False,
+                number, x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
+                sizes, squares, cut, False,
             )  # fmt: skip
     else:
         _product_block(
-            tl.program_id(0), x_at, weight_at, scales_at, ends, num_rows, row_blocks, sizes,
-            squares, cut, is_launched,
+            tl.program_id(0), x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
+            sizes, squares, cut, is_launched,
         )  # fmt: skip
 
 
 @triton.jit
 def _product_block(
-    number, x_at, weight_at, scales_at, ends, num_rows, row_blocks, sizes: tl.constexpr,
-    squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+    number, x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
+    sizes: tl.constexpr, squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs and rows, the rows first: they share the weight."""
     N: tl.constexpr = sizes.N
@@ -278,7 +288,7 @@ def _product_block(
     step = tl.arange(0, depth)
     is_row, is_column = row < num_rows, column < N
     # Blocks of gate and up that come as one are multiplied as one: the rows are read once.
-    is_joined: tl.constexpr = is_gated and (is_described or sizes.is_fp8)
+    is_joined: tl.constexpr = is_gated and not sizes.is_quantised and (is_described or sizes.is_fp8)
     width: tl.constexpr = 2 * columns if is_joined else columns
     if sizes.is_fp8:
         x_at += row.to(tl.int64)[:, None] * K
@@ -309,6 +319,23 @@ def _product_block(
             x0, x1, x2, x3 = four_of(x_at, at, is_row)
             has_all: tl.constexpr = N % columns == 0
             acc = add_four(acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, is_launched)
+        elif sizes.is_quantised:
+            scale = tl.load(row_scales_at + at // _BLOCK * num_rows + row, mask=is_row, other=0.0)
+            if is_described:
+                x = x_at.load([first_row, at])
+                weight = weight_at.load([block * columns, at])
+            else:
+                x = tl.load(x_at, mask=is_row[:, None], other=0.0)
+                weight = tl.load(weight_at)
+            of_block = scale_of(scales_at, block * columns, at, K)
+            acc = add_codes(acc, x, weight, scale * of_block, is_swapped, sizes.is_interpreted)
+            if is_gated:
+                if is_described:
+                    weight = weight_at.load([N + block * columns, at])
+                else:
+                    weight = tl.load(weight_at + N * K)
+                of_block = scale_of(scales_at, N + block * columns, at, K)
+                up = add_codes(up, x, weight, scale * of_block, is_swapped, sizes.is_interpreted)
         elif is_described:
             x = x_at.load([first_row, at])
             if is_joined:
@@ -326,6 +353,7 @@ def _product_block(
                     weight_at + N * K, is_column, inside, N % columns == 0, K % depth == 0
                 )
                 up = _add_product(up, x, weight, is_swapped)
+        if not (sizes.is_fp8 or is_described):
             x_at += depth
             weight_at += depth
     if is_launched and not is_described:  # with descriptors it measured slower

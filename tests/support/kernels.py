@@ -39,6 +39,7 @@ MODULES = (
     "experts",
     "flat_nodes",
     "fp8",
+    "fp8_activations",
     "groups",
     "heads",
     "layers",

@@ -34,6 +34,7 @@ class Kernels:
     draft_tree: ModuleType
     experts: ModuleType
     flat_nodes: ModuleType
+    fp8_activations: ModuleType
     heads: ModuleType
     layers: ModuleType
     linear: ModuleType
@@ -59,6 +60,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import draft_tree as draft_tree_kernel
     from kernels.triton_gpu import experts as experts_kernel
     from kernels.triton_gpu import flat_nodes as flat_nodes_kernel
+    from kernels.triton_gpu import fp8_activations as fp8_activations_kernel
     from kernels.triton_gpu import heads as heads_kernel
     from kernels.triton_gpu import layers as layers_kernel
     from kernels.triton_gpu import linear as linear_kernel
@@ -80,6 +82,7 @@ if torch.cuda.is_available():
         draft_tree=draft_tree_kernel,
         experts=experts_kernel,
         flat_nodes=flat_nodes_kernel,
+        fp8_activations=fp8_activations_kernel,
         heads=heads_kernel,
         layers=layers_kernel,
         linear=linear_kernel,

@@ -258,18 +258,23 @@ def _multiplied(
     added: Float[Tensor, "R outputs"] | None = None,
     norm: Float[Tensor, " outputs"] | None = None,
 ) -> Stream:
-    tiles = kernels.tiles.linear.of(
+    tables, row_scales = kernels.tiles, None
+    tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
         item_bytes=weight.item_bytes,
         rows=len(x),
         outputs=weight.num_outputs // (2 if is_gated else 1),
         inputs=x.shape[1],
         gated=int(is_gated),
     )
+    out_type = out_type or x.dtype
+    if weight.quantises:
+        x, row_scales = kernels.fp8_activations.quantised(x)
     out, scaled, sums = kernels.linear.product(
         x.contiguous(),
         weight.values,
         weight.scales,
-        out_type=out_type or x.dtype,
+        row_scales,
+        out_type=out_type,
         squares=squares,
         eps=eps,
         is_gated=is_gated,

@@ -1,0 +1,229 @@
+"""Rows in FP8 by kernels: the codes and the products are those of the specification."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from kernels.pallas_gpu.linear_described import described_product
+from kernels.tiles import LinearTiles, Tiles
+from shared.models import fp8
+from shared.spec import fp8_activations as spec
+from shared.spec import layers
+from shared.spec.numerics import SQUARES, chunks_of_squares
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
+from tests.support.linear_kernels import (
+    EPS,
+    KINDS,
+    Arrays,
+    in_pallas,
+    in_triton,
+    normal,
+    tiles,
+)
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+each_language = pytest.mark.parametrize("language", KERNELS)
+
+SIZES = [{"R": 3, "K": 256, "N": 128}, {"R": 20, "K": 128, "N": 384}]
+LARGE = [
+    {"R": 1, "K": 4096, "N": 1280},
+    {"R": 17, "K": 4096, "N": 4096},
+    {"R": 70, "K": 2048, "N": 4096},
+    {"R": 600, "K": 1024, "N": 12288},
+]
+
+
+def of_codes(**changed: int | bool) -> LinearTiles:
+    """For a GPU they must be those of the language; interpreted, both take any."""
+    return tiles(**({"depth": fp8.BLOCK} | changed))
+
+
+def weight_of(outputs: int, inputs: int) -> Arrays:
+    """Two weights as codes, and the scales of their blocks."""
+    rng = np.random.default_rng(outputs)
+    codes = fp8.encoded(normal(1, 2, outputs, inputs) * 64)
+    scales = rng.uniform(2.0**-10, 2.0**-9, fp8.scale_shape(codes.shape)).astype(np.float32)
+    return codes, scales
+
+
+@each_language
+@pytest.mark.parametrize(("R", "K"), [(3, 256), (9, 384), (130, 128)])
+def test_rows_are_quantised_as_the_specification_says(R: int, K: int, language: str) -> None:
+    x = (normal(0, R, K) * np.exp(3 * normal(1, R, 1))).astype(ml_dtypes.bfloat16)
+    x[1, :128] = 0
+    want = spec.quantised(x)
+    module = KERNELS[language]["fp8_activations"]
+    wide = x.astype(np.float32)
+    if language == "triton":
+        codes, scales = in_triton(lambda x: _floats(*module.quantised(x.bfloat16())), wide)
+    else:
+        codes, scales = in_pallas(
+            lambda x, **how: _floats(*module.quantised(x.astype(jnp.bfloat16), **how)), wide
+        )
+    np.testing.assert_array_equal(codes[:R], fp8.VALUES[want.codes])
+    np.testing.assert_array_equal(scales.T[:R], want.scales)
+
+
+def _floats(codes: Any, scales: Any) -> Any:
+    return (codes.float() if isinstance(codes, torch.Tensor) else codes.astype("float32")), scales
+
+
+@each_language
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("swapped", [True, False], ids=["outputs wide", "rows wide"])
+@pytest.mark.skipif(ON_GPU, reason="of tiles that a GPU's kernels do not take")
+def test_products_of_codes_are_those_of_the_specification(
+    sizes: dict[str, int], kind: str, swapped: bool, language: str
+) -> None:
+    first = 0 if "gated" in kind else fp8.BLOCK
+    cut = of_codes(swapped=swapped)
+    got = multiplied(language, kind, cut, **sizes, out_type="float32", first=first)
+    # Float32 sums in other orders, of at most 256 terms, and of numbers up to 10.
+    np.testing.assert_allclose(got[0], wanted(kind, **sizes, first=first), rtol=1e-4, atol=1e-4)
+
+
+def wanted(kind: str, *, R: int, K: int, N: int, first: int) -> np.ndarray:
+    x, (codes, scales) = rows(R, K), weight_of(first + (2 if "gated" in kind else 1) * N, K)
+    across = fp8.scales_of_outputs(scales[1], codes.shape[1])
+    out = spec.product(spec.quantised(x), codes[1], across)[:, first:]
+    if "normed" in kind or "gated" in kind:
+        out = out / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + EPS)
+    if "biased" in kind:
+        out = out + bias_of(codes.shape[:2])[1, first:].astype(np.float32)
+    if "gated" in kind:
+        gate, up = np.split(out, 2, axis=1)
+        out = layers.silu(gate) * up
+    if "times" in kind:
+        out = out * np.float32(0.22)
+    return out + normal(2, R, N) if "added" in kind else out
+
+
+def rows(R: int, K: int) -> np.ndarray:
+    return normal(0, R, K).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def bias_of(shape: tuple[int, ...]) -> np.ndarray:
+    return normal(3, *shape).astype(ml_dtypes.bfloat16)
+
+
+def multiplied(
+    language: str,
+    kind: str,
+    cut: LinearTiles,
+    *,
+    R: int,
+    K: int,
+    N: int,
+    out_type: str,
+    first: int,
+) -> Arrays:
+    """A product of quantised rows with the second of two weights, as float32."""
+    is_gated = "gated" in kind
+    x, (codes, scales) = rows(R, K), weight_of(first + (2 if is_gated else 1) * N, K)
+    added = normal(2, R, N) if "added" in kind else None
+    norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
+    bias = bias_of(codes.shape[:2]).astype(np.float32) if "biased" in kind else None
+    squares = chunks_of_squares(x) if "normed" in kind or is_gated else None
+    how: dict[str, Any] = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut}
+    how["factor"] = 0.22 if "times" in kind else 1.0
+    quantised = KERNELS[language]["fp8_activations"].quantised
+    product = KERNELS[language]["linear"].product
+    arrays = (x, codes, scales, squares, bias, added, norm)
+    if language == "triton":
+        dtype = getattr(torch, out_type)
+
+        def in_torch(x, codes, scales, squares, bias, added, norm):
+            rows, row_scales = quantised(x.bfloat16())
+            found = product(
+                rows,
+                codes[1, first:].view(torch.float8_e4m3fn),
+                scales[1, first // fp8.BLOCK :].contiguous(),
+                row_scales,
+                squares=squares,
+                bias=bias if bias is None else bias[1, first:].bfloat16(),
+                added=added if added is None else added.to(dtype),
+                norm=norm if norm is None else norm[1],
+                out_type=dtype,
+                **how,
+            )
+            return tuple(y if y is None else y.float() for y in found)
+
+        return in_triton(in_torch, *arrays)
+    dtype = jnp.dtype(out_type)
+
+    def in_jax(x, codes, scales, squares, bias, added, norm, interpret):
+        rows, row_scales = quantised(x.astype(jnp.bfloat16), interpret=interpret)
+        found = product(
+            rows,
+            codes.view(jnp.float8_e4m3fn),
+            scales,
+            jnp.int32(1),
+            row_scales,
+            num_rows=R,
+            squares=squares,
+            bias=bias if bias is None else bias.astype(jnp.bfloat16),
+            added=added if added is None else added.astype(dtype),
+            norm=norm,
+            norm_layer=jnp.int32(1),
+            out_type=dtype,
+            first=first,
+            interpret=interpret,
+            **how,
+        )
+        return tuple(y if y is None else y.astype(jnp.float32) for y in found)
+
+    return in_pallas(in_jax, *arrays)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"depth": 64}, "must have a depth of 128"),
+        ({"columns": 256}, "must have columns that divide 128"),
+        ({"rows": 256}, "must have rows that divide 128"),
+    ],
+)
+def test_tiles_of_other_blocks_are_refused_by_name(change: dict[str, int], why: str) -> None:
+    kind = jnp.float8_e4m3fn
+    how = {"rows": 64, "swapped": False, "described": True, "persistent": True} | change
+    with pytest.raises(ValueError, match=f"tiles of codes {why}, got"):
+        described_product(
+            jnp.zeros((64, 128), kind),
+            jnp.zeros((1, 256, 128), kind),
+            jnp.int32(0),
+            jnp.ones((1, 2, 1), jnp.float32),
+            jnp.ones((1, 128), jnp.float32),
+            first=0,
+            out_type=jnp.bfloat16,
+            squares=None,
+            eps=EPS,
+            is_gated=False,
+            bias=None,
+            factor=1.0,
+            added=None,
+            norm=None,
+            norm_layer=jnp.int32(0),
+            order=SQUARES,
+            tiles=of_codes(**how),
+        )
+
+
+@pytest.mark.skipif(
+    INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="of the tiles of a GPU"
+)
+@pytest.mark.parametrize("kind", ["biased, normed", "gated", "added"])
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
+def test_all_tiles_of_both_languages_have_the_same_bits(sizes: dict[str, int], kind: str) -> None:
+    given = sizes | {"kind": kind, "out_type": "bfloat16", "first": 0}
+    want = multiplied("triton", cut=of_codes(), **given)
+    for language in KERNELS:
+        table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).fp8_activations
+        for cut in {line.tiles for line in table.lines}:
+            got = multiplied(language, cut=cut, **given)
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=f"{language}, {cut}")
