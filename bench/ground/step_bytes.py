@@ -34,7 +34,7 @@ def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int)
     """
     config, item = blueprint.config, blueprint.item_bytes
     wanted = parameters(config, False)
-    share, in_words = _read_share(config, batch * shape.nodes), blueprint.in_words
+    share, in_words = _read_share(config, batch * shape.nodes), _in_fp8(blueprint)
     moved = _weight_bytes(wanted, item, config.tied, share, in_words)
     moved += batch * context * _kv_row(config, config.num_attention_layers, item)
     delta = config.gated_delta
@@ -61,11 +61,15 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
         own = draft_parameters(drafts, None)
     is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
     share = _read_share(drafts.sizes.model, batch * shape.width)
-    once = _weight_bytes(own, item, is_tied, share, blueprint.in_words if drafts.with_mtp else ())
+    once = _weight_bytes(own, item, is_tied, share, _in_fp8(blueprint) if drafts.with_mtp else ())
     if not is_tied and not any(p.name == "lm_head" for p in own):
         once += config.vocab * config.hidden * item  # the target's LM head scores its drafts
     kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
     return passes * (once + kv)
+
+
+def _in_fp8(blueprint: Blueprint) -> frozenset[str]:
+    return blueprint.in_words | blueprint.in_codes
 
 
 def _weight_bytes(

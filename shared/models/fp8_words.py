@@ -63,6 +63,13 @@ def bytes_of_words(shape: tuple[int, ...]) -> int:
     return math.prod(shape) + 2 * math.prod(fp8.scale_shape(shape))
 
 
+def bytes_of_codes(shape: tuple[int, ...], *, by_output: bool) -> int:
+    """Of a weight of this shape as codes, with the scales of each output or of blocks of them."""
+    *_, blocks, blocks_in = fp8.scale_shape(shape)
+    count = math.prod(shape[:-2]) * (shape[-2] if by_output else blocks) * blocks_in
+    return math.prod(shape) + 4 * count
+
+
 def packed(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N words"]:
     """Puts four codes of a row into each word, the first in its lowest byte.
 

@@ -68,6 +68,10 @@ class ModelOptions:
         choices=LOAD_FORMATS,
         metavar="FORMAT",
     )
+    fp8_activations: bool = flag(
+        False, "multiply with FP8 weights as codes, the rows quantised too, as their file asks; "
+        "another model than that of the weights widened, faster and less exact",
+    )  # fmt: skip
     context_length: int | None = flag(
         None, "most tokens of prompt and output (default: the model's)", low=2, high=1 << 24
     )

@@ -4,7 +4,7 @@
 up to what the start prints. Nothing is allocated later that is not in the list.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -15,7 +15,7 @@ from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
-from shared.models.fp8_words import bytes_of_words
+from shared.models.fp8_words import bytes_of_codes, bytes_of_words
 from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.options.options import ConfigError, Options
@@ -89,6 +89,7 @@ def plan(
     device: Device,
     costs: ProgramCosts,
     in_words: frozenset[str] = frozenset(),
+    in_codes: frozenset[str] = frozenset(),
 ) -> MemoryPlan:
     """Divides the device's memory.
 
@@ -96,6 +97,7 @@ def plan(
       drafts: What drafts on the device.
       costs: What the backend says of its programs.
       in_words: Parameters that can stay FP8; they do where kernels run, for bfloat16 on a GPU.
+      in_codes: Parameters that stay FP8 and quantise their rows.
 
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
@@ -103,7 +105,12 @@ def plan(
     settled = settle(options, model, drafts, device, costs.are_compiled)
     if device.kind != "gpu" or settled.dtype != "bfloat16":
         in_words = frozenset()
-    sizing = _Sizing(settled, model, drafts, device, costs, in_words)
+    if in_codes and settled.dtype != "bfloat16":
+        raise ConfigError(
+            "--fp8-activations needs a model in bfloat16, as the last bits of float32 move codes; "
+            "add --dtype bfloat16"
+        )
+    sizing = _Sizing(settled, model, drafts, device, costs, in_words, in_codes)
     largest = sizing.with_pages(sizing.most_pages())
     if largest.total_bytes > device.free_bytes:
         raise ConfigError(
@@ -123,6 +130,7 @@ class _Sizing:
     device: Device
     costs: ProgramCosts
     in_words: frozenset[str]
+    in_codes: frozenset[str]
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """The whole plan with so many pages."""
@@ -138,6 +146,7 @@ class _Sizing:
             on_gpu=self.device.kind == "gpu",
             captured=captured_works(settled.told),
             in_words=self.in_words,
+            in_codes=self.in_codes,
         )
         lines = tuple(_lines(settled.told, blueprint, self.costs))
         return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)
@@ -210,27 +219,37 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
 def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
     drafts = blueprint.drafts
     wanted = parameters(blueprint.config, drafts.with_mtp)
-    yield _weights_line("weights", blueprint.dtype, wanted, blueprint.in_words)
+    by_output = not blueprint.on_gpu
+    num_bytes = {p.name: bytes_of_words(p.shape) for p in wanted if p.name in blueprint.in_words}
+    num_bytes |= {
+        p.name: bytes_of_codes(p.shape, by_output=by_output)
+        for p in wanted
+        if p.name in blueprint.in_codes
+    }
+    yield _weights_line("weights", blueprint.dtype, wanted, num_bytes)
     if of_drafts := draft_parameters(drafts, None):
-        line = _weights_line("draft weights", blueprint.dtype, of_drafts, ())
+        line = _weights_line("draft weights", blueprint.dtype, of_drafts, {})
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
 
 
 def _weights_line(
-    name: str, dtype: str, wanted: Sequence[Parameter], in_words: Collection[str]
+    name: str, dtype: str, wanted: Sequence[Parameter], of_fp8: Mapping[str, int]
 ) -> MemoryLine:
-    num_bytes = count = count_in_words = 0
+    """Args:
+    of_fp8: Bytes of the parameters in FP8, by name.
+    """
+    num_bytes = count = count_in_fp8 = 0
     for parameter in wanted:
         size = prod(parameter.shape)
         count += size
-        if parameter.name in in_words:
-            count_in_words += size
-            num_bytes += bytes_of_words(parameter.shape)
+        if parameter.name in of_fp8:
+            count_in_fp8 += size
+            num_bytes += of_fp8[parameter.name]
         else:
             num_bytes += size * (4 if parameter.float32 else ITEM_BYTES[dtype])
     detail = f"{count:,} parameters in {dtype}"
-    if count_in_words:
-        detail += f", {count_in_words:,} of them in FP8"
+    if count_in_fp8:
+        detail += f", {count_in_fp8:,} of them in FP8"
     return MemoryLine(name, detail, num_bytes)
 
 

@@ -4,7 +4,7 @@ Whatever the user can put right is refused by one sentence.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,8 @@ from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.families import config_from_folder, states_fp8
 from shared.models.fields import read_json
+from shared.models.fp8 import BLOCK, are_whole_blocks
+from shared.models.fp8_words import EXPERTS
 from shared.models.parameters import Parameter, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.options.adaptive import read_candidates
@@ -60,6 +62,14 @@ class Weights(Protocol):
 
     def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
         """Those of the parameters that can stay FP8, by name."""
+        ...
+
+    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters that are FP8 as a whole, by name."""
+        ...
+
+    def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters of which some tensors are FP8, by name."""
         ...
 
 
@@ -158,13 +168,48 @@ def prepare(options: Options, platform: Platform) -> Start:
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
     grammars = Grammars.of_options(options, model.vocab)
-    in_words = checkpoint.in_words(parameters(model, draft.with_mtp))
+    wanted = parameters(model, draft.with_mtp)
+    in_words, in_codes = checkpoint.in_words(wanted), frozenset[str]()
+    if options.model.fp8_activations:
+        in_words, in_codes = frozenset(), _in_codes(checkpoint, wanted)
     device = platform.find_device()
-    memory = plan(options, model, draft_files.drafts, device, platform.costs, in_words)
+    if device.kind == "gpu":
+        _refuse_without_kernels(p for p in wanted if p.name in in_codes)
+    drafts = draft_files.drafts
+    memory = plan(options, model, drafts, device, platform.costs, in_words, in_codes)
     cache_policy(memory)  # what it refuses is refused before memory is taken
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
     return Start(checkpoint, draft_files, memory, plain, defaults, grammars)
+
+
+def _in_codes(checkpoint: Weights, wanted: Sequence[Parameter]) -> frozenset[str]:
+    in_codes, some = checkpoint.in_codes(wanted), checkpoint.has_scales(wanted)
+    if not some:
+        raise ConfigError(
+            "--fp8-activations needs weights in FP8, and this checkpoint has none; leave it out"
+        )
+    if mixed := min(some - in_codes, default=None):
+        raise ConfigError(
+            f"--fp8-activations takes no product of which some tensors are FP8 and others are not, "
+            f"as those of {mixed}; leave it out"
+        )
+    return in_codes
+
+
+def _refuse_without_kernels(in_codes: Iterable[Parameter]) -> None:
+    """Refuses what the kernels of a GPU do not multiply."""
+    for parameter in in_codes:
+        if parameter.name.endswith(EXPERTS):
+            raise ConfigError(
+                "--fp8-activations is of dense models on a GPU, and this one has experts in FP8; "
+                "leave it out"
+            )
+        if not all(are_whole_blocks(source.shape) for source in parameter.sources):
+            raise ConfigError(
+                f"--fp8-activations takes whole blocks of {BLOCK} x {BLOCK} on a GPU, and those of "
+                f"{parameter.name} are not; leave it out"
+            )
 
 
 def _dummy(model: ModelConfig, folder: str) -> DummyCheckpoint:

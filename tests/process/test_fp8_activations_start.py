@@ -1,0 +1,119 @@
+"""`--fp8-activations` starts with FP8 weights as codes, or is refused in one sentence."""
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+
+from shared.engine.request import Request, SamplingParams
+from shared.options.options import ConfigError, parse
+from shared.process import engines
+from shared.process.device import Device
+from shared.process.start import Platform, Start, prepare
+from tests.support.driving import drive
+from tests.support.records import leaves
+from tests.support.started import one_bucket
+from tests.support.tiny_models import tiny_config
+
+CPU, GPU = Device("cpu", "CPU", 1 << 31), Device("gpu", "NVIDIA H200", 1 << 34)
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+WHOLE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+WHOLE |= {"num_key_value_heads": 4}
+IN_CODES = {"attention.inputs", "attention.out", "mlp.gate_up", "mlp.down"}
+
+
+def folder_of(folder: Path, kind: str, **changed: object) -> Path:
+    """Of a tiny model without weights."""
+    config = tiny_config(kind, nested=False, with_mtp=False, tied=False) | changed
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def prepared(folder: Path, platform: Platform, device: Device, *flags: str) -> Start:
+    line = ["--model-path", str(folder), "--load-format", "dummy", "--fp8-activations"]
+    line += ["--max-running-requests", "2", "--context-length", "64", "--max-total-tokens", "128"]
+    line += ["--chunked-prefill-size", "64", *flags]
+    return prepare(parse(line), replace(platform, find_device=lambda: device))
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_fp8_weights_stay_codes_and_requests_are_served(tmp_path: Path, framework: str) -> None:
+    platform = import_module(f"{framework}_impl.serve").PLATFORM
+    folder = folder_of(tmp_path, "qwen3", **WHOLE, **FP8)
+    start = prepared(folder, platform, CPU, "--dtype", "bfloat16")
+    blueprint = start.memory.blueprint
+    assert blueprint.in_codes == IN_CODES
+    assert not blueprint.in_words
+    blueprint = replace(blueprint, capacity=one_bucket(start.memory.capacity))
+    start, read = replace(start, memory=replace(start.memory, blueprint=blueprint)), []
+    made = start.load(platform, read.append)
+    assert sum(read) == start.num_bytes
+    made.prepare(made.capacity.programs, lambda program: None)
+    engine = engines.make_engine(made, start.memory)
+    sampling = SamplingParams(temperature=0.0, max_tokens=12)
+    asked = [Request(request_id=0, prompt=(5, 9, 3, 200), sampling=sampling)]
+    try:
+        (outcome,) = drive(engine, asked).values()
+    finally:
+        engine.close()
+    assert len(outcome.tokens) == 12
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_plan_counts_codes_and_scales_to_the_byte(tmp_path: Path, framework: str) -> None:
+    platform = import_module(f"{framework}_impl.serve").PLATFORM
+    folder = folder_of(tmp_path, "qwen3", **WHOLE, **FP8)
+    start = prepared(folder, platform, CPU, "--dtype", "bfloat16")
+    blueprint = start.memory.blueprint
+    weights = import_module(f"{framework}_impl.weights")
+    device = torch.device("cpu") if framework == "torch" else jax.devices("cpu")[0]
+    how = ("bfloat16", device, lambda num_bytes: None, (), blueprint.in_codes)
+    loaded = weights.load(start.checkpoint, blueprint.config, False, *how)
+    kept = leaves(torch.Tensor, loaded) if framework == "torch" else jax.tree.leaves(loaded)
+    (line,) = (line for line in start.memory.lines if line.name == "weights")
+    assert sum(each.nbytes for each in kept) == line.num_bytes
+    assert line.detail.endswith("of them in FP8")
+
+
+REFUSED = {
+    "weights that are not FP8": (
+        ("qwen3", WHOLE, CPU, ("--dtype", "bfloat16")),
+        "--fp8-activations needs weights in FP8",
+    ),
+    "a type of more digits": (
+        ("qwen3", WHOLE | FP8, CPU, ("--dtype", "float32")),
+        "--fp8-activations needs a model in bfloat16",
+    ),
+    "products of both kinds": (
+        ("qwen3_5", WHOLE | FP8, CPU, ("--dtype", "bfloat16")),
+        "some tensors are FP8 and others are not, as those of gated_delta.inputs",
+    ),
+    "blocks that are not whole, on a GPU": (
+        ("qwen3", WHOLE | FP8 | {"intermediate_size": 192}, GPU, ()),
+        "takes whole blocks of 128 x 128 on a GPU, and those of mlp.gate_up are not",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_refused_in_one_sentence(tmp_path: Path, case: str) -> None:
+    (kind, changed, device, flags), sentence = REFUSED[case]
+    platform = import_module("torch_impl.serve").PLATFORM
+    with pytest.raises(ConfigError) as refused:
+        prepared(folder_of(tmp_path, kind, **changed), platform, device, *flags)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_experts_in_fp8_are_refused_on_a_gpu_and_served_elsewhere(tmp_path: Path) -> None:
+    platform = import_module("torch_impl.serve").PLATFORM
+    golden = Path(__file__).parents[1] / "golden" / "qwen3_moe_fp8"
+    (tmp_path / "config.json").write_text((golden / "config.json").read_text())
+    start = prepared(tmp_path, platform, CPU, "--dtype", "bfloat16")
+    assert {"experts.gate_up", "experts.down"} < start.memory.blueprint.in_codes
+    with pytest.raises(ConfigError, match="of dense models on a GPU, and this one has experts"):
+        prepared(tmp_path, platform, GPU)
