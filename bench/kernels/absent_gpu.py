@@ -7,7 +7,7 @@ a device for it. Nothing that it compiles so can run, and nothing is tuned by ti
 import inspect
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -170,7 +170,13 @@ def _shape(gpu: AbsentGpu, floats: str, value: Any) -> Any:
 
 
 def lowered_step(
-    gpu: AbsentGpu, model: str, drafts: str, batch: int, tokens: int, scores: bool
+    gpu: AbsentGpu,
+    model: str,
+    drafts: str,
+    batch: int,
+    tokens: int,
+    scores: bool,
+    more: Sequence[str] = (),
 ) -> tuple[Lowered, int]:
     """A step of a server with default flags, and the bytes that the memory plan has for it.
 
@@ -180,11 +186,12 @@ def lowered_step(
       batch: Requests at once.
       tokens: Of a prompt; 0: it decodes.
       scores: Whether a prompt's tokens are all scored; the server has a flag for it then.
+      more: Flags beside the default ones.
     """
     folder, device = SHAPES / model, Device("gpu", gpu.name, gpu.free_bytes)
     flags = ["--model-path", str(folder), "--load-format", "dummy"]
     flags += Draft.parse(drafts).flags(folders_of(folder, {}))
-    flags += ["--max-prompt-logprobs", "1"] * scores
+    flags += ["--max-prompt-logprobs", "1"] * scores + [*more]
     begun = prepare(parse(flags), replace(serve.PLATFORM, find_device=lambda: device))
     blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
     (program,) = (

@@ -56,6 +56,7 @@ class Step:
         of some rows are fewer; a weight of a layer has more, and so has the state of a slot.
       tokens: Of a prompt; 0: it decodes.
       scores: The prompt's tokens are all scored.
+      flags: More of the server's.
     """
 
     model: str
@@ -64,6 +65,7 @@ class Step:
     most_copied: int
     tokens: int = 0
     scores: bool = False
+    flags: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         work = f"prompt of {self.tokens}" if self.tokens else f"batch {self.batch}"
@@ -84,6 +86,8 @@ STEPS = (
     Step("qwen3.5-9b", "NEXTN:S=3,k=1,N=4", 1, 2**24, tokens=2048),
     Step("qwen3-8b", "none", 8, 2**24, tokens=2048, scores=True),
     Step("qwen3.5-35b-a3b-fp8", "none", 1, 2**24, tokens=2048),
+    Step("qwen3-8b-fp8", "none", 8, 2**20, flags=("--fp8-activations",)),
+    Step("qwen3-8b-fp8", "none", 1, 2**24, tokens=2048, flags=("--fp8-activations",)),
 )
 
 
@@ -166,7 +170,7 @@ def compile_step(report: Report, gpu: Any, step: Step) -> None:
     began, name = time.monotonic(), str(step)
     try:
         lowered, planned = compiling.lowered_step(
-            gpu, step.model, step.drafts, step.batch, step.tokens, step.scores
+            gpu, step.model, step.drafts, step.batch, step.tokens, step.scores, step.flags
         )
         if faults := list(faults_of_operations(lowered.as_text(), name)):
             report.fail(*faults)  # it is not compiled: a sort would take minutes

@@ -30,6 +30,7 @@ BLOCKS = "qwen3-8b, DFLASH rule=rejection, batch 1"
 CHAINS, TREES = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 1", "qwen3.5-9b, NEXTN S=5 k=4 N=16, batch 8"
 EXPERTS = "qwen3.5-35b-a3b-fp8, NEXTN S=3 k=1 N=4, batch 8"
 EXPERTS_FED = "qwen3.5-35b-a3b-fp8, none, prompt of 2048"
+CODES, CODES_FED = "qwen3-8b-fp8, none, batch 8", "qwen3-8b-fp8, none, prompt of 2048"
 MIXES = (
     "8 x 8 rows after 512",
     "32 x 8 rows after 512",
@@ -55,13 +56,13 @@ FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
 PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
     *(f"heads of {D}, prompt of 512" for D in (80, 96)),
-    *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED),
+    *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED, CODES_FED),
 )
 
 EXCUSES = (
     Excuse("attend", ("heads of 192, prompt of 512",), 1828, PADDED),
     Excuse("attend", PROMPTS, 1600, "what is summed over spans, which waits outside of the loops"),
-    Excuse("choose_rows", (CHAINS, SCORED), 8, FEW),
+    Excuse("choose_rows", (CHAINS, SCORED, CODES), 8, FEW),
     Excuse("choose_rows", (FED,), 24, SOME),
     Excuse("choose_tiles", (CHAINS, BLOCKS), 8, FEW),
     Excuse("delta_mix", ("8 x chain of 4", EXPERTS), 64, TIMED),
