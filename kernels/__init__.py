@@ -12,7 +12,9 @@ The two languages give the same bits where these are equal in both files of an o
 - logarithms: those of `noise`, never a library's;
 - the constants (`LOG2_E`, `NEGATIVE`) and `exp2`, never `exp`;
 - the compiler: products in float32 stay float32 (`HIGHEST`, `ieee`), and Triton is kept from fusing
-  a product with a sum, which XLA's Triton does not do.
+  a product with a sum, which XLA's Triton does not do;
+- sums of codes of FP8: by the matrix unit on the codes, a block of 128 from zero, and one fused
+  multiply and add.
 
 The tiles need not be equal: see `kernels/tiles.py`. A change to one file is a change to both. One
 op has a second kernel in Pallas, for Mosaic GPU: `pallas_gpu/linear_described.py` does what the

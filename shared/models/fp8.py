@@ -5,7 +5,8 @@ infinities. A block of 128 x 128 weights shares one scale, and the last block of
 may be smaller. The scales of a tensor `X.weight` are the tensor `X.weight_scale_inv` beside it,
 those of stacked experts `X` are `X_scale_inv`: which tensors are stored so is told by their scales
 alone. A weight is its code times its scale; the product is float32, and is rounded once, to the
-type that the model runs in. Activations are not quantised.
+type that the model runs in. Rows are quantised where a start asks for it alone, see
+`shared.spec.fp8_activations`.
 """
 
 from collections.abc import Mapping
