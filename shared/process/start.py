@@ -4,7 +4,7 @@ Whatever the user can put right is refused by one sentence.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,6 +73,8 @@ class Weights(Protocol):
         ...
 
 
+HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
+"""Words in the names of GPUs whose matrix units multiply codes of FP8 as the kernels do."""
 LoadCall = Callable[[Blueprint, Any, DraftFiles, Callable[[int], None]], Backend]
 
 
@@ -174,7 +176,7 @@ def prepare(options: Options, platform: Platform) -> Start:
         in_words, in_codes = frozenset(), _in_codes(checkpoint, wanted)
     device = platform.find_device()
     if device.kind == "gpu":
-        _refuse_without_kernels(p for p in wanted if p.name in in_codes)
+        _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
     drafts = draft_files.drafts
     memory = plan(options, model, drafts, device, platform.costs, in_words, in_codes)
     cache_policy(memory)  # what it refuses is refused before memory is taken
@@ -197,8 +199,13 @@ def _in_codes(checkpoint: Weights, wanted: Sequence[Parameter]) -> frozenset[str
     return in_codes
 
 
-def _refuse_without_kernels(in_codes: Iterable[Parameter]) -> None:
+def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> None:
     """Refuses what the kernels of a GPU do not multiply."""
+    if in_codes and not HOPPERS & {*device.name.replace("-", " ").split()}:
+        raise ConfigError(
+            f"--fp8-activations needs the matrix units of a Hopper (an H100 or H200), and this is "
+            f"an {device.name}; leave it out"
+        )
     for parameter in in_codes:
         if parameter.name.endswith(EXPERTS):
             raise ConfigError(

@@ -19,7 +19,7 @@ from tests.support.records import leaves
 from tests.support.started import one_bucket
 from tests.support.tiny_models import tiny_config
 
-CPU, GPU = Device("cpu", "CPU", 1 << 31), Device("gpu", "NVIDIA H200", 1 << 34)
+CPU, GPU = Device("cpu", "CPU", 1 << 31), Device("gpu", "NVIDIA H100 80GB HBM3", 1 << 34)
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 WHOLE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
 WHOLE |= {"num_key_value_heads": 4}
@@ -91,6 +91,10 @@ REFUSED = {
     "products of both kinds": (
         ("qwen3_5", WHOLE | FP8, CPU, ("--dtype", "bfloat16")),
         "some tensors are FP8 and others are not, as those of gated_delta.inputs",
+    ),
+    "another GPU than a Hopper": (
+        ("qwen3", WHOLE | FP8, Device("gpu", "NVIDIA A100-SXM4-80GB", 1 << 34), ()),
+        "needs the matrix units of a Hopper (an H100 or H200), and this is an NVIDIA A100",
     ),
     "blocks that are not whole, on a GPU": (
         ("qwen3", WHOLE | FP8 | {"intermediate_size": 192}, GPU, ()),
