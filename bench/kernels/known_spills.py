@@ -46,6 +46,7 @@ WIDE = (
     "32 x 64 nodes after 512",
     "hybrid, prompt of 64",
 )
+GATED_CODES = "it holds sums of gate and up beside those of a block, by tiles of proven bits"
 FEW = "ptxas stores one number rather than take more than 56 registers"
 PADDED = "what is summed over spans, of 256 columns"
 DEEP = "it keeps the best of 3,856 candidates; no model is known that asks for it"
@@ -66,6 +67,7 @@ EXCUSES = (
     Excuse("choose_rows", (FED,), 24, SOME),
     Excuse("choose_tiles", (CHAINS, BLOCKS), 8, FEW),
     Excuse("delta_mix", ("8 x chain of 4", EXPERTS), 64, TIMED),
+    Excuse("described_product", (CODES, CODES_FED), 144, GATED_CODES),
     Excuse("next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
         "find_border",

@@ -408,24 +408,28 @@ def _sums_of_codes(refs, shared, work, group, done, row, column):
         of_rows = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         return [of_rows * refs.scales[layer, lax.div(o, FP8_BLOCK), k] for o in outputs]
 
+    def multiply(group_rows, weight, part_ref):
+        plgpu.wgmma(part_ref, group_rows, weight.transpose((1, 0)))
+        plgpu.wgmma_wait(0)
+        return part_ref[...]
+
     def add(k, carried):
         sums, scales = carried
         after = scales_at(k + 1)  # asked for a step ahead: they come from memory
         slot = lax.rem(done + k, tiles.stages)
         plgpu.barrier_wait(shared.full.at[slot])
 
-        def multiply(*parts):
-            group_rows = shared.rows.at[slot, pl.ds(group * shape[0], shape[0])]
-            for i, part_ref in enumerate(parts):
-                weight = shared.weight.at[slot, pl.ds(i * tiles.columns, tiles.columns)]
-                plgpu.wgmma(part_ref, group_rows, weight.transpose((1, 0)))
-            plgpu.wgmma_wait(0)
-            return [part_ref[...] for part_ref in parts]
-
-        parts = pl.run_scoped(multiply, *[plgpu.ACC(shape, jnp.float32)] * work.weights)
+        group_rows = shared.rows.at[slot, pl.ds(group * shape[0], shape[0])]
+        sums_after = []
+        for i, (total, scale) in enumerate(zip(sums, scales, strict=True)):
+            weight = shared.weight.at[slot, pl.ds(i * tiles.columns, tiles.columns)]
+            part = pl.run_scoped(
+                functools.partial(multiply, group_rows, weight), plgpu.ACC(shape, jnp.float32)
+            )
+            across = lax.broadcast_in_dim(scale, shape, [0])
+            sums_after.append(multiplied_sum(part, across, total))
         plgpu.barrier_arrive(shared.free.at[slot])
-        across = [lax.broadcast_in_dim(scale, shape, [0]) for scale in scales]
-        return [multiplied_sum(*each) for each in zip(parts, across, sums, strict=True)], after
+        return sums_after, after
 
     nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
     carried = [nothing] * work.weights, scales_at(0)

@@ -3,10 +3,33 @@
 import triton
 import triton.language as tl
 
+from kernels.tiles import LinearTiles
 from shared.models.fp8 import BLOCK, OF_LARGEST
 
 _BLOCK = tl.constexpr(BLOCK)
 _OF_LARGEST = tl.constexpr(OF_LARGEST)
+
+
+_WIDE = 64
+"""Of the sides of a tile one is as wide, or a compiler takes no unit that multiplies codes."""
+
+
+def rows_of(tiles: LinearTiles, rows: int) -> int:
+    """The rows of a tile of codes; all of them where they are the wide side of the matrix unit.
+
+    Args:
+      rows: As many as there are to multiply, and at most those of the tiles.
+
+    Raises:
+      ValueError: The wide side is not wide enough, so that the bits would be others.
+    """
+    wide = tiles.columns if tiles.swapped else tiles.rows
+    if wide < _WIDE or tiles.columns > BLOCK or tiles.depth != BLOCK:
+        raise ValueError(
+            f"tiles of codes must be {BLOCK} deep, {_WIDE} wide or more, and have {BLOCK} columns "
+            f"at most, got {tiles}"
+        )
+    return rows if tiles.swapped else tiles.rows
 
 
 @triton.jit

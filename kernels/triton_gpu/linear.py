@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearTiles
-from kernels.triton_gpu.codes import add_codes, scale_of
+from kernels.triton_gpu.codes import add_codes, rows_of, scale_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, four_of
 from kernels.triton_gpu.fp8 import widened
 from kernels.triton_gpu.squares import add_up
@@ -151,6 +151,8 @@ def product(
     if scales is not None and tiles.widens and not is_quantised:
         weight, scales = widened(weight, scales, **launching(x)), None
     rows = min(tiles.rows, max(16, triton.next_power_of_2(R)))
+    if is_quantised:
+        rows = rows_of(tiles, rows)
     depth = tiles.depth_of(K) if scales is None else tiles.depth
     row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
     chunks = 0 if squares is None else squares.shape[1]
@@ -322,11 +324,9 @@ def _product_block(
         elif sizes.is_quantised:
             scale = tl.load(row_scales_at + at // _BLOCK * num_rows + row, mask=is_row, other=0.0)
             if is_described:
-                x = x_at.load([first_row, at])
-                weight = weight_at.load([block * columns, at])
+                x, weight = x_at.load([first_row, at]), weight_at.load([block * columns, at])
             else:
-                x = tl.load(x_at, mask=is_row[:, None], other=0.0)
-                weight = tl.load(weight_at)
+                x, weight = tl.load(x_at, mask=is_row[:, None], other=0.0), tl.load(weight_at)
             of_block = scale_of(scales_at, block * columns, at, K)
             acc = add_codes(acc, x, weight, scale * of_block, is_swapped, sizes.is_interpreted)
             if is_gated:

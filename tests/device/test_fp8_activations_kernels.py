@@ -81,7 +81,7 @@ def test_products_of_codes_are_those_of_the_specification(
     sizes: dict[str, int], kind: str, swapped: bool, language: str
 ) -> None:
     first = 0 if "gated" in kind else fp8.BLOCK
-    cut = of_codes(swapped=swapped)
+    cut = of_codes(swapped=swapped, rows=16 if swapped else 64)
     got = multiplied(language, kind, cut, **sizes, out_type="float32", first=first)
     # Float32 sums in other orders, of at most 256 terms, and of numbers up to 10.
     np.testing.assert_allclose(got[0], wanted(kind, **sizes, first=first), rtol=1e-4, atol=1e-4)
@@ -178,6 +178,17 @@ def multiplied(
         return tuple(y if y is None else y.astype(jnp.float32) for y in found)
 
     return in_pallas(in_jax, *arrays)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize(
+    "change", [{"columns": 32}, {"swapped": False}, {"depth": 64}, {"columns": 256}], ids=str
+)
+def test_tiles_that_a_compiler_would_add_otherwise_are_refused(change: dict[str, int]) -> None:
+    """Below 64 on the wide side it makes float16 of codes."""
+    given = SIZES[0] | {"kind": "plain", "out_type": "float32", "first": 0}
+    with pytest.raises(ValueError, match="tiles of codes must be 128 deep, 64 wide or more"):
+        multiplied("triton", cut=of_codes(**change), **given)
 
 
 @pytest.mark.parametrize(
