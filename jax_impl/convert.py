@@ -20,6 +20,7 @@ from shared.models import checkpoint
 from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
+from shared.models.fp8_words import InWords
 from shared.models.parameters import Parameter, parameters
 
 FOLDER = "orbax"
@@ -90,11 +91,15 @@ class OrbaxCheckpoint:
         progress(self._num_bytes(parameter))
         return read.astype(np.float32 if parameter.float32 else dtype)
 
-    def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+    def in_words(self, wanted: Sequence[Parameter]) -> InWords:
         """None: what is FP8 was widened when the folder was made."""
+        return {}
+
+    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """None, for the same reason."""
         return frozenset()
 
-    in_codes = has_scales = in_words
+    has_scales = in_codes
 
     def _shape_and_dtype(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
         if parameter.name not in self._arrays:

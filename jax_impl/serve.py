@@ -67,7 +67,7 @@ def read_weights(
     weights = load(checkpoint, model, with_mtp, *placement, *stay)
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement),
-        lambda files, config: load(files, config, False, *placement, ()),
+        lambda files, config: load(files, config, False, *placement, {}),
     )
     return weights, draft_weights
 

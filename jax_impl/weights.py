@@ -25,7 +25,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.fp8_words import SCALES
+from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, parameters
 
@@ -164,7 +164,7 @@ def load(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-    in_words: Collection[str],
+    in_words: InWords,
     in_codes: Collection[str] = (),
 ) -> Loaded:
     """Reads a checkpoint to the device, parameter by parameter.
@@ -172,8 +172,8 @@ def load(
     Args:
       dtype: Of the weights, float32 or bfloat16.
       progress: Called with the number of stored bytes after each tensor.
-      in_words, in_codes: Parameters that stay FP8, by name; all are stacks. Those in codes quantise
-        their rows.
+      in_words, in_codes: Parameters that stay FP8; all are stacks. Those in codes quantise their
+        rows.
 
     Raises:
       CheckpointError: A tensor is missing or has another shape.
@@ -186,8 +186,10 @@ def load(
         assert isinstance(checkpoint, Checkpoint | DummyCheckpoint)  # others have no FP8
         for parameter in (p for p in wanted if p.name in stay):
             name, stacks = parameter.name, loaded.stacks
-            read_one = words.read_codes if name in in_codes else words.read
-            both = read_one(checkpoint, parameter, device, progress)
+            if name in in_codes:
+                both = words.read_codes(checkpoint, parameter, device, progress)
+            else:
+                both = words.read(checkpoint, parameter, in_words[name], device, progress)
             stacks[name], stacks[f"{name}{SCALES}"] = both
     return loaded
 
@@ -254,7 +256,8 @@ def _loaded(
     if isinstance(checkpoint, DummyCheckpoint):
         made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
         progress(checkpoint.num_bytes([parameter]))
-        return words.scaled(made, parameter) if checkpoint.has_codes(parameter) else made
+        granularity = checkpoint.granularity_of(parameter)
+        return made if granularity is None else words.scaled(made, parameter, granularity)
     is_large = math.prod(parameter.shape) >= LARGE and parameter.stacked
     if not (is_large and isinstance(checkpoint, Checkpoint)):
         return checkpoint.load(parameter, dtype, progress)

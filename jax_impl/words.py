@@ -16,6 +16,7 @@ from jax_impl import dummy
 from shared.models import fp8
 from shared.models.checkpoint import Checkpoint
 from shared.models.dummy import DummyCheckpoint, Stored, code_scales
+from shared.models.fp8 import Granularity
 from shared.models.fp8_words import FP8_BLOCK, packed_scales, shape_of_words
 from shared.models.parameters import Parameter
 
@@ -29,27 +30,29 @@ def packed(codes: UInt8[jax.Array, "*stack N K"]) -> Int32[jax.Array, "*stack N 
 def read(
     checkpoint: Stored,
     parameter: Parameter,
+    granularity: Granularity,
     device: jax.Device,
     progress: Callable[[int], None],
-) -> tuple[Int32[jax.Array, "*stack N words"], Float[jax.Array, "*stack blocks blocks_in"]]:
+) -> tuple[Int32[jax.Array, "*stack N words"], Float[jax.Array, "*stack scales scales_in"]]:
     """The words of a parameter and its scales; see `shared.models.checkpoint.Checkpoint.codes`."""
     if isinstance(checkpoint, DummyCheckpoint):
-        scales = packed_scales(code_scales(parameter))
+        scales = packed_scales(code_scales(parameter, granularity))
         words = dummy.word_array(parameter, device)
         progress(checkpoint.num_bytes([parameter]))
         return words, _placed(scales, device)
-    return _from_files(checkpoint, parameter, device, progress)
+    return _from_files(checkpoint, parameter, granularity, device, progress)
 
 
 def _from_files(
     checkpoint: Checkpoint,
     parameter: Parameter,
+    granularity: Granularity,
     device: jax.Device,
     progress: Callable[[int], None],
-) -> tuple[Int32[jax.Array, "*stack N words"], Float[jax.Array, "*stack blocks blocks_in"]]:
+) -> tuple[Int32[jax.Array, "*stack N words"], Float[jax.Array, "*stack scales scales_in"]]:
     words = jnp.zeros(shape_of_words(parameter.shape), jnp.int32, device=device)
-    scales = np.empty(fp8.scale_shape(parameter.shape), np.float32)
-    for piece in checkpoint.codes(parameter, progress):
+    scales = np.empty(fp8.scale_shape(parameter.shape, granularity), np.float32)
+    for piece in checkpoint.codes(parameter, granularity, progress):
         first = [each.start if isinstance(each, slice) else each for each in piece.place]
         codes = piece.codes.reshape((1,) * (words.ndim - piece.codes.ndim) + piece.codes.shape)
         words = _written(words, codes, jnp.asarray(first, np.int32))
@@ -82,16 +85,17 @@ def read_codes(
     """
     by_output = device.platform != "gpu"
     if isinstance(checkpoint, DummyCheckpoint):
-        codes, scales = unpacked(dummy.word_array(parameter, device)), code_scales(parameter)
+        codes = unpacked(dummy.word_array(parameter, device))
+        scales = code_scales(parameter, Granularity.BLOCK)
         if by_output:
             scales = fp8.scales_of_outputs(scales, parameter.shape[-2])
         progress(checkpoint.num_bytes([parameter]))
         return codes, jax.device_put(scales, device)
     codes = jnp.zeros(parameter.shape, jnp.float8_e4m3fn, device=device)
-    shape = fp8.scale_shape(parameter.shape)
+    shape = fp8.scale_shape(parameter.shape, Granularity.BLOCK)
     rows = parameter.shape[-2] if by_output else shape[-2]
     scales = np.empty((*shape[:-2], rows, shape[-1]), np.float32)
-    for piece in checkpoint.codes(parameter, progress, by_output=by_output):
+    for piece in checkpoint.codes(parameter, Granularity.BLOCK, progress, by_output=by_output):
         first = [each.start if isinstance(each, slice) else each for each in piece.place]
         part = piece.codes.reshape((1,) * (codes.ndim - piece.codes.ndim) + piece.codes.shape)
         codes = _written_codes(codes, part, jnp.asarray(first, np.int32))
@@ -124,16 +128,21 @@ def _placed(scales: Shaped[np.ndarray, "..."], device: jax.Device) -> Float[jax.
 
 
 def scaled(
-    numbers: Float[jax.Array, "*stack N K"], parameter: Parameter
+    numbers: Float[jax.Array, "*stack N K"], parameter: Parameter, granularity: Granularity
 ) -> Float[jax.Array, "*stack N K"]:
     """The numbers of a dummy's codes times their scales."""
-    return _scaled(numbers, code_scales(parameter))
+    return _scaled(numbers, code_scales(parameter, granularity), granularity)
 
 
-@partial(jax.jit, donate_argnums=0)
+@partial(jax.jit, donate_argnums=0, static_argnums=2)
 def _scaled(
-    numbers: Float[jax.Array, "*stack N K"], scales: Float[jax.Array, "*stack blocks blocks_in"]
+    numbers: Float[jax.Array, "*stack N K"],
+    scales: Float[jax.Array, "*stack scales scales_in"],
+    granularity: Granularity,
 ) -> Float[jax.Array, "*stack N K"]:
     N, K = numbers.shape[-2:]
-    across = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)[..., :N, :K]
+    across = scales
+    if granularity is Granularity.BLOCK:
+        across = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
+        across = across[..., :N, :K]
     return (numbers.astype(jnp.float32) * across).astype(numbers.dtype)

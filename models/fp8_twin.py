@@ -18,7 +18,15 @@ from safetensors.numpy import load_file, save_file
 from shared.models import fp8
 from shared.models.checkpoint import INDEX_FILE
 from shared.models.fields import read_json
+from shared.models.fp8 import Granularity
 
+SCALE = fp8.SCALES[0]
+STATED = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
+    "activation_scheme": "dynamic",
+}
 LARGEST = float(np.nanmax(fp8.VALUES))
 
 
@@ -39,7 +47,7 @@ def _largest_of_blocks(
     wide: Float32[np.ndarray, "*stack rows columns"],
 ) -> Float32[np.ndarray, "*stack row_blocks column_blocks"]:
     *stack, rows, columns = wide.shape
-    *_, row_blocks, column_blocks = fp8.scale_shape(wide.shape)
+    *_, row_blocks, column_blocks = fp8.scale_shape(wide.shape, Granularity.BLOCK)
     spare = (row_blocks * fp8.BLOCK - rows, column_blocks * fp8.BLOCK - columns)
     whole = np.pad(np.abs(wide), [(0, 0)] * len(stack) + [(0, more) for more in spare])
     blocks = whole.reshape(*stack, row_blocks, fp8.BLOCK, column_blocks, fp8.BLOCK)
@@ -72,7 +80,7 @@ def write(folder: Path, twin: Path) -> None:
             places |= dict.fromkeys(tensors, file.name)
         elif file.is_file():
             shutil.copyfile(file, twin / file.name)
-    _write_json(twin / "config.json", {**config, "quantization_config": dict(fp8.SERVED)})
+    _write_json(twin / "config.json", {**config, "quantization_config": STATED})
     if (folder / INDEX_FILE).is_file():
         _write_json(twin / INDEX_FILE, {"metadata": {}, "weight_map": places})
 
@@ -81,7 +89,7 @@ def _twin_of(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     found = {}
     for name, tensor in tensors.items():
         if fp8.is_quantised(name):
-            found[name], found[f"{name}{fp8.SCALE}"] = quantised(tensor)
+            found[name], found[f"{name}{SCALE}"] = quantised(tensor)
         else:
             found[name] = tensor
     return found

@@ -45,7 +45,7 @@ def load_backend(
     weights = load(checkpoint, model, with_mtp, *placement, *stay)
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement),
-        lambda files, config: load(files, config, False, *placement, ()),
+        lambda files, config: load(files, config, False, *placement, {}),
     )
     if device.type == "cpu":
         take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))

@@ -13,7 +13,7 @@ from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.fp8_words import SCALES
+from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, parameters
 from torch_impl import dummy, words
@@ -132,7 +132,7 @@ def load(
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
-    in_words: Collection[str],
+    in_words: InWords,
     in_codes: Collection[str] = (),
 ) -> Weights:
     """Reads a checkpoint's weights onto a device, parameter by parameter.
@@ -141,7 +141,7 @@ def load(
       with_mtp: Whether the MTP layer is wanted.
       dtype: A name of `DTYPES`.
       progress: Called with the number of stored bytes read since the last call.
-      in_words, in_codes: Parameters that stay FP8, by name; those in codes quantise their rows.
+      in_words, in_codes: Parameters that stay FP8; those in codes quantise their rows.
 
     Raises:
       CheckpointError: See `Checkpoint.load`.
@@ -150,12 +150,14 @@ def load(
     tensors = {}
     for parameter in wanted:
         name = parameter.name
-        if name in in_words or name in in_codes:
-            read = words.read_codes if name in in_codes else words.read
-            both = read(checkpoint, parameter, device, progress)
-            tensors[name], tensors[f"{name}{SCALES}"] = both
-        else:
+        if name not in in_codes and name not in in_words:
             tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
+            continue
+        if name in in_codes:
+            both = words.read_codes(checkpoint, parameter, device, progress)
+        else:
+            both = words.read(checkpoint, parameter, in_words[name], device, progress)
+        tensors[name], tensors[f"{name}{SCALES}"] = both
     return _assemble(config, tensors)
 
 
@@ -226,8 +228,8 @@ def _loaded(
     if isinstance(checkpoint, DummyCheckpoint):
         made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
         progress(checkpoint.num_bytes([parameter]))
-        if checkpoint.has_codes(parameter):
-            return words.scaled(made, parameter)
+        if (granularity := checkpoint.granularity_of(parameter)) is not None:
+            return words.scaled(made, parameter, granularity)
         return _centred(parameter, made)
     read = torch.empty(parameter.shape, dtype=kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):

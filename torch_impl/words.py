@@ -13,6 +13,7 @@ from torch import Tensor
 from shared.models import fp8
 from shared.models.checkpoint import Checkpoint
 from shared.models.dummy import DummyCheckpoint, Stored, code_scales
+from shared.models.fp8 import Granularity
 from shared.models.fp8_words import FP8_BLOCK, packed_scales, shape_of_words
 from shared.models.parameters import Parameter
 from torch_impl import dummy
@@ -27,27 +28,29 @@ def packed(codes: UInt8[Tensor, "*stack N K"]) -> Int32[Tensor, "*stack N words"
 def read(
     checkpoint: Stored,
     parameter: Parameter,
+    granularity: Granularity,
     device: torch.device,
     progress: Callable[[int], None],
-) -> tuple[Int32[Tensor, "*stack N words"], Float[Tensor, "*stack blocks blocks_in"]]:
+) -> tuple[Int32[Tensor, "*stack N words"], Float[Tensor, "*stack scales scales_in"]]:
     """The words of a parameter and its scales; see `shared.models.checkpoint.Checkpoint.codes`."""
     if isinstance(checkpoint, DummyCheckpoint):
-        scales = packed_scales(code_scales(parameter))
+        scales = packed_scales(code_scales(parameter, granularity))
         words = dummy.word_array(parameter, device)
         progress(checkpoint.num_bytes([parameter]))
         return words, _placed(scales, device)
-    return _from_files(checkpoint, parameter, device, progress)
+    return _from_files(checkpoint, parameter, granularity, device, progress)
 
 
 def _from_files(
     checkpoint: Checkpoint,
     parameter: Parameter,
+    granularity: Granularity,
     device: torch.device,
     progress: Callable[[int], None],
-) -> tuple[Int32[Tensor, "*stack N words"], Float[Tensor, "*stack blocks blocks_in"]]:
+) -> tuple[Int32[Tensor, "*stack N words"], Float[Tensor, "*stack scales scales_in"]]:
     words = torch.empty(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
-    scales = np.empty(fp8.scale_shape(parameter.shape), np.float32)
-    for piece in checkpoint.codes(parameter, progress):
+    scales = np.empty(fp8.scale_shape(parameter.shape, granularity), np.float32)
+    for piece in checkpoint.codes(parameter, granularity, progress):
         words[piece.place].copy_(packed(torch.from_numpy(piece.codes).to(device)))
         scales[piece.place_of_scales] = packed_scales(piece.scales)
     return words, _placed(scales, device)
@@ -65,16 +68,17 @@ def read_codes(
     """
     by_output = device.type != "cuda"
     if isinstance(checkpoint, DummyCheckpoint):
-        codes, scales = unpacked(dummy.word_array(parameter, device)), code_scales(parameter)
+        codes = unpacked(dummy.word_array(parameter, device))
+        scales = code_scales(parameter, Granularity.BLOCK)
         if by_output:
             scales = fp8.scales_of_outputs(scales, parameter.shape[-2])
         progress(checkpoint.num_bytes([parameter]))
     else:
         codes = torch.empty(parameter.shape, dtype=torch.uint8, device=device)
-        shape = fp8.scale_shape(parameter.shape)
+        shape = fp8.scale_shape(parameter.shape, Granularity.BLOCK)
         rows = parameter.shape[-2] if by_output else shape[-2]
         scales = np.empty((*shape[:-2], rows, shape[-1]), np.float32)
-        for piece in checkpoint.codes(parameter, progress, by_output=by_output):
+        for piece in checkpoint.codes(parameter, Granularity.BLOCK, progress, by_output=by_output):
             codes[piece.place].copy_(torch.from_numpy(piece.codes))
             scales[piece.place_of_scales] = piece.scales
         codes = codes.view(torch.float8_e4m3fn)
@@ -92,10 +96,13 @@ def _placed(scales: Shaped[np.ndarray, "..."], device: torch.device) -> Float[Te
 
 
 def scaled(
-    numbers: Float[Tensor, "*stack N K"], parameter: Parameter
+    numbers: Float[Tensor, "*stack N K"], parameter: Parameter, granularity: Granularity
 ) -> Float[Tensor, "*stack N K"]:
     """The numbers of a dummy's codes times their scales, in their own memory."""
-    scales = torch.from_numpy(code_scales(parameter)).to(numbers.device, numbers.dtype)
+    scales = torch.from_numpy(code_scales(parameter, granularity))
+    scales = scales.to(numbers.device, numbers.dtype)
+    if granularity is Granularity.CHANNEL:
+        return numbers.mul_(scales)
     across = scales.repeat_interleave(FP8_BLOCK, -1)[..., : numbers.shape[-1]]
     for block in range(scales.shape[-2]):
         rows = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)

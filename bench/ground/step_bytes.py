@@ -6,14 +6,14 @@ where drafts are replayed. Of experts are read as many as rows choose on average
 and apart from each other. What a step writes of KV, and activations, are left out: they are small.
 """
 
-from collections.abc import Collection
 from math import prod
 
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import MODEL, MTP
 from shared.models.config import ModelConfig
-from shared.models.fp8_words import bytes_of_words
+from shared.models.fp8 import Granularity
+from shared.models.fp8_words import InWords, bytes_of_words
 from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.spec.draft_tree import TreeShape
@@ -61,19 +61,19 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
         own = draft_parameters(drafts, None)
     is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
     share = _read_share(drafts.sizes.model, batch * shape.width)
-    once = _weight_bytes(own, item, is_tied, share, _in_fp8(blueprint) if drafts.with_mtp else ())
+    once = _weight_bytes(own, item, is_tied, share, _in_fp8(blueprint) if drafts.with_mtp else {})
     if not is_tied and not any(p.name == "lm_head" for p in own):
         once += config.vocab * config.hidden * item  # the target's LM head scores its drafts
     kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
     return passes * (once + kv)
 
 
-def _in_fp8(blueprint: Blueprint) -> frozenset[str]:
-    return blueprint.in_words | blueprint.in_codes
+def _in_fp8(blueprint: Blueprint) -> InWords:
+    return {**blueprint.in_words, **dict.fromkeys(blueprint.in_codes, Granularity.BLOCK)}
 
 
 def _weight_bytes(
-    wanted: list[Parameter], item: int, is_tied: bool, read_share: float, in_words: Collection[str]
+    wanted: list[Parameter], item: int, is_tied: bool, read_share: float, in_words: InWords
 ) -> int:
     moved = 0
     for parameter in wanted:
@@ -81,7 +81,7 @@ def _weight_bytes(
             continue
         size = prod(parameter.shape) * (FLOAT32_BYTES if parameter.float32 else item)
         if parameter.name in in_words:
-            size = bytes_of_words(parameter.shape)
+            size = bytes_of_words(parameter.shape, in_words[parameter.name])
         moved += int(size * (read_share if parameter.name.endswith(EXPERTS) else 1))
     return moved
 

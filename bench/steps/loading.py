@@ -133,7 +133,7 @@ def measure(backend: str, folder: Path) -> Line:
     checkpoint, before = open_checkpoint(folder), own_gigabytes()
     with Peak() as peak:
         began = time.perf_counter()
-        read = weights.load(checkpoint, config, False, *placement, lambda num_bytes: None, ())
+        read = weights.load(checkpoint, config, False, *placement, lambda num_bytes: None, {})
         if backend == "jax":
             framework.block_until_ready(framework.live_arrays())
         elif where == "cuda":

@@ -21,7 +21,7 @@ from jax_impl.ops import (
     kernels_on,
     layers,
 )
-from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_block
+from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.numerics import SQUARES
 
 
@@ -45,7 +45,7 @@ class Matrix(NamedTuple):
     )
     layer: Place | None = None
     bias: Float[jax.Array, "*layers outputs"] | None = None
-    scales: Float[jax.Array, "*layers blocks blocks_in"] | None = None
+    scales: Float[jax.Array, "*layers scales scales_in"] | None = None
 
     @property
     def alone(self) -> "Matrix":
@@ -72,11 +72,10 @@ class Matrix(NamedTuple):
         return self.values.dtype.itemsize if self.scales is None else 1
 
     def rows(self, first: int) -> "Matrix":
-        """The outputs from `first` on, out of their stacks; of FP8 they must begin a block."""
+        """The outputs from `first` on, out of their stacks; a scale of FP8 must begin there."""
         values, _, bias, scales = self.alone
         if scales is not None:
-            is_by_output = len(scales) == self.num_outputs
-            scales = scales[first if is_by_output else first_block(first) :]
+            scales = scales[first_scale(first, self.num_outputs, len(scales)) :]
         return Matrix(values[first:], None, None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: Place) -> "Matrix":
@@ -90,10 +89,12 @@ def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
     if matrix.scales is None:
         return matrix.values
     scales = matrix.scales.astype(jnp.float32) * (1 / SCALE_FACTOR)
-    scales = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
+    if scales.shape[-2] != matrix.num_outputs:  # of blocks
+        scales = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
     codes = lax.bitcast_convert_type(matrix.values, jnp.float8_e4m3fn)  # [.., outputs, words, 4]
-    blocks = codes.reshape(*matrix.values.shape[:-1], -1, FP8_BLOCK // 4, 4)
-    numbers = blocks.swapaxes(-1, -2).reshape(scales.shape)
+    *stack, words = matrix.values.shape
+    blocks = codes.reshape(*stack, -1, FP8_BLOCK // 4, 4)
+    numbers = blocks.swapaxes(-1, -2).reshape(*stack, 4 * words)
     return (numbers.astype(jnp.float32) * scales).astype(jnp.bfloat16)
 
 

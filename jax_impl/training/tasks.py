@@ -69,7 +69,7 @@ def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLi
     checkpoint.check(config, with_mtp)
     kind = jnp.dtype(dtype)
     where = (kind, jax.devices()[0], lambda count: None)
-    return Weights(weights.load(checkpoint, config, with_mtp, *where, ()).named)
+    return Weights(weights.load(checkpoint, config, with_mtp, *where, {}).named)
 
 
 def model_task(

@@ -7,12 +7,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.fp8 import four
+from kernels.pallas_gpu.fp8 import four, shares_of
 from shared.models.fp8_words import FP8_BLOCK
 
 
 class Stored(NamedTuple):
-    """The weights of experts, and their scales in blocks, if they are FP8 in words of four."""
+    """The weights of experts, and their scales, if they are FP8 in words of four."""
 
     weights: Any
     scales: Any
@@ -83,18 +83,25 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
         inputs = i * cut.depth + lax.iota(jnp.int32, cut.depth)
         return total + pltriton.dot(weight_at(inputs, K), rows_at(inputs), **exact)
 
+    def scale_at(i):
+        share, _ = shares_of(stored.weights, stored.scales)
+        block = jnp.full((len(output), 1), i)
+        at = (*of_expert, lax.div(output, share)[:, None], block)
+        masked = {} if has_all else {"mask": is_output[:, None], "other": 0.0}
+        return pltriton.load(stored.scales.at[at], **masked)
+
     def add_four(i, total):
         lane = lax.iota(jnp.int32, FP8_BLOCK // 4)
         xs = [rows_at(i * FP8_BLOCK + quarter * len(lane) + lane) for quarter in range(4)]
         words = weight_at(i * len(lane) + lane, K // 4)
-        block = jnp.full((len(output), 1), i)
-        scales = stored.scales.at[(*of_expert, lax.div(output, FP8_BLOCK)[:, None], block)]
-        masked = {} if has_all else {"mask": is_output[:, None], "other": 0.0}
-        scale = pltriton.load(scales, **masked)
+        scale = scale_at(i) if only_scale is None else only_scale
         for weight, x in zip(four(words, scale, not cut.interpret), xs, strict=True):
             total += pltriton.dot(weight.astype(x.dtype), x, **exact)
         return total
 
+    only_scale = None
+    if stored.scales is not None and stored.scales.shape[-1] == 1:  # read once for all inputs
+        only_scale = scale_at(0)
     nothing = jnp.zeros((len(output), cut.lanes), jnp.float32)
     step = add if stored.scales is None else add_four
     return lax.fori_loop(0, pl.cdiv(K, cut.depth), step, nothing)

@@ -4,6 +4,7 @@
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,21 @@ _MOVED = tuple(
     "and.b32 m, m, 0x07f007f0;\nlop3.b32 $0, t, 0x80008000, m, 0xea;\n}"
     for pair in ("0x4400", "0x5511", "0x6622", "0x7733")
 )
+
+
+class Shares(NamedTuple):
+    """How many outputs share a scale, and how many scales an output has along its inputs.
+
+    Scales are of blocks, or one is an output's alone.
+    """
+
+    outputs: int
+    scales_in: int
+
+
+def shares_of(words: Any, scales: Any) -> Shares:
+    """Of a weight, or of a stack of weights, `[.., outputs, words]`; arrays or references."""
+    return Shares(words.shape[-2] // scales.shape[-2], scales.shape[-1])
 
 
 def four(words, scale, is_compiled):
@@ -48,17 +64,17 @@ def _moved(words, byte, scale):
 
 def widened(
     words: Int32[jax.Array, "L N words"],
-    scales: Float[jax.Array, "L blocks blocks_in"],
+    scales: Float[jax.Array, "L scales scales_in"],
     layer: Int[jax.Array, ""],
     *,
     interpret: bool = False,
 ) -> Float[jax.Array, "N K"]:
     """The numbers of a layer's weight in memory, for products that take no words."""
-    _, blocks, blocks_in = scales.shape
+    _, outputs, count = words.shape
     return pl.pallas_call(
         partial(_widening_kernel, is_compiled=not interpret),
-        grid=(blocks * blocks_in,),
-        out_shape=jax.ShapeDtypeStruct((words.shape[1], blocks_in * FP8_BLOCK), jnp.bfloat16),
+        grid=(outputs // FP8_BLOCK * (4 * count // FP8_BLOCK),),
+        out_shape=jax.ShapeDtypeStruct((outputs, 4 * count), jnp.bfloat16),
         compiler_params=pltriton.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
         name="widened",
@@ -66,14 +82,15 @@ def widened(
 
 
 def _widening_kernel(words_ref, scales_ref, layer_ref, wide_ref, *, is_compiled):
-    """One program per block that has a scale."""
-    layer, blocks_in = layer_ref[0], scales_ref.shape[2]
+    """One program per block."""
+    layer, blocks_in = layer_ref[0], 4 * words_ref.shape[2] // FP8_BLOCK
+    shares = shares_of(words_ref, scales_ref)
     block, block_in = lax.div(pl.program_id(0), blocks_in), lax.rem(pl.program_id(0), blocks_in)
     output = (block * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[:, None]
     lane = lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :]
     words = pltriton.load(words_ref.at[layer, output, block_in * (FP8_BLOCK // 4) + lane])
-    column = jnp.full((FP8_BLOCK, 1), block_in)
-    scale = pltriton.load(scales_ref.at[layer, lax.div(output, FP8_BLOCK), column])
+    column = jnp.full((FP8_BLOCK, 1), block_in if shares.scales_in > 1 else 0)
+    scale = pltriton.load(scales_ref.at[layer, lax.div(output, shares.outputs), column])
     for number, part in enumerate(four(words, scale, is_compiled)):
         place = block_in * FP8_BLOCK + number * (FP8_BLOCK // 4) + lane
         pltriton.store(wide_ref.at[output, place], part)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int, Int32
 
 from kernels.pallas_gpu.codes import add_codes
-from kernels.pallas_gpu.fp8 import four, widened
+from kernels.pallas_gpu.fp8 import four, shares_of, widened
 from kernels.pallas_gpu.linear_described import described_product, takes
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
@@ -51,7 +51,7 @@ class Given(NamedTuple):
 def product(
     x: Float[jax.Array, "R inputs"],
     weights: Float[jax.Array, "L stored inputs"] | Int32[jax.Array, "L stored words"],
-    scales: Float[jax.Array, "L blocks blocks_in"] | None,
+    scales: Float[jax.Array, "L scales scales_in"] | None,
     layer: Int[jax.Array, ""],
     row_scales: Float32[jax.Array, "blocks_in rows"] | None = None,
     *,
@@ -251,16 +251,24 @@ def _product_kernel(
             sums_after.append(_add_product(sums[1], x, weight, tiles.swapped))
         return tuple(sums_after)
 
+    # Blocks of gate and up in words are multiplied as one: the rows are read once.
+    is_in_words = given.scales is not None and given.row_scales is None
+    is_joined = is_gated and is_in_words
+    width = 2 * tiles.columns if is_joined else tiles.columns
+    both = lax.iota(jnp.int32, width)
+    in_result = block * tiles.columns + lax.rem(both, tiles.columns)
+    output = (first + lax.div(both, tiles.columns) * outputs + in_result)[:, None]
+    is_output = None if outputs % tiles.columns == 0 else in_result < outputs
+
+    def scale_at(i):
+        share, _ = shares_of(weights_ref, given.scales)
+        at = (layer, lax.div(output, share), jnp.full(output.shape, i))
+        return _load(given.scales, at, is_output)
+
     def add_words(i, sums):
-        # Blocks of gate and up are multiplied as one: the rows are read once.
-        both = lax.iota(jnp.int32, len(sums[0]))
-        at = block * tiles.columns + lax.rem(both, tiles.columns)
-        output = (first + lax.div(both, tiles.columns) * outputs + at)[:, None]
         lane = lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :]
-        is_real = None if outputs % tiles.columns == 0 else at < outputs
-        words = _load(weights_ref, (layer, output, i * lane.size + lane), is_real)
-        place = (layer, lax.div(output, FP8_BLOCK), jnp.full(output.shape, i))
-        scale = _load(given.scales, place, is_real)
+        words = _load(weights_ref, (layer, output, i * lane.size + lane), is_output)
+        scale = scale_at(i) if only_scale is None else only_scale
         is_real = None if R % rows == 0 else is_row
         total = sums[0]
         for number, weight in enumerate(four(words, scale, is_compiled)):
@@ -281,8 +289,9 @@ def _product_kernel(
             after.append(add_codes(total, x, weight, scale * of_block, tiles.swapped))
         return tuple(after)
 
-    is_joined = is_gated and given.scales is not None and given.row_scales is None
-    width = 2 * tiles.columns if is_joined else tiles.columns
+    only_scale = None
+    if is_in_words and given.scales.shape[-1] == 1:  # read once for all inputs
+        only_scale = scale_at(0)
     shape = (width, rows) if tiles.swapped else (rows, width)
     nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated and not is_joined else 1)
     step_of_chain = add if given.scales is None else add_words

@@ -25,7 +25,7 @@ from jaxtyping import Float, Float32, Int
 from kernels.pallas_gpu.layers import beside
 from kernels.pallas_gpu.linear_result import PARTS, WIDE, Result, multiplied_sum, scales_of
 from kernels.tiles import LinearTiles
-from shared.models.fp8_words import FP8_BLOCK, first_block
+from shared.models.fp8_words import FP8_BLOCK, first_scale
 from shared.spec.numerics import SquaresOrder
 
 _WARPS = 4
@@ -252,7 +252,7 @@ def _check_codes(tiles: LinearTiles, first: int) -> None:
     for what, is_wrong in wrong.items():
         if is_wrong:
             raise ValueError(f"tiles of codes must {what}, got {tiles}")
-    first_block(first)
+    first_scale(first, FP8_BLOCK, 1)
 
 
 def _in_lines(x):

@@ -5,14 +5,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.fp8 import four
+from kernels.triton_gpu.fp8 import Shares, four
 from shared.models.fp8_words import FP8_BLOCK
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
 
 class Stored(NamedTuple):
-    """The weights of experts, and their scales in blocks, if they are FP8 in words of four."""
+    """The weights of experts, and their scales, if they are FP8 in words of four.
+
+    Of some outputs, `place_of` gives where both begin; a scale that is an output's alone is read.
+    """
 
     weights: Any
     scales: Any
@@ -22,14 +25,14 @@ class Sizes(NamedTuple):
     """Outputs and inputs of an expert's product; slots of a row.
 
     Attributes:
-      is_fp8: Whether weights are FP8 in words of four.
+      shares: Of weights that are FP8 in words of four; None: they are numbers.
       is_scaled: Whether the next norm has a scale.
     """
 
     N: int
     K: int
     slots: int
-    is_fp8: bool
+    shares: Shares | None
     is_scaled: bool
 
 
@@ -77,14 +80,16 @@ def product_of(
     The weight is the wide side of the matrix unit.
     """
     K: tl.constexpr = sizes.K
-    of_weight = place_of(stored, expert, outputs, output, sizes)
+    of_weight = place_of(stored, expert, outputs, output, is_output, has_all, sizes)
     wide: tl.constexpr = output.shape[0]
     lanes: tl.constexpr = cut.lanes
     acc = tl.zeros((wide, lanes), tl.float32)
     for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
-        if sizes.is_fp8:
+        if sizes.shares is not None:
             x0, x1, x2, x3 = four_of(x_at, at, is_slot)
-            acc = add_four(acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, is_launched)
+            acc = add_four(
+                acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, sizes, is_launched
+            )
         else:
             x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
             weight = part_of(of_weight.weights, at, is_output, has_all, K, cut.depth)
@@ -93,16 +98,35 @@ def product_of(
 
 
 @triton.jit
-def place_of(stored, expert, outputs: tl.constexpr, output, sizes: tl.constexpr):
+def place_of(
+    stored, expert, outputs: tl.constexpr, output, is_output, has_all: tl.constexpr,
+    sizes: tl.constexpr,
+):  # fmt: skip
     """Where some outputs of an expert begin, [outputs, 1] pointers, and their scales."""
-    K: tl.constexpr = sizes.K // 4 if sizes.is_fp8 else sizes.K
-    in_blocks: tl.constexpr = sizes.K // _BLOCK
-    scales = stored.scales
-    if sizes.is_fp8:
-        block = expert.to(tl.int64) * (outputs // _BLOCK) + output // _BLOCK
-        scales = scales + (block * in_blocks)[:, None]
-    place = (expert.to(tl.int64) * outputs + output) * K
-    return Stored(weights=stored.weights + place[:, None], scales=scales)
+    expert = expert.to(tl.int64)
+    if sizes.shares is not None:
+        share: tl.constexpr = sizes.shares.outputs
+        scale = expert * (outputs // share) + output // share
+        place = place_in_words(stored, expert * outputs + output, scale, is_output, has_all, sizes)
+    else:
+        weights = stored.weights + ((expert * outputs + output) * sizes.K)[:, None]
+        place = Stored(weights=weights, scales=stored.scales)
+    return place
+
+
+@triton.jit
+def place_in_words(stored, output, scale, is_output, has_all: tl.constexpr, sizes: tl.constexpr):
+    """Where some outputs of FP8 begin, and their scales, which are numbered along the outputs."""
+    weights = stored.weights + (output.to(tl.int64) * (sizes.K // 4))[:, None]
+    scales = stored.scales + (scale * sizes.shares.scales_in)[:, None]
+    if sizes.shares.scales_in == 1:
+        scales = _scale_at(scales, is_output, has_all)
+    return Stored(weights=weights, scales=scales)
+
+
+@triton.jit
+def _scale_at(at, is_output, has_all: tl.constexpr):
+    return tl.load(at) if has_all else tl.load(at, mask=is_output[:, None], other=0.0)
 
 
 @triton.jit
@@ -132,12 +156,13 @@ def four_of(x_at, step, is_row):
 @triton.jit
 def add_four(
     acc, of_weight, step, x0, x1, x2, x3, is_column, has_all: tl.constexpr,
-    is_launched: tl.constexpr,
+    sizes: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """Adds the products of a block of inputs with an FP8 weight, in the order of the inputs."""
     words = part_of(of_weight.weights, step // 4, is_column, has_all, 32, 32)
-    scales = of_weight.scales + step // _BLOCK
-    scale = tl.load(scales) if has_all else tl.load(scales, mask=is_column[:, None], other=0.0)
+    scale = of_weight.scales
+    if sizes.shares.scales_in > 1:
+        scale = _scale_at(scale + step // _BLOCK, is_column, has_all)
     w0, w1, w2, w3 = four(words, scale, is_launched)
     acc = tl.dot(w0.to(x0.dtype), x0, acc, input_precision="ieee")
     acc = tl.dot(w1.to(x0.dtype), x1, acc, input_precision="ieee")

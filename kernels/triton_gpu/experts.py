@@ -25,6 +25,7 @@ from kernels.triton_gpu.expert_tiles import (
     product_of,
     tile_of,
 )
+from kernels.triton_gpu.fp8 import shares_of
 from kernels.triton_gpu.groups import Lists, group, most_tiles
 from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.router import LOG2_E, Chosen, Chunks, route, scale_of
@@ -63,9 +64,9 @@ def experts(
     router: Float[Tensor, "outputs hidden"],
     bias: Float[Tensor, " experts"] | None,
     gate_up: Tensor,
-    gate_up_scales: Float[Tensor, "stored blocks blocks_in"] | None,
+    gate_up_scales: Float[Tensor, "stored scales scales_in"] | None,
     down: Tensor,
-    down_scales: Float[Tensor, "stored blocks blocks_in"] | None,
+    down_scales: Float[Tensor, "stored scales scales_in"] | None,
     next_norm: Float[Tensor, " hidden"] | None,
     live: Int[Tensor, " 1"],
     arrivals: Int[Tensor, " counters"],
@@ -257,7 +258,8 @@ def _sizes(
     is_fp8 = stored.scales is not None
     if is_fp8 and cut.depth != FP8_BLOCK:
         raise ValueError(f"the depth of FP8 must be its block of {FP8_BLOCK}, got {cut.depth}")
-    return Sizes(outputs, inputs, routing.slots, is_fp8, is_scaled)
+    shares = shares_of(stored.weights, stored.scales) if is_fp8 else None
+    return Sizes(outputs, inputs, routing.slots, shares, is_scaled)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 `shared.models.fp8_words` says how they lie in memory.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,6 +29,21 @@ _MOVED = tl.constexpr(
     + "\n}"
 )
 _REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r")
+
+
+class Shares(NamedTuple):
+    """How many outputs share a scale, and how many scales an output has along its inputs.
+
+    Scales are of blocks, or one is an output's alone.
+    """
+
+    outputs: int
+    scales_in: int
+
+
+def shares_of(words: Tensor, scales: Tensor) -> Shares:
+    """Of a weight, or of a stack of weights, `[.., outputs, words]`."""
+    return Shares(words.shape[-2] // scales.shape[-2], scales.shape[-1])
 
 
 @triton.jit
@@ -67,27 +82,34 @@ def _moved(words, byte: tl.constexpr):
 
 
 def widened(
-    words: Int32[Tensor, "N words"], scales: Float[Tensor, "blocks blocks_in"], **how: Any
+    words: Int32[Tensor, "N words"], scales: Float[Tensor, "scales scales_in"], **how: Any
 ) -> Float[Tensor, "N K"]:
     """The numbers of a weight in memory, for products that take no words.
 
     Args:
       how: As `launching` in `linear` says.
     """
-    blocks, blocks_in = scales.shape
-    shape = (words.shape[0], blocks_in * FP8_BLOCK)
-    wide = torch.empty(shape, dtype=torch.bfloat16, device=words.device)
-    _widening_kernel[(blocks * blocks_in,)](
-        words, scales, wide, blocks_in=blocks_in, num_warps=_WARPS, **how
+    outputs, count = words.shape
+    wide = torch.empty((outputs, 4 * count), dtype=torch.bfloat16, device=words.device)
+    blocks_in = 4 * count // FP8_BLOCK
+    _widening_kernel[(outputs // FP8_BLOCK * blocks_in,)](
+        words,
+        scales,
+        wide,
+        shares=shares_of(words, scales),
+        blocks_in=blocks_in,
+        num_warps=_WARPS,
+        **how,
     )
     return wide
 
 
 @triton.jit
 def _widening_kernel(
-    words_at, scales_at, wide_at, blocks_in: tl.constexpr, is_launched: tl.constexpr
-):
-    """One program per block that has a scale."""
+    words_at, scales_at, wide_at, shares: tl.constexpr, blocks_in: tl.constexpr,
+    is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per block."""
     block = tl.program_id(0)
     output = block // blocks_in * _BLOCK + tl.arange(0, _BLOCK)
     lane = tl.arange(0, _BLOCK // 4)[None, :]
@@ -95,7 +117,8 @@ def _widening_kernel(
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    scale = tl.load(scales_at + block + output[:, None] * 0)
+    scales_at += (output // shares.outputs * shares.scales_in)[:, None]
+    scale = tl.load(scales_at + block % blocks_in if shares.scales_in > 1 else scales_at)
     first, second, third, fourth = four(
         tl.load(words_at + place * (_BLOCK // 4) + lane), scale, is_launched
     )

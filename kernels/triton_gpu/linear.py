@@ -17,13 +17,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.codes import add_codes, rows_of, scale_of
-from kernels.triton_gpu.expert_tiles import Stored, add_four, four_of
-from kernels.triton_gpu.fp8 import widened
+from kernels.triton_gpu.expert_tiles import Stored, add_four, four_of, place_in_words
+from kernels.triton_gpu.fp8 import Shares, shares_of, widened
 from kernels.triton_gpu.squares import add_up
-from shared.models.fp8_words import FP8_BLOCK
 from shared.spec.numerics import SquaresOrder
 
-_BLOCK = tl.constexpr(FP8_BLOCK)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _DESCRIBED_BYTES = 16
 """Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
@@ -54,7 +52,8 @@ class Sizes(NamedTuple):
     """What is multiplied: outputs, inputs, and what is done with the sums.
 
     Attributes:
-      is_fp8, is_quantised: Whether the weight is FP8 in words of four, or codes, as rows are then.
+      shares: Of a weight that is FP8 in words of four; None: it is numbers, or codes.
+      is_quantised: Whether the weight is codes, as rows are then.
       is_interpreted: Whether no GPU runs the kernel.
       is_biased, is_gated, is_added, is_scaled: Whether it is.
       factor: Of a result that is not gated.
@@ -62,7 +61,7 @@ class Sizes(NamedTuple):
 
     N: int
     K: int
-    is_fp8: bool
+    shares: Shares | None
     is_quantised: bool
     is_interpreted: bool
     is_biased: bool
@@ -104,7 +103,7 @@ class Cut(NamedTuple):
 def product(
     x: Float[Tensor, "R inputs"],
     weight: Float[Tensor, "stored inputs"] | Int32[Tensor, "stored words"],
-    scales: Float[Tensor, "blocks blocks_in"] | None,
+    scales: Float[Tensor, "scales scales_in"] | None,
     row_scales: Float32[Tensor, "blocks_in R"] | None = None,
     *,
     out_type: torch.dtype,
@@ -194,7 +193,7 @@ def product(
         sizes=Sizes(
             N=N,
             K=K,
-            is_fp8=scales is not None and not is_quantised,
+            shares=None if scales is None or is_quantised else shares_of(weight, scales),
             is_quantised=is_quantised,
             is_interpreted=not launching(x)["is_launched"],
             is_biased=bias is not None,
@@ -290,14 +289,18 @@ def _product_block(
     step = tl.arange(0, depth)
     is_row, is_column = row < num_rows, column < N
     # Blocks of gate and up that come as one are multiplied as one: the rows are read once.
-    is_joined: tl.constexpr = is_gated and not sizes.is_quantised and (is_described or sizes.is_fp8)
+    is_in_words: tl.constexpr = sizes.shares is not None
+    is_joined: tl.constexpr = is_gated and not sizes.is_quantised and (is_described or is_in_words)
     width: tl.constexpr = 2 * columns if is_joined else columns
-    if sizes.is_fp8:
+    has_all: tl.constexpr = N % columns == 0
+    if is_in_words:
         x_at += row.to(tl.int64)[:, None] * K
         lane = tl.arange(0, width)
         output = block * columns + lane % columns
         is_output = output < N
-        of_weight = _place_in_words(weight_at, scales_at, output + lane // columns * N, K)
+        output += lane // columns * N
+        stored, scale = Stored(weights=weight_at, scales=scales_at), output // sizes.shares.outputs
+        of_weight = place_in_words(stored, output, scale, is_output, has_all, sizes)
     elif not is_described:
         x_at += row.to(tl.int64)[:, None] * K + step[None, :]
         weight_at += column.to(tl.int64)[:, None] * K + step[None, :]
@@ -317,12 +320,13 @@ def _product_block(
     acc = tl.zeros((width, rows) if is_swapped else (rows, width), tl.float32)
     up = acc
     for at in tl.range(0, K, depth, num_stages=cut.stages):
-        if sizes.is_fp8:
+        if is_in_words:
             x0, x1, x2, x3 = four_of(x_at, at, is_row)
-            has_all: tl.constexpr = N % columns == 0
-            acc = add_four(acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, is_launched)
+            acc = add_four(
+                acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, sizes, is_launched
+            )
         elif sizes.is_quantised:
-            scale = tl.load(row_scales_at + at // _BLOCK * num_rows + row, mask=is_row, other=0.0)
+            scale = tl.load(row_scales_at + at // depth * num_rows + row, mask=is_row, other=0.0)
             if is_described:
                 x, weight = x_at.load([first_row, at]), weight_at.load([block * columns, at])
             else:
@@ -353,7 +357,7 @@ def _product_block(
                     weight_at + N * K, is_column, inside, N % columns == 0, K % depth == 0
                 )
                 up = _add_product(up, x, weight, is_swapped)
-        if not (sizes.is_fp8 or is_described):
+        if not (is_in_words or is_described):
             x_at += depth
             weight_at += depth
     if is_launched and not is_described:  # with descriptors it measured slower
@@ -392,14 +396,6 @@ def _product_block(
         tl.store(ends.scaled + place, scaled, mask=is_inside)
     if sizes.is_added:
         _store_squares(ends.sums, out, row, is_row, column, block, N, squares)
-
-
-@triton.jit
-def _place_in_words(words_at, scales_at, output, K: tl.constexpr):
-    """Where some outputs of FP8 begin, [outputs, 1] pointers, and their scales."""
-    words = words_at + (output.to(tl.int64) * (K // 4))[:, None]
-    scales = scales_at + (output // _BLOCK * (K // _BLOCK))[:, None]
-    return Stored(weights=words, scales=scales)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ Page, slot and snapshot 0 are sinks for padding; nothing reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -37,6 +37,7 @@ from jaxtyping import Int32
 from shared.boundary.program import CAPTURED, Extra, Program, Work
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
+from shared.models.fp8_words import InWords
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
@@ -164,7 +165,7 @@ class Blueprint:
       dtype: Of weights, KV and activations, float32 or bfloat16.
       on_gpu: Whether steps run on a GPU.
       captured: Of a backend that captures steps on a GPU, the works whose steps it shall.
-      in_words: The target's parameters that stay FP8, by name; see `shared.models.fp8_words`.
+      in_words: The target's parameters that stay FP8; see `shared.models.fp8_words`.
       in_codes: Those that stay codes and quantise their rows; see `shared.spec.fp8_activations`.
     """
 
@@ -174,7 +175,7 @@ class Blueprint:
     dtype: str
     on_gpu: bool
     captured: tuple[Work, ...] = CAPTURED
-    in_words: frozenset[str] = frozenset()
+    in_words: InWords = field(default_factory=dict)
     in_codes: frozenset[str] = frozenset()
 
     @property

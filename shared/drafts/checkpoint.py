@@ -241,7 +241,7 @@ def dummy_head(config: DraftConfig) -> DummyCheckpoint:
     ids = np.arange(config.draft_vocab, dtype=np.int64)
     offsets = (ids * config.layer.vocab // config.draft_vocab - ids).astype(np.int32)
     maps = {"d2t": offsets} if config.has_draft_vocab else {}
-    return DummyCheckpoint(head_parameters(config, None), maps, is_fp8=False)
+    return DummyCheckpoint(head_parameters(config, None), maps, None)
 
 
 def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from shared.models import fp8, fp8_words
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
+from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, Source, parameters
 
 Array = Shaped[np.ndarray, "..."]
@@ -89,39 +90,36 @@ class Checkpoint:
     def known(self, wanted: Sequence[Parameter]) -> set[str]:
         """The tensors that these parameters are made of, and their scales."""
         names = {source.name for p in wanted for source in self._sources(p)}
-        return names | {f"{name}{fp8.SCALE}" for name in names if self._has_scale(name)}
+        return names | {scale for scale in map(self._scale_of, names) if scale is not None}
 
     def dtypes(self, parameter: Parameter) -> set[np.dtype]:
         """The types of the numbers that a parameter is read from."""
         return {self._dtype(source.name) for source in self._sources(parameter)}
 
-    def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters that can stay FP8, by name; see `shared.models.fp8_words`.
+    def in_words(self, wanted: Sequence[Parameter]) -> fp8_words.InWords:
+        """Those of the parameters that can stay FP8; see `shared.models.fp8_words`.
 
-        All their tensors are FP8 in whole blocks, with scales that bfloat16 holds.
+        All their tensors are FP8 in whole blocks, with scales that bfloat16 holds, and all of
+        blocks or all of channels. Reads the scales.
         """
-        return frozenset(
-            parameter.name
-            for parameter in wanted
-            if fp8_words.stays_fp8(parameter.name)
-            and all(map(self._fits_words, self._sources(parameter)))
-        )
+        found = {}
+        for parameter in wanted:
+            if fp8_words.stays_fp8(parameter.name):
+                kinds = {self._kept_granularity(source) for source in self._sources(parameter)}
+                if len(kinds) == 1 and (kind := kinds.pop()) is not None:
+                    found[parameter.name] = kind
+        return found
 
     def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters that are FP8 as a whole, by name."""
+        """Those of the parameters that are FP8 as a whole, with scales of blocks, by name."""
+        only = {Granularity.BLOCK}
         return frozenset(
-            parameter.name
-            for parameter in wanted
-            if all(self._has_scale(source.name) for source in self._sources(parameter))
+            p.name for p in wanted if {*map(self._granularity, self._sources(p))} == only
         )
 
     def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
         """Those of the parameters of which some tensors are FP8, by name."""
-        return frozenset(
-            parameter.name
-            for parameter in wanted
-            if any(self._has_scale(source.name) for source in self._sources(parameter))
-        )
+        return frozenset(p.name for p in wanted if any(map(self._granularity, self._sources(p))))
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
         """Checks presence, dtype and shape of every tensor of a model before any is read.
@@ -139,7 +137,7 @@ class Checkpoint:
         for name in sorted(self._owners.keys() - self.known(wanted)):
             tied_head = config.tied and name == "lm_head.weight"
             left_out = name.startswith(("mtp.", *spare)) or any(part in name for part in IGNORED)
-            if tied_head or left_out:
+            if tied_head or left_out or self._is_of_activations(name):
                 continue
             raise CheckpointError(
                 f"the tensor {name} has no place in a {config.name} model; "
@@ -198,23 +196,28 @@ class Checkpoint:
             progress(self._num_bytes(source))
 
     def codes(
-        self, parameter: Parameter, progress: Callable[[int], None], *, by_output: bool = False
+        self,
+        parameter: Parameter,
+        granularity: Granularity,
+        progress: Callable[[int], None],
+        *,
+        by_output: bool = False,
     ) -> Iterator[fp8_words.Piece]:
         """Reads a parameter of `in_words` or `in_codes` tensor by tensor, as it is; see `pieces`.
 
         Args:
-          by_output: Scales are those of each output; else of blocks of them, which must be whole.
+          granularity: Of its scales, and not finer than the files'.
+          by_output: Scales are repeated for each output; else blocks of them must be whole.
         """
         for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
             self._check_source(source)
-            scales = self.tensor(f"{source.name}{fp8.SCALE}").astype(np.float32)
-            scales = scales.reshape(fp8.scale_shape(shape))
-            yield fp8_words.Piece(
-                place=at,
-                codes=self._numbers(source).reshape(shape),
-                place_of_scales=at if by_output else fp8.place_of_scales(at, parameter.shape),
-                scales=fp8.scales_of_outputs(scales, shape[-2]) if by_output else scales,
-            )
+            scales = fp8.spread(self._scales(source), source.shape, granularity)
+            scales = scales.astype(np.float32).reshape(fp8.scale_shape(shape, granularity))
+            place = fp8.place_of_scales(at, parameter.shape, granularity)
+            if by_output:
+                place, scales = at, fp8.scales_of_outputs(scales, shape[-2])
+            codes = self._numbers(source).reshape(shape)
+            yield fp8_words.Piece(at, codes, place_of_scales=place, scales=scales)
             progress(self._num_bytes(source))
 
     def _sources(self, parameter: Parameter) -> list[Source]:
@@ -229,9 +232,15 @@ class Checkpoint:
         return found
 
     def _values(self, source: Source) -> Array:
-        if not self._has_scale(source.name):
+        if self._scale_of(source.name) is None:
             return self.tensor(source.name)
-        return fp8.widened(self._numbers(source), self.tensor(f"{source.name}{fp8.SCALE}"))
+        return fp8.widened(self._numbers(source), self._scales(source))
+
+    def _scales(self, source: Source) -> Array:
+        """Of a tensor of FP8, as they are stored."""
+        scale = self._scale_of(source.name)
+        assert scale is not None  # the tensor has codes
+        return self.tensor(scale)
 
     def _numbers(self, source: Source) -> UInt8[np.ndarray, "..."]:
         """The codes of a tensor of FP8, which must be numbers."""
@@ -249,17 +258,33 @@ class Checkpoint:
         first, end = tensors[stored]["data_offsets"]
         return np.fromfile(path, np.uint8, end - first, offset=start + first).reshape(source.shape)
 
-    def _fits_words(self, source: Source) -> bool:
-        scale = f"{source.name}{fp8.SCALE}"
-        if not self.has(scale) or not fp8.are_whole_blocks(source.shape):
-            return False
-        return fp8_words.are_in_bfloat16(self.tensor(scale))
+    def _granularity(self, source: Source) -> Granularity | None:
+        """Of a tensor of FP8, whose scales have been checked; None: it is not FP8."""
+        scale = self._scale_of(source.name)
+        if scale is None:
+            return None
+        return fp8.stored_shapes(source.shape)[tuple(self._header(scale).get_shape())]
 
-    def _has_scale(self, name: str) -> bool:
-        return self.has(f"{name}{fp8.SCALE}")
+    def _kept_granularity(self, source: Source) -> Granularity | None:
+        """Of a tensor that can stay FP8; None: it cannot."""
+        granularity = self._granularity(source)
+        if granularity is None or not fp8.are_whole_blocks(source.shape):
+            return None
+        if not fp8_words.are_in_bfloat16(self._scales(source)):
+            return None
+        return fp8_words.kept_granularity(granularity)
+
+    def _scale_of(self, name: str) -> str | None:
+        """The tensor that holds the scales of another, if that is FP8."""
+        return next((f"{name}{end}" for end in fp8.SCALES if self.has(f"{name}{end}")), None)
+
+    def _is_of_activations(self, name: str) -> bool:
+        """Whether a tensor holds scales of what an FP8 weight is multiplied with."""
+        module, _, last = name.rpartition(".")
+        return last in fp8.OF_ACTIVATIONS and self._scale_of(f"{module}.weight") is not None
 
     def _dtype(self, name: str) -> np.dtype:
-        if self._has_scale(name):
+        if self._scale_of(name) is not None:
             return np.dtype(np.float32)
         return DTYPES[self._header(name).get_dtype()]
 
@@ -272,30 +297,32 @@ class Checkpoint:
         return self._slices[name]
 
     def _num_bytes(self, source: Source) -> int:
-        if not self._has_scale(source.name):
+        scale = self._scale_of(source.name)
+        if scale is None:
             header = self._header(source.name)
             return math.prod(source.shape) * DTYPES[header.get_dtype()].itemsize
-        scale = self._header(f"{source.name}{fp8.SCALE}")
-        item = DTYPES[scale.get_dtype()].itemsize
-        return math.prod(source.shape) + item * math.prod(scale.get_shape())
+        header = self._header(scale)
+        item = DTYPES[header.get_dtype()].itemsize
+        return math.prod(source.shape) + item * math.prod(header.get_shape())
 
     def _check_source(self, source: Source) -> None:
-        if not self._has_scale(source.name):
-            self._check_stored(source.name, source.shape, DTYPES)
+        scale = self._scale_of(source.name)
+        if scale is None:
+            self._check_stored(source.name, [source.shape], DTYPES)
             return
-        self._check_stored(source.name, source.shape, (fp8.STORED,))
-        scale = f"{source.name}{fp8.SCALE}"
+        self._check_stored(source.name, [source.shape], (fp8.STORED,))
         if len(source.shape) < 2:
             raise CheckpointError(f"the tensor {scale} has no place beside one that is no matrix")
-        self._check_stored(scale, fp8.scale_shape(source.shape), DTYPES)
+        self._check_stored(scale, fp8.stored_shapes(source.shape), DTYPES)
 
-    def _check_stored(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> None:
+    def _check_stored(
+        self, name: str, shapes: Collection[tuple[int, ...]], dtypes: Collection[str]
+    ) -> None:
         header = self._header(name)
         got, dtype = tuple(header.get_shape()), header.get_dtype()
-        if got != shape:
-            raise CheckpointError(
-                f"the tensor {name} has shape {list(got)}, expected {list(shape)}"
-            )
+        if got not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise CheckpointError(f"the tensor {name} has shape {list(got)}, expected {expected}")
         if dtype not in dtypes:
             raise CheckpointError(
                 f"the tensor {name} is stored as {dtype}; "
@@ -336,8 +363,9 @@ def load_all(
     for parameter in (p for p in wanted if p.name in in_codes):
         name, shape = parameter.name, parameter.shape
         codes = np.empty(shape, np.uint8)
-        scales = np.empty((*shape[:-1], fp8.scale_shape(shape)[-1]), np.float32)
-        for piece in checkpoint.codes(parameter, lambda num_bytes: None, by_output=True):
+        blocks = Granularity.BLOCK
+        scales = np.empty((*shape[:-1], fp8.scale_shape(shape, blocks)[-1]), np.float32)
+        for piece in checkpoint.codes(parameter, blocks, lambda num_bytes: None, by_output=True):
             codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
         loaded[name], loaded[f"{name}{fp8_words.SCALES}"] = codes, scales
     return loaded

@@ -21,6 +21,7 @@ from jaxtyping import Float32, Int32, UInt32
 from shared.models import fp8, fp8_words
 from shared.models.checkpoint import Array, Checkpoint
 from shared.models.config import ModelConfig
+from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, parameters
 
 ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
@@ -93,9 +94,9 @@ CODES = (0x4E4A4438, 0x57555351)
 """Codes of the numbers 1, 3, 5, 7 and 9, 11, 13, 15, the first of each four in its lowest byte."""
 
 
-def code_scales(parameter: Parameter) -> Float32[np.ndarray, "..."]:
+def code_scales(parameter: Parameter, granularity: Granularity) -> Float32[np.ndarray, "..."]:
     """The scales of a parameter in FP8, by the law of `law_of`; they are numbers of bfloat16."""
-    shape = fp8.scale_shape(parameter.shape)
+    shape = fp8.scale_shape(parameter.shape, granularity)
     own = replace(parameter, name=f"{parameter.name}{fp8_words.SCALES}", shape=shape)
     step = np.float32(law_of(parameter).step * SCALE_STEP)
     return fp8_words.rounded(parameter_array(own, SIZES_LAW) * step)
@@ -146,28 +147,30 @@ class DummyCheckpoint:
 
     Attributes:
       names: The tensors that a checkpoint of this model would hold, without prefix.
+      granularity: Of the scales of FP8, of blocks or of channels; those that a release has for
+        tensors are made for channels. None: no weight is FP8.
     """
 
     def __init__(
         self,
         wanted: Sequence[Parameter],
         maps: dict[str, Int32[np.ndarray, "..."]],
-        *,
-        is_fp8: bool,
+        granularity: Granularity | None,
     ) -> None:
         """Args:
         wanted: Every parameter of the model.
         maps: Tensors of whole numbers, by name, such as that of a draft vocabulary.
-        is_fp8: Whether weights are codes, where a release in FP8 has them.
+        granularity: Of the scales of FP8, as a release has it; None: no weight is FP8.
         """
         sources = {source.name for parameter in wanted for source in parameter.sources}
         self.names: Collection[str] = frozenset(sources | maps.keys())
-        self._maps, self._is_fp8 = maps, is_fp8
+        self._maps = maps
+        self.granularity = granularity and fp8_words.kept_granularity(granularity)
 
     @classmethod
-    def of_model(cls, config: ModelConfig, *, is_fp8: bool) -> Self:
+    def of_model(cls, config: ModelConfig, granularity: Granularity | None) -> Self:
         """Of a whole model, with an MTP layer where its config names one."""
-        return cls(parameters(config, config.has_mtp), {}, is_fp8=is_fp8)
+        return cls(parameters(config, config.has_mtp), {}, granularity)
 
     @property
     def has_mtp(self) -> bool:
@@ -198,32 +201,34 @@ class DummyCheckpoint:
 
     def law(self, parameter: Parameter) -> Law:
         """How the elements of a parameter are spread, of FP8 the numbers of its codes."""
-        return CODES_LAW if self.has_codes(parameter) else law_of(parameter)
+        return law_of(parameter) if self.granularity_of(parameter) is None else CODES_LAW
 
-    def has_codes(self, parameter: Parameter) -> bool:
-        """Whether a parameter is codes times the scales of `code_scales`."""
-        return self._is_fp8 and all(fp8.is_quantised(source.name) for source in parameter.sources)
+    def granularity_of(self, parameter: Parameter) -> Granularity | None:
+        """Of a parameter that is codes times the scales of `code_scales`; None: it is not."""
+        is_fp8 = all(fp8.is_quantised(source.name) for source in parameter.sources)
+        return self.granularity if is_fp8 else None
 
-    def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+    def in_words(self, wanted: Sequence[Parameter]) -> fp8_words.InWords:
         """Those of the parameters that can stay FP8; see `Checkpoint.in_words`."""
-        return frozenset(
-            parameter.name
+        return {
+            parameter.name: granularity
             for parameter in wanted
             if fp8_words.stays_fp8(parameter.name)
-            and self.has_codes(parameter)
+            and (granularity := self.granularity_of(parameter)) is not None
             and all(fp8.are_whole_blocks(source.shape) for source in parameter.sources)
-        )
+        }
 
     def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters that are FP8 as a whole; see `Checkpoint.in_codes`."""
-        return frozenset(p.name for p in wanted if self.has_codes(p))
+        """Those of the parameters that are FP8 in blocks; see `Checkpoint.in_codes`."""
+        return frozenset(p.name for p in wanted if self.granularity_of(p) is Granularity.BLOCK)
 
     def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
         """Those of the parameters of which some tensors are FP8, by name."""
         return frozenset(
             parameter.name
             for parameter in wanted
-            if self._is_fp8 and any(fp8.is_quantised(x.name) for x in parameter.sources)
+            if self.granularity is not None
+            and any(fp8.is_quantised(x.name) for x in parameter.sources)
         )
 
     def load(
@@ -234,14 +239,14 @@ class DummyCheckpoint:
     ) -> Array:
         """Makes one parameter; the arguments are those of `Checkpoint.load`."""
         made = parameter_array(parameter, self.law(parameter))
-        if self.has_codes(parameter):
-            made = fp8.scaled(made, code_scales(parameter))
+        if (granularity := self.granularity_of(parameter)) is not None:
+            made = fp8.scaled(made, code_scales(parameter, granularity))
         progress(self._size_of(parameter))
         return made.astype(np.float32 if parameter.float32 else dtype)
 
     def _size_of(self, parameter: Parameter) -> int:
-        if self.has_codes(parameter):
-            return fp8_words.bytes_of_words(parameter.shape)
+        if (granularity := self.granularity_of(parameter)) is not None:
+            return fp8_words.bytes_of_words(parameter.shape, granularity)
         return STORED_BYTES * math.prod(parameter.shape)
 
 

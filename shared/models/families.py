@@ -8,7 +8,7 @@ from typing import Any
 from shared.models.config import ModelConfig
 from shared.models.experts import Routing, read_experts, refuse_other_experts, sparse_layers
 from shared.models.fields import Json, count, is_number, number, object_of, positive, read_json
-from shared.models.fp8 import refuse_other_quantisation
+from shared.models.fp8 import Granularity
 from shared.models.layers import (
     CONV_WIDTH,
     AttentionConfig,
@@ -17,6 +17,7 @@ from shared.models.layers import (
     GatedDeltaConfig,
     LayerConfig,
 )
+from shared.models.quantisation import granularity_of, refuse_other_quantisation
 from shared.models.rotary import RotaryConfig, read_rotary, settings_of
 
 
@@ -207,11 +208,13 @@ def config_from_dict(
     )
 
 
-def states_fp8(folder: str | Path) -> bool:
-    """Whether the config.json of a folder that can be served says that weights are FP8."""
+def stated_granularity(folder: str | Path) -> Granularity | None:
+    """Of the scales of FP8, by the config.json of a folder that can be served; None: no FP8."""
     config = read_json(Path(folder) / "config.json")
-    places = (config, object_of(config, "text_config"))
-    return any(object_of(place, "quantization_config") for place in places)
+    for place in (config, object_of(config, "text_config")):
+        if stated := object_of(place, "quantization_config"):
+            return granularity_of(stated)
+    return None
 
 
 def _family(config: Json) -> Family:

@@ -1,24 +1,29 @@
-"""Weights in FP8, as DeepSeek's and Qwen's releases store them, and how they are widened.
+"""Weights in FP8, as releases store them, and how they are widened.
 
 A weight is a code of eight bits, e4m3: a sign, four bits of exponent and three of mantissa, without
-infinities. A block of 128 x 128 weights shares one scale, and the last block of a row or a column
-may be smaller. The scales of a tensor `X.weight` are the tensor `X.weight_scale_inv` beside it,
-those of stacked experts `X` are `X_scale_inv`: which tensors are stored so is told by their scales
-alone. A weight is its code times its scale; the product is float32, and is rounded once, to the
-type that the model runs in. Rows are quantised where a start asks for it alone, see
-`shared.spec.fp8_activations`.
+infinities. Weights share scales: those of a block of 128 x 128, as in DeepSeek's and Qwen's
+releases, where the last block of a row or a column may be smaller; those of an output, or all of a
+tensor, as vLLM's tools, AutoFP8 and Mistral store them. The scales of a tensor `X.weight` are the
+tensor `X.weight_scale_inv` or `X.weight_scale` beside it, those of stacked experts `X` are
+`X_scale_inv` or `X_scale`. Which tensors are FP8 is told by their scales alone, and which weights
+share a scale by the shape of the scales.
+
+A weight is its code times its scale; the product is float32, and is rounded once, to the type that
+the model runs in. Rows are quantised where a start asks for it alone, see
+`shared.spec.fp8_activations`; scales of activations that files may have are not needed.
 """
 
-from collections.abc import Mapping
+from enum import Enum
 
 import numpy as np
 from jaxtyping import Float32, Shaped, UInt8
 
-from shared.models.fields import Json
-
 BLOCK = 128
-SCALE = "_scale_inv"
-"""Ends the name of a tensor's scales, behind the name of the tensor."""
+SCALES = ("_scale_inv", "_scale")
+"""End the names of a tensor's scales, behind the name of the tensor."""
+
+OF_ACTIVATIONS = ("input_scale", "activation_scale")
+"""Tensors beside a weight that nothing here needs: scales of what it is multiplied with."""
 
 LARGEST = 448.0
 """The largest number that a code stands for."""
@@ -27,17 +32,6 @@ OF_LARGEST = float(np.float32(1 / LARGEST))
 `LARGEST` would be rounded otherwise, and some compilers make this product of it."""
 STORED = "F8_E4M3"
 """What a safetensors file calls the type of the codes."""
-
-SERVED: Mapping[str, object] = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [BLOCK, BLOCK],
-    "activation_scheme": "dynamic",
-}
-REQUIRED = ("quant_method", "weight_block_size")
-HINTS = ("modules_to_not_convert", "ignored_layers")
-"""Lists of modules without scales, which releases spell in many ways; the tensors say it too."""
-
 
 QUANTISED = ("_proj", "in_proj_qkv", "in_proj_z")
 """Ends of the names of modules that releases in FP8 quantise."""
@@ -59,27 +53,12 @@ VALUES = _values()
 """What each code means."""
 
 
-def refuse_other_quantisation(quantisation: Json) -> None:
-    """Refuses a `quantization_config` that asks for another form of weights.
+class Granularity(Enum):
+    """Which weights share a scale, as compressed-tensors calls it."""
 
-    Raises:
-      ValueError: It does; one sentence that names the field.
-    """
-    for field in REQUIRED:
-        if field not in quantisation:
-            raise ValueError(
-                f"quantization_config without {field} is not supported; "
-                "use an unquantised checkpoint, or FP8 in blocks"
-            )
-    for field, value in quantisation.items():
-        served = SERVED.get(field)
-        if field in HINTS or value == served or (field not in SERVED and not value):
-            continue
-        expected = f"; it must be {served}" if field in SERVED else ""
-        raise ValueError(
-            f"quantization_config with {field}: {value!r} is not supported{expected}; "
-            "use an unquantised checkpoint, or FP8 in blocks"
-        )
+    BLOCK = "block"
+    CHANNEL = "channel"
+    TENSOR = "tensor"
 
 
 def is_quantised(name: str) -> bool:
@@ -91,10 +70,23 @@ def is_quantised(name: str) -> bool:
     return name.removesuffix(".weight").endswith(QUANTISED)
 
 
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+def scale_shape(shape: tuple[int, ...], granularity: Granularity) -> tuple[int, ...]:
     """Of the scales of a weight, or of a stack of weights."""
     *stack, rows, columns = shape
-    return (*stack, -(-rows // BLOCK), -(-columns // BLOCK))
+    if granularity is Granularity.BLOCK:
+        return (*stack, -(-rows // BLOCK), -(-columns // BLOCK))
+    return (*stack, rows if granularity is Granularity.CHANNEL else 1, 1)
+
+
+def stored_shapes(shape: tuple[int, ...]) -> dict[tuple[int, ...], Granularity]:
+    """The shapes that a weight's scales may have in a file, and what each of them means.
+
+    Where two are equal, what they mean is equal too. The one scale of a tensor may have any number
+    of axes of 1.
+    """
+    found = {scale_shape(shape, each): each for each in reversed(Granularity)}
+    stack = shape[:-2]
+    return found | {(*stack, 1): Granularity.TENSOR, stack: Granularity.TENSOR}
 
 
 def are_whole_blocks(shape: tuple[int, ...]) -> bool:
@@ -110,16 +102,18 @@ def scales_of_outputs(
 
 
 def place_of_scales(
-    place: tuple[int | slice, ...], shape: tuple[int, ...]
+    place: tuple[int | slice, ...], shape: tuple[int, ...], granularity: Granularity
 ) -> tuple[int | slice, ...]:
     """Where the scales of a part of a parameter stand among those of the whole.
 
     Args:
       place: Of the part, which has whole blocks.
       shape: Of the parameter.
+      granularity: Of blocks or of channels.
     """
     *outer, last = place
-    if len(place) < len(shape) - 1 or isinstance(last, int):
+    are_alike = granularity is Granularity.CHANNEL or len(place) < len(shape) - 1
+    if are_alike or isinstance(last, int):
         return place
     return (*outer, slice(last.start // BLOCK, last.stop // BLOCK))
 
@@ -135,6 +129,14 @@ def encoded(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
     return (codes + 0x80 * np.signbit(x)).astype(np.uint8)
 
 
+def spread(
+    scales: Shaped[np.ndarray, "..."], shape: tuple[int, ...], granularity: Granularity
+) -> Shaped[np.ndarray, "*stack scales scales_in"]:
+    """Scales of a file for a weight of a shape, in a granularity that is theirs or finer."""
+    stored = scale_shape(shape, stored_shapes(shape)[scales.shape])
+    return np.broadcast_to(scales.reshape(stored), scale_shape(shape, granularity))
+
+
 def has_nan(codes: UInt8[np.ndarray, "..."]) -> bool:
     """Whether a code is no number: all bits below the sign are set."""
     return bool(((codes & _NAN) == _NAN).any())
@@ -142,18 +144,25 @@ def has_nan(codes: UInt8[np.ndarray, "..."]) -> bool:
 
 def widened(
     codes: UInt8[np.ndarray, "*stack rows columns"],
-    scales: Shaped[np.ndarray, "*stack row_blocks column_blocks"],
+    scales: Shaped[np.ndarray, "..."],
 ) -> Float32[np.ndarray, "*stack rows columns"]:
-    """Each code times the scale of its block."""
+    """Each code times its scale; see `scaled`."""
     return scaled(VALUES[codes], scales)
 
 
 def scaled(
-    wide: Float32[np.ndarray, "*stack rows columns"],
-    scales: Shaped[np.ndarray, "*stack row_blocks column_blocks"],
+    wide: Float32[np.ndarray, "*stack rows columns"], scales: Shaped[np.ndarray, "..."]
 ) -> Float32[np.ndarray, "*stack rows columns"]:
-    """The numbers of codes, each times the scale of its block; in their own memory."""
-    across = np.repeat(scales.astype(np.float32), BLOCK, axis=-1)[..., : wide.shape[-1]]
+    """The numbers of codes, each times its scale; in their own memory.
+
+    Args:
+      scales: Of one of `stored_shapes`.
+    """
+    granularity, scales = stored_shapes(wide.shape)[scales.shape], scales.astype(np.float32)
+    if granularity is not Granularity.BLOCK:
+        wide *= scales.reshape(scale_shape(wide.shape, granularity))
+        return wide
+    across = np.repeat(scales, BLOCK, axis=-1)[..., : wide.shape[-1]]
     for block in range(scales.shape[-2]):
         wide[..., block * BLOCK : (block + 1) * BLOCK, :] *= across[..., block : block + 1, :]
     return wide

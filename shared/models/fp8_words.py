@@ -1,19 +1,26 @@
 """FP8 weights as kernels read them: e4m3 codes in words of four, and the scales beside them.
 
-An FP8 weight has one scale for each block of 128 outputs and 128 inputs. The number that a code
-stands for is that of the code times its scale, rounded once to bfloat16.
+An FP8 weight has one scale for each block of 128 outputs and 128 inputs, `[outputs / 128,
+inputs / 128]`, or one for each output, `[outputs, 1]`: their shape says which. A scale of a whole
+tensor is repeated for each of its outputs. The number that a code stands for is that of the code
+times its scale, rounded once to bfloat16.
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float32, Int32, Shaped, UInt8
 
 from shared.models import fp8
+from shared.models.fp8 import Granularity
+
+InWords = Mapping[str, Granularity]
+"""Parameters that stay FP8, by name, and whether their scales are of blocks or of channels."""
 
 FP8_BLOCK = fp8.BLOCK
-"""Outputs and inputs that share a scale."""
+"""Inputs whose codes lie together; outputs and inputs that share a scale of a block."""
 SCALE_FACTOR = 2.0**120
 """A kernel moves a code's bits into those of a bfloat16, which makes its number 2^-120 of what it
 is. Scales are kept larger by as much; the product is rounded as if both were as they should be."""
@@ -58,14 +65,19 @@ def shape_of_words(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // _PARTS)
 
 
-def bytes_of_words(shape: tuple[int, ...]) -> int:
+def bytes_of_words(shape: tuple[int, ...], granularity: Granularity) -> int:
     """Of a weight of this shape, with its scales."""
-    return math.prod(shape) + 2 * math.prod(fp8.scale_shape(shape))
+    return math.prod(shape) + 2 * math.prod(fp8.scale_shape(shape, granularity))
+
+
+def kept_granularity(stored: Granularity) -> Granularity:
+    """Of the scales that kernels read, for those of a file."""
+    return Granularity.CHANNEL if stored is Granularity.TENSOR else stored
 
 
 def bytes_of_codes(shape: tuple[int, ...], *, by_output: bool) -> int:
     """Of a weight of this shape as codes, with the scales of each output or of blocks of them."""
-    *_, blocks, blocks_in = fp8.scale_shape(shape)
+    *_, blocks, blocks_in = fp8.scale_shape(shape, Granularity.BLOCK)
     count = math.prod(shape[:-2]) * (shape[-2] if by_output else blocks) * blocks_in
     return math.prod(shape) + 4 * count
 
@@ -99,24 +111,28 @@ def unpacked(words: Int32[np.ndarray, "*stack N words"]) -> UInt8[np.ndarray, "*
 
 def widened(
     words: Int32[np.ndarray, "*stack N words"],
-    scales: Shaped[np.ndarray, "*stack blocks blocks_in"],
+    scales: Shaped[np.ndarray, "*stack scales scales_in"],
 ) -> Float32[np.ndarray, "*stack N K"]:
     """The numbers that words and their scales stand for; each is one of bfloat16."""
     own = scales.astype(np.float32) / np.float32(SCALE_FACTOR)
     return rounded(fp8.widened(unpacked(words), own))
 
 
-def first_block(first: int) -> int:
-    """The block of outputs that begins at an output.
+def first_scale(first: int, outputs: int, scales: int) -> int:
+    """The scale that begins at an output.
+
+    Args:
+      outputs, scales: Of the whole weight; the scales of one of its inputs.
 
     Raises:
       ValueError: None does, and the scales of a weight that begins there would not be its own.
     """
-    if first % FP8_BLOCK:
+    share = outputs // scales
+    if first % share:
         raise ValueError(
-            f"the first output of an FP8 weight must be a multiple of {FP8_BLOCK}, got {first}"
+            f"the first output of an FP8 weight must be a multiple of {share}, got {first}"
         )
-    return first // FP8_BLOCK
+    return first // share
 
 
 def packed_scales(scales: Shaped[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:

@@ -4,7 +4,7 @@
 up to what the start prints. Nothing is allocated later that is not in the list.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -15,7 +15,7 @@ from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
-from shared.models.fp8_words import bytes_of_codes, bytes_of_words
+from shared.models.fp8_words import InWords, bytes_of_codes, bytes_of_words
 from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.options.options import ConfigError, Options
@@ -88,7 +88,7 @@ def plan(
     drafts: Drafts,
     device: Device,
     costs: ProgramCosts,
-    in_words: frozenset[str] = frozenset(),
+    in_words: Callable[[], InWords] = dict,
     in_codes: frozenset[str] = frozenset(),
 ) -> MemoryPlan:
     """Divides the device's memory.
@@ -96,21 +96,22 @@ def plan(
     Args:
       drafts: What drafts on the device.
       costs: What the backend says of its programs.
-      in_words: Parameters that can stay FP8; they do where kernels run, for bfloat16 on a GPU.
+      in_words: Finds the parameters that can stay FP8. They do where kernels run, for bfloat16 on a
+        GPU; elsewhere it is not called, since it reads all scales.
       in_codes: Parameters that stay FP8 and quantise their rows.
 
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
     """
     settled = settle(options, model, drafts, device, costs.are_compiled)
-    if device.kind != "gpu" or settled.dtype != "bfloat16":
-        in_words = frozenset()
     if in_codes and settled.dtype != "bfloat16":
         raise ConfigError(
             "--fp8-activations needs a model in bfloat16, as the last bits of float32 move codes; "
             "add --dtype bfloat16"
         )
-    sizing = _Sizing(settled, model, drafts, device, costs, in_words, in_codes)
+    keeps_fp8 = device.kind == "gpu" and settled.dtype == "bfloat16"
+    found = in_words() if keeps_fp8 else {}
+    sizing = _Sizing(settled, model, drafts, device, costs, found, in_codes)
     largest = sizing.with_pages(sizing.most_pages())
     if largest.total_bytes > device.free_bytes:
         raise ConfigError(
@@ -122,14 +123,18 @@ def plan(
 
 @dataclass(frozen=True)
 class _Sizing:
-    """A start whose number of pages is open; the arguments are those of `plan`."""
+    """A start whose number of pages is open; the arguments are those of `plan`.
+
+    Attributes:
+      in_words: The parameters that stay FP8.
+    """
 
     settled: Settled
     model: ModelConfig
     drafts: Drafts
     device: Device
     costs: ProgramCosts
-    in_words: frozenset[str]
+    in_words: InWords
     in_codes: frozenset[str]
 
     def with_pages(self, pages: int) -> MemoryPlan:
@@ -220,7 +225,10 @@ def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
     drafts = blueprint.drafts
     wanted = parameters(blueprint.config, drafts.with_mtp)
     by_output = not blueprint.on_gpu
-    num_bytes = {p.name: bytes_of_words(p.shape) for p in wanted if p.name in blueprint.in_words}
+    in_words = blueprint.in_words
+    num_bytes = {
+        p.name: bytes_of_words(p.shape, in_words[p.name]) for p in wanted if p.name in in_words
+    }
     num_bytes |= {
         p.name: bytes_of_codes(p.shape, by_output=by_output)
         for p in wanted

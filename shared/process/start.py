@@ -6,6 +6,7 @@ Whatever the user can put right is refused by one sentence.
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,10 +26,10 @@ from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.families import config_from_folder, states_fp8
+from shared.models.families import config_from_folder, stated_granularity
 from shared.models.fields import read_json
-from shared.models.fp8 import BLOCK, are_whole_blocks
-from shared.models.fp8_words import EXPERTS
+from shared.models.fp8 import BLOCK, Granularity, are_whole_blocks
+from shared.models.fp8_words import EXPERTS, InWords
 from shared.models.parameters import Parameter, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.options.adaptive import read_candidates
@@ -60,12 +61,12 @@ class Weights(Protocol):
         """Bytes that loading these parameters reads from the disk."""
         ...
 
-    def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters that can stay FP8, by name."""
+    def in_words(self, wanted: Sequence[Parameter]) -> InWords:
+        """Those of the parameters that can stay FP8."""
         ...
 
     def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters that are FP8 as a whole, by name."""
+        """Those of the parameters that are FP8 as a whole, with scales of blocks, by name."""
         ...
 
     def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
@@ -171,9 +172,8 @@ def prepare(options: Options, platform: Platform) -> Start:
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
     grammars = Grammars.of_options(options, model.vocab)
     wanted = parameters(model, draft.with_mtp)
-    in_words, in_codes = checkpoint.in_words(wanted), frozenset[str]()
-    if options.model.fp8_activations:
-        in_words, in_codes = frozenset(), _in_codes(checkpoint, wanted)
+    in_codes = _in_codes(checkpoint, wanted) if options.model.fp8_activations else frozenset[str]()
+    in_words = dict[str, Granularity] if in_codes else partial(checkpoint.in_words, wanted)
     device = platform.find_device()
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
@@ -193,8 +193,8 @@ def _in_codes(checkpoint: Weights, wanted: Sequence[Parameter]) -> frozenset[str
         )
     if mixed := min(some - in_codes, default=None):
         raise ConfigError(
-            f"--fp8-activations takes no product of which some tensors are FP8 and others are not, "
-            f"as those of {mixed}; leave it out"
+            "--fp8-activations takes products whose tensors are all FP8 with scales of blocks, and "
+            f"those of {mixed} are not; leave it out"
         )
     return in_codes
 
@@ -220,7 +220,7 @@ def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> No
 
 
 def _dummy(model: ModelConfig, folder: str) -> DummyCheckpoint:
-    return DummyCheckpoint.of_model(model, is_fp8=states_fp8(folder))
+    return DummyCheckpoint.of_model(model, stated_granularity(folder))
 
 
 def _refuse_graph_flags(options: Options) -> None:

@@ -35,7 +35,7 @@ class Matrix:
         | UInt8[np.ndarray, "*experts outputs inputs"]
     )
     bias: Float[np.ndarray, " outputs"] | None = None
-    scales: Shaped[np.ndarray, "*experts blocks blocks_in"] | None = None
+    scales: Shaped[np.ndarray, "*experts scales scales_in"] | None = None
 
     @property
     def quantises(self) -> bool:
@@ -48,11 +48,10 @@ class Matrix:
         return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
-        """The outputs from `first` on, which of FP8 must begin a block."""
+        """The outputs from `first` on, where a scale of FP8 must begin."""
         bias, scales = self.bias, self.scales
         if scales is not None:
-            is_by_output = len(scales) == self.num_outputs
-            scales = scales[first if is_by_output else fp8_words.first_block(first) :]
+            scales = scales[fp8_words.first_scale(first, self.num_outputs, len(scales)) :]
         return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: int) -> "Matrix":

@@ -20,6 +20,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
+from shared.models.fp8 import Granularity
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes
 from tests.support.started import Served
@@ -223,8 +224,8 @@ def test_of_experts_those_are_read_that_rows_choose():
 def test_what_stays_fp8_is_read_as_codes_and_scales():
     config = config_from_folder(SHAPES / "qwen3-30b-a3b-fp8")
     wide, plain = blueprint_of(Drafts.none(), config), TreeShape.plain(1)
-    names = frozenset({"experts.gate_up", "experts.down"})
-    found = [step_bytes(replace(wide, in_words=each), plain, 1, 0) for each in (frozenset(), names)]
+    names = dict.fromkeys(("experts.gate_up", "experts.down"), Granularity.BLOCK)
+    found = [step_bytes(replace(wide, in_words=each), plain, 1, 0) for each in ({}, names)]
     weights = 48 * 8 * 3 * 768 * 2048  # of the experts that a row chooses
     assert found[0] - found[1] == pytest.approx(weights * (1 - 2 / 128**2), rel=1e-6)
 

@@ -12,7 +12,9 @@ import pytest
 
 from kernels.limits import takes_experts
 from kernels.tiles import MEASURED, Tiles
+from shared.models.fp8 import Granularity
 from tests.support.experts_kernels import (
+    HALF,
     Case,
     Found,
     block_of,
@@ -28,6 +30,7 @@ each_language = pytest.mark.parametrize("language", KERNELS)
 each_way = pytest.mark.parametrize("grouped", [False, True], ids=["slots", "groups"])
 on_a_gpu = pytest.mark.skipif(not ON_GPU, reason="the tiles of a GPU are too large to interpret")
 
+BLOCK, CHANNEL = Granularity.BLOCK, Granularity.CHANNEL
 GATED = {"is_shared": True, "is_gated": True}
 SIGMOID = {"is_sigmoid": True, "is_shared": True, "factor": 2.5}
 GROUPS = {"groups": 4, "top_groups": 2}
@@ -37,18 +40,20 @@ SMALL = {
     "shares of all": Case(5, 64, 32, routing(9, 3, is_renormalised=False)),
     "sigmoids with a bias": Case(5, 64, 32, routing(12, 4, **SIGMOID), is_biased=True),
     "sigmoids in groups": Case(7, 64, 32, routing(12, 4, **GROUPS, **SIGMOID), is_biased=True),
-    "FP8": Case(4, 128, 128, routing(5, 2, **GATED), fp8=True),
+    "FP8": Case(4, 128, 128, routing(5, 2, **GATED), granularity=BLOCK),
+    "FP8 by channels": Case(3, 256, 128, routing(3, 1), granularity=CHANNEL),
     "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
 }
 LARGE = {
-    "of 512, FP8": Case(40, 2048, 512, routing(20, 8, **GATED), fp8=True),
+    "of 512, FP8": Case(40, 2048, 512, routing(20, 8, **GATED), granularity=BLOCK),
+    "of 512, FP8 by channels": Case(40, 2048, 512, routing(20, 8, **GATED), granularity=CHANNEL),
     "of 512": Case(40, 2048, 512, routing(20, 8, **GATED)),
-    "of 768, FP8": Case(150, 2048, 768, routing(12, 8), fp8=True),
+    "of 768, FP8": Case(150, 2048, 768, routing(12, 8), granularity=BLOCK),
     "of 768": Case(150, 2048, 768, routing(12, 8)),
 }
 BITS = {
     "softmax": Case(2, 64, 32, routing(4, 2, **GATED)),
-    "sigmoids in FP8": Case(2, 128, 128, routing(3, 1, is_sigmoid=True), fp8=True),
+    "sigmoids in FP8": Case(2, 128, 128, routing(3, 1, is_sigmoid=True), granularity=BLOCK),
 }
 """Interpreted, a program that fuses nothing is compiled for seconds."""
 CASES = SMALL | (LARGE if ON_GPU else {})
@@ -76,7 +81,10 @@ def test_a_block_adds_what_a_rows_experts_make_of_it(
     name: str, grouped: bool, language: str
 ) -> None:
     case = CASES[name]
-    want, got = reference(case), run(language, case, cut=tiles(fp8=case.fp8, grouped=grouped))
+    want, got = (
+        reference(case),
+        run(language, case, cut=tiles(fp8=case.is_fp8, grouped=grouped)),
+    )
     np.testing.assert_array_equal(got.ids, want.ids)
     np.testing.assert_allclose(got.weights, want.weights, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(got.rows, want.rows, **TOLERANCE)
@@ -93,8 +101,8 @@ def one_arithmetic(monkeypatch) -> None:
 @pytest.mark.parametrize("name", BITS | CASES if ON_GPU else BITS)
 def test_the_languages_have_the_same_bits(name: str, one_arithmetic) -> None:
     case = (BITS | CASES)[name]
-    for grouped in (False, True) if ON_GPU else (case.fp8,):
-        cut = tiles(fp8=case.fp8, grouped=grouped)
+    for grouped in (False, True) if ON_GPU else (case.is_fp8,):
+        cut = tiles(fp8=case.is_fp8, grouped=grouped)
         ours, theirs = (run(each, case, cut=cut, is_as_written=True) for each in KERNELS)
         check_equal(ours, theirs)
 
@@ -103,11 +111,23 @@ def test_the_languages_have_the_same_bits(name: str, one_arithmetic) -> None:
 @pytest.mark.parametrize("name", ["a shared expert with a gate", "FP8", *(LARGE if ON_GPU else {})])
 def test_a_rows_bits_depend_neither_on_other_rows_nor_on_the_way(name: str, language: str) -> None:
     case = CASES[name]
-    cut = tiles(fp8=case.fp8)
+    cut = tiles(fp8=case.is_fp8)
     want = run(language, case, cut=cut)
     check_same(language, run(language, case, cut=replace(cut, grouped=True)), want)
     alone = run(language, case, cut=cut, rows=[1])
     check_same(language, alone, Found(*(x[1:2] for x in want)))
+
+
+@each_language
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_fp8])
+def test_weights_in_fp8_have_the_bits_of_the_widened(name: str, language: str) -> None:
+    """Interpreted, a sum is rounded once a step, and the steps are as long."""
+    case = CASES[name]
+    block = block_of(case)
+    wide = {"gate_up": block.gate_up.astype(HALF), "down": block.down.astype(HALF)}
+    wide |= {"gate_up_scales": None, "down_scales": None}
+    want = run(language, case, cut=tiles(fp8=False), changed={"stored": wide})
+    check_same(language, run(language, case, cut=tiles(fp8=True)), want)
 
 
 @each_language
@@ -161,10 +181,10 @@ def test_of_equal_scores_the_lower_numbers_are_chosen(language: str) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_every_tile_of_the_tables_has_the_same_bits(name: str, language: str) -> None:
     case = LARGE[name]
-    want = run(language, case, cut=tiles(fp8=case.fp8))
+    want = run(language, case, cut=tiles(fp8=case.is_fp8))
     lines = Tiles.load(f"{language}_gpu", MEASURED).experts.lines
     for line in lines:
-        if line.at_most.get("item_bytes") == (1 if case.fp8 else 2):
+        if line.at_most.get("item_bytes") == (1 if case.is_fp8 else 2):
             check_equal(run(language, case, cut=line.tiles), want)
 
 

@@ -46,7 +46,8 @@ def weight_of(outputs: int, inputs: int) -> Arrays:
     """Two weights as codes, and the scales of their blocks."""
     rng = np.random.default_rng(outputs)
     codes = fp8.encoded(normal(1, 2, outputs, inputs) * 64)
-    scales = rng.uniform(2.0**-10, 2.0**-9, fp8.scale_shape(codes.shape)).astype(np.float32)
+    shape = fp8.scale_shape(codes.shape, fp8.Granularity.BLOCK)
+    scales = rng.uniform(2.0**-10, 2.0**-9, shape).astype(np.float32)
     return codes, scales
 
 

@@ -8,11 +8,18 @@ import torch
 
 from kernels.tiles import Tiles
 from shared.models import fp8, fp8_words
+from shared.models.fp8 import Granularity
 from shared.models.fp8_words import FP8_BLOCK
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
 from tests.support.linear_kernels import KINDS, Arrays, in_bfloat16, in_pallas, in_triton, tiles
 
 pytestmark = pytest.mark.usefixtures("interpreted")
+BLOCK, CHANNEL = Granularity.BLOCK, Granularity.CHANNEL
+each_granularity = pytest.mark.parametrize("granularity", [BLOCK, CHANNEL], ids=str)
+each_kind = pytest.mark.parametrize(
+    ("kind", "granularity"),
+    [*((kind, BLOCK) for kind in KINDS), *((kind, CHANNEL) for kind in ("plain", "gated"))],
+)
 each_language = pytest.mark.parametrize("language", KERNELS)
 
 SIZES = [{"R": 3, "K": 256, "N": 128}, {"R": 20, "K": 128, "N": 384}]
@@ -25,14 +32,15 @@ LARGE = [
 
 
 @each_language
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_weight_in_fp8_has_the_bits_of_the_widened(
-    sizes: dict[str, int], kind: str, language: str
+    sizes: dict[str, int], kind: str, granularity: Granularity, language: str
 ) -> None:
     """Interpreted, a sum is rounded once a step, so that the steps must be as long."""
     first = 0 if "gated" in kind else FP8_BLOCK
     given = sizes | {"kind": kind, "out_type": "float32", "first": first}
+    given |= {"granularity": granularity}
     wide = tiles(depth=64 if ON_GPU else 32)
     want = in_bfloat16(language, cut=wide, **given, words=False)
     for cut in (wide, tiles(depth=FP8_BLOCK, widens=False)):
@@ -42,12 +50,13 @@ def test_a_weight_in_fp8_has_the_bits_of_the_widened(
 @pytest.mark.skipif(
     INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="of the tiles of a GPU"
 )
+@each_granularity
 @pytest.mark.parametrize("kind", ["biased, normed", "gated", "added"])
 @pytest.mark.parametrize("sizes", LARGE, ids=str)
 def test_the_tiles_of_both_languages_have_the_bits_of_the_widened(
-    sizes: dict[str, int], kind: str
+    sizes: dict[str, int], kind: str, granularity: Granularity
 ) -> None:
-    given = sizes | {"kind": kind, "out_type": "bfloat16", "first": 0}
+    given = sizes | {"kind": kind, "out_type": "bfloat16", "first": 0, "granularity": granularity}
     want = in_bfloat16("triton", cut=tiles(), **given, words=False)
     for language in KERNELS:
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
@@ -71,18 +80,25 @@ def check_close(got: Arrays, want: Arrays) -> None:
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_languages_widen_and_multiply_to_the_same_bits(kind: str) -> None:
+@each_kind
+def test_the_languages_widen_and_multiply_to_the_same_bits(
+    kind: str, granularity: Granularity
+) -> None:
     given = SIZES[1] | {"kind": kind, "out_type": "float32", "first": 0, "words": True}
+    given |= {"granularity": granularity}
     cut = tiles(depth=FP8_BLOCK, widens=False)
     check_close(*(in_bfloat16(each, cut=cut, **given) for each in KERNELS))
 
 
 @each_language
-def test_every_number_of_fp8_is_widened_in_memory_as_in_numpy(language: str) -> None:
+@each_granularity
+def test_every_number_of_fp8_is_widened_in_memory_as_in_numpy(
+    granularity: Granularity, language: str
+) -> None:
     codes = np.arange(256, dtype=np.uint8)
     codes = np.resize(codes[~np.isnan(fp8.VALUES)], (2, 256, 384))
-    scales = np.random.default_rng(0).uniform(0.1, 0.2, (2, 2, 3)).astype(ml_dtypes.bfloat16)
+    shape = fp8.scale_shape(codes.shape, granularity)
+    scales = np.random.default_rng(0).uniform(0.1, 0.2, shape).astype(ml_dtypes.bfloat16)
     words, kept = fp8_words.packed(codes), fp8_words.packed_scales(scales)
     module = KERNELS[language]["fp8"]
     if language == "triton":

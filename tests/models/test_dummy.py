@@ -26,7 +26,8 @@ from shared.models.dummy import (
     mixed,
     parameter_array,
 )
-from shared.models.families import config_from_folder, states_fp8
+from shared.models.families import config_from_folder, stated_granularity
+from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, parameters, single, stack
 from shared.spec import experts, linear, model
 from tests.support.tiny_heads import tiny_head_config
@@ -145,10 +146,10 @@ KINDS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 @pytest.mark.parametrize("dtype", KINDS)
 def test_backends_load_what_the_checkpoint_gives(dtype):
     config = tiny_config("qwen3_5")
-    checkpoint, seen = DummyCheckpoint.of_model(config, is_fp8=False), []
-    loaded = torch_weights.load(checkpoint, config, True, dtype, CPU, seen.append, ())
+    checkpoint, seen = DummyCheckpoint.of_model(config, None), []
+    loaded = torch_weights.load(checkpoint, config, True, dtype, CPU, seen.append, {})
     kind, device = KINDS[dtype], jax.devices("cpu")[0]
-    in_jax = jax_weights.load(checkpoint, config, True, kind, device, seen.append, ())
+    in_jax = jax_weights.load(checkpoint, config, True, kind, device, seen.append, {})
     wanted = parameters(config, True)
     assert (
         sum(seen) == 2 * checkpoint.num_bytes(wanted) == 2 * 2 * sum(prod(p.shape) for p in wanted)
@@ -169,7 +170,7 @@ def test_backends_load_what_the_checkpoint_gives(dtype):
 @pytest.mark.parametrize("family", EXPERTS)
 def test_routers_without_files_spread_their_rows_over_the_experts(family):
     config = tiny_config(family)
-    checkpoint, sizes = DummyCheckpoint.of_model(config, is_fp8=False), config.experts
+    checkpoint, sizes = DummyCheckpoint.of_model(config, None), config.experts
     arrays = {p.name: checkpoint.load(p, np.float32) for p in parameters(config, False)}
     rows = np.random.default_rng(0).standard_normal((256, config.hidden), np.float32)
     layer = model.experts_of(arrays, "experts.", 0)
@@ -198,9 +199,10 @@ def test_the_shapes_of_public_models_can_be_served(name):
     billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
     stated = re.search(r"-([0-9.]+)b", name)
     assert billions == pytest.approx(float(stated[1]), rel=0.1)
-    is_fp8 = states_fp8(SHAPES / name)
+    granularity = stated_granularity(SHAPES / name)
+    is_fp8 = granularity is Granularity.BLOCK
     assert is_fp8 == name.endswith("-fp8")
-    checkpoint = DummyCheckpoint.of_model(config, is_fp8=is_fp8)
+    checkpoint = DummyCheckpoint.of_model(config, granularity)
     assert checkpoint.has_mtp == name.startswith("qwen3.5")
     kept = checkpoint.in_words(parameters(config, False))
     assert ("experts.down" in kept) == (is_fp8 and config.experts is not None)

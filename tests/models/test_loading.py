@@ -45,7 +45,7 @@ def test_torch_reads_no_parameter_as_a_whole(stored, dtype, monkeypatch):
         config, {name: x.astype(np.float32) for name, x in whole.items()}, dtype, CPU
     )
     monkeypatch.setattr(Checkpoint, "load", None)
-    got = torch_weights.load(checkpoint, config, True, dtype, CPU, lambda count: None, ())
+    got = torch_weights.load(checkpoint, config, True, dtype, CPU, lambda count: None, {})
     pairs = list(zip(leaves(torch.Tensor, got), leaves(torch.Tensor, want), strict=True))
     assert len(pairs) > 30
     for mine, other in pairs:
@@ -60,11 +60,11 @@ CPU = torch.device("cpu")
 def test_jax_reads_no_large_stack_as_a_whole(stored, dtype, monkeypatch):
     config, checkpoint = stored
     device, kind, whole = jax.devices("cpu")[0], KINDS[dtype], []
-    want = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None, ())
+    want = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None, {})
     load = Checkpoint.load
     monkeypatch.setattr(Checkpoint, "load", lambda *a: (whole.append(a[1]), load(*a))[1])
     monkeypatch.setattr(jax_weights, "LARGE", 0)
-    got = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None, ())
+    got = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None, {})
     assert not [parameter.name for parameter in whole if parameter.stacked]
     pairs = list(zip(*(jax.tree.leaves(each) for each in (got, want)), strict=True))
     assert len(pairs) > 15
@@ -95,9 +95,9 @@ def test_experts_of_every_layout_are_read_into_their_stacks(folder, monkeypatch)
     monkeypatch.setattr(jax_weights, "LARGE", 0)
     given, device = (config, config.has_mtp), jax.devices("cpu")[0]
     in_jax = jax_weights.load(
-        checkpoint, *given, ml_dtypes.bfloat16, device, lambda count: None, ()
+        checkpoint, *given, ml_dtypes.bfloat16, device, lambda count: None, {}
     )
-    in_torch = torch_weights.load(checkpoint, *given, "bfloat16", CPU, lambda count: None, ())
+    in_torch = torch_weights.load(checkpoint, *given, "bfloat16", CPU, lambda count: None, {})
     names = [name for name in whole if ".shared" not in name and "experts." in name]
     assert len(names) >= 3
     for name in names:
@@ -114,7 +114,7 @@ def test_experts_of_every_layout_are_read_into_their_stacks(folder, monkeypatch)
 def test_jax_reads_an_expert_where_it_lies_in_the_stack_of_all_layers():
     config = config_from_folder(GOLDEN / "glm4_moe")
     checkpoint, device = open_checkpoint(GOLDEN / "glm4_moe"), jax.devices("cpu")[0]
-    loaded = jax_weights.load(checkpoint, config, False, np.float32, device, lambda count: None, ())
+    loaded = jax_weights.load(checkpoint, config, False, np.float32, device, lambda count: None, {})
     alone, stacked = (jax_weights.weights_of(config, loaded, each) for each in (False, True))
     x = np.random.default_rng(0).standard_normal((3, config.hidden), np.float32)
     got = [experts.experts(x, config.experts, each.layers[2].feed) for each in (alone, stacked)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from shared.models import fp8, fp8_words
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, law_of
-from shared.models.families import config_from_dict, states_fp8
+from shared.models.families import config_from_dict, stated_granularity
+from shared.models.fp8 import Granularity
 from shared.models.fp8_words import SCALES
 from shared.models.parameters import Parameter, Source, parameters
 from shared.options.options import parse
@@ -30,6 +32,7 @@ from shared.process.device import Device
 from shared.process.memory_plan import plan
 from tests.support.files import Stored as Tensors
 from tests.support.files import read_stored, write_stored
+from tests.support.fp8_files import compressed
 from tests.support.records import leaves
 from torch_impl import serve as torch_serve
 from torch_impl import weights as torch_weights
@@ -45,19 +48,23 @@ STATED = json.loads(
 )["quantization_config"]
 SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 KEPT = {f"{prefix}experts.{x}" for prefix in ("", "mtp.layer.") for x in ("gate_up", "down")}
-FILE = "model.safetensors"
+FILE, BLOCK = "model.safetensors", Granularity.BLOCK
+SCALE = "_scale_inv"
 CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
 HALF = ml_dtypes.bfloat16
 
 
-def write(folder: Path, **sizes: int) -> ModelConfig:
+def write(folder: Path, granularity: Granularity = BLOCK, **sizes: int) -> ModelConfig:
     """A checkpoint as releases in FP8 are: experts one by one, all projections quantised."""
     text = CONFIG["text_config"] | SIZES | {"num_experts": 4, "num_experts_per_tok": 2} | sizes
-    return write_config(folder, CONFIG | {"text_config": text, "quantization_config": STATED})
+    return write_config(folder, CONFIG | {"text_config": text}, granularity)
 
 
-def write_config(folder: Path, stated: dict[str, Any]) -> ModelConfig:
-    """A checkpoint of this config.json."""
+def write_config(folder: Path, stated: dict[str, Any], granularity: Granularity) -> ModelConfig:
+    """A checkpoint of this config.json, in FP8 with such scales."""
+    stated = stated | {
+        "quantization_config": STATED if granularity is BLOCK else compressed(granularity)
+    }
     config = config_from_dict(stated)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated))
@@ -65,76 +72,108 @@ def write_config(folder: Path, stated: dict[str, Any]) -> ModelConfig:
     for parameter in parameters(config, config.has_mtp):
         for source in parameter.sources:
             for each in source.parts or (source,):
-                tensors |= stored(rng, each)
+                tensors |= stored(rng, each, granularity)
     write_stored(folder / FILE, tensors)
     return config
 
 
-def stored(rng: np.random.Generator, source: Source) -> Tensors:
+def stored(rng: np.random.Generator, source: Source, granularity: Granularity) -> Tensors:
     if not fp8.is_quantised(source.name):
         numbers = rng.standard_normal(source.shape, np.float32) / 16
         return {source.name: ("BF16", numbers.astype(HALF))}
     codes = rng.integers(0, 0x7F, source.shape, np.uint8)
     codes |= rng.integers(0, 2, source.shape, np.uint8) << 7
-    scales = rng.uniform(1e-4, 3e-4, fp8.scale_shape(source.shape)).astype(HALF)
-    return {source.name: ("F8_E4M3", codes), f"{source.name}{fp8.SCALE}": ("BF16", scales)}
+    scales = rng.uniform(1e-4, 3e-4, fp8.scale_shape(source.shape, granularity)).astype(HALF)
+    if granularity is Granularity.TENSOR:
+        scales = scales.reshape(1)
+    return {source.name: ("F8_E4M3", codes), f"{source.name}{SCALE}": ("BF16", scales)}
+
+
+@pytest.fixture(scope="module", params=list(Granularity), ids=str)
+def granularity(request) -> Granularity:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> tuple[ModelConfig, Checkpoint]:
+def kept(granularity) -> dict[str, Granularity]:
+    """What stays FP8, and the scales that it has in memory."""
+    return dict.fromkeys(KEPT, BLOCK if granularity is BLOCK else Granularity.CHANNEL)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, granularity) -> tuple[ModelConfig, Checkpoint]:
     folder = tmp_path_factory.mktemp("fp8")
-    config = write(folder)
+    config = write(folder, granularity)
     checkpoint = open_checkpoint(folder)
     checkpoint.check(config, True)
     return config, checkpoint
 
 
 @pytest.fixture(params=["files", "dummy"])
-def model(request, files) -> tuple[ModelConfig, Stored]:
+def model(request, files, granularity) -> tuple[ModelConfig, Stored]:
     config, checkpoint = files
-    dummy = DummyCheckpoint.of_model(config, is_fp8=True)
+    dummy = DummyCheckpoint.of_model(config, granularity)
     return config, checkpoint if request.param == "files" else dummy
 
 
 def words_in(
-    framework: str, checkpoint: Stored, parameter: Parameter
+    framework: str, checkpoint: Stored, parameter: Parameter, kind: Granularity
 ) -> tuple[np.ndarray, np.ndarray]:
     if framework == "torch":
-        both = torch_words.read(checkpoint, parameter, CPU, lambda count: None)
+        both = torch_words.read(checkpoint, parameter, kind, CPU, lambda count: None)
         return both[0].numpy(), both[1].float().numpy()
-    both = jax_words.read(checkpoint, parameter, JAX_CPU, lambda count: None)
+    both = jax_words.read(checkpoint, parameter, kind, JAX_CPU, lambda count: None)
     return np.asarray(both[0]), np.asarray(both[1].astype(np.float32))
 
 
-def test_what_stays_fp8_follows_from_names_blocks_and_scales(files, tmp_path) -> None:
+def test_what_stays_fp8_follows_from_names_blocks_and_scales(
+    files, granularity, kept, tmp_path
+) -> None:
     config, checkpoint = files
-    assert checkpoint.in_words(parameters(config, True)) == KEPT
-    dummy = DummyCheckpoint.of_model(config, is_fp8=True)
-    assert dummy.in_words(parameters(config, True)) == KEPT
-    assert not DummyCheckpoint.of_model(config, is_fp8=False).in_words(parameters(config, True))
-    odd = write(tmp_path, moe_intermediate_size=192, shared_expert_intermediate_size=192)
+    assert checkpoint.in_words(parameters(config, True)) == kept
+    dummy = DummyCheckpoint.of_model(config, granularity)
+    assert dummy.in_words(parameters(config, True)) == kept
+    assert not DummyCheckpoint.of_model(config, None).in_words(parameters(config, True))
+    odd = write(
+        tmp_path, granularity, moe_intermediate_size=192, shared_expert_intermediate_size=192
+    )
     assert not open_checkpoint(tmp_path).in_words(parameters(odd, True))
 
 
-def test_scales_that_bfloat16_does_not_hold_are_widened_with_their_weights(tmp_path) -> None:
-    config = write(tmp_path)
+def test_scales_that_bfloat16_does_not_hold_are_widened_with_their_weights(
+    granularity, tmp_path
+) -> None:
+    config = write(tmp_path, granularity)
     tensors = read_stored(tmp_path / FILE)
-    name = f"layers.1.mlp.experts.2.up_proj.weight{fp8.SCALE}"
+    name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
     for kind, scale, names in (("F32", 0.25, KEPT), ("F32", 0.3, KEPT - {"experts.gate_up"})):
         scales = np.full(tensors[name][1].shape, scale, np.float32)
         write_stored(tmp_path / FILE, tensors | {name: (kind, scales)})
-        assert open_checkpoint(tmp_path).in_words(parameters(config, True)) == names
+        assert open_checkpoint(tmp_path).in_words(parameters(config, True)).keys() == names
+
+
+def test_scales_of_several_kinds_in_a_parameter_are_widened(tmp_path) -> None:
+    config = write(tmp_path)
+    tensors = read_stored(tmp_path / FILE)
+    name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
+    by_channels = np.repeat(tensors[name][1][:, :1], fp8.BLOCK, axis=0)
+    write_stored(tmp_path / FILE, tensors | {name: ("BF16", by_channels)})
+    found = open_checkpoint(tmp_path).in_words(parameters(config, True))
+    assert found.keys() == KEPT - {"experts.gate_up"}
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_words_and_scales_are_the_numbers_of_the_widened(model, framework, monkeypatch) -> None:
+def test_words_and_scales_are_the_numbers_of_the_widened(
+    model, kept, framework, monkeypatch
+) -> None:
     config, checkpoint = model
     for parameter in parameters(config, True):
         if parameter.name in KEPT:
             want = checkpoint.load(parameter, HALF).astype(np.float32)
             with monkeypatch.context() as patch:
                 patch.setattr(fp8, "scaled", None)  # nothing is widened on the way
-                words, scales = words_in(framework, checkpoint, parameter)
+                both = words_in(framework, checkpoint, parameter, kept[parameter.name])
+            words, scales = both
             np.testing.assert_array_equal(fp8_words.widened(words, scales), want)
 
 
@@ -162,10 +201,9 @@ def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> 
     for kind, dtype in (("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "bfloat16")):
         device, names = Device(kind, "one", 1 << 34), checkpoint.in_words(parameters(config, True))
         asked = parse(["--dtype", dtype, "--max-total-tokens", "512"])
-        memory = plan(asked, config, Drafts.of_mtp(config), device, platform.costs, names)
-        assert memory.blueprint.in_words == (
-            names if (kind, dtype) == ("gpu", "bfloat16") else set()
-        )
+        drafts = Drafts.of_mtp(config)
+        memory = plan(asked, config, drafts, device, platform.costs, lambda x=names: x)
+        assert memory.blueprint.in_words == (names if (kind, dtype) == ("gpu", "bfloat16") else {})
         (line,) = (line for line in memory.lines if line.name == "weights")
         found[kind, dtype] = line
     loaded = load(framework, config, checkpoint, [])
@@ -181,7 +219,7 @@ def test_experts_in_words_give_the_bits_of_the_widened(model) -> None:
     config, checkpoint = model
     x = np.random.default_rng(1).standard_normal((5, config.hidden), np.float32)
     own, sizes = load("torch", config, checkpoint, []), config.experts
-    other = torch_weights.load(checkpoint, config, True, "bfloat16", CPU, lambda count: None, ())
+    other = torch_weights.load(checkpoint, config, True, "bfloat16", CPU, lambda count: None, {})
     of_torch = [
         torch_experts.experts(torch.from_numpy(x).bfloat16(), sizes, each.layers[1].feed)
         for each in (own, other)
@@ -190,7 +228,7 @@ def test_experts_in_words_give_the_bits_of_the_widened(model) -> None:
     assert torch.equal(*of_torch)
     both = (
         load("jax", config, checkpoint, []),
-        jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, lambda count: None, ()),
+        jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, lambda count: None, {}),
     )
     for in_stacks in (False, True):
         of_jax = [
@@ -204,39 +242,42 @@ def test_experts_in_words_give_the_bits_of_the_widened(model) -> None:
         np.testing.assert_array_equal(*of_jax)
 
 
-def test_a_dummy_in_fp8_has_no_nan_and_the_size_of_one_that_is_not(files) -> None:
+def test_a_dummy_in_fp8_has_no_nan_and_the_size_of_one_that_is_not(
+    files, granularity, kept
+) -> None:
     config, _ = files
-    checkpoint, plain = (DummyCheckpoint.of_model(config, is_fp8=x) for x in (True, False))
+    checkpoint, plain = (DummyCheckpoint.of_model(config, x) for x in (granularity, None))
     differ = set()
     for parameter in parameters(config, True):
         found, want = (each.load(parameter, np.float32) for each in (checkpoint, plain))
-        if not checkpoint.has_codes(parameter):
+        if checkpoint.granularity_of(parameter) is None:
             np.testing.assert_array_equal(found, want)
             continue
         differ.add(parameter.name.rsplit(".", 1)[-1])
-        blocks = found.size / 128**2  # of which each has a size of its own
-        assert found.std() == pytest.approx(want.std(), rel=0.9 / blocks**0.5)
+        # Each scale has a size of its own.
+        share = found.size / math.prod(fp8.scale_shape(found.shape, checkpoint.granularity))
+        assert found.std() == pytest.approx(want.std(), rel=0.9 * (share / found.size) ** 0.5)
         assert abs(found.mean()) < 0.02 * want.std()
         if parameter.name in KEPT:
-            words, _ = words_in("torch", checkpoint, parameter)
+            words, _ = words_in("torch", checkpoint, parameter, kept[parameter.name])
             codes = fp8_words.unpacked(words)
             assert not fp8.has_nan(codes)
             assert set(np.unique(np.abs(fp8.VALUES[codes]))) == set(range(1, 16, 2))
     assert differ == {"inputs", "out", "gate_up", "down"}
     mixed = next(p for p in parameters(config, False) if p.name == "gated_delta.inputs")
-    assert not checkpoint.has_codes(mixed)
+    assert checkpoint.granularity_of(mixed) is None
     assert checkpoint.law(mixed) == law_of(mixed)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_backends_widen_a_dummy_to_the_specifications_bits(files, dtype) -> None:
+def test_backends_widen_a_dummy_to_the_specifications_bits(files, granularity, dtype) -> None:
     config, _ = files
-    checkpoint = DummyCheckpoint.of_model(config, is_fp8=True)
+    checkpoint = DummyCheckpoint.of_model(config, granularity)
     kind, nothing = np.dtype(dtype), lambda count: None
-    of_torch = torch_weights.load(checkpoint, config, True, dtype, CPU, nothing, ())
-    of_jax = jax_weights.load(checkpoint, config, True, kind, JAX_CPU, nothing, ())
+    of_torch = torch_weights.load(checkpoint, config, True, dtype, CPU, nothing, {})
+    of_jax = jax_weights.load(checkpoint, config, True, kind, JAX_CPU, nothing, {})
     for parameter in parameters(config, False):
-        if checkpoint.has_codes(parameter):
+        if checkpoint.granularity_of(parameter) is not None:
             want = checkpoint.load(parameter, kind)
             np.testing.assert_array_equal(np.asarray(of_jax.stacks[parameter.name]), want)
             assert f"{parameter.name}{SCALES}" not in of_jax.stacks
@@ -248,34 +289,38 @@ def test_backends_widen_a_dummy_to_the_specifications_bits(files, dtype) -> None
     np.testing.assert_array_equal(got, checkpoint.load(out, kind)[0].astype(np.float32))
 
 
-def test_the_config_says_whether_weights_are_fp8(tmp_path) -> None:
+def test_the_config_says_whether_weights_are_fp8_and_what_shares_a_scale(tmp_path) -> None:
     for config, want in (
-        (CONFIG, False),
-        (CONFIG | {"quantization_config": STATED}, True),
-        (CONFIG | {"text_config": CONFIG["text_config"] | {"quantization_config": STATED}}, True),
+        (CONFIG, None),
+        (CONFIG | {"quantization_config": STATED}, BLOCK),
+        (CONFIG | {"text_config": CONFIG["text_config"] | {"quantization_config": STATED}}, BLOCK),
+        *((CONFIG | {"quantization_config": compressed(x)}, x) for x in Granularity),
+        (CONFIG | {"quantization_config": {"quant_method": "fp8"}}, Granularity.TENSOR),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
-        assert states_fp8(tmp_path) == want
+        assert stated_granularity(tmp_path) == want
 
 
-def dense(folder: Path) -> ModelConfig:
+def dense(folder: Path, granularity: Granularity) -> ModelConfig:
     """A dense checkpoint in FP8."""
     golden = Path(__file__).parents[1] / "golden" / "qwen3_5_dense" / "config.json"
     config = json.loads(golden.read_text())
     sizes = {"hidden_size": 128, "intermediate_size": 384}
     text = config.get("text_config", config) | sizes
-    return write_config(folder, text | {"quantization_config": STATED})
+    return write_config(folder, text, granularity)
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_gate_and_up_in_words_give_the_bits_of_the_widened(tmp_path, framework) -> None:
-    config = dense(tmp_path)
+def test_gate_and_up_in_words_give_the_bits_of_the_widened(
+    tmp_path, granularity, framework
+) -> None:
+    config = dense(tmp_path, granularity)
     checkpoint = open_checkpoint(tmp_path)
     names = checkpoint.in_words(parameters(config, config.has_mtp))
     assert {name for name in names if not name.startswith("mtp.")} == {"mlp.gate_up"}
     rows = np.random.default_rng(2).standard_normal((4, config.hidden), np.float32)
     found = []
-    for in_words in (names, frozenset()):
+    for in_words in (names, {}):
         how = (lambda count: None, in_words)
         if framework == "torch":
             read = torch_weights.load(checkpoint, config, False, "bfloat16", CPU, *how)

@@ -2,30 +2,18 @@
 
 import json
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from shared.engine.request import Request, SamplingParams
-from shared.options.options import parse
-from shared.process import engines, launch
-from shared.process.device import Device
-from shared.process.start import prepare
+from shared.process import launch
 from tests.support import reference_serve
-from tests.support.driving import drive
-from tests.support.started import one_bucket
+from tests.support.texts import texts
 from tests.support.tiny_heads import tiny_block_config, tiny_head_config
 from tests.support.tiny_models import tiny_config, tiny_model
 
 DUMMY = ["--load-format", "dummy"]
-BACKENDS = {
-    "reference": lambda: reference_serve.PLATFORM,
-    "torch": lambda: import_module("torch_impl.serve").PLATFORM,
-    "jax": lambda: import_module("jax_impl.serve").PLATFORM,
-}
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3, 200, 4))
 
 
 @pytest.fixture(scope="module")
@@ -54,26 +42,6 @@ def line_of(folders: Path, drafter: str, target: str = "target") -> list[str]:
     line += ["--speculative-algorithm", drafter]
     own = folders / drafter
     return line + (["--speculative-draft-model-path", str(own)] if own.exists() else [])
-
-
-def texts(backend: str, line: list[str]) -> list[list[int]]:
-    platform = replace(BACKENDS[backend](), find_device=lambda: Device("cpu", "CPU", 1 << 31))
-    start = prepare(parse(line), platform)
-    blueprint = replace(start.memory.blueprint, capacity=one_bucket(start.memory.capacity))
-    start, read = replace(start, memory=replace(start.memory, blueprint=blueprint)), []
-    made = start.load(platform, read.append)
-    assert sum(read) == start.num_bytes
-    made.prepare(made.capacity.programs, lambda program: None)
-    engine = engines.make_engine(made, start.memory)
-    sampling = SamplingParams(temperature=0.0, max_tokens=12)
-    asked = [
-        Request(request_id=number, prompt=prompt, sampling=sampling)
-        for number, prompt in enumerate(PROMPTS)
-    ]
-    try:
-        return [outcome.tokens for outcome in drive(engine, asked).values()]
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from shared.engine.request import Request, SamplingParams
+from shared.models.fp8 import Granularity
 from shared.options.options import ConfigError, parse
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import Platform, Start, prepare
 from tests.support.driving import drive
+from tests.support.fp8_files import compressed
 from tests.support.records import leaves
 from tests.support.started import one_bucket
 from tests.support.tiny_models import tiny_config
@@ -90,7 +92,11 @@ REFUSED = {
     ),
     "products of both kinds": (
         ("qwen3_5", WHOLE | FP8, CPU, ("--dtype", "bfloat16")),
-        "some tensors are FP8 and others are not, as those of gated_delta.inputs",
+        "those of gated_delta.inputs are not",
+    ),
+    "scales of channels": (
+        ("qwen3", WHOLE | {"quantization_config": compressed(Granularity.CHANNEL)}, CPU, ()),
+        "takes products whose tensors are all FP8 with scales of blocks, and those of",
     ),
     "another GPU than a Hopper": (
         ("qwen3", WHOLE | FP8, Device("gpu", "NVIDIA A100-SXM4-80GB", 1 << 34), ()),

@@ -15,7 +15,8 @@ from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, Rows
 from shared.models.dummy import DummyCheckpoint
-from shared.models.families import config_from_dict, config_from_folder, states_fp8
+from shared.models.families import config_from_dict, config_from_folder, stated_granularity
+from shared.models.fp8 import Granularity
 from shared.models.parameters import parameters
 from shared.options.options import ConfigError, parse
 from shared.process.device import Device, free_in_groups
@@ -142,11 +143,11 @@ SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
 def test_experts_in_fp8_leave_a_card_of_80_gigabytes_room_for_texts(drafter, framework):
     def planned_for(name, free_bytes):
         config = config_from_folder(SHAPES / name)
-        checkpoint = DummyCheckpoint.of_model(config, is_fp8=states_fp8(SHAPES / name))
+        checkpoint = DummyCheckpoint.of_model(config, stated_granularity(SHAPES / name))
         drafts = Drafts.of_mtp(config) if drafter else Drafts.none()
         in_words = checkpoint.in_words(parameters(config, drafts.with_mtp))
         device, costs = Device("gpu", "one", free_bytes), PLATFORMS[framework].costs
-        return plan(parse(drafter.split()), config, drafts, device, costs, in_words)
+        return plan(parse(drafter.split()), config, drafts, device, costs, lambda: in_words)
 
     memory = planned_for("qwen3.5-35b-a3b-fp8", int(0.95 * 80 * GB))
     assert (memory.capacity.num_pages - 1) * memory.capacity.page_size >= 300_000
@@ -166,8 +167,8 @@ def test_a_dense_weight_in_fp8_is_counted_once_more_widened(framework):
     device, costs = Device("gpu", "one", 80 * GB), PLATFORMS[framework].costs
     flags = parse(["--max-total-tokens", "65536"])
     lines = []
-    for in_words in (frozenset(), frozenset({"mlp.gate_up"})):
-        memory = plan(flags, config, Drafts.none(), device, costs, in_words)
+    for in_words in ({}, {"mlp.gate_up": Granularity.BLOCK}):
+        memory = plan(flags, config, Drafts.none(), device, costs, lambda x=in_words: x)
         lines.append({line.name: line.num_bytes for line in memory.lines})
     wide, narrow = lines
     matrix = 2 * config.dense.intermediate * config.hidden

@@ -10,7 +10,7 @@ import torch
 
 from jax_impl.ops import linear as jax_linear
 from shared.models import fp8_words
-from shared.models.fp8 import BLOCK, encoded
+from shared.models.fp8 import BLOCK, Granularity, encoded, scale_shape
 from shared.spec import fp8_activations, layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
@@ -134,18 +134,22 @@ def test_implementations_compute_what_the_specification_does(
     )
 
 
-def fp8(seed: int, outputs: int, inputs: int, bias: np.ndarray | None = None) -> Matrix:
+def fp8(
+    seed: int, outputs: int, inputs: int, granularity: Granularity, bias: np.ndarray | None = None
+) -> Matrix:
     """A random weight in FP8, some of its numbers subnormal."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 0x7F, (outputs, inputs), np.uint8) | rng.choice(
         np.array([0, 0x80], np.uint8), (outputs, inputs)
     )
-    scales = rng.uniform(1e-4, 3e-4, (outputs // 128, inputs // 128)).astype(ml_dtypes.bfloat16)
+    scales = rng.uniform(1e-4, 3e-4, scale_shape(codes.shape, granularity))
+    scales = scales.astype(ml_dtypes.bfloat16)
     words, packed = fp8_words.packed(codes), fp8_words.packed_scales(scales)
     return Matrix(words, bias, packed)
 
 
-EIGHT = fp8(20, 512, 256, normal(21, 512))
+EIGHT = fp8(20, 512, 256, Granularity.BLOCK, normal(21, 512))
+BY_CHANNELS = fp8(25, 512, 256, Granularity.CHANNEL)
 LONG = Stream(normal(22, 3, 256), 1 + normal(23, 256) / 4)
 IN_FP8 = {
     "product": (LONG.rows, EIGHT, 256),
@@ -167,11 +171,14 @@ def test_an_fp8_weight_is_its_code_times_its_scale_in_bfloat16() -> None:
 
 
 @each_implementation
-def test_implementations_widen_as_the_specification(implementation: Implementation) -> None:
-    np.testing.assert_array_equal(implementation("linear").widened(EIGHT), spec.widened(EIGHT))
-    stack = [np.stack([x, x[::-1]]) for x in (EIGHT.values, EIGHT.scales)]
+@pytest.mark.parametrize("weight", [EIGHT, BY_CHANNELS], ids=["blocks", "channels"])
+def test_implementations_widen_as_the_specification(
+    weight: Matrix, implementation: Implementation
+) -> None:
+    np.testing.assert_array_equal(implementation("linear").widened(weight), spec.widened(weight))
+    stack = [np.stack([x, x[::-1]]) for x in (weight.values, weight.scales)]
     experts = Matrix(stack[0], scales=stack[1])
-    assert experts.num_outputs == EIGHT.num_outputs == 512
+    assert experts.num_outputs == weight.num_outputs == 512
     want = spec.widened(experts)
     np.testing.assert_array_equal(implementation("linear").widened(experts), want)
     np.testing.assert_array_equal(spec.widened(experts.of_expert(1)), want[1])
@@ -189,7 +196,13 @@ def test_products_with_an_fp8_weight_are_those_with_its_numbers(
         np.testing.assert_array_equal(got, want)
 
 
-def test_outputs_of_fp8_begin_where_a_block_does() -> None:
+def test_outputs_of_fp8_begin_where_a_scale_does() -> None:
+    of_channels = spec.widened(BY_CHANNELS)
+    codes = fp8_words.unpacked(BY_CHANNELS.values).view(ml_dtypes.float8_e4m3fn)
+    own = BY_CHANNELS.scales[130].astype(np.float32) / np.float32(2.0**120)
+    want = (codes[130].astype(np.float32) * own).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(of_channels[130], want.astype(np.float32))
+    np.testing.assert_array_equal(spec.widened(BY_CHANNELS.rows(130)), of_channels[130:])
     tail = EIGHT.rows(384)
     np.testing.assert_array_equal(spec.widened(tail), spec.widened(EIGHT)[384:])
     np.testing.assert_array_equal(tail.bias, EIGHT.bias[384:])

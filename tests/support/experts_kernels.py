@@ -16,6 +16,7 @@ import torch
 from kernels.limits import arrivals_of_experts
 from kernels.routing import Routing
 from kernels.tiles import ExpertsTiles
+from shared.models.fp8 import Granularity, scale_shape, widened
 from shared.models.fp8_words import FP8_BLOCK, packed, packed_scales
 from shared.spec.numerics import ROUTER, SQUARES, chunks_of_squares
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
@@ -47,15 +48,23 @@ def tiles(*, fp8: bool, **changed: Any) -> ExpertsTiles:
 
 
 class Case(NamedTuple):
-    """A block of experts; whether scores have a bias, and the next norm a scale."""
+    """A block of experts; whether scores have a bias, and the next norm a scale.
+
+    Attributes:
+      granularity: Of the scales of weights that are FP8; None: they are numbers.
+    """
 
     R: int
     hidden: int
     inner: int
     routing: Routing
-    fp8: bool = False
+    granularity: Granularity | None = None
     is_biased: bool = False
     is_scaled: bool = True
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.granularity is not None
 
 
 class Block(NamedTuple):
@@ -92,14 +101,15 @@ def _rounded(x: np.ndarray) -> np.ndarray:
     return x.astype(HALF).astype(np.float32)
 
 
-def _fp8(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _fp8(
+    rng: np.random.Generator, granularity: Granularity, *shape: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """An FP8 weight: its numbers, its words and its scales."""
     codes = np.resize(rng.integers(0, 256, min(int(np.prod(shape)), 2**20 - 3), np.uint8), shape)
     codes[(codes & 0x7F) >= 0x60] &= 0x9F  # up to 30, and no NaN
-    blocks = (*shape[:-2], shape[-2] // FP8_BLOCK, shape[-1] // FP8_BLOCK)
-    scales = (rng.uniform(0.002, 0.004, blocks)).astype(ml_dtypes.bfloat16)
-    wide = scales.astype(np.float32).repeat(FP8_BLOCK, -2).repeat(FP8_BLOCK, -1)
-    numbers = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * wide
+    scales = rng.uniform(0.002, 0.004, scale_shape(shape, granularity))
+    scales = scales.astype(ml_dtypes.bfloat16)
+    numbers = widened(codes, scales)
     return numbers.astype(ml_dtypes.bfloat16).astype(np.float32), packed(codes), scales
 
 
@@ -113,8 +123,8 @@ def block_of(case: Case) -> Block:
     shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     stored: dict[str, np.ndarray | None] = {}
     for name, shape in shapes.items():
-        if case.fp8:
-            numbers, words, scales = _fp8(rng, choice.stored, *shape)
+        if case.granularity is not None:
+            numbers, words, scales = _fp8(rng, case.granularity, choice.stored, *shape)
             kept = packed_scales(scales).astype(ml_dtypes.bfloat16)
             stored |= {name: words, f"{name}_scales": kept}
         else:

@@ -14,7 +14,7 @@ import torch
 
 from kernels.tiles import LinearTiles
 from shared.models import fp8, fp8_words
-from shared.models.fp8_words import FP8_BLOCK
+from shared.models.fp8 import Granularity
 from shared.spec.numerics import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
@@ -64,19 +64,23 @@ def in_bfloat16(
     out_type: str,
     first: int,
     words: bool | None = None,
+    granularity: Granularity = Granularity.BLOCK,
 ) -> Arrays:
     """A product of numbers that are bfloat16, of the second of two weights, as float32.
 
     Args:
       words: The weights are those of FP8, in words or widened.
+      granularity: Of the scales of FP8.
     """
     is_gated = "gated" in kind
     x, weights = normal(0, R, K), normal(1, 2, first + (2 if is_gated else 1) * N, K) / 8
     scales = None
     if words is not None:
-        weights, scales = in_words(weights)
+        weights, scales = in_words(weights, granularity)
         if not words:
             weights, scales = fp8_words.widened(weights, scales), None
+    stored = weights.shape[1]
+    first_scale = 0 if scales is None else fp8_words.first_scale(first, stored, scales.shape[1])
     added = normal(2, R, N) if "added" in kind else None
     norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
     bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
@@ -92,7 +96,7 @@ def in_bfloat16(
                 for y in module.product(
                     x.bfloat16(),
                     weights[1, first:] if words else weights[1, first:].bfloat16(),
-                    scales if scales is None else scales[1, first // FP8_BLOCK :].bfloat16(),
+                    scales if scales is None else scales[1, first_scale:].bfloat16(),
                     squares=squares,
                     bias=bias if bias is None else bias[1, first:].bfloat16(),
                     added=added if added is None else added.to(dtype),
@@ -127,11 +131,11 @@ def in_bfloat16(
     )
 
 
-def in_words(weights: np.ndarray) -> Arrays:
+def in_words(weights: np.ndarray, granularity: Granularity) -> Arrays:
     """Weights in FP8, in words and with the scales that kernels take, of several sizes."""
     rng = np.random.default_rng(5)
-    scales = rng.uniform(2.0**-9, 2.0**-8, fp8.scale_shape(weights.shape))
+    scales = rng.uniform(2.0**-9, 2.0**-8, fp8.scale_shape(weights.shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
-    across = scales.astype(np.float32).repeat(FP8_BLOCK, -2).repeat(FP8_BLOCK, -1)
-    codes = (weights / across).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    codes = fp8.scaled(weights.copy(), 1 / scales.astype(np.float32))
+    codes = codes.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return fp8_words.packed(codes), fp8_words.packed_scales(scales)

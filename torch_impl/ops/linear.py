@@ -10,7 +10,7 @@ from jaxtyping import Float, Float8e4m3fn, Int, Int32
 from torch import Tensor
 from torch.nn import functional
 
-from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_block
+from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.numerics import SQUARES
 from torch_impl.ops import Kernels, fp8_activations, is_bfloat16, kernel_or_plain, layers
 
@@ -25,7 +25,7 @@ class Matrix:
         | Float8e4m3fn[Tensor, "*experts outputs inputs"]
     )
     bias: Float[Tensor, " outputs"] | None = None
-    scales: Float[Tensor, "*experts blocks blocks_in"] | None = None
+    scales: Float[Tensor, "*experts scales scales_in"] | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -43,8 +43,7 @@ class Matrix:
     def rows(self, first: int) -> "Matrix":
         bias, scales = self.bias, self.scales
         if scales is not None:
-            is_by_output = len(scales) == self.num_outputs
-            scales = scales[first if is_by_output else first_block(first) :]
+            scales = scales[first_scale(first, self.num_outputs, len(scales)) :]
         return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: int) -> "Matrix":
@@ -56,7 +55,8 @@ def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
     if matrix.scales is None:
         return matrix.values
     scales = matrix.scales.float() / SCALE_FACTOR
-    scales = scales.repeat_interleave(FP8_BLOCK, -1).repeat_interleave(FP8_BLOCK, -2)
+    if scales.shape[-2] != matrix.num_outputs:  # of blocks
+        scales = scales.repeat_interleave(FP8_BLOCK, -1).repeat_interleave(FP8_BLOCK, -2)
     blocks = matrix.values.contiguous().view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
     codes = blocks.transpose(-1, -2).flatten(-3)
     return (codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()

@@ -7,9 +7,11 @@ from functools import partial
 
 import numpy as np
 
+from shared.models.fp8 import Granularity
 from shared.models.layers import ExpertsConfig
 from shared.spec.experts import Experts
 from shared.spec.linear import Matrix, Stream
+from tests.support.cases.linear import FP8, in_fp8
 from tests.support.op_case import Arguments, OpCase
 
 EPS = 1e-6
@@ -41,19 +43,35 @@ def _matrix(rng: np.random.Generator, *shape: int) -> Matrix:
     return Matrix(np.resize(drawn / np.float32(shape[-1] ** 0.5), shape))
 
 
-def added_arguments(seed: int, *, R: int, hidden: int, config: ExpertsConfig) -> Arguments:
+def added_arguments(
+    seed: int,
+    *,
+    R: int,
+    hidden: int,
+    config: ExpertsConfig,
+    granularity: Granularity | None = None,
+) -> Arguments:
     """Rows of a stream, the experts of a layer, and the scale of the norm that reads the sum.
 
     The rows are larger than what is added, so that an expert that only just is or is not chosen
     does not decide the error.
+
+    Args:
+      granularity: Of the scales of matrices in FP8; None: they are numbers.
     """
     rng, inner = np.random.default_rng(seed), config.intermediate
     norms = 1 + rng.standard_normal((2, hidden), np.float32) / 4
     bias = rng.standard_normal(config.num_experts, np.float32) if config.has_score_bias else None
+    router = _matrix(rng, config.num_scored, hidden)
+    matrices = [
+        _matrix(rng, config.num_stacked, *x) for x in ((2 * inner, hidden), (hidden, inner))
+    ]
+    if granularity is not None:
+        matrices = [in_fp8(matrix.values, granularity) for matrix in matrices]
     weights = Experts(
-        router=_matrix(rng, config.num_scored, hidden),
-        gate_up=_matrix(rng, config.num_stacked, 2 * inner, hidden),
-        down=_matrix(rng, config.num_stacked, hidden, inner),
+        router=router,
+        gate_up=matrices[0],
+        down=matrices[1],
         score_bias=bias,
         shared_gate_up=None,
         shared_down=None,
@@ -105,4 +123,23 @@ TABLE += [
     )
     for name, config in LARGE.items()
     for R in (1, 4, 8, 32, 128, 512)
+]
+TABLE += [
+    OpCase(
+        op="experts",
+        function="added_experts",
+        name=f"{kind} 32 of 768, {R} rows",
+        make=partial(
+            added_arguments,
+            R=R,
+            hidden=2048,
+            config=LARGE["32 of 768"],
+            granularity=granularity,
+        ),
+        dtype="bfloat16",
+        wide=("norm",),
+        is_large=True,
+    )
+    for kind, granularity in FP8.items()
+    for R in (1, 32, 512)
 ]

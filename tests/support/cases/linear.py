@@ -4,8 +4,10 @@ from functools import partial
 
 import ml_dtypes
 import numpy as np
+from jaxtyping import Float32
 
 from shared.models import fp8, fp8_words
+from shared.models.fp8 import Granularity
 from shared.spec.linear import Matrix, Stream
 from tests.support.op_case import Arguments, OpCase
 
@@ -18,20 +20,22 @@ def _weight(rng: np.random.Generator, outputs: int, inputs: int) -> Matrix:
     return Matrix(np.resize(drawn / np.float32(inputs**0.5), (outputs, inputs)))
 
 
-def _in_fp8(arguments: Arguments) -> Arguments:
-    """With the weight in FP8, in blocks whose scales differ."""
-    wide = arguments["weight"].values
-    shape = fp8.scale_shape(wide.shape)
+def in_fp8(wide: Float32[np.ndarray, "*stack N K"], granularity: Granularity) -> Matrix:
+    """A weight in FP8, of which neighbouring scales differ."""
+    shape = fp8.scale_shape(wide.shape, granularity)
     sizes = 2 + np.resize(np.arange(7, dtype=np.float32), shape)
-    scales = (sizes / np.float32(64 * wide.shape[1] ** 0.5)).astype(ml_dtypes.bfloat16)
+    scales = (sizes / np.float32(64 * wide.shape[-1] ** 0.5)).astype(ml_dtypes.bfloat16)
     codes = fp8.scaled(wide.copy(), 1 / scales.astype(np.float32))
     words = fp8_words.packed(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
-    return arguments | {"weight": Matrix(words, scales=fp8_words.packed_scales(scales))}
+    return Matrix(words, scales=fp8_words.packed_scales(scales))
 
 
-def fp8_arguments(seed: int, *, function: str, R: int, K: int, N: int) -> Arguments:
+def fp8_arguments(
+    seed: int, *, function: str, granularity: Granularity, R: int, K: int, N: int
+) -> Arguments:
     """Those of a function, with the weight in FP8."""
-    return _in_fp8(_MAKERS[function](seed, R=R, K=K, N=N))
+    arguments = _MAKERS[function](seed, R=R, K=K, N=N)
+    return arguments | {"weight": in_fp8(arguments["weight"].values, granularity)}
 
 
 def product_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
@@ -78,7 +82,7 @@ _SMALL = {
     "three rows": {"R": 3, "K": 96, "N": 80},
     "many rows": {"R": 37, "K": 64, "N": 192},
 }
-_SMALL_FP8 = {"FP8, three rows": {"R": 3, "K": 128, "N": 256}}
+FP8 = {"FP8": Granularity.BLOCK, "FP8 by channels": Granularity.CHANNEL}
 # The products of a layer of Qwen3-8B, and its head.
 _LARGE = {
     "normed_product": {"qkv": (4096, 6144)},
@@ -116,22 +120,25 @@ TABLE += [
     OpCase(
         op="linear",
         function=function,
-        name=name,
-        make=partial(fp8_arguments, function=function, **sizes),
+        name=f"{name}, three rows",
+        make=partial(fp8_arguments, function=function, granularity=granularity, R=3, K=128, N=256),
     )
     for function in _MAKERS
-    for name, sizes in _SMALL_FP8.items()
+    for name, granularity in FP8.items()
+    if granularity is Granularity.BLOCK or function == "gated_product"
 ]
 TABLE += [
     OpCase(
         op="linear",
         function=function,
-        name=f"FP8 {name}, {R} rows",
-        make=partial(fp8_arguments, function=function, R=R, K=K, N=N),
+        name=f"{kind} {name}, {R} rows",
+        make=partial(fp8_arguments, function=function, granularity=granularity, R=R, K=K, N=N),
         dtype="bfloat16",
         is_large=True,
     )
     for function, cases in _LARGE_FP8.items()
     for name, (K, N) in cases.items()
+    for kind, granularity in FP8.items()
     for R in _ROWS
+    if granularity is Granularity.BLOCK or (name == "gate and up" and R in (1, 32, 512))
 ]

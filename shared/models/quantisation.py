@@ -1,0 +1,121 @@
+"""What the `quantization_config` of a config.json may say: FP8 weights, in two spellings.
+
+`fp8` is the spelling of DeepSeek's, Qwen's and Mistral's releases and of AutoFP8;
+`compressed-tensors` is that of vLLM's tools. Which tensors are FP8, and which weights share a
+scale, the tensors themselves say (`shared.models.fp8`). The config is read for what it may ask
+for beyond that, and refused.
+"""
+
+from collections.abc import Collection, Mapping
+
+from shared.models.fields import Json, object_of
+from shared.models.fp8 import BLOCK, Granularity
+
+BLOCK_SIZE = [BLOCK, BLOCK]
+
+FORMATS = ("float-quantized", "naive-quantized")
+"""What compressed-tensors calls codes that lie as they are."""
+
+HINTS = ("modules_to_not_convert", "ignored_layers", "ignore", "targets")
+"""Lists of modules with and without scales, which releases spell in many ways."""
+
+Served = dict[str, Collection[object]]
+"""Fields and the values that are served; of any other field, what says nothing."""
+
+METHODS: Served = {"quant_method": ["fp8", "compressed-tensors"]}
+FP8: Served = METHODS | {
+    "fmt": ["e4m3"],
+    "weight_block_size": [None, BLOCK_SIZE],
+    "activation_scheme": [None, "dynamic", "static"],
+}
+COMPRESSED: Served = METHODS | {"format": FORMATS}
+GROUP: Served = {"format": [None, *FORMATS]}
+WEIGHTS: Served = {
+    "num_bits": [8],
+    "type": ["float"],
+    "symmetric": [True],
+    "strategy": ["channel", "tensor", "block"],
+    "block_structure": [None, BLOCK_SIZE],
+    "group_size": [None, -1],
+}
+ACTIVATIONS: Served = {"num_bits": [8], "type": ["float"]}
+
+_READ_APART = ("config_groups", "sparsity_config")
+_TOLD = ("quantization_status", "global_compression_ratio", "version", "run_compressed")
+_GROUPS_PARTS = ("weights", "input_activations")
+_MEASURED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+"""How scales were found, and what their tensors say by themselves."""
+_QUANTISED_INPUTS = ("strategy", "dynamic", "symmetric", "group_size", "block_structure")
+"""How activations are quantised where weights are multiplied in FP8, which they are not here."""
+
+
+def refuse_other_quantisation(stated: Json) -> None:
+    """Refuses a `quantization_config` that asks for another form of weights.
+
+    Raises:
+      ValueError: It does; one sentence that names the field.
+    """
+    _require(stated, "quant_method", "")
+    method = {"quant_method": stated["quant_method"]}
+    _refuse_others(method, METHODS, (), "")
+    if method["quant_method"] == "fp8":
+        _refuse_others(stated, FP8, HINTS, "")
+        return
+    _refuse_others(stated, COMPRESSED, (*HINTS, *_READ_APART, *_TOLD), "")
+    sparsity = object_of(stated, "sparsity_config")
+    if sparsity.get("format", "dense") != "dense":
+        raise _refusal(f"with sparsity_config.format: {sparsity['format']!r}")
+    _require(stated, "config_groups", "")
+    for name, group in object_of(stated, "config_groups").items():
+        place = f"config_groups.{name}"
+        if not isinstance(group, Mapping):
+            raise _refusal(f"with {place}: {group!r}")
+        _refuse_other_group(group, f"{place}.")
+
+
+def granularity_of(stated: Json) -> Granularity:
+    """Of the scales that a `quantization_config` speaks of, in the first group if it has some."""
+    if stated["quant_method"] == "fp8":
+        return Granularity.BLOCK if stated.get("weight_block_size") else Granularity.TENSOR
+    group = next(iter(object_of(stated, "config_groups").values()))
+    return Granularity(group["weights"].get("strategy", "tensor"))
+
+
+def _refuse_other_group(group: Json, place: str) -> None:
+    _refuse_others(group, GROUP, (*HINTS, *_GROUPS_PARTS), place)
+    _require(group, "weights", place)
+    weights = object_of(group, "weights")
+    _require(weights, "type", f"{place}weights.")
+    _refuse_others(weights, WEIGHTS, _MEASURED, f"{place}weights.")
+    inputs = object_of(group, "input_activations")
+    _refuse_others(
+        inputs, ACTIVATIONS, (*_MEASURED, *_QUANTISED_INPUTS), f"{place}input_activations."
+    )
+
+
+def _refuse_others(stated: Json, served: Served, hints: Collection[str], place: str) -> None:
+    """Refuses the first field of another value.
+
+    Args:
+      hints: Fields that may say anything.
+      place: Of the object in `quantization_config`, put before a field's name.
+    """
+    for field, value in stated.items():
+        if field in hints or (not value and field not in served):
+            continue
+        if value not in served.get(field, ()):
+            expected = " or ".join(repr(x) for x in served.get(field, ()) if x is not None)
+            must = f"; it must be {expected}" if expected else ""
+            raise _refusal(f"with {place}{field}: {value!r}", must)
+
+
+def _require(stated: Json, field: str, place: str) -> None:
+    if not stated.get(field):
+        raise _refusal(f"without {place}{field}")
+
+
+def _refusal(what: str, must: str = "") -> ValueError:
+    return ValueError(
+        f"quantization_config {what} is not supported{must}; "
+        "use an unquantised checkpoint, or one in FP8"
+    )

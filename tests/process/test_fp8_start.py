@@ -1,0 +1,78 @@
+"""A start from FP8 files says what the dequantised model says, on every backend."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.models.checkpoint import Checkpoint
+from shared.options.options import parse
+from shared.process.device import Device
+from shared.process.start import prepare
+from tests.support.fp8_files import LAYOUTS, write_fp8, write_widened
+from tests.support.texts import BACKENDS, texts
+from tests.support.tiny_models import tiny_config
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MIXTURE: dict[str, Any] = json.loads((GOLDEN / "qwen3_moe_fp8" / "config.json").read_text())
+MIXTURE |= {"quantization_config": None, "vocab_size": 256, "moe_intermediate_size": 256}
+MODELS = {
+    "experts": MIXTURE,
+    "dense": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False),
+}
+
+
+def line_of(folder: Path, *more: str) -> list[str]:
+    line = ["--model-path", str(folder), "--max-running-requests", "2", "--context-length", "64"]
+    return [*line, "--chunked-prefill-size", "64", *more]
+
+
+CASES = [("experts", layout) for layout in LAYOUTS]
+CASES += [("dense", layout) for layout in ("compressed-tensors, channel", "Mistral")]
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES)
+def test_the_text_of_every_layout_is_that_of_the_widened(layout, model, tmp_path) -> None:
+    write_fp8(tmp_path / "fp8", MODELS[model], LAYOUTS[layout])
+    write_widened(tmp_path / "fp8", tmp_path / "wide")
+    drafts = ("--speculative-algorithm", "NEXTN") if model == "dense" else ()
+    want = texts("reference", line_of(tmp_path / "wide", "--dtype", "float32"))
+    assert len({token for text in want for token in text}) > 4
+    assert texts("torch", line_of(tmp_path / "fp8", "--dtype", "float32", *drafts)) == want
+    halves = [
+        texts("torch", line_of(tmp_path / name, "--dtype", "bfloat16")) for name in ("fp8", "wide")
+    ]
+    assert halves[0] == halves[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "count"), [("cpu", "bfloat16", 0), ("gpu", "float32", 0), ("gpu", None, 9)]
+)
+def test_scales_are_read_at_a_start_only_where_weights_stay_fp8(
+    kind, dtype, count, tmp_path, monkeypatch
+) -> None:
+    write_fp8(tmp_path, MIXTURE, LAYOUTS["compressed-tensors, block"])
+    read, tensor = [], Checkpoint.tensor
+
+    def noted(self: Checkpoint, name: str) -> Any:
+        read.append(name)
+        return tensor(self, name)
+
+    monkeypatch.setattr(Checkpoint, "tensor", noted)
+    platform = replace(BACKENDS["torch"](), find_device=lambda: Device(kind, "one", 1 << 34))
+    start = prepare(parse(line_of(tmp_path, *(("--dtype", dtype) if dtype else ()))), platform)
+    assert len(read) == count
+    assert bool(start.memory.blueprint.in_words) == bool(count)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["compressed-tensors, channel", "AutoFP8"])
+def test_jax_says_it_too(layout, tmp_path) -> None:
+    write_fp8(tmp_path / "fp8", MIXTURE, LAYOUTS[layout])
+    write_widened(tmp_path / "fp8", tmp_path / "wide")
+    want = texts("reference", line_of(tmp_path / "wide", "--dtype", "float32"))
+    assert texts("jax", line_of(tmp_path / "fp8", "--dtype", "float32")) == want
