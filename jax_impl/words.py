@@ -92,9 +92,8 @@ def read_codes(
         progress(checkpoint.num_bytes([parameter]))
         return codes, jax.device_put(scales, device)
     codes = jnp.zeros(parameter.shape, jnp.float8_e4m3fn, device=device)
-    shape = fp8.scale_shape(parameter.shape, Granularity.BLOCK)
-    rows = parameter.shape[-2] if by_output else shape[-2]
-    scales = np.empty((*shape[:-2], rows, shape[-1]), np.float32)
+    shape = fp8.code_scale_shape(parameter.shape, by_output=by_output)
+    scales = np.empty(shape, np.float32)
     for piece in checkpoint.codes(parameter, Granularity.BLOCK, progress, by_output=by_output):
         first = [each.start if isinstance(each, slice) else each for each in piece.place]
         part = piece.codes.reshape((1,) * (codes.ndim - piece.codes.ndim) + piece.codes.shape)

@@ -150,13 +150,13 @@ def load(
     tensors = {}
     for parameter in wanted:
         name = parameter.name
-        if name not in in_codes and name not in in_words:
-            tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
-            continue
         if name in in_codes:
             both = words.read_codes(checkpoint, parameter, device, progress)
-        else:
+        elif name in in_words:
             both = words.read(checkpoint, parameter, in_words[name], device, progress)
+        else:
+            tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
+            continue
         tensors[name], tensors[f"{name}{SCALES}"] = both
     return _assemble(config, tensors)
 

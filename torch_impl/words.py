@@ -75,9 +75,8 @@ def read_codes(
         progress(checkpoint.num_bytes([parameter]))
     else:
         codes = torch.empty(parameter.shape, dtype=torch.uint8, device=device)
-        shape = fp8.scale_shape(parameter.shape, Granularity.BLOCK)
-        rows = parameter.shape[-2] if by_output else shape[-2]
-        scales = np.empty((*shape[:-2], rows, shape[-1]), np.float32)
+        shape = fp8.code_scale_shape(parameter.shape, by_output=by_output)
+        scales = np.empty(shape, np.float32)
         for piece in checkpoint.codes(parameter, Granularity.BLOCK, progress, by_output=by_output):
             codes[piece.place].copy_(torch.from_numpy(piece.codes))
             scales[piece.place_of_scales] = piece.scales

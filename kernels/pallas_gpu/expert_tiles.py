@@ -7,8 +7,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.fp8 import four, shares_of
-from shared.models.fp8_words import FP8_BLOCK
+from kernels.pallas_gpu.fp8 import four
+from shared.models.fp8_words import FP8_BLOCK, shares_of
 
 
 class Stored(NamedTuple):
@@ -84,7 +84,7 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
         return total + pltriton.dot(weight_at(inputs, K), rows_at(inputs), **exact)
 
     def scale_at(i):
-        share, _ = shares_of(stored.weights, stored.scales)
+        share, _ = shares_of(stored.weights.shape, stored.scales.shape)
         block = jnp.full((len(output), 1), i)
         at = (*of_expert, lax.div(output, share)[:, None], block)
         masked = {} if has_all else {"mask": is_output[:, None], "other": 0.0}

@@ -4,7 +4,6 @@
 """
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int, Int32
 
-from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR
+from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, shares_of
 
 _WARPS = 4
 
@@ -25,21 +24,6 @@ _MOVED = tuple(
     "and.b32 m, m, 0x07f007f0;\nlop3.b32 $0, t, 0x80008000, m, 0xea;\n}"
     for pair in ("0x4400", "0x5511", "0x6622", "0x7733")
 )
-
-
-class Shares(NamedTuple):
-    """How many outputs share a scale, and how many scales an output has along its inputs.
-
-    Scales are of blocks, or one is an output's alone.
-    """
-
-    outputs: int
-    scales_in: int
-
-
-def shares_of(words: Any, scales: Any) -> Shares:
-    """Of a weight, or of a stack of weights, `[.., outputs, words]`; arrays or references."""
-    return Shares(words.shape[-2] // scales.shape[-2], scales.shape[-1])
 
 
 def four(words, scale, is_compiled):
@@ -84,7 +68,7 @@ def widened(
 def _widening_kernel(words_ref, scales_ref, layer_ref, wide_ref, *, is_compiled):
     """One program per block."""
     layer, blocks_in = layer_ref[0], 4 * words_ref.shape[2] // FP8_BLOCK
-    shares = shares_of(words_ref, scales_ref)
+    shares = shares_of(words_ref.shape, scales_ref.shape)
     block, block_in = lax.div(pl.program_id(0), blocks_in), lax.rem(pl.program_id(0), blocks_in)
     output = (block * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[:, None]
     lane = lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :]

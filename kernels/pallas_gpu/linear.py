@@ -17,11 +17,11 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int, Int32
 
 from kernels.pallas_gpu.codes import add_codes
-from kernels.pallas_gpu.fp8 import four, shares_of, widened
+from kernels.pallas_gpu.fp8 import four, widened
 from kernels.pallas_gpu.linear_described import described_product, takes
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
-from shared.models.fp8_words import FP8_BLOCK
+from shared.models.fp8_words import FP8_BLOCK, shares_of
 from shared.spec.numerics import SquaresOrder
 
 _LOG2_E = 1.4426950408889634
@@ -261,7 +261,7 @@ def _product_kernel(
     is_output = None if outputs % tiles.columns == 0 else in_result < outputs
 
     def scale_at(i):
-        share, _ = shares_of(weights_ref, given.scales)
+        share, _ = shares_of(weights_ref.shape, given.scales.shape)
         at = (layer, lax.div(output, share), jnp.full(output.shape, i))
         return _load(given.scales, at, is_output)
 

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.fp8 import Shares, four
-from shared.models.fp8_words import FP8_BLOCK
+from kernels.triton_gpu.fp8 import four
+from shared.models.fp8_words import FP8_BLOCK, Shares
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
@@ -86,9 +86,8 @@ def product_of(
     acc = tl.zeros((wide, lanes), tl.float32)
     for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
         if sizes.shares is not None:
-            x0, x1, x2, x3 = four_of(x_at, at, is_slot)
             acc = add_four(
-                acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, sizes, is_launched
+                acc, of_weight, x_at, at, is_slot, is_output, has_all, sizes, is_launched
             )
         else:
             x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
@@ -144,21 +143,15 @@ def part_of(at, step, is_one, has_all: tl.constexpr, K: tl.constexpr, depth: tl.
 
 
 @triton.jit
-def four_of(x_at, step, is_row):
-    """A block of inputs of some rows in four parts, turned."""
+def add_four(
+    acc, of_weight, x_at, step, is_row, is_column, has_all: tl.constexpr, sizes: tl.constexpr,
+    is_launched: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of a block of inputs with an FP8 weight, in the order of the inputs."""
     x0 = tl.trans(part_of(x_at, step, is_row, False, 32, 32))
     x1 = tl.trans(part_of(x_at, step + 32, is_row, False, 32, 32))
     x2 = tl.trans(part_of(x_at, step + 64, is_row, False, 32, 32))
     x3 = tl.trans(part_of(x_at, step + 96, is_row, False, 32, 32))
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def add_four(
-    acc, of_weight, step, x0, x1, x2, x3, is_column, has_all: tl.constexpr,
-    sizes: tl.constexpr, is_launched: tl.constexpr,
-):  # fmt: skip
-    """Adds the products of a block of inputs with an FP8 weight, in the order of the inputs."""
     words = part_of(of_weight.weights, step // 4, is_column, has_all, 32, 32)
     scale = of_weight.scales
     if sizes.shares.scales_in > 1:

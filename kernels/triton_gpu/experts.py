@@ -25,12 +25,11 @@ from kernels.triton_gpu.expert_tiles import (
     product_of,
     tile_of,
 )
-from kernels.triton_gpu.fp8 import shares_of
 from kernels.triton_gpu.groups import Lists, group, most_tiles
 from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.router import LOG2_E, Chosen, Chunks, route, scale_of
 from kernels.triton_gpu.squares import add_up
-from shared.models.fp8_words import FP8_BLOCK
+from shared.models.fp8_words import FP8_BLOCK, shares_of
 from shared.spec.numerics import RouterOrder, SquaresOrder
 
 
@@ -258,7 +257,7 @@ def _sizes(
     is_fp8 = stored.scales is not None
     if is_fp8 and cut.depth != FP8_BLOCK:
         raise ValueError(f"the depth of FP8 must be its block of {FP8_BLOCK}, got {cut.depth}")
-    shares = shares_of(stored.weights, stored.scales) if is_fp8 else None
+    shares = shares_of(stored.weights.shape, stored.scales.shape) if is_fp8 else None
     return Sizes(outputs, inputs, routing.slots, shares, is_scaled)
 
 

@@ -3,7 +3,7 @@
 `shared.models.fp8_words` says how they lie in memory.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from shared.models.fp8_words import FP8_BLOCK
+from shared.models.fp8_words import FP8_BLOCK, shares_of
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _WARPS = 4
@@ -29,21 +29,6 @@ _MOVED = tl.constexpr(
     + "\n}"
 )
 _REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r")
-
-
-class Shares(NamedTuple):
-    """How many outputs share a scale, and how many scales an output has along its inputs.
-
-    Scales are of blocks, or one is an output's alone.
-    """
-
-    outputs: int
-    scales_in: int
-
-
-def shares_of(words: Tensor, scales: Tensor) -> Shares:
-    """Of a weight, or of a stack of weights, `[.., outputs, words]`."""
-    return Shares(words.shape[-2] // scales.shape[-2], scales.shape[-1])
 
 
 @triton.jit
@@ -96,7 +81,7 @@ def widened(
         words,
         scales,
         wide,
-        shares=shares_of(words, scales),
+        shares=shares_of(words.shape, scales.shape),
         blocks_in=blocks_in,
         num_warps=_WARPS,
         **how,

@@ -17,9 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.codes import add_codes, rows_of, scale_of
-from kernels.triton_gpu.expert_tiles import Stored, add_four, four_of, place_in_words
-from kernels.triton_gpu.fp8 import Shares, shares_of, widened
+from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
+from kernels.triton_gpu.fp8 import widened
 from kernels.triton_gpu.squares import add_up
+from shared.models.fp8_words import Shares, shares_of
 from shared.spec.numerics import SquaresOrder
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -193,7 +194,9 @@ def product(
         sizes=Sizes(
             N=N,
             K=K,
-            shares=None if scales is None or is_quantised else shares_of(weight, scales),
+            shares=None
+            if scales is None or is_quantised
+            else shares_of(weight.shape, scales.shape),
             is_quantised=is_quantised,
             is_interpreted=not launching(x)["is_launched"],
             is_biased=bias is not None,
@@ -321,10 +324,7 @@ def _product_block(
     up = acc
     for at in tl.range(0, K, depth, num_stages=cut.stages):
         if is_in_words:
-            x0, x1, x2, x3 = four_of(x_at, at, is_row)
-            acc = add_four(
-                acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, sizes, is_launched
-            )
+            acc = add_four(acc, of_weight, x_at, at, is_row, is_output, has_all, sizes, is_launched)
         elif sizes.is_quantised:
             scale = tl.load(row_scales_at + at // depth * num_rows + row, mask=is_row, other=0.0)
             if is_described:

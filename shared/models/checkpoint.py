@@ -364,7 +364,7 @@ def load_all(
         name, shape = parameter.name, parameter.shape
         codes = np.empty(shape, np.uint8)
         blocks = Granularity.BLOCK
-        scales = np.empty((*shape[:-1], fp8.scale_shape(shape, blocks)[-1]), np.float32)
+        scales = np.empty(fp8.code_scale_shape(shape, by_output=True), np.float32)
         for piece in checkpoint.codes(parameter, blocks, lambda num_bytes: None, by_output=True):
             codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
         loaded[name], loaded[f"{name}{fp8_words.SCALES}"] = codes, scales

@@ -94,6 +94,12 @@ def are_whole_blocks(shape: tuple[int, ...]) -> bool:
     return shape[-2] % BLOCK == 0 and shape[-1] % BLOCK == 0
 
 
+def code_scale_shape(shape: tuple[int, ...], *, by_output: bool) -> tuple[int, ...]:
+    """Of the scales beside codes, of blocks, or repeated for each output of a block."""
+    *stack, blocks, blocks_in = scale_shape(shape, Granularity.BLOCK)
+    return (*stack, shape[-2] if by_output else blocks, blocks_in)
+
+
 def scales_of_outputs(
     scales: Shaped[np.ndarray, "*stack blocks blocks_in"], outputs: int
 ) -> Shaped[np.ndarray, "*stack outputs blocks_in"]:

@@ -55,6 +55,21 @@ class Piece(NamedTuple):
     scales: Float32[np.ndarray, "..."]
 
 
+class Shares(NamedTuple):
+    """How many outputs share a scale, and how many scales an output has along its inputs.
+
+    Scales are of blocks, or one is an output's alone.
+    """
+
+    outputs: int
+    scales_in: int
+
+
+def shares_of(words: tuple[int, ...], scales: tuple[int, ...]) -> Shares:
+    """Of a weight, or of a stack of weights, by the shapes of its words and of its scales."""
+    return Shares(words[-2] // scales[-2], scales[-1])
+
+
 def stays_fp8(name: str) -> bool:
     """Whether kernels read a parameter of this name as FP8, where it is stored so."""
     return name.endswith(KEPT)
@@ -77,9 +92,7 @@ def kept_granularity(stored: Granularity) -> Granularity:
 
 def bytes_of_codes(shape: tuple[int, ...], *, by_output: bool) -> int:
     """Of a weight of this shape as codes, with the scales of each output or of blocks of them."""
-    *_, blocks, blocks_in = fp8.scale_shape(shape, Granularity.BLOCK)
-    count = math.prod(shape[:-2]) * (shape[-2] if by_output else blocks) * blocks_in
-    return math.prod(shape) + 4 * count
+    return math.prod(shape) + 4 * math.prod(fp8.code_scale_shape(shape, by_output=by_output))
 
 
 def packed(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N words"]:

@@ -97,7 +97,7 @@ def plan(
       drafts: What drafts on the device.
       costs: What the backend says of its programs.
       in_words: Finds the parameters that can stay FP8. They do where kernels run, for bfloat16 on a
-        GPU; elsewhere it is not called, since it reads all scales.
+        GPU and without `in_codes`; elsewhere it is not called, since it reads all scales.
       in_codes: Parameters that stay FP8 and quantise their rows.
 
     Raises:
@@ -109,8 +109,8 @@ def plan(
             "--fp8-activations needs a model in bfloat16, as the last bits of float32 move codes; "
             "add --dtype bfloat16"
         )
-    keeps_fp8 = device.kind == "gpu" and settled.dtype == "bfloat16"
-    found = in_words() if keeps_fp8 else {}
+    keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not in_codes
+    found = in_words() if keeps_words else {}
     sizing = _Sizing(settled, model, drafts, device, costs, found, in_codes)
     largest = sizing.with_pages(sizing.most_pages())
     if largest.total_bytes > device.free_bytes:

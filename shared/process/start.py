@@ -28,7 +28,7 @@ from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.families import config_from_folder, stated_granularity
 from shared.models.fields import read_json
-from shared.models.fp8 import BLOCK, Granularity, are_whole_blocks
+from shared.models.fp8 import BLOCK, are_whole_blocks
 from shared.models.fp8_words import EXPERTS, InWords
 from shared.models.parameters import Parameter, parameters
 from shared.models.sampling import SamplingDefaults
@@ -173,7 +173,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     grammars = Grammars.of_options(options, model.vocab)
     wanted = parameters(model, draft.with_mtp)
     in_codes = _in_codes(checkpoint, wanted) if options.model.fp8_activations else frozenset[str]()
-    in_words = dict[str, Granularity] if in_codes else partial(checkpoint.in_words, wanted)
+    in_words = partial(checkpoint.in_words, wanted)
     device = platform.find_device()
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
