@@ -13,12 +13,14 @@ from kernels.tiles import LinearTiles, Tiles
 from shared.models import fp8
 from shared.spec import fp8_activations as spec
 from shared.spec import layers
-from shared.spec.numerics import SQUARES, chunks_of_squares
+from shared.spec.numerics import chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
 from tests.support.linear_kernels import (
     EPS,
     KINDS,
     Arrays,
+    alone,
+    behind,
     in_pallas,
     in_triton,
     normal,
@@ -126,12 +128,9 @@ def multiplied(
     """A product of quantised rows with the second of two weights, as float32."""
     is_gated = "gated" in kind
     x, (codes, scales) = rows(R, K), weight_of(first + (2 if is_gated else 1) * N, K)
-    added = normal(2, R, N) if "added" in kind else None
-    norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
+    added, norm, how = behind(kind, cut, R, N)
     bias = bias_of(codes.shape[:2]).astype(np.float32) if "biased" in kind else None
     squares = chunks_of_squares(x) if "normed" in kind or is_gated else None
-    how: dict[str, Any] = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut}
-    how["factor"] = 0.22 if "times" in kind else 1.0
     quantised = KERNELS[language]["fp8_activations"].quantised
     product = KERNELS[language]["linear"].product
     arrays = (x, codes, scales, squares, bias, added, norm)
@@ -210,18 +209,7 @@ def test_tiles_of_other_blocks_are_refused_by_name(change: dict[str, int], why: 
             jnp.int32(0),
             jnp.ones((1, 2, 1), jnp.float32),
             jnp.ones((1, 128), jnp.float32),
-            first=0,
-            out_type=jnp.bfloat16,
-            squares=None,
-            eps=EPS,
-            is_gated=False,
-            bias=None,
-            factor=1.0,
-            added=None,
-            norm=None,
-            norm_layer=jnp.int32(0),
-            order=SQUARES,
-            tiles=of_codes(**how),
+            **alone(of_codes(**how)),
         )
 
 

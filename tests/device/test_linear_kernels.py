@@ -20,6 +20,7 @@ from tests.support.linear_kernels import (
     EPS,
     KINDS,
     Arrays,
+    alone,
     in_bfloat16,
     in_pallas,
     in_triton,
@@ -266,23 +267,7 @@ def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
     x, weights = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)
     how = {"rows": 64, "swapped": False} | TMA
     with pytest.raises(ValueError, match=f"tiles of blocks that descriptors copy {why}, got"):
-        described_product(
-            x,
-            weights,
-            jnp.int32(0),
-            first=0,
-            out_type=jnp.bfloat16,
-            squares=None,
-            eps=EPS,
-            is_gated=False,
-            bias=None,
-            factor=1.0,
-            added=None,
-            norm=None,
-            norm_layer=jnp.int32(0),
-            order=SQUARES,
-            tiles=tiles(**how | change),
-        )
+        described_product(x, weights, jnp.int32(0), **alone(tiles(**how | change)))
 
 
 def test_programs_that_stay_are_refused_where_pallas_has_none() -> None:

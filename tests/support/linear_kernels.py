@@ -53,6 +53,24 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
+def behind(
+    kind: str, cut: LinearTiles, R: int, N: int
+) -> tuple[np.ndarray | None, np.ndarray | None, dict[str, Any]]:
+    """What a product is added to, the scales of the next norm, and how it is multiplied."""
+    added = normal(2, R, N) if "added" in kind else None
+    norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
+    how = {"eps": EPS, "is_gated": "gated" in kind, "order": SQUARES, "tiles": cut}
+    return added, norm, how | {"factor": 0.22 if "times" in kind else 1.0}
+
+
+def alone(cut: LinearTiles) -> dict[str, Any]:
+    """Of a described product in Pallas with nothing before or after it."""
+    _, _, how = behind("plain", cut, 0, 0)
+    nothing = dict.fromkeys(("squares", "bias", "added", "norm"))
+    how |= {"first": 0, "out_type": jnp.bfloat16, "norm_layer": jnp.int32(0)}
+    return how | nothing
+
+
 def in_bfloat16(
     language: str,
     kind: str,
@@ -81,13 +99,10 @@ def in_bfloat16(
             weights, scales = fp8_words.widened(weights, scales), None
     stored = weights.shape[1]
     first_scale = 0 if scales is None else fp8_words.first_scale(first, stored, scales.shape[1])
-    added = normal(2, R, N) if "added" in kind else None
-    norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
+    added, norm, how = behind(kind, cut, R, N)
     bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
     module = KERNELS[language]["linear"]
     squares = chunks_of_squares(x) if "normed" in kind or is_gated else None
-    how = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut}
-    how["factor"] = 0.22 if "times" in kind else 1.0
     if language == "triton":
         dtype = getattr(torch, out_type)
         return in_triton(
