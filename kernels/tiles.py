@@ -18,6 +18,9 @@ from shared.models.fp8_words import FP8_BLOCK
 FOLDER = Path(__file__).parent / "gpus"
 MEASURED = "nvidia_h200"
 """A GPU without a file has the tiles of this one, until it is measured itself."""
+_WIDE = 64
+"""Of the sides of a tile of codes one is as wide, or a compiler takes no unit that multiplies
+codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +207,7 @@ class LinearTiles:
 
     Attributes:
       rows, columns: Rows and outputs of a program; fewer rows where a call has fewer.
-      depth: Inputs of a step along the chain.
+      depth: Inputs of a step along the chain; of codes some blocks, which are added one by one.
       swapped: Whether the outputs, not the rows, are the wide side of the matrix unit.
       described: Whether blocks are copied by tensor descriptors (TMA); in Pallas by a kernel of its
         own, which is persistent and has as many warps more as copy.
@@ -244,6 +247,27 @@ class LinearTiles:
             )
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
+
+    def rows_of_codes(self, rows: int) -> int:
+        """The rows of a tile of codes; all of them where they are the wide side of the matrix unit.
+
+        Args:
+          rows: As many as there are to multiply, and at most those of the tiles.
+
+        Raises:
+          ValueError: The wide side is not wide enough, so that the bits would be others.
+        """
+        wide = self.columns if self.swapped else self.rows
+        if wide < _WIDE or self.columns > FP8_BLOCK or self.depth < FP8_BLOCK:
+            raise ValueError(
+                f"tiles of codes must be {FP8_BLOCK} deep or more, {_WIDE} wide or more, and have "
+                f"{FP8_BLOCK} columns at most, got {self}"
+            )
+        return rows if self.swapped else self.rows
+
+    def depth_of_codes(self, inputs: int) -> int:
+        """Inputs of a step of a chain along so many, whole blocks of FP8."""
+        return self.depth if inputs % self.depth == 0 else FP8_BLOCK
 
     def depth_of(self, inputs: int) -> int:
         """Inputs of a step of a chain along so many; fewer than all, where there are more than 16.

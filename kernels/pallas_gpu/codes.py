@@ -2,9 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax._src.pallas.triton.lowering import register_lowering
+from jax._src.state.types import ReadEffect
+from jax.core import ShapedArray
 from jax.experimental.pallas import triton as pltriton
+from jax.extend.core import Primitive
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, math
+from jaxlib.triton import dialect
 
-from shared.models.fp8 import OF_LARGEST
+from shared.models.fp8 import BLOCK, OF_LARGEST
+
+_INPUTS_BY_THE_UNIT = 2**30
+"""The matrix unit may add as many before float32 does: all of a block, as in Triton itself."""
 
 
 def quantise(x, is_compiled):
@@ -24,12 +35,77 @@ def _divide(x, by, is_compiled):
     return pltriton.elementwise_inline_asm("div.rn.f32 $0, $1, $2;", args=[x, by], **how)[0]
 
 
-def add_codes(total, x, weight, scale, is_swapped):
-    """Adds the products of a block's codes, times its scale of each row; for a CPU.
+def load_codes(weights_ref, layer, output, columns, block, is_compiled):
+    """A block of the codes of a weight out of a stack, [columns, 128], from an output on."""
+    if not is_compiled:
+        outputs, inputs = output + lax.iota(jnp.int32, columns), lax.iota(jnp.int32, BLOCK)
+        return pltriton.load(
+            weights_ref.at[layer, outputs[:, None], (block * BLOCK + inputs)[None]]
+        )
+    output += layer * weights_ref.shape[1]
+    return _load_codes.bind(weights_ref, output, block, columns=columns)
 
-    A GPU's matrix unit adds codes as `linear_described` has it alone.
+
+_load_codes = Primitive("load_codes")
+"""As `load_codes`, of outputs of the whole stack. Pallas has offsets of 32 bits for arrays up to
+4 GiB, which are signed: those of bytes would be wrong beyond 2 GiB."""
+
+
+@_load_codes.def_effectful_abstract_eval
+def _shape_of_codes(weights, *_, columns):
+    return ShapedArray((columns, BLOCK), weights.dtype), {ReadEffect(0)}
+
+
+@register_lowering(_load_codes)
+def _lower_load(context, weights, output, block, *, columns):
+    inputs = context.avals_in[0].shape[-1]
+    narrow, wide = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    start = arith.muli(arith.extsi(wide, output), arith.constant(wide, inputs))
+    step = arith.muli(arith.extsi(wide, block), arith.constant(wide, BLOCK))
+    start = dialect.addptr(weights.type, weights, arith.addi(start, step))
+
+    def across(count, dimension, apart):
+        kind = ir.RankedTensorType.get([count], narrow)
+        numbers = dialect.make_range(kind, 0, count)
+        numbers = dialect.expand_dims(numbers, 1 - dimension)
+        factor = ir.DenseElementsAttr.get_splat(numbers.type, ir.IntegerAttr.get(narrow, apart))
+        numbers = arith.muli(numbers, arith.constant(numbers.type, factor))
+        return dialect.broadcast(ir.RankedTensorType.get([columns, BLOCK], narrow), numbers)
+
+    offsets = arith.addi(across(columns, 0, inputs), across(BLOCK, 1, 1))
+    pointers = ir.RankedTensorType.get([columns, BLOCK], weights.type)
+    at = dialect.addptr(pointers, dialect.splat(pointers, start), offsets)
+    return dialect.load(at)
+
+
+def add_codes(total, x, weight, scale, is_swapped, is_compiled):
+    """Adds the products of a block's codes, times its scale of each row, rounded once.
+
+    The matrix unit adds them from zero, and in fewer bits than float32: from 64 on its wide side
+    they are the same bits in both languages and for any tile.
     """
-    x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
-    if is_swapped:
-        return total + pltriton.dot(weight, x.T) * scale[None, :]
-    return total + pltriton.dot(x, weight.T) * scale[:, None]
+    scale = scale[None, :] if is_swapped else scale[:, None]
+    x, weight = (weight, x.T) if is_swapped else (x, weight.T)
+    if not is_compiled:
+        return total + pltriton.dot(x.astype(jnp.float32), weight.astype(jnp.float32)) * scale
+    return _add_codes.bind(total, x, weight, jnp.broadcast_to(scale, total.shape))
+
+
+_add_codes = Primitive("add_codes")
+"""As `add_codes`. What Pallas lowers a product to asks for sums of float32, and a compiler gives
+them by codes made float16, whose bits are others; no argument of its says otherwise."""
+
+
+@_add_codes.def_abstract_eval
+def _shape_of_sums(total, *_):
+    return total
+
+
+@register_lowering(_add_codes)
+def _lower(_, total, x, weight, scale):
+    kind = ir.RankedTensorType(total.type)
+    zero = ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(kind.element_type, 0.0))
+    part = dialect.dot(
+        x, weight, arith.constant(kind, zero), max_num_imprecise_acc=_INPUTS_BY_THE_UNIT
+    )
+    return math.fma(part, scale, total)

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int, Int32
 
-from kernels.pallas_gpu.codes import add_codes
+from kernels.pallas_gpu.codes import add_codes, load_codes
 from kernels.pallas_gpu.fp8 import four, widened
-from kernels.pallas_gpu.linear_described import described_product, takes
+from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK, shares_of
@@ -106,7 +106,7 @@ def product(
 
     Raises:
       ValueError: The tiles are none for a kernel here; or rows are codes, which only a Hopper's
-        matrix units take, and only by tiles of blocks that descriptors copy.
+        matrix units add in the bits that are meant.
     """
     if tiles.persistent and not tiles.described:
         raise ValueError("in Pallas only what descriptors copy is persistent")
@@ -150,10 +150,13 @@ def product(
             order=order,
             tiles=tiles,
         )
-    if is_quantised and not interpret:
-        raise ValueError("rows in FP8 are multiplied on a Hopper alone, by tiles of descriptors")
+    if is_quantised and not (interpret or is_on_hopper()):
+        raise ValueError("rows in FP8 are multiplied on a Hopper alone")
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
-    if scales is None:
+    if is_quantised:
+        rows = tiles.rows_of_codes(rows)
+        tiles = replace(tiles, depth=tiles.depth_of_codes(x.shape[1]))
+    elif scales is None:
         tiles = replace(tiles, depth=tiles.depth_of(x.shape[1]))
     blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
     scaled = sums = None
@@ -277,27 +280,42 @@ def _product_kernel(
             total = _add_product(total, x, weight.astype(x.dtype), is_swapped=True)
         return (total,)
 
-    def add_blocks(i, sums):
-        at = (i * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[None, :]
-        x = _load(x_ref, (at_row[:, None], at), None if R % rows == 0 else is_row)
-        scale, after = pltriton.load(given.row_scales.at[jnp.full(row.shape, i), row]), []
-        for number, total in enumerate(sums):
-            output = first + number * outputs + block * tiles.columns
-            of_block = pltriton.load(given.scales.at[layer, lax.div(output, FP8_BLOCK), i])
-            output += lax.iota(jnp.int32, tiles.columns)
-            weight = pltriton.load(weights_ref.at[layer, output[:, None], at])
-            after.append(add_codes(total, x, weight, scale * of_block, tiles.swapped))
-        return tuple(after)
+    def scales_of(number):
+        """Those of a block of the rows, and of a block of each weight."""
+        number = jnp.minimum(number, blocks - 1)
+        at = [first + i * outputs + block * tiles.columns for i in range(len(nothing))]
+        of_weights = [
+            pltriton.load(given.scales.at[layer, lax.div(x, FP8_BLOCK), number]) for x in at
+        ]
+        return pltriton.load(given.row_scales.at[jnp.full(row.shape, number), row]), of_weights
+
+    def add_blocks(i, carried):
+        sums, (scale, of_weights) = carried
+        for number in range(tiles.depth // FP8_BLOCK):
+            number += i * (tiles.depth // FP8_BLOCK)
+            after = scales_of(number + 1)  # asked for ahead: they come from memory
+            at = (number * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[None, :]
+            x = _load(x_ref, (at_row[:, None], at), None if R % rows == 0 else is_row)
+            added = []
+            for weight, total in enumerate(sums):
+                output = first + weight * outputs + block * tiles.columns
+                codes = load_codes(weights_ref, layer, output, tiles.columns, number, is_compiled)
+                both = scale * of_weights[weight]
+                added.append(add_codes(total, x, codes, both, tiles.swapped, is_compiled))
+            sums, (scale, of_weights) = tuple(added), after
+        return sums, (scale, of_weights)
 
     only_scale = None
     if is_in_words and given.scales.shape[-1] == 1:  # read once for all inputs
         only_scale = scale_at(0)
     shape = (width, rows) if tiles.swapped else (rows, width)
     nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated and not is_joined else 1)
-    step_of_chain = add if given.scales is None else add_words
+    steps, blocks = pl.cdiv(K, tiles.depth), K // FP8_BLOCK
     if given.row_scales is not None:
-        step_of_chain = add_blocks
-    sums = list(lax.fori_loop(0, pl.cdiv(K, tiles.depth), step_of_chain, nothing))
+        sums, _ = lax.fori_loop(0, steps, add_blocks, (nothing, scales_of(0)))
+    else:
+        sums = lax.fori_loop(0, steps, add if given.scales is None else add_words, nothing)
+    sums = list(sums)
     if is_compiled:
         sums[0] = let_next_start(sums[0])
     if tiles.swapped:

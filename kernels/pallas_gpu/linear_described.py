@@ -144,7 +144,12 @@ def takes(
     is_addable = added is None or (added.dtype == np.dtype(out_type) and not is_normed)
     is_taken = is_whole and is_addable and x.dtype == weights.dtype
     is_taken &= x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
-    return is_taken and (_described_gpu() is not None or _gpu().compute_capability == "9.0")
+    return is_taken and is_on_hopper()
+
+
+def is_on_hopper() -> bool:
+    """Whether the GPU is one, or is described."""
+    return _described_gpu() is not None or _gpu().compute_capability == "9.0"
 
 
 # A function of its own in a program, which has it once for all layers: lowering and compiling a

@@ -3,33 +3,10 @@
 import triton
 import triton.language as tl
 
-from kernels.tiles import LinearTiles
 from shared.models.fp8 import BLOCK, OF_LARGEST
 
 _BLOCK = tl.constexpr(BLOCK)
 _OF_LARGEST = tl.constexpr(OF_LARGEST)
-
-
-_WIDE = 64
-"""Of the sides of a tile one is as wide, or a compiler takes no unit that multiplies codes."""
-
-
-def rows_of(tiles: LinearTiles, rows: int) -> int:
-    """The rows of a tile of codes; all of them where they are the wide side of the matrix unit.
-
-    Args:
-      rows: As many as there are to multiply, and at most those of the tiles.
-
-    Raises:
-      ValueError: The wide side is not wide enough, so that the bits would be others.
-    """
-    wide = tiles.columns if tiles.swapped else tiles.rows
-    if wide < _WIDE or tiles.columns > BLOCK or tiles.depth != BLOCK:
-        raise ValueError(
-            f"tiles of codes must be {BLOCK} deep, {_WIDE} wide or more, and have {BLOCK} columns "
-            f"at most, got {tiles}"
-        )
-    return rows if tiles.swapped else tiles.rows
 
 
 @triton.jit
@@ -54,6 +31,40 @@ def _encoded(x):
     code = tl.where(size < 0.015625, small, normal)
     code = tl.where(x == x, code, 0x7F)
     return (code | tl.where(x < 0.0, 0x80, 0)).to(tl.uint8)
+
+
+@triton.jit
+def add_blocks(
+    acc, up, x_at, weight_at, scales_at, row_scales_at, at, first_row, output, num_rows,
+    sizes: tl.constexpr, cut: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of a step's blocks of codes, one block behind the other.
+
+    Args:
+      acc, up: Sums so far; the second those of up, where the first are a gate's.
+      x_at, weight_at: Descriptors; or where the first block of the step lies, for each code.
+      at, first_row, output: The step's first input, and the tile's first row and output.
+    """
+    row = first_row + tl.arange(0, cut.rows)
+    is_row = row < num_rows
+    for number in tl.static_range(cut.depth // _BLOCK):
+        place = at + number * _BLOCK
+        scale = tl.load(row_scales_at + place // _BLOCK * num_rows + row, mask=is_row, other=0.0)
+        if cut.is_described:
+            x, weight = x_at.load([first_row, place]), weight_at.load([output, place])
+        else:
+            x = tl.load(x_at + number * _BLOCK, mask=is_row[:, None], other=0.0)
+            weight = tl.load(weight_at + number * _BLOCK)
+        of_block = scale_of(scales_at, output, place, sizes.K)
+        acc = add_codes(acc, x, weight, scale * of_block, cut.is_swapped, sizes.is_interpreted)
+        if sizes.is_gated:
+            if cut.is_described:
+                weight = weight_at.load([sizes.N + output, place])
+            else:
+                weight = tl.load(weight_at + sizes.N * sizes.K + number * _BLOCK)
+            of_block = scale_of(scales_at, sizes.N + output, place, sizes.K)
+            up = add_codes(up, x, weight, scale * of_block, cut.is_swapped, sizes.is_interpreted)
+    return acc, up
 
 
 @triton.jit

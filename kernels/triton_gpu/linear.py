@@ -16,14 +16,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearTiles
-from kernels.triton_gpu.codes import add_codes, rows_of, scale_of
+from kernels.triton_gpu.codes import add_blocks
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
 from kernels.triton_gpu.squares import add_up
+from shared.models.fp8 import BLOCK
 from shared.models.fp8_words import Shares, shares_of
 from shared.spec.numerics import SquaresOrder
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+_BLOCK, _LOG2_E = tl.constexpr(BLOCK), tl.constexpr(1.4426950408889634)
 _DESCRIBED_BYTES = 16
 """Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
 
@@ -152,8 +153,10 @@ def product(
         weight, scales = widened(weight, scales, **launching(x)), None
     rows = min(tiles.rows, max(16, triton.next_power_of_2(R)))
     if is_quantised:
-        rows = rows_of(tiles, rows)
-    depth = tiles.depth_of(K) if scales is None else tiles.depth
+        rows = tiles.rows_of_codes(rows)
+        depth = tiles.depth_of_codes(K)
+    else:
+        depth = tiles.depth_of(K) if scales is None else tiles.depth
     row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
     chunks = 0 if squares is None else squares.shape[1]
     out = torch.empty((R, N), dtype=out_type, device=x.device)
@@ -165,8 +168,9 @@ def product(
     is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
     x_at, weight_at = x, weight
     if is_described:
-        x_at = TensorDescriptor.from_tensor(x, [rows, depth])
-        block = [tiles.columns, depth]
+        lanes = BLOCK if is_quantised else depth
+        x_at = TensorDescriptor.from_tensor(x, [rows, lanes])
+        block = [tiles.columns, lanes]
         if is_gated and not is_quantised:  # a block of the gate and that of up beside it are one
             weight_at, block = weight.view(2, N, K), [2, *block]
         weight_at = TensorDescriptor.from_tensor(weight_at, block)
@@ -289,7 +293,7 @@ def _product_block(
     first_row = (number % row_blocks) * rows
     block = number // row_blocks
     row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
-    step = tl.arange(0, depth)
+    step = tl.arange(0, _BLOCK if sizes.is_quantised else depth)
     is_row, is_column = row < num_rows, column < N
     # Blocks of gate and up that come as one are multiplied as one: the rows are read once.
     is_in_words: tl.constexpr = sizes.shares is not None
@@ -326,20 +330,10 @@ def _product_block(
         if is_in_words:
             acc = add_four(acc, of_weight, x_at, at, is_row, is_output, has_all, sizes, is_launched)
         elif sizes.is_quantised:
-            scale = tl.load(row_scales_at + at // depth * num_rows + row, mask=is_row, other=0.0)
-            if is_described:
-                x, weight = x_at.load([first_row, at]), weight_at.load([block * columns, at])
-            else:
-                x, weight = tl.load(x_at, mask=is_row[:, None], other=0.0), tl.load(weight_at)
-            of_block = scale_of(scales_at, block * columns, at, K)
-            acc = add_codes(acc, x, weight, scale * of_block, is_swapped, sizes.is_interpreted)
-            if is_gated:
-                if is_described:
-                    weight = weight_at.load([N + block * columns, at])
-                else:
-                    weight = tl.load(weight_at + N * K)
-                of_block = scale_of(scales_at, N + block * columns, at, K)
-                up = add_codes(up, x, weight, scale * of_block, is_swapped, sizes.is_interpreted)
+            acc, up = add_blocks(
+                acc, up, x_at, weight_at, scales_at, row_scales_at, at, first_row, block * columns,
+                num_rows, sizes, cut,
+            )  # fmt: skip
         elif is_described:
             x = x_at.load([first_row, at])
             if is_joined:

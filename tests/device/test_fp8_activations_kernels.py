@@ -1,13 +1,16 @@
 """Rows in FP8 by kernels: the codes and the products are those of the specification."""
 
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
+from kernels.pallas_gpu import codes, linear
 from kernels.pallas_gpu.linear_described import described_product
 from kernels.tiles import LinearTiles, Tiles
 from shared.models import fp8
@@ -180,15 +183,90 @@ def multiplied(
     return in_pallas(in_jax, *arrays)
 
 
-@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@each_language
 @pytest.mark.parametrize(
     "change", [{"columns": 32}, {"swapped": False}, {"depth": 64}, {"columns": 256}], ids=str
 )
-def test_tiles_that_a_compiler_would_add_otherwise_are_refused(change: dict[str, int]) -> None:
+def test_tiles_that_a_compiler_would_add_otherwise_are_refused(
+    change: dict[str, int], language: str
+) -> None:
     """Below 64 on the wide side it makes float16 of codes."""
     given = SIZES[0] | {"kind": "plain", "out_type": "float32", "first": 0}
-    with pytest.raises(ValueError, match="tiles of codes must be 128 deep, 64 wide or more"):
-        multiplied("triton", cut=of_codes(**change), **given)
+    with pytest.raises(ValueError, match="tiles of codes must be 128 deep or more, 64 wide or"):
+        multiplied(language, cut=of_codes(**change), **given)
+
+
+@each_language
+@pytest.mark.parametrize("K", [384, 512])
+@pytest.mark.skipif(ON_GPU, reason="compared there with the tiles of the tables")
+def test_steps_of_several_blocks_add_them_all_once(K: int, language: str) -> None:
+    """Of 256 inputs where they divide all, else of one block."""
+    sizes = {"R": 3, "K": K, "N": 128, "first": 0}
+    got = multiplied(language, "gated", of_codes(depth=256), **sizes, out_type="float32")
+    np.testing.assert_allclose(got[0], wanted("gated", **sizes), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="two GiB of weights")
+def test_pallas_reads_weights_beyond_two_gibibytes() -> None:
+    """Its own offsets of so many bytes are signed, and of 32 bits."""
+    layers, outputs, inputs, rows = 5, 2**17, 4096, 3
+    x = jnp.asarray(normal(0, rows, inputs), jnp.bfloat16)
+    codes, scales = weight_of(fp8.BLOCK, inputs)
+    codes, scales = codes[1].view(ml_dtypes.float8_e4m3fn), scales[1]
+    stack = jnp.zeros((layers, outputs, inputs), jnp.float8_e4m3fn)
+    stack = stack.at[-1, -fp8.BLOCK :].set(codes)
+    of_stack = jnp.zeros((layers, outputs // fp8.BLOCK, len(scales[0])), jnp.float32)
+    of_stack = of_stack.at[-1, -1].set(scales[0])
+
+    def multiply(x, stack, scales, layer, first):
+        rows, row_scales = KERNELS["pallas"]["fp8_activations"].quantised(x)
+        how = alone(of_codes()) | {"first": first}
+        return linear.product(rows, stack, scales, layer, row_scales, num_rows=len(x), **how)[0]
+
+    multiply = jax.jit(multiply, static_argnames="first")
+    want = multiply(x, codes[None], scales[None], jnp.int32(0), 0)
+    got = multiply(x, stack, of_stack, jnp.int32(layers - 1), outputs - fp8.BLOCK)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.skipif(ON_GPU, reason="of what a compiler is asked for")
+@pytest.mark.parametrize("swapped", [True, False], ids=["outputs wide", "rows wide"])
+def test_pallas_asks_for_the_unit_that_adds_codes(
+    swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to itself it asks for sums of float32, and gets those of float16."""
+    asked, dot = [], codes.dialect.dot
+
+    def seen(x: Any, y: Any, *others: Any, **how: Any) -> Any:
+        asked.append((str(x.type.element_type), how.get("max_num_imprecise_acc", 0)))
+        return dot(x, y, *others, **how)
+
+    monkeypatch.setattr(codes.dialect, "dot", seen)
+    monkeypatch.setattr(linear, "is_on_hopper", lambda: True)
+    kind, rows = jnp.float8_e4m3fn, 16 if swapped else 64
+
+    def multiply(x, weight, scales, row_scales):
+        how = alone(of_codes(swapped=swapped, rows=rows))
+        layer = jnp.int32(0)
+        return linear.product(x, weight, scales, layer, row_scales, num_rows=3, **how)[0]
+
+    shapes = (
+        jax.ShapeDtypeStruct((8, 256), kind),
+        jax.ShapeDtypeStruct((1, 128, 256), kind),
+        jax.ShapeDtypeStruct((1, 1, 2), jnp.float32),
+        jax.ShapeDtypeStruct((2, 128), jnp.float32),
+    )
+    starts, add = [], codes.dialect.addptr
+
+    def added(kind: Any, start: Any, offset: Any) -> Any:
+        starts.append((str(kind), str(offset.type)))
+        return add(kind, start, offset)
+
+    monkeypatch.setattr(codes.dialect, "addptr", added)
+    jax.jit(multiply).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert ("!tt.ptr<f8E4M3FN>", "i64") in starts
+    assert asked
+    assert all(kind == "f8E4M3FN" and count >= fp8.BLOCK for kind, count in asked), asked
 
 
 @pytest.mark.parametrize(
@@ -225,8 +303,11 @@ def test_all_tiles_of_both_languages_have_the_same_bits(sizes: dict[str, int], k
     for language in KERNELS:
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).fp8_activations
         is_gated = int(kind == "gated")
-        lines = (line for line in table.lines if line.at_most.get("gated", 1) >= is_gated)
-        for cut in {line.tiles for line in lines}:
+        lines = [line for line in table.lines if line.at_most.get("gated", 1) >= is_gated]
+        cuts = {line.tiles for line in lines}
+        # Where inputs are no whole steps of several blocks, a step has one.
+        cuts |= {replace(cut, depth=fp8.BLOCK) for cut in cuts}
+        for cut in cuts:
             got = multiplied(language, cut=cut, **given)
             for one, other in zip(got, want, strict=True):
                 np.testing.assert_array_equal(one, other, err_msg=f"{language}, {cut}")
