@@ -15,7 +15,9 @@ from shared.models.fp8 import BLOCK
 LINES, ROWS = 8, 128
 """Codes lie in whole groups of so many rows, and their scales of so many, as `linear_described`
 copies and loads them. Of the rows more than there are, nothing is written."""
-_ROWS, _WARPS = 4, 4
+_FEW = 64
+_ROWS, _ROWS_OF_MANY, _WARPS = 4, 32, 4
+"""Of a program, where rows are at most so few, and where there are more."""
 
 
 def quantised(
@@ -28,10 +30,11 @@ def quantised(
       more than there are, see `LINES`.
     """
     R, K = x.shape
+    of_program = _ROWS if R <= _FEW else _ROWS_OF_MANY
     lines, rows = (pl.cdiv(R, whole) * whole for whole in (LINES, ROWS))
     return pl.pallas_call(
-        partial(_quantising_kernel, is_compiled=not interpret),
-        grid=(pl.cdiv(R, _ROWS), K // BLOCK),
+        partial(_quantising_kernel, rows=of_program, is_compiled=not interpret),
+        grid=(pl.cdiv(R, of_program), K // BLOCK),
         out_shape=(
             jax.ShapeDtypeStruct((lines, K), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((K // BLOCK, rows), jnp.float32),
@@ -42,15 +45,15 @@ def quantised(
     )(x)
 
 
-def _quantising_kernel(x_ref, codes_ref, scales_ref, *, is_compiled):
+def _quantising_kernel(x_ref, codes_ref, scales_ref, *, rows, is_compiled):
     """One program per block of inputs of some rows."""
-    row, block = pl.program_id(0) * _ROWS + lax.iota(jnp.int32, _ROWS), pl.program_id(1)
+    row, block = pl.program_id(0) * rows + lax.iota(jnp.int32, rows), pl.program_id(1)
     is_row = row < x_ref.shape[0]
     # A row that is not read gets an index outside, for the interpreter.
     column = block * BLOCK + lax.iota(jnp.int32, BLOCK)
     place = (jnp.where(is_row, row, x_ref.shape[0])[:, None], column[None, :])
-    mask = jnp.broadcast_to(is_row[:, None], (_ROWS, BLOCK))
+    mask = jnp.broadcast_to(is_row[:, None], (rows, BLOCK))
     x = pltriton.load(x_ref.at[place], mask=mask, other=0.0).astype(jnp.float32)
     codes, scale = quantise(x, is_compiled)
     pltriton.store(codes_ref.at[place], codes, mask=mask)
-    pltriton.store(scales_ref.at[jnp.full((_ROWS,), block), row], scale, mask=is_row)
+    pltriton.store(scales_ref.at[jnp.full(row.shape, block), row], scale, mask=is_row)

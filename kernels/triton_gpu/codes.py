@@ -9,6 +9,17 @@ _BLOCK = tl.constexpr(BLOCK)
 _OF_LARGEST = tl.constexpr(OF_LARGEST)
 
 
+@triton.constexpr_function
+def width_of(rows, columns, is_quantised, is_gated):
+    """Outputs that are multiplied at once: of a block of codes of 128 x 128 the halves.
+
+    A block's own sums then take half as many registers, so that a multiprocessor has two programs,
+    of which one multiplies while the other adds. Of 64 rows it has two without.
+    """
+    is_large = rows == _BLOCK and columns == _BLOCK
+    return columns // 2 if is_quantised and not is_gated and is_large else columns
+
+
 @triton.jit
 def quantise(x, is_launched: tl.constexpr):
     """The codes of a block of inputs of some rows, [rows, 128] in float32, and its scales."""
@@ -41,12 +52,15 @@ def add_blocks(
     """Adds the products of a step's blocks of codes, one block behind the other.
 
     Args:
-      acc, up: Sums so far; the second those of up, where the first are a gate's.
+      acc, up: Sums so far; the second those of up, where the first are a gate's, or those of a
+        tile's other half.
       x_at, weight_at: Descriptors; or where the first block of the step lies, for each code.
       at, first_row, output: The step's first input, and the tile's first row and output.
     """
     row = first_row + tl.arange(0, cut.rows)
     is_row = row < num_rows
+    width: tl.constexpr = acc.shape[0] if cut.is_swapped else acc.shape[1]
+    beside: tl.constexpr = sizes.N if sizes.is_gated else width
     for number in tl.static_range(cut.depth // _BLOCK):
         place = at + number * _BLOCK
         scale = tl.load(row_scales_at + place // _BLOCK * num_rows + row, mask=is_row, other=0.0)
@@ -57,12 +71,12 @@ def add_blocks(
             weight = tl.load(weight_at + number * _BLOCK)
         of_block = scale_of(scales_at, output, place, sizes.K)
         acc = add_codes(acc, x, weight, scale * of_block, cut.is_swapped, sizes.is_interpreted)
-        if sizes.is_gated:
+        if sizes.is_gated or width < cut.columns:
             if cut.is_described:
-                weight = weight_at.load([sizes.N + output, place])
+                weight = weight_at.load([output + beside, place])
             else:
-                weight = tl.load(weight_at + sizes.N * sizes.K + number * _BLOCK)
-            of_block = scale_of(scales_at, sizes.N + output, place, sizes.K)
+                weight = tl.load(weight_at + beside * sizes.K + number * _BLOCK)
+            of_block = scale_of(scales_at, output + beside, place, sizes.K)
             up = add_codes(up, x, weight, scale * of_block, cut.is_swapped, sizes.is_interpreted)
     return acc, up
 

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearTiles
-from kernels.triton_gpu.codes import add_blocks
+from kernels.triton_gpu.codes import add_blocks, width_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
 from kernels.triton_gpu.squares import add_up
@@ -170,7 +170,7 @@ def product(
     if is_described:
         lanes = BLOCK if is_quantised else depth
         x_at = TensorDescriptor.from_tensor(x, [rows, lanes])
-        block = [tiles.columns, lanes]
+        block = [width_of(rows, tiles.columns, is_quantised, is_gated), lanes]
         if is_gated and not is_quantised:  # a block of the gate and that of up beside it are one
             weight_at, block = weight.view(2, N, K), [2, *block]
         weight_at = TensorDescriptor.from_tensor(weight_at, block)
@@ -298,7 +298,8 @@ def _product_block(
     # Blocks of gate and up that come as one are multiplied as one: the rows are read once.
     is_in_words: tl.constexpr = sizes.shares is not None
     is_joined: tl.constexpr = is_gated and not sizes.is_quantised and (is_described or is_in_words)
-    width: tl.constexpr = 2 * columns if is_joined else columns
+    single: tl.constexpr = width_of(rows, columns, sizes.is_quantised, is_gated)
+    width: tl.constexpr = 2 * columns if is_joined else single
     has_all: tl.constexpr = N % columns == 0
     if is_in_words:
         x_at += row.to(tl.int64)[:, None] * K
@@ -310,7 +311,8 @@ def _product_block(
         of_weight = place_in_words(stored, output, scale, is_output, has_all, sizes)
     elif not is_described:
         x_at += row.to(tl.int64)[:, None] * K + step[None, :]
-        weight_at += column.to(tl.int64)[:, None] * K + step[None, :]
+        stored = block * columns + tl.arange(0, single)
+        weight_at += stored.to(tl.int64)[:, None] * K + step[None, :]
     if is_launched:
         gdc_wait()
     is_inside = is_row[:, None] & is_column[None, :]
@@ -362,6 +364,8 @@ def _product_block(
     if is_joined:
         halves = tl.permute(tl.reshape(acc, (rows, 2, columns)), (0, 2, 1))
         acc, up = tl.split(halves)
+    elif single < columns:
+        acc = tl.reshape(tl.permute(tl.join(acc, up), (0, 2, 1)), (rows, columns))
 
     if squares.count > 0:
         if not is_early:

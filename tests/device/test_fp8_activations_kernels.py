@@ -229,6 +229,16 @@ def test_pallas_reads_weights_beyond_two_gibibytes() -> None:
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.skipif("triton" not in KERNELS or ON_GPU, reason="of Triton; on a GPU by the tables")
+def test_large_tiles_add_their_halves_and_join_them() -> None:
+    """Of 128 x 128: one half beside the other, each with the scale of its outputs."""
+    sizes = {"R": 70, "K": 256, "N": 256, "first": fp8.BLOCK}
+    cut = of_codes(swapped=False, rows=128, columns=128)
+    got = multiplied("triton", "biased, normed", cut, **sizes, out_type="float32")
+    want = wanted("biased, normed", **sizes)
+    np.testing.assert_allclose(got[0], want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(ON_GPU, reason="of what a compiler is asked for")
 @pytest.mark.parametrize("swapped", [True, False], ids=["outputs wide", "rows wide"])
 def test_pallas_asks_for_the_unit_that_adds_codes(
