@@ -49,6 +49,9 @@ costs: there the host counts as it does with a small model. Shares are of the be
 all phases, and of plain decoding; `worst` is the worst phase. `greedy` always takes the shape that
 it believes to be the fastest, and `probe` gives 3 steps in 100 of it to the others in turn."""
 
+IN_CODES = "--fp8-activations"
+"""Texts and times under it are those of another model than of the same folder without."""
+
 WORKS = {
     "lines": "served",
     "imposed": "imposed",
@@ -118,17 +121,16 @@ class Found:
 
 
 def render(found: Found) -> str:
-    """The page: a chapter for each model of the decode steps, and each card."""
+    """The page: a chapter for each model and card of decode steps, or of prompts alone."""
     parts = [HEAD.strip()]
-    for subject in dict.fromkeys(map(subject_of, found.offline)):
-        own = [file for file in found.offline if subject_of(file) == subject]
-        lines = [line for file in own for line in file["lines"]]
+    for subject in dict.fromkeys(map(subject_of, [*found.offline, *found.prefill])):
+        lines = _lines_of(found.offline, subject)
         by_key = _by_key(lines)
         sizes = {(line["dtype"], line["prompt"]) for line in lines}
-        told = ", ".join(f"{dtype}, {prompt} tokens in" for dtype, prompt in sorted(sizes))
-        parts += [f"## {subject.model}, {subject.card}, {told}"]
-        parts += ["Milliseconds a decode step, greedy."]
-        parts += [markdown(list(_steps(by_key, found.peers_of(subject))))]
+        told = [f"{dtype}, {prompt} tokens in" for dtype, prompt in sorted(sizes)]
+        parts += ["## " + ", ".join([*subject, *told])]
+        steps = list(_steps(by_key, found.peers_of(subject)))
+        parts += _table("Milliseconds a decode step, greedy.", steps)
         parts += _table("Beside the same step, greedy with overlap 1.", list(_variants(by_key)))
         parts += _table(
             "Seconds until every program is ready, and gigabytes of memory.", list(_starts(by_key))
@@ -172,9 +174,10 @@ def _by_key(lines: Sequence[Line]) -> dict[Key, dict[str, Line]]:
 
 
 def model_of(file: File) -> str:
-    """The name of the folder that was served."""
+    """The name of the folder that was served, and a flag that makes another model of it."""
     words = shlex.split(file["command"])
-    return Path(words[words.index("--model") + 1]).name
+    name = Path(words[words.index("--model") + 1]).name
+    return f"{name} {IN_CODES}" if any(IN_CODES in word for word in words) else name
 
 
 def subject_of(file: File) -> Subject:

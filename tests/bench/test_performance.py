@@ -63,6 +63,26 @@ def test_a_file_of_another_engine_says_how_it_was_measured() -> None:
         assert file["command"] or file["note"]
 
 
+def test_a_flag_that_makes_another_model_has_a_chapter_of_its_own() -> None:
+    codes = file(line("torch", 3.0))
+    codes["command"] += " --flags=--fp8-activations"
+    page = rendered(file(line("torch", 4.0)), codes)
+    widened, in_codes = page.split("## qwen3-8b --fp8-activations, NVIDIA H200, bfloat16, ")
+    assert "## qwen3-8b, NVIDIA H200, bfloat16, " in widened
+    assert "| 4.00 |" in widened
+    assert "| 3.00 |" not in widened
+    assert "| 3.00 |" in in_codes
+
+
+def test_prompts_have_a_chapter_where_no_step_was_measured() -> None:
+    prompt = {"drafts": "none", "backend": "torch", "flags": [], "prompt": 512, "is_same": True}
+    found = file(prompt | {"ms": 14.0, "products_ms": 7.0})
+    page = performance.render(performance.Found(offline=[], prefill=[found]))
+    assert "## qwen3-8b, NVIDIA H200\n\nMilliseconds until the first token" in page
+    assert "| none | 512 | 14.0 | - | - | 7.0 | 50% | - | same |" in page
+    assert "a decode step, greedy" not in page
+
+
 def test_backends_stand_side_by_side_with_what_others_take() -> None:
     page = rendered(
         file(line("torch", 4.0), line("jax", 2.5, texts={"equal": True})),
