@@ -209,8 +209,8 @@ def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> No
     for parameter in in_codes:
         if parameter.name.endswith(EXPERTS):
             raise ConfigError(
-                "--fp8-activations is of dense models on a GPU, and this one has experts in FP8; "
-                "leave it out"
+                "--fp8-activations multiplies no experts on a GPU, and those of this model are in "
+                "FP8; leave it out"
             )
         if not all(are_whole_blocks(source.shape) for source in parameter.sources):
             raise ConfigError(

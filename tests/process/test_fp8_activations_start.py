@@ -125,5 +125,7 @@ def test_experts_in_fp8_are_refused_on_a_gpu_and_served_elsewhere(tmp_path: Path
     (tmp_path / "config.json").write_text((golden / "config.json").read_text())
     start = prepared(tmp_path, platform, CPU, "--dtype", "bfloat16")
     assert {"experts.gate_up", "experts.down"} < start.memory.blueprint.in_codes
-    with pytest.raises(ConfigError, match="of dense models on a GPU, and this one has experts"):
+    with pytest.raises(
+        ConfigError, match="multiplies no experts on a GPU, and those of this model are"
+    ):
         prepared(tmp_path, platform, GPU)
