@@ -1,0 +1,133 @@
+"""Memory that ranks on one host share, through which each gives the others what it has computed.
+
+A mailbox is a rank's: it alone writes there, all others read. It holds two exchanges, the even and
+the odd ones, so that a rank may already write the next exchange while others still read the last.
+Nothing is overwritten while it is read: a rank that writes exchange n + 2 has seen all others send
+n + 1, which they do after they have read n.
+
+The words that count exchanges are written after the bytes they stand for. Processors that keep the
+order of stores (x86) show them to others in that order.
+"""
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import UInt8
+
+WAIT_S = 30.0
+BOX_BYTES = 1 << 20
+"""Of an exchange; what is larger goes in several."""
+
+_PAGE = 4096
+_LOOKS = 200
+"""Looks at a peer's word before the processor is given away between them."""
+_PAUSE_S = 20e-6
+
+
+class RankMissingError(RuntimeError):
+    """A rank did not come to an exchange, or came with something else."""
+
+
+class Mailboxes:
+    """The mailboxes of all ranks of a host; what is unpickled elsewhere maps the same memory.
+
+    Attributes:
+      count: Of ranks.
+      wait_s: How long an exchange waits for a peer, in seconds.
+    """
+
+    def __init__(self, path: str, count: int, box_bytes: int, wait_s: float) -> None:
+        """Maps a file that `create` has made."""
+        self.count, self.wait_s = count, wait_s
+        self._path, self._box_bytes = path, box_bytes
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        whole = np.frombuffer(self._memory, np.uint8)
+        words, boxes = whole[: count * _PAGE], whole[count * _PAGE :]
+        # Of each rank how many exchanges it has sent, and the bytes of the last of either parity.
+        self._words = words.view(np.int64).reshape(count, -1)
+        self._boxes = boxes.reshape(count, 2, box_bytes)
+
+    @classmethod
+    def create(cls, count: int, box_bytes: int = BOX_BYTES, wait_s: float = WAIT_S) -> "Mailboxes":
+        """Mailboxes in new memory; who makes them calls `remove` in the end.
+
+        Args:
+          count: Of ranks.
+          box_bytes: Most bytes of one exchange; larger values take several.
+          wait_s: How long an exchange waits for a peer, in seconds.
+        """
+        folder = Path("/dev/shm")
+        descriptor, path = tempfile.mkstemp(
+            prefix="tandem_ranks_", dir=folder if folder.is_dir() else None
+        )
+        os.truncate(descriptor, count * (_PAGE + 2 * box_bytes))
+        os.close(descriptor)
+        return cls(path, count, box_bytes, wait_s)
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, int, float]]:
+        return Mailboxes, (self._path, self.count, self._box_bytes, self.wait_s)
+
+    def remove(self) -> None:
+        """Takes the memory's name away; who has mapped it keeps it."""
+        Path(self._path).unlink(missing_ok=True)
+
+    def exchange(
+        self, rank: int, values: UInt8[np.ndarray, " bytes"]
+    ) -> UInt8[np.ndarray, "N bytes"]:
+        """What all ranks give, in order, to each of which this returns the same.
+
+        Args:
+          rank: Who calls; all ranks call equally often, with equally many bytes.
+          values: What this rank gives.
+
+        Raises:
+          RankMissingError: A rank did not come within `wait_s`, or with another number of bytes.
+        """
+        given = np.empty((self.count, len(values)), np.uint8)
+        for part in self._parts(len(values)):
+            self._exchange(rank, values[part], given[:, part])
+        return given
+
+    def _parts(self, num_bytes: int) -> Iterator[slice]:
+        for first in range(0, num_bytes, self._box_bytes):
+            yield slice(first, min(first + self._box_bytes, num_bytes))
+
+    def _exchange(
+        self, rank: int, values: UInt8[np.ndarray, " bytes"], given: UInt8[np.ndarray, "N bytes"]
+    ) -> None:
+        call = int(self._words[rank, 0]) + 1
+        parity = call % 2
+        self._boxes[rank, parity, : len(values)] = values
+        self._words[rank, 1 + parity] = len(values)
+        self._words[rank, 0] = call
+        for peer in range(self.count):
+            if peer != rank:
+                self._await(rank, peer, call)
+                self._check_size(rank, peer, call, len(values))
+            given[peer] = self._boxes[peer, parity, : len(values)]
+
+    def _await(self, rank: int, peer: int, call: int) -> None:
+        looks, until = 0, time.monotonic() + self.wait_s
+        while self._words[peer, 0] < call:
+            looks += 1
+            if looks > _LOOKS:
+                if time.monotonic() > until:
+                    raise RankMissingError(
+                        f"rank {peer} of {self.count} did not come to exchange {call} within "
+                        f"{self.wait_s:g} s; rank {rank} waited for it"
+                    )
+                time.sleep(_PAUSE_S)
+
+    def _check_size(self, rank: int, peer: int, call: int, num_bytes: int) -> None:
+        sent = int(self._words[peer, 1 + call % 2])
+        if sent != num_bytes:
+            raise RankMissingError(
+                f"rank {peer} of {self.count} came to exchange {call} with {sent} bytes, rank "
+                f"{rank} with {num_bytes}: they do not run the same step"
+            )

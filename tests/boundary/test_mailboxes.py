@@ -1,0 +1,74 @@
+"""Ranks give each other what they have, in order, and none waits for ever."""
+
+import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+import pytest
+
+from shared.boundary.mailboxes import Mailboxes, RankMissingError
+from shared.boundary.ranks import ALONE, Ranks
+
+
+@pytest.fixture
+def mailboxes():
+    made = Mailboxes.create(3, box_bytes=64, wait_s=0.3)
+    yield made
+    made.remove()
+
+
+def given_by(rank, call, size=150):
+    return ((np.arange(size) + 7 * rank + 31 * call) % 251).astype(np.uint8)
+
+
+def exchanges(mailboxes, rank, calls=40):
+    return [mailboxes.exchange(rank, given_by(rank, call)) for call in range(calls)]
+
+
+def expected(calls=40):
+    return [np.stack([given_by(rank, call) for rank in range(3)]) for call in range(calls)]
+
+
+def test_all_ranks_get_what_each_has_given_in_order(mailboxes):
+    with ThreadPoolExecutor(3) as threads:
+        got = list(threads.map(partial(exchanges, mailboxes), range(3)))
+    for of_rank in got:
+        np.testing.assert_array_equal(of_rank, expected())
+
+
+def test_processes_exchange_as_threads_do(mailboxes):
+    mailboxes.wait_s = 60.0  # the others have to start
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        others = pool.map_async(partial(exchanges, mailboxes), (1, 2), chunksize=1)
+        np.testing.assert_array_equal(exchanges(mailboxes, 0), expected())
+        for of_rank in others.get(60):
+            np.testing.assert_array_equal(of_rank, expected())
+
+
+def test_a_rank_that_does_not_come_is_named(mailboxes):
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0)) for rank in (0, 1)]
+        for rank, future in enumerate(waiting):
+            error = f"rank 2 of 3 did not come to exchange 1 within 0.3 s; rank {rank} waited"
+            with pytest.raises(RankMissingError, match=error):
+                future.result(10)
+
+
+def test_a_rank_with_other_bytes_is_named(mailboxes):
+    with ThreadPoolExecutor(3) as threads:
+        sizes = (8, 8, 12)
+        futures = [
+            threads.submit(mailboxes.exchange, rank, given_by(rank, 0, size))
+            for rank, size in enumerate(sizes)
+        ]
+        with pytest.raises(RankMissingError, match="rank 2 of 3 came to exchange 1 with 12 bytes"):
+            futures[0].result(10)
+
+
+def test_ranks_that_do_not_exist_are_refused(mailboxes):
+    with pytest.raises(ValueError, match="a rank must be 0 to 2, got 3"):
+        Ranks(3, 3, mailboxes)
+    with pytest.raises(ValueError, match="the mailboxes are of 3 ranks, not of 2"):
+        Ranks(0, 2, mailboxes)
+    assert ALONE.is_alone
