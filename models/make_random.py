@@ -17,10 +17,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shared.models.checkpoint import Weights, save_checkpoint
+from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.models.parameters import Parameter, parameters
+from shared.models.saving import save_checkpoint
 
 SEED = 20
 # With these two about half of the greedy tokens follow from the newest token alone.

@@ -27,8 +27,8 @@ import ml_dtypes
 
 from models.demo.data import KINDS
 from shared.engine.request import Request, SamplingParams
-from shared.models.checkpoint import save_checkpoint
 from shared.models.families import config_from_dict, config_from_folder
+from shared.models.saving import save_checkpoint
 from shared.text.tokenizer import Tokenizer
 from tests.support.op_sides import SIDES
 from tests.support.started import serve_all, start

@@ -14,12 +14,13 @@ from safetensors.numpy import load_file, save_file
 from jax_impl.training.modules import DraftModel, Mtp, Weights, named
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
-from shared.models.checkpoint import INDEX_FILE, SINGLE_FILE, save_checkpoint, split
+from shared.models.checkpoint import INDEX_FILE, SINGLE_FILE
 from shared.models.checkpoint import Weights as Tensors
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.models.fields import read_json
 from shared.models.parameters import Parameter, parameters
+from shared.models.saving import save_checkpoint, split
 
 Json = Mapping[str, Any]
 

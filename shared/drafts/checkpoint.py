@@ -27,6 +27,8 @@ from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.parameters import (
     Parameter,
     attention_parameters,
+    by_columns,
+    head_of,
     mlp_parameters,
     norms_of,
     parameters,
@@ -165,7 +167,7 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     hidden = config.layer.hidden
     older = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
     layer = ["layers.0" if older else "midlayer"]
-    tensors = [single("fc", "fc.weight", (hidden, config.fc_inputs))]
+    tensors = [by_columns("fc", "fc.weight", (hidden, config.fc_inputs))]
     if config.has_bias and (not names or "fc.bias" in names):
         tensors.append(single("fc_bias", "fc.bias", (hidden,)))
     if config.kind == "EAGLE3":
@@ -182,7 +184,7 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     if config.own_embed:
         tensors.append(single("embed", "embed_tokens.weight", (config.layer.vocab, hidden)))
     if config.own_lm_head:
-        tensors.append(single("lm_head", "lm_head.weight", (config.draft_vocab, hidden)))
+        tensors.append(head_of("lm_head", "lm_head.weight", (config.draft_vocab, hidden)))
     return tensors
 
 
@@ -194,7 +196,7 @@ def _dflash_parameters(config: DraftConfig, prefix: str) -> list[Parameter]:
     sizes, hidden = config.layer, config.layer.hidden
     folders = [f"{prefix}layers.{i}" for i in range(sizes.num_layers)]
     return [
-        single("fc", f"{prefix}fc.weight", (hidden, config.fc_inputs)),
+        by_columns("fc", f"{prefix}fc.weight", (hidden, config.fc_inputs)),
         _norm("hidden_norm", f"{prefix}hidden_norm.weight", hidden),
         _norms("layer.input_norm", folders, "input_layernorm.weight", hidden),
         _norms("layer.post_attention_norm", folders, "post_attention_layernorm.weight", hidden),

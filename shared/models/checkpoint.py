@@ -1,8 +1,9 @@
-"""The safetensors files of a checkpoint: opened, checked, read parameter by parameter, written."""
+"""The safetensors files of a checkpoint: opened, checked, read parameter by parameter."""
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,11 +11,9 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped, UInt8
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from shared.models import fp8, fp8_words
 from shared.models.config import ModelConfig
-from shared.models.families import config_from_dict
 from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, Source, parameters
 
@@ -166,10 +165,11 @@ class Checkpoint:
           dtype: What to convert to; a parameter that is kept in float32 ignores it.
         """
         kind = np.float32 if parameter.float32 else dtype
-        if len([*self._sources(parameter)]) == 1:  # it is what is read; a copy would be a second
+        if len([*self._sources(parameter)]) == 1 and parameter.is_filled:
+            # It is what is read; a copy would be a second.
             ((_, values),) = self.pieces(parameter, progress)
             return values.reshape(parameter.shape).astype(kind, copy=False)
-        loaded = np.empty(parameter.shape, kind)
+        loaded = np.zeros(parameter.shape, kind)
         for at, values in self.pieces(parameter, progress):
             loaded[at] = values
         return loaded
@@ -212,10 +212,15 @@ class Checkpoint:
         for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
             self._check_source(source)
             scales = fp8.spread(self._scales(source), source.shape, granularity)
-            scales = scales.astype(np.float32).reshape(fp8.scale_shape(shape, granularity))
-            place = fp8.place_of_scales(at, parameter.shape, granularity)
+            scales = scales.astype(np.float32)
             if by_output:
-                place, scales = at, fp8.scales_of_outputs(scales, shape[-2])
+                place, scales = at, source.taken(fp8.scales_of_outputs(scales, source.shape[-2]))
+                scales = scales.reshape(*shape[:-1], scales.shape[-1])
+            else:
+                place = fp8.place_of_scales(at, parameter.shape, granularity)
+                share = fp8.BLOCK if granularity is Granularity.BLOCK else 1
+                scales = source.every(share).taken(scales)
+                scales = scales.reshape(fp8.scale_shape(shape, granularity))
             codes = self._numbers(source).reshape(shape)
             yield fp8_words.Piece(at, codes, place_of_scales=place, scales=scales)
             progress(self._num_bytes(source))
@@ -232,9 +237,14 @@ class Checkpoint:
         return found
 
     def _values(self, source: Source) -> Array:
-        if self._scale_of(source.name) is None:
+        """What is taken of a tensor."""
+        if self._scale_of(source.name) is not None:
+            whole = replace(source, runs=None)
+            return source.taken(fp8.widened(self._numbers(whole), self._scales(source)))
+        if source.runs is None:
             return self.tensor(source.name)
-        return fp8.widened(self._numbers(source), self._scales(source))
+        stored = self._header(source.name)
+        return np.concatenate([stored[source.index(run)] for run in source.runs], source.axis)
 
     def _scales(self, source: Source) -> Array:
         """Of a tensor of FP8, as they are stored."""
@@ -255,8 +265,11 @@ class Checkpoint:
         if path not in self._contents:
             self._contents[path] = _contents(path)
         tensors, start = self._contents[path]
-        first, end = tensors[stored]["data_offsets"]
-        return np.fromfile(path, np.uint8, end - first, offset=start + first).reshape(source.shape)
+        offset = start + tensors[stored]["data_offsets"][0]
+        if source.runs is not None:
+            return source.taken(np.memmap(path, np.uint8, "r", offset, source.shape))
+        count = math.prod(source.shape)
+        return np.fromfile(path, np.uint8, count, offset=offset).reshape(source.shape)
 
     def _granularity(self, source: Source) -> Granularity | None:
         """Of a tensor of FP8, whose scales have been checked; None: it is not FP8."""
@@ -269,6 +282,8 @@ class Checkpoint:
         """Of a tensor that can stay FP8; None: it cannot."""
         granularity = self._granularity(source)
         if granularity is None or not fp8.are_whole_blocks(source.shape):
+            return None
+        if granularity is Granularity.BLOCK and not source.takes_whole(fp8.BLOCK):
             return None
         if not fp8_words.are_in_bfloat16(self._scales(source)):
             return None
@@ -300,10 +315,10 @@ class Checkpoint:
         scale = self._scale_of(source.name)
         if scale is None:
             header = self._header(source.name)
-            return math.prod(source.shape) * DTYPES[header.get_dtype()].itemsize
+            return math.prod(source.taken_shape) * DTYPES[header.get_dtype()].itemsize
         header = self._header(scale)
         item = DTYPES[header.get_dtype()].itemsize
-        return math.prod(source.shape) + item * math.prod(header.get_shape())
+        return math.prod(source.taken_shape) + item * math.prod(header.get_shape())
 
     def _check_source(self, source: Source) -> None:
         scale = self._scale_of(source.name)
@@ -369,51 +384,6 @@ def load_all(
             codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
         loaded[name], loaded[f"{name}{fp8_words.SCALES}"] = codes, scales
     return loaded
-
-
-def save_checkpoint(
-    folder: str | Path, config_dict: Mapping[str, Any], weights: Weights, num_shards: int = 1
-) -> None:
-    """Writes config.json and the weights under their Hugging Face names.
-
-    Args:
-      config_dict: Contents of config.json.
-      weights: By our names; the MTP layer is written where `mtp.fc` is present.
-      num_shards: 1 writes a single file, more write shards and an index.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_dict, indent=1), encoding="utf-8")
-    config = config_from_dict(config_dict)
-    prefix = "model.language_model." if "text_config" in config_dict else "model."
-    tensors = {}
-    for parameter in parameters(config, "mtp.fc" in weights):
-        tensors.update(split(parameter, weights[parameter.name], prefix))
-    _save_files(folder, tensors, num_shards)
-
-
-def split(parameter: Parameter, array: Array, prefix: str) -> Weights:
-    """Takes one of our arrays apart into the tensors of a checkpoint."""
-    tensors = {}
-    for source, at, _ in parameter.places(parameter.pieces):
-        part = array[at].reshape(source.shape)
-        whole = source.name.startswith(("lm_head.", "mtp."))
-        tensors[source.name if whole else prefix + source.name] = np.ascontiguousarray(part)
-    return tensors
-
-
-def _save_files(folder: Path, tensors: Weights, num_shards: int) -> None:
-    if num_shards == 1:
-        save_file(tensors, folder / SINGLE_FILE)
-        return
-    weight_map = {}
-    for shard in range(num_shards):
-        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
-        part = dict(list(tensors.items())[shard::num_shards])
-        save_file(part, folder / file)
-        weight_map.update(dict.fromkeys(part, file))
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -6,84 +6,16 @@ are `[out, in]`, as in Hugging Face checkpoints. Those of a layer's experts are 
 `experts.gate_up` is `[layers, experts, out, in]`.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from shared.models.config import ModelConfig
-from shared.models.layers import ExpertsConfig, LayerConfig
+from shared.models.layers import AttentionConfig, ExpertsConfig, GatedDeltaConfig, LayerConfig
+from shared.models.pieces import Parameter, Source
+from shared.models.ranks import Section, vocab_section
 
 BIAS = "_bias"
 """Ends the name of what a product adds, behind the name of its weight."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """A tensor of the checkpoint: its name without prefix, and its shape.
-
-    Attributes:
-      parts: Tensors that stand for it, one behind the other, in a checkpoint that has no such one.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    parts: tuple["Source", ...] = ()
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One array of ours and the tensors it is made of.
-
-    Attributes:
-      name: Our name.
-      shape: Our shape.
-      pieces: Per layer of a stack (or once) the tensors that fill it, one behind the other.
-      stacked: Axis 0 of `shape` counts layers.
-      float32: Kept in float32 whatever the dtype of the model.
-      centre: What a backend adds to the stored numbers, as norms have it whose scale is 1 more.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    pieces: tuple[tuple[Source, ...], ...]
-    stacked: bool
-    float32: bool = False
-    centre: float = 0.0
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """All tensors of the checkpoint that this parameter needs."""
-        return tuple(source for piece in self.pieces for source in piece)
-
-    def places(
-        self, pieces: Sequence[Sequence[Source]]
-    ) -> Iterator[tuple[Source, tuple[int | slice, ...], tuple[int, ...]]]:
-        """Where the tensors of each piece stand.
-
-        Args:
-          pieces: As `pieces`, or with the parts of some tensors in their place.
-
-        Yields:
-          A tensor, its place in the parameter, and its shape there.
-        """
-        for number, sources in enumerate(pieces):
-            first, layer = 0, (number,) if self.stacked else ()
-            for source in sources:
-                count = math.prod(source.shape)
-                at, shape = _place(self.shape[len(layer) :], first, count)
-                yield source, (*layer, *at), shape
-                first += count
-
-
-def _place(
-    shape: tuple[int, ...], first: int, count: int
-) -> tuple[tuple[int | slice, ...], tuple[int, ...]]:
-    """Where `count` numbers stand in an array from its number `first` on, and their shape."""
-    row = math.prod(shape[1:])
-    if count % row == 0:
-        return (slice(first // row, (first + count) // row),), (count // row, *shape[1:])
-    at, inner = _place(shape[1:], first % row, count)
-    return (first // row, *at), inner
 
 
 def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
@@ -99,7 +31,7 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     tensors += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
     tensors.append(single_norm("final_norm", "norm.weight", config.hidden, config.norm_centre))
     if not config.tied:
-        tensors.append(single("lm_head", "lm_head.weight", table))
+        tensors.append(head_of("lm_head", "lm_head.weight", table))
     return tensors + (_mtp_parameters(config) if with_mtp else [])
 
 
@@ -161,11 +93,15 @@ def attention_parameters(
     if config.stores_joined:
         qkv = {"self_attn.qkv_proj.weight": (queries + 2 * keys, inputs)}
     out = {"self_attn.o_proj.weight": (config.hidden, queries)}
-    tensors = [stack(f"{prefix}inputs", layers, qkv), stack(f"{prefix}out", layers, out)]
+    by_heads, by_columns = _heads(attention), (Section(config.hidden),)
+    tensors = [
+        stack(f"{prefix}inputs", layers, qkv, sections=by_heads),
+        stack(f"{prefix}out", layers, out, sections=by_columns),
+    ]
     if attention.input_bias:
-        tensors.append(_bias(f"{prefix}inputs", layers, qkv))
+        tensors.append(_bias(f"{prefix}inputs", layers, qkv, by_heads))
     if attention.out_bias:
-        tensors.append(_bias(f"{prefix}out", layers, out))
+        tensors.append(_bias(f"{prefix}out", layers, out, by_columns))
     if attention.qk_norm:
         sizes = {"q": queries, "k": keys} if attention.norms_all_heads else {"q": size, "k": size}
         tensors += [
@@ -177,6 +113,14 @@ def attention_parameters(
     return tensors
 
 
+def _heads(attention: AttentionConfig) -> tuple[Section, ...]:
+    """How ranks divide the projection of queries, keys and values."""
+    size = attention.head_size
+    query = size * (2 if attention.has_gate else 1)
+    keys = Section(attention.key_size, size, repeats=True)
+    return Section(query * attention.num_heads, query), keys, keys
+
+
 def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
     """Stacks of the gated MLPs of some layers."""
     assert config.dense is not None  # the config has dense layers
@@ -185,12 +129,16 @@ def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> l
     if config.stores_joined:
         gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
     down = {"mlp.down_proj.weight": wide[::-1]}
-    tensors = [stack(f"{prefix}gate_up", layers, gate_up), stack(f"{prefix}down", layers, down)]
+    both = ("gate_up", gate_up, _gate_up(wide[0])), ("down", down, (Section(config.hidden),))
+    tensors = [stack(f"{prefix}{x}", layers, t, sections=cut) for x, t, cut in both]
     if config.dense.bias:
-        tensors += [
-            _bias(f"{prefix}{x}", layers, t) for x, t in (("gate_up", gate_up), ("down", down))
-        ]
+        tensors += [_bias(f"{prefix}{x}", layers, t, cut) for x, t, cut in both]
     return tensors
+
+
+def _gate_up(intermediate: int) -> tuple[Section, ...]:
+    """How ranks divide the two projections of a gated MLP."""
+    return Section(intermediate), Section(intermediate)
 
 
 def _experts(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
@@ -214,8 +162,10 @@ def _experts(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Pa
         _stacked(f"{prefix}down", layers, sizes, hidden, down if joined else {}),
     ]
     if sizes.shared_intermediate and not joined:
-        tensors.append(stack(f"{prefix}shared_gate_up", layers, gate_up))
-        tensors.append(stack(f"{prefix}shared_down", layers, down))
+        cut = _gate_up(wide[0])
+        tensors.append(stack(f"{prefix}shared_gate_up", layers, gate_up, sections=cut))
+        cut = (Section(hidden),)
+        tensors.append(stack(f"{prefix}shared_down", layers, down, sections=cut))
     return tensors
 
 
@@ -247,7 +197,8 @@ def _stacked(
         behind = [Source(f"{layer}.{tensor}", shape) for tensor, shape in shared.items()]
         pieces.append((whole, *behind))
     shape = (len(layers), sizes.num_stacked, *each)
-    return Parameter(name, shape, tuple(pieces), stacked=True)
+    cut = _gate_up(sizes.intermediate) if matrix == "gate_up" else (Section(hidden),)
+    return Parameter(name, shape, tuple(pieces), stacked=True, sections=cut)
 
 
 def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
@@ -262,20 +213,32 @@ def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> lis
         "linear_attn.in_proj_a.weight": (heads, hidden),
     }
     conv = {"linear_attn.conv1d.weight": (delta.channels, 1, delta.conv_width)}
+    channels, by_heads = _channels(delta), Section(heads)
+    by_inputs = (*channels, channels[-1], by_heads, by_heads)
+    wide, narrow = (delta.channels, delta.conv_width), {"sections": (by_heads,), "axis": -1}
+    out = {"linear_attn.out_proj.weight": (hidden, values)}
     return [
-        stack(f"{prefix}inputs", layers, inputs),
-        stack(f"{prefix}conv", layers, conv, shape=(delta.channels, delta.conv_width)),
-        stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, float32=True),
-        stack(f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, float32=True),
+        stack(f"{prefix}inputs", layers, inputs, sections=by_inputs),
+        stack(f"{prefix}conv", layers, conv, shape=wide, sections=channels),
+        stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, float32=True, **narrow),
+        stack(
+            f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, float32=True, **narrow
+        ),
         norms_of(f"{prefix}norm", layers, "linear_attn.norm.weight", delta.value_size, 0.0),
-        stack(f"{prefix}out", layers, {"linear_attn.out_proj.weight": (hidden, values)}),
+        stack(f"{prefix}out", layers, out, sections=(Section(hidden),)),
     ]
+
+
+def _channels(delta: GatedDeltaConfig) -> tuple[Section, ...]:
+    """How ranks divide the channels of the convolution: all q heads, k heads, v heads."""
+    keys = Section(delta.num_key_heads * delta.key_size, delta.key_size)
+    return keys, keys, Section(delta.num_value_heads * delta.value_size, delta.value_size)
 
 
 def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
     hidden, centre = config.hidden, config.norm_centre
     return [
-        single("mtp.fc", "mtp.fc.weight", (hidden, 2 * hidden)),
+        by_columns("mtp.fc", "mtp.fc.weight", (hidden, 2 * hidden)),
         single_norm("mtp.embedding_norm", "mtp.pre_fc_norm_embedding.weight", hidden, centre),
         single_norm("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", hidden, centre),
         single_norm("mtp.final_norm", "mtp.norm.weight", hidden, centre),
@@ -283,15 +246,30 @@ def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
     ]
 
 
-def _bias(name: str, layers: Sequence[str], weights: Mapping[str, tuple[int, ...]]) -> Parameter:
+def _bias(
+    name: str,
+    layers: Sequence[str],
+    weights: Mapping[str, tuple[int, ...]],
+    sections: tuple[Section, ...],
+) -> Parameter:
     """What the products with the weights of a stack add."""
     tensors = {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in weights.items()}
-    return stack(f"{name}{BIAS}", layers, tensors)
+    return stack(f"{name}{BIAS}", layers, tensors, sections=sections, axis=-1)
 
 
 def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
     """A parameter that is one tensor of the checkpoint, unchanged."""
     return Parameter(name, shape, ((Source(source, shape),),), stacked=False)
+
+
+def by_columns(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
+    """A matrix that stands once, and whose outputs are columns of a stream."""
+    return replace(single(name, source, shape), sections=(Section(shape[0]),))
+
+
+def head_of(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
+    """The weight of a head, which scores the tokens of a vocabulary."""
+    return replace(single(name, source, shape), sections=(vocab_section(shape[0]),))
 
 
 def single_norm(name: str, source: str, width: int, centre: float) -> Parameter:
@@ -310,10 +288,20 @@ def stack(
     tensors: Mapping[str, tuple[int, ...]],
     shape: tuple[int, ...] | None = None,
     float32: bool = False,
+    sections: tuple[Section, ...] = (),
+    axis: int = -2,
 ) -> Parameter:
     """One parameter that stacks, per layer, `tensors` joined on axis 0 (and seen as `shape`)."""
     if shape is None:
         rows = sum(s[0] for s in tensors.values())
         shape = (rows, *next(iter(tensors.values()))[1:])
     pieces = tuple(tuple(Source(f"{layer}.{t}", s) for t, s in tensors.items()) for layer in layers)
-    return Parameter(name, (len(layers), *shape), pieces, stacked=True, float32=float32)
+    return Parameter(
+        name,
+        (len(layers), *shape),
+        pieces,
+        stacked=True,
+        float32=float32,
+        axis=axis,
+        sections=sections,
+    )

@@ -11,7 +11,8 @@ from shared.boundary.backend import Capacity
 from shared.drafts.checkpoint import check_head, head_parameters, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
-from shared.models.checkpoint import SINGLE_FILE, CheckpointError, split
+from shared.models.checkpoint import SINGLE_FILE, CheckpointError
+from shared.models.saving import split
 from shared.options.options import parse
 from shared.options.rules import refusals
 from shared.options.setup import Setup

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint, save_checkpoint
+from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
+from shared.models.saving import save_checkpoint
 from tests.support.tiny_models import EXPERTS, FAMILIES, tiny_config, tiny_model, write_tiny
 
 FILE = "model.safetensors"

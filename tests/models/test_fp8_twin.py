@@ -10,11 +10,12 @@ import pytest
 from jax_impl.training import tasks
 from models import fp8_twin
 from shared.models import fp8
-from shared.models.checkpoint import load_all, open_checkpoint, save_checkpoint
+from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict, config_from_folder
 from shared.models.fp8 import Granularity
 from shared.models.parameters import parameters
+from shared.models.saving import save_checkpoint
 from tests.support.golden_models import SpecModel
 from tests.support.golden_torch import TorchModel
 from tests.support.tiny_models import tiny_config, tiny_weights

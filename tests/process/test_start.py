@@ -15,9 +15,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from models import make_random
-from shared.models.checkpoint import CheckpointError, save_checkpoint
+from shared.models.checkpoint import CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
+from shared.models.saving import save_checkpoint
 from shared.process.device import Device
 from shared.process.launch import launch
 from shared.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.models.checkpoint import save_checkpoint
 from shared.models.families import config_from_dict
+from shared.models.saving import save_checkpoint
 from tests.support.http_fixtures import COMPLETIONS, Server, serving
 from tests.support.tiny_heads import write_tiny_block, write_tiny_head
 from tests.support.tiny_models import tiny_config, tiny_model, tiny_weights, write_tiny

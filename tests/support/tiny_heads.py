@@ -20,9 +20,10 @@ from safetensors.numpy import save_file
 
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import SINGLE_FILE, Weights, split
+from shared.models.checkpoint import SINGLE_FILE, Weights
 from shared.models.config import ModelConfig
 from shared.models.parameters import Parameter
+from shared.models.saving import split
 from tests.support.tiny_models import EMBEDDING_SCALE, HEAD_SCALE
 
 ARCHITECTURES = {"EAGLE": "LlamaForCausalLMEagle", "EAGLE3": "LlamaForCausalLMEagle3"}

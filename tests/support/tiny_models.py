@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from models.make_random import noise_of
-from shared.models.checkpoint import Weights, save_checkpoint
+from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.models.parameters import BIAS, Parameter, parameters
+from shared.models.saving import save_checkpoint
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = ("granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3", "qwen2", "smollm3")

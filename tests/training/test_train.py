@@ -25,8 +25,9 @@ from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
-from shared.models.checkpoint import load_all, open_checkpoint, save_checkpoint
+from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.families import config_from_dict, config_from_folder
+from shared.models.saving import save_checkpoint
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import JAX_BACKENDS, make_backend
 from tests.support.contract_host import contract_capacity

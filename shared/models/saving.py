@@ -1,0 +1,58 @@
+"""A checkpoint written: its config.json, and safetensors files of tensors by their own names."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from shared.models.checkpoint import INDEX_FILE, SINGLE_FILE, Array, Weights
+from shared.models.families import config_from_dict
+from shared.models.parameters import Parameter, parameters
+
+
+def save_checkpoint(
+    folder: str | Path, config_dict: Mapping[str, Any], weights: Weights, num_shards: int = 1
+) -> None:
+    """Writes config.json and the weights under their Hugging Face names.
+
+    Args:
+      config_dict: Contents of config.json.
+      weights: By our names; the MTP layer is written where `mtp.fc` is present.
+      num_shards: 1 writes a single file, more write shards and an index.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_dict, indent=1), encoding="utf-8")
+    config = config_from_dict(config_dict)
+    prefix = "model.language_model." if "text_config" in config_dict else "model."
+    tensors = {}
+    for parameter in parameters(config, "mtp.fc" in weights):
+        tensors.update(split(parameter, weights[parameter.name], prefix))
+    _save_files(folder, tensors, num_shards)
+
+
+def split(parameter: Parameter, array: Array, prefix: str) -> Weights:
+    """Takes one of our arrays apart into the tensors of a checkpoint."""
+    tensors = {}
+    for source, at, _ in parameter.places(parameter.pieces):
+        part = array[at].reshape(source.shape)
+        whole = source.name.startswith(("lm_head.", "mtp."))
+        tensors[source.name if whole else prefix + source.name] = np.ascontiguousarray(part)
+    return tensors
+
+
+def _save_files(folder: Path, tensors: Weights, num_shards: int) -> None:
+    if num_shards == 1:
+        save_file(tensors, folder / SINGLE_FILE)
+        return
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05}-of-{num_shards:05}.safetensors"
+        part = dict(list(tensors.items())[shard::num_shards])
+        save_file(part, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index), encoding="utf-8")

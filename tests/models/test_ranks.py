@@ -1,0 +1,131 @@
+"""What each rank has of a model: shares that together are the whole, read as slices of files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.models import fp8, ranks
+from shared.models.checkpoint import open_checkpoint
+from shared.models.families import config_from_dict, config_from_folder
+from shared.models.parameters import parameters
+from tests.support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config, write_tiny
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DENSE, *EXPERTS])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_reads_of_files_its_share_of_every_parameter(family, count, tmp_path):
+    config = write_tiny(tmp_path, family, 0)
+    checkpoint = open_checkpoint(tmp_path)
+    wanted, read = parameters(config, config.has_mtp), []
+    for parameter in wanted:
+        whole = checkpoint.load(parameter, np.float32)
+        for rank in range(count):
+            local = parameter.of_rank(rank, count)
+            got = checkpoint.load(local, np.float32, read.append)
+            np.testing.assert_array_equal(got, parameter.share(whole, rank, count))
+    assert sum(read) < count * checkpoint.num_bytes(wanted)
+
+
+def test_shares_have_whole_heads_and_together_are_the_whole():
+    config = config_from_dict(
+        tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False) | FOUR
+    )
+    local = ranks.local(config, 4)
+    shapes = {p.name: p.shape for p in parameters(local, True)}
+    for parameter in parameters(config, True):
+        whole = np.arange(np.prod(parameter.shape), dtype=np.float32).reshape(parameter.shape)
+        shares = [parameter.share(whole, rank, 4) for rank in range(4)]
+        leaf = parameter.name.rsplit(".", 1)[-1]
+        if leaf in ("inputs", "gate_up", "conv", "a_log", "dt_bias"):
+            assert shares[0].shape == shapes[parameter.name], parameter.name
+        if parameter.sections and leaf != "inputs":
+            seen = np.unique(np.concatenate([share.ravel() for share in shares]))
+            assert set(whole.ravel()) <= {*seen, 0.0}, parameter.name
+    inputs = next(p for p in parameters(config, False) if p.name == "attention.inputs")
+    rows = np.arange(inputs.shape[1], dtype=np.float32)[None, :, None] * np.ones((1, 1, 64))
+    D, first_key = 16, 4 * 32
+    for rank in range(4):
+        got = inputs.share(rows, rank, 4)[0, :, 0]
+        # A query head and its gate; KV heads, of which there are two, are on two ranks each.
+        query, key = np.arange(32) + 32 * rank, first_key + D * (rank // 2) + np.arange(D)
+        np.testing.assert_array_equal(got, np.concatenate([query, key, key + 2 * D]))
+
+
+def test_a_vocabulary_is_divided_in_whole_groups():
+    section = ranks.vocab_section(151_936)
+    assert section.share(8) == 19_008 == 64 * 297
+    assert [section.run(rank, 8) for rank in (0, 7)] == [(0, 19_008), (133_056, 151_936)]
+    small = ranks.vocab_section(100)
+    assert [small.run(rank, 4) for rank in range(4)] == [(0, 64), (64, 100), (100, 100), (100, 100)]
+    head = next(p for p in parameters(config_of("qwen3"), False) if p.name == "lm_head")
+    whole = np.ones(head.shape, np.float32)
+    shares = [head.share(whole, rank, 4) for rank in range(4)]
+    assert [len(share) for share in shares] == [128] * 4
+    assert [int(share[:, 0].sum()) for share in shares] == [128, 128, 16, 0]
+
+
+def config_of(family):
+    return config_from_dict(tiny_config(family, nested=False, with_mtp=False, tied=False))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "count", "error"),
+    [
+        ("llama", {}, 5, r"hidden_size \(48\) of a llama model must be a multiple .* ranks \(5\)"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, 4, "num_attention_heads"),
+        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "num_key_value_heads"),
+        ("llama", {"intermediate_size": 81}, 2, r"intermediate_size \(81\)"),
+        ("qwen3_5", {}, 4, r"linear_num_key_heads \(2\)"),
+        ("qwen3_moe", {"moe_intermediate_size": 25}, 2, r"moe_intermediate_size \(25\)"),
+        ("qwen3_5_moe", {"shared_expert_intermediate_size": 41}, 2, "shared_expert_intermediate"),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(family, fields, count, error):
+    stated = tiny_config(family, nested=False, with_mtp=False, tied=False) | fields
+    with pytest.raises(ValueError, match=error):
+        ranks.local(config_from_dict(stated), count)
+
+
+def test_one_rank_has_all():
+    config = config_of("qwen3_5")
+    assert ranks.local(config, 1) is config
+    for parameter in parameters(config, False):
+        assert parameter.of_rank(0, 1) is parameter
+
+
+def test_a_rank_reads_its_share_of_fp8():
+    """Widened, and as codes with the scales of each output."""
+    folder = GOLDEN / "qwen3_moe_fp8"
+    config, checkpoint = config_from_folder(folder), open_checkpoint(folder)
+    wanted = parameters(config, False)
+    in_codes, seen = checkpoint.in_codes(wanted), 0
+    for parameter in wanted:
+        whole = checkpoint.load(parameter, np.float32)
+        for rank in range(2):
+            local = parameter.of_rank(rank, 2)
+            np.testing.assert_array_equal(
+                checkpoint.load(local, np.float32), parameter.share(whole, rank, 2)
+            )
+        if parameter.name in in_codes and parameter.sections:
+            seen += 1
+            both = read_codes(checkpoint, parameter)
+            for rank in range(2):
+                got = read_codes(checkpoint, parameter.of_rank(rank, 2))
+                for mine, other in zip(got, both, strict=True):
+                    of_scales = replace(parameter, shape=other.shape)
+                    np.testing.assert_array_equal(mine, of_scales.share(other, rank, 2))
+    assert seen > 2
+
+
+def read_codes(checkpoint, parameter):
+    codes = np.empty(parameter.shape, np.uint8)
+    scales = np.empty(fp8.code_scale_shape(parameter.shape, by_output=True), np.float32)
+    block = fp8.Granularity.BLOCK
+    for piece in checkpoint.codes(parameter, block, lambda count: None, by_output=True):
+        codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
+    return codes, scales
