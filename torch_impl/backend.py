@@ -16,12 +16,14 @@ from torch import Tensor
 
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
-from shared.boundary.checks import check_capacity, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_plan, check_ranks, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import CAPTURED, Program, Work
+from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
+from shared.models.ranks import local
 from torch_impl import drafters
 from torch_impl import weights as weights_module
 from torch_impl.compiling import compile_kernels
@@ -60,30 +62,38 @@ class TorchBackend:
         dtype: str,
         device: torch.device | str,
         captured: Collection[Work] = (),
+        group: Ranks = ALONE,
     ) -> None:
-        """Allocates the pools of `capacity` on the device.
+        """Allocates a rank's share of the pools of `capacity` on the device.
 
         Args:
-          weights: Loaded already, or arrays under the names of `shared.models.parameters`.
+          weights: A rank's share, loaded already, or whole arrays under the names of
+            `shared.models.parameters`.
           drafts: What drafts.
           draft_weights: Of a head or a small model, loaded already or as arrays; None of the other
             kinds.
           dtype: Of weights, KV and activations, float32 or bfloat16. Loaded weights have theirs and
             their device already.
           captured: Works whose steps are captured and replayed.
+          group: The ranks that have the model between them. All get the same plans in the same
+            order, and give the same results.
 
         Raises:
-          ValueError: Graphs are asked for where there is no GPU, or see
+          ValueError: Several ranks are asked for on a GPU, or a model does not divide among them.
+            Or graphs are asked for where there is no GPU; or see
             `shared.boundary.checks.check_capacity` and `shared.boundary.operations`.
         """
         if not isinstance(weights, Weights):
-            weights = weights_module.from_arrays(config, dict(weights), dtype, torch.device(device))
+            where = torch.device(device)
+            weights = weights_module.from_arrays(config, dict(weights), dtype, where, group)
         device = weights.embed.device
+        check_ranks(group, device.type == "cuda")
         check_capacity(capacity, drafts, weights.mtp is not None)
         if captured and device.type != "cuda":
             raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
         if isinstance(draft_weights, Mapping):
-            draft_weights = _placed(drafts, draft_weights, dtype, device)
+            draft_weights = _placed(drafts, draft_weights, dtype, device, group)
+        config, drafts = local(config, group.count), drafts.local(group.count)
         kept = drafts.sizes
         self.capacity = capacity
         self._blueprint = Blueprint(
@@ -97,7 +107,7 @@ class TorchBackend:
             plain_operations(self._blueprint, KERNEL_LIMITS)
         self._ready: set[Program] = set()
         torch.cuda.empty_cache()  # the pieces of which weights were made
-        model = Model.of(config, weights)
+        model = Model.of(config, weights, group)
         self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
         machine = Machine(model, _drafter(model, drafts, draft_weights), capacity, self._state)
         self._queue = (
@@ -155,13 +165,13 @@ class TorchBackend:
 
 
 def _placed(
-    drafts: Drafts, arrays: Arrays, dtype: str, device: torch.device
+    drafts: Drafts, arrays: Arrays, dtype: str, device: torch.device, group: Ranks
 ) -> DraftWeights | None:
     if drafts.head is not None:
         head = DraftHead(drafts.head, arrays)
-        return weights_module.head_from_arrays(head, dtype, device)
+        return weights_module.head_from_arrays(head, dtype, device, group)
     if drafts.model is not None:
-        return weights_module.from_arrays(drafts.model, dict(arrays), dtype, device)
+        return weights_module.from_arrays(drafts.model, dict(arrays), dtype, device, group)
     return None
 
 
@@ -171,7 +181,8 @@ def _drafter(model: Model, drafts: Drafts, weights: DraftWeights | None) -> draf
         return EagleDrafter(heads.mtp(model))
     if drafts.model is not None:
         assert isinstance(weights, Weights)
-        return StandaloneDrafter(Model.of(drafts.model, weights), model.config.vocab)
+        small = Model.of(drafts.model, weights, model.group)
+        return StandaloneDrafter(small, model.config.vocab)
     if drafts.head is None:
         return None
     if drafts.block is not None:

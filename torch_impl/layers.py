@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec import layers as layers_spec
-from torch_impl.ops import delta_mix, layers, linear, mix
+from torch_impl.ops import delta_mix, layers, linear, mix, ranks
 from torch_impl.ops.attention import Rows, windowed
 from torch_impl.ops.delta_mix import Nodes
 from torch_impl.ops.experts import Experts, added_experts
@@ -51,21 +52,28 @@ class Sight:
       growth: What each row's queries have grown by, in models where they do.
       rows: Where the rows stand, and what they see in such a layer.
       kv: The pools of all attention layers.
+      group: The ranks that have the heads between them.
     """
 
     turn: Angles
     growth: Float[Tensor, " R"] | None
     rows: Rows
     kv: PagedKV
+    group: Ranks
 
     @classmethod
     def of(
-        cls, config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: Rows, kv: Pools
+        cls,
+        config: AttentionConfig,
+        frequencies: Float[Tensor, " half"],
+        rows: Rows,
+        kv: Pools,
+        group: Ranks,
     ) -> "Sight":
         """Of a pass over rows."""
         seen = windowed(rows, config.window)
         turn = angles(config, frequencies, rows)
-        return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen))
+        return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
 
 
 def _growth(config: AttentionConfig, rows: Rows) -> Float[Tensor, " R"] | None:
@@ -95,7 +103,7 @@ def attention(
     if sight.growth is not None:
         qkv = mix.grown_rows(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
-        qkv, norms = mix.normed_rows(qkv, heads, norms), None
+        qkv, norms = mix.normed_rows(qkv, heads, norms, sight.group), None
     return mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
 
 
@@ -113,6 +121,7 @@ def finished(
       norm: Of the stream that this gives.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
+    mixed = ranks.gathered(stream.group, mixed)
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
 
 
@@ -148,7 +157,8 @@ def _added(
     """The stream with a product, which a model may norm before it is added."""
     if end_norm is None:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
-    return linear.added_norm(linear.product(x, weight), end_norm, config.rms_eps, stream)
+    x = ranks.gathered(stream.group, linear.product(x, weight))
+    return linear.added_norm(x, end_norm, config.rms_eps, stream)
 
 
 def write_keys(

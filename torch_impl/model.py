@@ -7,6 +7,7 @@ from functools import partial
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from torch_impl.layers import (
@@ -20,9 +21,10 @@ from torch_impl.layers import (
     finished,
     rotary_frequencies,
 )
-from torch_impl.ops import layers, linear
+from torch_impl.ops import layers, linear, ranks
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.experts import counted
+from torch_impl.ops.linear import Matrix
 from torch_impl.weights import Layer, Weights
 
 
@@ -50,19 +52,21 @@ class Block:
 
 @dataclass(frozen=True)
 class Model:
-    """A model on a device: its settings, its weights and its blocks.
+    """A model on a device: its settings, its weights and its blocks, of one rank a share.
 
     Attributes:
       frequencies: The rotary ones of each kind of its attention layers, those that draft first.
+      group: The ranks that have the model between them.
     """
 
     config: ModelConfig
     weights: Weights
     frequencies: Mapping[AttentionConfig, Float[Tensor, " half"]]
     blocks: tuple[Block, ...]
+    group: Ranks
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Weights) -> "Model":
+    def of(cls, config: ModelConfig, weights: Weights, group: Ranks) -> "Model":
         """Binds weights to their settings."""
         kinds, device = config.layer_kinds, weights.embed.device
         blocks = tuple(
@@ -70,7 +74,7 @@ class Model:
             for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
         )
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
-        return cls(config, weights, frequencies, blocks)
+        return cls(config, weights, frequencies, blocks, group)
 
 
 def forward(
@@ -93,14 +97,14 @@ def forward(
     config, weights = model.config, model.weights
     # Layers that are alike share a mixer.
     mixers: dict[object, Callable[..., Tensor]] = {
-        each: partial(attention, config, Sight.of(each, turns, rows, kv))
+        each: partial(attention, config, Sight.of(each, turns, rows, kv, model.group))
         for each, turns in model.frequencies.items()
     }
     if mixer is not None:
         mixers[config.gated_delta] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none behind the last
     embedded = layers.embedded(weights.embed, tokens, config.embedding_factor)
-    stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:]), []
+    stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
     if config.experts is not None:
         stream = counted(stream)
     for i, block in enumerate(model.blocks):
@@ -117,4 +121,13 @@ def forward(
 
 def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R vocab"]:
     """Scores of the next token, float32."""
-    return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)
+    head, config = model.weights.lm_head, model.config
+    return scores(model.group, hidden, head, config.vocab, config.logits_factor)
+
+
+def scores(
+    group: Ranks, hidden: Hidden, head: Matrix, vocab: int, factor: float = 1.0
+) -> Float[Tensor, "R vocab"]:
+    """The products of hidden states with a head, of which each rank has a share of the tokens."""
+    found = ranks.gathered(group, linear.product_float32(hidden, head, factor))
+    return found[:, :vocab]

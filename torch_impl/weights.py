@@ -1,7 +1,7 @@
 """The weights of a model as tensors on a device, one by one for each layer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
@@ -16,6 +17,7 @@ from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, parameters
+from shared.models.ranks import local, vocab_section
 from torch_impl import dummy, words
 from torch_impl.ops.experts import Experts
 from torch_impl.ops.linear import Matrix
@@ -134,21 +136,22 @@ def load(
     progress: Callable[[int], None],
     in_words: InWords,
     in_codes: Collection[str] = (),
+    group: Ranks = ALONE,
 ) -> Weights:
-    """Reads a checkpoint's weights onto a device, parameter by parameter.
+    """Reads a rank's share of a checkpoint's weights onto a device, parameter by parameter.
 
     Args:
       with_mtp: Whether the MTP layer is wanted.
       dtype: A name of `DTYPES`.
       progress: Called with the number of stored bytes read since the last call.
       in_words, in_codes: Parameters that stay FP8; those in codes quantise their rows.
+      group: The ranks that have the model between them.
 
     Raises:
       CheckpointError: See `Checkpoint.load`.
     """
-    wanted = parameters(config, with_mtp)
     tensors = {}
-    for parameter in wanted:
+    for parameter in _of_rank(parameters(config, with_mtp), group):
         name = parameter.name
         if name in in_codes:
             both = words.read_codes(checkpoint, parameter, device, progress)
@@ -158,13 +161,19 @@ def load(
             tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
             continue
         tensors[name], tensors[f"{name}{SCALES}"] = both
-    return _assemble(config, tensors)
+    return _assemble(config, tensors, group)
 
 
-def from_arrays(config: ModelConfig, arrays: Arrays, dtype: str, device: torch.device) -> Weights:
-    """Weights from arrays under the names of `shared.models.parameters`, which are copied."""
+def from_arrays(
+    config: ModelConfig,
+    arrays: Arrays,
+    dtype: str,
+    device: torch.device,
+    group: Ranks = ALONE,
+) -> Weights:
+    """A rank's share of arrays under the names of `shared.models.parameters`, which are copied."""
     wanted = parameters(config, "mtp.fc" in arrays)
-    return _assemble(config, _from_arrays(wanted, arrays, dtype, device))
+    return _assemble(config, _from_arrays(wanted, arrays, dtype, device, group), group)
 
 
 def load_head(
@@ -173,37 +182,48 @@ def load_head(
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
+    group: Ranks = ALONE,
 ) -> HeadWeights | BlockWeights:
     """Reads a draft head's weights onto a device; the arguments are those of `load`.
 
     Raises:
       CheckpointError: See `shared.drafts.checkpoint.check_head`.
     """
-    wanted = check_head(checkpoint, config)
+    wanted = _of_rank(check_head(checkpoint, config), group)
     tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
     if config.has_draft_vocab:
         tensors["draft_ids"] = _tensor(draft_ids(checkpoint, config), device)
-    return _head(config, tensors)
+    return _head(_local_head(config, group), tensors)
 
 
 def head_from_arrays(
-    head: DraftHead, dtype: str, device: torch.device
+    head: DraftHead, dtype: str, device: torch.device, group: Ranks = ALONE
 ) -> HeadWeights | BlockWeights:
-    """A head's weights from arrays, which are copied."""
-    tensors = _from_arrays(head_parameters(head.config, None), head.weights, dtype, device)
+    """A rank's share of a head's weights from arrays, which are copied."""
+    wanted = head_parameters(head.config, None)
+    tensors = _from_arrays(wanted, head.weights, dtype, device, group)
     if head.config.has_draft_vocab:
         tensors["draft_ids"] = _tensor(np.array(head.weights["draft_ids"]), device)
-    return _head(head.config, tensors)
+    return _head(_local_head(head.config, group), tensors)
+
+
+def _local_head(config: DraftConfig, group: Ranks) -> DraftConfig:
+    return replace(config, layer=local(config.layer, group.count))
+
+
+def _of_rank(wanted: Sequence[Parameter], group: Ranks) -> list[Parameter]:
+    return [parameter.of_rank(group.rank, group.count) for parameter in wanted]
 
 
 def _from_arrays(
-    wanted: Sequence[Parameter], arrays: Arrays, dtype: str, device: torch.device
+    wanted: Sequence[Parameter], arrays: Arrays, dtype: str, device: torch.device, group: Ranks
 ) -> dict[str, Tensor]:
     """Those of the parameters that are there; a head may lack some."""
     tensors = {}
     for parameter in wanted:
         if parameter.name in arrays:
-            tensor = _tensor(np.array(arrays[parameter.name]), device)
+            share = parameter.share(arrays[parameter.name], group.rank, group.count)
+            tensor = _tensor(np.array(share), device)
             tensors[parameter.name] = _centred(parameter, tensor.to(_type_of(parameter, dtype)))
     return tensors
 
@@ -231,7 +251,8 @@ def _loaded(
         if (granularity := checkpoint.granularity_of(parameter)) is not None:
             return words.scaled(made, parameter, granularity)
         return _centred(parameter, made)
-    read = torch.empty(parameter.shape, dtype=kind, device=device)
+    new = torch.empty if parameter.is_filled else torch.zeros
+    read = new(parameter.shape, dtype=kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):
         read[at].copy_(_on_host(values))
     return _centred(parameter, read)
@@ -248,13 +269,27 @@ def _on_host(array: Shaped[np.ndarray, "..."]) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
+def _assemble(config: ModelConfig, tensors: dict[str, Tensor], group: Ranks) -> Weights:
+    """The records of a rank, whose settings are still those of the whole model."""
+    head = tensors["lm_head"] if "lm_head" in tensors else _tied_head(tensors["embed"], group)
     return Weights(
         embed=tensors["embed"],
-        lm_head=Matrix(tensors.get("lm_head", tensors["embed"])),
+        lm_head=Matrix(head),
         final_norm=tensors["final_norm"],
         layers=_layers(config, tensors, "", config.layers),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
+    )
+
+
+def _tied_head(embed: Float[Tensor, "vocab hidden"], group: Ranks) -> Float[Tensor, "share hidden"]:
+    """A rank's share of the embedding as a head; only what is filled up is a copy."""
+    if group.is_alone:
+        return embed
+    section = vocab_section(len(embed))
+    first, end = section.run(group.rank, group.count)
+    spare = section.share(group.count) - (end - first)
+    return (
+        torch.nn.functional.pad(embed[first:end], (0, 0, 0, spare)) if spare else embed[first:end]
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from shared.boundary.backend import Capacity, Decode, StepPlan
 from shared.boundary.program import Extra, Program, Work
+from shared.boundary.ranks import Ranks
 from shared.drafts.drafts import Drafts
 
 
@@ -45,6 +46,19 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
         raise ValueError(f"a drafter is needed by {program}")
     if drafts.block is not None:
         drafts.block.check_shape(shape.nodes, shape.width, shape.scratch)
+
+
+def check_ranks(ranks: Ranks, on_gpu: bool) -> None:
+    """Refuses ranks where they cannot exchange what they compute.
+
+    Raises:
+      ValueError: They are several, and on GPUs.
+    """
+    if on_gpu and not ranks.is_alone:
+        raise ValueError(
+            f"{ranks.count} ranks are asked for, and GPUs have no kernels yet by which they "
+            "exchange what they compute; use one rank, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+        )
 
 
 def to_prepare(

@@ -1,11 +1,12 @@
 """What drafts on the device, as one value: the start plans with it and backends are made for it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftSizes
 from shared.models.config import ModelConfig
+from shared.models.ranks import local
 
 NOTHING, MTP, MODEL = "none", "NEXTN", "STANDALONE"
 """Kinds beside those of a head, which are `DraftConfig.kind`."""
@@ -47,6 +48,19 @@ class Drafts:
     def of_model(cls, model: ModelConfig) -> Self:
         """A small model with the same tokenizer drafts, as STANDALONE does."""
         return cls(kind=MODEL, sizes=DraftSizes.of_model(model), head=None, model=model)
+
+    def local(self, count: int) -> Self:
+        """What one of `count` ranks has of it.
+
+        Raises:
+          ValueError: Something does not divide; see `shared.models.ranks.local`.
+        """
+        return replace(
+            self,
+            sizes=self.sizes and replace(self.sizes, model=local(self.sizes.model, count)),
+            head=self.head and replace(self.head, layer=local(self.head.layer, count)),
+            model=self.model and local(self.model, count),
+        )
 
     @property
     def on_device(self) -> bool:

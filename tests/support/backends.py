@@ -12,6 +12,7 @@ from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.reference.backend import ReferenceBackend
 from shared.spec.standalone import SmallModel
+from tests.support.ranks import MAKERS, side_by_side
 
 FRAMEWORKS = ("reference", "torch", "jax")
 GPU_FRAMEWORKS = ("torch", "torch graphs", "jax")
@@ -58,6 +59,8 @@ def make_backend(
     made_from = (config, weights, capacity, *drafts_of(drafter, config))
     if framework == "reference":
         return PreparedOnUse(ReferenceBackend(*made_from))
+    if framework in MAKERS:
+        return PreparedOnUse(side_by_side(framework, made_from))
     if framework == "torch":
         from torch_impl.backend import TorchBackend
 

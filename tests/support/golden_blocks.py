@@ -18,6 +18,7 @@ from jax_impl.model import Forward as JaxForward
 from jax_impl.model import Model as JaxModel
 from jax_impl.model import logits as jax_logits
 from jax_impl.ops import attention as jax_attention
+from shared.boundary.ranks import ALONE
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import load_all
@@ -102,7 +103,7 @@ class TorchBlock:
     def __init__(self, head: DraftHead, target: ModelConfig, weights: dict[str, Array]) -> None:
         cpu, layer = torch.device("cpu"), head.config.layer
         loaded = torch_weights.from_arrays(target, weights, "float32", cpu)
-        self._target = torch_model.Model.of(target, loaded)
+        self._target = torch_model.Model.of(target, loaded, ALONE)
         self._weights = torch_weights.head_from_arrays(head, "float32", cpu)
         self._frequencies = rotary_frequencies(layer.attention, cpu)
         self._kv = torch_state.new_kv(layer, layer.num_layers, POOL, torch.float32, cpu)
@@ -115,14 +116,14 @@ class TorchBlock:
         rows = torch_attention.causal_rows(ends, none + self._length, none, self._table, T)
         streams = torch.from_numpy(features).chunk(len(self._weights.config.aux_streams), dim=1)
         passed = torch_model.Forward(streams[0], streams)
-        torch_dflash.write_context(self._weights, self._frequencies, rows, passed, self._kv)
+        torch_dflash.write_context(self._weights, self._frequencies, rows, passed, self._kv, ALONE)
         self._length += T
 
     def fill(self, newest: int) -> tuple[Array, Array]:
         none = torch.zeros(1, dtype=torch.int32)
         block, embed = self._weights.config.block, self._target.weights.embed
         rows = torch_dflash.block_rows(block, none + self._length, none, self._table)
-        given = (embed, self._frequencies, none + newest, rows, self._kv)
+        given = (embed, self._frequencies, none + newest, rows, self._kv, ALONE)
         hidden = torch_dflash.fill(self._weights, *given)[0]
         return hidden.numpy(), torch_model.logits(self._target, hidden[1:]).numpy()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shared.boundary.ranks import ALONE
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
@@ -57,7 +58,7 @@ class TorchModel:
     ) -> None:
         config = config_from_folder(folder, context_length)
         loaded = _loaded(folder, config, quantises)
-        self._model = model.Model.of(config, loaded)
+        self._model = model.Model.of(config, loaded, ALONE)
         self._kv = new_pools(config, config.num_attention_layers)
         self._mtp_kv = new_pools(config, 1)
         self._table, self._length = ints(TABLE), 0
@@ -131,7 +132,7 @@ class TorchHead:
         loaded = weights.from_arrays(config, load_all(target, config, False), "float32", CPU)
         settings = (DraftConfig.from_folder(folder, config), "float32", CPU)
         head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)
-        self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded), head)
+        self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded, ALONE), head)
         layer, self._vocab = self._head.config, config.vocab
         self._kv, self._table = new_pools(layer, 1), ints(TABLE)
 

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.boundary.ranks import Ranks
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -22,7 +23,7 @@ from torch_impl.layers import (
     write_keys,
 )
 from torch_impl.model import Forward, Model, logits
-from torch_impl.ops import draft_tree, linear, verify_rows
+from torch_impl.ops import draft_tree, linear, ranks, verify_rows
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import embedded, rms_norm
 from torch_impl.ops.linear import normed_product, product
@@ -59,7 +60,8 @@ class BlockDrafter:
     def prefill(
         self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
-        write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
+        read, group = (fed.rows, fed.passed), self.target.group
+        write_context(self.weights, self.frequencies, *read, memory.kv, group)
 
     def extend(
         self,
@@ -70,7 +72,8 @@ class BlockDrafter:
         fed: Fed,
         rank: Ranking,
     ) -> None:
-        write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
+        read, group = (fed.rows, fed.passed), self.target.group
+        write_context(self.weights, self.frequencies, *read, memory.kv, group)
 
     def draft(
         self,
@@ -86,7 +89,7 @@ class BlockDrafter:
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed, kv = self.target.weights.embed, memory.kv
-        filled = fill(self.weights, embed, self.frequencies, newest, rows, kv)
+        filled = fill(self.weights, embed, self.frequencies, newest, rows, kv, self.target.group)
         hidden = filled[:, 1 : 1 + shape.depth]
         scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, shape.depth))
         drafts, edges, processed = rank.chain(scores, shape.shares_rows(len(newest)))
@@ -108,14 +111,16 @@ def write_context(
     rows: Rows,
     passed: Forward,
     kv: Pools,
+    group: Ranks,
 ) -> None:
     """Writes rows of context, committed tokens, to the pools of all layers.
 
     Args:
       passed: The target's pass over the rows, with the streams that the head reads.
+      group: The ranks that have the head between them.
     """
     config = weights.config.layer
-    joined = product(torch.cat(passed.streams, dim=1), weights.fc)
+    joined = ranks.gathered(group, product(torch.cat(passed.streams, dim=1), weights.fc))
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
     turn = angles(config.attention, frequencies, rows)
     for place, layer in enumerate(weights.layers):
@@ -164,6 +169,7 @@ def fill(
     newest: Int[Tensor, " B"],
     rows: list[Rows],
     kv: Pools,
+    group: Ranks,
 ) -> Float[Tensor, "B size hidden"]:
     """Runs the blocks, whose KV is written; gives their hidden states after the final norm.
 
@@ -171,15 +177,16 @@ def fill(
       embed: The target's.
       newest: The token of slot 0; the others hold masks.
       rows: Of `block_rows`.
+      group: The ranks that have the head between them.
     """
     config, block = weights.config.layer, _block_of(weights)
     turn = angles(config.attention, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
     norms = [*(layer.input_norm for layer in weights.layers), None]
-    stream = linear.stream(embedded(embed, tokens), norms[0])
+    stream = linear.stream(embedded(embed, tokens), norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
+        sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
         mixed = attention(config, sight, place, layer.mixer, qkv)
         stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])

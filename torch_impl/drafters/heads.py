@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from torch_impl.layers import (
     FEEDS,
@@ -21,10 +22,11 @@ from torch_impl.layers import (
     rotary_frequencies,
 )
 from torch_impl.model import Forward, Model, logits
-from torch_impl.ops import linear
+from torch_impl.model import scores as scores_of
+from torch_impl.ops import linear, ranks
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import embedded, rms_norm
-from torch_impl.ops.linear import Stream, normed_product, product, product_float32
+from torch_impl.ops.linear import Stream, normed_product, product
 from torch_impl.ops.sampling import over_tokens
 from torch_impl.weights import HeadWeights, Layer
 
@@ -60,7 +62,7 @@ class Head:
 
 def mtp(model: Model) -> Head:
     """As the specification; embedding and `lm_head` are the model's."""
-    config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
+    config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
     assert weights is not None  # the checkpoint was read with its MTP layer
     layer, turns = weights.layer, model.frequencies[config.attention]
     feed = FEEDS[config.draft_layer.feed.kind]
@@ -68,8 +70,8 @@ def mtp(model: Model) -> Head:
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        joined = product(torch.cat([fed, normed], dim=1), weights.fc)
-        stream = linear.stream(joined, layer.input_norm)
+        joined = ranks.gathered(group, product(torch.cat([fed, normed], dim=1), weights.fc))
+        stream = linear.stream(joined, layer.input_norm, None, group)
         qkv = normed_product(stream, eps, layer.mixer.inputs)
         x = _decoder_layer(config, layer, feed, turns, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
@@ -78,21 +80,23 @@ def mtp(model: Model) -> Head:
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
-    config, embed = weights.config.layer, _embedding(model, weights)
+    config, embed, group = weights.config.layer, _embedding(model, weights), model.group
     turns = rotary_frequencies(config.attention, embed.device)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         x = product(torch.cat([embedded(embed, tokens), hidden], dim=1), weights.fc)
+        x = ranks.gathered(group, x)
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
         qkv = product(x, weights.layer.mixer.inputs)
-        return _decoder_layer(config, weights.layer, mlp, turns, qkv, Stream(x), rows, kv)
+        stream = Stream(x, group=group)
+        return _decoder_layer(config, weights.layer, mlp, turns, qkv, stream, rows, kv)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
-    config, embed = weights.config.layer, _embedding(model, weights)
+    config, embed, group = weights.config.layer, _embedding(model, weights), model.group
     turns, eps = rotary_frequencies(config.attention, embed.device), config.rms_eps
     norm_output, input_norm = weights.config.norm_output, weights.layer.input_norm
     hidden_norm, final_norm = weights.hidden_norm, weights.final_norm
@@ -104,7 +108,8 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
         fed = rms_norm(embedded(embed, tokens), input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(torch.cat([fed, normed], dim=1), weights.layer.mixer.inputs)
-        x = _decoder_layer(config, weights.layer, mlp, turns, qkv, Stream(hidden), rows, kv)
+        stream = Stream(hidden, group=group)
+        x = _decoder_layer(config, weights.layer, mlp, turns, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x
 
     def scores(hidden: Hidden) -> Logits:
@@ -112,9 +117,9 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
             hidden = rms_norm(hidden, final_norm, eps)
         if weights.lm_head is None:
             return logits(model, hidden)
-        return product_float32(hidden, weights.lm_head)
+        return scores_of(group, hidden, weights.lm_head, weights.config.draft_vocab)
 
-    project, columns = partial(_project, weights), weights.draft_ids
+    project, columns = partial(_project, group, weights), weights.draft_ids
     return Head(config, weights.config.aux_streams, project, forward, scores, columns)
 
 
@@ -126,7 +131,7 @@ def _final_hidden(passed: Forward) -> Hidden:
     return passed.hidden
 
 
-def _project(weights: HeadWeights, passed: Forward) -> Hidden:
+def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
     """As `shared.spec.eagle.eagle3_project`."""
     aux, eps = list(passed.streams), weights.config.layer.rms_eps
     if weights.aux_norm is not None:
@@ -135,7 +140,7 @@ def _project(weights: HeadWeights, passed: Forward) -> Hidden:
     joined = torch.cat(aux, dim=1)
     if weights.input_norm is not None:
         joined = rms_norm(joined, weights.input_norm, eps)
-    projected = product(joined, weights.fc)
+    projected = ranks.gathered(group, product(joined, weights.fc))
     return projected if weights.fc_bias is None else projected + weights.fc_bias
 
 
@@ -154,6 +159,6 @@ def _decoder_layer(
     kv: Pools,
 ) -> Hidden:
     """The head's one layer, from its projection on."""
-    sight = Sight.of(config.attention, turns, rows, kv)
+    sight = Sight.of(config.attention, turns, rows, kv, stream.group)
     mixed = attention(config, sight, 0, layer.mixer, qkv)
     return finished(config, layer, feed, mixed, stream).rows

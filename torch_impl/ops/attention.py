@@ -253,17 +253,21 @@ def _softmax_attention(
     seen: Bool[Tensor, "B M positions"],
     scale: float,
 ) -> Float[Tensor, "B M Hq D"]:
-    M, Hk = q.shape[1], k.shape[2]
-    grouped = q.unflatten(2, (Hk, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hk, G M, D]
-    scores = (grouped.float() @ k.float().permute(0, 2, 3, 1)) * scale
-    scores = scores.unflatten(2, (-1, M)).masked_fill(~seen[:, None, None], -torch.inf)
+    # A query head at a time, of arrays that lie alike for any number of heads: what a library for
+    # CPUs makes of a group follows from how many of its heads a rank has.
+    heads = q.unflatten(2, (k.shape[2], -1)).permute(3, 0, 2, 1, 4).float()  # [G, B, Hk, M, D]
+    keys, heads = k.float().permute(0, 2, 3, 1).contiguous(), heads.contiguous()
+    scores = torch.stack([head @ keys for head in heads], dim=2) * scale  # [B, Hk, G, M, positions]
+    scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=-1e30))
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)
     # 0 x NaN is NaN: values that are not finite are taken out, and given back to who sees them.
     spoiled = ~v.isfinite().flatten(2).all(dim=2)  # [B, positions]
     v = v.masked_fill(spoiled[:, :, None, None], 0)
-    out = weights.to(v.dtype).flatten(2, 3) @ v.permute(0, 2, 1, 3)
-    out = out.unflatten(2, (-1, M)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    values, weights = v.permute(0, 2, 1, 3).contiguous(), weights.to(v.dtype)
+    shares = [weights[:, :, i].contiguous() @ values for i in range(weights.shape[2])]
+    out = torch.stack(shares, dim=2)
+    out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
 
 

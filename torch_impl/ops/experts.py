@@ -9,9 +9,10 @@ from torch import Tensor
 
 from kernels.limits import arrivals_of_experts
 from kernels.routing import routing_of
+from shared.boundary.ranks import Ranks
 from shared.models.layers import ExpertsConfig
 from shared.spec.numerics import ROUTER, SQUARES
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers, linear
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers, linear, ranks
 from torch_impl.ops.linear import Matrix, Stream
 
 
@@ -79,21 +80,26 @@ def _summed(x: Float32[Tensor, "R some"]) -> Float32[Tensor, "R 1"]:
 
 
 def experts(
-    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts
-) -> Float32[Tensor, "R hidden"]:
-    """As the specification; an expert that a row chose runs over all, so that none sees another."""
+    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
+) -> Float32[Tensor, "R share"]:
+    """As the specification; an expert that a row chose runs over all, so that none sees another.
+
+    Args:
+      group: The ranks that have a share of each expert; what this gives are a rank's columns.
+    """
     logits = linear.product_float32(x, weights.router)
     chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    width = weights.down.num_outputs
+    out = torch.zeros((len(x), width), dtype=torch.float32, device=x.device)
     for expert in _in_use(chosen, config):
         is_chosen = chosen.ids == expert
         share = torch.where(is_chosen, chosen.weights, 0).sum(dim=1, keepdim=True)
-        more = out + share * _of_expert(x, weights, expert)
+        more = out + share * _of_expert(x, weights, expert, group)
         out = torch.where(is_chosen.any(dim=1, keepdim=True), more, out)
     if config.shared_intermediate:
-        shared = _shared(x, config, weights)
+        shared = _shared(x, config, weights, group)
         if config.shared_is_gated:
-            shared = torch.sigmoid(logits[:, config.num_experts :]) * shared
+            shared = layers.sigmoid(logits[:, config.num_experts :]) * shared
         out = out + shared
     return out
 
@@ -106,24 +112,25 @@ def _in_use(chosen: Chosen, config: ExpertsConfig) -> Iterable[int]:
 
 
 def _of_expert(
-    x: Float[Tensor, "R hidden"], weights: Experts, expert: int
-) -> Float32[Tensor, "R hidden"]:
-    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert))
+    x: Float[Tensor, "R hidden"], weights: Experts, expert: int, group: Ranks
+) -> Float32[Tensor, "R share"]:
+    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert), group)
 
 
 def _shared(
-    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts
-) -> Float32[Tensor, "R hidden"]:
+    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
+) -> Float32[Tensor, "R share"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
-        return _of_expert(x, weights, config.num_experts)
-    return _mlp(x, weights.shared_gate_up, weights.shared_down)
+        return _of_expert(x, weights, config.num_experts, group)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down, group)
 
 
 def _mlp(
-    x: Float[Tensor, "R hidden"], gate_up: Matrix, down: Matrix
-) -> Float32[Tensor, "R hidden"]:
+    x: Float[Tensor, "R hidden"], gate_up: Matrix, down: Matrix, group: Ranks
+) -> Float32[Tensor, "R share"]:
     gate, up = linear.product_float32(x, gate_up).chunk(2, dim=-1)
-    return linear.product_float32((layers.silu(gate) * up).to(x.dtype), down)
+    inner = ranks.gathered(group, (layers.silu(gate) * up).to(x.dtype))
+    return linear.product_float32(inner, down)
 
 
 def plain_counted(stream: Stream) -> Stream:
@@ -147,8 +154,9 @@ def plain_added_experts(
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
     rows = stream.rows
-    added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)
-    return stream.followed((rows + added).to(rows.dtype), norm)
+    added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights, stream.group)
+    own = (ranks.own(stream.group, rows) + added).to(rows.dtype)
+    return stream.followed(ranks.gathered(stream.group, own), norm)
 
 
 def kernel_added_experts(

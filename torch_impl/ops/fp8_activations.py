@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shared.models.fp8 import BLOCK, OF_LARGEST
+from torch_impl.ops import layers
 
 
 class Quantised(NamedTuple):
@@ -31,7 +32,7 @@ def product(
     scales: Float32[Tensor, "outputs blocks"],
 ) -> Float32[Tensor, "R outputs"]:
     """As the specification's, but scales multiply codes before the sums, not after them."""
-    return functional.linear(numbers(*x), numbers(codes, scales))
+    return layers.linear(numbers(*x), numbers(codes, scales))
 
 
 def numbers(

@@ -3,6 +3,8 @@
 On a GPU the norm of bfloat16 is a kernel; see `torch_impl.ops`.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -11,18 +13,68 @@ from torch.nn import functional
 from shared.spec.numerics import SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
 
+PIECE = 32
+"""Outputs of a product that a CPU makes at a time."""
+_LANES = 32
+"""A multiple of the numbers that a CPU works on at once, twice."""
+
+
+def linear(
+    x: Float[Tensor, "R inputs"], weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, "R outputs"]:
+    """The products of rows with each output's weights.
+
+    A library for CPUs sums in an order that follows from the number of outputs. In pieces of one
+    size, the last filled up, an output has the same bits whatever stands beside it, and so on any
+    number of ranks. It takes no longer than all at once.
+    """
+    if x.is_cuda:
+        return functional.linear(x, weight)
+    whole = len(weight) // PIECE * PIECE
+    parts = []
+    if whole:
+        parts.append(_by_pieces(x, weight[:whole]))
+    if rest := len(weight) - whole:
+        last = functional.pad(weight[whole:], (0, 0, 0, PIECE - rest))
+        parts.append(_by_pieces(x, last)[:, :rest])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _by_pieces(
+    x: Float[Tensor, "R inputs"], weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, "R outputs"]:
+    pieces = weight.unflatten(0, (-1, PIECE))
+    out = torch.bmm(x.expand(len(pieces), *x.shape), pieces.mT)
+    return out.transpose(0, 1).flatten(1)
+
+
+def _lane_by_lane(
+    function: Callable[[Tensor], Tensor], x: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
+    """A function of each number, whose bits do not depend on where the number stands.
+
+    Some functions of torch are other ones for what is left behind whole registers of a CPU. It is
+    given whole ones for each of its threads.
+    """
+    if x.is_cuda:
+        return function(x)
+    spare = -x.numel() % (_LANES * torch.get_num_threads())
+    if not spare:
+        return function(x.contiguous())
+    return function(functional.pad(x.flatten(), (0, spare)))[: x.numel()].view(x.shape)
+
 
 def sigmoid(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    return torch.sigmoid(x)
+    return _lane_by_lane(torch.sigmoid, x)
 
 
 def softplus(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """As the specification, at all sizes of `x`; torch's own would switch to `x` at 20."""
-    return torch.logaddexp(x, torch.zeros_like(x))
+    return _lane_by_lane(lambda x: torch.logaddexp(x, torch.zeros_like(x)), x)
 
 
 def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    return functional.silu(x)
+    return _lane_by_lane(functional.silu, x)
 
 
 def embedded(

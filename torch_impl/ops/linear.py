@@ -8,11 +8,18 @@ from dataclasses import dataclass, replace
 import torch
 from jaxtyping import Float, Float8e4m3fn, Int, Int32
 from torch import Tensor
-from torch.nn import functional
 
+from shared.boundary.ranks import ALONE, Ranks
 from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.numerics import SQUARES
-from torch_impl.ops import Kernels, fp8_activations, is_bfloat16, kernel_or_plain, layers
+from torch_impl.ops import (
+    Kernels,
+    fp8_activations,
+    is_bfloat16,
+    kernel_or_plain,
+    layers,
+    ranks,
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,11 @@ def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
 
 @dataclass(frozen=True)
 class Stream:
-    """As the specification's."""
+    """As the specification's, and who makes it.
+
+    Attributes:
+      group: The ranks of which each makes its share of the columns; all of them have whole rows.
+    """
 
     rows: Float[Tensor, "R hidden"]
     norm: Float[Tensor, " hidden"] | None = None
@@ -72,6 +83,7 @@ class Stream:
     squares: Float[Tensor, "R chunks"] | None = None
     count: Int[Tensor, " 1"] | None = None
     arrivals: Int[Tensor, " counters"] | None = None
+    group: Ranks = ALONE
 
     @property
     def factors(self) -> Float[Tensor, "R hidden"]:
@@ -92,8 +104,9 @@ def plain_stream(
     rows: Float[Tensor, "R hidden"],
     norm: Float[Tensor, " hidden"] | None = None,
     count: Int[Tensor, " 1"] | None = None,
+    group: Ranks = ALONE,
 ) -> Stream:
-    return Stream(rows, norm, count=count)
+    return Stream(rows, norm, count=count, group=group)
 
 
 def kernel_stream(
@@ -101,9 +114,10 @@ def kernel_stream(
     rows: Float[Tensor, "R hidden"],
     norm: Float[Tensor, " hidden"] | None = None,
     count: Int[Tensor, " 1"] | None = None,
+    group: Ranks = ALONE,
 ) -> Stream:
     scaled, squares = kernels.layers.beside(rows, norm, order=SQUARES)
-    return Stream(rows, norm, scaled, squares, count)
+    return Stream(rows, norm, scaled, squares, count, group=group)
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
@@ -115,7 +129,8 @@ def plain_product(
     weight = weight.rows(first)
     if weight.quantises:
         return _of_codes(x, weight).to(x.dtype)
-    return functional.linear(x, widened(weight).to(x.dtype), weight.bias)
+    out = layers.linear(x, widened(weight).to(x.dtype))
+    return out if weight.bias is None else out + weight.bias
 
 
 def kernel_product(
@@ -137,7 +152,7 @@ def plain_product_float32(
     if x.is_cuda:
         sums = torch.mm(x, values.t(), out_dtype=torch.float32)
     else:  # a CPU has no such product
-        sums = functional.linear(x.float(), values.float())
+        sums = layers.linear(x.float(), values.float())
     return _times(sums if weight.bias is None else sums + weight.bias, factor)
 
 
@@ -173,7 +188,8 @@ def plain_added_product(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    return stream.followed(stream.rows + _times(product(x, weight), factor), norm)
+    own = ranks.own(stream.group, stream.rows) + _times(product(x, weight), factor)
+    return stream.followed(ranks.gathered(stream.group, own), norm)
 
 
 def kernel_added_product(
@@ -201,7 +217,7 @@ def plain_gated_product(
     stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
     gate, up = normed_product(stream, eps, weight).chunk(2, dim=-1)
-    return layers.silu(gate) * up
+    return ranks.gathered(stream.group, layers.silu(gate) * up)
 
 
 def kernel_gated_product(

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from kernels.limits import MOST_NODES
 from kernels.tiles import MOST_LANES
+from shared.boundary.ranks import Ranks
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import Heads
 from shared.spec.numerics import ATTENTION, SQUARES
-from torch_impl.ops import Kernels, kernel_or_plain, layers
+from torch_impl.ops import Kernels, kernel_or_plain, layers, ranks
 from torch_impl.ops.attention import Rows, attend, write
 
 
@@ -187,12 +188,20 @@ mix = kernel_or_plain(kernel_mix, plain_mix)
 
 
 def normed_rows(
-    qkv: Float[Tensor, "R outputs"], heads: Heads, norms: HeadNorms
+    qkv: Float[Tensor, "R outputs"], heads: Heads, norms: HeadNorms, group: Ranks
 ) -> Float[Tensor, "R outputs"]:
+    """As the specification.
+
+    Args:
+      group: The ranks that have the heads between them; the norms are of all heads.
+    """
     keys = heads.num_kv_heads * heads.head_size
     q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
-    normed = layers.rms_norm(q, norms.q, norms.eps), layers.rms_norm(k, norms.k, norms.eps)
-    return torch.cat([*normed, v], dim=1)
+    num_copies = keys * group.count // len(norms.k)
+    q = layers.rms_norm(ranks.gathered(group, q), norms.q, norms.eps)
+    k = layers.rms_norm(ranks.gathered_keys(group, k, num_copies), norms.k, norms.eps)
+    first = group.rank // num_copies * keys
+    return torch.cat([ranks.own(group, q), k[:, first : first + keys], v], dim=1)
 
 
 def grown_rows(

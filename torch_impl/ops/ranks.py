@@ -1,0 +1,42 @@
+"""As `shared.spec.ranks`, in torch: a rank is a process, or a thread in tests, and gives its share.
+
+On a CPU shares go through mailboxes in memory that ranks have in common. One rank alone gathers
+nothing.
+"""
+
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from shared.boundary.ranks import Ranks
+
+
+def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
+    """The whole rows; all ranks call it in the same order.
+
+    Raises:
+      RankMissingError: See `shared.boundary.mailboxes.Mailboxes.exchange`.
+    """
+    return values if ranks.is_alone else _joined(_shares(ranks, values))
+
+
+def own(ranks: Ranks, rows: Shaped[Tensor, "... size"]) -> Shaped[Tensor, "... share"]:
+    return rows if ranks.is_alone else rows.chunk(ranks.count, dim=-1)[ranks.rank]
+
+
+def gathered_keys(
+    ranks: Ranks, values: Shaped[Tensor, "... share"], num_copies: int
+) -> Shaped[Tensor, "... size"]:
+    return values if ranks.is_alone else _joined(_shares(ranks, values)[::num_copies])
+
+
+def _joined(shares: Shaped[Tensor, "count ... share"]) -> Shaped[Tensor, "... size"]:
+    return shares.movedim(0, -2).flatten(-2)
+
+
+def _shares(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "count ... share"]:
+    """What all ranks give, in order."""
+    assert ranks.mailboxes is not None  # ranks that are processes have some
+    flat = values.contiguous().view(-1).view(torch.uint8).numpy()
+    given = torch.from_numpy(ranks.mailboxes.exchange(ranks.rank, flat))
+    return given.view(values.dtype).view(ranks.count, *values.shape)
