@@ -25,17 +25,21 @@ from jax_impl.kept import KeptPrograms
 from jax_impl.machine import Machine
 from jax_impl.model import Model
 from jax_impl.operations import KERNEL_LIMITS
+from jax_impl.records import BlockWeights
 from jax_impl.step import step
-from jax_impl.weights import BlockWeights, Loaded
+from jax_impl.together import Together
+from jax_impl.weights import Loaded
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
 from shared.boundary.buffers import plan_layout, read_result
-from shared.boundary.checks import check_capacity, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_plan, check_ranks, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import Program
+from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
+from shared.models.ranks import local
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Leaf = jax.Array | list[jax.Array]
@@ -58,15 +62,16 @@ class JaxBackend:
     def __init__(
         self,
         config: ModelConfig,
-        arrays: Arrays | Loaded,
+        arrays: Arrays | Loaded | Sequence[Loaded],
         capacity: Capacity,
         drafts: Drafts,
-        draft_arrays: Arrays | Loaded | None,
+        draft_arrays: Arrays | Loaded | Sequence[Loaded] | None,
         *,
         dtype: str,
         device: jax.Device | str,
         quick_compile: bool,
         kept_in: Path | None = None,
+        group: Ranks = ALONE,
     ) -> None:
         """Allocates the pools of `capacity`; nothing is compiled yet.
 
@@ -74,8 +79,8 @@ class JaxBackend:
         be here: it lowers programs and runs none.
 
         Args:
-          arrays: Loaded weights or their shapes, or arrays under the names of
-            `shared.models.parameters`.
+          arrays: Loaded weights or their shapes, of several ranks those of each; or whole arrays
+            under the names of `shared.models.parameters`.
           drafts: What drafts.
           draft_arrays: Of a head or a small model, loaded already or as arrays; None of the other
             kinds.
@@ -85,17 +90,26 @@ class JaxBackend:
           quick_compile: On a CPU, compile in a third of the time code that runs at a quarter of
             the speed: for runs of few steps. A GPU's programs are not touched by it.
           kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
+            Those of several ranks are not kept.
+          group: How many ranks have the model between them: the devices of this process from the
+            first on, which run every step together.
 
         Raises:
-          ValueError: See `shared.boundary.checks.check_capacity` and `shared.boundary.operations`.
+          ValueError: Several ranks are asked for on a GPU, there are fewer devices, or a model does
+            not divide among them. Or see `shared.boundary.checks.check_capacity` and
+            `shared.boundary.operations`.
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
-        is_loaded = isinstance(arrays, Loaded)
-        model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, where)
+        check_ranks(group, where.platform == "gpu")
+        self._together = Together.of(where, group)
+        read = partial(weights.from_arrays, config=config, dtype=kind)
+        models = _of_ranks(arrays, read, self._together)
+        own = _of_ranks(draft_arrays, partial(_placed, drafts=drafts, dtype=kind), self._together)
+        model = models[0]
+        assert model is not None  # there are arrays
         check_capacity(capacity, drafts, model.has_mtp)
-        if isinstance(draft_arrays, Mapping):
-            draft_arrays = _placed(drafts, draft_arrays, kind, where)
+        config, drafts = local(config, group.count), drafts.local(group.count)
         in_stacks = weights.are_read_in_stacks(model, where)
         sizes = drafts.sizes
         self.capacity, self.compiles = capacity, 0
@@ -108,18 +122,21 @@ class JaxBackend:
         )
         if ops.kernels_on(where) is not None:
             plain_operations(self._blueprint, KERNEL_LIMITS)
-        self._device, self._bind = where, _binding(config, drafts, in_stacks)
-        leaves, self._tree = jax.tree_util.tree_flatten_with_path((model, draft_arrays))
-        self._leaves = [_leaf(path, array, where) for path, array in leaves]
-        allocate = partial(device_state.allocate, config, capacity, sizes, kind, where)
+        self._device, self._bind = where, _binding(config, drafts, in_stacks, group)
+        self._tree = jax.tree.structure((model, own[0]))
+        devices = self._together.devices
+        each = [_leaves_of(*of_rank) for of_rank in zip(models, own, devices, strict=True)]
+        self._leaves = self._together.joined(each)
+        allocate = partial(device_state.allocate, config, capacity, sizes, kind)
         if all(isinstance(leaf, jax.Array | list) for leaf in self._leaves):
-            self._state = allocate()
+            self._state = self._together.joined([allocate(device) for device in devices])
         else:
             self._leaves = jax.tree.map(partial(_shape_on, where), self._leaves)
-            self._state = jax.eval_shape(allocate)
+            self._state = jax.eval_shape(partial(allocate, where))
         self._options = _step_options(where, quick_compile)
         self._programs: dict[Program, Ready] = {}
-        self._kept = None if kept_in is None else self._keeping(kept_in)
+        keeps = kept_in if group.is_alone else None
+        self._kept = None if keeps is None else self._keeping(keeps)
         self._clock = _Clock()
         self._last: JaxFuture | None = None
 
@@ -163,7 +180,8 @@ class JaxBackend:
             partial(self._step, program), donate_argnums=1, compiler_options=self._options
         )
         words = np.zeros(plan_layout(program, self.capacity).size, np.int32)
-        return step.trace(self._leaves, self._state, _shape_on(self._device, words))
+        of_words = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=self._together.all)
+        return step.trace(self._leaves, self._state, of_words)
 
     def launch(self, program: Program) -> Launch:
         """How a step of the program is run."""
@@ -219,12 +237,37 @@ class JaxBackend:
     ) -> tuple[DeviceState, Int[jax.Array, " result_words"]]:
         """The step as JAX traces it, once per compilation."""
         self.compiles += 1
-        return step(self._machine(leaves), state, words, program)
+
+        def of_rank(
+            leaves: list[Leaf], state: DeviceState, words: Words
+        ) -> tuple[DeviceState, Words]:
+            return step(self._machine(leaves), state, words, program)
+
+        return self._together.run(of_rank, leaves, state, words)
 
     def _machine(self, leaves: list[Leaf]) -> Machine:
         """What a step works with, of the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         return Machine(*self._bind(*jax.tree.unflatten(self._tree, leaves)), self.capacity)
+
+
+def _of_ranks(
+    given: Arrays | Loaded | Sequence[Loaded] | None,
+    read: Callable[..., Loaded | None],
+    together: Together,
+) -> list[Loaded | None]:
+    """What each rank has of weights, on its device."""
+    if given is None or isinstance(given, Loaded):
+        return [given] * len(together.devices)
+    if not isinstance(given, Mapping):
+        return list(given)
+    ranks = zip(together.devices, together.ranks, strict=True)
+    return [read(given, device=device, group=rank) for device, rank in ranks]
+
+
+def _leaves_of(model: Loaded | None, own: Loaded | None, device: jax.Device) -> list[Leaf]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path((model, own))
+    return [_leaf(path, array, device) for path, array in leaves]
 
 
 def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
@@ -246,28 +289,30 @@ def _shape_on(device: jax.Device, array: Shape) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
 
-def _placed(drafts: Drafts, arrays: Arrays, dtype: np.dtype, device: jax.Device) -> Loaded | None:
+def _placed(
+    arrays: Arrays, drafts: Drafts, dtype: np.dtype, device: jax.Device, group: Ranks
+) -> Loaded | None:
     if drafts.head is not None:
-        return weights.head_from_arrays(DraftHead(drafts.head, arrays), dtype, device)
+        return weights.head_from_arrays(DraftHead(drafts.head, arrays), dtype, device, group)
     if drafts.model is not None:
-        return weights.from_arrays(arrays, drafts.model, dtype, device)
+        return weights.from_arrays(arrays, drafts.model, dtype, device, group)
     return None
 
 
 def _binding(
-    config: ModelConfig, drafts: Drafts, in_stacks: bool
+    config: ModelConfig, drafts: Drafts, in_stacks: bool, group: Ranks
 ) -> Callable[[Loaded, Loaded | None], tuple[Model, drafters.Drafter | None]]:
     """Makes the model and the drafter of a trace from its arrays."""
 
     def bind(loaded: Loaded, own: Loaded | None) -> tuple[Model, drafters.Drafter | None]:
-        model = Model.of(config, weights.weights_of(config, loaded, in_stacks))
+        model = Model.of(config, weights.weights_of(config, loaded, in_stacks), group)
         if drafts.with_mtp:
             return model, EagleDrafter(heads.mtp(model))
         if own is None:
             return model, None
         if (small := drafts.model) is not None:
             read = weights.weights_of(small, own, in_stacks)
-            return model, StandaloneDrafter(Model.of(small, read), config.vocab)
+            return model, StandaloneDrafter(Model.of(small, read, group), config.vocab)
         assert drafts.head is not None  # the arrays are of one
         head = weights.head_of(drafts.head, own, in_stacks)
         if isinstance(head, BlockWeights):

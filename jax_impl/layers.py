@@ -7,14 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Place, delta_mix, layers, linear, mix
+from jax_impl.ops import Place, delta_mix, layers, linear, mix, ranks
 from jax_impl.ops.attention import KV, Rows, windowed
 from jax_impl.ops.delta_mix import Nodes
 from jax_impl.ops.experts import Experts, added_experts
 from jax_impl.ops.linear import Matrix, Norm, Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
-from jax_impl.weights import Attention, GatedDelta, Layer
+from jax_impl.records import Attention, GatedDelta, Layer
+from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies
@@ -62,19 +63,21 @@ class Sight(NamedTuple):
       growth: What each row's queries have grown by, in models where they do.
       rows: Where the rows stand, and what they see in such a layer.
       kv: The pools of all attention layers, as the first of them finds them.
+      group: The ranks that have the heads between them.
     """
 
     turn: Angles
     growth: Float[jax.Array, " R"] | None
     rows: Rows
     kv: PagedKV
+    group: Ranks
 
     @classmethod
-    def of(cls, config: AttentionConfig, rows: Rows, kv: KV) -> "Sight":
+    def of(cls, config: AttentionConfig, rows: Rows, kv: KV, group: Ranks) -> "Sight":
         """Of a pass over rows."""
         seen = windowed(rows, config.window)
         turn = angles(config, rows.positions)
-        return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen))
+        return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
 
 
 def _growth(config: AttentionConfig, rows: Rows) -> Float[jax.Array, " R"] | None:
@@ -109,7 +112,7 @@ def attention(
     if sight.growth is not None:
         qkv = mix.grown_rows(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
-        qkv, norms = mix.normed_rows(qkv, heads, norms.alone(place)), None
+        qkv, norms = mix.normed_rows(qkv, heads, norms.alone(place), sight.group), None
     kv = kv._replace(bounds=sight.kv.bounds)
     return mix.mix(qkv, heads, norms, sight.turn, sight.rows, kv, place)
 
@@ -128,6 +131,7 @@ def finished(
       norm: Of the stream that this gives.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
+    mixed = ranks.gathered(stream.group, mixed)
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
 
 
@@ -159,7 +163,8 @@ def _added(
     """The stream with a product, which a model may norm before it is added."""
     if end_norm is None:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
-    return linear.added_norm(linear.product(x, weight), end_norm, config.rms_eps, stream)
+    x = ranks.gathered(stream.group, linear.product(x, weight))
+    return linear.added_norm(x, end_norm, config.rms_eps, stream)
 
 
 def write_keys(

@@ -8,11 +8,12 @@ import jax
 from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
-from jax_impl.ops import Place, layers, linear
+from jax_impl.ops import Place, layers, linear, ranks
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.experts import counted
-from jax_impl.ops.linear import Norm, Stream
-from jax_impl.weights import Layer, Weights
+from jax_impl.ops.linear import Matrix, Norm, Stream
+from jax_impl.records import Layer, Weights
+from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 
@@ -45,21 +46,26 @@ class Block(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model on a device: its settings, its weights and its blocks."""
+    """A model on a device: its settings, its weights and its blocks, of one rank a share.
+
+    Attributes:
+      group: The ranks that have the model between them.
+    """
 
     config: ModelConfig
     weights: Weights
     blocks: tuple[Block, ...]
+    group: Ranks
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Weights) -> "Model":
+    def of(cls, config: ModelConfig, weights: Weights, group: Ranks) -> "Model":
         """Binds weights to their settings."""
         kinds = config.layer_kinds
         blocks = tuple(
             Block(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
             for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
         )
-        return cls(config, weights, blocks)
+        return cls(config, weights, blocks, group)
 
 
 def forward(
@@ -80,7 +86,7 @@ def forward(
       kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
     """
     config, eps = model.config, model.config.rms_eps
-    sights = {each: Sight.of(each, rows, kv) for each in config.attentions}
+    sights = {each: Sight.of(each, rows, kv, model.group) for each in config.attentions}
     # Layers that are alike share a mixer; those of one kind hand on what it carries.
     mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {
         each: partial(attention, config, sight) for each, sight in sights.items()
@@ -108,7 +114,7 @@ def forward(
     norms = [block.layer.input_norm for block in model.blocks]
     # What leaves the last layer no product reads; with some norm all layers are one trace.
     norms.append(norms[-1])
-    stream = linear.stream(embedded, norms[0], rows.row_starts[-1:])
+    stream = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group)
     if config.experts is not None:
         stream = counted(stream)
     streams = [stream.rows]
@@ -126,4 +132,13 @@ def forward(
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:
     """Scores of the next token, float32."""
-    return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)
+    head, config = model.weights.lm_head, model.config
+    return scores(model.group, hidden, head, config.vocab, config.logits_factor)
+
+
+def scores(
+    group: Ranks, hidden: Hidden, head: Matrix, vocab: int, factor: float = 1.0
+) -> Float[jax.Array, "R vocab"]:
+    """The products of hidden states with a head, of which each rank has a share of the tokens."""
+    found = ranks.gathered(group, linear.product_float32(hidden, head, factor))
+    return found[:, :vocab]

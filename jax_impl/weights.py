@@ -14,12 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Int, Shaped
 
 from jax_impl import dummy, words
 from jax_impl.ops import linear
 from jax_impl.ops.experts import Experts
 from jax_impl.ops.linear import Matrix, Norm, Scale
+from jax_impl.records import (
+    Attention,
+    BlockWeights,
+    GatedDelta,
+    HeadWeights,
+    Layer,
+    Mlp,
+    Mtp,
+    Weights,
+)
+from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
@@ -27,104 +38,13 @@ from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
-from shared.models.parameters import BIAS, Parameter, parameters
+from shared.models.parameters import BIAS, Parameter, divided_parameters
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
 LARGE = 1 << 24
 """Numbers from which on a stack is read to the device tensor by tensor and never lies as a whole in
 main memory; for less, compiling what writes a piece would cost more."""
-
-
-class Attention(NamedTuple):
-    """An attention layer; the norms, alone or in their stack, are None in a model without them."""
-
-    inputs: Matrix
-    out: Matrix
-    q_norm: Float[jax.Array, "*L queries"] | None
-    k_norm: Float[jax.Array, "*L keys"] | None
-
-
-class GatedDelta(NamedTuple):
-    """A gated-delta layer; its small parameters are those of all where matrices are in stacks."""
-
-    inputs: Matrix
-    conv: Float[jax.Array, "*L C 4"]
-    a_log: Float[jax.Array, "*L H"]
-    dt_bias: Float[jax.Array, "*L H"]
-    norm: Float[jax.Array, "*L V"]
-    out: Matrix
-
-
-class Mlp(NamedTuple):
-    """A gated MLP; `gate_up` holds the gate's rows, then those of up."""
-
-    gate_up: Matrix
-    down: Matrix
-
-
-class Layer(NamedTuple):
-    """A decoder layer; that of an EAGLE head has no norm of its input.
-
-    Norms stand before mixers and MLPs, or at the ends of both; the others are None.
-    """
-
-    input_norm: Norm | None
-    mixer: Attention | GatedDelta
-    post_norm: Norm | None
-    feed: Mlp | Experts
-    mixer_end_norm: Norm | None
-    feed_end_norm: Norm | None
-
-
-class Mtp(NamedTuple):
-    """The MTP layer of a Qwen3.5 checkpoint, which drafts for NEXTN."""
-
-    fc: Matrix
-    embedding_norm: Float[jax.Array, " hidden"]
-    hidden_norm: Float[jax.Array, " hidden"]
-    final_norm: Float[jax.Array, " hidden"]
-    layer: Layer
-
-
-class Weights(NamedTuple):
-    """A model's weights."""
-
-    embed: Float[jax.Array, "vocab hidden"]
-    lm_head: Matrix
-    final_norm: Float[jax.Array, " hidden"]
-    layers: tuple[Layer, ...]
-    mtp: Mtp | None
-
-
-class HeadWeights(NamedTuple):
-    """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
-
-    Attributes:
-      draft_ids: The target's id of each token of the draft vocabulary.
-    """
-
-    config: DraftConfig
-    fc: Matrix
-    fc_bias: Float[jax.Array, " hidden"] | None
-    aux_norm: Float[jax.Array, "streams target_hidden"] | None
-    input_norm: Float[jax.Array, " inputs"] | None
-    hidden_norm: Float[jax.Array, " hidden"] | None
-    layer: Layer
-    final_norm: Float[jax.Array, " hidden"] | None
-    lm_head: Matrix | None
-    embed: Float[jax.Array, "vocab hidden"] | None
-    draft_ids: Int[jax.Array, " draft_vocab"] | None
-
-
-class BlockWeights(NamedTuple):
-    """A DFlash head; embedding and `lm_head` are its target's."""
-
-    config: DraftConfig
-    fc: Matrix
-    hidden_norm: Float[jax.Array, " hidden"]
-    layers: tuple[Layer, ...]
-    final_norm: Float[jax.Array, " hidden"]
 
 
 class Loaded(NamedTuple):
@@ -166,19 +86,21 @@ def load(
     progress: Callable[[int], None],
     in_words: InWords,
     in_codes: Collection[str] = (),
+    group: Ranks = ALONE,
 ) -> Loaded:
-    """Reads a checkpoint to the device, parameter by parameter.
+    """Reads a rank's share of a checkpoint to the device, parameter by parameter.
 
     Args:
       dtype: Of the weights, float32 or bfloat16.
       progress: Called with the number of stored bytes after each tensor.
       in_words, in_codes: Parameters that stay FP8; all are stacks. Those in codes quantise their
         rows.
+      group: The ranks that have the model between them.
 
     Raises:
       CheckpointError: A tensor is missing or has another shape.
     """
-    wanted = parameters(config, with_mtp)
+    wanted = _of_rank(divided_parameters(config, with_mtp, group.count), group)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
     stay = {*in_words, *in_codes}
     loaded = _sorted_out([p for p in wanted if p.name not in stay], read, dtype, device)
@@ -200,13 +122,14 @@ def load_head(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
+    group: Ranks = ALONE,
 ) -> Loaded:
     """Reads a draft head to the device, parameter by parameter; see `load`.
 
     Raises:
       CheckpointError: See `shared.drafts.checkpoint.check_head`.
     """
-    wanted = check_head(checkpoint, config)
+    wanted = _of_rank(check_head(checkpoint, config), group)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
     loaded = _sorted_out(wanted, read, dtype, device)
     if config.has_draft_vocab:
@@ -215,20 +138,43 @@ def load_head(
 
 
 def from_arrays(
-    arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
+    arrays: Arrays,
+    config: ModelConfig,
+    dtype: np.dtype | type,
+    device: jax.Device,
+    group: Ranks = ALONE,
 ) -> Loaded:
-    """Brings arrays under the names of `shared.models.parameters` to the device."""
-    wanted = parameters(config, "mtp.fc" in arrays)
-    return _sorted_out(wanted, lambda p: arrays[p.name], dtype, device)
+    """Brings a rank's share of arrays by the names of `shared.models.parameters` to the device."""
+    wanted = divided_parameters(config, "mtp.fc" in arrays, group.count)
+    arrays = {"lm_head": arrays["embed"], **arrays} if config.tied else arrays
+    return _sorted_out(wanted, _share_of(arrays, group), dtype, device)
 
 
-def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> Loaded:
-    """Brings the arrays of a draft head to the device; it may lack some."""
+def head_from_arrays(
+    head: DraftHead, dtype: np.dtype | type, device: jax.Device, group: Ranks = ALONE
+) -> Loaded:
+    """Brings a rank's share of the arrays of a draft head to the device; it may lack some."""
     wanted = [p for p in head_parameters(head.config, None) if p.name in head.weights]
-    loaded = _sorted_out(wanted, lambda p: head.weights[p.name], dtype, device)
+    loaded = _sorted_out(wanted, _share_of(head.weights, group), dtype, device)
     if head.config.has_draft_vocab:
         loaded.alone["draft_ids"] = _placed_ids(head.weights["draft_ids"], device)
     return loaded
+
+
+def _of_rank(wanted: Sequence[Parameter], group: Ranks) -> list[Parameter]:
+    return [parameter.of_rank(group.rank, group.count) for parameter in wanted]
+
+
+def _share_of(
+    arrays: Arrays, group: Ranks
+) -> Callable[[Parameter], Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]:
+    def read(parameter: Parameter) -> Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]:
+        array = arrays[parameter.name]
+        if group.is_alone:
+            return array
+        return parameter.share(np.asarray(array), group.rank, group.count)
+
+    return read
 
 
 def _sorted_out(

@@ -36,8 +36,8 @@ from torch_impl.machine import Machine
 from torch_impl.model import Model
 from torch_impl.operations import KERNEL_LIMITS
 from torch_impl.ops import kernels_on
+from torch_impl.records import BlockWeights, HeadWeights, Weights
 from torch_impl.step import step
-from torch_impl.weights import BlockWeights, HeadWeights, Weights
 from torch_impl.workspace import workspace
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]

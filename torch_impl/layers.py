@@ -18,7 +18,7 @@ from torch_impl.ops.experts import Experts, added_experts
 from torch_impl.ops.linear import Matrix, Stream
 from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from torch_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
-from torch_impl.weights import Attention, GatedDelta, Layer
+from torch_impl.records import Attention, GatedDelta, Layer
 
 Hidden = Float[Tensor, "R hidden"]
 Pools = Float[Tensor, "L 2 pages page H D"]

@@ -25,7 +25,7 @@ from torch_impl.ops import layers, linear, ranks
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.experts import counted
 from torch_impl.ops.linear import Matrix
-from torch_impl.weights import Layer, Weights
+from torch_impl.records import Layer, Weights
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """The weights of a model as tensors on a device, one by one for each layer."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from shared.boundary.ranks import ALONE, Ranks
@@ -16,115 +16,26 @@ from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
-from shared.models.parameters import BIAS, Parameter, parameters
-from shared.models.ranks import local, vocab_section
+from shared.models.parameters import BIAS, Parameter, divided_parameters
+from shared.models.ranks import local
 from torch_impl import dummy, words
 from torch_impl.ops.experts import Experts
 from torch_impl.ops.linear import Matrix
+from torch_impl.records import (
+    Attention,
+    BlockWeights,
+    GatedDelta,
+    HeadWeights,
+    Layer,
+    Mlp,
+    Mtp,
+    Weights,
+)
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The types that a model can run in, by name."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """An attention layer; the norms are None in a model without them."""
-
-    inputs: Matrix
-    out: Matrix
-    q_norm: Float[Tensor, " queries"] | None
-    k_norm: Float[Tensor, " keys"] | None
-
-
-@dataclass(frozen=True)
-class GatedDelta:
-    """A gated-delta layer."""
-
-    inputs: Matrix
-    conv: Float[Tensor, "C 4"]
-    a_log: Float[Tensor, " H"]
-    dt_bias: Float[Tensor, " H"]
-    norm: Float[Tensor, " V"]
-    out: Matrix
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """A gated MLP; `gate_up` holds the gate's rows, then those of up."""
-
-    gate_up: Matrix
-    down: Matrix
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A decoder layer; that of an EAGLE head has no norm of its input.
-
-    Norms stand before mixers and MLPs, or at the ends of both; the others are None.
-    """
-
-    input_norm: Float[Tensor, " hidden"] | None
-    mixer: Attention | GatedDelta
-    post_norm: Float[Tensor, " hidden"] | None
-    feed: Mlp | Experts
-    mixer_end_norm: Float[Tensor, " hidden"] | None
-    feed_end_norm: Float[Tensor, " hidden"] | None
-
-
-@dataclass(frozen=True)
-class Mtp:
-    """The MTP layer of a Qwen3.5 checkpoint."""
-
-    fc: Matrix
-    embedding_norm: Float[Tensor, " hidden"]
-    hidden_norm: Float[Tensor, " hidden"]
-    final_norm: Float[Tensor, " hidden"]
-    layer: Layer
-
-
-@dataclass(frozen=True)
-class Weights:
-    """A model's weights. All norm weights are float32 and scale by what they are, not by 1 more."""
-
-    embed: Float[Tensor, "vocab hidden"]
-    lm_head: Matrix
-    final_norm: Float[Tensor, " hidden"]
-    layers: tuple[Layer, ...]
-    mtp: Mtp | None
-
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
-
-    Attributes:
-      draft_ids: The target's id of each token of the draft vocabulary.
-    """
-
-    config: DraftConfig
-    fc: Matrix
-    fc_bias: Float[Tensor, " hidden"] | None
-    aux_norm: Float[Tensor, "streams target_hidden"] | None
-    input_norm: Float[Tensor, " inputs"] | None
-    hidden_norm: Float[Tensor, " hidden"] | None
-    layer: Layer
-    final_norm: Float[Tensor, " hidden"] | None
-    lm_head: Matrix | None
-    embed: Float[Tensor, "vocab hidden"] | None
-    draft_ids: Int[Tensor, " draft_vocab"] | None
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    """A DFlash head; embedding and `lm_head` are its target's."""
-
-    config: DraftConfig
-    fc: Matrix
-    hidden_norm: Float[Tensor, " hidden"]
-    layers: tuple[Layer, ...]
-    final_norm: Float[Tensor, " hidden"]
 
 
 def load(
@@ -151,7 +62,7 @@ def load(
       CheckpointError: See `Checkpoint.load`.
     """
     tensors = {}
-    for parameter in _of_rank(parameters(config, with_mtp), group):
+    for parameter in _of_rank(divided_parameters(config, with_mtp, group.count), group):
         name = parameter.name
         if name in in_codes:
             both = words.read_codes(checkpoint, parameter, device, progress)
@@ -161,7 +72,7 @@ def load(
             tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
             continue
         tensors[name], tensors[f"{name}{SCALES}"] = both
-    return _assemble(config, tensors, group)
+    return _assemble(config, tensors)
 
 
 def from_arrays(
@@ -172,8 +83,9 @@ def from_arrays(
     group: Ranks = ALONE,
 ) -> Weights:
     """A rank's share of arrays under the names of `shared.models.parameters`, which are copied."""
-    wanted = parameters(config, "mtp.fc" in arrays)
-    return _assemble(config, _from_arrays(wanted, arrays, dtype, device, group), group)
+    wanted = divided_parameters(config, "mtp.fc" in arrays, group.count)
+    arrays = {"lm_head": arrays["embed"], **arrays} if config.tied else arrays
+    return _assemble(config, _from_arrays(wanted, arrays, dtype, device, group))
 
 
 def load_head(
@@ -269,27 +181,13 @@ def _on_host(array: Shaped[np.ndarray, "..."]) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _assemble(config: ModelConfig, tensors: dict[str, Tensor], group: Ranks) -> Weights:
-    """The records of a rank, whose settings are still those of the whole model."""
-    head = tensors["lm_head"] if "lm_head" in tensors else _tied_head(tensors["embed"], group)
+def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
     return Weights(
         embed=tensors["embed"],
-        lm_head=Matrix(head),
+        lm_head=Matrix(tensors.get("lm_head", tensors["embed"])),
         final_norm=tensors["final_norm"],
         layers=_layers(config, tensors, "", config.layers),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
-    )
-
-
-def _tied_head(embed: Float[Tensor, "vocab hidden"], group: Ranks) -> Float[Tensor, "share hidden"]:
-    """A rank's share of the embedding as a head; only what is filled up is a copy."""
-    if group.is_alone:
-        return embed
-    section = vocab_section(len(embed))
-    first, end = section.run(group.rank, group.count)
-    spare = section.share(group.count) - (end - first)
-    return (
-        torch.nn.functional.pad(embed[first:end], (0, 0, 0, spare)) if spare else embed[first:end]
     )
 
 

@@ -10,12 +10,13 @@ from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, logits
-from jax_impl.ops import draft_tree, linear, verify_rows
+from jax_impl.ops import draft_tree, linear, ranks, verify_rows
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import embedded, rms_norm
 from jax_impl.ops.linear import normed_product, product
 from jax_impl.ops.mix import PagedKV
-from jax_impl.weights import BlockWeights
+from jax_impl.records import BlockWeights
+from shared.boundary.ranks import Ranks
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -52,7 +53,9 @@ class BlockDrafter(NamedTuple):
         return self._extend(memory, fed)
 
     def _extend(self, memory: DraftState, fed: Fed) -> DraftState:
-        return memory._replace(kv=write_context(self.weights, fed.rows, fed.passed, memory.kv))
+        read = (fed.rows, fed.passed)
+        kv = write_context(self.weights, *read, memory.kv, self.target.group)
+        return memory._replace(kv=kv)
 
     def draft(
         self,
@@ -67,7 +70,7 @@ class BlockDrafter(NamedTuple):
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed = self.target.weights.embed
-        hidden, kv = fill(self.weights, embed, newest, rows, memory.kv)
+        hidden, kv = fill(self.weights, embed, newest, rows, memory.kv, self.target.group)
         taken = hidden[:, 1 : 1 + shape.depth]
         scores = logits(self.target, taken.reshape(-1, hidden.shape[2]))
         scores = scores.reshape(len(newest), shape.depth, -1)
@@ -84,14 +87,16 @@ def _block_of(config: DraftConfig) -> BlockConfig:
     return config.block
 
 
-def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV) -> KV:
+def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV, group: Ranks) -> KV:
     """Writes rows of context, committed tokens, to the pools of all layers.
 
     Args:
       passed: The target's pass over the rows, with the streams that the head reads.
+      group: The ranks that have the head between them.
     """
     config = weights.config.layer
     joined = product(jnp.concatenate(passed.streams, axis=1), weights.fc)
+    joined = ranks.gathered(group, joined)
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
     turn = angles(config.attention, rows.positions)
     for place, layer in enumerate(weights.layers):
@@ -143,6 +148,7 @@ def fill(
     newest: Int[jax.Array, " B"],
     rows: list[Rows],
     kv: KV,
+    group: Ranks,
 ) -> tuple[Float[jax.Array, "B size hidden"], KV]:
     """Runs the blocks: their hidden states after the final norm, and the pools with their rows.
 
@@ -150,14 +156,15 @@ def fill(
       embed: The target's.
       newest: The token of slot 0; the others hold masks.
       rows: Of `block_rows`.
+      group: The ranks that have the head between them.
     """
     config, block = weights.config.layer, _block_of(weights.config)
     turn = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     norms = [*(layer.input_norm for layer in weights.layers), None]
-    stream = linear.stream(embedded(embed, tokens.reshape(-1)), norms[0])
+    stream = linear.stream(embedded(embed, tokens.reshape(-1)), norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
+        sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
         mixed, paged = attention(config, sight, place, layer.mixer, qkv, sight.kv)
         stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])

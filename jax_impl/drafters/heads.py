@@ -14,12 +14,14 @@ from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, Feed, Hidden, Sight, attention, finished, mlp
 from jax_impl.model import Forward, Model, logits
-from jax_impl.ops import linear
+from jax_impl.model import scores as scores_of
+from jax_impl.ops import linear, ranks
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import embedded, rms_norm
-from jax_impl.ops.linear import Stream, normed_product, product, product_float32
+from jax_impl.ops.linear import Stream, normed_product, product
 from jax_impl.ops.sampling import over_tokens
-from jax_impl.weights import HeadWeights, Layer
+from jax_impl.records import HeadWeights, Layer
+from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 
 Inputs = Float[jax.Array, "R inputs"]
@@ -54,7 +56,7 @@ class Head(NamedTuple):
 
 def mtp(model: Model) -> Head:
     """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model."""
-    config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
+    config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
     assert weights is not None  # the checkpoint was read with its MTP layer
     layer, feed = weights.layer, FEEDS[config.draft_layer.feed.kind]
 
@@ -62,7 +64,8 @@ def mtp(model: Model) -> Head:
         fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         joined = product(jnp.concatenate([fed, normed], axis=1), weights.fc)
-        stream = linear.stream(joined, layer.input_norm)
+        joined = ranks.gathered(group, joined)
+        stream = linear.stream(joined, layer.input_norm, None, group)
         qkv = normed_product(stream, eps, layer.mixer.inputs)
         x, kv = _decoder_layer(config, layer, feed, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
@@ -75,19 +78,20 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
 
     It shares embedding and head with the target.
     """
-    config, embed = weights.config.layer, _embedding(model, weights)
+    config, embed, group = weights.config.layer, _embedding(model, weights), model.group
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        x = _fc(weights, jnp.concatenate([embedded(embed, tokens), hidden], axis=1))
+        x = _fc(group, weights, jnp.concatenate([embedded(embed, tokens), hidden], axis=1))
         qkv = product(x, weights.layer.mixer.inputs)
-        return _decoder_layer(config, weights.layer, mlp, qkv, Stream(x), rows, kv)
+        stream = Stream(x, group=group)
+        return _decoder_layer(config, weights.layer, mlp, qkv, stream, rows, kv)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
     """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side."""
-    config, embed = weights.config.layer, _embedding(model, weights)
+    config, embed, group = weights.config.layer, _embedding(model, weights), model.group
     eps, norm_output = config.rms_eps, weights.config.norm_output
     input_norm, hidden_norm = weights.layer.input_norm, weights.hidden_norm
     final_norm = weights.final_norm
@@ -99,7 +103,8 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
         fed = rms_norm(embedded(embed, tokens), linear.alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(jnp.concatenate([fed, normed], axis=1), weights.layer.mixer.inputs)
-        x, kv = _decoder_layer(config, weights.layer, mlp, qkv, Stream(hidden), rows, kv)
+        stream = Stream(hidden, group=group)
+        x, kv = _decoder_layer(config, weights.layer, mlp, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x, kv
 
     def scores(hidden: Hidden) -> Logits:
@@ -107,9 +112,9 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
             hidden = rms_norm(hidden, final_norm, eps)
         if weights.lm_head is None:
             return logits(model, hidden)
-        return product_float32(hidden, weights.lm_head)
+        return scores_of(group, hidden, weights.lm_head, weights.config.draft_vocab)
 
-    project, columns = partial(_project, weights), weights.draft_ids
+    project, columns = partial(_project, group, weights), weights.draft_ids
     return Head(config, weights.config.aux_streams, project, forward, scores, columns)
 
 
@@ -121,7 +126,7 @@ def _final_hidden(passed: Forward) -> Hidden:
     return passed.hidden
 
 
-def _project(weights: HeadWeights, passed: Forward) -> Hidden:
+def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
     """As `shared.spec.eagle.eagle3_project`."""
     aux, eps = list(passed.streams), weights.config.layer.rms_eps
     if weights.aux_norm is not None:
@@ -130,11 +135,11 @@ def _project(weights: HeadWeights, passed: Forward) -> Hidden:
     joined = jnp.concatenate(aux, axis=1)
     if weights.input_norm is not None:
         joined = rms_norm(joined, weights.input_norm, eps)
-    return _fc(weights, joined)
+    return _fc(group, weights, joined)
 
 
-def _fc(weights: HeadWeights, x: Inputs) -> Hidden:
-    x = product(x, weights.fc)
+def _fc(group: Ranks, weights: HeadWeights, x: Inputs) -> Hidden:
+    x = ranks.gathered(group, product(x, weights.fc))
     return x if weights.fc_bias is None else x + weights.fc_bias
 
 
@@ -152,6 +157,6 @@ def _decoder_layer(
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """The head's one layer, from its projection on; angles are the head's own."""
-    sight = Sight.of(config.attention, rows, kv)
+    sight = Sight.of(config.attention, rows, kv, stream.group)
     mixed, paged = attention(config, sight, 0, layer.mixer, qkv, sight.kv)
     return finished(config, layer, feed, mixed, stream).rows, paged.pools

@@ -319,14 +319,20 @@ def _with_block(
     B, M, Hq, D = q.shape
     Hk = k.shape[2]
     product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    grouped = q.reshape(B, M, Hk, Hq // Hk, D)
-    scores = jnp.einsum("bmhgd,bphd->bhgmp", grouped, k, **product) * jnp.float32(scale)
+    # A query head at a time: what a library for CPUs makes of a group's product follows from how
+    # many of its heads a rank has.
+    grouped = jnp.unstack(q.reshape(B, M, Hk, Hq // Hk, D), axis=3)
+    scores = jnp.stack(
+        [jnp.einsum("bmhd,bphd->bhmp", head, k, **product) for head in grouped], axis=2
+    )
+    scores = scores * jnp.float32(scale)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     highest = jnp.maximum(so_far.highest, scores.max(axis=-1))
     weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(so_far.highest - highest)
     spoiled = ~jnp.isfinite(v).all(axis=(2, 3))  # [B, positions]
     v = jnp.where(spoiled[:, :, None, None], 0, v)
-    out = jnp.einsum("bhgmp,bphd->bhgmd", weights.astype(v.dtype), v, **product)
+    shares = jnp.unstack(weights.astype(v.dtype), axis=2)
+    out = jnp.stack([jnp.einsum("bhmp,bphd->bhmd", x, v, **product) for x in shares], axis=2)
     return _Partial(
         highest,
         so_far.total * kept + weights.sum(axis=-1),

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Float32, Int
 
-from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, layers, linear
+from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, layers, linear, ranks
 from jax_impl.ops.linear import Matrix, Norm, Stream
 from kernels.limits import arrivals_of_experts
 from kernels.routing import routing_of
+from shared.boundary.ranks import ALONE, Ranks
 from shared.models.layers import ExpertsConfig
 from shared.spec.numerics import ROUTER, SQUARES
 
@@ -79,12 +80,15 @@ def _places(ranked: Float32[jax.Array, "R some"]) -> Int[jax.Array, "R some"]:
 
 
 def experts(
-    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts
-) -> Float32[jax.Array, "R hidden"]:
+    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
+) -> Float32[jax.Array, "R share"]:
     """What the experts of each row add to the stream, in float32.
 
     Each expert runs over all rows, and a row that has not chosen it goes on with its sum: no row is
     dropped, and none sees what others chose.
+
+    Args:
+      group: The ranks that have a share of each expert; what this gives are a rank's columns.
     """
     logits = linear.product_float32(x, weights.router)
     chosen = choose(logits[:, : config.num_experts], config, linear.alone(weights.score_bias))
@@ -92,12 +96,13 @@ def experts(
     def add(out: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         is_chosen = chosen.ids == expert
         share = jnp.where(is_chosen, chosen.weights, 0).sum(axis=1, keepdims=True)
-        more = out + share * _of_expert(x, weights, expert)
+        more = out + share * _of_expert(x, weights, expert, group)
         return jnp.where(is_chosen.any(axis=1, keepdims=True), more, out), None
 
-    out, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(config.num_experts))
+    nothing = jnp.zeros((len(x), weights.down.num_outputs), jnp.float32)
+    out, _ = lax.scan(add, nothing, jnp.arange(config.num_experts))
     if config.shared_intermediate:
-        shared = _shared(x, config, weights)
+        shared = _shared(x, config, weights, group)
         if config.shared_is_gated:
             shared = jax.nn.sigmoid(logits[:, config.num_experts :]) * shared
         out = out + shared
@@ -105,24 +110,25 @@ def experts(
 
 
 def _of_expert(
-    x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place
-) -> Float32[jax.Array, "R hidden"]:
-    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert))
+    x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place, group: Ranks
+) -> Float32[jax.Array, "R share"]:
+    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert), group)
 
 
 def _shared(
-    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts
-) -> Float32[jax.Array, "R hidden"]:
+    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
+) -> Float32[jax.Array, "R share"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
-        return _of_expert(x, weights, config.num_experts)
-    return _mlp(x, weights.shared_gate_up, weights.shared_down)
+        return _of_expert(x, weights, config.num_experts, group)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down, group)
 
 
 def _mlp(
-    x: Float[jax.Array, "R hidden"], gate_up: Matrix, down: Matrix
-) -> Float32[jax.Array, "R hidden"]:
+    x: Float[jax.Array, "R hidden"], gate_up: Matrix, down: Matrix, group: Ranks
+) -> Float32[jax.Array, "R share"]:
     gate, up = jnp.split(linear.product_float32(x, gate_up), 2, axis=-1)
-    return linear.product_float32((layers.silu(gate) * up).astype(x.dtype), down)
+    inner = ranks.gathered(group, (layers.silu(gate) * up).astype(x.dtype))
+    return linear.product_float32(inner, down)
 
 
 def plain_counted(stream: Stream) -> Stream:
@@ -151,8 +157,10 @@ def plain_added_experts(
 ) -> Stream:
     """Adds what the experts give of the normed rows to the stream; the sum is rounded once."""
     rows = stream.rows
-    added = experts(layers.rms_norm(rows, linear.alone(stream.norm), eps), config, weights)
-    return stream.followed((rows + added).astype(rows.dtype), norm)
+    normed = layers.rms_norm(rows, linear.alone(stream.norm), eps)
+    added = experts(normed, config, weights, stream.group)
+    own = (ranks.own(stream.group, rows) + added).astype(rows.dtype)
+    return stream.followed(ranks.gathered(stream.group, own), norm)
 
 
 def kernel_added_experts(

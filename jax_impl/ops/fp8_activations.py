@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Float, Float8e4m3fn, Float32
 
+from jax_impl.ops import layers
 from shared.models.fp8 import BLOCK, OF_LARGEST
 
 
@@ -36,9 +36,7 @@ def product(
     scales: Float32[jax.Array, "outputs blocks"],
 ) -> Float32[jax.Array, "R outputs"]:
     """As the specification's, but scales multiply codes before the sums, not after them."""
-    contract = (((1,), (1,)), ((), ()))
-    rows, weight = numbers(*x), numbers(codes, scales)
-    return lax.dot_general(rows, weight, contract, precision=lax.Precision.HIGHEST)
+    return layers.linear(numbers(*x), numbers(codes, scales))
 
 
 def numbers(

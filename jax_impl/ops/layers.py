@@ -5,12 +5,32 @@ As `shared.spec.layers`; on a GPU the norm of bfloat16 is a kernel.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain
 from shared.spec.numerics import SQUARES
 
 Array = Float[jax.Array, "..."]
+
+PIECE = 32
+"""Of so many outputs a CPU makes whole pieces, in which each output's sum has one order."""
+
+
+def linear(
+    x: Float[jax.Array, "R inputs"], weight: Float[jax.Array, "outputs inputs"]
+) -> Float[jax.Array, "R outputs"]:
+    """The products of rows with each output's weights, as float32.
+
+    On a CPU an output's bits would else follow from how many stand beside it, and so from the
+    number of ranks; the weights of models are whole pieces, and nothing is done to them.
+    """
+    outputs = len(weight)
+    weight = jnp.pad(weight, ((0, -outputs % PIECE), (0, 0)))
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    return lax.dot_general(x, weight, contract, **options)[:, :outputs]
 
 
 def sigmoid(x: Array) -> Array:

@@ -20,7 +20,9 @@ from jax_impl.ops import (
     kernel_or_plain,
     kernels_on,
     layers,
+    ranks,
 )
+from shared.boundary.ranks import ALONE, Ranks
 from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.numerics import SQUARES
 
@@ -124,6 +126,7 @@ class Stream(NamedTuple):
       count: How many of the rows are real, the first of them; None: all.
       arrivals: Zeros, in which kernels of experts count their programs, and which they leave as
         zeros.
+      group: The ranks of which each makes its share of the columns; all of them have whole rows.
     """
 
     rows: Float[jax.Array, "R hidden"]
@@ -132,6 +135,7 @@ class Stream(NamedTuple):
     squares: Float[jax.Array, "R chunks"] | None = None
     count: Int[jax.Array, " 1"] | None = None
     arrivals: Int[jax.Array, " counters"] | None = None
+    group: Ranks = ALONE
 
     @property
     def factors(self) -> Float[jax.Array, "R hidden"]:
@@ -153,9 +157,10 @@ def plain_stream(
     rows: Float[jax.Array, "R hidden"],
     norm: Norm | None = None,
     count: Int[jax.Array, " 1"] | None = None,
+    group: Ranks = ALONE,
 ) -> Stream:
     """The residual stream as a pass begins it."""
-    return Stream(rows, norm, count=count)
+    return Stream(rows, norm, count=count, group=group)
 
 
 def kernel_stream(
@@ -163,10 +168,11 @@ def kernel_stream(
     rows: Float[jax.Array, "R hidden"],
     norm: Norm | None = None,
     count: Int[jax.Array, " 1"] | None = None,
+    group: Ranks = ALONE,
 ) -> Stream:
     """As `plain_stream`, with what stands beside the rows."""
     scaled, squares = kernels.layers.beside(rows, *in_stack(norm), order=SQUARES)
-    return Stream(rows, norm, scaled, squares, count)
+    return Stream(rows, norm, scaled, squares, count, group=group)
 
 
 def beside_kernels(stream: Stream) -> Stream:
@@ -180,8 +186,9 @@ def _stream_beside_kernels(
     rows: Float[jax.Array, "R hidden"],
     norm: Norm | None = None,
     count: Int[jax.Array, " 1"] | None = None,
+    group: Ranks = ALONE,
 ) -> Stream:
-    return beside_kernels(Stream(rows, norm, count=count))
+    return beside_kernels(Stream(rows, norm, count=count, group=group))
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
@@ -250,7 +257,8 @@ def plain_added_product(
     Args:
       norm: Of the stream that this gives.
     """
-    return stream.followed(stream.rows + _times(plain_product(x, weight), factor), norm)
+    own = ranks.own(stream.group, stream.rows) + _times(plain_product(x, weight), factor)
+    return stream.followed(ranks.gathered(stream.group, own), norm)
 
 
 def kernel_added_product(
@@ -291,7 +299,7 @@ def plain_gated_product(
 ) -> Float[jax.Array, "R intermediate"]:
     """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     gate, up = jnp.split(plain_normed_product(stream, eps, weight), 2, axis=-1)
-    return layers.silu(gate) * up
+    return ranks.gathered(stream.group, layers.silu(gate) * up)
 
 
 def kernel_gated_product(
@@ -316,11 +324,7 @@ def _sums(
     if weight.quantises:
         sums = _of_codes(x, weight)
     else:
-        values = widened(weight).astype(x.dtype)
-        contract = (((x.ndim - 1,), (1,)), ((), ()))
-        # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
-        options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-        sums = lax.dot_general(x, values, contract, **options)
+        sums = layers.linear(x, widened(weight).astype(x.dtype))
     return sums if bias is None else sums + bias.astype(jnp.float32)
 
 

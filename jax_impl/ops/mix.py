@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, Place, kernel_or_plain, layers, operand
+from jax_impl.ops import Kernels, Place, kernel_or_plain, layers, operand, ranks
 from jax_impl.ops.attention import KV, Rows, attend, write
 from kernels.limits import MOST_NODES
 from kernels.tiles import BLOCKS, MOST_LANES
+from shared.boundary.ranks import Ranks
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import BOUNDS, Heads
 from shared.spec.numerics import ATTENTION, SQUARES
@@ -197,13 +198,20 @@ mix = kernel_or_plain(kernel_mix, plain_mix)
 
 
 def normed_rows(
-    qkv: Float[jax.Array, "R outputs"], heads: Heads, norms: HeadNorms
+    qkv: Float[jax.Array, "R outputs"], heads: Heads, norms: HeadNorms, group: Ranks
 ) -> Float[jax.Array, "R outputs"]:
-    """A projection whose queries, and whose keys, are normed over all heads of a row."""
+    """A projection whose queries, and whose keys, are normed over all heads of a row.
+
+    Args:
+      group: The ranks that have the heads between them; the norms are of all heads.
+    """
     keys = heads.num_kv_heads * heads.head_size
     q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * keys, qkv.shape[1] - keys], axis=1)
-    normed = layers.rms_norm(q, norms.q, norms.eps), layers.rms_norm(k, norms.k, norms.eps)
-    return jnp.concatenate([*normed, v], axis=1)
+    num_copies = keys * group.count // len(norms.k)
+    q = layers.rms_norm(ranks.gathered(group, q), norms.q, norms.eps)
+    k = layers.rms_norm(ranks.gathered_keys(group, k, num_copies), norms.k, norms.eps)
+    own = ranks.own(group, q), ranks.own_keys(group, k, num_copies)
+    return jnp.concatenate([*own, v], axis=1)
 
 
 def grown_rows(

@@ -24,9 +24,11 @@ BOX_BYTES = 1 << 20
 """Of an exchange; what is larger goes in several."""
 
 _PAGE = 4096
-_LOOKS = 200
+_LOOKS = 50
 """Looks at a peer's word before the processor is given away between them."""
-_PAUSE_S = 20e-6
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
+"""Between looks from then on: each twice as long as the one before, so that who waits costs others
+little where ranks are more than processors."""
 
 
 class RankMissingError(RuntimeError):
@@ -113,16 +115,18 @@ class Mailboxes:
             given[peer] = self._boxes[peer, parity, : len(values)]
 
     def _await(self, rank: int, peer: int, call: int) -> None:
-        looks, until = 0, time.monotonic() + self.wait_s
+        for _ in range(_LOOKS):
+            if self._words[peer, 0] >= call:
+                return
+        pause_s, until = _FIRST_PAUSE_S, time.monotonic() + self.wait_s
         while self._words[peer, 0] < call:
-            looks += 1
-            if looks > _LOOKS:
-                if time.monotonic() > until:
-                    raise RankMissingError(
-                        f"rank {peer} of {self.count} did not come to exchange {call} within "
-                        f"{self.wait_s:g} s; rank {rank} waited for it"
-                    )
-                time.sleep(_PAUSE_S)
+            if time.monotonic() > until:
+                raise RankMissingError(
+                    f"rank {peer} of {self.count} did not come to exchange {call} within "
+                    f"{self.wait_s:g} s; rank {rank} waited for it"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _check_size(self, rank: int, peer: int, call: int, num_bytes: int) -> None:
         sent = int(self._words[peer, 1 + call % 2])

@@ -35,6 +35,17 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     return tensors + (_mtp_parameters(config) if with_mtp else [])
 
 
+def divided_parameters(config: ModelConfig, with_mtp: bool, count: int) -> list[Parameter]:
+    """Every parameter of a model that `count` ranks divide; see `Parameter.of_rank`.
+
+    Of a tied model each rank has the whole embedding, and a share of it once more as its head.
+    """
+    wanted = parameters(config, with_mtp)
+    if count > 1 and config.tied:
+        wanted.append(head_of("lm_head", "embed_tokens.weight", (config.vocab, config.hidden)))
+    return wanted
+
+
 def decoder_parameters(
     prefix: str,
     config: ModelConfig,

@@ -24,6 +24,13 @@ def own(
     return np.split(rows, count, axis=-1)[rank]
 
 
+def own_keys(
+    rows: Shaped[np.ndarray, "... size"], rank: int, count: int, num_copies: int
+) -> Shaped[np.ndarray, "... share"]:
+    """As `own`, of heads of which each stands on `num_copies` ranks in a row."""
+    return own(rows, rank // num_copies, count // num_copies)
+
+
 def gathered_keys(
     shares: Sequence[Shaped[np.ndarray, "... share"]], num_copies: int
 ) -> Shaped[np.ndarray, "... size"]:

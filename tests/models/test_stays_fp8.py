@@ -18,7 +18,6 @@ from jax_impl import weights as jax_weights
 from jax_impl import words as jax_words
 from jax_impl.ops import experts as jax_experts
 from jax_impl.ops import linear as jax_linear
-from shared.boundary.ranks import ALONE
 from shared.drafts.drafts import Drafts
 from shared.models import fp8, fp8_words
 from shared.models.checkpoint import Checkpoint, open_checkpoint
@@ -222,7 +221,7 @@ def test_experts_in_words_give_the_bits_of_the_widened(model) -> None:
     own, sizes = load("torch", config, checkpoint, []), config.experts
     other = torch_weights.load(checkpoint, config, True, "bfloat16", CPU, lambda count: None, {})
     of_torch = [
-        torch_experts.experts(torch.from_numpy(x).bfloat16(), sizes, each.layers[1].feed, ALONE)
+        torch_experts.experts(torch.from_numpy(x).bfloat16(), sizes, each.layers[1].feed)
         for each in (own, other)
     ]
     assert own.layers[1].feed.down.values.dtype == torch.int32

@@ -18,7 +18,10 @@ def test_own_columns_gathered_are_the_rows(count):
 def test_heads_that_stand_on_several_ranks_are_taken_once():
     heads = np.arange(2 * 4, dtype=np.float32).reshape(1, 2, 4)
     shares = [heads[:, rank // 2] for rank in range(4)]
-    np.testing.assert_array_equal(ranks.gathered_keys(shares, 2), heads.reshape(1, 8))
+    whole = ranks.gathered_keys(shares, 2)
+    np.testing.assert_array_equal(whole, heads.reshape(1, 8))
+    for rank, share in enumerate(shares):
+        np.testing.assert_array_equal(ranks.own_keys(whole, rank, 4, 2), share)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])

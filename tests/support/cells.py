@@ -22,7 +22,7 @@ from shared.spec.noise import derive_seed
 from tests.support.backends import make_backend
 from tests.support.driving import Outcome, checked_step
 from tests.support.equality import Oracle, assert_few_excused
-from tests.support.tiny_models import DENSE, EOS_ID, EXPERTS, tiny_model
+from tests.support.tiny_models import DENSE, DIVIDED, EOS_ID, EXPERTS, tiny_model
 
 BATCH = 4
 CONTEXT = 160
@@ -32,7 +32,9 @@ DEPTHS = (0, 1, 3, 5)
 LOADS = ("alone", "mixed")
 SAMPLED = "sampled"
 GREEDY = "greedy"
-MODEL_SEEDS = {"llama": 5, "qwen3": 6, "qwen3_5": 3} | dict.fromkeys((*DENSE, *EXPERTS), 7)
+MODEL_SEEDS = {"llama": 5, "qwen3": 6, "qwen3_5": 3} | dict.fromkeys(
+    (*DENSE, *EXPERTS, *DIVIDED.values()), 7
+)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class JaxBlock:
         cpu, layer = jax.devices("cpu")[0], head.config.layer
         self._length = 0
         loaded = jax_weights.from_arrays(weights, target, np.float32, cpu)
-        self._target = JaxModel.of(target, jax_weights.weights_of(target, loaded, False))
+        self._target = JaxModel.of(target, jax_weights.weights_of(target, loaded, False), ALONE)
         own = jax_weights.head_from_arrays(head, np.float32, cpu)
         self._weights = jax_weights.head_of(head.config, own, False)
         self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32, cpu)
@@ -161,7 +161,7 @@ class JaxBlock:
         rows = jax_attention.causal_rows(*where, MOST_ROWS)
         streams = jnp.split(features, len(self._weights.config.aux_streams), axis=1)
         passed = JaxForward(streams[0], tuple(streams), kv)
-        return jax_dflash.write_context(self._weights, rows, passed, kv)
+        return jax_dflash.write_context(self._weights, rows, passed, kv, ALONE)
 
     def fill(self, newest: int) -> tuple[Array, Array]:
         hidden, scores, self._kv = self._run(self._kv, newest, self._length)
@@ -173,7 +173,7 @@ class JaxBlock:
         none = jnp.zeros(1, jnp.int32)
         block, embed = self._weights.config.block, self._target.weights.embed
         rows = jax_dflash.block_rows(block, none + length, none, self._table)
-        given = (embed, none + newest, rows, kv)
+        given = (embed, none + newest, rows, kv, ALONE)
         hidden, kv = jax_dflash.fill(self._weights, *given)
         return hidden[0], jax_logits(self._target, hidden[0, 1:]), kv
 

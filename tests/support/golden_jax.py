@@ -15,6 +15,7 @@ from jax_impl.backend import compiler_options
 from jax_impl.drafters import Fed, Ranking, eagle, heads
 from jax_impl.ops import attention, delta_mix, draft_tree
 from jax_impl.ops.sampling import Sampling
+from shared.boundary.ranks import ALONE
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
@@ -117,7 +118,7 @@ class Passes:
             setattr(self, name, partial(jitted, self._arrays))
 
     def _model(self, arrays) -> model.Model:
-        return model.Model.of(self._config, weights.weights_of(self._config, arrays, False))
+        return model.Model.of(self._config, weights.weights_of(self._config, arrays, False), ALONE)
 
     def _prefill(self, arrays, kv, state, tokens, positions, count, length):
         loaded, row_starts = self._model(arrays), jnp.stack([0, count])
@@ -166,7 +167,7 @@ class JaxHead:
         loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
         own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
         read = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
-        whole = model.Model.of(config, weights.weights_of(config, loaded, False))
+        whole = model.Model.of(config, weights.weights_of(config, loaded, False), ALONE)
         self._head = heads.HEADS[own.kind](whole, weights.head_of(own, read, False))
         self._aux = own.aux_streams
         self._kv = device_state.new_kv(own.layer, 1, (NUM_PAGES, PAGE_SIZE), np.float32, cpu)

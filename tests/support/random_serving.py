@@ -40,6 +40,7 @@ from tests.support.random_requests import (
     Asked,
     Server,
 )
+from tests.support.ranks import MAKERS as RANK_MAKERS
 from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
 from tests.support.tiny_models import WITH_MTP, tiny_model
 from tests.support.tiny_small import small_model
@@ -50,6 +51,10 @@ SNAPSHOTS = 7
 
 MOST_STEPS = 2000
 """Far more than any traffic needs: one that takes as many does not come to an end."""
+
+DIVIDED_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+DIVIDED_DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
+"""Of drafters, where several ranks have them between them; KV heads are on two of four ranks."""
 
 LOGPROB_TOLERANCE = 2e-4
 """Logits of one row move by 6e-5 with the order of sums, and so does their log-sum."""
@@ -92,13 +97,14 @@ def oracle_of(family: str, drafter: str) -> Oracle:
 
 
 @lru_cache
-def drafter_of(family: str, drafter: str):
-    """What a backend's constructor gets."""
-    target = target_of(family, drafter)
+def drafter_of(family: str, drafter: str, is_divided: bool):
+    """What a backend's constructor gets; `is_divided` is that four ranks divide its heads."""
+    target, heads = target_of(family, drafter), DIVIDED_HEADS if is_divided else {}
+    small = heads | (DIVIDED_DELTA if is_divided and family in WITH_MTP else {})
     made: dict[str, Callable] = {
-        "EAGLE": lambda: tiny_head(*target, "EAGLE", 5),
-        "EAGLE3": lambda: tiny_head(*target, "EAGLE3", 5),
-        "STANDALONE": lambda: small_model(*target, family, 4),
+        "EAGLE": lambda: tiny_head(*target, "EAGLE", 5, **heads),
+        "EAGLE3": lambda: tiny_head(*target, "EAGLE3", 5, **heads),
+        "STANDALONE": lambda: small_model(*target, family, 4, **small),
         "DFLASH": lambda: tiny_block_head(target[0], 4),
         "NEXTN": lambda: "NEXTN",
     }
@@ -156,7 +162,8 @@ class Backends:
         key += (capacity.programs, capacity.num_snapshots)
         if key not in self._made:
             made = (*target_of(server.family, server.drafter), capacity)
-            head = drafter_of(server.family, server.drafter)
+            is_divided = server.framework in RANK_MAKERS
+            head = drafter_of(server.family, server.drafter, is_divided)
             self._made[key] = make_backend(server.framework, *made, head)
         return self._made[key]
 

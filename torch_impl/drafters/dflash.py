@@ -28,7 +28,7 @@ from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import embedded, rms_norm
 from torch_impl.ops.linear import normed_product, product
 from torch_impl.ops.mix import PagedKV
-from torch_impl.weights import BlockWeights
+from torch_impl.records import BlockWeights
 
 
 @dataclass(frozen=True)

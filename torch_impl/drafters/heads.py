@@ -28,7 +28,7 @@ from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import embedded, rms_norm
 from torch_impl.ops.linear import Stream, normed_product, product
 from torch_impl.ops.sampling import over_tokens
-from torch_impl.weights import HeadWeights, Layer
+from torch_impl.records import HeadWeights, Layer
 
 Tokens = Int[Tensor, " R"]
 Logits = Float[Tensor, "R vocab"]

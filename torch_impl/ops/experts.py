@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.limits import arrivals_of_experts
 from kernels.routing import routing_of
-from shared.boundary.ranks import Ranks
+from shared.boundary.ranks import ALONE, Ranks
 from shared.models.layers import ExpertsConfig
 from shared.spec.numerics import ROUTER, SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers, linear, ranks
@@ -80,7 +80,7 @@ def _summed(x: Float32[Tensor, "R some"]) -> Float32[Tensor, "R 1"]:
 
 
 def experts(
-    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
+    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
 ) -> Float32[Tensor, "R share"]:
     """As the specification; an expert that a row chose runs over all, so that none sees another.
 
@@ -118,7 +118,7 @@ def _of_expert(
 
 
 def _shared(
-    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
+    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
 ) -> Float32[Tensor, "R share"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
         return _of_expert(x, weights, config.num_experts, group)

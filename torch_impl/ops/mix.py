@@ -200,8 +200,8 @@ def normed_rows(
     num_copies = keys * group.count // len(norms.k)
     q = layers.rms_norm(ranks.gathered(group, q), norms.q, norms.eps)
     k = layers.rms_norm(ranks.gathered_keys(group, k, num_copies), norms.k, norms.eps)
-    first = group.rank // num_copies * keys
-    return torch.cat([ranks.own(group, q), k[:, first : first + keys], v], dim=1)
+    own = ranks.own(group, q), ranks.own_keys(group, k, num_copies)
+    return torch.cat([*own, v], dim=1)
 
 
 def grown_rows(

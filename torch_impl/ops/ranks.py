@@ -24,6 +24,14 @@ def own(ranks: Ranks, rows: Shaped[Tensor, "... size"]) -> Shaped[Tensor, "... s
     return rows if ranks.is_alone else rows.chunk(ranks.count, dim=-1)[ranks.rank]
 
 
+def own_keys(
+    ranks: Ranks, rows: Shaped[Tensor, "... size"], num_copies: int
+) -> Shaped[Tensor, "... share"]:
+    if ranks.is_alone:
+        return rows
+    return rows.chunk(ranks.count // num_copies, dim=-1)[ranks.rank // num_copies]
+
+
 def gathered_keys(
     ranks: Ranks, values: Shaped[Tensor, "... share"], num_copies: int
 ) -> Shaped[Tensor, "... size"]:

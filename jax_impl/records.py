@@ -1,0 +1,101 @@
+"""The weights of a model by layers, as a step reads them."""
+
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Float, Int
+
+from jax_impl.ops.experts import Experts
+from jax_impl.ops.linear import Matrix, Norm
+from shared.drafts.config import DraftConfig
+
+
+class Attention(NamedTuple):
+    """An attention layer; the norms, alone or in their stack, are None in a model without them."""
+
+    inputs: Matrix
+    out: Matrix
+    q_norm: Float[jax.Array, "*L queries"] | None
+    k_norm: Float[jax.Array, "*L keys"] | None
+
+
+class GatedDelta(NamedTuple):
+    """A gated-delta layer; its small parameters are those of all where matrices are in stacks."""
+
+    inputs: Matrix
+    conv: Float[jax.Array, "*L C 4"]
+    a_log: Float[jax.Array, "*L H"]
+    dt_bias: Float[jax.Array, "*L H"]
+    norm: Float[jax.Array, "*L V"]
+    out: Matrix
+
+
+class Mlp(NamedTuple):
+    """A gated MLP; `gate_up` holds the gate's rows, then those of up."""
+
+    gate_up: Matrix
+    down: Matrix
+
+
+class Layer(NamedTuple):
+    """A decoder layer; that of an EAGLE head has no norm of its input.
+
+    Norms stand before mixers and MLPs, or at the ends of both; the others are None.
+    """
+
+    input_norm: Norm | None
+    mixer: Attention | GatedDelta
+    post_norm: Norm | None
+    feed: Mlp | Experts
+    mixer_end_norm: Norm | None
+    feed_end_norm: Norm | None
+
+
+class Mtp(NamedTuple):
+    """The MTP layer of a Qwen3.5 checkpoint, which drafts for NEXTN."""
+
+    fc: Matrix
+    embedding_norm: Float[jax.Array, " hidden"]
+    hidden_norm: Float[jax.Array, " hidden"]
+    final_norm: Float[jax.Array, " hidden"]
+    layer: Layer
+
+
+class Weights(NamedTuple):
+    """A model's weights."""
+
+    embed: Float[jax.Array, "vocab hidden"]
+    lm_head: Matrix
+    final_norm: Float[jax.Array, " hidden"]
+    layers: tuple[Layer, ...]
+    mtp: Mtp | None
+
+
+class HeadWeights(NamedTuple):
+    """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
+
+    Attributes:
+      draft_ids: The target's id of each token of the draft vocabulary.
+    """
+
+    config: DraftConfig
+    fc: Matrix
+    fc_bias: Float[jax.Array, " hidden"] | None
+    aux_norm: Float[jax.Array, "streams target_hidden"] | None
+    input_norm: Float[jax.Array, " inputs"] | None
+    hidden_norm: Float[jax.Array, " hidden"] | None
+    layer: Layer
+    final_norm: Float[jax.Array, " hidden"] | None
+    lm_head: Matrix | None
+    embed: Float[jax.Array, "vocab hidden"] | None
+    draft_ids: Int[jax.Array, " draft_vocab"] | None
+
+
+class BlockWeights(NamedTuple):
+    """A DFlash head; embedding and `lm_head` are its target's."""
+
+    config: DraftConfig
+    fc: Matrix
+    hidden_norm: Float[jax.Array, " hidden"]
+    layers: tuple[Layer, ...]
+    final_norm: Float[jax.Array, " hidden"]

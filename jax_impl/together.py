@@ -1,0 +1,102 @@
+"""Several devices of one process that run every step together, each as a rank."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jax_impl.ops.ranks import AXIS
+from shared.boundary.ranks import Ranks
+
+Tree = TypeVar("Tree")
+
+
+@dataclass(frozen=True)
+class Together:
+    """The devices of one process that run every step together, each as a rank.
+
+    Arrays of all ranks are one array of JAX with one axis more, the first, whose places lie on the
+    devices; a rank's program sees its own place alone. One rank has its arrays as they are.
+
+    Attributes:
+      devices: Of the ranks, in order.
+    """
+
+    devices: tuple[jax.Device, ...]
+
+    @classmethod
+    def of(cls, first: jax.Device, group: Ranks) -> Self:
+        """As many devices as there are ranks, from the first on.
+
+        Raises:
+          ValueError: There are fewer.
+        """
+        if group.is_alone:
+            return cls((first,))
+        found = jax.devices(first.platform)
+        devices = tuple(found[found.index(first) :][: group.count])
+        if len(devices) < group.count:
+            raise ValueError(
+                f"{group.count} ranks need as many devices, of {first.platform} there are "
+                f"{len(devices)}; on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count="
+                f"{group.count}"
+            )
+        return cls(devices)
+
+    @property
+    def ranks(self) -> list[Ranks]:
+        """Who each device is."""
+        count = len(self.devices)
+        return [Ranks(rank, count, None) for rank in range(count)]
+
+    @property
+    def all(self) -> Sharding:
+        """Where what is the same on all ranks lies."""
+        if len(self.devices) == 1:
+            return SingleDeviceSharding(self.devices[0])
+        return NamedSharding(self._mesh, PartitionSpec())
+
+    def joined(self, shares: Sequence[Tree]) -> Tree:
+        """Arrays of each rank, on its device, as arrays of all of them."""
+        return shares[0] if len(shares) == 1 else jax.tree.map(self._joined, *shares)
+
+    def run(self, step: Callable[..., tuple[Tree, jax.Array]], *given: Any) -> Any:
+        """A step on every rank.
+
+        Args:
+          step: A rank's program, of the arguments; gives arrays that each rank keeps, and a result
+            that is the same on all.
+          given: Arrays of all ranks, and as the last of them one that is the same on all.
+        """
+        if len(self.devices) == 1:
+            return step(*given)
+
+        def of_rank(*given: Any) -> tuple[Any, jax.Array]:
+            *own, same = given
+            kept, result = step(*jax.tree.map(lambda x: x[0], own), same)
+            return jax.tree.map(lambda x: x[None], kept), result
+
+        mine, same = PartitionSpec(AXIS), PartitionSpec()
+        places = (*[mine] * (len(given) - 1), same)
+        # Whether ranks end with one result is for tests to say: gathers are no sums of XLA's.
+        spread = jax.shard_map(
+            of_rank, mesh=self._mesh, in_specs=places, out_specs=(mine, same), check_vma=False
+        )
+        return spread(*given)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,))
+
+    def _joined(self, *arrays: jax.Array) -> jax.Array:
+        where = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        # By way of numpy, which on a CPU is the same memory; a reshape would be compiled.
+        own = [
+            jax.device_put(np.asarray(array)[None], device)
+            for array, device in zip(arrays, self.devices, strict=True)
+        ]
+        shape = (len(own), *arrays[0].shape)
+        return jax.make_array_from_single_device_arrays(shape, where, own)

@@ -1,0 +1,119 @@
+"""Two and four ranks on a CPU give the bits of one, in every field of every step's result.
+
+Each step runs on one rank and on each of several, and is compared there (`tests/support/ranks.py`):
+tokens, trees, logprobs, scores and what was saved. The traffic has prefix hits, preemption, chunks,
+early ends, penalties, biases and filters; the shapes of trees take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shared.engine.request import SamplingParams
+from tests.support.equality import TALLY
+from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
+from tests.support.random_serving import Backends, serve
+from tests.support.tiny_models import DENSE, DIVIDED, WITH_MTP
+
+HYBRID = DIVIDED["qwen3_5"]
+FRAMEWORKS = ("torch ranks 2", "torch ranks 4")
+MOST_USED = [*(("torch ranks 4", each) for each in DRAFTERS), ("torch ranks 2", "NEXTN")]
+OTHERS = [
+    pytest.param("torch ranks 2", each, marks=pytest.mark.matrix)
+    for each in DRAFTERS
+    if each != "NEXTN"
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=18, logprobs=2, prompt_logprobs=2)
+LOOSE = SamplingParams(
+    temperature=0.9, max_tokens=16, repetition_penalty=1.2, frequency_penalty=0.4, logprobs=3
+)
+TIGHT = SamplingParams(
+    temperature=1.3,
+    max_tokens=14,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.02,
+    min_tokens=9,
+    stop_token_ids=(20, 21),
+    logit_bias={30: 6.0, 31: -100.0},
+)
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends()
+    yield made
+    made.close()
+
+
+def asked(length: int, sampling: SamplingParams, arrives: int = 0, choices: int = 1) -> Asked:
+    """Prompts begin alike, so that later ones find pages of earlier ones."""
+    return Asked(
+        prompt=prompt_of(0, length, 8),
+        sampling=sampling,
+        seed=length,
+        choices=choices,
+        tenant="",
+        arrives=arrives,
+        leaves=None,
+        late=None,
+    )
+
+
+TRAFFIC = [
+    asked(70, GREEDY),
+    asked(33, LOOSE, choices=2),
+    asked(41, TIGHT),
+    asked(75, TIGHT, arrives=6),
+]
+FEW = [asked(37, GREEDY), asked(20, TIGHT)]
+
+
+def serve_on(
+    backends: Backends, framework: str, family: str, drafter: str, rule: str, traffic: list[Asked]
+) -> None:
+    server = Server(
+        framework=framework,
+        family=family,
+        drafter=drafter,
+        shape=None,
+        rule=rule,
+        page_size=4,
+        overlap=1,
+        spare=0.0,
+        scope="request",
+        match_type="BFS",
+        caches=True,
+    )
+    serve(server, traffic, backends)
+
+
+@pytest.mark.parametrize(("framework", "drafter"), MOST_USED + OTHERS)
+def test_every_drafter_over_hits_and_preemptions(drafter, framework, backends):
+    begun = TALLY.preemptions
+    serve_on(backends, framework, HYBRID, drafter, "match", TRAFFIC)
+    assert TALLY.preemptions > begun or drafter != "none", "pages were never short"
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [("NEXTN", "rejection"), ("EAGLE3", "block"), ("DFLASH", "rejection"), ("STANDALONE", "block")],
+)
+def test_every_rule_of_acceptance(drafter, rule, backends):
+    family = HYBRID if drafter == "NEXTN" else "llama"
+    serve_on(backends, "torch ranks 4", family, drafter, rule, FEW)
+
+
+@pytest.mark.parametrize("family", ["llama", *DENSE])
+def test_every_dense_family(family, backends):
+    """Biases, factors, norms of all heads and behind layers, windows, joined tensors."""
+    serve_on(backends, "torch ranks 4", family, "EAGLE", "match", FEW)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe", DIVIDED["qwen3_5_moe"]])
+def test_every_family_of_experts(family, framework, backends):
+    drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
+    serve_on(backends, framework, family, drafter, "match", FEW)

@@ -1,0 +1,109 @@
+"""The weights of a model by layers, as a step reads them."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shared.drafts.config import DraftConfig
+from torch_impl.ops.experts import Experts
+from torch_impl.ops.linear import Matrix
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention layer; the norms are None in a model without them."""
+
+    inputs: Matrix
+    out: Matrix
+    q_norm: Float[Tensor, " queries"] | None
+    k_norm: Float[Tensor, " keys"] | None
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A gated-delta layer."""
+
+    inputs: Matrix
+    conv: Float[Tensor, "C 4"]
+    a_log: Float[Tensor, " H"]
+    dt_bias: Float[Tensor, " H"]
+    norm: Float[Tensor, " V"]
+    out: Matrix
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP; `gate_up` holds the gate's rows, then those of up."""
+
+    gate_up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer; that of an EAGLE head has no norm of its input.
+
+    Norms stand before mixers and MLPs, or at the ends of both; the others are None.
+    """
+
+    input_norm: Float[Tensor, " hidden"] | None
+    mixer: Attention | GatedDelta
+    post_norm: Float[Tensor, " hidden"] | None
+    feed: Mlp | Experts
+    mixer_end_norm: Float[Tensor, " hidden"] | None
+    feed_end_norm: Float[Tensor, " hidden"] | None
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """The MTP layer of a Qwen3.5 checkpoint."""
+
+    fc: Matrix
+    embedding_norm: Float[Tensor, " hidden"]
+    hidden_norm: Float[Tensor, " hidden"]
+    final_norm: Float[Tensor, " hidden"]
+    layer: Layer
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights. All norm weights are float32 and scale by what they are, not by 1 more."""
+
+    embed: Float[Tensor, "vocab hidden"]
+    lm_head: Matrix
+    final_norm: Float[Tensor, " hidden"]
+    layers: tuple[Layer, ...]
+    mtp: Mtp | None
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
+
+    Attributes:
+      draft_ids: The target's id of each token of the draft vocabulary.
+    """
+
+    config: DraftConfig
+    fc: Matrix
+    fc_bias: Float[Tensor, " hidden"] | None
+    aux_norm: Float[Tensor, "streams target_hidden"] | None
+    input_norm: Float[Tensor, " inputs"] | None
+    hidden_norm: Float[Tensor, " hidden"] | None
+    layer: Layer
+    final_norm: Float[Tensor, " hidden"] | None
+    lm_head: Matrix | None
+    embed: Float[Tensor, "vocab hidden"] | None
+    draft_ids: Int[Tensor, " draft_vocab"] | None
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """A DFlash head; embedding and `lm_head` are its target's."""
+
+    config: DraftConfig
+    fc: Matrix
+    hidden_norm: Float[Tensor, " hidden"]
+    layers: tuple[Layer, ...]
+    final_norm: Float[Tensor, " hidden"]
