@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from jax_impl.ops.ranks import AXIS
 from shared.boundary.ranks import Ranks
 
 Tree = TypeVar("Tree")
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -63,29 +64,38 @@ class Together:
         """Arrays of each rank, on its device, as arrays of all of them."""
         return shares[0] if len(shares) == 1 else jax.tree.map(self._joined, *shares)
 
-    def run(self, step: Callable[..., tuple[Tree, jax.Array]], *given: Any) -> Any:
+    def run(
+        self,
+        step: Callable[[Tree, State, jax.Array], tuple[State, jax.Array]],
+        leaves: Tree,
+        state: State,
+        words: jax.Array,
+    ) -> tuple[State, jax.Array]:
         """A step on every rank.
 
         Args:
-          step: A rank's program, of the arguments; gives arrays that each rank keeps, and a result
-            that is the same on all.
-          given: Arrays of all ranks, and as the last of them one that is the same on all.
+          step: A rank's program, of its weights, its state and the plan's words; gives its state
+            and a result that is the same on all ranks.
+          leaves, state: Arrays of all ranks.
         """
         if len(self.devices) == 1:
-            return step(*given)
+            return step(leaves, state, words)
 
-        def of_rank(*given: Any) -> tuple[Any, jax.Array]:
-            *own, same = given
-            kept, result = step(*jax.tree.map(lambda x: x[0], own), same)
-            return jax.tree.map(lambda x: x[None], kept), result
+        def of_rank(leaves: Tree, state: State, words: jax.Array) -> tuple[State, jax.Array]:
+            leaves, state = jax.tree.map(lambda x: x[0], (leaves, state))
+            state, result = step(leaves, state, words)
+            return jax.tree.map(lambda x: x[None], state), result
 
-        mine, same = PartitionSpec(AXIS), PartitionSpec()
-        places = (*[mine] * (len(given) - 1), same)
+        own, same = PartitionSpec(AXIS), PartitionSpec()
         # Whether ranks end with one result is for tests to say: gathers are no sums of XLA's.
         spread = jax.shard_map(
-            of_rank, mesh=self._mesh, in_specs=places, out_specs=(mine, same), check_vma=False
+            of_rank,
+            mesh=self._mesh,
+            in_specs=(own, own, same),
+            out_specs=(own, same),
+            check_vma=False,
         )
-        return spread(*given)
+        return spread(leaves, state, words)
 
     @property
     def _mesh(self) -> Mesh:

@@ -19,10 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 # Writing Orbax, training, programs that are kept and ranks that are devices of one process are
 # JAX's alone, compiling kernels on their own is torch's.
-ONE_SIDED = {
-    *map(Path, ("convert.py", "train.py", "kept.py", "together.py")),
-    Path("compiling.py"),
-}
+ONE_SIDED = {*map(Path, ("convert.py", "train.py", "kept.py", "together.py", "compiling.py"))}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 PARTS = {

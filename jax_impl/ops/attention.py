@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, layers
 
 KV = Float[jax.Array, "L 2 P page Hk D"]
 """Keys and values of the page pools of a stack of attention layers."""
@@ -335,7 +335,7 @@ def _with_block(
     out = jnp.stack([jnp.einsum("bhmp,bphd->bhmd", x, v, **product) for x in shares], axis=2)
     return _Partial(
         highest,
-        so_far.total * kept + weights.sum(axis=-1),
+        so_far.total * kept + layers.summed(weights)[..., 0],
         so_far.values * kept[..., None] + out,
         so_far.sees_spoiled | (seen & spoiled[:, None]).any(axis=2),
     )

@@ -147,7 +147,7 @@ def _along_paths(
     # Summed over the way from one node to another, where a difference of sums would cancel.
     between = _matmul(decays, 1 - jnp.swapaxes(ours, 2, 3))
     decay = jnp.where(sees[:, None], jnp.exp(between), 0)
-    carried, beta = jnp.exp(decays.sum(axis=3))[..., None], beta[..., None]
+    carried, beta = jnp.exp(layers.summed(decays)), beta[..., None]
     keys = jnp.swapaxes(k, 2, 3)
     among = jnp.tril(beta * _matmul(k, keys) * decay, -1)
     target = beta * (v - carried * _matmul(k, state))

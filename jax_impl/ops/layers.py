@@ -62,7 +62,7 @@ def plain_rms_norm(
 ) -> Float[jax.Array, "... size"]:
     """Divides by the root mean square over the last axis and scales by `weight`, in float32."""
     wide = x.astype(jnp.float32)
-    normed = wide / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    normed = wide / _root(_sums_of_squares(wide) / x.shape[-1] + eps)
     return (normed if weight is None else normed * weight).astype(x.dtype)
 
 
@@ -81,7 +81,31 @@ rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
 
 def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:
     """Scales the last axis to unit length; the 1e-6 stands inside the root."""
-    return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+    return x / _root(_sums_of_squares(x) + 1e-6)
+
+
+def summed(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... 1"]:
+    """The sum over the last axis, float32.
+
+    XLA adds in an order that follows from all sizes of an array, and so from how many heads a rank
+    has. As a product a sum is one of many outputs, see `linear`, whatever stands beside it.
+    """
+    rows, ones = x.astype(jnp.float32).reshape(-1, x.shape[-1]), jnp.ones((1, x.shape[-1]))
+    return linear(ones, rows).reshape(*x.shape[:-1], 1)
+
+
+def _root(x: Float[jax.Array, "... 1"]) -> Float[jax.Array, "... 1"]:
+    """The square root to divide by.
+
+    XLA would make a product of the division, with an inverse root that a CPU only estimates where
+    it works on several numbers at once.
+    """
+    return lax.optimization_barrier(jnp.sqrt(x))
+
+
+def _sums_of_squares(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... 1"]:
+    """Of whole rows, or of the heads of rows, of which ranks have some each."""
+    return summed(x * x) if x.ndim > 2 else jnp.sum(x * x, axis=-1, keepdims=True)
 
 
 def rotary_angles(

@@ -13,6 +13,7 @@ import pytest
 
 from shared.engine.request import SamplingParams
 from tests.support.equality import TALLY
+from tests.support.jax_ranks import check_ranks
 from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
 from tests.support.random_serving import Backends, serve
 from tests.support.tiny_models import DENSE, DIVIDED, WITH_MTP
@@ -117,3 +118,27 @@ def test_every_dense_family(family, backends):
 def test_every_family_of_experts(family, framework, backends):
     drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
     serve_on(backends, framework, family, drafter, "match", FEW)
+
+
+def test_devices_of_one_process_give_the_bits_of_one():
+    """Of JAX: a prompt with its scores, and what its drafter is fed."""
+    check_ranks("qwen3_5_dense", "NEXTN", "2,4", "prefill")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [
+        ("qwen3_5_dense", "NEXTN"),
+        ("llama", "EAGLE3"),
+        ("llama", "EAGLE"),
+        ("qwen3", "STANDALONE"),
+        ("qwen3", "DFLASH"),
+        ("olmo3", "EAGLE3"),
+        ("phi3", "EAGLE3"),
+        ("glm4_moe", "EAGLE3"),
+        ("qwen3_moe", "EAGLE3"),
+    ],
+)
+def test_devices_of_one_process_draft_and_verify_alike(family, drafter):
+    check_ranks(family, drafter, "2,4", "plain,chain")

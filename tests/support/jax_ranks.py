@@ -1,0 +1,74 @@
+"""`python -m tests.support.jax_ranks FAMILY DRAFTER COUNTS WORKS`: ranks of JAX have the bits of one.
+
+Its devices are virtual ones of a CPU, as many as XLA is told of before it starts: hence a process
+of its own. COUNTS are numbers of ranks and WORKS those of `prefill`, `plain` and `chain`, each with
+commas between.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jax_impl.backend import JaxBackend
+from shared.boundary.backend import Backend
+from shared.boundary.ranks import Ranks
+from tests.support.backends import Drafter, PreparedOnUse, drafts_of
+from tests.support.contract_host import (
+    CHAIN,
+    GREEDY,
+    PLAIN,
+    SAMPLED,
+    Host,
+    contract_capacity,
+    prompt,
+)
+from tests.support.random_serving import drafter_of, target_of
+from tests.support.ranks import SideBySide
+
+ROOT = Path(__file__).parents[2]
+TEXT = 10
+"""Tokens of each text: several steps of chains, some of whose drafts are accepted."""
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the works on one rank and on each count of ranks, step by step."""
+    family, drafter, counts, works = argv
+    config, weights = target_of(family, drafter)
+    given: Drafter = drafter_of(family, drafter, True)
+    made = (config, weights, contract_capacity(config), *drafts_of(given, config))
+    how = {"dtype": "float32", "device": "cpu", "quick_compile": True}
+
+    def ranks(count: int) -> Backend:
+        return JaxBackend(*made, **how, group=Ranks(0, count, None))
+
+    several = [ranks(int(count)) for count in counts.split(",")]
+    backend = PreparedOnUse(SideBySide(ranks(1), several, lambda: None))
+    host, shapes = Host(backend, {}), {"plain": PLAIN, "chain": CHAIN}
+    for sampling in (GREEDY, SAMPLED):
+        for work in works.split(","):
+            request = host.request(prompt(1, 20), **sampling)
+            result = host.prefill(request)
+            if work != "prefill":
+                host.go_on(request, TEXT, shapes[work])
+            assert result.counts[0] == 1
+    backend.close()
+    print("the same bits")
+
+
+def check_ranks(family: str, drafter: str, counts: str, works: str) -> None:
+    """Runs `main` in a process with as many devices as the largest count, and looks at its end."""
+    devices = max(map(int, counts.split(",")))
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [sys.executable, "-m", "tests.support.jax_ranks", family, drafter, counts, works]
+    done = subprocess.run(
+        command, env=os.environ | flags, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.stdout.strip().endswith("the same bits"), f"{done.stdout}\n{done.stderr[-4000:]}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
