@@ -122,17 +122,18 @@ def test_every_family_of_experts(family, framework, backends):
 
 def test_devices_of_one_process_give_the_bits_of_one():
     """Of JAX: a prompt with its scores, and what its drafter is fed."""
-    check_ranks("qwen3_5_dense", "NEXTN", "2,4", "prefill")
+    check_ranks(HYBRID, "NEXTN", "2,4", "prefill")
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("family", "drafter"),
     [
-        ("qwen3_5_dense", "NEXTN"),
+        (HYBRID, "NEXTN"),
+        (HYBRID, "STANDALONE"),
+        (DIVIDED["qwen3_5_moe"], "NEXTN"),
         ("llama", "EAGLE3"),
         ("llama", "EAGLE"),
-        ("qwen3", "STANDALONE"),
         ("qwen3", "DFLASH"),
         ("olmo3", "EAGLE3"),
         ("phi3", "EAGLE3"),

@@ -33,7 +33,7 @@ LOADS = ("alone", "mixed")
 SAMPLED = "sampled"
 GREEDY = "greedy"
 MODEL_SEEDS = {"llama": 5, "qwen3": 6, "qwen3_5": 3} | dict.fromkeys(
-    (*DENSE, *EXPERTS, *DIVIDED.values(), "qwen3_5_dense"), 7
+    (*DENSE, *EXPERTS, *DIVIDED.values()), 7
 )
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.support.jax_ranks FAMILY DRAFTER COUNTS WORKS`: ranks of JAX have the bits of one.
+"""`python -m tests.support.jax_ranks FAMILY DRAFTER COUNTS WORKS`: ranks in JAX have one's bits.
 
 Its devices are virtual ones of a CPU, as many as XLA is told of before it starts: hence a process
 of its own. COUNTS are numbers of ranks and WORKS those of `prefill`, `plain` and `chain`, each with

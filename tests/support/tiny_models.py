@@ -194,9 +194,7 @@ _DIVIDED = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 DIVIDED = {"qwen3_5": "qwen3_5_divided", "qwen3_5_moe": "qwen3_5_moe_divided"}
 """Families again, with as many heads as four ranks divide among them."""
 _CONFIGS |= {divided: _CONFIGS[name] | _DIVIDED for name, divided in DIVIDED.items()}
-_CONFIGS["qwen3_5_dense"] = _CONFIGS["qwen3_5"] | {"layer_types": ["full_attention"] * 3}
-_CONFIGS["qwen3_5_dense"]["num_hidden_layers"] = 3
-WITH_MTP = ("qwen3_5", "qwen3_5_moe", "qwen3_5_dense", *DIVIDED.values())
+WITH_MTP = ("qwen3_5", "qwen3_5_moe", *DIVIDED.values())
 
 EMBEDDING_SCALE = 0.6
 HEAD_SCALE = 2.5
