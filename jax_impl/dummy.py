@@ -57,6 +57,16 @@ def _words_made(
     return jax.lax.bitcast_convert_type(words, jnp.int32)
 
 
+def share(parameter: Parameter, made: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    """What a rank's share has of the whole parameter, or of the scales of each of its outputs."""
+    if parameter.whole is None:
+        return made
+    taken = jnp.take(made, parameter.outputs, axis=parameter.axis)
+    spare = [(0, 0)] * made.ndim
+    spare[parameter.axis] = (0, parameter.shape[parameter.axis] - taken.shape[parameter.axis])
+    return jnp.pad(taken, spare)
+
+
 def parameter_array(
     parameter: Parameter, law: Law, dtype: np.dtype | type, device: jax.Device
 ) -> Float[jax.Array, "..."]:

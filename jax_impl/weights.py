@@ -145,9 +145,8 @@ def from_arrays(
     group: Ranks = ALONE,
 ) -> Loaded:
     """Brings a rank's share of arrays by the names of `shared.models.parameters` to the device."""
-    wanted = divided_parameters(config, "mtp.fc" in arrays, group.count)
-    arrays = {"lm_head": arrays["embed"], **arrays} if config.tied else arrays
-    return _sorted_out(wanted, _share_of(arrays, group), dtype, device)
+    wanted = _of_rank(divided_parameters(config, "mtp.fc" in arrays, group.count), group)
+    return _sorted_out(wanted, partial(_share_of, arrays), dtype, device)
 
 
 def head_from_arrays(
@@ -155,7 +154,8 @@ def head_from_arrays(
 ) -> Loaded:
     """Brings a rank's share of the arrays of a draft head to the device; it may lack some."""
     wanted = [p for p in head_parameters(head.config, None) if p.name in head.weights]
-    loaded = _sorted_out(wanted, _share_of(head.weights, group), dtype, device)
+    read = partial(_share_of, head.weights)
+    loaded = _sorted_out(_of_rank(wanted, group), read, dtype, device)
     if head.config.has_draft_vocab:
         loaded.alone["draft_ids"] = _placed_ids(head.weights["draft_ids"], device)
     return loaded
@@ -166,15 +166,10 @@ def _of_rank(wanted: Sequence[Parameter], group: Ranks) -> list[Parameter]:
 
 
 def _share_of(
-    arrays: Arrays, group: Ranks
-) -> Callable[[Parameter], Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]:
-    def read(parameter: Parameter) -> Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]:
-        array = arrays[parameter.name]
-        if group.is_alone:
-            return array
-        return parameter.share(np.asarray(array), group.rank, group.count)
-
-    return read
+    arrays: Arrays, parameter: Parameter
+) -> Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]:
+    array = arrays[parameter.tied_to or parameter.name]
+    return array if parameter.whole is None else parameter.share(np.asarray(array))
 
 
 def _sorted_out(
@@ -200,10 +195,12 @@ def _loaded(
     """One parameter: read to main memory, or if large to the device; or made there."""
     kind = np.float32 if parameter.float32 else dtype
     if isinstance(checkpoint, DummyCheckpoint):
-        made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+        whole = parameter.whole or parameter
+        made = dummy.parameter_array(whole, checkpoint.law(whole), kind, device)
         progress(checkpoint.num_bytes([parameter]))
-        granularity = checkpoint.granularity_of(parameter)
-        return made if granularity is None else words.scaled(made, parameter, granularity)
+        if (granularity := checkpoint.granularity_of(whole)) is not None:
+            made = words.scaled(made, whole, granularity)
+        return dummy.share(parameter, made)
     is_large = math.prod(parameter.shape) >= LARGE and parameter.stacked
     if not (is_large and isinstance(checkpoint, Checkpoint)):
         return checkpoint.load(parameter, dtype, progress)

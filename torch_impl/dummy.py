@@ -5,6 +5,7 @@ import math
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
+from torch.nn import functional
 
 from shared.models.dummy import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, Law, keys_of
 from shared.models.fp8_words import FP8_BLOCK, shape_of_words
@@ -68,6 +69,16 @@ def parameter_array(
             piece = layer[start : start + PIECE]
             piece.copy_(elements(law, key, first[: len(piece)] + _signed(start)))
     return made
+
+
+def share(parameter: Parameter, made: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """What a rank's share has of the whole parameter, or of the scales of each of its outputs."""
+    if parameter.whole is None:
+        return made
+    axis = made.ndim + parameter.axis
+    taken = made.index_select(axis, torch.from_numpy(parameter.outputs).to(made.device))
+    spare = [0] * (2 * -parameter.axis - 1)
+    return functional.pad(taken, (*spare, parameter.shape[parameter.axis] - taken.shape[axis]))
 
 
 def _tops(law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:

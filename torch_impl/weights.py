@@ -84,7 +84,6 @@ def from_arrays(
 ) -> Weights:
     """A rank's share of arrays under the names of `shared.models.parameters`, which are copied."""
     wanted = divided_parameters(config, "mtp.fc" in arrays, group.count)
-    arrays = {"lm_head": arrays["embed"], **arrays} if config.tied else arrays
     return _assemble(config, _from_arrays(wanted, arrays, dtype, device, group))
 
 
@@ -132,10 +131,10 @@ def _from_arrays(
 ) -> dict[str, Tensor]:
     """Those of the parameters that are there; a head may lack some."""
     tensors = {}
-    for parameter in wanted:
-        if parameter.name in arrays:
-            share = parameter.share(arrays[parameter.name], group.rank, group.count)
-            tensor = _tensor(np.array(share), device)
+    for parameter in _of_rank(wanted, group):
+        name = parameter.tied_to or parameter.name
+        if name in arrays:
+            tensor = _tensor(np.array(parameter.share(arrays[name])), device)
             tensors[parameter.name] = _centred(parameter, tensor.to(_type_of(parameter, dtype)))
     return tensors
 
@@ -158,11 +157,12 @@ def _loaded(
     """One parameter, read onto the device tensor by tensor, or made there."""
     kind = _type_of(parameter, dtype)
     if isinstance(checkpoint, DummyCheckpoint):
-        made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+        whole = parameter.whole or parameter
+        made = dummy.parameter_array(whole, checkpoint.law(whole), kind, device)
         progress(checkpoint.num_bytes([parameter]))
-        if (granularity := checkpoint.granularity_of(parameter)) is not None:
-            return words.scaled(made, parameter, granularity)
-        return _centred(parameter, made)
+        if (granularity := checkpoint.granularity_of(whole)) is not None:
+            made = words.scaled(made, whole, granularity)
+        return _centred(parameter, dummy.share(parameter, made))
     new = torch.empty if parameter.is_filled else torch.zeros
     read = new(parameter.shape, dtype=kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):

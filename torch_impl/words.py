@@ -68,10 +68,11 @@ def read_codes(
     """
     by_output = device.type != "cuda"
     if isinstance(checkpoint, DummyCheckpoint):
-        codes = unpacked(dummy.word_array(parameter, device))
-        scales = code_scales(parameter, Granularity.BLOCK)
+        whole = parameter.whole or parameter
+        codes = dummy.share(parameter, unpacked(dummy.word_array(whole, device)).view(torch.uint8))
+        codes, scales = codes.view(torch.float8_e4m3fn), code_scales(whole, Granularity.BLOCK)
         if by_output:
-            scales = fp8.scales_of_outputs(scales, parameter.shape[-2])
+            scales = parameter.share(fp8.scales_of_outputs(scales, whole.shape[-2]))
         progress(checkpoint.num_bytes([parameter]))
     else:
         codes = torch.empty(parameter.shape, dtype=torch.uint8, device=device)

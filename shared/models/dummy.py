@@ -104,7 +104,8 @@ def code_scales(parameter: Parameter, granularity: Granularity) -> Float32[np.nd
 
 def keys_of(parameter: Parameter) -> UInt32[np.ndarray, " layers"]:
     """What names each layer of a stack, or the one array of a parameter that is none."""
-    names = [f"{parameter.name}.{layer}" for layer in range(len(parameter.pieces))]
+    name = parameter.tied_to or parameter.name
+    names = [f"{name}.{layer}" for layer in range(len(parameter.pieces))]
     return np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
 
 

@@ -42,7 +42,8 @@ def divided_parameters(config: ModelConfig, with_mtp: bool, count: int) -> list[
     """
     wanted = parameters(config, with_mtp)
     if count > 1 and config.tied:
-        wanted.append(head_of("lm_head", "embed_tokens.weight", (config.vocab, config.hidden)))
+        head = head_of("lm_head", "embed_tokens.weight", (config.vocab, config.hidden))
+        wanted.append(replace(head, tied_to="embed"))
     return wanted
 
 

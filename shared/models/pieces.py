@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 
 from shared.models.ranks import Section
 
@@ -68,8 +68,11 @@ class Parameter:
       stacked: Axis 0 of `shape` counts layers.
       float32: Kept in float32 whatever the dtype of the model.
       centre: What a backend adds to the stored numbers, as norms have it whose scale is 1 more.
+      tied_to: The parameter whose numbers it has, where it is that one once more.
       axis: The one of its outputs, counted from the end, along which ranks divide it.
       sections: How they do; nothing: each has all of it.
+      whole, runs: Of a rank's share what it is a share of, and from which of the whole's outputs to
+        before which each part of it reaches; None: it is whole.
     """
 
     name: str
@@ -78,8 +81,11 @@ class Parameter:
     stacked: bool
     float32: bool = False
     centre: float = 0.0
+    tied_to: str | None = None
     axis: int = -2
     sections: tuple[Section, ...] = ()
+    whole: "Parameter | None" = None
+    runs: tuple[tuple[int, int], ...] = ()
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -113,20 +119,25 @@ class Parameter:
         """
         if count == 1 or not self.sections:
             return self
-        outputs = self._runs(rank, count)
-        pieces = tuple(tuple(self._cut(sources, outputs)) for sources in self.pieces)
-        return replace(self, shape=self._local_shape(count), pieces=pieces, sections=())
+        runs = self._runs(rank, count)
+        pieces = tuple(tuple(self._cut(sources, runs)) for sources in self.pieces)
+        shape, share = self._local_shape(count), {"sections": (), "whole": self, "runs": runs}
+        return replace(self, shape=shape, pieces=pieces, **share)
 
-    def share(self, array: Array, rank: int, count: int) -> Array:
-        """What one of `count` ranks has of the whole array."""
-        if count == 1 or not self.sections:
+    @property
+    def outputs(self) -> Int[np.ndarray, " outputs"]:
+        """Of a rank's share the numbers of its outputs in the whole; those nothing fills are not
+        among them."""
+        return np.concatenate([np.arange(first, end) for first, end in self.runs])
+
+    def share(self, array: Array) -> Array:
+        """What a rank's share has of the whole array."""
+        if self.whole is None:
             return array
-        before = [slice(None)] * (array.ndim + self.axis)
-        taken = [array[(*before, slice(*run))] for run in self._runs(rank, count)]
-        made = np.zeros(self._local_shape(count), array.dtype)
-        filled = np.concatenate(taken, self.axis)
-        made[(*before, slice(filled.shape[self.axis]))] = filled
-        return made
+        taken = np.take(array, self.outputs, self.axis)
+        spare = [(0, 0)] * array.ndim
+        spare[self.axis] = (0, self.shape[self.axis] - taken.shape[self.axis])
+        return np.pad(taken, spare)
 
     @property
     def is_filled(self) -> bool:
@@ -140,14 +151,14 @@ class Parameter:
         axis = len(self.shape) + self.axis
         return (*self.shape[:axis], share, *self.shape[axis + 1 :])
 
-    def _runs(self, rank: int, count: int) -> list[tuple[int, int]]:
+    def _runs(self, rank: int, count: int) -> tuple[tuple[int, int], ...]:
         """The outputs of a rank."""
         first, runs = 0, []
         for section in self.sections:
             begin, end = section.run(rank, count)
             runs.append((first + begin, first + end))
             first += section.size
-        return runs
+        return tuple(runs)
 
     def _cut(
         self, sources: Sequence[Source], outputs: Sequence[tuple[int, int]]

@@ -1,18 +1,26 @@
 """What each rank has of a model: shares that together are the whole, read as slices of files."""
 
-from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+import torch
 
+from jax_impl import weights as jax_weights
+from shared.boundary.ranks import Ranks
 from shared.models import fp8, ranks
 from shared.models.checkpoint import open_checkpoint
+from shared.models.dummy import DummyCheckpoint
 from shared.models.families import config_from_dict, config_from_folder
-from shared.models.parameters import parameters
+from shared.models.fp8_words import SCALES
+from shared.models.parameters import divided_parameters, parameters
 from tests.support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config, write_tiny
+from torch_impl import weights as torch_weights
 
+CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
 GOLDEN = Path(__file__).parents[1] / "golden"
+WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
@@ -27,7 +35,7 @@ def test_a_rank_reads_of_files_its_share_of_every_parameter(family, count, tmp_p
         for rank in range(count):
             local = parameter.of_rank(rank, count)
             got = checkpoint.load(local, np.float32, read.append)
-            np.testing.assert_array_equal(got, parameter.share(whole, rank, count))
+            np.testing.assert_array_equal(got, local.share(whole))
     assert sum(read) < count * checkpoint.num_bytes(wanted)
 
 
@@ -39,7 +47,7 @@ def test_shares_have_whole_heads_and_together_are_the_whole():
     shapes = {p.name: p.shape for p in parameters(local, True)}
     for parameter in parameters(config, True):
         whole = np.arange(np.prod(parameter.shape), dtype=np.float32).reshape(parameter.shape)
-        shares = [parameter.share(whole, rank, 4) for rank in range(4)]
+        shares = [parameter.of_rank(rank, 4).share(whole) for rank in range(4)]
         leaf = parameter.name.rsplit(".", 1)[-1]
         if leaf in ("inputs", "gate_up", "conv", "a_log", "dt_bias"):
             assert shares[0].shape == shapes[parameter.name], parameter.name
@@ -50,7 +58,7 @@ def test_shares_have_whole_heads_and_together_are_the_whole():
     rows = np.arange(inputs.shape[1], dtype=np.float32)[None, :, None] * np.ones((1, 1, 64))
     D, first_key = 16, 4 * 32
     for rank in range(4):
-        got = inputs.share(rows, rank, 4)[0, :, 0]
+        got = inputs.of_rank(rank, 4).share(rows)[0, :, 0]
         # A query head and its gate; KV heads, of which there are two, are on two ranks each.
         query, key = np.arange(32) + 32 * rank, first_key + D * (rank // 2) + np.arange(D)
         np.testing.assert_array_equal(got, np.concatenate([query, key, key + 2 * D]))
@@ -64,7 +72,7 @@ def test_a_vocabulary_is_divided_in_whole_groups():
     assert [small.run(rank, 4) for rank in range(4)] == [(0, 64), (64, 100), (100, 100), (100, 100)]
     head = next(p for p in parameters(config_of("qwen3"), False) if p.name == "lm_head")
     whole = np.ones(head.shape, np.float32)
-    shares = [head.share(whole, rank, 4) for rank in range(4)]
+    shares = [head.of_rank(rank, 4).share(whole) for rank in range(4)]
     assert [len(share) for share in shares] == [128] * 4
     assert [int(share[:, 0].sum()) for share in shares] == [128, 128, 16, 0]
 
@@ -108,17 +116,15 @@ def test_a_rank_reads_its_share_of_fp8():
         whole = checkpoint.load(parameter, np.float32)
         for rank in range(2):
             local = parameter.of_rank(rank, 2)
-            np.testing.assert_array_equal(
-                checkpoint.load(local, np.float32), parameter.share(whole, rank, 2)
-            )
+            got = checkpoint.load(local, np.float32)
+            np.testing.assert_array_equal(got, local.share(whole))
         if parameter.name in in_codes and parameter.sections:
             seen += 1
             both = read_codes(checkpoint, parameter)
             for rank in range(2):
-                got = read_codes(checkpoint, parameter.of_rank(rank, 2))
-                for mine, other in zip(got, both, strict=True):
-                    of_scales = replace(parameter, shape=other.shape)
-                    np.testing.assert_array_equal(mine, of_scales.share(other, rank, 2))
+                local = parameter.of_rank(rank, 2)
+                for mine, other in zip(read_codes(checkpoint, local), both, strict=True):
+                    np.testing.assert_array_equal(mine, local.share(other))
     assert seen > 2
 
 
@@ -129,3 +135,31 @@ def read_codes(checkpoint, parameter):
     for piece in checkpoint.codes(parameter, block, lambda count: None, by_output=True):
         codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
     return codes, scales
+
+
+@pytest.mark.parametrize("quantises", [False, True], ids=["widened", "codes"])
+def test_ranks_have_shares_of_the_same_dummy(quantises):
+    """Made on each backend as those of files are read, in FP8 and not, a tied head too."""
+    stated = tiny_config("qwen3", nested=False, with_mtp=False, tied=True)
+    config = config_from_dict(stated | WHOLE_BLOCKS)
+    dummy = DummyCheckpoint.of_model(config, fp8.Granularity.BLOCK if quantises else None)
+    in_codes = dummy.in_codes(parameters(config, False)) if quantises else frozenset()
+    assert bool(in_codes) == quantises
+    where = (lambda num_bytes: None, {}, in_codes)
+    alone = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where).named
+    wanted = {p.name: p for p in divided_parameters(config, False, 4)}
+    for rank in range(4):
+        group = Ranks(rank, 4, None)
+        of_jax = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where, group).named
+        of_torch = torch_weights.load(dummy, config, False, "float32", CPU, *where, group)
+        for name, mine in of_jax.items():
+            parameter = wanted[name.removesuffix(SCALES)].of_rank(rank, 4)
+            whole = np.asarray(alone[name if name in alone else "embed"].astype(np.float32))
+            np.testing.assert_array_equal(mine.astype(np.float32), parameter.share(whole))
+        for i, layer in enumerate(of_torch.layers):
+            both = (layer.feed.gate_up, layer.feed.down)
+            for name, matrix in zip(("gate_up", "down"), both, strict=True):
+                want = np.asarray(of_jax[f"mlp.{name}"][i].astype(np.float32))
+                np.testing.assert_array_equal(matrix.values.float().numpy(), want)
+        head = np.asarray(of_jax["lm_head"])
+        np.testing.assert_array_equal(of_torch.lm_head.values.numpy(), head)
