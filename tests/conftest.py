@@ -46,7 +46,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     jaxtyping.config.update("jaxtyping_disable", not is_checked)
 
 
-@pytest.fixture(scope="session", params=FRAMEWORKS)
+@pytest.fixture(
+    scope="session",
+    params=[*FRAMEWORKS, pytest.param("torch ranks 2", marks=pytest.mark.matrix)],
+)
 def framework(request: pytest.FixtureRequest) -> str:
     return request.param
 

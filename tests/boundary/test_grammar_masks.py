@@ -24,7 +24,12 @@ from tests.support.contract_host import (
 )
 from tests.support.mutations import prover
 
-FRAMEWORKS = ("reference", "torch", pytest.param("jax", marks=pytest.mark.matrix))
+FRAMEWORKS = (
+    "reference",
+    "torch",
+    "torch ranks 2",
+    pytest.param("jax", marks=pytest.mark.matrix),
+)
 """A program of JAX that nothing else runs is not among the default tests."""
 
 

@@ -7,16 +7,31 @@ early ends, penalties, biases and filters; the shapes of trees take turns.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
+from shared.boundary.mailboxes import Mailboxes
+from shared.boundary.ranks import ALONE, Ranks
 from shared.engine.request import SamplingParams
+from tests.support.backends import drafts_of
+from tests.support.contract_host import (
+    CHAIN,
+    SAMPLED,
+    Host,
+    contract_capacity,
+    contract_model,
+    prompt,
+)
 from tests.support.equality import TALLY
 from tests.support.jax_ranks import check_ranks
 from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
 from tests.support.random_serving import Backends, serve
+from tests.support.ranks import steps_of_rank
 from tests.support.tiny_models import DENSE, DIVIDED, WITH_MTP
+from torch_impl.backend import TorchBackend
 
 HYBRID = DIVIDED["qwen3_5"]
 FRAMEWORKS = ("torch ranks 2", "torch ranks 4")
@@ -118,6 +133,29 @@ def test_every_dense_family(family, backends):
 def test_every_family_of_experts(family, framework, backends):
     drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
     serve_on(backends, framework, family, drafter, "match", FEW)
+
+
+def test_processes_give_the_bits_of_one():
+    """Of torch: as threads do above, through memory that they find by its name."""
+    config, weights = contract_model()
+    made_from = (config, weights, contract_capacity(config), *drafts_of("NEXTN", config))
+    host = Host(TorchBackend(*made_from, dtype="float32", device="cpu"), {})
+    request = host.request(prompt(1, 20), **SAMPLED)
+    plans = [host.prefill_plan(request)]
+    plans += [host.decode_plan(request, shape=CHAIN) for _ in range(4)]
+    stored = [(plan.program, plan.buffer.copy()) for plan in plans]
+    want = steps_of_rank(made_from, stored, ALONE)
+    mailboxes = Mailboxes.create(2, wait_s=60.0)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        other = pool.apply_async(steps_of_rank, (made_from, stored, Ranks(1, 2, mailboxes)))
+        mine = steps_of_rank(made_from, stored, Ranks(0, 2, mailboxes))
+        theirs = other.get(120)
+    mailboxes.remove()
+    for got in (mine, theirs):
+        for step, alone in zip(got, want, strict=True):
+            for name, array in step.items():
+                np.testing.assert_array_equal(array.view(np.int32), alone[name].view(np.int32))
+    assert sum(int(step["counts"][0]) for step in want) > len(want), "nothing was accepted"
 
 
 def test_devices_of_one_process_give_the_bits_of_one():

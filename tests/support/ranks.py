@@ -106,6 +106,25 @@ def torch_ranks(made_from: tuple, count: int) -> SideBySide:
     return SideBySide(TorchBackend(*made_from, **how), ranks, mailboxes.remove)
 
 
+Plan = tuple[Program, np.ndarray]
+"""A program and the words of its plan, which processes can hand each other."""
+
+
+def steps_of_rank(
+    made_from: tuple, plans: Sequence[Plan], group: Ranks
+) -> list[dict[str, np.ndarray]]:
+    """The results of plans on a rank of torch, in this process."""
+    from torch_impl.backend import TorchBackend
+
+    how = {"dtype": "float32", "device": "cpu", "captured": (), "group": group}
+    backend = TorchBackend(*made_from, **how)
+    backend.prepare([program for program, _ in plans], lambda program: None)
+    given = [plan_in(words.copy(), program, backend.capacity) for program, words in plans]
+    results = [future.result() for future in [backend.submit(plan) for plan in given]]
+    backend.close()
+    return [dict(arrays_of(result)) for result in results]
+
+
 MAKERS: dict[str, tuple[Callable[[tuple, int], SideBySide], int]] = {
     "torch ranks 2": (torch_ranks, 2),
     "torch ranks 4": (torch_ranks, 4),
