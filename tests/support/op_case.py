@@ -135,7 +135,7 @@ def arrays_of(value: Any) -> list[Any]:
     found = [value]
     if is_dataclass(value):
         found = [getattr(value, field.name) for field in fields(value)]
-    return [x for x in found if x is not None]
+    return [x for x in found if x is not None and not isinstance(x, Ranks)]
 
 
 def _is_float(value: Any) -> bool:

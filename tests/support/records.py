@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -12,11 +13,15 @@ T = TypeVar("T")
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
-    """`value` with `leaf` of each of its arrays; its records are `module`'s, if that has them."""
+    """`value` with `leaf` of each of its arrays; its records are `module`'s, if that has them.
+
+    Fields that records of the other module do not have, as of ranks, are left out.
+    """
     again = partial(mapped, leaf=leaf, module=module)
     if names := _field_names(value):
         record = getattr(module, type(value).__name__, type(value))
-        return record(**{name: again(getattr(value, name)) for name in names})
+        known = inspect.signature(record).parameters
+        return record(**{name: again(getattr(value, name)) for name in names if name in known})
     if isinstance(value, tuple):
         return tuple(map(again, value))
     return leaf(value)
