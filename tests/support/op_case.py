@@ -15,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from shared.boundary.ranks import Ranks
+
 Arguments = dict[str, Any]
 """Arrays, floats as float32, numbers that a program is made for, and records of both, by
 parameter."""
@@ -133,7 +135,7 @@ def as_list(results: Any) -> list[Any]:
 def arrays_of(value: Any) -> list[Any]:
     """A record's fields, or the value itself; without what is None."""
     found = [value]
-    if is_dataclass(value):
+    if is_dataclass(value) and not isinstance(value, Ranks):
         found = [getattr(value, field.name) for field in fields(value)]
     return [x for x in found if x is not None and not isinstance(x, Ranks)]
 
