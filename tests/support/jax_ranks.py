@@ -26,7 +26,7 @@ from tests.support.contract_host import (
     contract_capacity,
     prompt,
 )
-from tests.support.random_serving import drafter_of, target_of
+from tests.support.random_serving import divided_drafter_of, target_of
 from tests.support.ranks import SideBySide
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> None:
     """Runs the works on one rank and on each count of ranks, step by step."""
     family, drafter, counts, works = argv
     config, weights = target_of(family, drafter)
-    given: Drafter = drafter_of(family, drafter, True)
+    given: Drafter = divided_drafter_of(family, drafter)
     made = (config, weights, contract_capacity(config), *drafts_of(given, config))
     how = {"dtype": "float32", "device": "cpu", "quick_compile": True}
 

@@ -97,10 +97,20 @@ def oracle_of(family: str, drafter: str) -> Oracle:
 
 
 @lru_cache
-def drafter_of(family: str, drafter: str, is_divided: bool):
-    """What a backend's constructor gets; `is_divided` is that four ranks divide its heads."""
-    target, heads = target_of(family, drafter), DIVIDED_HEADS if is_divided else {}
-    small = heads | (DIVIDED_DELTA if is_divided and family in WITH_MTP else {})
+def drafter_of(family: str, drafter: str):
+    """What a backend's constructor gets."""
+    return _drafter(family, drafter, {}, {})
+
+
+@lru_cache
+def divided_drafter_of(family: str, drafter: str):
+    """As `drafter_of`, with as many heads as four ranks divide among them."""
+    delta = DIVIDED_DELTA if family in WITH_MTP else {}
+    return _drafter(family, drafter, DIVIDED_HEADS, DIVIDED_HEADS | delta)
+
+
+def _drafter(family: str, drafter: str, heads: dict[str, int], small: dict[str, int]):
+    target = target_of(family, drafter)
     made: dict[str, Callable] = {
         "EAGLE": lambda: tiny_head(*target, "EAGLE", 5, **heads),
         "EAGLE3": lambda: tiny_head(*target, "EAGLE3", 5, **heads),
@@ -162,8 +172,8 @@ class Backends:
         key += (capacity.programs, capacity.num_snapshots)
         if key not in self._made:
             made = (*target_of(server.family, server.drafter), capacity)
-            is_divided = server.framework in RANK_MAKERS
-            head = drafter_of(server.family, server.drafter, is_divided)
+            of = divided_drafter_of if server.framework in RANK_MAKERS else drafter_of
+            head = of(server.family, server.drafter)
             self._made[key] = make_backend(server.framework, *made, head)
         return self._made[key]
 
