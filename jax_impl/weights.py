@@ -43,8 +43,8 @@ from shared.models.parameters import BIAS, Parameter, divided_parameters
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
 LARGE = 1 << 24
-"""Numbers from which on a stack is read to the device tensor by tensor and never lies as a whole in
-main memory; for less, compiling what writes a piece would cost more."""
+"""Numbers from which on a parameter is read to the device piece by piece and never lies as a whole
+in main memory; for less, compiling what writes a piece would cost more."""
 
 
 class Loaded(NamedTuple):
@@ -201,7 +201,7 @@ def _loaded(
         if (granularity := checkpoint.granularity_of(whole)) is not None:
             made = words.scaled(made, whole, granularity)
         return dummy.share(parameter, made)
-    is_large = math.prod(parameter.shape) >= LARGE and parameter.stacked
+    is_large = math.prod(parameter.shape) >= LARGE
     if not (is_large and isinstance(checkpoint, Checkpoint)):
         return checkpoint.load(parameter, dtype, progress)
     read = jnp.zeros(parameter.shape, kind, device=device)

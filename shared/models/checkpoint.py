@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,9 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+LARGE = 1 << 27
+"""Numbers above which a tensor, such as an embedding, is read some rows at a time."""
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -167,7 +171,10 @@ class Checkpoint:
         kind = np.float32 if parameter.float32 else dtype
         if len([*self._sources(parameter)]) == 1 and parameter.is_filled:
             # It is what is read; a copy would be a second.
-            ((_, values),) = self.pieces(parameter, progress)
+            (source,) = self._sources(parameter)
+            self._check_source(source)
+            values = self._values(source)
+            progress(self._num_bytes(source))
             return values.reshape(parameter.shape).astype(kind, copy=False)
         loaded = np.zeros(parameter.shape, kind)
         for at, values in self.pieces(parameter, progress):
@@ -177,20 +184,23 @@ class Checkpoint:
     def pieces(
         self, parameter: Parameter, progress: Callable[[int], None]
     ) -> Iterator[tuple[tuple[int | slice, ...], Array]]:
-        """Reads a parameter tensor by tensor, so that no more than one need lie in main memory.
+        """Reads a parameter piece by piece, so that no more than one need lie in main memory.
+
+        A piece is a tensor, or of a large one some of its rows.
 
         Args:
-          progress: Called after each tensor with the number of stored bytes just read.
+          progress: Called after each piece with the number of stored bytes just read.
 
         Yields:
-          Where a tensor stands in the parameter, and its values as they are stored; those of FP8
-          are widened to float32.
+          Where a piece stands in the parameter, and its values as they are stored; those of FP8 are
+          widened to float32.
 
         Raises:
           CheckpointError: A tensor is missing or has another shape or an unknown dtype, or holds
             a code that is no number.
         """
-        for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
+        pieces = [[*chain(*map(self._in_parts, self._resolved(x)))] for x in parameter.pieces]
+        for source, at, shape in parameter.places(pieces):
             self._check_source(source)
             yield at, self._values(source).reshape(shape)
             progress(self._num_bytes(source))
@@ -236,6 +246,18 @@ class Checkpoint:
             found += source.parts if is_apart else [source]
         return found
 
+    def _in_parts(self, source: Source) -> Iterator[Source]:
+        """A tensor, or of a large one that is not FP8 its rows in runs."""
+        runs = source.runs or ((0, source.shape[0]),)
+        are_rows = source.runs is None or (source.axis == 0 and len(source.runs) == 1)
+        is_fp8 = self._scale_of(source.name) is not None
+        if math.prod(source.shape) <= LARGE or not are_rows or is_fp8:
+            yield source
+            return
+        ((first, end),), rows = runs, max(1, LARGE // math.prod(source.shape[1:]))
+        for begin in range(first, end, rows):
+            yield replace(source, axis=0, runs=((begin, min(begin + rows, end)),))
+
     def _values(self, source: Source) -> Array:
         """What is taken of a tensor."""
         if self._scale_of(source.name) is not None:
@@ -244,7 +266,8 @@ class Checkpoint:
         if source.runs is None:
             return self.tensor(source.name)
         stored = self._header(source.name)
-        return np.concatenate([stored[source.index(run)] for run in source.runs], source.axis)
+        taken = [stored[source.index(run)] for run in source.runs]
+        return taken[0] if len(taken) == 1 else np.concatenate(taken, source.axis)
 
     def _scales(self, source: Source) -> Array:
         """Of a tensor of FP8, as they are stored."""

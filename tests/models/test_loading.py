@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jax_impl import weights as jax_weights
 from jax_impl.ops import experts
+from shared.models import checkpoint as checkpoint_module
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
@@ -45,6 +46,7 @@ def test_torch_reads_no_parameter_as_a_whole(stored, dtype, monkeypatch):
         config, {name: x.astype(np.float32) for name, x in whole.items()}, dtype, CPU
     )
     monkeypatch.setattr(Checkpoint, "load", None)
+    monkeypatch.setattr(checkpoint_module, "LARGE", 128)
     got = torch_weights.load(checkpoint, config, True, dtype, CPU, lambda count: None, {})
     pairs = list(zip(leaves(torch.Tensor, got), leaves(torch.Tensor, want), strict=True))
     assert len(pairs) > 30
@@ -57,15 +59,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_jax_reads_no_large_stack_as_a_whole(stored, dtype, monkeypatch):
+def test_jax_reads_no_large_parameter_as_a_whole(stored, dtype, monkeypatch):
     config, checkpoint = stored
     device, kind, whole = jax.devices("cpu")[0], KINDS[dtype], []
     want = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None, {})
     load = Checkpoint.load
     monkeypatch.setattr(Checkpoint, "load", lambda *a: (whole.append(a[1]), load(*a))[1])
     monkeypatch.setattr(jax_weights, "LARGE", 0)
+    monkeypatch.setattr(checkpoint_module, "LARGE", 128)
     got = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None, {})
-    assert not [parameter.name for parameter in whole if parameter.stacked]
+    assert not whole
     pairs = list(zip(*(jax.tree.leaves(each) for each in (got, want)), strict=True))
     assert len(pairs) > 15
     for mine, other in pairs:
@@ -84,6 +87,23 @@ def test_a_parameter_of_one_tensor_is_in_main_memory_once(tmp_path):
     tracemalloc.stop()
     assert loaded.nbytes == 4 * 20_000 * 32
     assert peak < 1.5 * loaded.nbytes
+
+
+def test_a_large_tensor_is_read_some_rows_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_module, "LARGE", 1000 * 32)
+    embed = single("embed", "embed_tokens.weight", (20_500, 32))
+    (tmp_path / "config.json").touch()
+    rows = np.random.default_rng(0).standard_normal(embed.shape, np.float32)
+    save_file({embed.sources[0].name: rows}, tmp_path / FILE)
+    checkpoint, seen, read = open_checkpoint(tmp_path), [], []
+    tracemalloc.start()
+    for at, values in checkpoint.pieces(embed, read.append):
+        seen.append(np.array_equal(values, rows[at]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert seen == [True] * 21
+    assert sum(read) == checkpoint.num_bytes([embed]) == rows.nbytes
+    assert peak < 0.2 * rows.nbytes
 
 
 @pytest.mark.parametrize("folder", ["glm4_moe", "qwen3_5_moe", "qwen3_moe_fp8"])
