@@ -62,7 +62,9 @@ class Together:
 
     def joined(self, shares: Sequence[Tree]) -> Tree:
         """Arrays of each rank, on its device, as arrays of all of them."""
-        return shares[0] if len(shares) == 1 else jax.tree.map(self._joined, *shares)
+        if len(shares) == 1:
+            return shares[0]
+        return jax.tree.map(lambda *arrays: self._joined(arrays), *shares)
 
     def run(
         self,
@@ -101,7 +103,7 @@ class Together:
     def _mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), (AXIS,))
 
-    def _joined(self, *arrays: jax.Array) -> jax.Array:
+    def _joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
         where = NamedSharding(self._mesh, PartitionSpec(AXIS))
         # By way of numpy, which on a CPU is the same memory; a reshape would be compiled.
         own = [

@@ -301,6 +301,7 @@ def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
     assert all("`tests/" in tests or tests == "not yet" for _, tests in rows)
 
 
+_OF_BLOCKS = ("BlockDrafter", "BlockDrafter.of", "fill", "write_context")
 ONE_SIDED_NAMES = {
     "backend.py::Awaited": "what JAX does not declare of its arrays",
     "backend.py::Awaited.is_ready": "the same",
@@ -319,6 +320,7 @@ ONE_SIDED_NAMES = {
     "weights.py::from_arrays": "each names first what makes its own records",
     "weights.py::Loadable": "JAX types what weights are read from by what it can do",
     "weights.py::Loadable.load": "the same",
+    "ops/layers.py::summed": "XLA adds in an order that follows from an array's whole shape",
     "ops/linear.py::Matrix": "JAX reads a stack of weights where it lies, torch has views of it",
     "ops/linear.py::Matrix.alone": "as above",
     "ops/linear.py::Scale": "the same of the scales of norms",
@@ -336,10 +338,7 @@ ONE_SIDED_NAMES = {
     "layers.py::angles": "the same",
     "layers.py::Sight.of": "the same",
     "model.py::Model": "the same",
-    "drafters/dflash.py::BlockDrafter": "the same",
-    "drafters/dflash.py::BlockDrafter.of": "the same",
-    "drafters/dflash.py::fill": "the same",
-    "drafters/dflash.py::write_context": "the same",
+    **{f"drafters/dflash.py::{name}": "the same" for name in _OF_BLOCKS},
     "drafters/eagle.py::Expand": "what an expansion carries is a value in JAX, a closure in torch",
     "ops/__init__.py::any_row": "work that few rows need is skipped by the host of torch",
     "ops/__init__.py::when_any": "and by JAX's program",
@@ -363,6 +362,8 @@ OTHER_OPS = {
     "ops/experts.py::experts": "the same",
     "ops/experts.py::plain_added_experts": "the same",
     "ops/experts.py::kernel_added_experts": "or gives a kernel the stack",
+    "ops/attention.py::attend": "XLA adds in an order that follows from an array's whole shape",
+    "ops/gated_delta.py::verify": "the same",
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::count_tokens": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",
