@@ -78,6 +78,7 @@ PLATFORM = Platform(
     costs=ProgramCosts(workspace=workspace, are_compiled=True),
     kernels=KERNEL_LIMITS,
     load=load_backend,
+    refuses_ranks=lambda device, count: "this backend has one rank; leave the flag out",
 )
 
 

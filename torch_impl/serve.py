@@ -68,6 +68,7 @@ PLATFORM = Platform(
     kernels=KERNEL_LIMITS,
     load=load_backend,
     captures=True,
+    refuses_ranks=lambda device, count: "this backend has one rank; leave the flag out",
 )
 
 

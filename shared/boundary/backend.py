@@ -35,6 +35,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.program import CAPTURED, Extra, Program, Work
+from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.fp8_words import InWords
@@ -167,6 +168,7 @@ class Blueprint:
       captured: Of a backend that captures steps on a GPU, the works whose steps it shall.
       in_words: The target's parameters that stay FP8; see `shared.models.fp8_words`.
       in_codes: Those that stay codes and quantise their rows; see `shared.spec.fp8_activations`.
+      ranks: Which of the ranks that run the model it is.
     """
 
     config: ModelConfig
@@ -177,6 +179,7 @@ class Blueprint:
     captured: tuple[Work, ...] = CAPTURED
     in_words: InWords = field(default_factory=dict)
     in_codes: frozenset[str] = frozenset()
+    ranks: Ranks = ALONE
 
     @property
     def item_bytes(self) -> int:

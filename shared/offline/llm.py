@@ -23,7 +23,8 @@ from shared.options.server import ServerOptions
 from shared.process import engines, heap, launch
 from shared.process.address import Listeners
 from shared.process.notes import start_notes
-from shared.process.start import Platform, prepare
+from shared.process.ranks.starting import ranked_start
+from shared.process.start import Platform
 from shared.server.call_reading import read_object
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.logprobs import PromptText, TokenNames
@@ -140,13 +141,14 @@ class LLM:
     def _start(self) -> Started:
         """On the engine's thread, which alone may touch the device."""
         heap.unsettle()
-        start = prepare(self._options, self.PLATFORM)
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        for note in start_notes(start.memory, start.plain, start.defaults):
-            console.print(note)
-        backend = launch.ready(start, self.PLATFORM, console)
-        engine = engines.make_engine(backend, start.memory)
-        served = engines.with_checks(engine, backend, self._options.engine.shadow_check)
+        with ranked_start(self._options, self.PLATFORM, lambda failure: None) as ranked:
+            start = ranked.prepare()
+            for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
+                console.print(note)
+            backend = launch.ready(start, ranked, console)
+            engine = engines.make_engine(backend, start.memory)
+            served = engines.with_checks(engine, backend, self._options.engine.shadow_check)
         self._facts = launch.facts_of(start, self._options.server, Listeners([], []))
         self.tokenizer = Tokenizer.from_folder(self._facts.model_folder)
         end = self.tokenizer.end_id if self.tokenizer else None

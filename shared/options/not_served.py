@@ -1,6 +1,6 @@
 """Flags of SGLang and vLLM that are not here, each with the reason or the way out."""
 
-ONE_GPU = "one device serves a model; leave the flag out"
+OTHER_WAYS = "several GPUs serve a model by --tp-size alone; leave the flag out"
 AUTOMATIC = "the start decides it; leave the flag out"
 FLOAT_ONLY = "weights and KV are float32 or bfloat16; give --dtype"
 RAW_TEXT = "answers are the plain text of the model; leave the flag out"
@@ -8,10 +8,10 @@ EXACT_RULES = "text keeps the target's law; give --accept-rule match or rejectio
 
 NOT_SUPPORTED = {
     **dict.fromkeys(
-        ("--tp-size", "--tp", "--tensor-parallel-size", "--dp-size", "--dp", "--pp-size")
-        + ("--data-parallel-size", "--pipeline-parallel-size", "--ep-size", "--ep", "--nnodes")
+        ("--dp-size", "--dp", "--pp-size", "--pipeline-parallel-size")
+        + ("--data-parallel-size", "--ep-size", "--ep", "--nnodes")
         + ("--node-rank", "--dist-init-addr", "--enable-dp-attention", "--base-gpu-id"),
-        ONE_GPU,
+        OTHER_WAYS,
     ),
     **dict.fromkeys(
         ("--max-prefill-tokens", "--schedule-policy")

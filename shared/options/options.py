@@ -19,6 +19,7 @@ from shared.options.lot import rates_of
 from shared.options.ngram import DEFAULT_NODES, NgramConfig
 from shared.options.not_served import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
 from shared.options.observing import ObservingOptions
+from shared.options.ranks import RankOptions
 from shared.options.server import ServerOptions
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
@@ -248,6 +249,7 @@ class Options:
     server: ServerOptions
     observing: ObservingOptions
     engine: EngineConfig
+    ranks: RankOptions
     speculative: SpeculativeConfig
     ngram: NgramConfig
     adaptive: AdaptiveConfig
@@ -274,6 +276,7 @@ PARTS = {
     "server": ServerOptions,
     "observing": ObservingOptions,
     "engine": EngineConfig,
+    "ranks": RankOptions,
     "speculative": SpeculativeConfig,
     "ngram": NgramConfig,
     "adaptive": AdaptiveConfig,

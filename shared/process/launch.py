@@ -22,8 +22,10 @@ from shared.process.engines import index_of, make_engine, with_checks
 from shared.process.frames import ModelFacts
 from shared.process.notes import print_plan, start_notes, step_notes
 from shared.process.progress import loading_bar, preparing_bar
-from shared.process.start import Platform, Start, prepare
-from shared.process.watchdog import NamedSteps, Watchdog
+from shared.process.ranks.followers import RankError
+from shared.process.ranks.starting import RankedStart, ranked_start
+from shared.process.start import Platform, Start
+from shared.process.watchdog import EXIT_FAILED, NamedSteps, Watchdog
 
 
 def launch(argv: Sequence[str], platform: Platform) -> int:
@@ -40,34 +42,41 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         options = parse(argv)
+        watchdog = Watchdog(options.server.watchdog_timeout)
         listeners = open_listeners(options.server)
-        start = prepare(options, platform)
-        print_plan(console, start.memory)
-        for note in start_notes(start.memory, start.plain, start.defaults):
-            console.print(note)
-        with _ended_by_signals():
-            backend = ready(start, platform, console)
-            watchdog = Watchdog(options.server.watchdog_timeout)
-            named = NamedSteps(backend, watchdog)
-            engine = make_engine(named, start.memory)
-            if start.memory.blueprint.on_gpu:
-                engine.metrics.show(plain_gauges(start.plain))
-            served = with_checks(engine, named, options.engine.shadow_check)
+        with ranked_start(options, platform, watchdog.fail) as ranked:
+            start = ranked.prepare()
+            print_plan(console, start.memory)
+            for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
+                console.print(note)
+            with _ended_by_signals():
+                backend = ready(start, ranked, console)
+                watchdog.standing = ranked.standing
+                named = NamedSteps(backend, watchdog)
+                engine = make_engine(named, start.memory)
+                engine.metrics.show(ranked.gauges)
+                if start.memory.blueprint.on_gpu:
+                    engine.metrics.show(plain_gauges(start.plain))
+                served = with_checks(engine, named, options.engine.shadow_check)
         for note in step_notes(options, engine.controller):
             console.print(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
+    except RankError as error:
+        watchdog.claim_end()  # who has found it out is about to say so
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_FAILED
     index, server = index_of(engine.controller), options.server
     facts = facts_of(start, server, listeners)
     heap.settle()
     return loop.run(served, facts, listeners, index, watchdog, server.drain_timeout, start.grammars)
 
 
-def ready(start: Start, platform: Platform, console: Console) -> Backend:
+def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
     """The backend with everything that serving needs: nothing is compiled or captured later."""
     with loading_bar(console, start.num_bytes) as progress:
-        backend = start.load(platform, progress)
+        backend = ranked.load(start, progress)
     programs = backend.capacity.programs
     with preparing_bar(console, len(programs)) as name:
         backend.prepare(programs, name)

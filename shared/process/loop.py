@@ -36,7 +36,7 @@ from shared.process.frames import (
 from shared.process.grammars import Grammars
 from shared.process.logs import log
 from shared.process.stopping import StopSignals, held_back
-from shared.process.watchdog import Watchdog
+from shared.process.watchdog import EXIT_FAILED, Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
@@ -47,7 +47,6 @@ SILENCE_GRACE_S = 5.0  # the watchdog of this process speaks first
 FAREWELL_S = 1.0  # for the last frame to leave
 CHILD_END_S = 3.5  # for the server to end by itself; all in all below 5 s
 RECEIVE_BYTES = 1 << 18
-EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 
@@ -136,6 +135,7 @@ def run(
     except _ServerEnded:
         return _after_server(child, engine, watchdog)
     except Exception as error:  # any failure of the engine ends the service, with its reason
+        watchdog.claim_end()
         reason, failed = f"the engine failed: {type(error).__name__}: {error}", True
         log.exception(reason)
     link.farewell(["end", reason, failed])

@@ -11,6 +11,7 @@ from math import prod
 from shared.boundary.backend import ITEM_BYTES, Blueprint, Capacity
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.program import Work
+from shared.boundary.ranks import Ranks
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
@@ -152,6 +153,7 @@ class _Sizing:
             captured=captured_works(settled.told),
             in_words=self.in_words,
             in_codes=self.in_codes,
+            ranks=Ranks(0, settled.told.ranks.tp_size, None),
         )
         lines = tuple(_lines(settled.told, blueprint, self.costs))
         return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)

@@ -72,7 +72,8 @@ def print_plan(console: Console, memory: MemoryPlan) -> None:
         f"at most {memory.max_request_tokens} tokens each"
     )
     table = Table(box=None, pad_edge=False)
-    table.add_column("memory plan")
+    count = memory.blueprint.ranks.count
+    table.add_column("memory plan" if count == 1 else f"memory plan of each of {count} ranks")
     table.add_column("")
     table.add_column("bytes", justify="right")
     for line in memory.lines:

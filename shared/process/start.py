@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from shared.boundary.backend import Backend, Blueprint
 from shared.boundary.operations import KernelLimits, PlainOperation, plain_operations
+from shared.boundary.ranks import Ranks
 from shared.drafts.block import stated_block
 from shared.drafts.checkpoint import (
     DraftFiles,
@@ -91,6 +92,10 @@ class Platform:
       load: Makes the backend from its blueprint, what `open_checkpoint` gave and what drafts; it
         calls its last argument with the number of stored bytes after each tensor.
       captures: Whether it has steps on a GPU that it may capture or not.
+      rank_module: Module whose `PLATFORM` this is, where a rank is a process; None where one
+        process has all devices.
+      refuses_ranks: Why a device cannot be one of so many ranks, and the way out; None where it
+        can.
     """
 
     find_device: Callable[[], Device]
@@ -99,6 +104,8 @@ class Platform:
     kernels: KernelLimits | None
     load: LoadCall
     captures: bool = False
+    rank_module: str | None = None
+    refuses_ranks: Callable[[Device, int], str | None] = lambda device, count: None
 
 
 @dataclass(frozen=True)
@@ -127,6 +134,11 @@ class Start:
         blueprint = self.memory.blueprint
         wanted = parameters(blueprint.config, blueprint.drafts.with_mtp)
         return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
+
+    def of_rank(self, ranks: Ranks) -> "Start":
+        """The same start as one of several ranks."""
+        blueprint = replace(self.memory.blueprint, ranks=ranks)
+        return replace(self, memory=replace(self.memory, blueprint=blueprint))
 
     def load(self, platform: Platform, progress: Callable[[int], None]) -> Backend:
         """Reads the weights and makes the backend; `progress` is told of bytes as they are read."""
@@ -175,6 +187,9 @@ def prepare(options: Options, platform: Platform) -> Start:
     in_codes = _in_codes(checkpoint, wanted) if options.model.fp8_activations else frozenset[str]()
     in_words = partial(checkpoint.in_words, wanted)
     device = platform.find_device()
+    count = options.ranks.tp_size
+    if count > 1 and (refused := platform.refuses_ranks(device, count)) is not None:
+        raise ConfigError(f"--tp-size {count}: {refused}")
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
     drafts = draft_files.drafts

@@ -5,6 +5,7 @@ does. It is no profiler: it says which step was waited for, and where.
 """
 
 import faulthandler
+import os
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ from shared.boundary.backend import Backend, Launch, StepFuture, StepPlan, StepR
 from shared.boundary.program import Program
 
 CHECK_S = 0.5
+EXIT_FAILED = 1
 STOP_WAIT_S = 2.0  # for the step in flight when a signal came; all in all the end takes below 5 s
 
 
@@ -24,6 +26,7 @@ class Watchdog:
     Attributes:
       doing: What the watched thread is at, for the reader.
       timeout_s: How long a call may take.
+      standing: Says how far others are that take part, for the reader.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -33,7 +36,10 @@ class Watchdog:
           timeout_s: How long a call may take.
         """
         self.doing, self.timeout_s = "a step", timeout_s
+        self.standing: Callable[[], str] = str
         self._began = None
+        self._end: Callable[[str], None] = _end_start
+        self._ending = threading.Lock()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -49,11 +55,30 @@ class Watchdog:
     ) -> None:
         """Begins to look at the clock.
 
+        From here on `fail` ends the process in the same way.
+
         Args:
           wait_for_end: Waits at most so many seconds; whether the process was told to end.
           end: Ends the process at once; it gets the failure, or None where that was told.
         """
+        self._end = end
         threading.Thread(target=self._watch, args=(wait_for_end, end), daemon=True).start()
+
+    def fail(self, failure: str) -> None:
+        """Ends the process at once, with what any thread has found out.
+
+        Args:
+          failure: The reason, for the reader.
+        """
+        with self._ending:
+            self._end(failure)
+
+    def claim_end(self) -> None:
+        """Has the calling thread end the process, unless one that `fail`s is about to.
+
+        That one is not disturbed: this then does not return.
+        """
+        self._ending.acquire()
 
     def _watch(
         self, wait_for_end: Callable[[float], bool], end: Callable[[str | None], None]
@@ -61,7 +86,7 @@ class Watchdog:
         while not wait_for_end(CHECK_S):
             if self._lasts() > self.timeout_s:
                 faulthandler.dump_traceback(file=sys.stderr)
-                end(f"{self.doing} has not ended after {self.timeout_s:g} s")
+                self.fail(f"{self.doing} has not ended after {self.timeout_s:g} s{self.standing()}")
                 return
         while self._lasts() < STOP_WAIT_S:
             time.sleep(CHECK_S / 5)
@@ -71,6 +96,12 @@ class Watchdog:
         """Seconds of the call that is under way."""
         began = self._began  # the other thread may set it to None between two looks
         return 0.0 if began is None else time.monotonic() - began
+
+
+def _end_start(failure: str) -> None:
+    """Of a process that does not serve yet."""
+    print(failure, file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILED)
 
 
 class NamedSteps:

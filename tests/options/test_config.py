@@ -14,8 +14,10 @@ NEXTN = ["--speculative-algorithm", "NEXTN"]
 MODEL, WEIGHTS = tiny_model("qwen3_5", 0)
 
 REFUSED = {
-    "--tp-size 2": "--tp-size is not supported",
-    "--tp=2": "--tp is not supported",
+    "--dp-size 2": "--dp-size is not supported",
+    "--dp=2": "--dp is not supported",
+    "--tp-size 0": "--tp-size must be 1 to 64, got 0",
+    "--launcher slurm": "--launcher must be one of local, ray, got slurm",
     "--mem-fraction-static 1.5": "--mem-fraction-static",
     "--mem-fraction-static most": "--mem-fraction-static must be a number, got most",
     "--shadow-check 1.5": "--shadow-check must be 0.0 to 1.0, got 1.5",

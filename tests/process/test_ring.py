@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.process.ring import Reader, Ring, RingFullError
+from shared.process.ranks.ring import Reader, Ring, RingFullError
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (1, 2, 512, 513, 16384)
@@ -25,7 +25,7 @@ def message(number: int, size: int) -> np.ndarray:
 
 READS = """
 import sys, time
-from shared.process.ring import Reader
+from shared.process.ranks.ring import Reader
 descriptor, reader, count, pause = int(sys.argv[1]), *map(int, sys.argv[2:4]), float(sys.argv[4])
 ring = Reader(descriptor, reader)
 print("ready", flush=True)

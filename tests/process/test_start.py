@@ -284,7 +284,7 @@ def test_a_port_in_use_is_refused_before_anything_is_loaded(capfd):
 @pytest.mark.parametrize("backend", ["torch_impl", "jax_impl"])
 def test_a_wrong_flag_ends_the_process_with_code_2_and_no_traceback(backend):
     ended = subprocess.run(
-        [sys.executable, "-m", f"{backend}.serve", "--tp-size", "2"],
+        [sys.executable, "-m", f"{backend}.serve", "--dp-size", "2"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -293,7 +293,7 @@ def test_a_wrong_flag_ends_the_process_with_code_2_and_no_traceback(backend):
     )
     assert ended.returncode == 2
     assert "Traceback" not in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("--tp-size is not supported")
+    assert ended.stderr.splitlines()[-1].startswith("--dp-size is not supported")
 
 
 def test_the_start_says_how_the_model_would_have_its_tokens_chosen(folder, capfd):

@@ -1,0 +1,100 @@
+"""What ranks share: the plans of rank 0, and on a CPU the mailboxes of what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.backend import Capacity
+from shared.boundary.buffers import plan_layout
+from shared.boundary.mailboxes import Mailboxes
+from shared.boundary.ranks import Ranks
+from shared.process.ranks.followers import Follower, Followers, RankError
+from shared.process.ranks.link import boot, path_in
+from shared.process.ranks.ring import Ring, RingFullError
+
+EXCHANGE_S = 10.0
+"""How long a rank waits for what another one computes; then the step has failed."""
+
+
+class Shared:
+    """Rank 0's side. A plan goes to ranks of this host by a ring, to others by their sockets.
+
+    Attributes:
+      ranks: Which rank this process is.
+      written: Plans so far.
+    """
+
+    def __init__(self, followers: Followers, capacity: Capacity, on_gpu: bool) -> None:
+        """Takes the memory, and tells every rank where it is.
+
+        Args:
+          on_gpu: Whether ranks compute on GPUs, which exchange without mailboxes.
+        """
+        here = [each for each in followers.ranks if each.device and each.device[0] == boot()]
+        self._far = [each for each in followers.ranks if each not in here]
+        self._here, self.written = here, 0
+        most = max(plan_layout(program, capacity).size for program in capacity.programs)
+        self._message = np.zeros(1 + most, np.int32)
+        self._ring = Ring(len(here), 1 + most, capacity.overlap + 4) if here else None
+        self._mailboxes = None
+        if not (on_gpu or self._far):
+            self._mailboxes = Mailboxes.create(followers.count, wait_s=EXCHANGE_S)
+        self.ranks = Ranks(0, followers.count, self._mailboxes)
+        self._tell()
+
+    def write(self, program: int, plan: Int32[np.ndarray, " words"], timeout_s: float) -> None:
+        """Gives every other rank a plan.
+
+        Args:
+          program: Index of its program, which goes before it.
+          timeout_s: How long a rank may take to make room.
+
+        Raises:
+          RankError: One did not.
+        """
+        message = self._message[: 1 + len(plan)]
+        message[0], message[1:] = program, plan
+        self.written += 1
+        if self._ring is not None:
+            try:
+                asleep = self._ring.write(message, timeout_s)
+            except RingFullError as error:
+                late = self._here[error.reader]
+                raise RankError(
+                    f"{late.name} has taken no plan for {timeout_s:g} s while {late.at()}"
+                ) from error
+            for reader in asleep:
+                self._here[reader].link.send("wake")
+        for each in self._far:
+            each.link.send("step", message.tobytes())
+
+    def opened(self) -> None:
+        """Every rank has what is shared, so that its name can go."""
+        if self._mailboxes is not None:
+            self._mailboxes.remove()
+
+    def close(self) -> None:
+        """Lets go of it."""
+        self.opened()
+        if self._ring is not None:
+            self._ring.close()
+
+    def _tell(self) -> None:
+        boxes = None if self._mailboxes is None else [*self._mailboxes.__reduce__()[1]]
+        ring = None if self._ring is None else path_in(self._ring.descriptor)
+        for reader, each in enumerate(self._here):
+            each.link.send("share", ring, reader, boxes)
+        for each in self._far:
+            each.link.send("share", None, 0, None)
+
+
+def hosts_of(ranks: Sequence[Follower]) -> dict[str, int]:
+    """How many ranks each host has, by its boot, with rank 0."""
+    hosts = {boot(): 1}
+    for each in ranks:
+        if each.device is not None:
+            hosts[each.device[0]] = hosts.get(each.device[0], 0) + 1
+    return hosts

@@ -1,0 +1,195 @@
+"""The start of one model on several ranks: all begin together, and rank 0 waits for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib import import_module
+
+from shared.boundary.backend import Backend
+from shared.boundary.ranks import Ranks
+from shared.options.flags import ConfigError
+from shared.options.options import PARTS, Options
+from shared.options.ranks import RAY
+from shared.process.device import Device
+from shared.process.ranks.digest import digest_of
+from shared.process.ranks.followers import Followers
+from shared.process.ranks.leading import LeadingBackend
+from shared.process.ranks.link import boot
+from shared.process.ranks.places import Launcher, LocalLauncher
+from shared.process.ranks.sharing import Shared, hosts_of
+from shared.process.start import Platform, Start, prepare
+
+MORE_FREE = 1.1
+"""A rank that has so many times the memory of another one is not used in full: that is said."""
+
+Gauges = dict[str, Callable[[], float]]
+
+
+class RankedStart:
+    """The start of rank 0, and with it of all others.
+
+    Of one rank, and where one process has all devices, it is a start like any other.
+
+    Attributes:
+      notes: What a user should know of the ranks, once `prepare` has found it out.
+    """
+
+    def __init__(
+        self, options: Options, platform: Platform, on_failure: Callable[[str], None]
+    ) -> None:
+        """Starts the processes of the others, which read their files while rank 0 reads its own.
+
+        Args:
+          on_failure: Gets the reason where one is lost, on a thread of its own.
+
+        Raises:
+          ConfigError: There is no place for one.
+        """
+        self._options, self._platform = options, platform
+        self._count = options.ranks.tp_size
+        self.notes: list[str] = []
+        self._shared: Shared | None = None
+        self._followers: Followers | None = None
+        if self._count > 1 and platform.rank_module is not None:
+            module = platform.rank_module
+            self._followers = Followers(_launcher(options), self._count, module, on_failure)
+            self._followers.tell("options", _values(options))
+
+    def prepare(self) -> Start:
+        """As `shared.process.start.prepare`, for all ranks.
+
+        Raises:
+          ValueError: A flag or a file is refused, on whatever rank.
+          RankError: A rank is lost.
+        """
+        followers, platform = self._followers, self._platform
+        if followers is None:
+            start = prepare(self._options, platform)
+            return start.of_rank(Ranks(0, self._count, None))
+        start = prepare(self._options, replace(platform, find_device=self._least_device))
+        followers.wait_until(lambda each: each.digest is not None, "done with its plan")
+        digest = digest_of(start.memory)
+        for each in followers.ranks:
+            if each.digest != digest:
+                raise ConfigError(
+                    f"{each.name} would serve another model or other programs than rank 0; give "
+                    "every host the same model folder, and the same version of this program"
+                )
+        blueprint = start.memory.blueprint
+        self._shared = Shared(followers, blueprint.capacity, blueprint.on_gpu)
+        return start.of_rank(self._shared.ranks)
+
+    def load(self, start: Start, progress: Callable[[int], None]) -> Backend:
+        """As `Start.load`, on all ranks; `progress` is told of the slowest.
+
+        Raises:
+          RankError: A rank is lost.
+        """
+        followers, shared = self._followers, self._shared
+        if followers is None or shared is None:
+            return start.load(self._platform, progress)
+        own = told = 0
+
+        def tell() -> None:
+            nonlocal told
+            slowest = min(own, *(each.loaded for each in followers.ranks))
+            if slowest > told:
+                progress(slowest - told)
+                told = slowest
+
+        def add(num_bytes: int) -> None:
+            nonlocal own
+            own += num_bytes
+            followers.check()
+            tell()
+
+        backend = start.load(self._platform, add)
+        followers.wait_until(lambda each: each.is_loaded, "done with loading", tell)
+        shared.opened()
+        return LeadingBackend(backend, followers, shared)
+
+    @property
+    def gauges(self) -> Gauges:
+        """What `/metrics` shows of the ranks; nothing of one."""
+        if self._count == 1:
+            return {}
+        found: Gauges = {"ranks": lambda: self._count}
+        for each in self._followers.ranks if self._followers else ():
+            label = f'{{rank="{each.rank}"}}'
+            found[f"rank_steps_total{label}"] = lambda each=each: each.ended
+            found[f"rank_free_bytes_at_start{label}"] = lambda each=each: each.free_bytes
+        return found
+
+    def standing(self) -> str:
+        """How far the others are, for the reader; empty of one."""
+        ranks = self._followers.ranks if self._followers else ()
+        return "".join(f"; {each.name} has ended {each.ended} steps" for each in ranks)
+
+    def kill(self) -> None:
+        """Ends the others at once."""
+        if self._followers is not None:
+            self._followers.kill()
+
+    def _least_device(self) -> Device:
+        """Rank 0's device, with as much memory as the rank that has least."""
+        followers, own = self._followers, self._platform.find_device()
+        assert followers is not None, "this is asked where there are others"
+        followers.wait_until(lambda each: each.device is not None, "done with finding its device")
+        hosts = hosts_of(followers.ranks)
+        free = {"rank 0": own.free_bytes // (hosts[boot()] if own.kind == "cpu" else 1)}
+        for each in followers.ranks:
+            assert each.device is not None
+            host, kind, name, num_bytes = each.device
+            if (kind, name) != (own.kind, own.name):
+                raise ConfigError(
+                    f"{each.name} would run on a {name} and rank 0 on a {own.name}; ranks need "
+                    "devices of one kind"
+                )
+            free[each.name] = each.free_bytes = num_bytes // (hosts[host] if kind == "cpu" else 1)
+        least = min(free, key=lambda name: free[name])
+        most = max(free, key=lambda name: free[name])
+        if free[most] > MORE_FREE * free[least]:
+            self.notes.append(
+                f"{least} has {free[least]:,} bytes free and {most} {free[most]:,}: every rank "
+                f"takes what fits {least}"
+            )
+        followers.tell("memory", free[least])
+        return replace(own, free_bytes=free[least])
+
+
+@contextmanager
+def ranked_start(
+    options: Options, platform: Platform, on_failure: Callable[[str], None]
+) -> Iterator[RankedStart]:
+    """A start of several ranks, whose processes end where it is left by an error."""
+    start = RankedStart(options, platform, on_failure)
+    try:
+        yield start
+    except BaseException:
+        start.kill()
+        raise
+
+
+def _launcher(options: Options) -> Launcher:
+    if options.ranks.launcher != RAY:
+        return LocalLauncher()
+    try:  # it brings Ray, which only such a start needs
+        module = import_module("shared.cluster.ray_launcher")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(
+            "--launcher ray needs Ray, which is not installed; install the extra ray, or leave the "
+            "flag out"
+        ) from error
+    return module.RayLauncher(options.ranks.tp_size)
+
+
+def _values(options: Options) -> dict[str, object]:
+    """What a start was told, by name, for `Options.from_values` in another process."""
+    told: dict[str, object] = {}
+    for part in PARTS:
+        told |= asdict(getattr(options, part))
+    return {name: told[name] for name in options.given}

@@ -1,0 +1,200 @@
+"""Ranks that are processes start together, serve one text, and end together with a reason."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support import ranked_serve
+from tests.support.http_fixtures import COMPLETIONS, ROOT, Server, is_alive, serving
+
+MODEL = ROOT / "models" / "random"
+FLAGS = ["--model-path", str(MODEL), "--port", "0", "--context-length", "256"]
+FLAGS += ["--max-running-requests", "2", "--max-total-tokens", "1024", "--page-size", "64"]
+NAMED_S = 15.0
+"""How soon a lost rank is named."""
+
+PROMPT = {"prompt": "the cat sat on", "max_tokens": 24, "temperature": 0.8, "seed": 7}
+
+
+@contextmanager
+def ranked(count: int, *more: str):
+    """A server of so many ranks."""
+    module = "tests.support.ranked_serve"
+    with serving(["-m", module, *FLAGS, "--tp-size", str(count), *more]) as server:
+        yield server
+
+
+def ranks_of(server: Server) -> list[int]:
+    """The processes of the other ranks, in order."""
+    lines = {}
+    for pid in server.pids()[1:]:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        if "shared.process.ranks.follower" in words:
+            lines[int(words[words.index("tests.support.ranked_serve") + 1])] = pid
+    return [lines[rank] for rank in sorted(lines)]
+
+
+def ended(server: Server, pids: Sequence[int], within_s: float = NAMED_S) -> int:
+    """The exit code, once every process is gone, in time."""
+    until = time.monotonic() + within_s
+    code = server.process.wait(within_s)
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < until, "a process stays behind"
+        time.sleep(0.02)
+    time.sleep(0.2)  # for the reader of the output
+    return code
+
+
+class OpenStream:
+    """A stream that is under way when something happens."""
+
+    def __init__(self, server: Server) -> None:
+        self.events: list[dict] = []
+        self._thread = threading.Thread(target=self._read, args=(server,))
+        self._thread.start()
+        server.wait_for_metric("tandem:num_requests_running", 1)
+
+    def _read(self, server: Server) -> None:
+        fields = {"prompt": "again and", "max_tokens": 240, "ignore_eos": True}
+        self.events = server.stream(COMPLETIONS, **fields)
+
+    def error(self) -> str:
+        self._thread.join(NAMED_S)
+        assert not self._thread.is_alive()
+        return self.events[-1]["error"]["message"]
+
+
+def texts(server: Server) -> list[str]:
+    answers = [server.complete(**{**PROMPT, "seed": seed}) for seed in (1, 2)]
+    return [answer["choices"][0]["text"] for answer in answers]
+
+
+def test_ranks_serve_the_text_of_one_and_end_together():
+    with ranked(1) as alone:
+        wanted = texts(alone)
+        assert not ranks_of(alone)
+        assert not any("ranks" in name for name in alone.metrics())
+    with ranked(3) as server:
+        assert texts(server) == wanted
+        pids = server.pids()
+        assert len(ranks_of(server)) == 2
+        server.wait_for_metric('tandem:rank_steps_total{rank="2"}', steps_of(server))
+        assert server.metrics()["tandem:ranks"] == 3
+        assert any("memory plan of each of 3 ranks" in line for line in server.lines)
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server, pids) == 0
+        assert not any("Traceback" in line for line in server.lines)
+
+
+def steps_of(server: Server) -> float:
+    steps = [v for name, v in server.metrics().items() if "engine_steps_total" in name]
+    return sum(steps)
+
+
+@pytest.mark.parametrize(
+    ("number", "ending"),
+    [
+        (signal.SIGKILL, "rank 1 was ended by SIGKILL while serving, last heard of after step "),
+        (
+            signal.SIGSTOP,
+            "rank 1 stands still by a signal while serving, last heard of after step ",
+        ),
+    ],
+    ids=["killed", "stopped"],
+)
+def test_a_rank_that_is_lost_while_it_serves_ends_all_by_its_name(number, ending):
+    with ranked(3) as server:
+        pids, stream = server.pids(), OpenStream(server)
+        began = time.monotonic()
+        os.kill(ranks_of(server)[0], number)
+        assert stream.error().startswith(ending)
+        assert time.monotonic() - began < NAMED_S
+        assert ended(server, pids) == 1
+        assert any(ending in line for line in server.lines)
+
+
+def test_an_idle_server_ends_too_when_a_rank_is_lost():
+    with ranked(2) as server:
+        pids = server.pids()
+        os.kill(ranks_of(server)[0], signal.SIGKILL)
+        assert ended(server, pids) == 1
+        assert any("rank 1 was ended by SIGKILL while serving" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("others", ["run", "stand still"])
+def test_no_rank_outlives_rank_0(others):
+    with ranked(3) as server:
+        pids = server.pids()
+        if others == "stand still":
+            for pid in ranks_of(server):
+                os.kill(pid, signal.SIGSTOP)
+        os.kill(server.process.pid, signal.SIGKILL)
+        assert ended(server, pids) == -signal.SIGKILL
+
+
+STEP_FAULTS = {
+    "1:step:raises": "rank 1 failed while serving, last heard of after step 29: MemoryError: ",
+    "1:step:sleeps": "rank 1 of 2 did not come to exchange 30 within 10 s; rank 0 waited for it",
+    "0:step:raises": "the engine failed: MemoryError: there is no room",
+}
+
+
+@pytest.mark.parametrize("fault", STEP_FAULTS)
+def test_a_step_that_fails_on_one_rank_ends_all_by_its_name(fault, monkeypatch):
+    monkeypatch.setenv(ranked_serve.FAULT, fault)
+    with ranked(2) as server:
+        pids, stream = server.pids(), OpenStream(server)
+        assert STEP_FAULTS[fault] in stream.error()
+        assert ended(server, pids) == 1
+        assert any(STEP_FAULTS[fault] in line for line in server.lines)
+
+
+START_FAULTS = {
+    "1:planning:SIGKILL": (1, "rank 1 was ended by SIGKILL while planning"),
+    "1:planning:refuses": (2, "rank 1: the folder is not there"),
+    "1:loading:raises": (1, "rank 1 failed while loading: MemoryError: there is no room for the w"),
+    "2:loading:SIGSTOP": (1, "rank 2 stands still by a signal while loading"),
+    "1:preparing:SIGKILL": (1, "rank 1 was ended by SIGKILL while preparing programs"),
+    "0:loading:refuses": (2, "the folder is not there"),
+    "0:loading:SIGKILL": (-signal.SIGKILL, ""),
+}
+
+
+@pytest.mark.parametrize("fault", START_FAULTS)
+def test_a_start_that_fails_on_one_rank_ends_on_all_by_its_name(fault):
+    code, sentence = START_FAULTS[fault]
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.ranked_serve", *FLAGS, "--tp-size", "3"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", ranked_serve.FAULT: fault},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # It ends when every process that holds the pipe has ended.
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    assert (said.splitlines() or [""])[-1].startswith(sentence)
+    assert time.monotonic() - began < NAMED_S + 20, "a start takes its time too"
+
+
+def test_every_rank_takes_what_fits_the_one_with_the_least_memory(monkeypatch):
+    monkeypatch.setenv(ranked_serve.FAULT, f"1:planning:{ranked_serve.LACKS}")
+    with ranked(2) as server:
+        least, most = ranked_serve.GIB // 2, 4 * ranked_serve.GIB
+        note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank takes what fits"
+        assert any(note in line for line in server.lines)
+        assert any(f"of {least:,} that are free" in line for line in server.lines)
+        assert server.metrics()['tandem:rank_free_bytes_at_start{rank="1"}'] == least
+        assert httpx.get(server.url + "/health").status_code == 200

@@ -1,0 +1,114 @@
+"""`python -m tests.support.ranked_serve --tp-size N ...` serves the reference backend on N ranks.
+
+Each rank runs the whole model, and after every step they give each other what it gave: a rank that
+was fed another plan, or in another order, ends the server. `RANK_FAULT` names a rank, a place and
+what goes wrong there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shared.boundary.backend import Backend, Blueprint, Launch, StepPlan, StepResult
+from shared.boundary.program import Program
+from shared.boundary.ranks import Ranks
+from shared.process.device import Device
+from shared.process.launch import launch
+from tests.support import reference_serve
+
+FAULT = "RANK_FAULT"
+LACKS, GIB = "lacks", 1 << 30
+FAULT_STEP = 30
+
+
+def fault_at(rank: int, place: str) -> None:
+    """Does what goes wrong, where it does."""
+    whose, where, what = os.environ.get(FAULT, "0:nowhere:nothing").split(":")
+    if (int(whose), where) != (rank, place):
+        return
+    if what == LACKS:
+        return
+    if what == "raises":
+        raise MemoryError("there is no room for the weights")
+    if what == "refuses":
+        raise ValueError("the folder is not there")
+    if what == "sleeps":
+        time.sleep(3600)
+    os.kill(os.getpid(), getattr(signal, what))
+
+
+def rank_of_process() -> int:
+    """Before any is told, by the command line of the other ranks."""
+    return int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[1] == __spec__.name else 0
+
+
+class MirroredBackend:
+    """A backend whose results are those of all ranks."""
+
+    def __init__(self, own: Backend, ranks: Ranks) -> None:
+        self.capacity, self.workspace, self._own, self._ranks = (
+            own.capacity,
+            own.workspace,
+            own,
+            ranks,
+        )
+        self._thread, self._count = ThreadPoolExecutor(max_workers=1), 0
+
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        fault_at(self._ranks.rank, "preparing")
+        self._own.prepare(programs, progress)
+
+    def launch(self, program: Program) -> Launch:
+        return self._own.launch(program)
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        return self._thread.submit(self._compared, self._own.submit(plan))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._own.close()
+
+    def _compared(self, flight: Any) -> StepResult:
+        result = flight.result()
+        self._count += 1
+        if self._count == FAULT_STEP:
+            fault_at(self._ranks.rank, "step")
+        if self._ranks.mailboxes is not None:
+            said = np.concatenate([result.tokens.ravel(), result.counts, result.num_nodes])
+            of_all = self._ranks.mailboxes.exchange(self._ranks.rank, said.view(np.uint8))
+            assert (of_all == of_all[0]).all(), "ranks have different results"
+        return result
+
+
+def load(blueprint: Blueprint, *rest: Any) -> MirroredBackend:
+    fault_at(blueprint.ranks.rank, "loading")
+    return MirroredBackend(reference_serve.load(blueprint, *rest), blueprint.ranks)
+
+
+def find_device() -> Device:
+    rank = rank_of_process()
+    fault_at(rank, "planning")
+    device = Device.cpu()
+    if os.environ.get(FAULT, "") == f"{rank}:planning:{LACKS}":
+        return replace(device, free_bytes=GIB)
+    return replace(device, free_bytes=8 * GIB)
+
+
+PLATFORM = replace(
+    reference_serve.PLATFORM,
+    find_device=find_device,
+    load=load,
+    rank_module="tests.support.ranked_serve",
+)
+
+if __name__ == "__main__":
+    raise SystemExit(launch(sys.argv[1:], PLATFORM))
