@@ -198,6 +198,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "accept_rule": "rejection",
         "speculative_adaptive_config": "shapes.json",
         "speculative_adaptive_trace": "steps.jsonl",
+        **{"tp_size": 2, "launcher": "ray"},
     }
     options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
     parts = PARTS.keys() - {"ngram"}
