@@ -41,11 +41,11 @@ def load_backend(
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
     placement = (blueprint.dtype, device, progress)
-    stay = (blueprint.in_words, blueprint.in_codes)
-    weights = load(checkpoint, model, with_mtp, *placement, *stay)
+    stay, group = (blueprint.in_words, blueprint.in_codes), blueprint.ranks
+    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group)
     draft_weights = draft_files.read(
-        lambda files, config: load_head(files, config, *placement),
-        lambda files, config: load(files, config, False, *placement, {}),
+        lambda files, config: load_head(files, config, *placement, group=group),
+        lambda files, config: load(files, config, False, *placement, {}, group=group),
     )
     if device.type == "cpu":
         take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
@@ -58,6 +58,7 @@ def load_backend(
         dtype=blueprint.dtype,
         device=device,
         captured=blueprint.captured if blueprint.on_gpu else (),
+        group=group,
     )
 
 
@@ -68,7 +69,7 @@ PLATFORM = Platform(
     kernels=KERNEL_LIMITS,
     load=load_backend,
     captures=True,
-    refuses_ranks=lambda device, count: "this backend has one rank; leave the flag out",
+    rank_module="torch_impl.serve",
 )
 
 

@@ -25,7 +25,7 @@ Page, slot and snapshot 0 are sinks for padding; nothing reads them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
@@ -39,6 +39,7 @@ from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.fp8_words import InWords
+from shared.models.ranks import local
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
@@ -180,6 +181,12 @@ class Blueprint:
     in_words: InWords = field(default_factory=dict)
     in_codes: frozenset[str] = frozenset()
     ranks: Ranks = ALONE
+
+    @property
+    def share(self) -> Blueprint:
+        """With what one of the ranks has of the model and of what drafts."""
+        count = self.ranks.count
+        return replace(self, config=local(self.config, count), drafts=self.drafts.local(count))
 
     @property
     def item_bytes(self) -> int:

@@ -11,10 +11,8 @@ order of stores (x86) show them to others in that order.
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import UInt8
@@ -31,6 +29,11 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
 little where ranks are more than processors."""
 
 
+def mailbox_bytes(count: int, box_bytes: int = BOX_BYTES) -> int:
+    """Bytes of the mailboxes of so many ranks together."""
+    return count * (_PAGE + 2 * box_bytes)
+
+
 class RankMissingError(RuntimeError):
     """A rank did not come to an exchange, or came with something else."""
 
@@ -44,7 +47,8 @@ class Mailboxes:
     """
 
     def __init__(self, path: str, count: int, box_bytes: int, wait_s: float) -> None:
-        """Maps a file that `create` has made."""
+        """Maps what `create` has made."""
+        self._descriptor: int | None = None
         self.count, self.wait_s = count, wait_s
         self._path, self._box_bytes = path, box_bytes
         with open(path, "r+b") as file:
@@ -64,20 +68,22 @@ class Mailboxes:
           box_bytes: Most bytes of one exchange; larger values take several.
           wait_s: How long an exchange waits for a peer, in seconds.
         """
-        folder = Path("/dev/shm")
-        descriptor, path = tempfile.mkstemp(
-            prefix="tandem_ranks_", dir=folder if folder.is_dir() else None
-        )
-        os.truncate(descriptor, count * (_PAGE + 2 * box_bytes))
-        os.close(descriptor)
-        return cls(path, count, box_bytes, wait_s)
+        # It has no name in a folder, so nothing is left of it however its processes end; others of
+        # the same user find it by this process and its descriptor.
+        descriptor = os.memfd_create("tandem_ranks")
+        os.ftruncate(descriptor, mailbox_bytes(count, box_bytes))
+        made = cls(f"/proc/{os.getpid()}/fd/{descriptor}", count, box_bytes, wait_s)
+        made._descriptor = descriptor
+        return made
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int, float]]:
         return Mailboxes, (self._path, self.count, self._box_bytes, self.wait_s)
 
     def remove(self) -> None:
-        """Takes the memory's name away; who has mapped it keeps it."""
-        Path(self._path).unlink(missing_ok=True)
+        """Lets no other process find the memory; who has mapped it keeps it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
     def exchange(
         self, rank: int, values: UInt8[np.ndarray, " bytes"]

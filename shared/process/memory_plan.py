@@ -10,6 +10,7 @@ from math import prod
 
 from shared.boundary.backend import ITEM_BYTES, Blueprint, Capacity
 from shared.boundary.buffers import plan_layout, result_layout
+from shared.boundary.mailboxes import mailbox_bytes
 from shared.boundary.program import Work
 from shared.boundary.ranks import Ranks
 from shared.boundary.workspace import state_layer_bytes
@@ -19,6 +20,7 @@ from shared.models.config import ModelConfig
 from shared.models.fp8_words import InWords, bytes_of_codes, bytes_of_words
 from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
+from shared.models.ranks import local
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device
 from shared.process.programs import ProgramCosts, capacity_for, captured_works, pages_for
@@ -166,9 +168,11 @@ class _Sizing:
         return min(wanted, int(MOST_STATES_SHARE * self.device.free_bytes) // state_bytes)
 
     def _state_bytes(self) -> int:
-        """Of all recurrent states of a request, the target's and the drafter's."""
-        item, sizes = ITEM_BYTES[self.settled.dtype], self.drafts.sizes
-        num_bytes = self.model.num_gated_delta_layers * state_layer_bytes(self.model, item)
+        """Of all recurrent states of a request, the target's and the drafter's, on one rank."""
+        count = self.settled.told.ranks.tp_size
+        item, sizes = ITEM_BYTES[self.settled.dtype], self.drafts.local(count).sizes
+        model = local(self.model, count)
+        num_bytes = model.num_gated_delta_layers * state_layer_bytes(model, item)
         if sizes is not None:
             num_bytes += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
         return num_bytes
@@ -214,10 +218,15 @@ class _Sizing:
 
 
 def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
+    """Of one rank; all have equal shares, and what they gather is whole on each."""
+    share = blueprint.share
     yield from _weight_lines(blueprint)
-    yield from _page_lines(blueprint)
-    yield from _slot_lines(blueprint)
+    yield from _page_lines(share)
+    yield from _slot_lines(share)
     yield _buffer_line(blueprint.capacity)
+    if not (blueprint.ranks.is_alone or blueprint.on_gpu):
+        num_bytes = mailbox_bytes(blueprint.ranks.count)
+        yield MemoryLine("mailboxes", "of all ranks, which share them", num_bytes)
     if options.speculative.drafts_on_host and not blueprint.on_gpu:
         yield from _text_lines(options)
     yield from _workspace_lines(blueprint, costs)
@@ -225,7 +234,7 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
 
 def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
     drafts = blueprint.drafts
-    wanted = parameters(blueprint.config, drafts.with_mtp)
+    wanted = _of_rank(parameters(blueprint.config, drafts.with_mtp), blueprint)
     by_output = not blueprint.on_gpu
     in_words = blueprint.in_words
     num_bytes = {
@@ -237,9 +246,14 @@ def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
         if p.name in blueprint.in_codes
     }
     yield _weights_line("weights", blueprint.dtype, wanted, num_bytes)
-    if of_drafts := draft_parameters(drafts, None):
+    if of_drafts := _of_rank(draft_parameters(drafts, None), blueprint):
         line = _weights_line("draft weights", blueprint.dtype, of_drafts, {})
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
+
+
+def _of_rank(wanted: Sequence[Parameter], blueprint: Blueprint) -> list[Parameter]:
+    """A rank's shares, of which those of rank 0 are as large as any."""
+    return [parameter.of_rank(0, blueprint.ranks.count) for parameter in wanted]
 
 
 def _weights_line(

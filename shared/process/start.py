@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shared.boundary.backend import Backend, Blueprint
+from shared.boundary.checks import check_ranks
 from shared.boundary.operations import KernelLimits, PlainOperation, plain_operations
 from shared.boundary.ranks import Ranks
 from shared.drafts.block import stated_block
@@ -32,6 +33,7 @@ from shared.models.fields import read_json
 from shared.models.fp8 import BLOCK, are_whole_blocks
 from shared.models.fp8_words import EXPERTS, InWords
 from shared.models.parameters import Parameter, parameters
+from shared.models.ranks import local
 from shared.models.sampling import SamplingDefaults
 from shared.options.adaptive import read_candidates
 from shared.options.flags import spelling
@@ -182,6 +184,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
+    _check_shares(model, draft_files.drafts, options.ranks.tp_size)
     grammars = Grammars.of_options(options, model.vocab)
     wanted = parameters(model, draft.with_mtp)
     in_codes = _in_codes(checkpoint, wanted) if options.model.fp8_activations else frozenset[str]()
@@ -190,6 +193,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     count = options.ranks.tp_size
     if count > 1 and (refused := platform.refuses_ranks(device, count)) is not None:
         raise ConfigError(f"--tp-size {count}: {refused}")
+    check_ranks(Ranks(0, count, None), device.kind == "gpu")
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
     drafts = draft_files.drafts
@@ -198,6 +202,14 @@ def prepare(options: Options, platform: Platform) -> Start:
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
     return Start(checkpoint, draft_files, memory, plain, defaults, grammars)
+
+
+def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:
+    """Refuses a number of ranks that a model, or what drafts, does not divide among."""
+    try:
+        local(model, count), drafts.local(count)
+    except ValueError as error:
+        raise ConfigError(f"--tp-size {count} does not fit: {error}") from error
 
 
 def _in_codes(checkpoint: Weights, wanted: Sequence[Parameter]) -> frozenset[str]:

@@ -3,6 +3,7 @@
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,3 +73,12 @@ def test_ranks_that_do_not_exist_are_refused(mailboxes):
     with pytest.raises(ValueError, match="the mailboxes are of 3 ranks, not of 2"):
         Ranks(0, 2, mailboxes)
     assert ALONE.is_alone
+
+
+def test_nothing_is_left_in_a_folder_of_the_machine():
+    """A process that is killed takes nothing away."""
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.is_dir() else set()
+    made = Mailboxes.create(2, box_bytes=64)
+    assert (set(shared.iterdir()) if shared.is_dir() else set()) == before
+    made.remove()

@@ -1,14 +1,18 @@
 """What the memory plan gives a real model on GPUs that nobody needs to have."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from jax_impl import serve as jax_serve
 from shared.boundary.backend import HostDraft
+from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.program import Extra, Work
+from shared.boundary.ranks import Ranks
 from shared.boundary.workspace import MOST_PARTS
 from shared.drafts.drafts import Drafts
 from shared.engine.adaptive.tiers import Shapes
@@ -21,11 +25,15 @@ from shared.models.parameters import parameters
 from shared.options.options import ConfigError, parse
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.start import prepare
 from shared.spec.numerics import ATTENTION
 from tests.support.house import House
 from torch_impl import serve as torch_serve
+from torch_impl.weights import load
 
 GB = 10**9
+ROOT = Path(__file__).resolve().parents[2]
+STATE = ("KV", "draft KV", "state", "snapshots", "draft state", "draft snapshots", "seen", "relay")
 PLATFORMS = {"torch": torch_serve.PLATFORM, "jax": jax_serve.PLATFORM}
 QWEN3_8B = config_from_dict(
     {
@@ -359,3 +367,44 @@ def test_no_limit_leaves_what_the_machine_has(tmp_path):
     write(tmp_path / "box", memory__max="max\n", memory__current="200\n", memory__stat="")
     assert list(free_in_groups(tmp_path, GROUP)) == []
     assert list(free_in_groups(tmp_path / "none", "")) == []
+
+
+@pytest.mark.parametrize("drafter", ["", "--speculative-algorithm NEXTN"])
+def test_every_rank_takes_what_the_plan_of_a_rank_says(drafter):
+    flags = ["--model-path", str(ROOT / "models" / "random"), "--max-total-tokens", "2048"]
+    flags += ["--context-length", "256", "--tp-size", "2", *drafter.split()]
+    cpu = replace(torch_serve.PLATFORM, find_device=lambda: Device("cpu", "CPU", GB))
+    start = prepare(parse(flags), cpu)
+    bytes_of = {line.name: line.num_bytes for line in start.memory.lines}
+    kept = sum(n for name, n in bytes_of.items() if name in STATE)
+    mailboxes = Mailboxes.create(2)
+    for rank in range(2):
+        of_rank = start.of_rank(Ranks(rank, 2, mailboxes))
+        taken = _tensor_bytes(of_rank.load(cpu, lambda num_bytes: None).state)
+        unused = 0 if drafter else 4 * start.memory.capacity.num_slots  # where draft memory begins
+        assert taken == kept - unused
+        blueprint = of_rank.memory.blueprint
+        how = (blueprint.dtype, torch.device("cpu"), lambda num_bytes: None)
+        model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
+        loaded = load(of_rank.checkpoint, model, with_mtp, *how, {}, group=blueprint.ranks)
+        assert _tensor_bytes(loaded) == bytes_of["weights"]
+    mailboxes.remove()
+
+
+def _tensor_bytes(record: Any) -> int:
+    """Of the memory of all tensors in a record, each part once."""
+    storages = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif is_dataclass(value):
+            for item in fields(value):
+                visit(getattr(value, item.name))
+        elif isinstance(value, tuple | list):
+            for each in value:
+                visit(each)
+
+    visit(record)
+    return sum(storages.values())
