@@ -96,6 +96,7 @@ class Platform:
       captures: Whether it has steps on a GPU that it may capture or not.
       rank_module: Module whose `PLATFORM` this is, where a rank is a process; None where one
         process has all devices.
+      spans_hosts: Whether its ranks may be on hosts that share no memory.
       refuses_ranks: Why a device cannot be one of so many ranks, and the way out; None where it
         can.
     """
@@ -107,6 +108,7 @@ class Platform:
     load: LoadCall
     captures: bool = False
     rank_module: str | None = None
+    spans_hosts: bool = False
     refuses_ranks: Callable[[Device, int], str | None] = lambda device, count: None
 
 

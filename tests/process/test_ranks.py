@@ -10,13 +10,17 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from shared.options.options import ConfigError
+from shared.process.ranks.places import gpu_of
 from tests.support import ranked_serve
 from tests.support.http_fixtures import COMPLETIONS, ROOT, Server, is_alive, serving
+from torch_impl import serve as torch_serve
 
 MODEL = ROOT / "models" / "random"
 FLAGS = ["--model-path", str(MODEL), "--port", "0", "--context-length", "256"]
@@ -198,3 +202,44 @@ def test_every_rank_takes_what_fits_the_one_with_the_least_memory(monkeypatch):
         assert any(f"of {least:,} that are free" in line for line in server.lines)
         assert server.metrics()['tandem:rank_free_bytes_at_start{rank="1"}'] == least
         assert httpx.get(server.url + "/health").status_code == 200
+
+
+def test_a_rank_that_shares_no_memory_gets_its_plans_by_its_socket(monkeypatch):
+    with ranked(1) as alone:
+        wanted = texts(alone)
+    monkeypatch.setenv(ranked_serve.FAULT, f"1:planning:{ranked_serve.ELSEWHERE}")
+    with ranked(2) as server:
+        pids = server.pids()
+        assert texts(server) == wanted
+        server.wait_for_metric('tandem:rank_steps_total{rank="1"}', steps_of(server))
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server, pids) == 0
+
+
+REFUSED = {
+    "--tp-size 3": "--tp-size 3 does not fit: num_attention_heads (4) of",
+    "--tp-size 2 --launcher local --chunked-prefill-size 65": "--chunked-prefill-size",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_a_number_of_ranks_that_does_not_divide_is_refused_by_name(flags, capfd):
+    assert ranked_serve.launch([*FLAGS, *flags.split()], torch_serve.PLATFORM) == 2
+    assert capfd.readouterr().err.splitlines()[-1].startswith(REFUSED[flags])
+
+
+def test_ranks_that_gather_do_not_span_hosts_yet(monkeypatch, capfd):
+    monkeypatch.setenv(ranked_serve.FAULT, f"1:planning:{ranked_serve.ELSEWHERE}")
+    platform = replace(ranked_serve.PLATFORM, spans_hosts=False)
+    assert ranked_serve.launch([*FLAGS, "--tp-size", "2"], platform) == 2
+    assert capfd.readouterr().err.splitlines()[-1].startswith("rank 1 shares no memory with rank 0")
+
+
+def test_ranks_take_a_gpu_each_of_those_that_are_named():
+    named = {"CUDA_VISIBLE_DEVICES": "3,GPU-8f"}
+    assert [gpu_of(named, 8, rank) for rank in range(2)] == ["3", "GPU-8f"]
+    assert [gpu_of({}, 2, rank) for rank in range(2)] == ["0", "1"]
+    assert gpu_of({}, 0, 1) is None
+    assert gpu_of({"CUDA_VISIBLE_DEVICES": ""}, 4, 1) is None
+    with pytest.raises(ConfigError, match="needs a GPU for each rank, and 2 can be used here"):
+        gpu_of(named, 8, 2)

@@ -26,7 +26,7 @@ from shared.process.launch import launch
 from tests.support import reference_serve
 
 FAULT = "RANK_FAULT"
-LACKS, GIB = "lacks", 1 << 30
+LACKS, ELSEWHERE, GIB = "lacks", "elsewhere", 1 << 30
 FAULT_STEP = 30
 
 
@@ -36,6 +36,9 @@ def fault_at(rank: int, place: str) -> None:
     if (int(whose), where) != (rank, place):
         return
     if what == LACKS:
+        return
+    if what == ELSEWHERE:
+        sys.modules["__main__"].boot = lambda: "another host"
         return
     if what == "raises":
         raise MemoryError("there is no room for the weights")
@@ -108,6 +111,7 @@ PLATFORM = replace(
     find_device=find_device,
     load=load,
     rank_module="tests.support.ranked_serve",
+    spans_hosts=True,
 )
 
 if __name__ == "__main__":

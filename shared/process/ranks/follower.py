@@ -221,10 +221,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("module")
     parser.add_argument("rank", type=int)
     parser.add_argument("count", type=int)
-    parser.add_argument("--fd", type=int, required=True)
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--fd", type=int, help="of a socket that was inherited")
+    how.add_argument("--connect", help="host:port to call, with the word that stdin holds")
     flags = parser.parse_args(argv)
     end_with_parent()
-    rank = Rank(Link(socket.socket(fileno=flags.fd)), flags.rank, flags.count)
+    connection = socket.socket(fileno=flags.fd) if flags.fd else _call(flags.connect)
+    rank = Rank(Link(connection), flags.rank, flags.count)
     try:
         rank.run(flags.module)
     except _Ended:
@@ -232,6 +235,15 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:  # whatever it is, rank 0 is to name it
         rank.fail(error)
     return 0
+
+
+def _call(address: str) -> socket.socket:
+    """A connection to the engine's process, which knows this one by a word."""
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(sys.stdin.readline().strip().encode())
+    return connection
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -17,7 +18,13 @@ from shared.process.ranks.digest import digest_of
 from shared.process.ranks.followers import Followers
 from shared.process.ranks.leading import LeadingBackend
 from shared.process.ranks.link import boot
-from shared.process.ranks.places import Launcher, LocalLauncher
+from shared.process.ranks.places import (
+    FOLLOWER,
+    Launcher,
+    LocalLauncher,
+    gpu_of,
+    gpus_on_host,
+)
 from shared.process.ranks.sharing import Shared, hosts_of
 from shared.process.start import Platform, Start, prepare
 
@@ -142,6 +149,11 @@ class RankedStart:
         for each in followers.ranks:
             assert each.device is not None
             host, kind, name, num_bytes = each.device
+            if host != boot() and not self._platform.spans_hosts:
+                raise ConfigError(
+                    f"{each.name} shares no memory with rank 0, and ranks of several hosts are not "
+                    "served yet; give --tp-size as many as one host has room for"
+                )
             if (kind, name) != (own.kind, own.name):
                 raise ConfigError(
                     f"{each.name} would run on a {name} and rank 0 on a {own.name}; ranks need "
@@ -184,7 +196,8 @@ def _launcher(options: Options) -> Launcher:
             "--launcher ray needs Ray, which is not installed; install the extra ray, or leave the "
             "flag out"
         ) from error
-    return module.RayLauncher(options.ranks.tp_size)
+    gpu = gpu_of(os.environ, gpus_on_host(), 0)
+    return module.RayLauncher(options.ranks.tp_size, FOLLOWER, gpu is not None)
 
 
 def _values(options: Options) -> dict[str, object]:

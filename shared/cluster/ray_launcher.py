@@ -1,0 +1,222 @@
+"""Starts the processes of ranks where a running Ray has room for them.
+
+Ray reserves a place for every rank at once, in a placement group, starts an actor in each, and the
+actor starts the process of its rank, which calls back to the engine's process and is like any other
+from then on. Ray is asked how a process has ended; nothing of it is in the path of a step. When the
+actor ends, Linux ends the process of the rank; when the engine's process ends, Ray ends the actors.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from shared.options.flags import ConfigError
+
+ray: Any = import_module("ray")
+ray_util: Any = import_module("ray.util")
+scheduling: Any = import_module("ray.util.scheduling_strategies")
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOM_S = 60.0
+"""How long Ray may take to find room."""
+
+CALL_BACK_S = 60.0
+ANSWER_S = 2.0
+GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+class _Place:
+    """An actor: what it is asked runs on its main thread, so what it starts ends with it alone."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def where(self) -> tuple[str, str]:
+        """Its host's name, and the GPUs that Ray has given it."""
+        node = ray.get_runtime_context().get_node_id()
+        return f"{socket.gethostname()} (Ray's node {node[:8]})", os.environ.get(GPUS, "")
+
+    def start(self, words: Sequence[str], folder: str, secret: str) -> None:
+        """Starts a process that calls back with the secret, which no list of processes shows."""
+        self._process = subprocess.Popen(
+            [sys.executable, *words], cwd=folder, stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{secret}\n".encode())
+        self._process.stdin.close()
+
+    def state(self) -> tuple[int | None, str]:
+        """The exit code of the process, if it has ended, and the letter of its state."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            return None if process is None else process.returncode, ""
+        text = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii")
+        return None, text.rsplit(")", 1)[1].split()[0]
+
+
+class RayLauncher:
+    """Starts ranks on the hosts of a running Ray; see `shared.process.ranks.places.Launcher`."""
+
+    def __init__(self, count: int, follower: str, with_gpus: bool) -> None:
+        """Reserves room for all ranks, with rank 0, which is this process.
+
+        Args:
+          follower: The module that a rank's process runs.
+          with_gpus: Whether each rank needs a GPU.
+
+        Raises:
+          ConfigError: No Ray runs here, or it has no room.
+        """
+        self._follower, self._is_own = follower, not ray.is_initialized()
+        self._connect()
+        self._group: Any = None
+        try:
+            self._reserve(count, with_gpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, RayProcess]:
+        """See `shared.process.ranks.places.Launcher`."""
+        actor, secret = self._actors[rank], secrets.token_hex(16)
+        try:
+            host, _ = ray.get(actor.where.remote(), timeout=ROOM_S)
+            with socket.create_server((ray_util.get_node_ip_address(), 0)) as listener:
+                address = ":".join(map(str, listener.getsockname()[:2]))
+                words = ["-m", self._follower, module, str(rank), str(count), "--connect", address]
+                ray.get(actor.start.remote(words, str(ROOT), secret), timeout=ROOM_S)
+                process = RayProcess(actor, host)
+                return _call_back(listener, secret, process), process
+        except ray.exceptions.RayError as error:
+            raise ConfigError(
+                f"--launcher ray could not start rank {rank} (every host needs this program in "
+                f"{ROOT} and its packages): {str(error).strip().splitlines()[-1]}"
+            ) from error
+
+    def close(self) -> None:
+        """See `shared.process.ranks.places.Launcher`."""
+        if self._group is not None:
+            ray_util.remove_placement_group(self._group)
+            self._group = None
+        if self._is_own and ray.is_initialized():
+            ray.shutdown()
+
+    def _connect(self) -> None:
+        try:
+            if self._is_own:
+                ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                "--launcher ray found no Ray that runs on this host; start one with ray start "
+                "--head, name it in RAY_ADDRESS, or leave the flag out"
+            ) from error
+
+    def _reserve(self, count: int, with_gpus: bool) -> None:
+        each = {"CPU": 1.0, **({"GPU": 1.0} if with_gpus else {})}
+        bundles = [dict(each) for _ in range(count)]
+        bundles[0][f"node:{ray_util.get_node_ip_address()}"] = 0.001  # rank 0 is this process
+        self._group = ray_util.placement_group(bundles, strategy="PACK")
+        try:
+            ray.get(self._group.ready(), timeout=ROOM_S)
+        except ray.exceptions.GetTimeoutError as error:
+            what = "a processor and a GPU" if with_gpus else "a processor"
+            raise ConfigError(
+                f"--launcher ray: Ray had no room for {count} ranks within {ROOM_S:g} s, of which "
+                f"each needs {what}; lower --tp-size or add hosts"
+            ) from error
+        self._actors = [self._actor(rank, with_gpus) for rank in range(count)]
+        if with_gpus:
+            os.environ[GPUS] = ray.get(self._actors[0].where.remote(), timeout=ROOM_S)[1]
+
+    def _actor(self, rank: int, with_gpus: bool) -> Any:
+        strategy = scheduling.PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=rank
+        )
+        made = ray.remote(_Place).options(
+            num_cpus=1,
+            num_gpus=int(with_gpus),
+            max_restarts=0,
+            scheduling_strategy=strategy,
+            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+        )
+        return made.remote()
+
+
+class RayProcess:
+    """A rank's process beside its actor; see `shared.process.ranks.places.RankProcess`."""
+
+    def __init__(self, actor: Any, host: str) -> None:
+        self.host = host
+        self._actor, self._letter, self._asked = actor, "", None
+
+    def ending(self, timeout_s: float) -> str | None:
+        """See `shared.process.ranks.places.RankProcess`."""
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                code, _ = ray.get(self._actor.state.remote(), timeout=ANSWER_S)
+            except ray.exceptions.GetTimeoutError:
+                return None
+            except ray.exceptions.RayError:
+                return "was lost with its Ray actor"
+            if code is not None:
+                by = f"was ended by {signal.Signals(-code).name}" if code < 0 else ""
+                return by or f"ended with code {code}"
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.05)
+
+    def is_stopped(self) -> bool:
+        """See `shared.process.ranks.places.RankProcess`; as of the last look, so as not to wait."""
+        if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            try:
+                self._letter = ray.get(self._asked)[1]
+            except ray.exceptions.RayError:
+                self._letter = ""  # its end is seen at its socket
+            self._asked = None
+        if self._asked is None:
+            self._asked = self._actor.state.remote()
+        return self._letter in ("T", "t")
+
+    def kill(self) -> None:
+        """See `shared.process.ranks.places.RankProcess`."""
+        ray.kill(self._actor)
+
+
+def _call_back(listener: socket.socket, secret: str, process: RayProcess) -> socket.socket:
+    """The connection of the process that knows the secret.
+
+    Raises:
+      ConfigError: It ended before, or did not come in time.
+    """
+    until = time.monotonic() + CALL_BACK_S
+    listener.settimeout(1.0)
+    while time.monotonic() < until:
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            if (ending := process.ending(0.0)) is not None:
+                raise ConfigError(f"--launcher ray: a rank on {process.host} {ending}") from None
+            continue
+        connection.settimeout(CALL_BACK_S)
+        said = connection.recv(len(secret), socket.MSG_WAITALL)
+        if hmac.compare_digest(said, secret.encode()):
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        connection.close()
+    raise ConfigError(
+        f"--launcher ray: the rank on {process.host} did not call back within {CALL_BACK_S:g} s; "
+        "let its host reach this one"
+    )

@@ -1,0 +1,137 @@
+"""`--launcher ray` on two simulated hosts: placed, the same text, ended together, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from shared.options.options import ConfigError, parse
+from shared.process.ranks.starting import ranked_start
+from tests.support import ranked_serve
+from tests.support.http_fixtures import ROOT, Server, is_alive, serving
+
+NEEDS_RAY = pytest.mark.skipif(
+    find_spec("ray") is None, reason="Ray is not installed: it is the extra ray"
+)
+FLAGS = ["--model-path", str(ROOT / "models" / "random"), "--port", "0", "--page-size", "64"]
+FLAGS += ["--context-length", "256", "--max-running-requests", "2", "--max-total-tokens", "1024"]
+BY_RAY = ["--tp-size", "2", "--launcher", "ray"]
+MODULE = "tests.support.ranked_serve"
+NAMED_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[None]:
+    """A Ray of two hosts with a processor each, which servers find by RAY_ADDRESS."""
+    from ray.cluster_utils import Cluster  # where the extra is not installed there is none
+
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=1)
+    before = os.environ.get("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = cluster.address
+    yield
+    cluster.shutdown()
+    del os.environ["RAY_ADDRESS"]
+    if before is not None:
+        os.environ["RAY_ADDRESS"] = before
+
+
+def rank_1() -> int:
+    """The process of rank 1, which an actor of Ray has started."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if MODULE in words and "--connect" in words:
+            return int(path.parent.name)
+    raise AssertionError("there is no process of rank 1")
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def wait_for_end(server: Server, pids: list[int]) -> int:
+    until = time.monotonic() + NAMED_S
+    code = server.process.wait(NAMED_S)
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < until, "a process stays behind"
+        time.sleep(0.05)
+    time.sleep(0.2)  # for the reader of the output
+    return code
+
+
+def text_of(server: Server) -> str:
+    answer = server.complete("the cat sat on", max_tokens=24, temperature=0.8, seed=7)
+    return answer["choices"][0]["text"]
+
+
+@NEEDS_RAY
+def test_two_hosts_serve_the_text_of_one_and_end_together(hosts):
+    with serving(["-m", MODULE, *FLAGS]) as alone:
+        wanted = text_of(alone)
+    with serving(["-m", MODULE, *FLAGS, *BY_RAY]) as server:
+        rank = rank_1()
+        pids = [*server.pids(), rank, parent_of(rank)]
+        assert text_of(server) == wanted
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_for_end(server, pids) == 0
+
+
+@NEEDS_RAY
+@pytest.mark.parametrize("lost", ["rank", "actor", "stopped"])
+def test_a_rank_that_is_lost_ends_all_by_its_name_and_host(hosts, lost):
+    reasons = {
+        "rank": "was ended by SIGKILL while serving",
+        "actor": "was lost with its Ray actor while serving",
+        "stopped": "stands still by a signal while serving",
+    }
+    with serving(["-m", MODULE, *FLAGS, *BY_RAY]) as server:
+        rank = rank_1()
+        actor = parent_of(rank)
+        pids = [*server.pids(), rank, actor]
+        number = signal.SIGSTOP if lost == "stopped" else signal.SIGKILL
+        os.kill(actor if lost == "actor" else rank, number)
+        assert wait_for_end(server, pids) == 1
+        (line,) = [line for line in server.lines if reasons[lost] in line][:1]
+        assert "rank 1 on " in line
+        assert "Ray's node" in line
+
+
+@NEEDS_RAY
+def test_no_rank_outlives_rank_0(hosts):
+    with serving(["-m", MODULE, *FLAGS, *BY_RAY]) as server:
+        rank = rank_1()
+        pids = [*server.pids(), rank]
+        os.kill(server.process.pid, signal.SIGKILL)
+        assert wait_for_end(server, pids) == -signal.SIGKILL
+
+
+@NEEDS_RAY
+def test_more_ranks_than_there_is_room_for_are_refused(hosts, monkeypatch):
+    from shared.cluster import ray_launcher
+
+    monkeypatch.setattr(ray_launcher, "ROOM_S", 5.0)
+    with pytest.raises(ConfigError, match=r"Ray had no room for 3 ranks within 5 s, of which each"):
+        ray_launcher.RayLauncher(3, "no.module", with_gpus=False)
+
+
+def test_without_ray_the_start_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "shared.cluster.ray_launcher", raising=False)
+    options = parse([*FLAGS, *BY_RAY])
+    refused = pytest.raises(
+        ConfigError, match="^--launcher ray needs Ray, .* install the extra ray"
+    )
+    with refused, ranked_start(options, ranked_serve.PLATFORM, print):
+        pass
