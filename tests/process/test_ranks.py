@@ -6,12 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,15 +16,13 @@ import pytest
 from shared.options.options import ConfigError
 from shared.process.ranks.places import gpu_of
 from tests.support import ranked_serve
-from tests.support.http_fixtures import COMPLETIONS, ROOT, Server, is_alive, serving
+from tests.support.http_fixtures import ROOT, Server, serving
+from tests.support.ranked import NAMED_S, OpenStream, ended, ranks_of, steps_of
 from torch_impl import serve as torch_serve
 
 MODEL = ROOT / "models" / "random"
 FLAGS = ["--model-path", str(MODEL), "--port", "0", "--context-length", "256"]
 FLAGS += ["--max-running-requests", "2", "--max-total-tokens", "1024", "--page-size", "64"]
-NAMED_S = 15.0
-"""How soon a lost rank is named."""
-
 PROMPT = {"prompt": "the cat sat on", "max_tokens": 24, "temperature": 0.8, "seed": 7}
 
 
@@ -37,46 +32,6 @@ def ranked(count: int, *more: str):
     module = "tests.support.ranked_serve"
     with serving(["-m", module, *FLAGS, "--tp-size", str(count), *more]) as server:
         yield server
-
-
-def ranks_of(server: Server) -> list[int]:
-    """The processes of the other ranks, in order."""
-    lines = {}
-    for pid in server.pids()[1:]:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        if "shared.process.ranks.follower" in words:
-            lines[int(words[words.index("tests.support.ranked_serve") + 1])] = pid
-    return [lines[rank] for rank in sorted(lines)]
-
-
-def ended(server: Server, pids: Sequence[int], within_s: float = NAMED_S) -> int:
-    """The exit code, once every process is gone, in time."""
-    until = time.monotonic() + within_s
-    code = server.process.wait(within_s)
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < until, "a process stays behind"
-        time.sleep(0.02)
-    time.sleep(0.2)  # for the reader of the output
-    return code
-
-
-class OpenStream:
-    """A stream that is under way when something happens."""
-
-    def __init__(self, server: Server) -> None:
-        self.events: list[dict] = []
-        self._thread = threading.Thread(target=self._read, args=(server,))
-        self._thread.start()
-        server.wait_for_metric("tandem:num_requests_running", 1)
-
-    def _read(self, server: Server) -> None:
-        fields = {"prompt": "again and", "max_tokens": 240, "ignore_eos": True}
-        self.events = server.stream(COMPLETIONS, **fields)
-
-    def error(self) -> str:
-        self._thread.join(NAMED_S)
-        assert not self._thread.is_alive()
-        return self.events[-1]["error"]["message"]
 
 
 def texts(server: Server) -> list[str]:
@@ -99,11 +54,6 @@ def test_ranks_serve_the_text_of_one_and_end_together():
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
         assert not any("Traceback" in line for line in server.lines)
-
-
-def steps_of(server: Server) -> float:
-    steps = [v for name, v in server.metrics().items() if "engine_steps_total" in name]
-    return sum(steps)
 
 
 @pytest.mark.parametrize(

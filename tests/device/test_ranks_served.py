@@ -1,0 +1,121 @@
+"""torch on several ranks, each a process: over HTTP the text of one, and nothing lost in a soak."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.http_fixtures import COMPLETIONS, Server, serving
+from tests.support.ranked import OpenStream, ended, ranks_of, steps_of
+
+FLAGS = ["--port", "0", "--context-length", "256", "--max-running-requests", "8"]
+FLAGS += ["--max-total-tokens", "2048"]
+DRAFTING = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2"]
+PROMPTS = ("The weather in", "Once upon a time", "1 2 3 4", "def f(x):")
+CLIENTS, KINDS, MOST_TOKENS = 12, 12, 10
+
+
+@contextmanager
+def torch_ranks(count: int, *flags: str) -> Iterator[Server]:
+    command = ["-m", "torch_impl.serve", *FLAGS, *flags, "--tp-size", str(count)]
+    with serving(command) as server:
+        yield server
+
+
+def body_of(kind: int) -> dict[str, Any]:
+    """A request: greedy, sampled and penalised in turns, some with logprobs."""
+    how = [{"temperature": 0.0}, {"temperature": 0.9}, {"frequency_penalty": 0.5}][kind % 3]
+    logprobs = {"logprobs": 3} if kind % 4 == 0 else {}
+    prompt = PROMPTS[kind % len(PROMPTS)]
+    return {"prompt": prompt, "max_tokens": MOST_TOKENS, "seed": kind, **how, **logprobs}
+
+
+def said(answer: dict[str, Any]) -> tuple[Any, ...]:
+    choice = answer["choices"][0]
+    return choice["text"], choice["finish_reason"], choice["logprobs"]
+
+
+def all_said(server: Server) -> list[tuple[Any, ...]]:
+    """The answers of all kinds, one after the other, so that the steps are the same each time."""
+    return [said(server.complete(**body_of(kind))) for kind in range(KINDS)]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[tuple[Any, ...]]:
+    """Of one rank."""
+    with torch_ranks(1, *DRAFTING) as server:
+        return all_said(server)
+
+
+def test_two_ranks_have_the_text_and_the_logprobs_of_one_to_the_bit(wanted):
+    with torch_ranks(2, *DRAFTING) as server:
+        pids = server.pids()
+        assert all_said(server) == wanted
+        server.wait_for_metric('tandem:rank_steps_total{rank="1"}', steps_of(server))
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server, pids) == 0
+        assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+def test_a_rank_that_is_lost_amid_an_exchange_ends_all_by_its_name(number):
+    with torch_ranks(2) as server:
+        pids, stream = server.pids(), OpenStream(server)
+        os.kill(ranks_of(server)[0], number)
+        assert stream.error().startswith(("rank 1 was ended by SIGKILL", "rank 1 stands still"))
+        assert ended(server, pids) == 1
+
+
+@pytest.mark.parametrize(
+    ("requests", "aborts"),
+    [(120, 30), pytest.param(2000, 500, marks=pytest.mark.matrix)],
+)
+def test_of_many_requests_and_aborts_on_two_ranks_nothing_is_wrong_or_lost(
+    requests, aborts, wanted
+):
+    rng = random.Random(5)
+    left = set(rng.sample(range(requests), aborts))
+    kinds = [rng.randrange(KINDS) for _ in range(requests)]
+    with torch_ranks(2, *DRAFTING) as server:
+        pids = server.pids()
+
+        def ask(number: int) -> str:
+            body = body_of(kinds[number])
+            if number in left:
+                _leave(server, {**body, "max_tokens": 200, "ignore_eos": True})
+                return "left"
+            answer = said(server.complete(**body))
+            # How many others a step serves moves the last bits of logprobs, never the text.
+            return "right" if answer[:2] == wanted[kinds[number]][:2] else f"{body}: {answer}"
+
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            outcomes = list(clients.map(ask, range(requests)))
+        assert outcomes.count("left") == aborts
+        assert set(outcomes) == {"left", "right"}
+        for name in ("running", "waiting"):
+            server.wait_for_metric(f"tandem:num_requests_{name}", 0)
+        server.wait_for_metric('tandem:rank_steps_total{rank="1"}', steps_of(server))
+        figures = server.metrics()
+        aborted = figures['tandem:request_success_total{finished_reason="abort"}']
+        assert aborted == aborts
+        assert figures["tandem:state_slots_free"] == 8
+        assert figures["tandem:kv_pages_free"] == 2048 // 16
+        server.process.send_signal(signal.SIGTERM)
+        assert ended(server, pids) == 0
+
+
+def _leave(server: Server, body: dict[str, Any]) -> None:
+    """Asks for a stream and goes with its first event."""
+    with httpx.stream(
+        "POST", server.url + COMPLETIONS, json={**body, "stream": True}, timeout=60
+    ) as answer:
+        assert answer.status_code == 200, answer.read()
+        next(answer.iter_lines())
