@@ -12,9 +12,11 @@ from jax_impl import convert
 from jax_impl.backend import JaxBackend
 from jax_impl.devices import find_device
 from jax_impl.operations import KERNEL_LIMITS
+from jax_impl.together import Together, take_devices
 from jax_impl.weights import Loaded, load, load_head
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Blueprint
+from shared.boundary.ranks import Ranks
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.dummy import Stored
 from shared.process.launch import launch
@@ -37,19 +39,30 @@ def load_backend(
     draft_files: DraftFiles,
     progress: Callable[[int], None],
 ) -> JaxBackend:
-    """Reads the weights onto the device and makes the backend."""
-    device = jax.devices()[0]
-    weights, draft_weights = read_weights(blueprint, checkpoint, draft_files, device, progress)
+    """Reads the weights onto the device, or each rank's onto its own, and makes the backend."""
+    device, group = jax.devices()[0], blueprint.ranks
+    if not group.is_alone and isinstance(checkpoint, convert.OrbaxCheckpoint):
+        raise ValueError(
+            f"--tp-size {group.count} needs files that ranks can read in parts, and those of Orbax "
+            "are read whole; give the Hugging Face folder"
+        )
+    together = Together.of(device, group)
+    loaded = [
+        read_weights(blueprint, checkpoint, draft_files, each, progress, rank)
+        for each, rank in zip(together.devices, together.ranks, strict=True)
+    ]
+    of_drafts = [own for _, own in loaded if own is not None]
     return JaxBackend(
         blueprint.config,
-        weights,
+        [weights for weights, _ in loaded],
         blueprint.capacity,
         blueprint.drafts,
-        draft_weights,
+        of_drafts or None,
         dtype=blueprint.dtype,
         device=device,
         quick_compile=False,
         kept_in=CACHE_FOLDER,
+        group=group,
     )
 
 
@@ -59,15 +72,16 @@ def read_weights(
     draft_files: DraftFiles,
     device: jax.Device,
     progress: Callable[[int], None],
+    group: Ranks,
 ) -> tuple[Loaded, Loaded | None]:
-    """The model's weights on a device, and those that draft, if they are its own."""
+    """A rank's share of the model on a device, and of what drafts, if it has weights of its own."""
     placement = (jnp.dtype(blueprint.dtype), device, progress)
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     stay = (blueprint.in_words, blueprint.in_codes)
-    weights = load(checkpoint, model, with_mtp, *placement, *stay)
+    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group)
     draft_weights = draft_files.read(
-        lambda files, config: load_head(files, config, *placement),
-        lambda files, config: load(files, config, False, *placement, {}),
+        lambda files, config: load_head(files, config, *placement, group=group),
+        lambda files, config: load(files, config, False, *placement, {}, group=group),
     )
     return weights, draft_weights
 
@@ -78,7 +92,7 @@ PLATFORM = Platform(
     costs=ProgramCosts(workspace=workspace, are_compiled=True),
     kernels=KERNEL_LIMITS,
     load=load_backend,
-    refuses_ranks=lambda device, count: "this backend has one rank; leave the flag out",
+    take_devices=take_devices,
 )
 
 

@@ -6,6 +6,7 @@ from typing import Self, TypeVar
 
 import jax
 import numpy as np
+from jax.extend.backend import clear_backends
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jax_impl.ops.ranks import AXIS
@@ -112,3 +113,15 @@ class Together:
         ]
         shape = (len(own), *arrays[0].shape)
         return jax.make_array_from_single_device_arrays(shape, where, own)
+
+
+def take_devices(count: int) -> None:
+    """Has JAX make a device of the processor for each of so many ranks, where they run on it.
+
+    Who imports the ops has asked for the devices already. That is undone, unless another part of
+    the process has arrays on them; `Together.of` then says that there are too few.
+    """
+    has_few = count > 1 and jax.default_backend() == "cpu" and len(jax.devices()) < count
+    if has_few and not jax.live_arrays():
+        clear_backends()
+        jax.config.update("jax_num_cpu_devices", count)

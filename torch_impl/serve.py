@@ -65,7 +65,7 @@ def load_backend(
 PLATFORM = Platform(
     find_device=find_device,
     open_checkpoint=open_checkpoint,
-    costs=ProgramCosts(workspace=workspace, are_compiled=False),
+    costs=ProgramCosts(workspace=workspace, are_compiled=False, has_mailboxes=True),
     kernels=KERNEL_LIMITS,
     load=load_backend,
     captures=True,

@@ -32,6 +32,7 @@ from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_
 from jax_impl import ops, serve
 from jax_impl.backend import JaxBackend
 from shared.boundary.program import Extra, Work
+from shared.boundary.ranks import ALONE
 from shared.options.options import parse
 from shared.process.device import Device
 from shared.process.start import prepare
@@ -202,7 +203,8 @@ def lowered_step(
         if program.has(Extra.LOGPROBS) is scores
     )
     with gpu.traced():
-        read = partial(serve.read_weights, blueprint, *files, gpu.device, lambda num_bytes: None)
+        where = (gpu.device, lambda num_bytes: None, ALONE)
+        read = partial(serve.read_weights, blueprint, *files, *where)
         weights, draft_weights = jax.eval_shape(read)
         backend = JaxBackend(
             blueprint.config,

@@ -224,7 +224,7 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     yield from _page_lines(share)
     yield from _slot_lines(share)
     yield _buffer_line(blueprint.capacity)
-    if not (blueprint.ranks.is_alone or blueprint.on_gpu):
+    if costs.has_mailboxes and not (blueprint.ranks.is_alone or blueprint.on_gpu):
         num_bytes = mailbox_bytes(blueprint.ranks.count)
         yield MemoryLine("mailboxes", "of all ranks, which share them", num_bytes)
     if options.speculative.drafts_on_host and not blueprint.on_gpu:

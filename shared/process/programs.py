@@ -27,10 +27,12 @@ class ProgramCosts:
     Attributes:
       workspace: Bytes that a step of a program works on beside the pools.
       are_compiled: On a CPU each program takes seconds of the start, so there are few.
+      has_mailboxes: Whether its ranks exchange through mailboxes on a CPU.
     """
 
     workspace: Callable[[Program, Blueprint], int]
     are_compiled: bool
+    has_mailboxes: bool = False
 
 
 def capacity_for(

@@ -97,8 +97,8 @@ class Platform:
       rank_module: Module whose `PLATFORM` this is, where a rank is a process; None where one
         process has all devices.
       spans_hosts: Whether its ranks may be on hosts that share no memory.
-      refuses_ranks: Why a device cannot be one of so many ranks, and the way out; None where it
-        can.
+      take_devices: Where one process has all devices, called with their number before the first
+        is asked for.
     """
 
     find_device: Callable[[], Device]
@@ -109,7 +109,7 @@ class Platform:
     captures: bool = False
     rank_module: str | None = None
     spans_hosts: bool = False
-    refuses_ranks: Callable[[Device, int], str | None] = lambda device, count: None
+    take_devices: Callable[[int], None] = lambda count: None
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,9 @@ def prepare(options: Options, platform: Platform) -> Start:
     wanted = parameters(model, draft.with_mtp)
     in_codes = _in_codes(checkpoint, wanted) if options.model.fp8_activations else frozenset[str]()
     in_words = partial(checkpoint.in_words, wanted)
+    platform.take_devices(options.ranks.tp_size)
     device = platform.find_device()
-    count = options.ranks.tp_size
-    if count > 1 and (refused := platform.refuses_ranks(device, count)) is not None:
-        raise ConfigError(f"--tp-size {count}: {refused}")
-    check_ranks(Ranks(0, count, None), device.kind == "gpu")
+    check_ranks(Ranks(0, options.ranks.tp_size, None), device.kind == "gpu")
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
     drafts = draft_files.drafts

@@ -65,6 +65,15 @@ def test_two_ranks_have_the_text_and_the_logprobs_of_one_to_the_bit(wanted):
         assert not any("Traceback" in line for line in server.lines)
 
 
+def test_two_ranks_of_jax_have_the_text_of_one_of_torch(wanted):
+    """They are devices of one process, which a CPU makes as many of as are asked for."""
+    few = ["--max-running-requests", "1", "--context-length", "256", "--port", "0"]
+    with serving(["-m", "jax_impl.serve", *few, "--tp-size", "2"]) as server:
+        assert len(server.pids()) == 2, "the engine and the HTTP server"
+        assert server.metrics()["tandem:ranks"] == 2
+        assert [answer[:2] for answer in all_said(server)] == [answer[:2] for answer in wanted]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
 def test_a_rank_that_is_lost_amid_an_exchange_ends_all_by_its_name(number):
     with torch_ranks(2) as server:

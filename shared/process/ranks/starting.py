@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from importlib import import_module
 
 from shared.boundary.backend import Backend
-from shared.boundary.ranks import Ranks
 from shared.options.flags import ConfigError
 from shared.options.options import PARTS, Options
 from shared.options.ranks import RAY
@@ -73,8 +72,7 @@ class RankedStart:
         """
         followers, platform = self._followers, self._platform
         if followers is None:
-            start = prepare(self._options, platform)
-            return start.of_rank(Ranks(0, self._count, None))
+            return prepare(self._options, replace(platform, find_device=self._shared_device))
         start = prepare(self._options, replace(platform, find_device=self._least_device))
         followers.wait_until(lambda each: each.digest is not None, "done with its plan")
         digest = digest_of(start.memory)
@@ -138,6 +136,12 @@ class RankedStart:
         """Ends the others at once."""
         if self._followers is not None:
             self._followers.kill()
+
+    def _shared_device(self) -> Device:
+        """What each rank of this process has of memory that they share."""
+        found = self._platform.find_device()
+        share = found.free_bytes // self._count if found.kind == "cpu" else found.free_bytes
+        return replace(found, free_bytes=share)
 
     def _least_device(self) -> Device:
         """Rank 0's device, with as much memory as the rank that has least."""
