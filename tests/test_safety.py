@@ -36,6 +36,8 @@ ALLOWED = {
     ("torch_impl/compiling.py", "import_module"): "names a kernel of this project",
     ("torch_impl/__init__.py", "import_module"): "names `llm` of this package",
     ("jax_impl/__init__.py", "import_module"): "the same",
+    ("shared/process/ranks/follower.py", "import_module"): "names a backend, by the command line",
+    ("shared/process/ranks/follower.py", "socket.create_connection"): "calls the engine's process",
     ("shared/server/usual_form.py", "urllib"): "reads the percent signs of a path, opens nothing",
     ("shared/text/schema_parts.py", "urllib"): "the same of a pointer",
 }  # fmt: skip

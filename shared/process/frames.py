@@ -57,6 +57,7 @@ class ModelFacts:
       admin_host_names: As `host_names`, of the admin's listener.
       allowed_origins: Sites whose pages may read answers, as browsers write them; `*`: any.
       observing: What the server tells of its work.
+      ranks: How many run the model together.
       silence_s: How long the engine may say nothing before it counts as frozen.
     """
 
@@ -78,6 +79,7 @@ class ModelFacts:
     admin_host_names: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     observing: ObservingOptions = field(default_factory=ObservingOptions)
+    ranks: int = 1
     silence_s: float = math.inf
 
     @property

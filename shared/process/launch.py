@@ -117,4 +117,5 @@ def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> Model
         trace_requests=server.trace_requests,
         allowed_origins=server.origins,
         observing=options.observing,
+        ranks=memory.blueprint.ranks.count,
     )

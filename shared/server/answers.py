@@ -269,6 +269,7 @@ class Model(Answer):
     owned_by: str
     max_model_len: int
     drafter: str | None
+    ranks: int
 
 
 class Models(Answer):
@@ -323,6 +324,7 @@ class Capabilities(Answer):
 
     drafters: list[str]
     refused: list[Refusal]
+    ranks: int
     limits: Bounds
 
 

@@ -66,8 +66,9 @@ class Routes:
         return Response(trace.to_json(), media_type="application/json")
 
     async def capabilities(self) -> Response:
-        """GET /capabilities: the drafters, what is refused, and the bounds of a request."""
-        return json_response({**capabilities.to_json(), "limits": self._limits()})
+        """GET /capabilities: the drafters, what is refused, the ranks, the bounds of a request."""
+        of_server = {"ranks": self._client.facts.ranks, "limits": self._limits()}
+        return json_response({**capabilities.to_json(), **of_server})
 
     async def live(self) -> Response:
         """GET /live: 200 while the engine lives and its steps end."""
@@ -107,7 +108,12 @@ class Routes:
     def _model(self) -> dict[str, Any]:
         facts = self._client.facts
         card = {"id": facts.model_name, "object": "model", "created": 0, "owned_by": "tandem"}
-        return {**card, "max_model_len": facts.limits.context_length, "drafter": facts.drafter}
+        return {
+            **card,
+            "max_model_len": facts.limits.context_length,
+            "drafter": facts.drafter,
+            "ranks": facts.ranks,
+        }
 
     async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
         body = parse(await read_json(request), kind)

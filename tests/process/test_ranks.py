@@ -21,16 +21,18 @@ from tests.support.ranked import NAMED_S, OpenStream, ended, ranks_of, steps_of
 from torch_impl import serve as torch_serve
 
 MODEL = ROOT / "models" / "random"
-FLAGS = ["--model-path", str(MODEL), "--port", "0", "--context-length", "256"]
-FLAGS += ["--max-running-requests", "2", "--max-total-tokens", "1024", "--page-size", "64"]
-PROMPT = {"prompt": "the cat sat on", "max_tokens": 24, "temperature": 0.8, "seed": 7}
+LARGER = ROOT / "models" / "demo" / "target"  # divides among four
+SIZES = ["--port", "0", "--context-length", "256"]
+SIZES += ["--max-running-requests", "2", "--max-total-tokens", "1024", "--page-size", "64"]
+FLAGS = ["--model-path", str(MODEL), *SIZES]
+PROMPT = {"prompt": "the cat sat on", "max_tokens": 12, "temperature": 0.8}
 
 
 @contextmanager
-def ranked(count: int, *more: str):
+def ranked(count: int, model: Path = MODEL):
     """A server of so many ranks."""
-    module = "tests.support.ranked_serve"
-    with serving(["-m", module, *FLAGS, "--tp-size", str(count), *more]) as server:
+    flags = ["--model-path", str(model), *SIZES, "--tp-size", str(count)]
+    with serving(["-m", "tests.support.ranked_serve", *flags]) as server:
         yield server
 
 
@@ -40,17 +42,19 @@ def texts(server: Server) -> list[str]:
 
 
 def test_ranks_serve_the_text_of_one_and_end_together():
-    with ranked(1) as alone:
+    with ranked(1, LARGER) as alone:
         wanted = texts(alone)
         assert not ranks_of(alone)
         assert not any("ranks" in name for name in alone.metrics())
-    with ranked(3) as server:
+    with ranked(4, LARGER) as server:
         assert texts(server) == wanted
         pids = server.pids()
-        assert len(ranks_of(server)) == 2
-        server.wait_for_metric('tandem:rank_steps_total{rank="2"}', steps_of(server))
-        assert server.metrics()["tandem:ranks"] == 3
-        assert any("memory plan of each of 3 ranks" in line for line in server.lines)
+        assert len(ranks_of(server)) == 3
+        server.wait_for_metric('tandem:rank_steps_total{rank="3"}', steps_of(server))
+        assert server.metrics()["tandem:ranks"] == 4
+        assert httpx.get(server.url + "/capabilities").json()["ranks"] == 4
+        assert httpx.get(server.url + "/v1/models").json()["data"][0]["ranks"] == 4
+        assert any("memory plan of each of 4 ranks" in line for line in server.lines)
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
         assert not any("Traceback" in line for line in server.lines)
@@ -68,7 +72,7 @@ def test_ranks_serve_the_text_of_one_and_end_together():
     ids=["killed", "stopped"],
 )
 def test_a_rank_that_is_lost_while_it_serves_ends_all_by_its_name(number, ending):
-    with ranked(3) as server:
+    with ranked(2) as server:
         pids, stream = server.pids(), OpenStream(server)
         began = time.monotonic()
         os.kill(ranks_of(server)[0], number)
@@ -88,7 +92,7 @@ def test_an_idle_server_ends_too_when_a_rank_is_lost():
 
 @pytest.mark.parametrize("others", ["run", "stand still"])
 def test_no_rank_outlives_rank_0(others):
-    with ranked(3) as server:
+    with ranked(2) as server:
         pids = server.pids()
         if others == "stand still":
             for pid in ranks_of(server):
@@ -118,7 +122,7 @@ START_FAULTS = {
     "1:planning:SIGKILL": (1, "rank 1 was ended by SIGKILL while planning"),
     "1:planning:refuses": (2, "rank 1: the folder is not there"),
     "1:loading:raises": (1, "rank 1 failed while loading: MemoryError: there is no room for the w"),
-    "2:loading:SIGSTOP": (1, "rank 2 stands still by a signal while loading"),
+    "1:loading:SIGSTOP": (1, "rank 1 stands still by a signal while loading"),
     "1:preparing:SIGKILL": (1, "rank 1 was ended by SIGKILL while preparing programs"),
     "0:loading:refuses": (2, "the folder is not there"),
     "0:loading:SIGKILL": (-signal.SIGKILL, ""),
@@ -130,7 +134,7 @@ def test_a_start_that_fails_on_one_rank_ends_on_all_by_its_name(fault):
     code, sentence = START_FAULTS[fault]
     began = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.ranked_serve", *FLAGS, "--tp-size", "3"],
+        [sys.executable, "-m", "tests.support.ranked_serve", *FLAGS, "--tp-size", "2"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", ranked_serve.FAULT: fault},
         stderr=subprocess.PIPE,

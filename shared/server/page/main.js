@@ -139,7 +139,8 @@ function newChat() {
 async function introduce() {
   try {
     const card = await model();
-    $("model").textContent = `${card.id} · ${card.drafter ?? "no drafter"}`;
+    const ranks = card.ranks > 1 ? ` · ${card.ranks} ranks` : "";
+    $("model").textContent = `${card.id} · ${card.drafter ?? "no drafter"}${ranks}`;
     $("max-tokens").max = card.max_model_len;
     $("key-form").hidden = true;
     $("alert").textContent = "";
