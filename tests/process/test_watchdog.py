@@ -45,6 +45,42 @@ def test_the_reason_names_the_step_that_is_waited_for():
     assert second is not first
 
 
+def test_the_reason_says_how_far_the_other_ranks_are():
+    watchdog = Watchdog(TIMEOUT_S)
+    watchdog.standing = lambda: "; rank 1 has ended 4 steps"
+    ended = Ended(watchdog)
+    with watchdog.watched():
+        reason = ended.reasons.get(timeout=10)
+    assert reason == "a step has not ended after 0.2 s; rank 1 has ended 4 steps"
+
+
+def test_what_any_thread_has_found_out_ends_the_process_as_a_step_does():
+    watchdog = Watchdog(3600)
+    ended = Ended(watchdog)
+    watchdog.fail("rank 1 was ended by SIGKILL")
+    assert ended.reasons.get(timeout=1) == "rank 1 was ended by SIGKILL"
+
+
+def test_who_ends_the_process_is_not_disturbed_by_who_fails_meanwhile():
+    """A lost rank fails the engine's own step too, and one reason is to be told."""
+    watchdog, entered, leave = Watchdog(3600), threading.Event(), threading.Event()
+
+    def end(failure: str | None) -> None:
+        entered.set()
+        leave.wait(10)
+
+    watchdog.start(lambda seconds: leave.wait(seconds), end)
+    threading.Thread(target=watchdog.fail, args=("rank 1 is lost",), daemon=True).start()
+    assert entered.wait(10)
+    engine = threading.Thread(target=watchdog.claim_end, daemon=True)
+    engine.start()
+    engine.join(0.3)
+    assert engine.is_alive(), "two threads would end the process"
+    leave.set()
+    engine.join(10)
+    assert not engine.is_alive()
+
+
 def test_a_call_that_ends_in_time_is_left_alone():
     watchdog = Watchdog(1.5)
     ended = Ended(watchdog)

@@ -1,4 +1,4 @@
-"""What ranks share: the plans of rank 0, and on a CPU the mailboxes of what they compute."""
+"""What ranks share: the plans of rank 0, and the mailboxes by which ranks of a host exchange."""
 
 from __future__ import annotations
 
@@ -27,12 +27,8 @@ class Shared:
       written: Plans so far.
     """
 
-    def __init__(self, followers: Followers, capacity: Capacity, on_gpu: bool) -> None:
-        """Takes the memory, and tells every rank where it is.
-
-        Args:
-          on_gpu: Whether ranks compute on GPUs, which exchange without mailboxes.
-        """
+    def __init__(self, followers: Followers, capacity: Capacity) -> None:
+        """Takes the memory, and tells every rank where it is."""
         here = [each for each in followers.ranks if each.device and each.device[0] == boot()]
         self._far = [each for each in followers.ranks if each not in here]
         self._here, self.written = here, 0
@@ -40,7 +36,7 @@ class Shared:
         self._message = np.zeros(1 + most, np.int32)
         self._ring = Ring(len(here), 1 + most, capacity.overlap + 4) if here else None
         self._mailboxes = None
-        if not (on_gpu or self._far):
+        if not self._far:
             self._mailboxes = Mailboxes.create(followers.count, wait_s=EXCHANGE_S)
         self.ranks = Ranks(0, followers.count, self._mailboxes)
         self._tell()

@@ -82,8 +82,7 @@ class RankedStart:
                     f"{each.name} would serve another model or other programs than rank 0; give "
                     "every host the same model folder, and the same version of this program"
                 )
-        blueprint = start.memory.blueprint
-        self._shared = Shared(followers, blueprint.capacity, blueprint.on_gpu)
+        self._shared = Shared(followers, start.memory.capacity)
         return start.of_rank(self._shared.ranks)
 
     def load(self, start: Start, progress: Callable[[int], None]) -> Backend:
