@@ -122,6 +122,8 @@ def test_a_step_that_fails_on_one_rank_ends_all_by_its_name(fault, monkeypatch):
 START_FAULTS = {
     "1:planning:SIGKILL": (1, "rank 1 was ended by SIGKILL while planning"),
     "1:planning:refuses": (2, "rank 1: the folder is not there"),
+    "1:planning:differs": (2, "rank 1 would serve another model or other programs than rank 0"),
+    "1:planning:renamed": (2, "rank 1 would run on a GPU and rank 0 on a CPU; ranks need devices"),
     "1:loading:raises": (1, "rank 1 failed while loading: MemoryError: there is no room for the w"),
     "1:loading:SIGSTOP": (1, "rank 1 stands still by a signal while loading"),
     "1:preparing:SIGKILL": (1, "rank 1 was ended by SIGKILL while preparing programs"),

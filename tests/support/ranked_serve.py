@@ -26,7 +26,8 @@ from shared.process.launch import launch
 from tests.support import reference_serve
 
 FAULT = "RANK_FAULT"
-LACKS, ELSEWHERE, GIB = "lacks", "elsewhere", 1 << 30
+LACKS, RENAMED, GIB = "lacks", "renamed", 1 << 30
+ELSEWHERE, DIFFERS = "elsewhere", "differs"
 FAULT_STEP = 30
 
 
@@ -35,7 +36,10 @@ def fault_at(rank: int, place: str) -> None:
     whose, where, what = os.environ.get(FAULT, "0:nowhere:nothing").split(":")
     if (int(whose), where) != (rank, place):
         return
-    if what == LACKS:
+    if what in (LACKS, RENAMED):
+        return
+    if what == DIFFERS:
+        sys.modules["__main__"].digest_of = lambda memory: "another"
         return
     if what == ELSEWHERE:
         sys.modules["__main__"].boot = lambda: "another host"
@@ -101,9 +105,9 @@ def find_device() -> Device:
     rank = rank_of_process()
     fault_at(rank, "planning")
     device = Device.cpu()
-    if os.environ.get(FAULT, "") == f"{rank}:planning:{LACKS}":
-        return replace(device, free_bytes=GIB)
-    return replace(device, free_bytes=8 * GIB)
+    has_fault = os.environ.get(FAULT, "").removeprefix(f"{rank}:planning:")
+    name = "GPU" if has_fault == RENAMED else device.name
+    return replace(device, name=name, free_bytes=GIB if has_fault == LACKS else 8 * GIB)
 
 
 PLATFORM = replace(
