@@ -143,8 +143,10 @@ def test_a_start_that_fails_on_one_rank_ends_on_all_by_its_name(fault):
         stderr=subprocess.PIPE,
         text=True,
     )
-    # It ends when every process that holds the pipe has ended.
-    _, said = process.communicate(timeout=60)
+    try:  # it ends when every process that holds the pipe has ended
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == code, said
     assert (said.splitlines() or [""])[-1].startswith(sentence)
     assert time.monotonic() - began < NAMED_S + 20, "a start takes its time too"
