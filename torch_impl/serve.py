@@ -3,11 +3,14 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from math import prod
 
 import torch
+import torch.distributed as distributed
 
 from shared.boundary.backend import Blueprint
+from shared.boundary.ranks import Ranks
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.checkpoint import open_checkpoint
 from shared.models.dummy import Stored
@@ -22,6 +25,9 @@ from torch_impl.weights import load, load_head
 from torch_impl.workspace import workspace
 
 ALL_THREADS = torch.get_num_threads()
+
+MEET_S = 10.0
+"""How long a rank waits for one of another host, at the start and in each exchange."""
 
 SMALL_MODEL = 50_000_000
 """Parameters below which a CPU's threads wait for each other longer than they compute.
@@ -38,6 +44,7 @@ def load_backend(
     progress: Callable[[int], None],
 ) -> TorchBackend:
     """Reads the weights onto the device and makes the backend; steps on a GPU are captured."""
+    _meet(blueprint.ranks, blueprint.on_gpu)
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
     placement = (blueprint.dtype, device, progress)
@@ -60,6 +67,18 @@ def load_backend(
         captured=blueprint.captured if blueprint.on_gpu else (),
         group=group,
     )
+
+
+def _meet(group: Ranks, on_gpu: bool) -> None:
+    """Connects ranks of hosts that share no memory; all come here before they load anything."""
+    if group.meeting is not None:
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"tcp://{group.meeting}",
+            rank=group.rank,
+            world_size=group.count,
+            timeout=timedelta(seconds=MEET_S),
+        )
 
 
 PLATFORM = Platform(

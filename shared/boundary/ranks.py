@@ -14,6 +14,8 @@ class Ranks:
       count: How many there are.
       mailboxes: Through which processes on one host exchange what they compute on a CPU; None where
         there is one rank, or where ranks are devices of one process.
+      meeting: Where ranks of hosts that share no memory find each other, as host:port; None where
+        they do share it.
 
     Raises:
       ValueError: There is no such rank, or mailboxes are of another number of ranks.
@@ -22,6 +24,7 @@ class Ranks:
     rank: int
     count: int
     mailboxes: Mailboxes | None
+    meeting: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.count:

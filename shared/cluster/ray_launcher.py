@@ -80,6 +80,7 @@ class RayLauncher:
         """
         self._follower, self._is_own = follower, not ray.is_initialized()
         self._connect()
+        self.address: str = ray_util.get_node_ip_address()
         self._group: Any = None
         try:
             self._reserve(count, with_gpus)
@@ -92,7 +93,7 @@ class RayLauncher:
         actor, secret = self._actors[rank], secrets.token_hex(16)
         try:
             host, _ = ray.get(actor.where.remote(), timeout=ROOM_S)
-            with socket.create_server((ray_util.get_node_ip_address(), 0)) as listener:
+            with socket.create_server((self.address, 0)) as listener:
                 address = ":".join(map(str, listener.getsockname()[:2]))
                 words = ["-m", self._follower, module, str(rank), str(count), "--connect", address]
                 ray.get(actor.start.remote(words, str(ROOT), secret), timeout=ROOM_S)
@@ -125,7 +126,7 @@ class RayLauncher:
     def _reserve(self, count: int, with_gpus: bool) -> None:
         each = {"CPU": 1.0, **({"GPU": 1.0} if with_gpus else {})}
         bundles = [dict(each) for _ in range(count)]
-        bundles[0][f"node:{ray_util.get_node_ip_address()}"] = 0.001  # rank 0 is this process
+        bundles[0][f"node:{self.address}"] = 0.001  # rank 0 is this process
         self._group = ray_util.placement_group(bundles, strategy="PACK")
         try:
             ray.get(self._group.ready(), timeout=ROOM_S)

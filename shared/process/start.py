@@ -96,7 +96,6 @@ class Platform:
       captures: Whether it has steps on a GPU that it may capture or not.
       rank_module: Module whose `PLATFORM` this is, where a rank is a process; None where one
         process has all devices.
-      spans_hosts: Whether its ranks may be on hosts that share no memory.
       take_devices: Where one process has all devices, called with their number before the first
         is asked for.
     """
@@ -108,7 +107,6 @@ class Platform:
     load: LoadCall
     captures: bool = False
     rank_module: str | None = None
-    spans_hosts: bool = False
     take_devices: Callable[[int], None] = lambda count: None
 
 

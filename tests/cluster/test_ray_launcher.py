@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from jax_impl import serve as jax_serve
 from shared.options.options import ConfigError, parse
 from shared.process.ranks.starting import ranked_start
 from tests.support import ranked_serve
@@ -134,4 +135,18 @@ def test_without_ray_the_start_says_what_to_install(monkeypatch):
         ConfigError, match="^--launcher ray needs Ray, .* install the extra ray"
     )
     with refused, ranked_start(options, ranked_serve.PLATFORM, print):
+        pass
+
+
+NOTHING_TO_PLACE = {
+    "--launcher ray": (ranked_serve.PLATFORM, "^--launcher ray starts other ranks; give --tp-size"),
+    "--tp-size 2 --launcher ray": (jax_serve.PLATFORM, "ranks of JAX are devices of one process"),
+}
+
+
+@pytest.mark.parametrize("flags", NOTHING_TO_PLACE)
+def test_where_there_is_nothing_to_place_ray_is_refused(flags):
+    platform, sentence = NOTHING_TO_PLACE[flags]
+    options = parse([*FLAGS, *flags.split()])
+    with pytest.raises(ConfigError, match=sentence), ranked_start(options, platform, print):
         pass

@@ -24,8 +24,8 @@ CLIENTS, KINDS, MOST_TOKENS = 12, 12, 10
 
 
 @contextmanager
-def torch_ranks(count: int, *flags: str) -> Iterator[Server]:
-    command = ["-m", "torch_impl.serve", *FLAGS, *flags, "--tp-size", str(count)]
+def torch_ranks(count: int, *flags: str, module: str = "torch_impl.serve") -> Iterator[Server]:
+    command = ["-m", module, *FLAGS, *flags, "--tp-size", str(count)]
     with serving(command) as server:
         yield server
 
@@ -43,9 +43,9 @@ def said(answer: dict[str, Any]) -> tuple[Any, ...]:
     return choice["text"], choice["finish_reason"], choice["logprobs"]
 
 
-def all_said(server: Server) -> list[tuple[Any, ...]]:
+def all_said(server: Server, kinds: int = KINDS) -> list[tuple[Any, ...]]:
     """The answers of all kinds, one after the other, so that the steps are the same each time."""
-    return [said(server.complete(**body_of(kind))) for kind in range(KINDS)]
+    return [said(server.complete(**body_of(kind))) for kind in range(kinds)]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,16 @@ def test_two_ranks_have_the_text_and_the_logprobs_of_one_to_the_bit(wanted):
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
         assert not any("Traceback" in line for line in server.lines)
+
+
+def test_ranks_of_hosts_that_share_no_memory_have_the_text_of_one_too(wanted):
+    """They exchange by torch.distributed, and get their plans by a socket."""
+    with torch_ranks(2, *DRAFTING, module="tests.support.elsewhere_serve") as server:
+        assert all_said(server, 4) == wanted[:4]
+        pids, stream = server.pids(), OpenStream(server)
+        os.kill(ranks_of(server)[0], signal.SIGKILL)
+        assert stream.error().startswith("rank 1 was ended by SIGKILL while serving")
+        assert ended(server, pids) == 1
 
 
 def test_two_ranks_of_jax_have_the_text_of_one_of_torch(wanted):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -185,13 +184,6 @@ REFUSED = {
 def test_a_number_of_ranks_that_does_not_divide_is_refused_by_name(flags, capfd):
     assert ranked_serve.launch([*FLAGS, *flags.split()], torch_serve.PLATFORM) == 2
     assert capfd.readouterr().err.splitlines()[-1].startswith(REFUSED[flags])
-
-
-def test_ranks_that_gather_do_not_span_hosts_yet(monkeypatch, capfd):
-    monkeypatch.setenv(ranked_serve.FAULT, f"1:planning:{ranked_serve.ELSEWHERE}")
-    platform = replace(ranked_serve.PLATFORM, spans_hosts=False)
-    assert ranked_serve.launch([*FLAGS, "--tp-size", "2"], platform) == 2
-    assert capfd.readouterr().err.splitlines()[-1].startswith("rank 1 shares no memory with rank 0")
 
 
 def test_ranks_take_a_gpu_each_of_those_that_are_named():

@@ -115,7 +115,6 @@ PLATFORM = replace(
     find_device=find_device,
     load=load,
     rank_module="tests.support.ranked_serve",
-    spans_hosts=True,
 )
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """As `shared.spec.ranks`, in torch: a rank is a process, or a thread in tests, and gives its share.
 
-On a CPU shares go through mailboxes in memory that ranks have in common. One rank alone gathers
-nothing.
+On a CPU shares go through mailboxes in memory that ranks have in common, between hosts through
+torch.distributed, which has been measured nowhere yet. One rank alone gathers nothing.
 """
 
 import torch
+import torch.distributed as distributed
 from jaxtyping import Shaped
 from torch import Tensor
 
@@ -44,7 +45,11 @@ def _joined(shares: Shaped[Tensor, "count ... share"]) -> Shaped[Tensor, "... si
 
 def _shares(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "count ... share"]:
     """What all ranks give, in order."""
-    assert ranks.mailboxes is not None  # ranks that are processes have some
-    flat = values.contiguous().view(-1).view(torch.uint8).numpy()
-    given = torch.from_numpy(ranks.mailboxes.exchange(ranks.rank, flat))
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    if ranks.meeting is not None:
+        given = flat.new_empty(ranks.count * len(flat))
+        distributed.all_gather_into_tensor(given, flat)
+    else:
+        assert ranks.mailboxes is not None  # ranks that are processes of one host have some
+        given = torch.from_numpy(ranks.mailboxes.exchange(ranks.rank, flat.numpy()))
     return given.view(values.dtype).view(ranks.count, *values.shape)

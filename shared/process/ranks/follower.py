@@ -92,7 +92,7 @@ class Rank:
         return replace(found, free_bytes=free_bytes)
 
     def _load(self, start: Start, platform: Platform) -> Backend:
-        ring, reader, boxes = self._next("share")
+        ring, reader, boxes, meeting = self._next("share")
         self._reader = self._open(ring, reader)
         mailboxes = None if boxes is None else Mailboxes(*boxes)
         self._at("loading")
@@ -105,7 +105,7 @@ class Rank:
                 told = time.monotonic()
                 self._link.send("loaded", int(loaded))
 
-        ranks = Ranks(self._rank, self._count, mailboxes)
+        ranks = Ranks(self._rank, self._count, mailboxes, meeting)
         backend = start.of_rank(ranks).load(platform, tell)
         self._link.send("loaded", int(loaded))
         self._at(LOADED)

@@ -105,6 +105,7 @@ class Followers:
     Attributes:
       count: Of ranks, with rank 0.
       failure: Why one is lost, once one is; nothing goes on then.
+      address: By which processes on other hosts reach this one's.
       on_failure: Gets that sentence, on a thread of its own.
     """
 
@@ -122,6 +123,7 @@ class Followers:
           ConfigError: There is no place for one.
         """
         self.count, self.failure, self.on_failure = count, None, on_failure
+        self.address = launcher.address
         self._refusal: str | None = None
         self._launcher, self._changed = launcher, threading.Condition()
         self._is_closing = False
@@ -181,6 +183,11 @@ class Followers:
             raise ConfigError(self._refusal)
         if self.failure is not None:
             raise RankError(self.failure)
+
+    def lost_within(self, seconds: float) -> bool:
+        """Whether a rank is lost, or is found to be in so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.failure is not None, seconds)
 
     def fail(self, sentence: str) -> None:
         """Takes note that a rank is lost; the first sentence counts."""

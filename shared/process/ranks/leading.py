@@ -9,6 +9,7 @@ from shared.boundary.program import Program
 from shared.process.ranks.followers import SERVING, Followers, RankError
 from shared.process.ranks.sharing import Shared
 
+LOST_S = 1.0
 PLAN_S = 10.0
 """How long a rank may take to free a place for the next plan."""
 
@@ -94,6 +95,7 @@ class _Led:
         try:
             return self._future.result()
         except Exception as error:
-            if self._followers.failure is None:
+            # A rank that is lost fails this step too, and may be found out a moment later.
+            if not self._followers.lost_within(LOST_S):
                 raise
             raise RankError(self._followers.failure) from error

@@ -4,7 +4,8 @@ They are frames of `shared.process.frames`; the first entry names the message.
 
 - to a follower, in this order: `options` (what the start was told, by name), `memory` (bytes that
   every rank takes as free), `share` (path of the ring, or None where plans come by this socket;
-  path, bytes of an exchange and seconds of the mailboxes, or None where there are none), `prepare`
+  path, bytes of an exchange and seconds of the mailboxes, or None; where ranks of several hosts
+  meet, or None), `prepare`
   (indices of programs); then any number of `wake` and of `step` (a plan, where there is no ring),
   and `close` (how many plans there were).
 - from a follower: `beat` (plans it has taken, steps that have ended; once a second), `phase` (what

@@ -46,7 +46,13 @@ class RankProcess(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes of ranks."""
+    """Starts processes of ranks.
+
+    Attributes:
+      address: By which processes on other hosts reach this one's.
+    """
+
+    address: str
 
     def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, RankProcess]:
         """Starts the process of a rank.
@@ -68,6 +74,8 @@ class Launcher(Protocol):
 
 class LocalLauncher:
     """Starts ranks as children on this host, each with a GPU of its own where there are any."""
+
+    address = "127.0.0.1"
 
     def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, RankProcess]:
         """See `Launcher`."""

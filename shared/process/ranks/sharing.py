@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,10 +36,10 @@ class Shared:
         most = max(plan_layout(program, capacity).size for program in capacity.programs)
         self._message = np.zeros(1 + most, np.int32)
         self._ring = Ring(len(here), 1 + most, capacity.overlap + 4) if here else None
-        self._mailboxes = None
-        if not self._far:
-            self._mailboxes = Mailboxes.create(followers.count, wait_s=EXCHANGE_S)
-        self.ranks = Ranks(0, followers.count, self._mailboxes)
+        count = followers.count
+        self._mailboxes = None if self._far else Mailboxes.create(count, wait_s=EXCHANGE_S)
+        meeting = f"{followers.address}:{_free_port(followers.address)}" if self._far else None
+        self.ranks = Ranks(0, count, self._mailboxes, meeting)
         self._tell()
 
     def write(self, program: int, plan: Int32[np.ndarray, " words"], timeout_s: float) -> None:
@@ -82,9 +83,16 @@ class Shared:
         boxes = None if self._mailboxes is None else [*self._mailboxes.__reduce__()[1]]
         ring = None if self._ring is None else path_in(self._ring.descriptor)
         for reader, each in enumerate(self._here):
-            each.link.send("share", ring, reader, boxes)
+            each.link.send("share", ring, reader, boxes, self.ranks.meeting)
         for each in self._far:
-            each.link.send("share", None, 0, None)
+            each.link.send("share", None, 0, None, self.ranks.meeting)
+
+
+def _free_port(address: str) -> int:
+    """A port at which nothing listens yet."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
 
 
 def hosts_of(ranks: Sequence[Follower]) -> dict[str, int]:

@@ -58,10 +58,22 @@ class RankedStart:
         self.notes: list[str] = []
         self._shared: Shared | None = None
         self._followers: Followers | None = None
+        if options.ranks.launcher == RAY:
+            self._check_others()
         if self._count > 1 and platform.rank_module is not None:
             module = platform.rank_module
             self._followers = Followers(_launcher(options), self._count, module, on_failure)
             self._followers.tell("options", _values(options))
+
+    def _check_others(self) -> None:
+        """Refuses to look for places where there is nothing to place."""
+        if self._platform.rank_module is None:
+            raise ConfigError(
+                "--launcher ray starts processes of ranks, and ranks of JAX are devices of one "
+                "process, on one host; leave the flag out"
+            )
+        if self._count == 1:
+            raise ConfigError("--launcher ray starts other ranks; give --tp-size, or leave it out")
 
     def prepare(self) -> Start:
         """As `shared.process.start.prepare`, for all ranks.
@@ -152,11 +164,6 @@ class RankedStart:
         for each in followers.ranks:
             assert each.device is not None
             host, kind, name, num_bytes = each.device
-            if host != boot() and not self._platform.spans_hosts:
-                raise ConfigError(
-                    f"{each.name} shares no memory with rank 0, and ranks of several hosts are not "
-                    "served yet; give --tp-size as many as one host has room for"
-                )
             if (kind, name) != (own.kind, own.name):
                 raise ConfigError(
                     f"{each.name} would run on a {name} and rank 0 on a {own.name}; ranks need "
