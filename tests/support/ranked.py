@@ -45,10 +45,11 @@ class OpenStream:
 
     def __init__(self, server: Server) -> None:
         self.events: list[dict] = []
+        before = server.metrics()["tandem:generation_tokens_total"]
         self._thread = threading.Thread(target=self._read, args=(server,))
         self._thread.start()
         until = time.monotonic() + NAMED_S
-        while not server.metrics()["tandem:generation_tokens_total"]:
+        while server.metrics()["tandem:generation_tokens_total"] == before:
             assert time.monotonic() < until, "no token comes"
             time.sleep(0.02)
 

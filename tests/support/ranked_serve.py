@@ -87,7 +87,7 @@ class MirroredBackend:
     def _compared(self, flight: Any) -> StepResult:
         result = flight.result()
         self._count += 1
-        if self._count == FAULT_STEP:
+        if self._count >= FAULT_STEP:  # a device that fails once does not come back
             fault_at(self._ranks.rank, "step")
         if self._ranks.mailboxes is not None:
             said = np.concatenate([result.tokens.ravel(), result.counts, result.num_nodes])

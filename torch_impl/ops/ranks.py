@@ -9,6 +9,7 @@ import torch.distributed as distributed
 from jaxtyping import Shaped
 from torch import Tensor
 
+from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.ranks import Ranks
 
 
@@ -16,7 +17,7 @@ def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor
     """The whole rows; all ranks call it in the same order.
 
     Raises:
-      RankMissingError: See `shared.boundary.mailboxes.Mailboxes.exchange`.
+      RankMissingError: See `shared.boundary.mailboxes.Mailboxes.exchange`; between hosts too.
     """
     return values if ranks.is_alone else _joined(_shares(ranks, values))
 
@@ -48,7 +49,10 @@ def _shares(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor,
     flat = values.contiguous().view(-1).view(torch.uint8)
     if ranks.meeting is not None:
         given = flat.new_empty(ranks.count * len(flat))
-        distributed.all_gather_into_tensor(given, flat)
+        try:
+            distributed.all_gather_into_tensor(given, flat)
+        except RuntimeError as error:  # whatever the library has heard of another rank
+            raise RankMissingError(f"rank {ranks.rank} could not exchange: {error}") from error
     else:
         assert ranks.mailboxes is not None  # ranks that are processes of one host have some
         given = torch.from_numpy(ranks.mailboxes.exchange(ranks.rank, flat.numpy()))

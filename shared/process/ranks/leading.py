@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from shared.boundary.backend import Backend, Launch, StepFuture, StepPlan, StepResult
+from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.program import Program
 from shared.process.ranks.followers import SERVING, Followers, RankError
 from shared.process.ranks.sharing import Shared
@@ -94,7 +95,7 @@ class _Led:
         """
         try:
             return self._future.result()
-        except Exception as error:
+        except RankMissingError as error:
             # A rank that is lost fails this step too, and may be found out a moment later.
             if not self._followers.lost_within(LOST_S):
                 raise
