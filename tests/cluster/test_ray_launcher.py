@@ -7,12 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from jax_impl import serve as jax_serve
 from shared.options.options import ConfigError, parse
 from shared.process.ranks.starting import ranked_start
 from tests.support import ranked_serve
@@ -138,9 +138,10 @@ def test_without_ray_the_start_says_what_to_install(monkeypatch):
         pass
 
 
+ONE_PROCESS = replace(ranked_serve.PLATFORM, rank_module=None)  # as JAX is
 NOTHING_TO_PLACE = {
     "--launcher ray": (ranked_serve.PLATFORM, "^--launcher ray starts other ranks; give --tp-size"),
-    "--tp-size 2 --launcher ray": (jax_serve.PLATFORM, "ranks of JAX are devices of one process"),
+    "--tp-size 2 --launcher ray": (ONE_PROCESS, "ranks of JAX are devices of one process"),
 }
 
 
