@@ -19,6 +19,7 @@ from jaxtyping import Float, Float32, Int, Int32
 from kernels.pallas_gpu.codes import add_codes, load_codes
 from kernels.pallas_gpu.fp8 import four, widened
 from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
+from kernels.pallas_gpu.ranks import Gather, Tile, fits_words, gathered, share_tiles
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK, shares_of
@@ -37,6 +38,7 @@ class Given(NamedTuple):
       bias, added: What is added to the sums, and to the result.
       norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
         next reader.
+      mail, call: See `ranks.Gather`; None where ranks gather nothing, or afterwards.
     """
 
     scales: Any
@@ -46,6 +48,8 @@ class Given(NamedTuple):
     added: Any
     norms: Any
     norm_layer: Any
+    mail: Any
+    call: Any
 
 
 def product(
@@ -68,6 +72,7 @@ def product(
     norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
+    gather: Gather | None = None,
     interpret: bool = False,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
@@ -98,11 +103,14 @@ def product(
       norm, norm_layer: A stack of scales of norms; the sum is read next through that of the layer.
       order: How squares are summed.
       tiles: How the work is cut.
+      gather: How ranks exchange their outputs, of which the weight has a rank's.
       interpret: Run on a CPU.
 
     Returns:
       The result; where something was added, the result times the scale of `norm`, if there is one,
-      and its squares in chunks.
+      and its squares in chunks. Gathered, all is that of all ranks, but for the result where
+      something was added: it is this rank's, and the second is what is read next, with a norm or
+      without.
 
     Raises:
       ValueError: The tiles are none for a kernel here; or rows are codes, which only a Hopper's
@@ -130,7 +138,7 @@ def product(
             added=added,
         )
     ):
-        return described_product(
+        found = described_product(
             x,
             weights,
             layer,
@@ -150,6 +158,7 @@ def product(
             order=order,
             tiles=tiles,
         )
+        return found if gather is None else _gathered(*found, gather)
     if is_quantised and not (interpret or is_on_hopper()):
         raise ValueError("rows in FP8 are multiplied on a Hopper alone")
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
@@ -159,11 +168,18 @@ def product(
     elif scales is None:
         tiles = replace(tiles, depth=tiles.depth_of(x.shape[1]))
     blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
+    shape, out = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((R, N), out_type)
     scaled = sums = None
+    chunks = 0 if added is None else pl.cdiv(N, order.chunk)
     if added is not None:
-        scaled = None if norm is None else jax.ShapeDtypeStruct((R, N), out_type)
-        sums = jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32)
-    return pl.pallas_call(
+        scaled = None if norm is None else out
+        sums = shape((R, chunks), jnp.float32)
+    is_joined = gather is not None and fits_words(R, N, out.dtype.itemsize, chunks)
+    if gather is not None and is_joined:
+        scaled = shape((R, gather.boxes.ranks * N), out_type)
+        sums = None if sums is None else shape((R, gather.boxes.ranks * chunks), jnp.float32)
+        out = None if added is None else out
+    found = pl.pallas_call(
         functools.partial(
             _product_kernel,
             outputs=N,
@@ -176,10 +192,11 @@ def product(
             rows=rows,
             order=order,
             tiles=tiles,
+            boxes=gather.boxes if gather is not None and is_joined else None,
             is_compiled=not interpret,
         ),
         grid=(blocks[0] * blocks[1],),
-        out_shape=(jax.ShapeDtypeStruct((R, N), out_type), scaled, sums),
+        out_shape=(out, scaled, sums),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="product",
@@ -187,8 +204,30 @@ def product(
         x,
         weights,
         layer.reshape(1),
-        Given(scales, row_scales, squares, bias, added, norm, norm_layer.reshape(1)),
+        Given(
+            scales,
+            row_scales,
+            squares,
+            bias,
+            added,
+            norm,
+            norm_layer.reshape(1),
+            gather.mail if gather is not None and is_joined else None,
+            gather.call.reshape(1) if gather is not None and is_joined else None,
+        ),
     )
+    if gather is None:
+        return found
+    if not is_joined:
+        return _gathered(*found, gather)
+    return (found[1], None, None) if added is None else found
+
+
+def _gathered(out, scaled, sums, gather):
+    """As a product that gathers gives it, by a kernel of its own."""
+    values = out if scaled is None else scaled
+    every, all_sums = gathered(values, sums, gather.mail, gather.call, boxes=gather.boxes)
+    return (every, None, None) if sums is None else (out, every, all_sums)
 
 
 def let_next_start(x):
@@ -209,7 +248,7 @@ def let_next_start(x):
 
 def _product_kernel(
     x_ref, weights_ref, layer_ref, given, out_ref, scaled_ref, sums_ref, *, outputs, first, eps,
-    is_gated, factor, num_rows, row_blocks, rows, order, tiles, is_compiled,
+    is_gated, factor, num_rows, row_blocks, rows, order, tiles, boxes, is_compiled,
 ):  # fmt: skip
     """One program per block of outputs and block of rows, the rows first: they share the weight."""
     is_normed, is_added = given.squares is not None, given.added is not None
@@ -230,7 +269,7 @@ def _product_kernel(
     if is_added and is_early:
         added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)
     norm = None
-    if scaled_ref is not None and is_early:
+    if given.norms is not None and is_early:
         norm = _norm_of(given, at_column, is_column)
 
     def tile(ref, at, is_one, has_all):
@@ -342,17 +381,33 @@ def _product_kernel(
         if added is None:
             added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)
         out += added.astype(jnp.float32)
-    out = out.astype(out_ref.dtype)
-    pltriton.store(out_ref.at[of_result], out, mask=is_inside)
-    if scaled_ref is not None:
+    out = out.astype((scaled_ref if out_ref is None else out_ref).dtype)
+    if out_ref is not None:
+        pltriton.store(out_ref.at[of_result], out, mask=is_inside)
+    read = out
+    if given.norms is not None:
         if norm is None:
             norm = _norm_of(given, at_column, is_column)
-        scaled = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
-        pltriton.store(scaled_ref.at[of_result], scaled, mask=is_inside)
+        read = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
+    if boxes is not None:
+        words = R * outputs * out.dtype.itemsize // 4
+        shared = [Tile(read, block * tiles.columns, outputs, 0, scaled_ref)]
+        if is_added:
+            parts, chunks = tiles.columns // order.chunk, pl.cdiv(outputs, order.chunk)
+            for place, sums in enumerate(_squares(out, at_column, block, outputs, parts, order)):
+                shared.append(Tile(sums[:, None], block * parts + place, chunks, words, sums_ref))
+        call = given.call[0]
+        share_tiles(shared, row, is_row, given.mail, call, threads=32 * tiles.warps, boxes=boxes)
+        return
+    if scaled_ref is not None:
+        pltriton.store(scaled_ref.at[of_result], read, mask=is_inside)
     if is_added:
-        _store_squares(
-            sums_ref, out, at_row, is_row, at_column, block, outputs, tiles.columns, order
-        )
+        parts = tiles.columns // order.chunk
+        for place, sums in enumerate(_squares(out, at_column, block, outputs, parts, order)):
+            place += block * parts
+            at = jnp.full(row.shape, jnp.minimum(place, sums_ref.shape[1] - 1))
+            is_inside = is_row & (place < sums_ref.shape[1])
+            pltriton.store(sums_ref.at[at_row, at], sums, mask=is_inside)
 
 
 def _load(ref, at, is_one):
@@ -377,14 +432,10 @@ def _add_product(total, x, weight, is_swapped):
     return total + pltriton.dot(x, weight.T, **exact)
 
 
-def _store_squares(sums_ref, out, row, is_row, column, block, outputs, columns, order):
-    """Stores the squares of a block of the result, chunk by chunk."""
+def _squares(out, column, block, outputs, parts, order):
+    """The squares of a block of the result, chunk by chunk."""
     terms = out.astype(jnp.float32)
     terms = jnp.where((column < outputs)[None, :], terms * terms, 0.0)
-    for part in range(columns // order.chunk):
-        place = block * (columns // order.chunk) + part
-        is_part = lax.div(column, order.chunk) == place
-        sums = add_up(jnp.where(is_part[None, :], terms, 0.0), order.digits)
-        is_inside = is_row & (place < sums_ref.shape[1])
-        at = jnp.full(row.shape, jnp.minimum(place, sums_ref.shape[1] - 1))
-        pltriton.store(sums_ref.at[row, at], sums, mask=is_inside)
+    for place in range(parts):
+        is_part = lax.div(column, order.chunk) == block * parts + place
+        yield add_up(jnp.where(is_part[None, :], terms, 0.0), order.digits)

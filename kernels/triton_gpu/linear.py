@@ -5,7 +5,6 @@ a row's bits depend neither on the blocks nor on how many rows there are.
 """
 
 from functools import cache
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,87 +18,20 @@ from kernels.tiles import LinearTiles
 from kernels.triton_gpu.codes import add_blocks, width_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
-from kernels.triton_gpu.squares import add_up
+from kernels.triton_gpu.linear_result import Chunks, Cut, Ends, Sizes, store_result
+from kernels.triton_gpu.ranks import Box, Gather, fits_words, gathered
+from kernels.triton_gpu.squares import add_up, squares_of
 from shared.models.fp8 import BLOCK
-from shared.models.fp8_words import Shares, shares_of
+from shared.models.fp8_words import shares_of
 from shared.spec.numerics import SquaresOrder
 
 _BLOCK, _LOG2_E = tl.constexpr(BLOCK), tl.constexpr(1.4426950408889634)
+_ASK = tl.constexpr("""{ .reg .pred is_one; setp.ne.s32 is_one, $2, 0;
+@is_one cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }""")
+AHEAD = 0
+"""Of a pipeline's stages, how many times all are asked for before the rows may be read."""
 _DESCRIBED_BYTES = 16
 """Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
-
-
-class Ends(NamedTuple):
-    """What is read before and after the sums, and what is written.
-
-    Attributes:
-      squares: Of the rows, in chunks, for their norm.
-      bias: What is added to each row.
-      added, norm: What is added to the result, and what multiplies it for its next reader.
-      out, scaled, sums: The result, the same times `norm`, and its squares in chunks.
-      eps: Of the norm.
-    """
-
-    squares: Any
-    bias: Any
-    added: Any
-    norm: Any
-    out: Any
-    scaled: Any
-    sums: Any
-    eps: Any
-
-
-class Sizes(NamedTuple):
-    """What is multiplied: outputs, inputs, and what is done with the sums.
-
-    Attributes:
-      shares: Of a weight that is FP8 in words of four; None: it is numbers, or codes.
-      is_quantised: Whether the weight is codes, as rows are then.
-      is_interpreted: Whether no GPU runs the kernel.
-      is_biased, is_gated, is_added, is_scaled: Whether it is.
-      factor: Of a result that is not gated.
-    """
-
-    N: int
-    K: int
-    shares: Shares | None
-    is_quantised: bool
-    is_interpreted: bool
-    is_biased: bool
-    is_gated: bool
-    is_added: bool
-    is_scaled: bool
-    factor: float
-
-
-class Chunks(NamedTuple):
-    """How squares are summed.
-
-    Attributes:
-      count, spread: Chunks of a row of inputs, 0 without a norm, and lanes that read them.
-      length: Outputs of a chunk of the result.
-      digits, digits_of_chunks: Of the integers that squares, and sums of chunks, are added as.
-    """
-
-    count: int
-    spread: int
-    length: int
-    digits: int
-    digits_of_chunks: int
-
-
-class Cut(NamedTuple):
-    """How the work is cut; whether every block of rows is full."""
-
-    rows: int
-    columns: int
-    depth: int
-    stages: int
-    is_swapped: bool
-    is_described: bool
-    is_persistent: bool
-    has_all_rows: bool
 
 
 def product(
@@ -118,6 +50,7 @@ def product(
     norm: Float[Tensor, " outputs"] | None,
     order: SquaresOrder,
     tiles: LinearTiles,
+    gather: Gather | None = None,
 ) -> tuple[
     Float[Tensor, "R outputs"],
     Float[Tensor, "R outputs"] | None,
@@ -142,10 +75,12 @@ def product(
       norm: The scale of the norm through which the sum is read next.
       order: How squares are summed.
       tiles: How the work is cut.
+      gather: How ranks exchange their outputs, of which the weight has a rank's.
 
     Returns:
       The result; where something was added, the result times `norm`, if there is one, and its
-      squares in chunks.
+      squares in chunks. Gathered, all is that of all ranks, but for the result where something was
+      added: it is this rank's, and the second is what is read next, with a norm or without.
     """
     (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
     is_quantised = row_scales is not None
@@ -160,11 +95,20 @@ def product(
     row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
     chunks = 0 if squares is None else squares.shape[1]
     out = torch.empty((R, N), dtype=out_type, device=x.device)
-    scaled = sums = None
+    scaled = sums = every = all_sums = None
+    out_chunks = 0 if added is None else triton.cdiv(N, order.chunk)
+    is_joined = (
+        gather is not None
+        and not tiles.persistent
+        and fits_words(R, N, out.element_size(), out_chunks)
+    )
+    if gather is not None and is_joined:
+        every = out.new_empty((R, gather.boxes.ranks * N))
+        shape = (R, gather.boxes.ranks * out_chunks)
+        all_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     if added is not None:
         scaled = None if norm is None else torch.empty_like(out)
-        shape = (R, triton.cdiv(N, order.chunk))
-        sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+        sums = torch.empty((R, out_chunks), dtype=torch.float32, device=x.device)
     is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
     x_at, weight_at = x, weight
     if is_described:
@@ -191,6 +135,11 @@ def product(
             scaled=out if scaled is None else scaled,
             sums=out if sums is None else sums,
             eps=eps,
+            all_words=out if every is None else every.view(torch.int32),
+            all_sums=out if all_sums is None else all_sums.view(torch.int32),
+            mail=out if gather is None else gather.mail.place,
+            clock=out if gather is None else gather.mail.clock,
+            call=0 if gather is None else gather.call,
         ),
         R,
         row_blocks,
@@ -208,6 +157,8 @@ def product(
             is_added=added is not None,
             is_scaled=scaled is not None,
             factor=factor,
+            box=Box.of(gather.boxes) if gather is not None and is_joined else None,
+            warps=tiles.warps,
         ),
         squares=Chunks(
             count=chunks,
@@ -225,11 +176,18 @@ def product(
             is_described=is_described,
             is_persistent=tiles.persistent,
             has_all_rows=rows * row_blocks == R,
+            ahead=0 if is_described else min(AHEAD * tiles.stages * depth, K) * x.element_size(),
         ),
         num_warps=tiles.warps,
         **launching(x),
     )
-    return out, scaled, sums
+    if gather is None:
+        return out, scaled, sums
+    if every is None:
+        every, all_sums = gathered(
+            out if scaled is None else scaled, sums, gather.mail, gather.call, boxes=gather.boxes
+        )
+    return (every, None, None) if added is None else (out, every, all_sums)
 
 
 @cache
@@ -312,7 +270,12 @@ def _product_block(
     elif not is_described:
         x_at += row.to(tl.int64)[:, None] * K + step[None, :]
         stored = block * columns + tl.arange(0, single)
-        weight_at += stored.to(tl.int64)[:, None] * K + step[None, :]
+        output_at = weight_at + stored.to(tl.int64) * K
+        if is_launched and cut.ahead > 0:
+            _ask_ahead(output_at, stored < N, cut.ahead)
+            if is_gated:
+                _ask_ahead(output_at + N * K, stored < N, cut.ahead)
+        weight_at = output_at[:, None] + step[None, :]
     if is_launched:
         gdc_wait()
     is_inside = is_row[:, None] & is_column[None, :]
@@ -320,9 +283,10 @@ def _product_block(
     # Asked for before the loop where they are few, so that nothing waits for them after it.
     is_early: tl.constexpr = rows <= 32
     if is_early and squares.count > 0:
-        terms = _squares_of(ends.squares, row, is_row, squares)
+        terms = squares_of(ends.squares, row, is_row, squares)
     if is_early and sizes.is_added:
         added = tl.load(ends.added + place, mask=is_inside, other=0.0)
+    norm = column
     if is_early and sizes.is_scaled:
         norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
 
@@ -369,7 +333,7 @@ def _product_block(
 
     if squares.count > 0:
         if not is_early:
-            terms = _squares_of(ends.squares, row, is_row, squares)
+            terms = squares_of(ends.squares, row, is_row, squares)
         scale = tl.rsqrt(add_up(terms, squares.digits_of_chunks) * (1.0 / K) + ends.eps)
         acc = acc * scale[:, None]
         up = up * scale[:, None]
@@ -386,14 +350,9 @@ def _product_block(
             added = tl.load(ends.added + place, mask=is_inside, other=0.0)
         acc += added.to(tl.float32)
     out = acc.to(ends.out.dtype.element_ty)
-    tl.store(ends.out + place, out, mask=is_inside)
-    if sizes.is_scaled:
-        if not is_early:
-            norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
-        scaled = (out.to(tl.float32) * norm[None, :]).to(out.dtype)
-        tl.store(ends.scaled + place, scaled, mask=is_inside)
-    if sizes.is_added:
-        _store_squares(ends.sums, out, row, is_row, column, block, N, squares)
+    if sizes.is_scaled and not is_early:
+        norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
+    store_result(out, norm, ends, row, is_row, column, is_column, block, num_rows, sizes, squares)
 
 
 @triton.jit
@@ -418,27 +377,9 @@ def _add_product(acc, x, weight, is_swapped: tl.constexpr):
 
 
 @triton.jit
-def _squares_of(squares_at, row, is_row, squares: tl.constexpr):
-    """The squares of some rows, [rows, spread]."""
-    chunks: tl.constexpr = squares.count
-    place = tl.arange(0, squares.spread)
-    mask = is_row[:, None] & (place < chunks)[None, :]
-    at = squares_at + row.to(tl.int64)[:, None] * chunks + place[None, :]
-    return tl.load(at, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_squares(
-    sums_at, out, row, is_row, column, block, N: tl.constexpr, squares: tl.constexpr
-):
-    """Stores the squares of a block of the result, chunk by chunk."""
-    length: tl.constexpr = squares.length
-    chunks: tl.constexpr = (N + length - 1) // length
-    parts: tl.constexpr = out.shape[1] // length
-    terms = out.to(tl.float32)
-    terms = tl.where((column < N)[None, :], terms * terms, 0.0)
-    terms = tl.reshape(terms, (terms.shape[0] * parts, length))
-    sums = tl.reshape(add_up(terms, squares.digits), (out.shape[0], parts))
-    place = block * parts + tl.arange(0, parts)
-    at = sums_at + row.to(tl.int64)[:, None] * chunks + place[None, :]
-    tl.store(at, sums, mask=is_row[:, None] & (place < chunks)[None, :])
+def _ask_ahead(row_at, is_one, size: tl.constexpr):
+    """Has the first bytes of rows of a weight, which no kernel writes, copied to the cache."""
+    tl.inline_asm_elementwise(
+        _ASK, "=r,l,r,r", [row_at.to(tl.int64), is_one.to(tl.int32), size],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

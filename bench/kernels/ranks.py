@@ -1,0 +1,228 @@
+"""Times gathers of ranks on the GPUs of one host, and the products of a layer that they part.
+
+    python -m bench.kernels.ranks --out bench/results/ranks.json
+    python -m bench.kernels.ranks --parts layer --languages torch --rows 1 8 --ranks 2
+
+Ranks are processes in torch and devices of one process in JAX, each with a GPU of its own. First
+come gathers alone, in one graph or program, with words and with blocks; then the four products of a
+layer of Qwen3-8B: by one GPU, by ranks with gathers as kernels of their own, and by ranks whose
+products gather. Weights are those of several layers in turn, more than a cache holds. A line also
+says whether what was gathered is right. Each is printed, and the file written, as soon as it is
+known; a part that fails is a line too. All GPUs that are used should be idle.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.kernels.rank_products import (
+    FEW_ROWS,
+    HIDDEN,
+    INNER,
+    Line,
+    Timed,
+    block_bytes,
+    layer_in_torch,
+    mailbox_of,
+    randoms,
+    tiles_in_torch,
+)
+from bench.kernels.rank_products_jax import layer_in_jax
+from kernels.mail import Boxes
+from shared.spec.numerics import SQUARES
+from tests.support.gpu_ranks import LOOKS, Rank, in_processes
+from tests.support.ranks_on_gpus import joined
+
+ROWS = (1, 8, 32, 128, 512, 2048)
+VALUES = {"stream": (HIDDEN, HIDDEN // SQUARES.chunk), "inner": (INNER, 0)}
+"""Values of a row that all ranks gather, and sums in chunks with them."""
+CALLS, FEWER_CALLS = 32, 8
+"""Gathers of a graph, of up to `FEW_ROWS` rows and of more."""
+WORDS, BLOCKS = 1 << 30, 0
+"""Up to how many bytes words are sent, where all are and where none is."""
+
+
+def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
+    """Microseconds of a gather by rows, values and way."""
+    ranks, found = import_module("kernels.triton_gpu.ranks"), []
+    mailbox = mailbox_of(rank, block_bytes(rank.count, max(rows)))
+    device, timed = mailbox.mail.place.device, Timed(rank, mailbox)
+    for name, (values, chunks) in VALUES.items():
+        for R in rows:
+            for way, largest in (("words", WORDS), ("blocks", BLOCKS)):
+                if way == "words" and R * (values // 2 + chunks) // rank.count > 1 << 16:
+                    continue
+                shares = [
+                    randoms(device, seed, R, values // rank.count).bfloat16()
+                    for seed in range(rank.count)
+                ]
+                sums = randoms(device, 99, R, chunks // rank.count) if chunks else None
+                count, got = CALLS if R <= FEW_ROWS else FEWER_CALLS, []
+
+                def step(
+                    own: Any = shares[rank.rank],
+                    sums: Any = sums,
+                    count: int = count,
+                    largest: int = largest,
+                    got: list[Any] = got,
+                ) -> None:
+                    how = {"boxes": mailbox.boxes, "largest_words_bytes": largest}
+                    got[:] = [
+                        ranks.gathered(own, sums, mailbox.mail, call, **how)[0]
+                        for call in range(count)
+                    ]
+                    ranks.tick(mailbox.mail)
+
+                us = timed.us(step, count)
+                is_right = all(torch.equal(x, torch.cat(shares, 1)) for x in got)
+                found.append(
+                    {"part": "gathers", "language": "torch", "ranks": rank.count, "rows": R}
+                    | {"values": name, "way": way, "us": round(us, 2), "is_right": is_right}
+                )
+    missing = mailbox.missing()
+    assert missing is None, f"rank {rank.rank} missed {missing}"
+    return found
+
+
+def gathers_in_jax(_own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
+    """As `gathers_in_torch`, in one program for all devices, queued."""
+    jax, jnp = import_module("jax"), import_module("jax.numpy")
+    sharding, gathers = import_module("jax.sharding"), import_module("kernels.pallas_gpu.ranks")
+    devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
+    mesh = sharding.Mesh(np.array(devices), ("ranks",))
+    mailboxes = import_module("kernels.pallas_gpu.mailboxes").Mailboxes(
+        Boxes(ranks, 64, block_bytes(ranks, max(rows))), devices
+    )
+    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    clock = joined(mesh, [np.zeros(1, np.int32)] * ranks, None)
+    for name, (values, chunks) in VALUES.items():
+        for R in rows:
+            for way, largest in (("words", WORDS), ("blocks", BLOCKS)):
+                if way == "words" and R * (values // 2 + chunks) // ranks > 1 << 16:
+                    continue
+                count = CALLS if R <= FEW_ROWS else FEWER_CALLS
+
+                def run(
+                    own: Any,
+                    place: Any,
+                    clock: Any,
+                    count: int = count,
+                    largest: int = largest,
+                    R: int = R,
+                    chunks: int = chunks,
+                ) -> Any:
+                    mail = gathers.Mail(place, clock)
+                    sums = jnp.ones((R, chunks // ranks), jnp.float32) if chunks else None
+                    got = None
+                    for call in range(count):
+                        got, _ = gathers.gathered(
+                            own,
+                            sums,
+                            mail,
+                            jnp.int32(call),
+                            boxes=mailboxes.boxes,
+                            largest_words_bytes=largest,
+                            after=got,
+                        )
+                    return got, gathers.tick(mail).clock
+
+                columns = spec(None, "ranks")
+                program = jax.jit(
+                    jax.shard_map(
+                        run,
+                        mesh=mesh,
+                        in_specs=(columns, spec("ranks"), spec()),
+                        out_specs=(columns, spec()),
+                        check_vma=False,
+                    )
+                )
+                rng = np.random.default_rng(R)
+                shares = [
+                    rng.standard_normal((R, values // ranks), np.float32) for _ in range(ranks)
+                ]
+                own = joined(mesh, [x.astype(jnp.bfloat16) for x in shares], 1)
+                _, clock = jax.block_until_ready(program(own, idle, clock))
+                got, clock = jax.block_until_ready(program(own, waiting, clock))
+                want = np.concatenate(shares, 1).astype(jnp.bfloat16)
+                parts = [np.asarray(x.data) for x in got.addressable_shards]
+                best = []
+                for _ in range(4):
+                    began = time.perf_counter()
+                    for _ in range(20):
+                        got, clock = program(own, waiting, clock)
+                    jax.block_until_ready(got)
+                    best.append((time.perf_counter() - began) / 20 / count * 1e6)
+                found.append(
+                    {"part": "gathers", "language": "jax", "ranks": ranks, "rows": R}
+                    | {"values": name, "way": way, "us": round(min(best[1:]), 2)}
+                    | {"is_right": all(np.array_equal(x, want) for x in parts)}
+                )
+    late = [x for x in mailboxes.missing() if x is not None]
+    assert not late, f"ranks missed {late}"
+    return found
+
+
+def told(lines: list[Line]) -> Iterator[str]:
+    """Rows of a table for a terminal."""
+    for line in lines:
+        named = {name: x for name, x in line.items() if name not in ("part", "language")}
+        yield f"{line['part']:8}{line['language']:6} " + "  ".join(
+            f"{name} {x}" for name, x in named.items()
+        )
+
+
+def main() -> int:
+    """Prints all that was timed; the exit code is 1 where a part has failed or is not right."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="R")
+    parser.add_argument("--parts", nargs="+", default=["gathers", "layer"], help="or tiles")
+    parser.add_argument("--languages", nargs="+", default=["torch", "jax"])
+    told_of_ahead = "first steps of a product whose weights are asked for before its rows are there"
+    parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1], help=told_of_ahead)
+    parser.add_argument("--seconds", type=float, default=200.0, help="of a part between meetings")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    gpus, rows = torch.cuda.device_count(), tuple(options.rows)
+    found: dict[str, Any] = {"command": shlex.join(sys.argv), "results": [], "failed": []}
+    found["gpus"] = [torch.cuda.get_device_name(i) for i in range(gpus)]
+    print(found["gpus"], flush=True)
+    for ranks in (n for n in options.ranks if n <= gpus):
+        jobs: dict[str, Any] = {
+            "gathers torch": (ranks, gathers_in_torch, rows),
+            "gathers jax": (1, gathers_in_jax, ranks, rows),
+            "layer torch": (ranks, layer_in_torch, rows, tuple(options.ahead)),
+            "layer jax": (1, layer_in_jax, ranks, rows),
+            "tiles torch": (ranks, tiles_in_torch, rows, (1, 2, 4, 8)),
+        }
+        for name, job in jobs.items():
+            part, language = name.split()
+            if part not in options.parts or language not in options.languages:
+                continue
+            try:
+                lines = in_processes(*job, seconds=options.seconds)[0]
+            except AssertionError as error:
+                found["failed"].append(f"{name}, {ranks} ranks: {error}")
+                print(f"FAILED: {name}, {ranks} ranks: {error}", flush=True)
+                continue
+            found["results"] += lines
+            for text in told(lines):
+                print(text, flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    wrong = [line for line in found["results"] if line.get("is_right") is False]
+    print(f"{len(found['results'])} lines, {len(wrong)} wrong, {len(found['failed'])} failed parts")
+    return int(bool(wrong or found["failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

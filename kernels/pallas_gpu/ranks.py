@@ -1,0 +1,417 @@
+"""What ranks on the GPUs of one host exchange, for Pallas: finished values, gathered, never added.
+
+Assembly counts as free of effects, so what must come first is an operand of what comes after it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Int, Int32, Shaped
+
+from kernels.mail import (
+    LARGEST_WORDS_BYTES,
+    WORDS,
+    Boxes,
+    constraints,
+    look_text,
+    put_text,
+    raise_text,
+    receive_text,
+    send_text,
+    take_text,
+)
+
+_ADDRESS = 2
+"""Registers of an address."""
+_SEND, _PUT, _RAISE = send_text(_ADDRESS), put_text(_ADDRESS), raise_text(_ADDRESS)
+_LOOK, _TAKE = look_text(_ADDRESS), take_text(_ADDRESS)
+_WORD_WARPS = 4
+_BLOCK_WARPS = 8
+_BLOCK_UNITS = 2048
+"""Words that a program of blocks stores at once."""
+_MOST_BLOCKS = 64
+"""Most programs that store the blocks of an array."""
+
+
+class Mail(NamedTuple):
+    """Where a rank's kernels find the mailboxes.
+
+    Attributes:
+      place: Addresses of the mailboxes by rank, each a low and a high word, then which rank this
+        is, and how often to look for what does not come; 0 looks do not wait, as where no other
+        rank may have begun.
+      clock: Steps so far, which `tick` counts.
+    """
+
+    place: Int32[jax.Array, " two_of_ranks_and_2"]
+    clock: Int32[jax.Array, "1"]
+
+
+class Gather(NamedTuple):
+    """A gather of a step.
+
+    Attributes:
+      mail: Where the mailboxes are.
+      call: Which gather of a step it is, from 0.
+      boxes: The sizes of the mailboxes.
+    """
+
+    mail: Mail
+    call: Int[jax.Array, ""]
+    boxes: Boxes
+
+
+class Tile(NamedTuple):
+    """A block of a rank's part of an array.
+
+    Attributes:
+      values: [rows, columns].
+      column, columns: Where it begins in the part, and how many columns that has.
+      first: Where the part's words begin among those of a rank.
+      every: The array of all ranks, as a reference.
+    """
+
+    values: Any
+    column: Any
+    columns: int
+    first: int
+    every: Any
+
+
+class Array(NamedTuple):
+    """One of the arrays of a call.
+
+    Attributes:
+      rows, share: Its rows, and words of four bytes of a row that a rank has.
+      programs: That have a part of it.
+      first: Where its words begin among those of a rank.
+      first_flag: Of its programs.
+    """
+
+    rows: int
+    share: int
+    programs: int
+    first: int
+    first_flag: int
+
+
+def gathered(
+    values: Shaped[jax.Array, "R share"],
+    sums: Shaped[jax.Array, "R chunks"] | None,
+    mail: Mail,
+    call: Int[jax.Array, ""],
+    *,
+    boxes: Boxes,
+    largest_words_bytes: int = LARGEST_WORDS_BYTES,
+    after: jax.Array | None = None,
+) -> tuple[Shaped[jax.Array, "R outputs"], Shaped[jax.Array, "R chunks_of_all"] | None]:
+    """The columns of all ranks side by side, in the order of ranks; each rank gets the same bits.
+
+    Args:
+      values: This rank's columns.
+      sums: This rank's columns of a second array, as the squares of rows in chunks.
+      mail: Where the mailboxes are.
+      call: Which gather of a step it is, from 0.
+      boxes: The sizes of the mailboxes.
+      largest_words_bytes: Most bytes of `values` that are sent as words.
+      after: What the gather before has given, where `values` do not follow from it: calls must run
+        in order, and XLA sees no other reason.
+
+    Raises:
+      ValueError: A row of an array has no whole words of four bytes, or there are more bytes than a
+        mailbox takes.
+    """
+    arrays = [values] if sums is None else [values, sums]
+    counts = [x.shape[0] * words_in_row(x) for x in arrays]
+    is_words = sum(counts) <= WORDS and 4 * counts[0] <= largest_words_bytes
+    if not is_words and 4 * sum(counts) > boxes.block_bytes:
+        raise ValueError(
+            f"a rank may send {boxes.block_bytes} bytes in a call, got {4 * sum(counts)}"
+        )
+    at_once = 32 * _WORD_WARPS if sum(counts) <= 1 << 14 else 4 * 32 * _WORD_WARPS
+    at_once = at_once if is_words else _BLOCK_UNITS
+    parts, first, first_flag = [], 0, 0
+    for x, count in zip(arrays, counts, strict=True):
+        programs = pl.cdiv(count, at_once)
+        programs = programs if is_words else min(programs, _MOST_BLOCKS)
+        parts.append(Array(x.shape[0], words_in_row(x), programs, first, first_flag))
+        first, first_flag = first + count, first_flag + programs
+    outs = pl.pallas_call(
+        functools.partial(
+            _gather_kernel, parts=parts, boxes=boxes, is_words=is_words, at_once=at_once
+        ),
+        grid=(first_flag,),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((x.shape[0], boxes.ranks * x.shape[1]), x.dtype) for x in arrays
+        ),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=_WORD_WARPS if is_words else _BLOCK_WARPS, num_stages=1
+        ),
+        name="gathered",
+    )(*arrays, mail.place, mail.clock, call.reshape(1), after)
+    return outs[0], None if sums is None else outs[1]
+
+
+def fits_words(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
+    """Whether a rank's columns, and as many numbers of four bytes as it has chunks, go as words."""
+    words = rows * columns * item_bytes // 4
+    is_whole = columns * item_bytes % 4 == 0
+    return is_whole and words + rows * chunks <= WORDS and 4 * words <= LARGEST_WORDS_BYTES
+
+
+def words_in_row(x: jax.Array) -> int:
+    """How many words of four bytes a row has.
+
+    Raises:
+      ValueError: It has no whole number of them.
+    """
+    size = x.dtype.itemsize
+    if x.shape[1] * size % 4 or size not in (2, 4):
+        raise ValueError(
+            "rows that ranks gather must lie side by side in whole words of four bytes, got "
+            f"{x.shape[1]} values of {size} bytes"
+        )
+    return x.shape[1] * size // 4
+
+
+def tick(mail: Mail) -> Mail:
+    """Counts a step, after all its gathers."""
+    return mail._replace(clock=mail.clock + 1)
+
+
+def number_of(clock_ref: Any, call: Any, boxes: Boxes) -> Any:
+    """Of a call, among all calls of all steps: it begins with 1, and wraps."""
+    return clock_ref[0] * boxes.calls + call + 1
+
+
+def send_words(
+    value: Any, place: Any, is_one: Any, mail_ref: Any, number: Any, boxes: Boxes
+) -> Any:
+    """Sends words to all other ranks, and gives them back, sent.
+
+    Args:
+      value: This rank's words.
+      place: Of each among those of a rank in this call.
+      is_one: Whether it is one.
+      mail_ref: See `Mail.place`.
+    """
+    rank, sent = mail_ref[2 * boxes.ranks], value
+    place = place * 8 + _first_word(rank, number, boxes)
+    for distance in range(1, boxes.ranks):
+        box = _box(mail_ref, rank ^ distance)
+        sent = _instruct(_SEND, 1, sent, *box, place, number, jnp.where(is_one, 1, 0))
+    return sent
+
+
+def receive_words(
+    store: Any, sent: Any, place: Any, is_one: Any, mail_ref: Any, number: Any, call: Any, *,
+    pack: int, boxes: Boxes,
+) -> None:  # fmt: skip
+    """Has words stored that all other ranks send.
+
+    Args:
+      store: Is called with a rank and its words.
+      sent: What `send_words` gives.
+      pack: For so many words a thread waits at once; it has as many, or a multiple.
+    """
+    rank, looks = mail_ref[2 * boxes.ranks], mail_ref[2 * boxes.ranks + 1]
+    wait, box = jnp.where(is_one, looks, 0), _box(mail_ref, rank)
+    for distance in range(1, boxes.ranks):
+        peer = rank ^ distance
+        at = place * 8 + _first_word(peer, number, boxes)
+        given = (*box, at, number, wait, call * 16 + peer + 1, sent)
+        store(peer, _instruct(receive_text(_ADDRESS, pack), pack, *given))
+
+
+def _first_word(rank, number, boxes):
+    """Where the words of a rank begin in a mailbox, in bytes."""
+    return boxes.words_at + ((number & 1) * boxes.ranks + rank) * (WORDS * 8)
+
+
+def share_tiles(
+    tiles: Sequence[Tile], row: Any, is_row: Any, mail: Any, call: Any, *, threads: int,
+    boxes: Boxes,
+) -> None:  # fmt: skip
+    """Sends tiles of some rows to all ranks, then stores them and what the others send.
+
+    Args:
+      row, is_row: Their rows, and whether each is one.
+      mail, call: See `Gather`, as references and as a number.
+      threads: Of the program.
+    """
+    number, rank = number_of(mail.clock, call, boxes), mail.place[2 * boxes.ranks]
+    begun = []
+    for tile in tiles:
+        words = _words_of(tile.values)
+        per_word = tile.values.shape[1] // words.shape[1]
+        word = lax.div(tile.column, per_word) + lax.iota(jnp.int32, words.shape[1])
+        in_row = tile.columns // per_word
+        is_word = is_row[:, None] & (word < in_row)[None, :]
+        place = tile.first + row[:, None] * in_row + word[None, :]
+        sent = send_words(words, place, is_word, mail.place, number, boxes)
+
+        def store(of, bits, every=tile.every, word=word, is_word=is_word, in_row=in_row):
+            at_row = jnp.broadcast_to(row[:, None], bits.shape)
+            at = jnp.broadcast_to(of * in_row + word[None, :], bits.shape)
+            store_words(every, at_row, at, bits, is_word)
+
+        begun.append((store, sent, place, is_word))
+    for store, sent, *at in begun:
+        store(rank, sent)
+        pack = max(1, min(4, sent.size // threads))
+        receive_words(store, sent, *at, mail.place, number, call, pack=pack, boxes=boxes)
+
+
+def _words_of(tile):
+    """A tile as words, [rows, columns] of four bytes or [rows, columns / 2] of two."""
+    bits = _bits(tile)
+    if tile.dtype.itemsize == 4:
+        return bits
+    rows, columns = tile.shape
+    low, high = lax.split(bits.reshape(rows, columns // 2, 2), (1, 1), axis=2)
+    return word_of(low.reshape(rows, columns // 2), high.reshape(rows, columns // 2))
+
+
+def _box(mail_ref, rank):
+    return mail_ref[2 * rank], mail_ref[2 * rank + 1]
+
+
+def _instruct(text, pack, *operands):
+    """Assembly for each word; an operand may be one number for all."""
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in operands))
+    given = [jnp.broadcast_to(x, shape).astype(jnp.int32) for x in operands]
+    (found,) = pltriton.elementwise_inline_asm(
+        text,
+        args=given,
+        constraints=constraints(pack, *(["r"] * (pack * len(given)))),
+        pack=pack,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.int32)],
+    )
+    return found
+
+
+def load_words(ref: Any, row: Any, word: Any, is_one: Any) -> Any:
+    """Words of four bytes of some rows, of numbers of four bytes or of two."""
+    if ref.dtype.itemsize == 4:
+        other = 0 if ref.dtype == jnp.int32 else 0.0
+        return _bits(pltriton.load(ref.at[row, word], mask=is_one, other=other))
+    low, high = (
+        _bits(pltriton.load(ref.at[row, 2 * word + i], mask=is_one, other=0.0)) for i in range(2)
+    )
+    return word_of(low, high)
+
+
+def word_of(low: Any, high: Any) -> Any:
+    """Two numbers of two bytes as a word, each given as whole numbers of their bits."""
+    return (low & 65535) | lax.shift_left(high, 16)
+
+
+def store_words(ref: Any, row: Any, word: Any, bits: Any, is_one: Any) -> None:
+    """Stores what `load_words` has loaded."""
+    if ref.dtype.itemsize == 4:
+        value = bits if ref.dtype == jnp.int32 else lax.bitcast_convert_type(bits, ref.dtype)
+        pltriton.store(ref.at[row, word], value, mask=is_one)
+        return
+    for i, half in enumerate((bits, lax.shift_right_logical(bits, 16))):
+        value = lax.bitcast_convert_type(half.astype(jnp.int16), ref.dtype)
+        pltriton.store(ref.at[row, 2 * word + i], value, mask=is_one)
+
+
+def _bits(x):
+    """As whole numbers; never as wider numbers, by which what is none would change."""
+    if x.dtype == jnp.int32:
+        return x
+    return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}").astype(jnp.int32)
+
+
+def _gather_kernel(*refs, parts, boxes, is_words, at_once):
+    count = len(parts)
+    owns, (mail_ref, clock_ref, call_ref, _), outs = (
+        refs[:count],
+        refs[count : count + 4],
+        refs[count + 4 :],
+    )
+    call = call_ref[0]
+    number = number_of(clock_ref, call, boxes)
+    share = _share_array if is_words else _share_blocks
+    for part, own_ref, out_ref in zip(parts, owns, outs, strict=True):
+        block = pl.program_id(0) - part.first_flag
+        how = {"part": part, "boxes": boxes, "at_once": at_once}
+
+        def run(own_ref=own_ref, out_ref=out_ref, block=block, how=how):
+            share(own_ref, out_ref, block, mail_ref, number, call, **how)
+
+        if count == 1:
+            run()
+        else:
+            pl.when((block >= 0) & (block < part.programs))(run)
+
+
+def _share_array(own_ref, out_ref, block, mail_ref, number, call, *, part, boxes, at_once):
+    place = block * at_once + lax.iota(jnp.int32, at_once)
+    is_one = place < part.rows * part.share
+    row, word = lax.div(place, part.share), lax.rem(place, part.share)
+    place += part.first
+    value = load_words(own_ref, row, word, is_one)
+    sent = send_words(value, place, is_one, mail_ref, number, boxes)
+
+    def store(rank, bits):
+        store_words(out_ref, row, rank * part.share + word, bits, is_one)
+
+    store(mail_ref[2 * boxes.ranks], sent)
+    pack = 4 if at_once >= 4 * 32 * _WORD_WARPS else 1
+    receive_words(store, sent, place, is_one, mail_ref, number, call, pack=pack, boxes=boxes)
+
+
+def _share_blocks(own_ref, out_ref, block, mail_ref, number, call, *, part, boxes, at_once):
+    """A program's part of an array: stores it in all mailboxes, and copies that of each other."""
+    ranks = boxes.ranks
+    rank, looks = mail_ref[2 * ranks], mail_ref[2 * ranks + 1]
+    base = boxes.blocks_at + (number & 1) * (ranks * boxes.block_bytes) + part.first * 4
+    steps = pl.cdiv(part.rows * part.share, part.programs * at_once)
+    thread = lax.iota(jnp.int32, 32 * _BLOCK_WARPS)
+
+    def places(step):
+        place = (step * part.programs + block) * at_once + lax.iota(jnp.int32, at_once)
+        row, word = lax.div(place, part.share), lax.rem(place, part.share)
+        return place, row, word, place < part.rows * part.share
+
+    def put(step, kept):
+        place, row, word, is_one = places(step)
+        bits, on = load_words(own_ref, row, word, is_one), jnp.where(is_one, 1, 0)
+        for distance in range(1, ranks):
+            at = base + rank * boxes.block_bytes + place * 4
+            bits = _instruct(_PUT, 1, bits, *_box(mail_ref, rank ^ distance), at, number, on)
+        store_words(out_ref, row, rank * part.share + word, bits, is_one)
+        return kept | bits
+
+    kept = lax.fori_loop(0, steps, put, jnp.zeros((at_once,), jnp.int32))
+    # A number of all threads that what they have stored comes before.
+    after = thread * 0 + jnp.max(kept & 1)
+    flag = boxes.flags_at + (part.first_flag + block) * (ranks * 4)
+    for distance in range(1, ranks):
+        box = _box(mail_ref, rank ^ distance)
+        on = jnp.where(thread == 0, 1, 0)
+        after = _instruct(_RAISE, 1, after, *box, flag + rank * 4, number, on)
+    box = _box(mail_ref, rank)
+    for distance in range(1, ranks):
+        peer = rank ^ distance
+        code = call * 16 + peer + 1
+        come = _instruct(_LOOK, 1, *box, flag + peer * 4, number, looks, code, after)
+        has_come = jnp.min(come)
+
+        def take(step, _, peer=peer, has_come=has_come):
+            place, row, word, is_one = places(step)
+            on = jnp.where(is_one, has_come, 0)
+            at = base + peer * boxes.block_bytes + place * 4
+            bits = _instruct(_TAKE, 1, *box, at, on)
+            store_words(out_ref, row, peer * part.share + word, bits, is_one)
+            return 0
+
+        lax.fori_loop(0, steps, take, 0)

@@ -1,0 +1,158 @@
+"""What a product of `linear` is given, and what becomes of its result, in Triton."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.ranks import Box, number_of, receive_words, send_words, words_of
+from kernels.triton_gpu.squares import chunks_of
+from shared.models.fp8_words import Shares
+
+
+class Ends(NamedTuple):
+    """What is read before and after the sums, and what is written.
+
+    Attributes:
+      squares: Of the rows, in chunks, for their norm.
+      bias: What is added to each row.
+      added, norm: What is added to the result, and what multiplies it for its next reader.
+      out, scaled, sums: The result, the same times `norm`, and its squares in chunks.
+      eps: Of the norm.
+      all_words, all_sums: What the ranks have of the result, or of what is `scaled`, and of `sums`.
+      mail, clock, call: See `ranks.Gather`.
+    """
+
+    squares: Any
+    bias: Any
+    added: Any
+    norm: Any
+    out: Any
+    scaled: Any
+    sums: Any
+    eps: Any
+    all_words: Any
+    all_sums: Any
+    mail: Any
+    clock: Any
+    call: Any
+
+
+class Sizes(NamedTuple):
+    """What is multiplied: outputs, inputs, and what is done with the sums.
+
+    Attributes:
+      shares: Of a weight that is FP8 in words of four; None: it is numbers, or codes.
+      is_quantised: Whether the weight is codes, as rows are then.
+      is_interpreted: Whether no GPU runs the kernel.
+      is_biased, is_gated, is_added, is_scaled: Whether it is.
+      factor: Of a result that is not gated.
+      box: Of the mailboxes through which the result is gathered; None: it is not, or afterwards.
+      warps: Of the kernel.
+    """
+
+    N: int
+    K: int
+    shares: Shares | None
+    is_quantised: bool
+    is_interpreted: bool
+    is_biased: bool
+    is_gated: bool
+    is_added: bool
+    is_scaled: bool
+    factor: float
+    box: Box | None
+    warps: int
+
+
+class Chunks(NamedTuple):
+    """How squares are summed.
+
+    Attributes:
+      count, spread: Chunks of a row of inputs, 0 without a norm, and lanes that read them.
+      length: Outputs of a chunk of the result.
+      digits, digits_of_chunks: Of the integers that squares, and sums of chunks, are added as.
+    """
+
+    count: int
+    spread: int
+    length: int
+    digits: int
+    digits_of_chunks: int
+
+
+class Cut(NamedTuple):
+    """How the work is cut, and whether every block of rows is full.
+
+    Attributes:
+      ahead: Bytes of each row of the weight that are asked for before the rows are there.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    is_swapped: bool
+    is_described: bool
+    is_persistent: bool
+    has_all_rows: bool
+    ahead: int
+
+
+@triton.jit
+def store_result(
+    out, norm, ends, row, is_row, column, is_column, block, num_rows, sizes: tl.constexpr,
+    squares: tl.constexpr,
+):  # fmt: skip
+    """Stores a block of the result, what its next reader reads, and its squares in chunks.
+
+    Gathered, the last two go to all ranks and come from them: programs of the same number have the
+    same block on each rank, and run at the same time.
+    """
+    N: tl.constexpr = sizes.N
+    columns: tl.constexpr = out.shape[1]
+    is_gathered: tl.constexpr = sizes.box is not None
+    place = row.to(tl.int64)[:, None] * N + column[None, :]
+    is_inside = is_row[:, None] & is_column[None, :]
+    if sizes.is_added or not is_gathered:
+        tl.store(ends.out + place, out, mask=is_inside)
+    read = out
+    if sizes.is_scaled:
+        read = (out.to(tl.float32) * norm[None, :]).to(out.dtype)
+        if not is_gathered:
+            tl.store(ends.scaled + place, read, mask=is_inside)
+    chunks: tl.constexpr = (N + squares.length - 1) // squares.length
+    parts: tl.constexpr = max(columns // squares.length, 1)
+    part = block * parts + tl.arange(0, parts)
+    is_part = is_row[:, None] & (part < chunks)[None, :]
+    if sizes.is_added:
+        sums = chunks_of(out, is_column, squares)
+        if not is_gathered:
+            at = ends.sums + row.to(tl.int64)[:, None] * chunks + part[None, :]
+            tl.store(at, sums, mask=is_part)
+    if is_gathered:
+        box: tl.constexpr = sizes.box
+        number = number_of(ends.clock, ends.call, box)
+        rank = tl.load(ends.mail + box.ranks).to(tl.int32)
+        words = words_of(read)
+        width: tl.constexpr = words.shape[1]
+        in_row: tl.constexpr = N * width // columns
+        word = block * width + tl.arange(0, width)
+        is_word = is_row[:, None] & (word < in_row)[None, :]
+        at_word = row[:, None] * in_row + word[None, :]
+        sent = send_words(words, at_word, is_word, ends.mail, number, box)
+        at_sum = num_rows * in_row + row[:, None] * chunks + part[None, :]
+        if sizes.is_added:
+            whole = sums.to(tl.int32, bitcast=True)
+            sent_sums = send_words(whole, at_sum, is_part, ends.mail, number, box)
+        at = ends.all_words + row[:, None] * (box.ranks * in_row) + word[None, :]
+        tl.store(at + rank * in_row, words, mask=is_word)
+        threads: tl.constexpr = 32 * sizes.warps
+        pack: tl.constexpr = max(min(out.shape[0] * width // threads, 4), 1)
+        receive_words(at, in_row, sent, at_word, is_word, ends.mail, number, ends.call, pack, box)
+        if sizes.is_added:
+            at = ends.all_sums + row[:, None] * (box.ranks * chunks) + part[None, :]
+            tl.store(at + rank * chunks, whole, mask=is_part)
+            receive_words(
+                at, chunks, sent_sums, at_sum, is_part, ends.mail, number, ends.call, 1, box
+            )

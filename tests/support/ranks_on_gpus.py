@@ -1,0 +1,399 @@
+"""What a rank does in tests of the gathers of GPUs: in torch a process, in JAX a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.mail import Boxes, Missing
+from shared.spec.numerics import SQUARES
+from tests.support.gather_cases import CALLS, CASES, PRODUCT_CASES, Case, ProductCase
+from tests.support.gpu_ranks import LOOKS, Rank
+
+BLOCK_BYTES = 1 << 25
+
+
+def on_torch(rank: Rank) -> Any:
+    """The mailbox of a process, connected with all others, that waits for nothing yet."""
+    from kernels.triton_gpu.mailboxes import Mailbox
+
+    device = torch.device("cuda", rank.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    mailbox = Mailbox(Boxes(rank.count, CALLS, BLOCK_BYTES), rank.rank, device)
+    mailbox.connect(rank.meet(mailbox.handle))
+    return mailbox
+
+
+def _placed(case: Case, rank: Rank, step: int, device: torch.device) -> list[torch.Tensor | None]:
+    values, sums = case.share(rank.rank, rank.count, step)
+    kind = torch.int16 if case.dtype == "bfloat16" else torch.int32
+    signed = torch.from_numpy(values.view(np.int16 if kind == torch.int16 else np.int32))
+    placed = signed.to(device).view(getattr(torch, case.dtype))
+    if sums is None:
+        return [placed, None]
+    return [placed, torch.from_numpy(sums.view(np.int32)).to(device).view(torch.float32)]
+
+
+def _bits(x: torch.Tensor | None) -> np.ndarray | None:
+    if x is None:
+        return None
+    kind, found = (torch.int16, np.uint16) if x.element_size() == 2 else (torch.int32, np.uint32)
+    return x.view(kind).cpu().numpy().view(found)
+
+
+def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
+    """Gathers all cases in each of some steps; what is wrong, a sentence each."""
+    from kernels.triton_gpu.ranks import gathered, tick
+
+    mailbox = on_torch(rank)
+    device = mailbox.mail.place.device
+    given = [_placed(case, rank, 0, device) for case in CASES]
+
+    def step() -> list[Any]:
+        found = [
+            gathered(
+                *given[call],
+                mailbox.mail,
+                call,
+                boxes=mailbox.boxes,
+                largest_words_bytes=case.largest_words_bytes,
+            )
+            for call, case in enumerate(CASES)
+        ]
+        tick(mailbox.mail)
+        return found
+
+    step()  # no rank waits for one that still compiles
+    torch.cuda.synchronize(device)
+    run: Callable[[], list[Any]] = step
+    if is_captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = step()
+
+        def run() -> list[Any]:
+            graph.replay()
+            return captured
+
+    rank.meet()
+    mailbox.wait(LOOKS)
+    torch.cuda.synchronize(device)
+    rank.meet()
+    wrong = []
+    for number in range(steps):
+        for own, case in zip(given, CASES, strict=True):
+            for to, new in zip(own, _placed(case, rank, number, device), strict=True):
+                if to is not None and new is not None:
+                    to.copy_(new)
+        torch.cuda.synchronize(device)
+        found = [[_bits(x) for x in one] for one in run()]
+        for case, got in zip(CASES, found, strict=True):
+            for one, want in zip(got, case.whole(rank.count, number), strict=True):
+                if want is not None and not np.array_equal(one, want):
+                    places = np.argwhere(one != want)
+                    wrong.append(
+                        f"{case}, step {number}, rank {rank.rank}: {len(places)} of {want.size} "
+                        f"differ, first {places[0]}: {one[tuple(places[0])]:x}"
+                    )
+        if (late := mailbox.missing()) is not None:
+            wrong.append(f"rank {rank.rank} missed {late} in step {number}")
+            break
+    rank.meet()
+    mailbox.close()
+    return wrong
+
+
+def products_of_torch(rank: Rank, steps: int) -> list[str]:
+    """Products that gather, beside one of all ranks' weights; what is wrong, a sentence each."""
+    from kernels.triton_gpu.linear import product
+    from kernels.triton_gpu.ranks import Gather, tick
+
+    mailbox = on_torch(rank)
+    device, wrong = mailbox.mail.place.device, []
+
+    def multiply(case: ProductCase, step: int, own: int | None, call: int) -> Any:
+        def placed(x: np.ndarray | None) -> Any:
+            return None if x is None else torch.from_numpy(x).to(device).bfloat16()
+
+        arrays = case.arrays(step, own, rank.count)
+        return product(
+            placed(arrays.x),
+            placed(arrays.weight),
+            None,
+            out_type=torch.bfloat16,
+            squares=None if arrays.squares is None else torch.from_numpy(arrays.squares).to(device),
+            eps=1e-6,
+            is_gated=case.is_gated,
+            bias=None,
+            factor=1.0,
+            added=placed(arrays.added),
+            norm=None if arrays.norm is None else torch.from_numpy(arrays.norm).to(device),
+            order=SQUARES,
+            tiles=case.tiles,
+            gather=None if own is None else Gather(mailbox.mail, call, mailbox.boxes),
+        )
+
+    for number in range(-1, steps):
+        found = [multiply(case, number, rank.rank, call) for call, case in enumerate(PRODUCT_CASES)]
+        tick(mailbox.mail)
+        if number < 0:  # no rank waits for one that still compiles
+            rank.meet()
+            mailbox.wait(LOOKS)
+            torch.cuda.synchronize(device)
+            rank.meet()
+            continue
+        for case, got in zip(PRODUCT_CASES, found, strict=True):
+            want = multiply(case, number, None, 0)
+            wrong += [
+                f"{case}, step {number}, rank {rank.rank}: {name} differs"
+                for name in case.differing([_bits(x) for x in got], [_bits(x) for x in want])
+            ]
+        if (late := mailbox.missing()) is not None:
+            wrong.append(f"rank {rank.rank} missed {late} in step {number}")
+            break
+    rank.meet()
+    mailbox.close()
+    return wrong
+
+
+def missing_of_torch(rank: Rank, looks: int) -> tuple[Missing | None, bool]:
+    """The last rank stays away from the second call of the second step; what each has seen."""
+    from kernels.triton_gpu.ranks import gathered, tick
+
+    mailbox = on_torch(rank)
+    values, _ = _placed(CASES[0], rank, 0, mailbox.mail.place.device)
+
+    def gather(call: int) -> torch.Tensor:
+        return gathered(values, None, mailbox.mail, call, boxes=mailbox.boxes)[0]
+
+    gather(0)
+    torch.cuda.synchronize()
+    early = mailbox.missing()
+    rank.meet()
+    mailbox.wait(looks)
+    rank.meet()
+    gather(0)
+    tick(mailbox.mail)
+    gather(0)
+    out = values
+    if rank.rank < rank.count - 1:
+        out = gather(1)
+    torch.cuda.synchronize()
+    found = mailbox.missing()
+    rank.meet()
+    mailbox.close()
+    assert early is None, "who does not wait misses nobody"
+    return found, bool(out[:, -1].isnan().all())
+
+
+def gathers_of_jax(ranks: int, steps: int) -> list[str]:
+    """As `gathers_of_torch`, on as many devices of this process, in one program a step."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, PartitionSpec
+
+    from kernels.pallas_gpu.mailboxes import Mailboxes
+    from kernels.pallas_gpu.ranks import Mail, gathered, tick
+
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("ranks",))
+    mailboxes = Mailboxes(Boxes(ranks, CALLS, BLOCK_BYTES), list(mesh.devices.flat))
+    columns, whole = PartitionSpec(None, "ranks"), PartitionSpec()
+
+    def run(given: list[Any], place: Any, clock: Any) -> Any:
+        mail = Mail(place, clock)
+        found, last = [], None
+        for call, (case, (values, sums)) in enumerate(zip(CASES, given, strict=True)):
+            values = values.view(case.dtype)
+            sums = sums if sums is None else sums.view(jnp.float32)
+            how = {"boxes": mailboxes.boxes, "largest_words_bytes": case.largest_words_bytes}
+            got = gathered(values, sums, mail, jnp.int32(call), **how, after=last)
+            last = got[0]
+            found.append([x if x is None else x.view(_unsigned(x.dtype.itemsize)) for x in got])
+        return found, tick(mail).clock
+
+    specs = [[columns, columns if case.chunks else None] for case in CASES]
+    out_specs = [[columns, columns if case.chunks else None] for case in CASES]
+    program = jax.jit(
+        jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec("ranks"), whole),
+            out_specs=(out_specs, whole),
+            check_vma=False,
+        )
+    )
+
+    def placed(number: int) -> list[list[Any]]:
+        shares = [[case.share(rank, ranks, number) for rank in range(ranks)] for case in CASES]
+        return [
+            [None if each[0] is None else joined(mesh, each, 1) for each in zip(*one, strict=True)]
+            for one in shares
+        ]
+
+    clock = joined(mesh, [np.zeros(1, np.int32)] * ranks, None)
+    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    # No rank waits for one that still loads its kernels.
+    _, clock = jax.block_until_ready(program(placed(0), idle, clock))
+    wrong = []
+    for number in range(steps):
+        found, clock = program(placed(number), waiting, clock)
+        for case, got in zip(CASES, found, strict=True):
+            for one, want in zip(got, case.whole(ranks, number), strict=True):
+                if want is None:
+                    continue
+                for part in one.addressable_shards:
+                    if not np.array_equal(np.asarray(part.data), want):
+                        count = int((np.asarray(part.data) != want).sum())
+                        wrong.append(f"{case}, step {number}: {count} of {want.size} differ")
+    wrong += [f"missed {late}" for late in mailboxes.missing() if late is not None]
+    return wrong
+
+
+def products_of_jax(ranks: int, steps: int) -> list[str]:
+    """As `products_of_torch`, in one program for all devices."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, PartitionSpec
+
+    from kernels.pallas_gpu.linear import product
+    from kernels.pallas_gpu.mailboxes import Mailboxes
+    from kernels.pallas_gpu.ranks import Gather, Mail, tick
+
+    devices = jax.devices()[:ranks]
+    mesh = Mesh(np.array(devices), ("ranks",))
+    mailboxes = Mailboxes(Boxes(ranks, CALLS, BLOCK_BYTES), devices)
+
+    def multiply(case: ProductCase, arrays: Any, gather: Gather | None) -> Any:
+        x, weight, squares, added, norm = arrays
+        return product(
+            x.astype(jnp.bfloat16),
+            weight.astype(jnp.bfloat16)[None],
+            None,
+            jnp.int32(0),
+            first=0,
+            out_type=jnp.bfloat16,
+            squares=squares,
+            eps=1e-6,
+            is_gated=case.is_gated,
+            bias=None,
+            factor=1.0,
+            added=None if added is None else added.astype(jnp.bfloat16),
+            norm=None if norm is None else norm[None],
+            norm_layer=jnp.int32(0),
+            order=SQUARES,
+            tiles=case.tiles,
+            gather=gather,
+        )
+
+    def run(given: list[Any], place: Any, clock: Any) -> Any:
+        mail = Mail(place, clock)
+        found = []
+        for call, (case, arrays) in enumerate(zip(PRODUCT_CASES, given, strict=True)):
+            gather = Gather(mail, jnp.int32(call), mailboxes.boxes)
+            # Calls run in order: this one waits for what the last has given.
+            if found:
+                last = jnp.sum(jnp.where(jnp.isinf(found[-1][-1]), 1.0, 0.0))
+                arrays = (arrays[0] + last, *arrays[1:])
+            got = [x for x in multiply(case, arrays, gather) if x is not None]
+            found.append([x.astype(jnp.float32) for x in got])
+        return found, tick(mail).clock
+
+    rows, columns, whole = PartitionSpec("ranks"), PartitionSpec(None, "ranks"), PartitionSpec()
+    specs = [
+        (
+            whole,
+            rows,
+            whole if case.kind != "added" else None,
+            columns if case.kind == "added" else None,
+            rows if case.kind == "added" else None,
+        )
+        for case in PRODUCT_CASES
+    ]
+    outs = [[columns] * (3 if case.kind == "added" else 1) for case in PRODUCT_CASES]
+    program = jax.jit(
+        jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(specs, rows, whole),
+            out_specs=(outs, whole),
+            check_vma=False,
+        )
+    )
+    alone = jax.jit(
+        lambda given: [multiply(c, a, None) for c, a in zip(PRODUCT_CASES, given, strict=True)]
+    )
+
+    def placed(number: int) -> list[Any]:
+        made = []
+        for case in PRODUCT_CASES:
+            each = [case.arrays(number, rank, ranks) for rank in range(ranks)]
+            axes = {"x": None, "weight": 0, "squares": None, "added": 1, "norm": 0}
+            made.append(
+                tuple(
+                    None
+                    if getattr(each[0], name) is None
+                    else joined(mesh, [getattr(one, name) for one in each], axis)
+                    for name, axis in axes.items()
+                )
+            )
+        return made
+
+    clock = joined(mesh, [np.zeros(1, np.int32)] * ranks, None)
+    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    _, clock = jax.block_until_ready(program(placed(0), idle, clock))
+    wrong = []
+    for number in range(steps):
+        found, clock = program(placed(number), waiting, clock)
+        wanted = alone([tuple(case.arrays(number, None, ranks)) for case in PRODUCT_CASES])
+        for case, got, want in zip(PRODUCT_CASES, found, wanted, strict=True):
+            numbers = [None if x is None else np.asarray(x.astype(jnp.float32)) for x in want]
+            for rank in range(ranks):
+                own: list[Any] = [np.asarray(x.addressable_shards[rank].data) for x in got]
+                own += [None] * (3 - len(own))
+                wrong += [
+                    f"{case}, step {number}, rank {rank}: {name} differs"
+                    for name in case.differing(own, numbers)
+                ]
+    wrong += [f"missed {late}" for late in mailboxes.missing() if late is not None]
+    return wrong
+
+
+def missing_of_jax(ranks: int, looks: int) -> list[Missing | None]:
+    """Rank 0 alone gathers, as device of a program that the others do not run."""
+    import jax
+    import jax.numpy as jnp
+
+    from kernels.pallas_gpu.mailboxes import Mailboxes
+    from kernels.pallas_gpu.ranks import Mail, gathered
+
+    mailboxes = Mailboxes(Boxes(ranks, CALLS, BLOCK_BYTES), jax.devices()[:ranks])
+    values, _ = CASES[0].share(0, ranks, 0)
+    place = jnp.asarray(mailboxes.places(looks)[0])
+    mail = Mail(place, jnp.full((1,), 3, jnp.int32))
+    program = jax.jit(lambda x: gathered(x, None, mail, jnp.int32(5), boxes=mailboxes.boxes)[0])
+    out = program(jnp.asarray(values).view("bfloat16"))
+    assert bool(jnp.isnan(out[:, -1]).all())
+    return mailboxes.missing()
+
+
+def _unsigned(size: int) -> str:
+    return f"uint{8 * size}"
+
+
+def joined(mesh: Any, pieces: Sequence[np.ndarray], axis: int | None) -> Any:
+    """An array whose part on each device is given, side by side along an axis; None: all alike."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    devices = list(mesh.devices.flat)
+    shape = list(pieces[0].shape)
+    names: list[str | None] = [None] * len(shape)
+    if axis is not None:
+        shape[axis] *= len(devices)
+        names[axis] = "ranks"
+    parts = [jax.device_put(x, device) for x, device in zip(pieces, devices, strict=True)]
+    sharding = NamedSharding(mesh, PartitionSpec(*names))
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, parts)
