@@ -158,7 +158,7 @@ def product(
             is_scaled=scaled is not None,
             factor=factor,
             box=Box.of(gather.boxes) if gather is not None and is_joined else None,
-            warps=tiles.warps,
+            pack=_pack(rows * tiles.columns * out.element_size() // 4, tiles.warps),
         ),
         squares=Chunks(
             count=chunks,
@@ -188,6 +188,10 @@ def product(
             out if scaled is None else scaled, sums, gather.mail, gather.call, boxes=gather.boxes
         )
     return (every, None, None) if added is None else (out, every, all_sums)
+
+
+def _pack(words: int, warps: int) -> int:
+    return max(1, min(4, words // (32 * warps)))
 
 
 @cache

@@ -48,7 +48,7 @@ class Sizes(NamedTuple):
       is_biased, is_gated, is_added, is_scaled: Whether it is.
       factor: Of a result that is not gated.
       box: Of the mailboxes through which the result is gathered; None: it is not, or afterwards.
-      warps: Of the kernel.
+      pack: Words of a block, for which a thread waits at once.
     """
 
     N: int
@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
     is_scaled: bool
     factor: float
     box: Box | None
-    warps: int
+    pack: int
 
 
 class Chunks(NamedTuple):
@@ -122,7 +122,7 @@ def store_result(
         if not is_gathered:
             tl.store(ends.scaled + place, read, mask=is_inside)
     chunks: tl.constexpr = (N + squares.length - 1) // squares.length
-    parts: tl.constexpr = max(columns // squares.length, 1)
+    parts: tl.constexpr = columns // squares.length if columns >= squares.length else 1
     part = block * parts + tl.arange(0, parts)
     is_part = is_row[:, None] & (part < chunks)[None, :]
     if sizes.is_added:
@@ -131,28 +131,28 @@ def store_result(
             at = ends.sums + row.to(tl.int64)[:, None] * chunks + part[None, :]
             tl.store(at, sums, mask=is_part)
     if is_gathered:
-        box: tl.constexpr = sizes.box
-        number = number_of(ends.clock, ends.call, box)
-        rank = tl.load(ends.mail + box.ranks).to(tl.int32)
+        ranks: tl.constexpr = sizes.box.ranks
+        number = number_of(ends.clock, ends.call, sizes)
+        rank = tl.load(ends.mail + ranks).to(tl.int32)
         words = words_of(read)
         width: tl.constexpr = words.shape[1]
         in_row: tl.constexpr = N * width // columns
         word = block * width + tl.arange(0, width)
         is_word = is_row[:, None] & (word < in_row)[None, :]
         at_word = row[:, None] * in_row + word[None, :]
-        sent = send_words(words, at_word, is_word, ends.mail, number, box)
+        sent = send_words(words, at_word, is_word, ends.mail, number, sizes)
         at_sum = num_rows * in_row + row[:, None] * chunks + part[None, :]
         if sizes.is_added:
             whole = sums.to(tl.int32, bitcast=True)
-            sent_sums = send_words(whole, at_sum, is_part, ends.mail, number, box)
-        at = ends.all_words + row[:, None] * (box.ranks * in_row) + word[None, :]
+            sent_sums = send_words(whole, at_sum, is_part, ends.mail, number, sizes)
+        at = ends.all_words + row[:, None] * (ranks * in_row) + word[None, :]
         tl.store(at + rank * in_row, words, mask=is_word)
-        threads: tl.constexpr = 32 * sizes.warps
-        pack: tl.constexpr = max(min(out.shape[0] * width // threads, 4), 1)
-        receive_words(at, in_row, sent, at_word, is_word, ends.mail, number, ends.call, pack, box)
+        receive_words(
+            at, in_row, sent, at_word, is_word, ends.mail, number, ends.call, sizes.pack, sizes
+        )
         if sizes.is_added:
-            at = ends.all_sums + row[:, None] * (box.ranks * chunks) + part[None, :]
+            at = ends.all_sums + row[:, None] * (ranks * chunks) + part[None, :]
             tl.store(at + rank * chunks, whole, mask=is_part)
             receive_words(
-                at, chunks, sent_sums, at_sum, is_part, ends.mail, number, ends.call, 1, box
+                at, chunks, sent_sums, at_sum, is_part, ends.mail, number, ends.call, 1, sizes
             )

@@ -113,16 +113,18 @@ class Sizes(NamedTuple):
     Attributes:
       box: Of the mailboxes.
       rows: Of both arrays.
-      shares: Units of a row of each array that a rank has.
-      programs: Of each array.
+      share, second_share: Units of a row of each array that a rank has; 0: there is no second.
+      programs, second_programs: Of each array.
       unit: Bytes of a unit.
       at_once: Units that a program handles at once.
     """
 
     box: Box
     rows: int
-    shares: tuple[int, int]
-    programs: tuple[int, int]
+    share: int
+    second_share: int
+    programs: int
+    second_programs: int
     unit: int
     at_once: int
 
@@ -172,8 +174,10 @@ def gathered(
     sizes = Sizes(
         box=Box.of(boxes),
         rows=values.shape[0],
-        shares=(given[0].shape[1], given[-1].shape[1] if len(given) > 1 else 0),
-        programs=(programs[0], programs[1] if len(programs) > 1 else 0),
+        share=given[0].shape[1],
+        second_share=given[1].shape[1] if len(given) > 1 else 0,
+        programs=programs[0],
+        second_programs=programs[1] if len(given) > 1 else 0,
         unit=unit,
         at_once=at_once,
     )
@@ -227,13 +231,13 @@ def _tick_kernel(clock_at):
 
 
 @triton.jit
-def number_of(clock_at, call, box: tl.constexpr):
+def number_of(clock_at, call, sizes: tl.constexpr):
     """Of a call, among all calls of all steps: it begins with 1, and wraps."""
-    return tl.load(clock_at) * box.calls + call + 1
+    return tl.load(clock_at) * sizes.box.calls + call + 1
 
 
 @triton.jit
-def send_words(value, place, is_one, mail_at, number, box: tl.constexpr):
+def send_words(value, place, is_one, mail_at, number, sizes: tl.constexpr):
     """Sends words to all other ranks, and gives them back.
 
     Args:
@@ -241,11 +245,13 @@ def send_words(value, place, is_one, mail_at, number, box: tl.constexpr):
       place: Of each among those of a rank in this call.
       is_one: Whether it is one.
       mail_at: See `Mail.place`.
+      sizes: Of the kernel; among them is a `Box`.
     """
-    rank = tl.load(mail_at + box.ranks).to(tl.int32)
-    place = place * 8 + _first_word(rank, number, box)
+    ranks: tl.constexpr = sizes.box.ranks
+    rank = tl.load(mail_at + ranks).to(tl.int32)
+    place = place * 8 + _first_word(rank, number, sizes)
     sent = value
-    for distance in tl.static_range(1, box.ranks):
+    for distance in tl.static_range(1, ranks):
         sent = tl.inline_asm_elementwise(
             _SEND, _SEND_KINDS,
             [sent, tl.load(mail_at + (rank ^ distance)), place, number, is_one.to(tl.int32)],
@@ -256,7 +262,16 @@ def send_words(value, place, is_one, mail_at, number, box: tl.constexpr):
 
 @triton.jit
 def receive_words(
-    out_at, step, sent, place, is_one, mail_at, number, call, pack: tl.constexpr, box: tl.constexpr
+    out_at,
+    step,
+    sent,
+    place,
+    is_one,
+    mail_at,
+    number,
+    call,
+    pack: tl.constexpr,
+    sizes: tl.constexpr,
 ):
     """Stores words that all other ranks send, each beside this rank's own.
 
@@ -265,12 +280,13 @@ def receive_words(
       sent: What `send_words` gives.
       pack: For so many words a thread waits at once; it has as many, or a multiple.
     """
-    rank = tl.load(mail_at + box.ranks).to(tl.int32)
-    looks = tl.where(is_one, tl.load(mail_at + (box.ranks + 1)).to(tl.int32), 0)
+    ranks: tl.constexpr = sizes.box.ranks
+    rank = tl.load(mail_at + ranks).to(tl.int32)
+    looks = tl.where(is_one, tl.load(mail_at + (ranks + 1)).to(tl.int32), 0)
     own = tl.load(mail_at + rank)
-    for distance in tl.static_range(1, box.ranks):
+    for distance in tl.static_range(1, ranks):
         peer = rank ^ distance
-        at = place * 8 + _first_word(peer, number, box)
+        at = place * 8 + _first_word(peer, number, sizes)
         got = _received(own, at, number, looks, call * 16 + peer + 1, sent, pack)
         tl.store(out_at + peer * step, got, mask=is_one)
 
@@ -289,9 +305,10 @@ def words_of(tile):
 
 
 @triton.jit
-def _first_word(rank, number, box: tl.constexpr):
+def _first_word(rank, number, sizes: tl.constexpr):
     """Where the words of a rank begin in a mailbox, in bytes."""
-    return box.words_at + ((number & 1) * box.ranks + rank) * (box.words * 8)
+    box_words: tl.constexpr = sizes.box.words * 8
+    return sizes.box.words_at + ((number & 1) * sizes.box.ranks + rank) * box_words
 
 
 @triton.jit
@@ -319,15 +336,15 @@ def _words_kernel(
     values_at, out_at, sums_at, sums_out_at, mail_at, clock_at, call, sizes: tl.constexpr
 ):
     gdc_wait()
-    number = number_of(clock_at, call, sizes.box)
+    number = number_of(clock_at, call, sizes)
     block = tl.program_id(0)
-    if sizes.programs[1] == 0 or block < sizes.programs[0]:
-        _share_array(values_at, out_at, block, 0, mail_at, number, call, sizes.shares[0], sizes)
-    else:
-        block -= sizes.programs[0]
-        first: tl.constexpr = sizes.rows * sizes.shares[0]
+    first: tl.constexpr = sizes.rows * sizes.share
+    if block < sizes.programs:
+        _share_array(values_at, out_at, block, 0, mail_at, number, call, sizes.share, sizes)
+    elif sizes.second_programs > 0:
+        block -= sizes.programs
         _share_array(
-            sums_at, sums_out_at, block, first, mail_at, number, call, sizes.shares[1], sizes
+            sums_at, sums_out_at, block, first, mail_at, number, call, sizes.second_share, sizes
         )
 
 
@@ -339,13 +356,13 @@ def _share_array(
     place = block * sizes.at_once + tl.arange(0, sizes.at_once)
     is_one = place < sizes.rows * share
     value = tl.load(own_at + place, mask=is_one, other=0)
-    sent = send_words(value, first + place, is_one, mail_at, number, sizes.box)
+    sent = send_words(value, first + place, is_one, mail_at, number, sizes)
     gdc_launch_dependents()
     at = out_at + (place // share) * (sizes.box.ranks * share) + place % share
     rank = tl.load(mail_at + sizes.box.ranks).to(tl.int32)
     tl.store(at + rank * share, value, mask=is_one)
     pack: tl.constexpr = 4 if sizes.at_once >= 512 else 1
-    receive_words(at, share, sent, first + place, is_one, mail_at, number, call, pack, sizes.box)
+    receive_words(at, share, sent, first + place, is_one, mail_at, number, call, pack, sizes)
 
 
 @triton.jit(do_not_specialize=["call"])
@@ -354,19 +371,19 @@ def _blocks_kernel(
 ):
     gdc_wait()
     gdc_launch_dependents()
-    number = number_of(clock_at, call, sizes.box)
+    number = number_of(clock_at, call, sizes)
     block = tl.program_id(0)
-    if sizes.programs[1] == 0 or block < sizes.programs[0]:
+    # Units of eight bytes, so that those of the second array lie as those of the first do.
+    first: tl.constexpr = (sizes.rows * sizes.share * sizes.unit + 7) // 8 * 8
+    if block < sizes.programs:
         _share_blocks(
-            values_at, out_at, block, 0, 0, mail_at, number, call, sizes.shares[0],
-            sizes.programs[0], sizes,
+            values_at, out_at, block, 0, 0, mail_at, number, call, sizes.share, sizes.programs,
+            sizes,
         )  # fmt: skip
-    else:
-        # Units of eight bytes, so that those of the second array lie as those of the first do.
-        first: tl.constexpr = (sizes.rows * sizes.shares[0] * sizes.unit + 7) // 8 * 8
+    elif sizes.second_programs > 0:
         _share_blocks(
-            sums_at, sums_out_at, block - sizes.programs[0], sizes.programs[0], first, mail_at,
-            number, call, sizes.shares[1], sizes.programs[1], sizes,
+            sums_at, sums_out_at, block - sizes.programs, sizes.programs, first, mail_at, number,
+            call, sizes.second_share, sizes.second_programs, sizes,
         )  # fmt: skip
 
 
@@ -382,7 +399,6 @@ def _share_blocks(
     steps: tl.constexpr = (total + programs * sizes.at_once - 1) // (programs * sizes.at_once)
     rank = tl.load(mail_at + ranks).to(tl.int32)
     looks = tl.load(mail_at + (ranks + 1)).to(tl.int32)
-    kind: tl.constexpr = tl.pointer_type(own_at.dtype.element_ty)
     base = sizes.box.blocks_at + (number & 1).to(tl.int64) * (ranks * block_bytes) + first
     lanes = tl.arange(0, sizes.at_once)
     for step in range(steps):
@@ -391,7 +407,7 @@ def _share_blocks(
         value = tl.load(own_at + place, mask=is_one, other=0)
         for distance in tl.static_range(1, ranks):
             box = tl.load(mail_at + (rank ^ distance)) + base + rank * block_bytes
-            tl.store(box.to(kind) + place, value, mask=is_one)
+            tl.store(box.to(tl.pointer_type(own_at.dtype.element_ty)) + place, value, mask=is_one)
         at = out_at + (place // share) * (ranks * share) + rank * share + place % share
         tl.store(at, value, mask=is_one)
     flag = sizes.box.flags_at + (first_flag + block) * (ranks * 4)
@@ -413,7 +429,7 @@ def _share_blocks(
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         has_come = tl.min(come, 0) > 0
-        landed = (box + base + peer * block_bytes).to(kind)
+        landed = (box + base + peer * block_bytes).to(tl.pointer_type(own_at.dtype.element_ty))
         for step in range(steps):
             place = (step * programs + block) * sizes.at_once + lanes
             is_one = place < total
