@@ -19,7 +19,7 @@ from jaxtyping import Float, Float32, Int, Int32
 from kernels.pallas_gpu.codes import add_codes, load_codes
 from kernels.pallas_gpu.fp8 import four, widened
 from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
-from kernels.pallas_gpu.ranks import Gather, Tile, fits_words, gathered, share_tiles
+from kernels.pallas_gpu.ranks import Gather, Link, Tile, fits_words, gathered, share_tiles
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK, shares_of
@@ -262,6 +262,7 @@ def _product_kernel(
     # A row that is not written gets an index outside, for the interpreter.
     at_row, at_column = jnp.where(is_row, row, R), jnp.where(is_column, column, outputs)
     of_result = (at_row[:, None], at_column[None, :])
+    link = None if boxes is None else Link.read(given.mail, given.call[0], boxes)
     # Asked for before the loop where they are few, so that nothing waits for them after it.
     is_early = rows <= 32
     squares = load_squares(given.squares, row, is_row) if is_normed and is_early else None
@@ -382,23 +383,22 @@ def _product_kernel(
             added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)
         out += added.astype(jnp.float32)
     out = out.astype((scaled_ref if out_ref is None else out_ref).dtype)
-    if out_ref is not None:
-        pltriton.store(out_ref.at[of_result], out, mask=is_inside)
     read = out
     if given.norms is not None:
         if norm is None:
             norm = _norm_of(given, at_column, is_column)
         read = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
-    if boxes is not None:
+    if link is not None:
         words = R * outputs * out.dtype.itemsize // 4
         shared = [Tile(read, block * tiles.columns, outputs, 0, scaled_ref)]
         if is_added:
             parts, chunks = tiles.columns // order.chunk, pl.cdiv(outputs, order.chunk)
             for place, sums in enumerate(_squares(out, at_column, block, outputs, parts, order)):
                 shared.append(Tile(sums[:, None], block * parts + place, chunks, words, sums_ref))
-        call = given.call[0]
-        share_tiles(shared, row, is_row, given.mail, call, threads=32 * tiles.warps, boxes=boxes)
+            pltriton.store(out_ref.at[of_result], out, mask=is_inside)
+        share_tiles(shared, row, is_row, link, 32 * tiles.warps)
         return
+    pltriton.store(out_ref.at[of_result], out, mask=is_inside)
     if scaled_ref is not None:
         pltriton.store(scaled_ref.at[of_result], read, mask=is_inside)
     if is_added:

@@ -185,34 +185,57 @@ def tick(mail: Mail) -> Mail:
     return mail._replace(clock=mail.clock + 1)
 
 
-def number_of(clock_ref: Any, call: Any, boxes: Boxes) -> Any:
-    """Of a call, among all calls of all steps: it begins with 1, and wraps."""
-    return clock_ref[0] * boxes.calls + call + 1
+class Link(NamedTuple):
+    """What a kernel has read of the mailboxes: early, as nothing that is sent may wait for it.
+
+    Attributes:
+      rank, looks: See `Mail.place`.
+      number: Of the call among all calls of all steps: it begins with 1, and wraps.
+      call: Which gather of a step it is.
+      own, others: The address of this rank's mailbox, and of those of the others: at place i that
+        of the rank whose number differs from this one's in the bits of i + 1.
+      boxes: Their sizes.
+    """
+
+    rank: Any
+    looks: Any
+    number: Any
+    call: Any
+    own: Any
+    others: Any
+    boxes: Boxes
+
+    @classmethod
+    def read(cls, mail: Any, call: Any, boxes: Boxes) -> "Link":
+        """Of `Mail`, as references."""
+        rank, looks = mail.place[2 * boxes.ranks], mail.place[2 * boxes.ranks + 1]
+        every = [
+            (mail.place[2 * (rank ^ i)], mail.place[2 * (rank ^ i) + 1]) for i in range(boxes.ranks)
+        ]
+        number = mail.clock[0] * boxes.calls + call + 1
+        return cls(rank, looks, number, call, every[0], every[1:], boxes)
+
+    def first_word(self, rank: Any) -> Any:
+        """Where the words of a rank begin in a mailbox, in bytes."""
+        parity = (self.number & 1) * self.boxes.ranks
+        return self.boxes.words_at + (parity + rank) * (WORDS * 8)
 
 
-def send_words(
-    value: Any, place: Any, is_one: Any, mail_ref: Any, number: Any, boxes: Boxes
-) -> Any:
+def send_words(value: Any, place: Any, is_one: Any, link: Link) -> Any:
     """Sends words to all other ranks, and gives them back, sent.
 
     Args:
       value: This rank's words.
       place: Of each among those of a rank in this call.
       is_one: Whether it is one.
-      mail_ref: See `Mail.place`.
     """
-    rank, sent = mail_ref[2 * boxes.ranks], value
-    place = place * 8 + _first_word(rank, number, boxes)
-    for distance in range(1, boxes.ranks):
-        box = _box(mail_ref, rank ^ distance)
-        sent = _instruct(_SEND, 1, sent, *box, place, number, jnp.where(is_one, 1, 0))
+    sent, at = value, place * 8 + link.first_word(link.rank)
+    for box in link.others:
+        sent = _instruct(_SEND, 1, sent, *box, at, link.number, jnp.where(is_one, 1, 0))
     return sent
 
 
-def receive_words(
-    store: Any, sent: Any, place: Any, is_one: Any, mail_ref: Any, number: Any, call: Any, *,
-    pack: int, boxes: Boxes,
-) -> None:  # fmt: skip
+def receive_words(store: Any, sent: Any, place: Any, is_one: Any, link: Link, pack: int) -> None:
     """Has words stored that all other ranks send.
 
     Args:
@@ -220,32 +243,21 @@ def receive_words(
       sent: What `send_words` gives.
       pack: For so many words a thread waits at once; it has as many, or a multiple.
     """
-    rank, looks = mail_ref[2 * boxes.ranks], mail_ref[2 * boxes.ranks + 1]
-    wait, box = jnp.where(is_one, looks, 0), _box(mail_ref, rank)
-    for distance in range(1, boxes.ranks):
-        peer = rank ^ distance
-        at = place * 8 + _first_word(peer, number, boxes)
-        given = (*box, at, number, wait, call * 16 + peer + 1, sent)
+    wait = jnp.where(is_one, link.looks, 0)
+    for distance in range(1, link.boxes.ranks):
+        peer = link.rank ^ distance
+        code, at = link.call * 16 + peer + 1, place * 8 + link.first_word(peer)
+        given = (*link.own, at, link.number, wait, code, sent)
         store(peer, _instruct(receive_text(_ADDRESS, pack), pack, *given))
 
 
-def _first_word(rank, number, boxes):
-    """Where the words of a rank begin in a mailbox, in bytes."""
-    return boxes.words_at + ((number & 1) * boxes.ranks + rank) * (WORDS * 8)
-
-
-def share_tiles(
-    tiles: Sequence[Tile], row: Any, is_row: Any, mail: Any, call: Any, *, threads: int,
-    boxes: Boxes,
-) -> None:  # fmt: skip
+def share_tiles(tiles: Sequence[Tile], row: Any, is_row: Any, link: Link, threads: int) -> None:
     """Sends tiles of some rows to all ranks, then stores them and what the others send.
 
     Args:
       row, is_row: Their rows, and whether each is one.
-      mail, call: See `Gather`, as references and as a number.
       threads: Of the program.
     """
-    number, rank = number_of(mail.clock, call, boxes), mail.place[2 * boxes.ranks]
     begun = []
     for tile in tiles:
         words = _words_of(tile.values)
@@ -254,7 +266,7 @@ def share_tiles(
         in_row = tile.columns // per_word
         is_word = is_row[:, None] & (word < in_row)[None, :]
         place = tile.first + row[:, None] * in_row + word[None, :]
-        sent = send_words(words, place, is_word, mail.place, number, boxes)
+        sent = send_words(words, place, is_word, link)
 
         def store(of, bits, every=tile.every, word=word, is_word=is_word, in_row=in_row):
             at_row = jnp.broadcast_to(row[:, None], bits.shape)
@@ -263,9 +275,8 @@ def share_tiles(
 
         begun.append((store, sent, place, is_word))
     for store, sent, *at in begun:
-        store(rank, sent)
-        pack = max(1, min(4, sent.size // threads))
-        receive_words(store, sent, *at, mail.place, number, call, pack=pack, boxes=boxes)
+        store(link.rank, sent)
+        receive_words(store, sent, *at, link, max(1, min(4, sent.size // threads)))
 
 
 def _words_of(tile):
@@ -276,10 +287,6 @@ def _words_of(tile):
     rows, columns = tile.shape
     low, high = lax.split(bits.reshape(rows, columns // 2, 2), (1, 1), axis=2)
     return word_of(low.reshape(rows, columns // 2), high.reshape(rows, columns // 2))
-
-
-def _box(mail_ref, rank):
-    return mail_ref[2 * rank], mail_ref[2 * rank + 1]
 
 
 def _instruct(text, pack, *operands):
@@ -337,15 +344,13 @@ def _gather_kernel(*refs, parts, boxes, is_words, at_once):
         refs[count : count + 4],
         refs[count + 4 :],
     )
-    call = call_ref[0]
-    number = number_of(clock_ref, call, boxes)
+    link = Link.read(Mail(mail_ref, clock_ref), call_ref[0], boxes)
     share = _share_array if is_words else _share_blocks
     for part, own_ref, out_ref in zip(parts, owns, outs, strict=True):
         block = pl.program_id(0) - part.first_flag
-        how = {"part": part, "boxes": boxes, "at_once": at_once}
 
-        def run(own_ref=own_ref, out_ref=out_ref, block=block, how=how):
-            share(own_ref, out_ref, block, mail_ref, number, call, **how)
+        def run(own_ref=own_ref, out_ref=out_ref, block=block, part=part):
+            share(own_ref, out_ref, block, link, part, at_once)
 
         if count == 1:
             run()
@@ -353,26 +358,24 @@ def _gather_kernel(*refs, parts, boxes, is_words, at_once):
             pl.when((block >= 0) & (block < part.programs))(run)
 
 
-def _share_array(own_ref, out_ref, block, mail_ref, number, call, *, part, boxes, at_once):
+def _share_array(own_ref, out_ref, block, link, part, at_once):
     place = block * at_once + lax.iota(jnp.int32, at_once)
     is_one = place < part.rows * part.share
     row, word = lax.div(place, part.share), lax.rem(place, part.share)
-    place += part.first
-    value = load_words(own_ref, row, word, is_one)
-    sent = send_words(value, place, is_one, mail_ref, number, boxes)
+    sent = send_words(load_words(own_ref, row, word, is_one), part.first + place, is_one, link)
 
     def store(rank, bits):
         store_words(out_ref, row, rank * part.share + word, bits, is_one)
 
-    store(mail_ref[2 * boxes.ranks], sent)
+    store(link.rank, sent)
     pack = 4 if at_once >= 4 * 32 * _WORD_WARPS else 1
-    receive_words(store, sent, place, is_one, mail_ref, number, call, pack=pack, boxes=boxes)
+    receive_words(store, sent, part.first + place, is_one, link, pack)
 
 
-def _share_blocks(own_ref, out_ref, block, mail_ref, number, call, *, part, boxes, at_once):
+def _share_blocks(own_ref, out_ref, block, link, part, at_once):
     """A program's part of an array: stores it in all mailboxes, and copies that of each other."""
+    boxes, rank, number = link.boxes, link.rank, link.number
     ranks = boxes.ranks
-    rank, looks = mail_ref[2 * ranks], mail_ref[2 * ranks + 1]
     base = boxes.blocks_at + (number & 1) * (ranks * boxes.block_bytes) + part.first * 4
     steps = pl.cdiv(part.rows * part.share, part.programs * at_once)
     thread = lax.iota(jnp.int32, 32 * _BLOCK_WARPS)
@@ -385,9 +388,9 @@ def _share_blocks(own_ref, out_ref, block, mail_ref, number, call, *, part, boxe
     def put(step, kept):
         place, row, word, is_one = places(step)
         bits, on = load_words(own_ref, row, word, is_one), jnp.where(is_one, 1, 0)
-        for distance in range(1, ranks):
+        for box in link.others:
             at = base + rank * boxes.block_bytes + place * 4
-            bits = _instruct(_PUT, 1, bits, *_box(mail_ref, rank ^ distance), at, number, on)
+            bits = _instruct(_PUT, 1, bits, *box, at, number, on)
         store_words(out_ref, row, rank * part.share + word, bits, is_one)
         return kept | bits
 
@@ -395,22 +398,20 @@ def _share_blocks(own_ref, out_ref, block, mail_ref, number, call, *, part, boxe
     # A number of all threads that what they have stored comes before.
     after = thread * 0 + jnp.max(kept & 1)
     flag = boxes.flags_at + (part.first_flag + block) * (ranks * 4)
-    for distance in range(1, ranks):
-        box = _box(mail_ref, rank ^ distance)
+    for box in link.others:
         on = jnp.where(thread == 0, 1, 0)
         after = _instruct(_RAISE, 1, after, *box, flag + rank * 4, number, on)
-    box = _box(mail_ref, rank)
     for distance in range(1, ranks):
         peer = rank ^ distance
-        code = call * 16 + peer + 1
-        come = _instruct(_LOOK, 1, *box, flag + peer * 4, number, looks, code, after)
+        code, at = link.call * 16 + peer + 1, flag + peer * 4
+        come = _instruct(_LOOK, 1, *link.own, at, number, link.looks, code, after)
         has_come = jnp.min(come)
 
         def take(step, _, peer=peer, has_come=has_come):
             place, row, word, is_one = places(step)
             on = jnp.where(is_one, has_come, 0)
             at = base + peer * boxes.block_bytes + place * 4
-            bits = _instruct(_TAKE, 1, *box, at, on)
+            bits = _instruct(_TAKE, 1, *link.own, at, on)
             store_words(out_ref, row, peer * part.share + word, bits, is_one)
             return 0
 

@@ -18,8 +18,8 @@ from kernels.tiles import LinearTiles
 from kernels.triton_gpu.codes import add_blocks, width_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
-from kernels.triton_gpu.linear_result import Chunks, Cut, Ends, Sizes, store_result
-from kernels.triton_gpu.ranks import Box, Gather, fits_words, gathered
+from kernels.triton_gpu.linear_result import Chunks, Cut, Ends, Sizes, share_result, store_result
+from kernels.triton_gpu.ranks import Box, Gather, fits_words, gathered, number_of, rank_of
 from kernels.triton_gpu.squares import add_up, squares_of
 from shared.models.fp8 import BLOCK
 from shared.models.fp8_words import shares_of
@@ -282,6 +282,8 @@ def _product_block(
         weight_at = output_at[:, None] + step[None, :]
     if is_launched:
         gdc_wait()
+    if sizes.box is not None:
+        rank, number_of_call = rank_of(ends.mail, sizes), number_of(ends.clock, ends.call, sizes)
     is_inside = is_row[:, None] & is_column[None, :]
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     # Asked for before the loop where they are few, so that nothing waits for them after it.
@@ -356,7 +358,12 @@ def _product_block(
     out = acc.to(ends.out.dtype.element_ty)
     if sizes.is_scaled and not is_early:
         norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
-    store_result(out, norm, ends, row, is_row, column, is_column, block, num_rows, sizes, squares)
+    if sizes.box is None:
+        store_result(out, norm, ends, row, column, block, num_rows, sizes, squares)
+    else:
+        share_result(
+            out, norm, ends, row, column, block, num_rows, rank, number_of_call, sizes, squares
+        )
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.ranks import Box, number_of, receive_words, send_words, words_of
+from kernels.triton_gpu.ranks import Box, receive_words, send_words, words_of
 from kernels.triton_gpu.squares import chunks_of
 from shared.models.fp8_words import Shares
 
@@ -101,58 +101,71 @@ class Cut(NamedTuple):
 
 @triton.jit
 def store_result(
-    out, norm, ends, row, is_row, column, is_column, block, num_rows, sizes: tl.constexpr,
+    out, norm, ends, row, column, block, num_rows, sizes: tl.constexpr, squares: tl.constexpr
+):
+    """Stores a block of the result, what its next reader reads, and its squares in chunks."""
+    N: tl.constexpr = sizes.N
+    place = row.to(tl.int64)[:, None] * N + column[None, :]
+    is_row, is_column = row < num_rows, column < N
+    is_inside = is_row[:, None] & is_column[None, :]
+    tl.store(ends.out + place, out, mask=is_inside)
+    if sizes.is_scaled:
+        read = (out.to(tl.float32) * norm[None, :]).to(out.dtype)
+        tl.store(ends.scaled + place, read, mask=is_inside)
+    if sizes.is_added:
+        chunks: tl.constexpr = (N + squares.length - 1) // squares.length
+        part = block * (out.shape[1] // squares.length) + tl.arange(
+            0, out.shape[1] // squares.length
+        )
+        at = ends.sums + row.to(tl.int64)[:, None] * chunks + part[None, :]
+        is_part = is_row[:, None] & (part < chunks)[None, :]
+        tl.store(at, chunks_of(out, is_column, squares), mask=is_part)
+
+
+@triton.jit
+def share_result(
+    out, norm, ends, row, column, block, num_rows, rank, number, sizes: tl.constexpr,
     squares: tl.constexpr,
 ):  # fmt: skip
-    """Stores a block of the result, what its next reader reads, and its squares in chunks.
+    """As `store_result`, but what is read next, and the squares, are those of all ranks.
 
-    Gathered, the last two go to all ranks and come from them: programs of the same number have the
-    same block on each rank, and run at the same time.
+    Programs of the same number have the same block on each rank, and run at the same time. What the
+    others wait for is sent first.
     """
     N: tl.constexpr = sizes.N
-    columns: tl.constexpr = out.shape[1]
-    is_gathered: tl.constexpr = sizes.box is not None
-    place = row.to(tl.int64)[:, None] * N + column[None, :]
-    is_inside = is_row[:, None] & is_column[None, :]
-    if sizes.is_added or not is_gathered:
-        tl.store(ends.out + place, out, mask=is_inside)
+    ranks: tl.constexpr = sizes.box.ranks
+    is_row, is_column = row < num_rows, column < N
     read = out
     if sizes.is_scaled:
         read = (out.to(tl.float32) * norm[None, :]).to(out.dtype)
-        if not is_gathered:
-            tl.store(ends.scaled + place, read, mask=is_inside)
-    chunks: tl.constexpr = (N + squares.length - 1) // squares.length
-    parts: tl.constexpr = columns // squares.length if columns >= squares.length else 1
-    part = block * parts + tl.arange(0, parts)
-    is_part = is_row[:, None] & (part < chunks)[None, :]
+    words = words_of(read)
+    width: tl.constexpr = words.shape[1]
+    in_row: tl.constexpr = N * width // out.shape[1]
+    word = block * width + tl.arange(0, width)
+    is_word = is_row[:, None] & (word < in_row)[None, :]
+    at_word = row[:, None] * in_row + word[None, :]
+    sent = send_words(words, at_word, is_word, ends.mail, rank, number, sizes)
     if sizes.is_added:
-        sums = chunks_of(out, is_column, squares)
-        if not is_gathered:
-            at = ends.sums + row.to(tl.int64)[:, None] * chunks + part[None, :]
-            tl.store(at, sums, mask=is_part)
-    if is_gathered:
-        ranks: tl.constexpr = sizes.box.ranks
-        number = number_of(ends.clock, ends.call, sizes)
-        rank = tl.load(ends.mail + ranks).to(tl.int32)
-        words = words_of(read)
-        width: tl.constexpr = words.shape[1]
-        in_row: tl.constexpr = N * width // columns
-        word = block * width + tl.arange(0, width)
-        is_word = is_row[:, None] & (word < in_row)[None, :]
-        at_word = row[:, None] * in_row + word[None, :]
-        sent = send_words(words, at_word, is_word, ends.mail, number, sizes)
-        at_sum = num_rows * in_row + row[:, None] * chunks + part[None, :]
-        if sizes.is_added:
-            whole = sums.to(tl.int32, bitcast=True)
-            sent_sums = send_words(whole, at_sum, is_part, ends.mail, number, sizes)
-        at = ends.all_words + row[:, None] * (ranks * in_row) + word[None, :]
-        tl.store(at + rank * in_row, words, mask=is_word)
-        receive_words(
-            at, in_row, sent, at_word, is_word, ends.mail, number, ends.call, sizes.pack, sizes
+        chunks: tl.constexpr = (N + squares.length - 1) // squares.length
+        part = block * (out.shape[1] // squares.length) + tl.arange(
+            0, out.shape[1] // squares.length
         )
-        if sizes.is_added:
-            at = ends.all_sums + row[:, None] * (ranks * chunks) + part[None, :]
-            tl.store(at + rank * chunks, whole, mask=is_part)
-            receive_words(
-                at, chunks, sent_sums, at_sum, is_part, ends.mail, number, ends.call, 1, sizes
-            )
+        is_part = is_row[:, None] & (part < chunks)[None, :]
+        sums = chunks_of(out, is_column, squares).to(tl.int32, bitcast=True)
+        at_sum = num_rows * in_row + row[:, None] * chunks + part[None, :]
+        sent_sums = send_words(sums, at_sum, is_part, ends.mail, rank, number, sizes)
+        place = row.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(ends.out + place, out, mask=is_row[:, None] & is_column[None, :])
+        sums_at = ends.all_sums + row[:, None] * (ranks * chunks) + part[None, :]
+        tl.store(sums_at + rank * chunks, sums, mask=is_part)
+    out_at = ends.all_words + row[:, None] * (ranks * in_row) + word[None, :]
+    tl.store(out_at + rank * in_row, words, mask=is_word)
+    receive_words(
+        out_at, in_row, sent, at_word, is_word, ends.mail, rank, number, ends.call, sizes.pack,
+        sizes=sizes,
+    )  # fmt: skip
+    if sizes.is_added:
+        receive_words(
+            sums_at, chunks, sent_sums, at_sum, is_part, ends.mail, rank, number, ends.call, 1,
+            sizes=sizes,
+        )  # fmt: skip

@@ -237,7 +237,7 @@ def number_of(clock_at, call, sizes: tl.constexpr):
 
 
 @triton.jit
-def send_words(value, place, is_one, mail_at, number, sizes: tl.constexpr):
+def send_words(value, place, is_one, mail_at, rank, number, sizes: tl.constexpr):
     """Sends words to all other ranks, and gives them back.
 
     Args:
@@ -245,10 +245,10 @@ def send_words(value, place, is_one, mail_at, number, sizes: tl.constexpr):
       place: Of each among those of a rank in this call.
       is_one: Whether it is one.
       mail_at: See `Mail.place`.
+      rank: As it says there: read early, it leaves all of it in the cache.
       sizes: Of the kernel; among them is a `Box`.
     """
     ranks: tl.constexpr = sizes.box.ranks
-    rank = tl.load(mail_at + ranks).to(tl.int32)
     place = place * 8 + _first_word(rank, number, sizes)
     sent = value
     for distance in tl.static_range(1, ranks):
@@ -262,17 +262,9 @@ def send_words(value, place, is_one, mail_at, number, sizes: tl.constexpr):
 
 @triton.jit
 def receive_words(
-    out_at,
-    step,
-    sent,
-    place,
-    is_one,
-    mail_at,
-    number,
-    call,
-    pack: tl.constexpr,
+    out_at, step, sent, place, is_one, mail_at, rank, number, call, pack: tl.constexpr,
     sizes: tl.constexpr,
-):
+):  # fmt: skip
     """Stores words that all other ranks send, each beside this rank's own.
 
     Args:
@@ -281,7 +273,6 @@ def receive_words(
       pack: For so many words a thread waits at once; it has as many, or a multiple.
     """
     ranks: tl.constexpr = sizes.box.ranks
-    rank = tl.load(mail_at + ranks).to(tl.int32)
     looks = tl.where(is_one, tl.load(mail_at + (ranks + 1)).to(tl.int32), 0)
     own = tl.load(mail_at + rank)
     for distance in tl.static_range(1, ranks):
@@ -289,6 +280,12 @@ def receive_words(
         at = place * 8 + _first_word(peer, number, sizes)
         got = _received(own, at, number, looks, call * 16 + peer + 1, sent, pack)
         tl.store(out_at + peer * step, got, mask=is_one)
+
+
+@triton.jit
+def rank_of(mail_at, sizes: tl.constexpr):
+    """Which rank this is."""
+    return tl.load(mail_at + sizes.box.ranks).to(tl.int32)
 
 
 @triton.jit
@@ -335,34 +332,34 @@ def _received(box, place, number, looks, code, sent, pack: tl.constexpr):
 def _words_kernel(
     values_at, out_at, sums_at, sums_out_at, mail_at, clock_at, call, sizes: tl.constexpr
 ):
+    rank = rank_of(mail_at, sizes)
     gdc_wait()
     number = number_of(clock_at, call, sizes)
     block = tl.program_id(0)
     first: tl.constexpr = sizes.rows * sizes.share
     if block < sizes.programs:
-        _share_array(values_at, out_at, block, 0, mail_at, number, call, sizes.share, sizes)
+        _share_array(values_at, out_at, block, 0, mail_at, rank, number, call, sizes.share, sizes)
     elif sizes.second_programs > 0:
-        block -= sizes.programs
         _share_array(
-            sums_at, sums_out_at, block, first, mail_at, number, call, sizes.second_share, sizes
-        )
+            sums_at, sums_out_at, block - sizes.programs, first, mail_at, rank, number, call,
+            sizes.second_share, sizes,
+        )  # fmt: skip
 
 
 @triton.jit
 def _share_array(
-    own_at, out_at, block, first: tl.constexpr, mail_at, number, call, share: tl.constexpr,
+    own_at, out_at, block, first: tl.constexpr, mail_at, rank, number, call, share: tl.constexpr,
     sizes: tl.constexpr,
 ):  # fmt: skip
     place = block * sizes.at_once + tl.arange(0, sizes.at_once)
     is_one = place < sizes.rows * share
     value = tl.load(own_at + place, mask=is_one, other=0)
-    sent = send_words(value, first + place, is_one, mail_at, number, sizes)
+    sent = send_words(value, first + place, is_one, mail_at, rank, number, sizes)
     gdc_launch_dependents()
     at = out_at + (place // share) * (sizes.box.ranks * share) + place % share
-    rank = tl.load(mail_at + sizes.box.ranks).to(tl.int32)
     tl.store(at + rank * share, value, mask=is_one)
     pack: tl.constexpr = 4 if sizes.at_once >= 512 else 1
-    receive_words(at, share, sent, first + place, is_one, mail_at, number, call, pack, sizes)
+    receive_words(at, share, sent, first + place, is_one, mail_at, rank, number, call, pack, sizes)
 
 
 @triton.jit(do_not_specialize=["call"])
