@@ -89,6 +89,8 @@ STEPS = (
     Step("qwen3-8b-fp8", "none", 8, 2**20, flags=("--fp8-activations",)),
     Step("qwen3-8b-fp8", "none", 1, 2**24, tokens=2048, flags=("--fp8-activations",)),
 )
+RANKS = {f"{ranks} ranks, {rows} rows": (ranks, rows) for ranks in (2, 8) for rows in (8, 512)}
+"""Of a layer's products whose results ranks gather: few rows within them, many behind them."""
 
 
 class Report:
@@ -192,6 +194,18 @@ def compile_step(report: Report, gpu: Any, step: Step) -> None:
     )
 
 
+def compile_ranks(report: Report, gpu: Any, name: str) -> None:
+    """Compiles a layer of several ranks, and looks at its thunks and its kernels."""
+    layers = import_module("bench.kernels.absent_ranks")
+    try:
+        found = gpu.compiled(layers.lowered_layer(*RANKS[name]))
+    except Exception as error:  # as above
+        report.fail(_told(name, error))
+        return
+    report.add_kernels(found.kernels, name, None)
+    report.fail(*faults_of_order(found.thunks, name))
+
+
 def _told(name: object, error: Exception) -> str:
     first, *_ = str(error).splitlines() or [""]
     return f"{name} cannot be compiled: {type(error).__name__}: {first}"
@@ -227,6 +241,8 @@ def main() -> int:
     compile_cases(report, gpu, list(cases_of(only)))
     for step in (step for step in STEPS if _is_wanted(str(step), only)):
         compile_step(report, gpu, step)
+    for name in (name for name in RANKS if _is_wanted(name, only)):
+        compile_ranks(report, gpu, name)
     if not only:
         report.check_completeness()
     print(report.summary)

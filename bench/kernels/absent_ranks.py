@@ -1,0 +1,76 @@
+"""A layer's products on ranks that are GPUs which are not here, in JAX, with their gathers."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Lowered
+
+from bench.kernels.absent_gpu import DESCRIPTION
+from kernels.mail import Boxes
+from kernels.pallas_gpu import linear, ranks
+from kernels.tiles import MEASURED, Tiles
+from shared.spec.numerics import SQUARES
+
+HIDDEN, INNER = 4096, 12288
+"""Of Qwen3-8B."""
+BOXES = {"calls": 4, "block_bytes": 1 << 26}
+
+
+def lowered_layer(count: int, rows: int) -> Lowered:
+    """What follows attention in a layer, one program for so many ranks and rows."""
+    described = topologies.get_topology_desc(
+        "absent",
+        "cuda",
+        target_config=DESCRIPTION.read_text(encoding="utf-8"),
+        topology=f"1x1x{count}",
+    )
+    mesh = Mesh(np.array(described.devices), ("ranks",))
+    boxes, tables = Boxes(count, **BOXES), Tiles.load("pallas_gpu", MEASURED).linear
+
+    def multiply(x: Any, weight: Any, gather: Any, *, is_gated: bool = False, **how: Any) -> Any:
+        outputs, inputs = weight.shape[1] // (2 if is_gated else 1), weight.shape[2]
+        sizes = {"rows": rows, "outputs": outputs, "inputs": inputs, "gated": int(is_gated)}
+        zero = jnp.int32(0)
+        how = {"squares": None, "added": None, "norm": None} | how
+        how |= {"tiles": tables.of(item_bytes=2, **sizes), "gather": gather}
+        how |= {"first": 0, "out_type": jnp.bfloat16, "eps": 1e-6, "bias": None, "factor": 1.0}
+        how |= {"is_gated": is_gated, "norm_layer": zero, "order": SQUARES}
+        return linear.product(x, weight, None, zero, **how)
+
+    def layer(weights: Any, attended: Any, stream: Any, norm: Any, place: Any, clock: Any) -> Any:
+        mail = ranks.Mail(place, clock)
+        gather = [ranks.Gather(mail, jnp.int32(call), boxes) for call in range(4)]
+        every, _ = ranks.gathered(attended, None, mail, jnp.int32(0), boxes=boxes)
+        stream, read, sums = multiply(every, weights[0], gather[1], added=stream, norm=norm)
+        inner, *_ = multiply(read, weights[1], gather[2], is_gated=True, squares=sums)
+        stream, read, sums = multiply(inner, weights[2], gather[3], added=stream, norm=norm)
+        return stream, read, sums, ranks.tick(mail).clock
+
+    columns, outputs = PartitionSpec(None, "ranks"), PartitionSpec(None, "ranks", None)
+    each, same = PartitionSpec("ranks"), PartitionSpec()
+    specs = ([outputs] * 3, columns, columns, columns, each, same)
+    program = jax.shard_map(
+        layer,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=(columns, columns, columns, same),
+        check_vma=False,
+    )
+
+    def shape(spec: PartitionSpec, dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    weight = partial(shape, outputs, jnp.bfloat16, 1)
+    return jax.jit(program).lower(
+        [weight(HIDDEN, HIDDEN), weight(2 * INNER, HIDDEN), weight(HIDDEN, INNER)],
+        shape(columns, jnp.bfloat16, rows, HIDDEN),
+        shape(columns, jnp.bfloat16, rows, HIDDEN),
+        shape(columns, jnp.float32, 1, HIDDEN),
+        shape(each, jnp.int32, count * (2 * count + 2)),
+        shape(same, jnp.int32, 1),
+    )
