@@ -49,7 +49,8 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         stream, read, sums = multiply(every, weights[0], gather[1], added=stream, norm=norm)
         inner, *_ = multiply(read, weights[1], gather[2], is_gated=True, squares=sums)
         stream, read, sums = multiply(inner, weights[2], gather[3], added=stream, norm=norm)
-        return stream, read, sums, ranks.tick(mail).clock
+        mail, error = ranks.tick(mail, read)
+        return stream, read, sums, mail.clock, error
 
     columns, outputs = PartitionSpec(None, "ranks"), PartitionSpec(None, "ranks", None)
     each, same = PartitionSpec("ranks"), PartitionSpec()
@@ -58,7 +59,7 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         layer,
         mesh=mesh,
         in_specs=specs,
-        out_specs=(columns, columns, columns, same),
+        out_specs=(columns, columns, columns, same, each),
         check_vma=False,
     )
 

@@ -118,7 +118,9 @@ def layer_in_jax(_own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                         )
                         inner, _ = multiply(2, layer, scaled, sums, 4 * layer + 2)
                         scaled, sums = multiply(3, layer, inner, None, 4 * layer + 3)
-                    return scaled, gathers.tick(mail).clock
+                    if count == 1:
+                        return scaled, clock
+                    return scaled, gathers.tick(mail, scaled)[0].clock
 
                 rng = np.random.default_rng(R)
                 stream, attended, scaled = (

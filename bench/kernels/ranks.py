@@ -133,7 +133,7 @@ def gathers_in_jax(_own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                             largest_words_bytes=largest,
                             after=got,
                         )
-                    return got, gathers.tick(mail).clock
+                    return got, gathers.tick(mail, got)[0].clock
 
                 columns = spec(None, "ranks")
                 program = jax.jit(

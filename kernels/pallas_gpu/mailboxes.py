@@ -39,5 +39,5 @@ class Mailboxes:
 
     def missing(self) -> list[Missing | None]:
         """Of each rank, who sent it nothing in time, if so; when nothing runs."""
-        # A slice would be a program, so the whole is copied: this is for ends and tests.
-        return [Missing.read(int(np.asarray(x)[0])) for x in self._memory]
+        # Of a slice: what JAX knows of a whole array it does not read again.
+        return [Missing.read(int(np.asarray(x[:1])[0])) for x in self._memory]

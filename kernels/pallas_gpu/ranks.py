@@ -180,9 +180,31 @@ def words_in_row(x: jax.Array) -> int:
     return x.shape[1] * size // 4
 
 
-def tick(mail: Mail) -> Mail:
-    """Counts a step, after all its gathers."""
-    return mail._replace(clock=mail.clock + 1)
+def tick(mail: Mail, after: jax.Array) -> tuple[Mail, Int32[jax.Array, "1"]]:
+    """Counts a step, and says what was missing in it or before it.
+
+    Args:
+      mail: Where the mailboxes are.
+      after: What the last gather has given, or what follows from it.
+
+    Returns:
+      For the next step, and an error; see `kernels.mail.Missing`.
+    """
+    word = jax.ShapeDtypeStruct((1,), jnp.int32)
+    clock, error = pl.pallas_call(
+        _tick_kernel,
+        out_shape=(word, word),
+        compiler_params=pltriton.CompilerParams(num_warps=1),
+        name="tick",
+    )(mail.place, mail.clock, after)
+    return mail._replace(clock=clock), error
+
+
+def _tick_kernel(mail_ref, clock_ref, _, next_ref, error_ref):
+    ranks = (mail_ref.shape[0] - 2) // 2
+    rank, one = mail_ref[2 * ranks], jnp.ones((1,), jnp.int32)
+    error_ref[...] = _instruct(_TAKE, 1, mail_ref[2 * rank], mail_ref[2 * rank + 1], 0, one)
+    next_ref[...] = clock_ref[...] + 1
 
 
 class Link(NamedTuple):

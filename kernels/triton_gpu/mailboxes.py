@@ -59,8 +59,8 @@ class Mailbox:
     def use(self, addresses: Sequence[int]) -> None:
         """Takes mailboxes by their addresses, as those of ranks that are streams of one process."""
         place = torch.tensor([*addresses, self._rank, 0], dtype=torch.int64)
-        clock = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self.mail = Mail(place.to(self._device), clock)
+        clock, error = torch.zeros(2, 1, dtype=torch.int32, device=self._device)
+        self.mail = Mail(place.to(self._device), clock, error)
 
     @property
     def address(self) -> int:

@@ -56,10 +56,12 @@ class Mail(NamedTuple):
       place: Addresses of the mailboxes by rank, then which rank this is, and how often to look for
         what does not come; 0 looks do not wait, as where no other rank may have begun.
       clock: Steps so far, which `tick` counts.
+      error: What `tick` finds that was missing; see `kernels.mail.Missing`.
     """
 
     place: Int64[Tensor, " ranks_and_2"]
     clock: Int32[Tensor, "1"]
+    error: Int32[Tensor, "1"]
 
 
 class Box(NamedTuple):
@@ -220,13 +222,17 @@ def in_words(x: Tensor) -> Int32[Tensor, "R words"]:
 
 
 def tick(mail: Mail) -> None:
-    """Counts a step, after all its gathers."""
-    _tick_kernel[(1,)](mail.clock, num_warps=1, launch_pdl=True)
+    """Counts a step, after all its gathers, and says what was missing in it or before it."""
+    ranks = len(mail.place) - 2
+    _tick_kernel[(1,)](mail.place, mail.clock, mail.error, ranks, num_warps=1, launch_pdl=True)
 
 
 @triton.jit
-def _tick_kernel(clock_at):
+def _tick_kernel(mail_at, clock_at, error_at, ranks: tl.constexpr):
     gdc_wait()
+    rank = tl.load(mail_at + ranks).to(tl.int32)
+    own = tl.load(mail_at + rank).to(tl.pointer_type(tl.int32))
+    tl.store(error_at, tl.load(own, volatile=True))
     tl.store(clock_at, tl.load(clock_at) + 1)
 
 

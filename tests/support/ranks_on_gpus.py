@@ -98,7 +98,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
                         f"{case}, step {number}, rank {rank.rank}: {len(places)} of {want.size} "
                         f"differ, first {places[0]}: {one[tuple(places[0])]:x}"
                     )
-        if (late := mailbox.missing()) is not None:
+        if late := Missing.read(int(mailbox.mail.error)):
             wrong.append(f"rank {rank.rank} missed {late} in step {number}")
             break
     rank.meet()
@@ -151,7 +151,7 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
                 f"{case}, step {number}, rank {rank.rank}: {name} differs"
                 for name in case.differing([_bits(x) for x in got], [_bits(x) for x in want])
             ]
-        if (late := mailbox.missing()) is not None:
+        if late := Missing.read(int(mailbox.mail.error)):
             wrong.append(f"rank {rank.rank} missed {late} in step {number}")
             break
     rank.meet()
@@ -212,7 +212,8 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
             got = gathered(values, sums, mail, jnp.int32(call), **how, after=last)
             last = got[0]
             found.append([x if x is None else x.view(_unsigned(x.dtype.itemsize)) for x in got])
-        return found, tick(mail).clock
+        ticked, error = tick(mail, found[-1][0])
+        return found, ticked.clock, error
 
     specs = [[columns, columns if case.chunks else None] for case in CASES]
     out_specs = [[columns, columns if case.chunks else None] for case in CASES]
@@ -221,7 +222,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
             run,
             mesh=mesh,
             in_specs=(specs, PartitionSpec("ranks"), whole),
-            out_specs=(out_specs, whole),
+            out_specs=(out_specs, whole, PartitionSpec("ranks")),
             check_vma=False,
         )
     )
@@ -236,10 +237,10 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
     clock = joined(mesh, [np.zeros(1, np.int32)] * ranks, None)
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
     # No rank waits for one that still loads its kernels.
-    _, clock = jax.block_until_ready(program(placed(0), idle, clock))
+    _, clock, _ = jax.block_until_ready(program(placed(0), idle, clock))
     wrong = []
     for number in range(steps):
-        found, clock = program(placed(number), waiting, clock)
+        found, clock, errors = program(placed(number), waiting, clock)
         for case, got in zip(CASES, found, strict=True):
             for one, want in zip(got, case.whole(ranks, number), strict=True):
                 if want is None:
@@ -248,7 +249,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
                     if not np.array_equal(np.asarray(part.data), want):
                         count = int((np.asarray(part.data) != want).sum())
                         wrong.append(f"{case}, step {number}: {count} of {want.size} differ")
-    wrong += [f"missed {late}" for late in mailboxes.missing() if late is not None]
+        wrong += [f"{Missing.read(int(x))} in step {number}" for x in np.asarray(errors) if x]
     return wrong
 
 
@@ -299,7 +300,8 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
                 arrays = (arrays[0] + last, *arrays[1:])
             got = [x for x in multiply(case, arrays, gather) if x is not None]
             found.append([x.astype(jnp.float32) for x in got])
-        return found, tick(mail).clock
+        ticked, error = tick(mail, found[-1][0])
+        return found, ticked.clock, error
 
     rows, columns, whole = PartitionSpec("ranks"), PartitionSpec(None, "ranks"), PartitionSpec()
     specs = [
@@ -318,7 +320,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
             run,
             mesh=mesh,
             in_specs=(specs, rows, whole),
-            out_specs=(outs, whole),
+            out_specs=(outs, whole, rows),
             check_vma=False,
         )
     )
@@ -343,10 +345,10 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
 
     clock = joined(mesh, [np.zeros(1, np.int32)] * ranks, None)
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
-    _, clock = jax.block_until_ready(program(placed(0), idle, clock))
+    _, clock, _ = jax.block_until_ready(program(placed(0), idle, clock))
     wrong = []
     for number in range(steps):
-        found, clock = program(placed(number), waiting, clock)
+        found, clock, errors = program(placed(number), waiting, clock)
         wanted = alone([tuple(case.arrays(number, None, ranks)) for case in PRODUCT_CASES])
         for case, got, want in zip(PRODUCT_CASES, found, wanted, strict=True):
             numbers = [None if x is None else np.asarray(x.astype(jnp.float32)) for x in want]
@@ -357,7 +359,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
                     f"{case}, step {number}, rank {rank}: {name} differs"
                     for name in case.differing(own, numbers)
                 ]
-    wrong += [f"missed {late}" for late in mailboxes.missing() if late is not None]
+        wrong += [f"{Missing.read(int(x))} in step {number}" for x in np.asarray(errors) if x]
     return wrong
 
 
