@@ -22,6 +22,14 @@ MOST_CALLS = 64
 Line = dict[str, Any]
 
 
+def note(found: list[Line], line: Line, rank: Rank) -> None:
+    """Takes a line over, and prints it once."""
+    found.append(line)
+    if rank.rank == 0:
+        named = [f"{name} {x}" for name, x in line.items() if name not in ("part", "language")]
+        print(f"{line['part']:8}{line['language']:6} " + "  ".join(named), flush=True)
+
+
 @dataclass(frozen=True)
 class Timed:
     """How a step of several gathers is timed.
@@ -227,7 +235,7 @@ def layer_in_torch(rank: Rank, rows: tuple[int, ...], aheads: tuple[int, ...]) -
                 rank.meet()
                 if way != "alone" and rank.rank == 0:
                     line["is_right"] = torch.equal(results[way], results["alone"])
-                found.append(line)
+                note(found, line, rank)
             del layers
             torch.cuda.empty_cache()
     missing = mailbox.missing()
@@ -312,6 +320,6 @@ def tiles_in_torch(rank: Rank, rows: tuple[int, ...], counts: tuple[int, ...]) -
             line["gigabytes_per_s"] = round(size / line["us"] / 1e3)
         except Exception as error:  # of whatever kind: others may be taken
             line["failed"] = repr(error)[:80]
-        found.append(line)
+        note(found, line, rank)
         del weights
     return [line for each in rank.meet(found) for line in each]

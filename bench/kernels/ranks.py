@@ -16,7 +16,6 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from bench.kernels.rank_products import (
     block_bytes,
     layer_in_torch,
     mailbox_of,
+    note,
     randoms,
     tiles_in_torch,
 )
@@ -84,16 +84,15 @@ def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
 
                 us = timed.us(step, count)
                 is_right = all(torch.equal(x, torch.cat(shares, 1)) for x in got)
-                found.append(
-                    {"part": "gathers", "language": "torch", "ranks": rank.count, "rows": R}
-                    | {"values": name, "way": way, "us": round(us, 2), "is_right": is_right}
-                )
+                line = {"part": "gathers", "language": "torch", "ranks": rank.count, "rows": R}
+                line |= {"values": name, "way": way, "us": round(us, 2), "is_right": is_right}
+                note(found, line, rank)
     missing = mailbox.missing()
     assert missing is None, f"rank {rank.rank} missed {missing}"
     return found
 
 
-def gathers_in_jax(_own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
+def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     """As `gathers_in_torch`, in one program for all devices, queued."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
     sharding, gathers = import_module("jax.sharding"), import_module("kernels.pallas_gpu.ranks")
@@ -149,35 +148,25 @@ def gathers_in_jax(_own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                 shares = [
                     rng.standard_normal((R, values // ranks), np.float32) for _ in range(ranks)
                 ]
-                own = joined(mesh, [x.astype(jnp.bfloat16) for x in shares], 1)
-                _, clock = jax.block_until_ready(program(own, idle, clock))
-                got, clock = jax.block_until_ready(program(own, waiting, clock))
+                given = joined(mesh, [x.astype(jnp.bfloat16) for x in shares], 1)
+                _, clock = jax.block_until_ready(program(given, idle, clock))
+                got, clock = jax.block_until_ready(program(given, waiting, clock))
                 want = np.concatenate(shares, 1).astype(jnp.bfloat16)
                 parts = [np.asarray(x.data) for x in got.addressable_shards]
                 best = []
                 for _ in range(4):
                     began = time.perf_counter()
                     for _ in range(20):
-                        got, clock = program(own, waiting, clock)
+                        got, clock = program(given, waiting, clock)
                     jax.block_until_ready(got)
                     best.append((time.perf_counter() - began) / 20 / count * 1e6)
-                found.append(
-                    {"part": "gathers", "language": "jax", "ranks": ranks, "rows": R}
-                    | {"values": name, "way": way, "us": round(min(best[1:]), 2)}
-                    | {"is_right": all(np.array_equal(x, want) for x in parts)}
-                )
+                line = {"part": "gathers", "language": "jax", "ranks": ranks, "rows": R}
+                line |= {"values": name, "way": way, "us": round(min(best[1:]), 2)}
+                line |= {"is_right": all(np.array_equal(x, want) for x in parts)}
+                note(found, line, own)
     late = [x for x in mailboxes.missing() if x is not None]
     assert not late, f"ranks missed {late}"
     return found
-
-
-def told(lines: list[Line]) -> Iterator[str]:
-    """Rows of a table for a terminal."""
-    for line in lines:
-        named = {name: x for name, x in line.items() if name not in ("part", "language")}
-        yield f"{line['part']:8}{line['language']:6} " + "  ".join(
-            f"{name} {x}" for name, x in named.items()
-        )
 
 
 def main() -> int:
@@ -215,8 +204,6 @@ def main() -> int:
                 print(f"FAILED: {name}, {ranks} ranks: {error}", flush=True)
                 continue
             found["results"] += lines
-            for text in told(lines):
-                print(text, flush=True)
             if options.out:
                 options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     wrong = [line for line in found["results"] if line.get("is_right") is False]
