@@ -19,30 +19,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 # Writing Orbax, training, programs that are kept and ranks that are devices of one process are
 # JAX's alone, compiling kernels on their own is torch's.
-ONE_SIDED = {*map(Path, ("convert.py", "train.py", "kept.py", "together.py", "compiling.py"))}
+_ALONE = ("convert.py", "train.py", "kept.py", "together.py", "compiling.py", "mailboxes.py")
+ONE_SIDED = {*map(Path, _ALONE)}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 PARTS = {
-    *(
-        "columns",
-        "delta_chunk",
-        "delta_commit",
-        "delta_feed",
-        "delta_nodes",
-        "delta_rows",
-        "flat_nodes",
-        "guess",
-        "heads",
-        "noise",
-        "parts",
-        "reach",
-        "scores",
-        "squares",
-    ),
-    *("rejection", "support", "window", "winners"),
-    *("expert_tiles", "fp8", "groups", "router"),
-    *("codes", "fp8_activations"),
-    *("linear_result", "mailboxes", "ranks"),
+    *("columns", "delta_chunk", "delta_commit", "delta_feed", "delta_nodes", "delta_rows"),
+    *("flat_nodes", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
+    *("rejection", "support", "window", "winners", "expert_tiles", "fp8", "groups", "router"),
+    *("codes", "fp8_activations", "linear_result", "mailboxes", "ranks"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {"linear_described"}
@@ -303,6 +288,8 @@ def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
 
 
 _OF_BLOCKS = ("BlockDrafter", "BlockDrafter.of", "fill", "write_context")
+_OF_GATHERS = ("__init__.py::Kernels", *(f"linear.py::Stream{x}" for x in ("", ".own", ".whole")))
+_GATHERED = ("plain_added_product", "kernel_added_product", "kernel_gated_product")
 ONE_SIDED_NAMES = {
     "backend.py::Awaited": "what JAX does not declare of its arrays",
     "backend.py::Awaited.is_ready": "the same",
@@ -327,6 +314,7 @@ ONE_SIDED_NAMES = {
     "ops/linear.py::Scale": "the same of the scales of norms",
     "ops/linear.py::alone": "the same",
     "ops/linear.py::in_stack": "the same",
+    **{f"ops/{name}": "only torch's kernels gather so far" for name in _OF_GATHERS},
     "ops/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
     "ops/mamba_state.py::DeltaWeights.alone": "the same",
     "ops/mix.py::HeadNorms.alone": "the same",
@@ -359,6 +347,7 @@ ONE_SIDED_NAMES = {
 
 
 OTHER_OPS = {
+    **{f"ops/linear.py::{name}": "only torch's kernels gather so far" for name in _GATHERED},
     "drafters/heads.py::eagle3": "JAX takes the scale of a norm out of its stack",
     "ops/experts.py::experts": "the same",
     "ops/experts.py::plain_added_experts": "the same",

@@ -33,6 +33,7 @@ from torch_impl.drafters.dflash import BlockDrafter
 from torch_impl.drafters.eagle import EagleDrafter
 from torch_impl.drafters.standalone import StandaloneDrafter
 from torch_impl.machine import Machine
+from torch_impl.mailboxes import DeviceMailboxes, on_device
 from torch_impl.model import Model
 from torch_impl.operations import KERNEL_LIMITS
 from torch_impl.ops import kernels_on
@@ -107,6 +108,7 @@ class TorchBackend:
             plain_operations(self._blueprint, KERNEL_LIMITS)
         self._ready: set[Program] = set()
         torch.cuda.empty_cache()  # the pieces of which weights were made
+        group = on_device(group, kernels_on(device), device)
         model = Model.of(config, weights, group)
         self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
         machine = Machine(model, _drafter(model, drafts, draft_weights), capacity, self._state)
@@ -225,7 +227,7 @@ class _Worker:
 
 @dataclass
 class _Launched:
-    """A step that was queued on the GPU; `words` is pinned and belongs to a ring."""
+    """A step that was queued on the GPU; `words` and `error` are pinned and belong to rings."""
 
     program: Program
     capacity: Capacity
@@ -233,11 +235,15 @@ class _Launched:
     began: torch.cuda.Event
     ended: torch.cuda.Event
     copied: torch.cuda.Event
+    exchange: DeviceMailboxes | None
+    error: Int[Tensor, " 1"]
     _result: StepResult | None = None
 
     def result(self) -> StepResult:
         if self._result is None:
             self.copied.synchronize()
+            if self.exchange is not None:
+                self.exchange.check(int(self.error))
             seconds = self.began.elapsed_time(self.ended) / 1000
             words = self.words.numpy().copy()
             self._result = read_result(self.program, self.capacity, words, seconds)
@@ -273,6 +279,8 @@ class _Stream:
         self._on_device = [
             torch.zeros(most_result, dtype=torch.int32, device=device) for _ in self._results
         ]
+        self._exchange: DeviceMailboxes | None = machine.model.group.on_device
+        self._errors = [_pinned(1) for _ in self._results]
         self._flights: list[_Launched | None] = [None] * len(self._plans)
         self._graphs: dict[Program, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if captured else None
@@ -299,6 +307,8 @@ class _Stream:
     def close(self) -> None:
         self._compute.synchronize()
         self._copy.synchronize()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _launch(
         self, program: Program, graph: _Graph | None, staged: Int[Tensor, " words"], place: int
@@ -314,8 +324,19 @@ class _Stream:
         with torch.cuda.stream(self._copy):
             self._copy.wait_event(ended)
             words.copy_(held, non_blocking=True)
+            if self._exchange is not None:
+                self._errors[place].copy_(self._exchange.error, non_blocking=True)
             copied.record()
-        return _Launched(program, self._machine.capacity, words, began, ended, copied)
+        return _Launched(
+            program=program,
+            capacity=self._machine.capacity,
+            words=words,
+            began=began,
+            ended=ended,
+            copied=copied,
+            exchange=self._exchange,
+            error=self._errors[place],
+        )
 
     def _run(
         self, program: Program, graph: _Graph | None, staged: Int[Tensor, " words"]
@@ -345,6 +366,8 @@ class _Stream:
         with torch.cuda.stream(self._compute):
             compile_kernels(steps)
         for program in programs:
+            if self._exchange is not None:
+                self._exchange.meet()  # on the GPU ranks wait less long than one may compile
             with torch.cuda.stream(self._compute):
                 plan = self._padding(program)
                 step(self._machine, plan, program)

@@ -109,13 +109,13 @@ def forward(
         stream = counted(stream)
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
-            streams.append(stream.rows)
+            streams.append(stream.whole)
         inputs = linear.normed_product(stream, config.input_eps, block.layer.mixer.inputs)
         mixed = mixers[block.mixer](block.place, block.layer.mixer, inputs)
         stream = finished(config, block.layer, block.feed, mixed, stream, norms[i + 1])
     if len(model.blocks) in kept_streams:
-        streams.append(stream.rows)
-    hidden = layers.rms_norm(stream.rows, weights.final_norm, config.rms_eps)
+        streams.append(stream.whole)
+    hidden = layers.rms_norm(stream.whole, weights.final_norm, config.rms_eps)
     return Forward(hidden, tuple(streams))
 
 

@@ -23,8 +23,14 @@ WORK = {
 
 def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> Int[Tensor, " out"]:
     """Runs one plan, given as its words; returns the words of its result."""
+    exchange = machine.model.group.on_device  # of several ranks with a GPU each
+    if exchange is not None:
+        exchange.begin()
     plan = read_plan(words, program, machine.capacity)
-    return _end(machine, WORK[program.work](machine, plan, program), program)
+    result = _end(machine, WORK[program.work](machine, plan, program), program)
+    if exchange is not None:
+        exchange.end()
+    return result
 
 
 def _end(machine: Machine, fields: Fields, program: Program) -> Int[Tensor, " out"]:

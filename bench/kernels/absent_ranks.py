@@ -18,7 +18,7 @@ from shared.spec.numerics import SQUARES
 
 HIDDEN, INNER = 4096, 12288
 """Of Qwen3-8B."""
-BOXES = {"calls": 4, "block_bytes": 1 << 26}
+BLOCK_BYTES = 1 << 26
 
 
 def lowered_layer(count: int, rows: int) -> Lowered:
@@ -30,7 +30,7 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         topology=f"1x1x{count}",
     )
     mesh = Mesh(np.array(described.devices), ("ranks",))
-    boxes, tables = Boxes(count, **BOXES), Tiles.load("pallas_gpu", MEASURED).linear
+    boxes, tables = Boxes(count, BLOCK_BYTES), Tiles.load("pallas_gpu", MEASURED).linear
 
     def multiply(x: Any, weight: Any, gather: Any, *, is_gated: bool = False, **how: Any) -> Any:
         outputs, inputs = weight.shape[1] // (2 if is_gated else 1), weight.shape[2]
@@ -49,7 +49,7 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         stream, read, sums = multiply(every, weights[0], gather[1], added=stream, norm=norm)
         inner, *_ = multiply(read, weights[1], gather[2], is_gated=True, squares=sums)
         stream, read, sums = multiply(inner, weights[2], gather[3], added=stream, norm=norm)
-        mail, error = ranks.tick(mail, read)
+        mail, error = ranks.tick(mail, 4, read)
         return stream, read, sums, mail.clock, error
 
     columns, outputs = PartitionSpec(None, "ranks"), PartitionSpec(None, "ranks", None)

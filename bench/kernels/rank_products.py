@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.mail import Boxes
+from kernels.mail import MOST_JOINED_ROWS, Boxes
 from kernels.tiles import Tiles
 from shared.spec.numerics import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank
@@ -17,7 +17,6 @@ FEW_ROWS = 128
 LAYERS = 8
 HIDDEN, QKV, INNER = 4096, 6144, 12288
 EPS = 1e-6
-MOST_CALLS = 64
 
 Line = dict[str, Any]
 
@@ -78,7 +77,7 @@ def mailbox_of(rank: Rank, size: int) -> Any:
     mailboxes = import_module("kernels.triton_gpu.mailboxes")
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    made = mailboxes.Mailbox(Boxes(rank.count, MOST_CALLS, size), rank.rank, device)
+    made = mailboxes.Mailbox(Boxes(rank.count, size), rank.rank, device)
     made.connect(rank.meet(made.handle))
     return made
 
@@ -193,7 +192,7 @@ class Layers:
             multiply, call = partial(self._multiply, layer=layer, way=way), 4 * layer
             if only is not None:
                 x = read if only == "down" else self._scaled
-                _, got, _ = multiply(only, x=x, sums=self._sums, call=call)
+                _, got, _ = multiply(only, x=x, sums=self._sums, call=layer)
                 scaled = scaled if got is None else got
                 continue
             multiply("qkv", x=scaled, sums=sums, call=0)
@@ -202,40 +201,36 @@ class Layers:
             _, inner, _ = multiply("gate_up", x=scaled, sums=sums, call=call + 2)
             _, scaled, sums = multiply("down", x=inner, sums=None, call=call + 3)
         if self._count > 1:
-            self._ranks.tick(self._mailbox.mail)
+            self._ranks.tick(self._mailbox.mail, LAYERS if only else 4 * LAYERS)
         return scaled
 
 
-def layer_in_torch(rank: Rank, rows: tuple[int, ...], aheads: tuple[int, ...]) -> list[Line]:
+def layer_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
     """Microseconds of a layer's products, and of each with its gather."""
     found: list[Line] = []
-    linear: Any = import_module("kernels.triton_gpu.linear")
     mailbox = mailbox_of(rank, block_bytes(rank.count, max(rows)))
     timed = Timed(rank, mailbox)
     for R in rows:
-        ways = ["alone", "apart", *(["joined"] if R <= FEW_ROWS else [])]
+        ways = ["alone", "apart", *(["joined"] if R <= MOST_JOINED_ROWS else [])]
         results: dict[str, torch.Tensor] = {}
         for way in ways:
             count = 1 if way == "alone" else rank.count
             is_idle = way == "alone" and rank.rank > 0
             layers = None if is_idle else Layers(rank, count, mailbox, R)
-            for ahead in aheads if R <= FEW_ROWS else aheads[:1]:
-                linear.AHEAD = ahead
-                line: Line = {"part": "layer", "language": "torch", "ranks": count, "rows": R}
-                line |= {"way": way, "ahead": ahead}
-                if layers is not None:
-                    step = partial(layers.run, way)
-                    line["us"] = round(timed.us(step, LAYERS, way == "alone"), 2)
-                    results[way] = layers.run(way)
-                    torch.cuda.synchronize()
-                    if way == "alone" or R <= FEW_ROWS:
-                        for name in PRODUCTS:
-                            step = partial(layers.run, way, name)
-                            line[name] = round(timed.us(step, LAYERS, way == "alone"), 2)
-                rank.meet()
-                if way != "alone" and rank.rank == 0:
-                    line["is_right"] = torch.equal(results[way], results["alone"])
-                note(found, line, rank)
+            line: Line = {"part": "layer", "language": "torch", "ranks": count, "rows": R}
+            line["way"] = way
+            if layers is not None:
+                step = partial(layers.run, way)
+                line["us"] = round(timed.us(step, LAYERS, way == "alone"), 2)
+                results[way] = layers.run(way)
+                torch.cuda.synchronize()
+                for name in PRODUCTS:
+                    step = partial(layers.run, way, name)
+                    line[name] = round(timed.us(step, LAYERS, way == "alone"), 2)
+            rank.meet()
+            if way != "alone" and rank.rank == 0:
+                line["is_right"] = torch.equal(results[way], results["alone"])
+            note(found, line, rank)
             del layers
             torch.cuda.empty_cache()
     missing = mailbox.missing()

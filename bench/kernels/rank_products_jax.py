@@ -9,16 +9,15 @@ import numpy as np
 
 from bench.kernels.rank_products import (
     EPS,
-    FEW_ROWS,
     HIDDEN,
     LAYERS,
-    MOST_CALLS,
     PRODUCTS,
+    QKV,
     Line,
     block_bytes,
     note,
 )
-from kernels.mail import Boxes
+from kernels.mail import MOST_JOINED_ROWS, Boxes
 from kernels.tiles import Tiles
 from shared.spec.numerics import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank
@@ -35,7 +34,7 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
     )
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
-    boxes = mailboxes.Mailboxes(Boxes(ranks, MOST_CALLS, block_bytes(ranks, max(rows))), devices)
+    boxes = mailboxes.Mailboxes(Boxes(ranks, block_bytes(ranks, max(rows))), devices)
     idle, waiting = (joined(mesh, boxes.places(looks), 0) for looks in (0, LOOKS))
     table = Tiles.load("pallas_gpu", devices[0].device_kind).linear
     columns, whole = spec(None, "ranks"), spec()
@@ -48,12 +47,15 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
 
         def draw() -> Any:
             key = jax.random.key(list(PRODUCTS).index(name))
-            drawn = jax.random.normal(key, shape, jnp.bfloat16) / 64
+            return jax.random.normal(key, shape, jnp.bfloat16) / 64
+
+        def cut(drawn: Any) -> Any:
             mine = drawn[:, :, own * share : (own + 1) * share]
             return mine.reshape(LAYERS, -1, product.inputs)
 
+        # Drawn by one program for any share, so that its numbers are those of the whole.
         with jax.default_device(devices[own]):
-            return jax.block_until_ready(jax.jit(draw)())
+            return jax.block_until_ready(jax.jit(cut)(jax.jit(draw)()))
 
     for count in (1, ranks):
         weights = [[made(name, count, own) for own in range(count)] for name in PRODUCTS]
@@ -61,7 +63,7 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
         weights = [joined(mesh, each, 1) if count > 1 else each[0] for each in weights]
         for R in rows:
             for way in ("alone",) if count == 1 else ("apart", "joined"):
-                if way == "joined" and R > FEW_ROWS:
+                if way == "joined" and R > MOST_JOINED_ROWS:
                     continue
 
                 def run(
@@ -112,8 +114,11 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
 
                     for layer in range(LAYERS):
                         qkv, _ = multiply(0, layer, scaled, sums, 0)
-                        # Attention's part here: nothing but that it follows.
-                        own = attended.at[0, 0].set(qkv[0, 0])
+                        # Attention's part here: nothing but that it follows, on each rank.
+                        own, parts = attended, ranks // count
+                        for part in range(parts):
+                            to, of = (part * n // ranks for n in (HIDDEN, QKV))
+                            own = own.at[0, to].set(qkv[0, of])
                         scaled, sums = multiply(
                             1, layer, gathered(own, None, 4 * layer)[0], None, 4 * layer + 1
                         )
@@ -121,7 +126,7 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
                         scaled, sums = multiply(3, layer, inner, None, 4 * layer + 3)
                     if count == 1:
                         return scaled, clock
-                    return scaled, gathers.tick(mail, scaled)[0].clock
+                    return scaled, gathers.tick(mail, 4 * LAYERS, scaled)[0].clock
 
                 rng = np.random.default_rng(R)
                 stream, attended, scaled = (
@@ -146,7 +151,7 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
                     arrays.append(joined(mesh, [scaled] * ranks, None))
                     places = (idle, waiting)
                     # Later than all that has run, or the boxes would know the numbers.
-                    clock = joined(mesh, [clock + 1000 * len(found)] * ranks, None)
+                    clock = joined(mesh, [clock + (len(found) << 20)] * ranks, None)
                 _, clock = jax.block_until_ready(program(weights, *arrays, places[0], clock))
                 best = []
                 for _ in range(4):

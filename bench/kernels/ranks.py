@@ -80,7 +80,7 @@ def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
                         ranks.gathered(own, sums, mailbox.mail, call, **how)[0]
                         for call in range(count)
                     ]
-                    ranks.tick(mailbox.mail)
+                    ranks.tick(mailbox.mail, count)
 
                 us = timed.us(step, count)
                 is_right = all(torch.equal(x, torch.cat(shares, 1)) for x in got)
@@ -99,7 +99,7 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
     mailboxes = import_module("kernels.pallas_gpu.mailboxes").Mailboxes(
-        Boxes(ranks, 64, block_bytes(ranks, max(rows))), devices
+        Boxes(ranks, block_bytes(ranks, max(rows))), devices
     )
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
     clock = joined(mesh, [np.zeros(1, np.int32)] * ranks, None)
@@ -132,7 +132,7 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                             largest_words_bytes=largest,
                             after=got,
                         )
-                    return got, gathers.tick(mail, got)[0].clock
+                    return got, gathers.tick(mail, count, got)[0].clock
 
                 columns = spec(None, "ranks")
                 program = jax.jit(
@@ -176,8 +176,6 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="R")
     parser.add_argument("--parts", nargs="+", default=["gathers", "layer"], help="or tiles")
     parser.add_argument("--languages", nargs="+", default=["torch", "jax"])
-    told_of_ahead = "first steps of a product whose weights are asked for before its rows are there"
-    parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1], help=told_of_ahead)
     parser.add_argument("--seconds", type=float, default=200.0, help="of a part between meetings")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -189,7 +187,7 @@ def main() -> int:
         jobs: dict[str, Any] = {
             "gathers torch": (ranks, gathers_in_torch, rows),
             "gathers jax": (1, gathers_in_jax, ranks, rows),
-            "layer torch": (ranks, layer_in_torch, rows, tuple(options.ahead)),
+            "layer torch": (ranks, layer_in_torch, rows),
             "layer jax": (1, layer_in_jax, ranks, rows),
             "tiles torch": (ranks, tiles_in_torch, rows, (1, 2, 4, 8)),
         }

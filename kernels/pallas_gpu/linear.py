@@ -19,7 +19,7 @@ from jaxtyping import Float, Float32, Int, Int32
 from kernels.pallas_gpu.codes import add_codes, load_codes
 from kernels.pallas_gpu.fp8 import four, widened
 from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
-from kernels.pallas_gpu.ranks import Gather, Link, Tile, fits_words, gathered, share_tiles
+from kernels.pallas_gpu.ranks import Gather, Link, Tile, gathered, is_joined, share_tiles
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK, shares_of
@@ -174,8 +174,8 @@ def product(
     if added is not None:
         scaled = None if norm is None else out
         sums = shape((R, chunks), jnp.float32)
-    is_joined = gather is not None and fits_words(R, N, out.dtype.itemsize, chunks)
-    if gather is not None and is_joined:
+    joins = gather is not None and is_joined(R, N, out.dtype.itemsize, chunks)
+    if gather is not None and joins:
         scaled = shape((R, gather.boxes.ranks * N), out_type)
         sums = None if sums is None else shape((R, gather.boxes.ranks * chunks), jnp.float32)
         out = None if added is None else out
@@ -192,7 +192,7 @@ def product(
             rows=rows,
             order=order,
             tiles=tiles,
-            boxes=gather.boxes if gather is not None and is_joined else None,
+            boxes=gather.boxes if gather is not None and joins else None,
             is_compiled=not interpret,
         ),
         grid=(blocks[0] * blocks[1],),
@@ -212,13 +212,13 @@ def product(
             added,
             norm,
             norm_layer.reshape(1),
-            gather.mail if gather is not None and is_joined else None,
-            gather.call.reshape(1) if gather is not None and is_joined else None,
+            gather.mail if gather is not None and joins else None,
+            gather.call.reshape(1) if gather is not None and joins else None,
         ),
     )
     if gather is None:
         return found
-    if not is_joined:
+    if not joins:
         return _gathered(*found, gather)
     return (found[1], None, None) if added is None else found
 

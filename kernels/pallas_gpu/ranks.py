@@ -16,6 +16,7 @@ from jaxtyping import Int, Int32, Shaped
 
 from kernels.mail import (
     LARGEST_WORDS_BYTES,
+    MOST_JOINED_ROWS,
     WORDS,
     Boxes,
     constraints,
@@ -46,7 +47,7 @@ class Mail(NamedTuple):
       place: Addresses of the mailboxes by rank, each a low and a high word, then which rank this
         is, and how often to look for what does not come; 0 looks do not wait, as where no other
         rank may have begun.
-      clock: Steps so far, which `tick` counts.
+      clock: Calls of the steps so far, which `tick` counts.
     """
 
     place: Int32[jax.Array, " two_of_ranks_and_2"]
@@ -158,11 +159,11 @@ def gathered(
     return outs[0], None if sums is None else outs[1]
 
 
-def fits_words(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
-    """Whether a rank's columns, and as many numbers of four bytes as it has chunks, go as words."""
+def is_joined(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
+    """Whether a product gathers its result itself: columns, and as many floats as it has chunks."""
     words = rows * columns * item_bytes // 4
     is_whole = columns * item_bytes % 4 == 0
-    return is_whole and words + rows * chunks <= WORDS and 4 * words <= LARGEST_WORDS_BYTES
+    return rows <= MOST_JOINED_ROWS and is_whole and words + rows * chunks <= WORDS
 
 
 def words_in_row(x: jax.Array) -> int:
@@ -180,11 +181,12 @@ def words_in_row(x: jax.Array) -> int:
     return x.shape[1] * size // 4
 
 
-def tick(mail: Mail, after: jax.Array) -> tuple[Mail, Int32[jax.Array, "1"]]:
-    """Counts a step, and says what was missing in it or before it.
+def tick(mail: Mail, calls: int, after: jax.Array) -> tuple[Mail, Int32[jax.Array, "1"]]:
+    """Counts the calls of a step, after all of them, and says what was missing so far.
 
     Args:
       mail: Where the mailboxes are.
+      calls: How many the step has made.
       after: What the last gather has given, or what follows from it.
 
     Returns:
@@ -192,7 +194,7 @@ def tick(mail: Mail, after: jax.Array) -> tuple[Mail, Int32[jax.Array, "1"]]:
     """
     word = jax.ShapeDtypeStruct((1,), jnp.int32)
     clock, error = pl.pallas_call(
-        _tick_kernel,
+        functools.partial(_tick_kernel, calls=calls),
         out_shape=(word, word),
         compiler_params=pltriton.CompilerParams(num_warps=1),
         name="tick",
@@ -200,11 +202,11 @@ def tick(mail: Mail, after: jax.Array) -> tuple[Mail, Int32[jax.Array, "1"]]:
     return mail._replace(clock=clock), error
 
 
-def _tick_kernel(mail_ref, clock_ref, _, next_ref, error_ref):
+def _tick_kernel(mail_ref, clock_ref, _, next_ref, error_ref, *, calls):
     ranks = (mail_ref.shape[0] - 2) // 2
     rank, one = mail_ref[2 * ranks], jnp.ones((1,), jnp.int32)
     error_ref[...] = _instruct(_TAKE, 1, mail_ref[2 * rank], mail_ref[2 * rank + 1], 0, one)
-    next_ref[...] = clock_ref[...] + 1
+    next_ref[...] = clock_ref[...] + calls
 
 
 class Link(NamedTuple):
@@ -234,7 +236,7 @@ class Link(NamedTuple):
         every = [
             (mail.place[2 * (rank ^ i)], mail.place[2 * (rank ^ i) + 1]) for i in range(boxes.ranks)
         ]
-        number = mail.clock[0] * boxes.calls + call + 1
+        number = mail.clock[0] + call + 1
         return cls(rank, looks, number, call, every[0], every[1:], boxes)
 
     def first_word(self, rank: Any) -> Any:

@@ -19,17 +19,13 @@ from kernels.triton_gpu.codes import add_blocks, width_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
 from kernels.triton_gpu.linear_result import Chunks, Cut, Ends, Sizes, share_result, store_result
-from kernels.triton_gpu.ranks import Box, Gather, fits_words, gathered, number_of, rank_of
+from kernels.triton_gpu.ranks import Box, Gather, gathered, is_joined, number_of, rank_of
 from kernels.triton_gpu.squares import add_up, squares_of
 from shared.models.fp8 import BLOCK
 from shared.models.fp8_words import shares_of
 from shared.spec.numerics import SquaresOrder
 
 _BLOCK, _LOG2_E = tl.constexpr(BLOCK), tl.constexpr(1.4426950408889634)
-_ASK = tl.constexpr("""{ .reg .pred is_one; setp.ne.s32 is_one, $2, 0;
-@is_one cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }""")
-AHEAD = 0
-"""Of a pipeline's stages, how many times all are asked for before the rows may be read."""
 _DESCRIBED_BYTES = 16
 """Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
 
@@ -97,12 +93,12 @@ def product(
     out = torch.empty((R, N), dtype=out_type, device=x.device)
     scaled = sums = every = all_sums = None
     out_chunks = 0 if added is None else triton.cdiv(N, order.chunk)
-    is_joined = (
+    joins = (
         gather is not None
         and not tiles.persistent
-        and fits_words(R, N, out.element_size(), out_chunks)
+        and is_joined(R, N, out.element_size(), out_chunks)
     )
-    if gather is not None and is_joined:
+    if gather is not None and joins:
         every = out.new_empty((R, gather.boxes.ranks * N))
         shape = (R, gather.boxes.ranks * out_chunks)
         all_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -157,7 +153,7 @@ def product(
             is_added=added is not None,
             is_scaled=scaled is not None,
             factor=factor,
-            box=Box.of(gather.boxes) if gather is not None and is_joined else None,
+            box=Box.of(gather.boxes) if gather is not None and joins else None,
             pack=_pack(rows * tiles.columns * out.element_size() // 4, tiles.warps),
         ),
         squares=Chunks(
@@ -176,7 +172,6 @@ def product(
             is_described=is_described,
             is_persistent=tiles.persistent,
             has_all_rows=rows * row_blocks == R,
-            ahead=0 if is_described else min(AHEAD * tiles.stages * depth, K) * x.element_size(),
         ),
         num_warps=tiles.warps,
         **launching(x),
@@ -274,16 +269,11 @@ def _product_block(
     elif not is_described:
         x_at += row.to(tl.int64)[:, None] * K + step[None, :]
         stored = block * columns + tl.arange(0, single)
-        output_at = weight_at + stored.to(tl.int64) * K
-        if is_launched and cut.ahead > 0:
-            _ask_ahead(output_at, stored < N, cut.ahead)
-            if is_gated:
-                _ask_ahead(output_at + N * K, stored < N, cut.ahead)
-        weight_at = output_at[:, None] + step[None, :]
+        weight_at += stored.to(tl.int64)[:, None] * K + step[None, :]
     if is_launched:
         gdc_wait()
     if sizes.box is not None:
-        rank, number_of_call = rank_of(ends.mail, sizes), number_of(ends.clock, ends.call, sizes)
+        rank, number_of_call = rank_of(ends.mail, sizes), number_of(ends.clock, ends.call)
     is_inside = is_row[:, None] & is_column[None, :]
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     # Asked for before the loop where they are few, so that nothing waits for them after it.
@@ -385,12 +375,3 @@ def _add_product(acc, x, weight, is_swapped: tl.constexpr):
     else:
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
     return acc
-
-
-@triton.jit
-def _ask_ahead(row_at, is_one, size: tl.constexpr):
-    """Has the first bytes of rows of a weight, which no kernel writes, copied to the cache."""
-    tl.inline_asm_elementwise(
-        _ASK, "=r,l,r,r", [row_at.to(tl.int64), is_one.to(tl.int32), size],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

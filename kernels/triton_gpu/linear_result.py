@@ -82,11 +82,7 @@ class Chunks(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the work is cut, and whether every block of rows is full.
-
-    Attributes:
-      ahead: Bytes of each row of the weight that are asked for before the rows are there.
-    """
+    """How the work is cut, and whether every block of rows is full."""
 
     rows: int
     columns: int
@@ -96,7 +92,6 @@ class Cut(NamedTuple):
     is_described: bool
     is_persistent: bool
     has_all_rows: bool
-    ahead: int
 
 
 @triton.jit

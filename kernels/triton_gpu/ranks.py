@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.mail import (
     LARGEST_WORDS_BYTES,
+    MOST_JOINED_ROWS,
     WORDS,
     Boxes,
     constraints,
@@ -55,7 +56,7 @@ class Mail(NamedTuple):
     Attributes:
       place: Addresses of the mailboxes by rank, then which rank this is, and how often to look for
         what does not come; 0 looks do not wait, as where no other rank may have begun.
-      clock: Steps so far, which `tick` counts.
+      clock: Calls of the steps so far, which `tick` counts.
       error: What `tick` finds that was missing; see `kernels.mail.Missing`.
     """
 
@@ -68,13 +69,12 @@ class Box(NamedTuple):
     """What a kernel knows of the mailboxes.
 
     Attributes:
-      ranks, calls: See `Boxes`.
+      ranks: See `Boxes`.
       words: Room for words of a rank in a call.
       words_at, flags_at, blocks_at, block_bytes: Of a mailbox, in bytes.
     """
 
     ranks: int
-    calls: int
     words: int
     words_at: int
     flags_at: int
@@ -86,7 +86,6 @@ class Box(NamedTuple):
         """Of mailboxes of these sizes."""
         return cls(
             ranks=boxes.ranks,
-            calls=boxes.calls,
             words=WORDS,
             words_at=boxes.words_at,
             flags_at=boxes.flags_at,
@@ -151,11 +150,9 @@ def gathered(
       largest_words_bytes: Most bytes of `values` that are sent as words.
 
     Raises:
-      ValueError: A row of an array has no whole words of four bytes, there are more bytes than a
-        mailbox takes, or more calls.
+      ValueError: A row of an array has no whole words of four bytes, or there are more bytes than a
+        mailbox takes.
     """
-    if not 0 <= call < boxes.calls:
-        raise ValueError(f"a step has calls 0 to {boxes.calls - 1}, got {call}")
     arrays = [values] if sums is None else [values, sums]
     given = [in_words(x) for x in arrays]
     outs = [x.new_empty((x.shape[0], boxes.ranks * x.shape[1])) for x in arrays]
@@ -200,11 +197,11 @@ def gathered(
     return outs[0], None if sums is None else outs[1]
 
 
-def fits_words(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
-    """Whether a rank's columns, and as many numbers of four bytes as it has chunks, go as words."""
+def is_joined(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
+    """Whether a product gathers its result itself: columns, and as many floats as it has chunks."""
     words = rows * columns * item_bytes // 4
     is_whole = columns * item_bytes % 4 == 0
-    return is_whole and words + rows * chunks <= WORDS and 4 * words <= LARGEST_WORDS_BYTES
+    return rows <= MOST_JOINED_ROWS and is_whole and words + rows * chunks <= WORDS
 
 
 def in_words(x: Tensor) -> Int32[Tensor, "R words"]:
@@ -221,25 +218,27 @@ def in_words(x: Tensor) -> Int32[Tensor, "R words"]:
     return x.view(torch.int32)
 
 
-def tick(mail: Mail) -> None:
-    """Counts a step, after all its gathers, and says what was missing in it or before it."""
+def tick(mail: Mail, calls: int) -> None:
+    """Counts the calls of a step, after all of them, and says what was missing so far."""
     ranks = len(mail.place) - 2
-    _tick_kernel[(1,)](mail.place, mail.clock, mail.error, ranks, num_warps=1, launch_pdl=True)
+    _tick_kernel[(1,)](
+        mail.place, mail.clock, mail.error, calls, ranks, num_warps=1, launch_pdl=True
+    )
 
 
-@triton.jit
-def _tick_kernel(mail_at, clock_at, error_at, ranks: tl.constexpr):
+@triton.jit(do_not_specialize=["calls"])
+def _tick_kernel(mail_at, clock_at, error_at, calls, ranks: tl.constexpr):
     gdc_wait()
     rank = tl.load(mail_at + ranks).to(tl.int32)
     own = tl.load(mail_at + rank).to(tl.pointer_type(tl.int32))
     tl.store(error_at, tl.load(own, volatile=True))
-    tl.store(clock_at, tl.load(clock_at) + 1)
+    tl.store(clock_at, tl.load(clock_at) + calls)
 
 
 @triton.jit
-def number_of(clock_at, call, sizes: tl.constexpr):
+def number_of(clock_at, call):
     """Of a call, among all calls of all steps: it begins with 1, and wraps."""
-    return tl.load(clock_at) * sizes.box.calls + call + 1
+    return tl.load(clock_at) + call + 1
 
 
 @triton.jit
@@ -340,7 +339,7 @@ def _words_kernel(
 ):
     rank = rank_of(mail_at, sizes)
     gdc_wait()
-    number = number_of(clock_at, call, sizes)
+    number = number_of(clock_at, call)
     block = tl.program_id(0)
     first: tl.constexpr = sizes.rows * sizes.share
     if block < sizes.programs:
@@ -374,7 +373,7 @@ def _blocks_kernel(
 ):
     gdc_wait()
     gdc_launch_dependents()
-    number = number_of(clock_at, call, sizes)
+    number = number_of(clock_at, call)
     block = tl.program_id(0)
     # Units of eight bytes, so that those of the second array lie as those of the first do.
     first: tl.constexpr = (sizes.rows * sizes.share * sizes.unit + 7) // 8 * 8

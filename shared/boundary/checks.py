@@ -49,15 +49,15 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
 
 
 def check_ranks(ranks: Ranks, on_gpu: bool) -> None:
-    """Refuses ranks where they cannot exchange what they compute.
+    """Refuses ranks where their steps were not compared with those of one.
 
     Raises:
       ValueError: They are several, and on GPUs.
     """
     if on_gpu and not ranks.is_alone:
         raise ValueError(
-            f"{ranks.count} ranks are asked for, and GPUs have no kernels yet by which they "
-            "exchange what they compute; use one rank, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
+            f"{ranks.count} ranks are asked for, and on GPUs their steps have not been compared "
+            "with those of one yet; use one rank, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
         )
 
 

@@ -1,6 +1,7 @@
 """Which of the ranks that run a model together a backend is."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from shared.boundary.mailboxes import Mailboxes
 
@@ -16,6 +17,7 @@ class Ranks:
         there is one rank, or where ranks are devices of one process.
       meeting: Where ranks of hosts that share no memory find each other, as host:port; None where
         they do share it.
+      on_device: What a backend has made on this rank's GPU, by which its steps exchange there.
 
     Raises:
       ValueError: There is no such rank, or mailboxes are of another number of ranks.
@@ -25,6 +27,7 @@ class Ranks:
     count: int
     mailboxes: Mailboxes | None
     meeting: str | None = None
+    on_device: Any = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.count:
@@ -33,6 +36,10 @@ class Ranks:
             raise ValueError(
                 f"the mailboxes are of {self.mailboxes.count} ranks, not of {self.count}"
             )
+
+    def on(self, device: Any) -> "Ranks":
+        """The same ranks, which exchange by what a backend has made on a GPU."""
+        return replace(self, on_device=device)
 
     @property
     def is_alone(self) -> bool:

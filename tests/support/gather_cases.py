@@ -63,7 +63,6 @@ CASES = (
     Case(2048, 12288),
 )
 """Few rows and many, of words and of blocks."""
-CALLS = len(CASES) + len(CASES) % 2
 
 
 class Arrays(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from kernels.mail import Boxes, Missing
 from shared.spec.numerics import SQUARES
-from tests.support.gather_cases import CALLS, CASES, PRODUCT_CASES, Case, ProductCase
+from tests.support.gather_cases import CASES, PRODUCT_CASES, Case, ProductCase
 from tests.support.gpu_ranks import LOOKS, Rank
 
 BLOCK_BYTES = 1 << 25
@@ -22,7 +22,7 @@ def on_torch(rank: Rank) -> Any:
 
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    mailbox = Mailbox(Boxes(rank.count, CALLS, BLOCK_BYTES), rank.rank, device)
+    mailbox = Mailbox(Boxes(rank.count, BLOCK_BYTES), rank.rank, device)
     mailbox.connect(rank.meet(mailbox.handle))
     return mailbox
 
@@ -63,7 +63,7 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
             )
             for call, case in enumerate(CASES)
         ]
-        tick(mailbox.mail)
+        tick(mailbox.mail, len(CASES))
         return found
 
     step()  # no rank waits for one that still compiles
@@ -138,7 +138,7 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
 
     for number in range(-1, steps):
         found = [multiply(case, number, rank.rank, call) for call, case in enumerate(PRODUCT_CASES)]
-        tick(mailbox.mail)
+        tick(mailbox.mail, len(PRODUCT_CASES))
         if number < 0:  # no rank waits for one that still compiles
             rank.meet()
             mailbox.wait(LOOKS)
@@ -176,7 +176,7 @@ def missing_of_torch(rank: Rank, looks: int) -> tuple[Missing | None, bool]:
     mailbox.wait(looks)
     rank.meet()
     gather(0)
-    tick(mailbox.mail)
+    tick(mailbox.mail, 1)
     gather(0)
     out = values
     if rank.rank < rank.count - 1:
@@ -199,7 +199,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
     from kernels.pallas_gpu.ranks import Mail, gathered, tick
 
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("ranks",))
-    mailboxes = Mailboxes(Boxes(ranks, CALLS, BLOCK_BYTES), list(mesh.devices.flat))
+    mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), list(mesh.devices.flat))
     columns, whole = PartitionSpec(None, "ranks"), PartitionSpec()
 
     def run(given: list[Any], place: Any, clock: Any) -> Any:
@@ -212,7 +212,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
             got = gathered(values, sums, mail, jnp.int32(call), **how, after=last)
             last = got[0]
             found.append([x if x is None else x.view(_unsigned(x.dtype.itemsize)) for x in got])
-        ticked, error = tick(mail, found[-1][0])
+        ticked, error = tick(mail, len(CASES), found[-1][0])
         return found, ticked.clock, error
 
     specs = [[columns, columns if case.chunks else None] for case in CASES]
@@ -265,7 +265,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
 
     devices = jax.devices()[:ranks]
     mesh = Mesh(np.array(devices), ("ranks",))
-    mailboxes = Mailboxes(Boxes(ranks, CALLS, BLOCK_BYTES), devices)
+    mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), devices)
 
     def multiply(case: ProductCase, arrays: Any, gather: Gather | None) -> Any:
         x, weight, squares, added, norm = arrays
@@ -300,7 +300,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
                 arrays = (arrays[0] + last, *arrays[1:])
             got = [x for x in multiply(case, arrays, gather) if x is not None]
             found.append([x.astype(jnp.float32) for x in got])
-        ticked, error = tick(mail, found[-1][0])
+        ticked, error = tick(mail, len(PRODUCT_CASES), found[-1][0])
         return found, ticked.clock, error
 
     rows, columns, whole = PartitionSpec("ranks"), PartitionSpec(None, "ranks"), PartitionSpec()
@@ -371,7 +371,7 @@ def missing_of_jax(ranks: int, looks: int) -> list[Missing | None]:
     from kernels.pallas_gpu.mailboxes import Mailboxes
     from kernels.pallas_gpu.ranks import Mail, gathered
 
-    mailboxes = Mailboxes(Boxes(ranks, CALLS, BLOCK_BYTES), jax.devices()[:ranks])
+    mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), jax.devices()[:ranks])
     values, _ = CASES[0].share(0, ranks, 0)
     place = jnp.asarray(mailboxes.places(looks)[0])
     mail = Mail(place, jnp.full((1,), 3, jnp.int32))

@@ -190,5 +190,5 @@ def fill(
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
         mixed = attention(config, sight, place, layer.mixer, qkv)
         stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])
-    out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
+    out = rms_norm(stream.whole, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))

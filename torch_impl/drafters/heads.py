@@ -161,4 +161,4 @@ def _decoder_layer(
     """The head's one layer, from its projection on."""
     sight = Sight.of(config.attention, turns, rows, kv, stream.group)
     mixed = attention(config, sight, 0, layer.mixer, qkv)
-    return finished(config, layer, feed, mixed, stream).rows
+    return finished(config, layer, feed, mixed, stream).whole

@@ -38,8 +38,10 @@ class Kernels:
     heads: ModuleType
     layers: ModuleType
     linear: ModuleType
+    mailboxes: ModuleType
     mix: ModuleType
     noise: ModuleType
+    ranks: ModuleType
     reach: ModuleType
     rejection: ModuleType
     sampling: ModuleType
@@ -64,8 +66,10 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import heads as heads_kernel
     from kernels.triton_gpu import layers as layers_kernel
     from kernels.triton_gpu import linear as linear_kernel
+    from kernels.triton_gpu import mailboxes as mailboxes_kernel
     from kernels.triton_gpu import mix as mix_kernel
     from kernels.triton_gpu import noise as noise_kernel
+    from kernels.triton_gpu import ranks as ranks_kernel
     from kernels.triton_gpu import reach as reach_kernel
     from kernels.triton_gpu import rejection as rejection_kernel
     from kernels.triton_gpu import sampling as sampling_kernel
@@ -86,8 +90,10 @@ if torch.cuda.is_available():
         heads=heads_kernel,
         layers=layers_kernel,
         linear=linear_kernel,
+        mailboxes=mailboxes_kernel,
         mix=mix_kernel,
         noise=noise_kernel,
+        ranks=ranks_kernel,
         reach=reach_kernel,
         rejection=rejection_kernel,
         sampling=sampling_kernel,

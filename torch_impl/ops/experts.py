@@ -153,7 +153,7 @@ def plain_added_experts(
     weights: Experts,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    rows = stream.rows
+    rows = stream.whole
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights, stream.group)
     own = (ranks.own(stream.group, rows) + added).to(rows.dtype)
     return stream.followed(ranks.gathered(stream.group, own), norm)
@@ -167,6 +167,10 @@ def kernel_added_experts(
     weights: Experts,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
+    if not stream.group.is_alone:
+        raise ValueError(
+            "kernels of experts compute all of a layer; several ranks have none on GPUs"
+        )
     stream, rows = linear.completed(kernels, stream), stream.rows
     if stream.arrivals is None:  # the pass is a part alone
         stream = kernel_counted(kernels, stream)

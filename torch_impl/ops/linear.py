@@ -4,6 +4,7 @@ On a GPU the products of bfloat16 are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float8e4m3fn, Int, Int32
@@ -74,7 +75,8 @@ class Stream:
     """As the specification's, and who makes it.
 
     Attributes:
-      group: The ranks of which each makes its share of the columns; all of them have whole rows.
+      group: The ranks of which each makes its share of the columns.
+      is_share: Whether `rows` are this rank's columns; all ranks have whole `scaled` and `squares`.
     """
 
     rows: Float[Tensor, "R hidden"]
@@ -84,6 +86,7 @@ class Stream:
     count: Int[Tensor, " 1"] | None = None
     arrivals: Int[Tensor, " counters"] | None = None
     group: Ranks = ALONE
+    is_share: bool = False
 
     @property
     def factors(self) -> Float[Tensor, "R hidden"]:
@@ -97,7 +100,18 @@ class Stream:
         scaled: Float[Tensor, "R hidden"] | None = None,
         squares: Float[Tensor, "R chunks"] | None = None,
     ) -> "Stream":
-        return replace(self, rows=rows, norm=norm, scaled=scaled, squares=squares)
+        given = {"rows": rows, "norm": norm, "scaled": scaled, "squares": squares}
+        return replace(self, **given, is_share=False)
+
+    @property
+    def own(self) -> Float[Tensor, "R share"]:
+        """This rank's columns of the rows."""
+        return self.rows if self.is_share else ranks.own(self.group, self.rows)
+
+    @property
+    def whole(self) -> Float[Tensor, "R hidden"]:
+        """The rows with the columns of all ranks."""
+        return ranks.gathered(self.group, self.rows) if self.is_share else self.rows
 
 
 def plain_stream(
@@ -188,7 +202,7 @@ def plain_added_product(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    own = ranks.own(stream.group, stream.rows) + _times(product(x, weight), factor)
+    own = stream.own + _times(product(x, weight), factor)
     return stream.followed(ranks.gathered(stream.group, own), norm)
 
 
@@ -200,8 +214,24 @@ def kernel_added_product(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    added = _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
-    return stream.followed(added.rows, norm, added.scaled, added.squares)
+    group, own = stream.group, stream.own.contiguous()
+    exchange, rows, share = group.on_device, len(own), own.shape[1]
+    how = {"factor": factor, "added": own}
+    if group.is_alone:
+        added = _multiplied(kernels, x, weight, **how, norm=norm)
+        return stream.followed(added.rows, norm, added.scaled, added.squares)
+    # Squares are of chunks that lie whole on a rank, or of gathered rows.
+    is_whole = share % SQUARES.chunk == 0
+    if exchange is None or not (is_whole and exchange.fits(rows, share, own.element_size())):
+        added = ranks.gathered(group, _multiplied(kernels, x, weight, **how).rows)
+        begun = kernel_stream(kernels, added, norm)
+        return stream.followed(added, norm, begun.scaled, begun.squares)
+    scales = None if norm is None else ranks.own(group, norm)
+    added = _multiplied(kernels, x, weight, **how, norm=scales, gather=exchange.next())
+    if norm is None:
+        return stream.followed(added.factors, squares=added.squares)
+    followed = stream.followed(added.rows, norm, added.scaled, added.squares)
+    return replace(followed, is_share=True)
 
 
 added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
@@ -210,7 +240,7 @@ added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bf
 def added_norm(
     x: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"], eps: float, stream: Stream
 ) -> Stream:
-    return stream.followed(stream.rows + layers.rms_norm(x, norm, eps))
+    return stream.followed(stream.whole + layers.rms_norm(x, norm, eps))
 
 
 def plain_gated_product(
@@ -223,7 +253,14 @@ def plain_gated_product(
 def kernel_gated_product(
     kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
-    return _normed(kernels, stream, eps, weight, is_gated=True)
+    group, exchange = stream.group, stream.group.on_device
+    if group.is_alone:
+        return _normed(kernels, stream, eps, weight, is_gated=True)
+    factors = stream.factors
+    share, item_bytes = weight.num_outputs // 2, factors.element_size()
+    if exchange is None or not exchange.fits(len(factors), share, item_bytes):
+        return ranks.gathered(group, _normed(kernels, stream, eps, weight, is_gated=True))
+    return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
 
 
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
@@ -242,7 +279,7 @@ def completed(kernels: Kernels, stream: Stream) -> Stream:
     """A stream as a kernel begins it, if none has."""
     if stream.squares is not None:
         return stream
-    begun = kernel_stream(kernels, stream.rows, stream.norm)
+    begun = kernel_stream(kernels, stream.whole, stream.norm)
     return stream.followed(begun.rows, begun.norm, begun.scaled, begun.squares)
 
 
@@ -251,13 +288,18 @@ def _times(x: Float[Tensor, "R outputs"], factor: float) -> Float[Tensor, "R out
 
 
 def _normed(
-    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix, is_gated: bool
+    kernels: Kernels,
+    stream: Stream,
+    eps: float | None,
+    weight: Matrix,
+    is_gated: bool,
+    gather: Any = None,
 ) -> Float[Tensor, "R outputs"]:
     """The product of rows that are normed or, without `eps`, of the rows as they are."""
     if eps is None:
-        return _multiplied(kernels, stream.rows, weight, is_gated=is_gated).rows
+        return _multiplied(kernels, stream.whole, weight, is_gated=is_gated, gather=gather).rows
     stream = completed(kernels, stream)
-    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated}
+    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated, "gather": gather}
     return _multiplied(kernels, stream.factors, weight, **how).rows
 
 
@@ -273,6 +315,7 @@ def _multiplied(
     factor: float = 1.0,
     added: Float[Tensor, "R outputs"] | None = None,
     norm: Float[Tensor, " outputs"] | None = None,
+    gather: Any = None,
 ) -> Stream:
     tables, row_scales = kernels.tiles, None
     tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
@@ -300,5 +343,6 @@ def _multiplied(
         norm=norm,
         order=SQUARES,
         tiles=tiles,
+        gather=gather,
     )
     return Stream(out, norm, scaled, sums)

@@ -1,7 +1,8 @@
 """As `shared.spec.ranks`, in torch: a rank is a process, or a thread in tests, and gives its share.
 
 On a CPU shares go through mailboxes in memory that ranks have in common, between hosts through
-torch.distributed, which has been measured nowhere yet. One rank alone gathers nothing.
+torch.distributed, which has been measured nowhere yet, and between GPUs of one host by kernels that
+write in each other's memory. One rank alone gathers nothing.
 """
 
 import torch
@@ -19,7 +20,11 @@ def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor
     Raises:
       RankMissingError: See `shared.boundary.mailboxes.Mailboxes.exchange`; between hosts too.
     """
-    return values if ranks.is_alone else _joined(_shares(ranks, values))
+    if ranks.is_alone:
+        return values
+    if ranks.on_device is not None:
+        return ranks.on_device.gathered(values)
+    return _joined(_shares(ranks, values))
 
 
 def own(ranks: Ranks, rows: Shaped[Tensor, "... size"]) -> Shaped[Tensor, "... share"]:
@@ -37,7 +42,12 @@ def own_keys(
 def gathered_keys(
     ranks: Ranks, values: Shaped[Tensor, "... share"], num_copies: int
 ) -> Shaped[Tensor, "... size"]:
-    return values if ranks.is_alone else _joined(_shares(ranks, values)[::num_copies])
+    if ranks.is_alone:
+        return values
+    if ranks.on_device is not None:
+        shares = ranks.on_device.gathered(values).unflatten(-1, (ranks.count, -1))
+        return shares[..., ::num_copies, :].flatten(-2)
+    return _joined(_shares(ranks, values)[::num_copies])
 
 
 def _joined(shares: Shaped[Tensor, "count ... share"]) -> Shaped[Tensor, "... size"]:
