@@ -71,7 +71,7 @@ def steps_of_torch(rank: Rank, name: str) -> int:
 
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    mailboxes = rank.meet(Mailboxes.create(rank.count) if rank.rank == 0 else None)[0]
+    mailboxes = rank.meet(Mailboxes.create(rank.count, wait_s=90.0) if rank.rank == 0 else None)[0]
     made, steps = _made(name), 0
     with mock.patch("torch_impl.backend.check_ranks"):
         for captured in ((), CAPTURED):
