@@ -278,8 +278,8 @@ def receive_words(
       pack: For so many words a thread waits at once; it has as many, or a multiple.
     """
     ranks: tl.constexpr = sizes.box.ranks
-    looks = tl.where(is_one, tl.load(mail_at + (ranks + 1)).to(tl.int32), 0)
     own = tl.load(mail_at + rank)
+    looks = tl.where(is_one, _looks(mail_at, own, ranks), 0)
     for distance in tl.static_range(1, ranks):
         peer = rank ^ distance
         at = place * 8 + _first_word(peer, number, sizes)
@@ -291,6 +291,13 @@ def receive_words(
 def rank_of(mail_at, sizes: tl.constexpr):
     """Which rank this is."""
     return tl.load(mail_at + sizes.box.ranks).to(tl.int32)
+
+
+@triton.jit
+def _looks(mail_at, own, ranks: tl.constexpr):
+    """How often to look for what does not come; where something did not, a step ends soon."""
+    missing = tl.load(own.to(tl.pointer_type(tl.int32)), volatile=True)
+    return tl.where(missing == 0, tl.load(mail_at + (ranks + 1)).to(tl.int32), 1)
 
 
 @triton.jit
@@ -400,7 +407,7 @@ def _share_blocks(
     total: tl.constexpr = sizes.rows * share
     steps: tl.constexpr = (total + programs * sizes.at_once - 1) // (programs * sizes.at_once)
     rank = tl.load(mail_at + ranks).to(tl.int32)
-    looks = tl.load(mail_at + (ranks + 1)).to(tl.int32)
+    looks = _looks(mail_at, tl.load(mail_at + rank), ranks)
     base = sizes.box.blocks_at + (number & 1).to(tl.int64) * (ranks * block_bytes) + first
     lanes = tl.arange(0, sizes.at_once)
     for step in range(steps):
