@@ -21,7 +21,7 @@ FLAG_PROGRAMS = 256
 WORDS = 1 << 16
 """Most words of a rank in a call."""
 LARGEST_WORDS_BYTES = 128 * 1024
-"""Most values of a rank that are sent as words; what is more takes blocks. Measured on two H100."""
+"""Most values of a rank that are sent as words; what is more takes blocks. Measured on two H200."""
 MOST_JOINED_ROWS = 16
 """Most rows of a product that gathers its result itself. Measured on two H200: the products of a
 layer take 73.6 us so with 8 rows, with gathers behind them 77.2; with 32 rows 104.6 and 99.0 us."""
