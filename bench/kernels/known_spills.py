@@ -75,6 +75,9 @@ EXCUSES = (
         52,
         "its 16 warps can have no more than 128 registers",
     ),
+    Excuse(
+        "gathered", ("8 ranks, 512 rows",), 52, "the mailboxes' addresses stay beside what is sent"
+    ),
     Excuse("mix", MIXES, 240, TIMED),
     Excuse(
         "mix", ("heads of 80, 8 x 4 rows after 512", "heads of 96, 8 x 4 rows after 512"), 8, SOME
