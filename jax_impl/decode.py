@@ -43,13 +43,13 @@ class Verified(NamedTuple):
     Attributes:
       passed: The target's pass over all nodes.
       accepted: The way down each row's tree.
-      logits: Of all nodes.
+      logits: This rank's part of those of all nodes.
       mixer: Ran the gated-delta layers, and knows what is left of them.
     """
 
     passed: model.Forward
     accepted: Followed
-    logits: Float[jax.Array, "R vocab"]
+    logits: Float[jax.Array, "R share"]
     mixer: VerifyMixer | None
 
 
@@ -127,7 +127,7 @@ def verify(
     mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
     passed = model.forward(machine.model, tokens, rows, state.kv, mixer, streams)
-    logits = model.logits(machine.model, passed.hidden)
+    logits = model.part_of_logits(machine.model, passed.hidden)
     choices, is_finite = _choose(
         machine, state, plan, program, trees, logits, rows, node, row_of, lengths
     )
@@ -171,7 +171,7 @@ def _choose(
     plan: Plan,
     program: Program,
     trees: Trees,
-    logits: Float[jax.Array, "R vocab"],
+    logits: Float[jax.Array, "R share"],
     rows: Rows,
     node: Int[jax.Array, " R"],
     row_of: Int[jax.Array, "B N"],
@@ -182,11 +182,12 @@ def _choose(
     seen = sampling.seen_in_trees(state.seen, plan.slots, *of_trees)
     positions, params = rows.positions + 1, plan.sampling
     if trees.drafted is None:
-        allowed = _allowed(plan.mask, rows.request, node, logits.shape[1])
-        chosen = sampling.choose(logits, seen, positions, params, rows.request, allowed)
+        allowed = _allowed(plan.mask, rows.request, node, machine.capacity.vocab)
+        group = machine.model.group
+        chosen = sampling.choose(logits, seen, positions, params, rows.request, allowed, group)
         return chosen.ids[row_of], chosen.is_finite
     return acceptance.judge(
-        logits=logits,
+        logits=model.whole(machine.model, logits),
         seen=seen,
         positions=positions,
         sampling=params,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Float, Int
 
+from jax_impl import model
 from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
@@ -56,14 +57,19 @@ def logprobs_of(
     machine: Machine,
     plan: Plan,
     program: Program,
-    logits: Float[jax.Array, "R vocab"],
+    logits: Float[jax.Array, "R share"],
     row_of: Int[jax.Array, "B W"],
     tokens: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
 ) -> Fields:
-    """The logprobs among a result's fields; none where the program has none."""
+    """The logprobs among a result's fields; none where the program has none.
+
+    Args:
+      logits: This rank's part of them.
+    """
     if not program.has(Extra.LOGPROBS):
         return {}
+    logits = model.whole(machine.model, logits)
     k = machine.capacity.max_logprobs
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))

@@ -43,7 +43,7 @@ def prefill(
     prompts = Prompts.of(plan, program)
     passed, state, saved = _read_prompts(machine, state, plan, program, prompts)
     state = _count_prompts(machine, state, plan, prompts)
-    logits = model.logits(machine.model, passed.hidden[prompts.last])
+    logits = model.part_of_logits(machine.model, passed.hidden[prompts.last])
     chosen = _choose_next(machine, state, plan, logits, prompts.lengths)
     newest = jnp.where(prompt.ends_prompt, chosen.ids, prompt.next_tokens)
     is_row = plan.slots != 0
@@ -164,10 +164,11 @@ def _choose_next(
     machine: Machine,
     state: DeviceState,
     plan: Plan,
-    logits: Float[jax.Array, "B vocab"],
+    logits: Float[jax.Array, "B share"],
     lengths: Int[jax.Array, " B"],
 ) -> sampling.Chosen:
     """The target's token after the chunks."""
     seen = sampling.seen_alone(state.seen, plan.slots)
     request = jnp.arange(len(lengths))
-    return sampling.choose(logits, seen, lengths, plan.sampling, request, None)
+    group = machine.model.group
+    return sampling.choose(logits, seen, lengths, plan.sampling, request, None, group)

@@ -41,12 +41,12 @@ class Trees:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verify found: the target's pass over all nodes, the ways down the trees, the logits
-    of all nodes, and what a commit needs."""
+    """What a verify found: the target's pass over all nodes, the ways down the trees, this rank's
+    part of the logits of all nodes, and what a commit needs."""
 
     passed: Forward
     accepted: Followed
-    logits: Float[Tensor, "R vocab"]
+    logits: Float[Tensor, "R share"]
     mixer: VerifyMixer | None
 
 
@@ -133,7 +133,7 @@ def verify(
     tokens = trees.tokens[rows.request, node]
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, rows, machine.state.kv, mixer, streams)
-    logits = model.logits(machine.model, passed.hidden)
+    logits = model.part_of_logits(machine.model, passed.hidden)
     choices, is_finite = _choose(machine, plan, program, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
     accepted = acceptance.follow(
@@ -172,7 +172,7 @@ def _choose(
     plan: Plan,
     program: Program,
     trees: Trees,
-    logits: Float[Tensor, "R vocab"],
+    logits: Float[Tensor, "R share"],
     rows: Rows,
     node: Int[Tensor, " R"],
     row_of: Int[Tensor, "B N"],
@@ -186,11 +186,12 @@ def _choose(
     of_trees = (trees.tokens, trees.parents, request, node, program.is_chain)
     seen = sampling.seen_in_trees(machine.state.seen, plan.slots, *of_trees)
     if trees.drafted is None:
-        allowed = _allowed(plan.mask, request, node, logits.shape[1])
-        chosen = sampling.choose(logits, seen, positions, params, request, allowed)
+        allowed = _allowed(plan.mask, request, node, machine.capacity.vocab)
+        group = machine.model.group
+        chosen = sampling.choose(logits, seen, positions, params, request, allowed, group)
         return chosen.ids[row_of], chosen.is_finite
     return acceptance.judge(
-        logits=logits,
+        logits=model.whole(machine.model, logits),
         seen=seen,
         positions=positions,
         sampling=params,

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
+from torch_impl import model
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
-from torch_impl.ops import logprobs
+from torch_impl.ops import any_row, logprobs
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,16 @@ def logprobs_of(
     machine: Machine,
     plan: Plan,
     program: Program,
-    logits: Float[Tensor, "R vocab"],
+    logits: Float[Tensor, "R share"],
     row_of: Int[Tensor, "B W"],
     tokens: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> Fields:
+    """Of the logits that this rank has a part of; the parts are gathered where a row asks."""
     if not program.has(Extra.LOGPROBS):
         return {}
+    if any_row(plan.reports):
+        logits = model.whole(machine.model, logits)
     k = machine.capacity.max_logprobs
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))

@@ -121,13 +121,23 @@ def forward(
 
 def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R vocab"]:
     """Scores of the next token, float32."""
-    head, config = model.weights.lm_head, model.config
-    return scores(model.group, hidden, head, config.vocab, config.logits_factor)
+    return whole(model, part_of_logits(model, hidden))
 
 
-def scores(
-    group: Ranks, hidden: Hidden, head: Matrix, vocab: int, factor: float = 1.0
-) -> Float[Tensor, "R vocab"]:
+def part_of_logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:
+    """Those of the tokens that this rank scores, filled up to as many as each of the others has."""
+    return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)
+
+
+def whole(model: Model, part: Float[Tensor, "R share"]) -> Float[Tensor, "R vocab"]:
+    """The scores of all tokens, of which each rank has a part."""
+    return _whole(model.group, part, model.config.vocab)
+
+
+def scores(group: Ranks, hidden: Hidden, head: Matrix, vocab: int) -> Float[Tensor, "R vocab"]:
     """The products of hidden states with a head, of which each rank has a share of the tokens."""
-    found = ranks.gathered(group, linear.product_float32(hidden, head, factor))
-    return found[:, :vocab]
+    return _whole(group, linear.product_float32(hidden, head), vocab)
+
+
+def _whole(group: Ranks, part: Float[Tensor, "R share"], vocab: int) -> Float[Tensor, "R vocab"]:
+    return part if group.is_alone else ranks.gathered(group, part)[:, :vocab]

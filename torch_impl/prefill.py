@@ -38,7 +38,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     prompts = Prompts.of(plan, program)
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
-    logits = model.logits(machine.model, passed.hidden[prompts.last])
+    logits = model.part_of_logits(machine.model, passed.hidden[prompts.last])
     lengths, ends = prompts.lengths, prompt.ends_prompt
     chosen = _choose_next(machine, plan, logits, lengths)
     newest = torch.where(ends, chosen.ids, prompt.next_tokens)
@@ -134,13 +134,14 @@ def _count_prompts(machine: Machine, plan: Plan, prompts: Prompts) -> None:
 def _choose_next(
     machine: Machine,
     plan: Plan,
-    logits: Float[Tensor, "B vocab"],
+    logits: Float[Tensor, "B share"],
     lengths: Int[Tensor, " B"],
 ) -> sampling.Chosen:
     """The target's token after each chunk."""
     seen = sampling.seen_alone(machine.state.seen, plan.slots)
     request = torch.arange(len(lengths), device=lengths.device)
-    return sampling.choose(logits, seen, lengths, plan.sampling, request, None)
+    group = machine.model.group
+    return sampling.choose(logits, seen, lengths, plan.sampling, request, None, group)
 
 
 def _feed_prompts(

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, when_any
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, ranks, when_any
 from jax_impl.ops.noise import Stream, gumbel
+from shared.boundary.ranks import ALONE, Ranks
 from shared.spec.noise import TARGET_STREAM
 from shared.spec.sampling import DRAFT_TAU
 
@@ -264,8 +265,15 @@ def plain_choose(
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
+    group: Ranks = ALONE,
 ) -> Chosen:
-    """The target's token of each row: the first maximum of its processed logits and the noise."""
+    """The target's token of each row: the first maximum of its processed logits and the noise.
+
+    Args:
+      logits: Of several ranks, the part of the one that calls; the parts are gathered.
+    """
+    if not group.is_alone:
+        logits = ranks.gathered(group, logits)[:, : seen.counts.shape[1]]
     scores = processed(logits, seen, positions, sampling, request, allowed)
     ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
     return Chosen(ids, is_finite(logits))
@@ -279,6 +287,7 @@ def kernel_choose(
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
+    group: Ranks = ALONE,
 ) -> Chosen:
     chosen = kernels.sampling.choose(
         *(logits, seen, positions, sampling, request, allowed),

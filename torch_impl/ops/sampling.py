@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shared.boundary.ranks import ALONE, Ranks
+from shared.models.ranks import vocab_section
 from shared.spec.noise import TARGET_STREAM
 from shared.spec.sampling import DRAFT_TAU
-from torch_impl.ops import Kernels, any_row, draft_tree, kernel_or_plain
+from torch_impl.ops import Kernels, any_row, draft_tree, kernel_or_plain, ranks
 from torch_impl.ops.noise import gumbel
 
 
@@ -150,11 +152,15 @@ def _supported(
     scaled: Float[Tensor, "R vocab"], sampling: Sampling, request: Int[Tensor, " R"]
 ) -> Float[Tensor, "R vocab"]:
     sampled, top_k, top_p = sampling.temperature > 0, sampling.top_k, sampling.top_p
-    filters = (top_k < scaled.shape[1]) | (top_p < 1) | (sampling.min_p > 0)
-    if not any_row(filters & sampled):
+    if not any_row(_is_filtered(sampling, scaled.shape[1])):
         return scaled
     keep = support(scaled, top_k[request], top_p[request], sampling.min_p[request])
     return scaled.masked_fill(~keep & sampled[request, None], -torch.inf)
+
+
+def _is_filtered(sampling: Sampling, vocab: int) -> Bool[Tensor, " B"]:
+    filters = (sampling.top_k < vocab) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    return filters & (sampling.temperature > 0)
 
 
 def perturbed(
@@ -211,10 +217,51 @@ def plain_choose(
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
+    group: Ranks = ALONE,
 ) -> Chosen:
+    """As the specification, of whole logits or of a rank's part of them.
+
+    Args:
+      logits: Of several ranks, the part of the one that calls; all parts are equally wide.
+      group: The ranks. What a part leaves of a row, its best token and whether all of it is finite,
+        is gathered; the parts themselves are only where a row has a filter.
+    """
+    if not group.is_alone:
+        vocab = seen.counts.shape[1]
+        if not any_row(_is_filtered(sampling, vocab)):
+            how = (seen, positions, sampling, request, allowed)
+            return _chosen_of_parts(logits, vocab, group, *how)
+        logits = ranks.gathered(group, logits)[:, :vocab]
     scores = processed(logits, seen, positions, sampling, request, allowed)
     ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
     return Chosen(ids, is_finite(logits))
+
+
+def _chosen_of_parts(
+    part: Float[Tensor, "R share"],
+    vocab: int,
+    group: Ranks,
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+) -> Chosen:
+    """The best of what the parts leave; of equals the first, whose id is lower."""
+    first, end = vocab_section(vocab).run(group.rank, group.count)
+    own = part[:, : end - first]
+    # Tokens of others are none here: they stay below any of the part, whatever is added.
+    logits = part.new_full((len(part), vocab), -torch.inf)
+    logits[:, first:end] = own
+    scores = processed(logits, seen, positions, sampling, request, allowed)
+    noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
+    ids = best(noisy)
+    value = noisy.gather(1, ids.long()[:, None])[:, 0]
+    left = torch.stack([value.view(torch.int32), ids, is_finite(own).int()], dim=1)
+    left = ranks.gathered(group, left).unflatten(1, (group.count, 3))
+    values, ids, finite = (x.contiguous() for x in left.unbind(2))
+    winner = values.view(torch.float32).argmax(dim=1, keepdim=True)  # a NaN before all others
+    return Chosen(ids.gather(1, winner)[:, 0], finite.bool().all(dim=1))
 
 
 def kernel_choose(
@@ -225,6 +272,7 @@ def kernel_choose(
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
+    group: Ranks = ALONE,
 ) -> Chosen:
     chosen = kernels.sampling.choose(
         *(logits, seen, positions, sampling, request, allowed),
