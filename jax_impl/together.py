@@ -111,7 +111,7 @@ class Together:
             jax.device_put(np.asarray(array)[None], device)
             for array, device in zip(arrays, self.devices, strict=True)
         ]
-        shape = (len(own), *arrays[0].shape)
+        shape = (len(own), *own[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, where, own)
 
 

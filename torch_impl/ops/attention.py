@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.gated_delta import CHUNK
-from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain
+from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, layers
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _softmax_attention(
     scores = torch.stack([head @ keys for head in heads], dim=2) * scale  # [B, Hk, G, M, positions]
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=-1e30))
-    weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+    weights = weights / layers.summed(weights).clamp(min=1e-30)
     # 0 x NaN is NaN: values that are not finite are taken out, and given back to who sees them.
     spoiled = ~v.isfinite().flatten(2).all(dim=2)  # [B, positions]
     v = v.masked_fill(spoiled[:, :, None, None], 0)

@@ -121,7 +121,7 @@ def _along_paths(
     # Summed over the way from one node to another, where a difference of sums would cancel.
     between = decays @ (1 - ours.mT)
     decay = between.exp().masked_fill(~sees[:, None], 0)
-    carried, beta = decays.sum(dim=3).exp()[..., None], beta[..., None]
+    carried, beta = layers.summed(decays).exp(), beta[..., None]
     among = (beta * (k @ k.mT) * decay).tril(-1)
     target = beta * (v - carried * (k @ state))
     stored = torch.linalg.solve_triangular(among, target, upper=False, unitriangular=True)

@@ -107,6 +107,11 @@ def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
     return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
 
 
+def summed(x: Float[Tensor, "... size"]) -> Float[Tensor, "... 1"]:
+    """The sum over the last axis, whose order is one for any number of rows."""
+    return x.sum(dim=-1, keepdim=True)
+
+
 def rotary_angles(
     positions: Int[Tensor, " R"], frequencies: Float[Tensor, " half"], factor: float
 ) -> tuple[Float[Tensor, "R half"], Float[Tensor, "R half"]]:
