@@ -43,7 +43,7 @@ class Mailboxes:
 
     Attributes:
       count: Of ranks.
-      wait_s: How long an exchange waits for a peer, in seconds.
+      wait_s: How long an exchange waits for a peer, in seconds; 0 once one did not come.
     """
 
     def __init__(self, path: str, count: int, box_bytes: int, wait_s: float) -> None:
@@ -124,12 +124,14 @@ class Mailboxes:
         for _ in range(_LOOKS):
             if self._words[peer, 0] >= call:
                 return
-        pause_s, until = _FIRST_PAUSE_S, time.monotonic() + self.wait_s
+        wait_s = self.wait_s
+        pause_s, until = _FIRST_PAUSE_S, time.monotonic() + wait_s
         while self._words[peer, 0] < call:
             if time.monotonic() > until:
+                self.wait_s = 0.0  # who was missing does not come later
                 raise RankMissingError(
                     f"rank {peer} of {self.count} did not come to exchange {call} within "
-                    f"{self.wait_s:g} s; rank {rank} waited for it"
+                    f"{wait_s:g} s; rank {rank} waited for it"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

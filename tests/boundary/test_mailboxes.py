@@ -1,6 +1,7 @@
 """Ranks give each other what they have, in order, and none waits for ever."""
 
 import multiprocessing
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_a_rank_that_does_not_come_is_named(mailboxes):
             error = f"rank 2 of 3 did not come to exchange 1 within 0.3 s; rank {rank} waited"
             with pytest.raises(RankMissingError, match=error):
                 future.result(10)
+
+
+def test_a_rank_that_did_not_come_once_is_not_waited_for_again(mailboxes):
+    """A step has many exchanges, and its end is not to wait for each."""
+    for call in (1, 2):
+        began = time.monotonic()
+        with pytest.raises(RankMissingError, match=f"did not come to exchange {call} within 0"):
+            mailboxes.exchange(0, given_by(0, 0, 8))
+        assert (time.monotonic() - began > 0.25) is (call == 1)
 
 
 def test_a_rank_with_other_bytes_is_named(mailboxes):

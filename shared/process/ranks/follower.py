@@ -36,6 +36,7 @@ from shared.process.ranks.followers import LOADED, PREPARING, SERVING
 from shared.process.ranks.link import BEAT_S, Link, LinkEndedError, boot
 from shared.process.ranks.places import end_with_parent
 from shared.process.ranks.ring import Reader
+from shared.process.ranks.sharing import EXCHANGE_S
 from shared.process.start import Platform, Start, prepare
 
 LOOK_S = 0.002
@@ -58,6 +59,7 @@ class Rank:
         self._messages: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._flights: queue.SimpleQueue[StepFuture | None] = queue.SimpleQueue()
         self.taken = self.ended = 0
+        self._mailboxes: Mailboxes | None = None
         self._is_on_gpu = False
 
     def run(self, module: str) -> None:
@@ -94,7 +96,7 @@ class Rank:
     def _load(self, start: Start, platform: Platform) -> Backend:
         ring, reader, boxes, meeting = self._next("share")
         self._reader = self._open(ring, reader)
-        mailboxes = None if boxes is None else Mailboxes(*boxes)
+        self._mailboxes = None if boxes is None else Mailboxes(*boxes)
         self._at("loading")
         told = loaded = 0.0
 
@@ -105,7 +107,7 @@ class Rank:
                 told = time.monotonic()
                 self._link.send("loaded", int(loaded))
 
-        ranks = Ranks(self._rank, self._count, mailboxes, meeting)
+        ranks = Ranks(self._rank, self._count, self._mailboxes, meeting)
         backend = start.of_rank(ranks).load(platform, tell)
         self._link.send("loaded", int(loaded))
         self._at(LOADED)
@@ -132,6 +134,8 @@ class Rank:
             self._link.send("began", begun)
 
         backend.prepare([programs[index] for index in indices], tell)
+        if self._mailboxes is not None:
+            self._mailboxes.wait_s = EXCHANGE_S
         heap.settle()
         retiring = threading.Thread(target=self._retire, name="results", daemon=True)
         retiring.start()

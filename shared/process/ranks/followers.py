@@ -198,14 +198,17 @@ class Followers:
             self._changed.notify_all()
         self.on_failure(sentence)
 
-    def close(self, plans: int) -> None:
-        """Lets them end the steps that they have, and waits; who does not end in time is killed.
+    def begin_close(self, plans: int) -> None:
+        """Has them end once they have done all steps; it is no failure from here on.
 
         Args:
           plans: How many they were given.
         """
         self._is_closing = True
         self.tell("close", plans)
+
+    def close(self) -> None:
+        """Waits for their end; who does not end in time is killed."""
         until = time.monotonic() + CLOSE_S
         for each in self.ranks:
             each.process.ending(max(0.0, until - time.monotonic()))

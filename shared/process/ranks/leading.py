@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from shared.boundary.backend import Backend, Launch, StepFuture, StepPlan, StepResult
 from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.program import Program
 from shared.process.ranks.followers import SERVING, Followers, RankError
-from shared.process.ranks.sharing import Shared
+from shared.process.ranks.sharing import EXCHANGE_S, Shared
 
 LOST_S = 1.0
 PLAN_S = 10.0
@@ -45,7 +46,7 @@ class LeadingBackend:
         begun: list[Program] = []
         told = 0
 
-        def tell(is_ready: bool = False) -> None:
+        def tell() -> None:
             nonlocal told
             slowest = min([each.begun for each in self._followers.ranks], default=len(begun))
             while told < min(len(begun), slowest):
@@ -59,6 +60,7 @@ class LeadingBackend:
 
         self._own.prepare(programs, begin)
         self._followers.wait_until(lambda each: each.phase == SERVING, "ready", tell)
+        self._shared.wait_at_most(EXCHANGE_S)
 
     def launch(self, program: Program) -> Launch:
         """See `Backend`."""
@@ -75,9 +77,14 @@ class LeadingBackend:
         return _Led(self._own.submit(plan), self._followers)
 
     def close(self) -> None:
-        """See `Backend`; all ranks end together."""
-        self._followers.close(self._shared.written)
-        self._own.close()
+        """See `Backend`; all ranks end together, and may have to meet for it."""
+        if self._followers.failure is None:
+            self._followers.begin_close(self._shared.written)
+        else:  # nobody comes any more
+            self._shared.wait_at_most(0.0)
+        with suppress(RankMissingError):  # whose rank has nothing more to give back
+            self._own.close()
+        self._followers.close()
         self._shared.close()
 
 

@@ -19,6 +19,10 @@ from shared.process.ranks.ring import Ring, RingFullError
 EXCHANGE_S = 10.0
 """How long a rank waits for what another one computes; then the step has failed."""
 
+START_EXCHANGE_S = 300.0
+"""The same in the start, where one rank may load or compile longer than another; one that is lost
+is found out by other means."""
+
 
 class Shared:
     """Rank 0's side. A plan goes to ranks of this host by a ring, to others by their sockets.
@@ -37,7 +41,7 @@ class Shared:
         self._message = np.zeros(1 + most, np.int32)
         self._ring = Ring(len(here), 1 + most, capacity.overlap + 4) if here else None
         count = followers.count
-        self._mailboxes = None if self._far else Mailboxes.create(count, wait_s=EXCHANGE_S)
+        self._mailboxes = None if self._far else Mailboxes.create(count, wait_s=START_EXCHANGE_S)
         meeting = f"{followers.address}:{_free_port(followers.address)}" if self._far else None
         self.ranks = Ranks(0, count, self._mailboxes, meeting)
         self._tell()
@@ -67,6 +71,11 @@ class Shared:
                 self._here[reader].link.send("wake")
         for each in self._far:
             each.link.send("step", message.tobytes())
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long rank 0 waits in an exchange from here on."""
+        if self._mailboxes is not None:
+            self._mailboxes.wait_s = seconds
 
     def opened(self) -> None:
         """Every rank has what is shared, so that its name can go."""
