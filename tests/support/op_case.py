@@ -133,11 +133,11 @@ def as_list(results: Any) -> list[Any]:
 
 
 def arrays_of(value: Any) -> list[Any]:
-    """A record's fields, or the value itself; without what is None."""
+    """A record's fields, or the value itself; without what is None, ranks and flags."""
     found = [value]
     if is_dataclass(value) and not isinstance(value, Ranks):
         found = [getattr(value, field.name) for field in fields(value)]
-    return [x for x in found if x is not None and not isinstance(x, Ranks)]
+    return [x for x in found if x is not None and not isinstance(x, Ranks | bool)]
 
 
 def _is_float(value: Any) -> bool:
