@@ -39,6 +39,7 @@ from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, divided_parameters
+from shared.models.pieces import of_rank
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -100,7 +101,7 @@ def load(
     Raises:
       CheckpointError: A tensor is missing or has another shape.
     """
-    wanted = _of_rank(divided_parameters(config, with_mtp, group.count), group)
+    wanted = of_rank(divided_parameters(config, with_mtp, group.count), group.rank, group.count)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
     stay = {*in_words, *in_codes}
     loaded = _sorted_out([p for p in wanted if p.name not in stay], read, dtype, device)
@@ -129,7 +130,7 @@ def load_head(
     Raises:
       CheckpointError: See `shared.drafts.checkpoint.check_head`.
     """
-    wanted = _of_rank(check_head(checkpoint, config), group)
+    wanted = of_rank(check_head(checkpoint, config), group.rank, group.count)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
     loaded = _sorted_out(wanted, read, dtype, device)
     if config.has_draft_vocab:
@@ -145,7 +146,9 @@ def from_arrays(
     group: Ranks = ALONE,
 ) -> Loaded:
     """Brings a rank's share of arrays by the names of `shared.models.parameters` to the device."""
-    wanted = _of_rank(divided_parameters(config, "mtp.fc" in arrays, group.count), group)
+    wanted = of_rank(
+        divided_parameters(config, "mtp.fc" in arrays, group.count), group.rank, group.count
+    )
     return _sorted_out(wanted, partial(_share_of, arrays), dtype, device)
 
 
@@ -155,14 +158,10 @@ def head_from_arrays(
     """Brings a rank's share of the arrays of a draft head to the device; it may lack some."""
     wanted = [p for p in head_parameters(head.config, None) if p.name in head.weights]
     read = partial(_share_of, head.weights)
-    loaded = _sorted_out(_of_rank(wanted, group), read, dtype, device)
+    loaded = _sorted_out(of_rank(wanted, group.rank, group.count), read, dtype, device)
     if head.config.has_draft_vocab:
         loaded.alone["draft_ids"] = _placed_ids(head.weights["draft_ids"], device)
     return loaded
-
-
-def _of_rank(wanted: Sequence[Parameter], group: Ranks) -> list[Parameter]:
-    return [parameter.of_rank(group.rank, group.count) for parameter in wanted]
 
 
 def _share_of(

@@ -101,6 +101,13 @@ class Missing:
         return cls((word & 15) - 1, word >> 4) if word else None
 
 
+def is_joined(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
+    """Whether a product gathers its result itself: columns, and as many floats as it has chunks."""
+    words = rows * columns * item_bytes // 4
+    is_whole = columns * item_bytes % 4 == 0
+    return rows <= MOST_JOINED_ROWS and is_whole and words + rows * chunks <= WORDS
+
+
 def send_text(registers: int) -> str:
     """Assembly: writes a word into a mailbox, and gives the value back.
 

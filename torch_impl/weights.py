@@ -17,6 +17,7 @@ from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, divided_parameters
+from shared.models.pieces import of_rank
 from shared.models.ranks import local
 from torch_impl import dummy, words
 from torch_impl.ops.experts import Experts
@@ -62,7 +63,9 @@ def load(
       CheckpointError: See `Checkpoint.load`.
     """
     tensors = {}
-    for parameter in _of_rank(divided_parameters(config, with_mtp, group.count), group):
+    for parameter in of_rank(
+        divided_parameters(config, with_mtp, group.count), group.rank, group.count
+    ):
         name = parameter.name
         if name in in_codes:
             both = words.read_codes(checkpoint, parameter, device, progress)
@@ -100,7 +103,7 @@ def load_head(
     Raises:
       CheckpointError: See `shared.drafts.checkpoint.check_head`.
     """
-    wanted = _of_rank(check_head(checkpoint, config), group)
+    wanted = of_rank(check_head(checkpoint, config), group.rank, group.count)
     tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
     if config.has_draft_vocab:
         tensors["draft_ids"] = _tensor(draft_ids(checkpoint, config), device)
@@ -122,16 +125,12 @@ def _local_head(config: DraftConfig, group: Ranks) -> DraftConfig:
     return replace(config, layer=local(config.layer, group.count))
 
 
-def _of_rank(wanted: Sequence[Parameter], group: Ranks) -> list[Parameter]:
-    return [parameter.of_rank(group.rank, group.count) for parameter in wanted]
-
-
 def _from_arrays(
     wanted: Sequence[Parameter], arrays: Arrays, dtype: str, device: torch.device, group: Ranks
 ) -> dict[str, Tensor]:
     """Those of the parameters that are there; a head may lack some."""
     tensors = {}
-    for parameter in _of_rank(wanted, group):
+    for parameter in of_rank(wanted, group.rank, group.count):
         name = parameter.tied_to or parameter.name
         if name in arrays:
             tensor = _tensor(np.array(parameter.share(arrays[name])), device)

@@ -16,10 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int, Int32
 
+from kernels.mail import is_joined
 from kernels.pallas_gpu.codes import add_codes, load_codes
 from kernels.pallas_gpu.fp8 import four, widened
 from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
-from kernels.pallas_gpu.ranks import Gather, Link, Tile, gathered, is_joined, share_tiles
+from kernels.pallas_gpu.ranks import Gather, Link, Tile, gathered, share_tiles
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK, shares_of

@@ -16,7 +16,6 @@ from jaxtyping import Int, Int32, Shaped
 
 from kernels.mail import (
     LARGEST_WORDS_BYTES,
-    MOST_JOINED_ROWS,
     WORDS,
     Boxes,
     constraints,
@@ -157,13 +156,6 @@ def gathered(
         name="gathered",
     )(*arrays, mail.place, mail.clock, call.reshape(1), after)
     return outs[0], None if sums is None else outs[1]
-
-
-def is_joined(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
-    """Whether a product gathers its result itself: columns, and as many floats as it has chunks."""
-    words = rows * columns * item_bytes // 4
-    is_whole = columns * item_bytes % 4 == 0
-    return rows <= MOST_JOINED_ROWS and is_whole and words + rows * chunks <= WORDS
 
 
 def words_in_row(x: jax.Array) -> int:

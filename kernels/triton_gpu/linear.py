@@ -14,12 +14,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.mail import is_joined
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.codes import add_blocks, width_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
 from kernels.triton_gpu.linear_result import Chunks, Cut, Ends, Sizes, share_result, store_result
-from kernels.triton_gpu.ranks import Box, Gather, gathered, is_joined, number_of, rank_of
+from kernels.triton_gpu.ranks import Box, Gather, gathered, number_of, rank_of
 from kernels.triton_gpu.squares import add_up, squares_of
 from shared.models.fp8 import BLOCK
 from shared.models.fp8_words import shares_of

@@ -11,7 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.mail import (
     LARGEST_WORDS_BYTES,
-    MOST_JOINED_ROWS,
     WORDS,
     Boxes,
     constraints,
@@ -195,13 +194,6 @@ def gathered(
         launch_pdl=True,
     )
     return outs[0], None if sums is None else outs[1]
-
-
-def is_joined(rows: int, columns: int, item_bytes: int, chunks: int) -> bool:
-    """Whether a product gathers its result itself: columns, and as many floats as it has chunks."""
-    words = rows * columns * item_bytes // 4
-    is_whole = columns * item_bytes % 4 == 0
-    return rows <= MOST_JOINED_ROWS and is_whole and words + rows * chunks <= WORDS
 
 
 def in_words(x: Tensor) -> Int32[Tensor, "R words"]:

@@ -34,6 +34,11 @@ def mailbox_bytes(count: int, box_bytes: int = BOX_BYTES) -> int:
     return count * (_PAGE + 2 * box_bytes)
 
 
+def path_in(descriptor: int) -> str:
+    """Where other processes of this user and host find what a descriptor of this process is of."""
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
 class RankMissingError(RuntimeError):
     """A rank did not come to an exchange, or came with something else."""
 
@@ -72,7 +77,7 @@ class Mailboxes:
         # the same user find it by this process and its descriptor.
         descriptor = os.memfd_create("tandem_ranks")
         os.ftruncate(descriptor, mailbox_bytes(count, box_bytes))
-        made = cls(f"/proc/{os.getpid()}/fd/{descriptor}", count, box_bytes, wait_s)
+        made = cls(path_in(descriptor), count, box_bytes, wait_s)
         made._descriptor = descriptor
         return made
 

@@ -179,6 +179,11 @@ class Parameter:
             first += math.prod(source.shape)
 
 
+def of_rank(wanted: Sequence[Parameter], rank: int, count: int) -> list[Parameter]:
+    """What one of `count` ranks has of each parameter."""
+    return [parameter.of_rank(rank, count) for parameter in wanted]
+
+
 def _place(
     shape: tuple[int, ...], first: int, count: int
 ) -> tuple[tuple[int | slice, ...], tuple[int, ...]]:

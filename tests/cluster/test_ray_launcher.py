@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +15,8 @@ import pytest
 from shared.options.options import ConfigError, parse
 from shared.process.ranks.starting import ranked_start
 from tests.support import ranked_serve
-from tests.support.http_fixtures import ROOT, Server, is_alive, serving
+from tests.support.http_fixtures import ROOT, Server, serving
+from tests.support.ranked import ended
 
 NEEDS_RAY = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: it is the extra ray"
@@ -25,7 +25,6 @@ FLAGS = ["--model-path", str(ROOT / "models" / "random"), "--port", "0", "--page
 FLAGS += ["--context-length", "256", "--max-running-requests", "2", "--max-total-tokens", "1024"]
 BY_RAY = ["--tp-size", "2", "--launcher", "ray"]
 MODULE = "tests.support.ranked_serve"
-NAMED_S = 15.0
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +61,6 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
-def wait_for_end(server: Server, pids: list[int]) -> int:
-    until = time.monotonic() + NAMED_S
-    code = server.process.wait(NAMED_S)
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < until, "a process stays behind"
-        time.sleep(0.05)
-    time.sleep(0.2)  # for the reader of the output
-    return code
-
-
 def text_of(server: Server) -> str:
     answer = server.complete("the cat sat on", max_tokens=24, temperature=0.8, seed=7)
     return answer["choices"][0]["text"]
@@ -86,7 +75,7 @@ def test_two_hosts_serve_the_text_of_one_and_end_together(hosts):
         pids = [*server.pids(), rank, parent_of(rank)]
         assert text_of(server) == wanted
         server.process.send_signal(signal.SIGTERM)
-        assert wait_for_end(server, pids) == 0
+        assert ended(server, pids) == 0
 
 
 @NEEDS_RAY
@@ -103,7 +92,7 @@ def test_a_rank_that_is_lost_ends_all_by_its_name_and_host(hosts, lost):
         pids = [*server.pids(), rank, actor]
         number = signal.SIGSTOP if lost == "stopped" else signal.SIGKILL
         os.kill(actor if lost == "actor" else rank, number)
-        assert wait_for_end(server, pids) == 1
+        assert ended(server, pids) == 1
         (line,) = [line for line in server.lines if reasons[lost] in line][:1]
         assert "rank 1 on " in line
         assert "Ray's node" in line
@@ -115,7 +104,7 @@ def test_no_rank_outlives_rank_0(hosts):
         rank = rank_1()
         pids = [*server.pids(), rank]
         os.kill(server.process.pid, signal.SIGKILL)
-        assert wait_for_end(server, pids) == -signal.SIGKILL
+        assert ended(server, pids) == -signal.SIGKILL
 
 
 @NEEDS_RAY

@@ -16,7 +16,6 @@ They are frames of `shared.process.frames`; the first entry names the message.
 
 from __future__ import annotations
 
-import os
 import select
 import socket
 import threading
@@ -94,8 +93,3 @@ def boot() -> str:
             return file.read().strip()
     except OSError:
         return f"{socket.gethostname()} without a boot id"
-
-
-def path_in(descriptor: int) -> str:
-    """Where other processes of this user and host find what a descriptor of this process is of."""
-    return f"/proc/{os.getpid()}/fd/{descriptor}"

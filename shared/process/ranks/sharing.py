@@ -10,10 +10,10 @@ from jaxtyping import Int32
 
 from shared.boundary.backend import Capacity
 from shared.boundary.buffers import plan_layout
-from shared.boundary.mailboxes import Mailboxes
+from shared.boundary.mailboxes import Mailboxes, path_in
 from shared.boundary.ranks import Ranks
 from shared.process.ranks.followers import Follower, Followers, RankError
-from shared.process.ranks.link import boot, path_in
+from shared.process.ranks.link import boot
 from shared.process.ranks.ring import Ring, RingFullError
 
 EXCHANGE_S = 10.0
