@@ -43,9 +43,9 @@ def linear(
 def _by_pieces(
     x: Float[Tensor, "R inputs"], weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, "R outputs"]:
-    pieces = weight.unflatten(0, (-1, PIECE))
+    pieces = weight.view(-1, PIECE, x.shape[1])
     out = torch.bmm(x.expand(len(pieces), *x.shape), pieces.mT)
-    return out.transpose(0, 1).flatten(1)
+    return out.view(1, -1) if len(x) == 1 else out.transpose(0, 1).flatten(1)
 
 
 def _lane_by_lane(
