@@ -17,7 +17,8 @@ import numpy as np
 
 from bench.ground.drafting import WITH_FOLDER, Draft, folders_beside
 from bench.ground.machine import nothing_waits
-from bench.ground.step_bytes import step_bytes
+from bench.ground.step_bytes import step_bytes, step_products
+from shared.boundary.backend import Blueprint
 from shared.engine.request import Request, SamplingParams
 from shared.process import heap
 from shared.process.programs import draft_shape
@@ -221,8 +222,15 @@ class Session:
 
     def bytes_of(self, load: Load) -> int:
         """Bytes that a step must move in the middle of the outputs."""
+        return step_bytes(*self._in_the_middle(load))
+
+    def products_of(self, load: Load) -> int:
+        """Multiplications that a step must make in the middle of the outputs."""
+        return step_products(*self._in_the_middle(load))
+
+    def _in_the_middle(self, load: Load) -> tuple[Blueprint, TreeShape, int, int]:
         context = load.prompt + load.output // 2
-        return step_bytes(self.served.memory.blueprint, self.shape, load.batch, context)
+        return self.served.memory.blueprint, self.shape, load.batch, context
 
     def end(self) -> None:
         """Gives the device's memory back; the session serves no more."""

@@ -1,9 +1,12 @@
-"""Bytes that a decode step must at least move, and so the time that it must at least take.
+"""Bytes that a decode step must at least move and numbers that it must multiply: its limits.
 
 Weights are read once for each pass over them, the embedding only where it is the LM head. The KV of
 every row is read once a layer and pass, a recurrent state read and written once, and once more
 where drafts are replayed. Of experts are read as many as rows choose on average that choose evenly
 and apart from each other. What a step writes of KV, and activations, are left out: they are small.
+
+Every row of a pass is multiplied with each number of its weights, and its queries with all keys and
+values. Padding is left out, and what norms and recurrent states multiply: it is small too.
 """
 
 from math import prod
@@ -46,6 +49,40 @@ def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int)
     return moved + _draft_bytes(blueprint, shape, batch, context)
 
 
+def step_products(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
+    """Multiplications of one step of a batch, each with its addition; arguments as `step_bytes`."""
+    config, rows = blueprint.config, batch * shape.nodes
+    wanted = parameters(config, False)
+    made = rows * (_active(wanted, config, config.tied) + context * _attended(config))
+    drafts = blueprint.drafts
+    if drafts.sizes is None or shape.is_plain:
+        return made
+    own, is_tied = _draft_weights(blueprint)
+    each = _active(own, drafts.sizes.model, is_tied) + context * _attended(drafts.sizes.model)
+    each += _target_head(own, is_tied, config)
+    passes, width = (1, shape.nodes) if drafts.block else (shape.depth, shape.width)
+    return made + passes * batch * width * each
+
+
+def _active(wanted: list[Parameter], config: ModelConfig, is_tied: bool) -> int:
+    """Numbers of weights that one row is multiplied with."""
+    found, experts = 0, config.experts
+    for p in wanted:
+        if len(p.shape) - p.stacked < 2 or (p.name == EMBEDDING and not is_tied):
+            continue
+        size = prod(p.shape)
+        if experts is not None and p.name.endswith(EXPERTS):
+            size = size * (experts.num_chosen + experts.shares_stacks) // experts.num_stacked
+        found += size
+    return found
+
+
+def _attended(config: ModelConfig) -> int:
+    """Multiplications of a row with the keys and values of one token, in all layers."""
+    attention = config.attention
+    return 2 * config.num_attention_layers * attention.query_size
+
+
 def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
     """Of the device's drafter: each level is a pass, but a DFLASH head's, which has one for all.
 
@@ -55,17 +92,28 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
     if drafts.sizes is None or shape.is_plain:
         return 0
     passes = 1 if drafts.block else shape.depth
-    if drafts.kind == MTP:
-        own = [p for p in parameters(config, True) if p.name.startswith("mtp.")]
-    else:
-        own = draft_parameters(drafts, None)
-    is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
+    own, is_tied = _draft_weights(blueprint)
     share = _read_share(drafts.sizes.model, batch * shape.width)
     once = _weight_bytes(own, item, is_tied, share, _in_fp8(blueprint) if drafts.with_mtp else {})
-    if not is_tied and not any(p.name == "lm_head" for p in own):
-        once += config.vocab * config.hidden * item  # the target's LM head scores its drafts
+    once += _target_head(own, is_tied, config) * item
     kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
     return passes * (once + kv)
+
+
+def _draft_weights(blueprint: Blueprint) -> tuple[list[Parameter], bool]:
+    """What a pass of the device's drafter reads, and whether its embedding is its LM head."""
+    drafts = blueprint.drafts
+    if drafts.kind == MTP:
+        every = parameters(blueprint.config, True)
+        return [p for p in every if p.name.startswith("mtp.")], False
+    is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
+    return draft_parameters(drafts, None), is_tied
+
+
+def _target_head(own: list[Parameter], is_tied: bool, config: ModelConfig) -> int:
+    """Numbers of the target's LM head, where it scores the drafts of a drafter without one."""
+    has_own = is_tied or any(p.name == "lm_head" for p in own)
+    return 0 if has_own else config.vocab * config.hidden
 
 
 def _in_fp8(blueprint: Blueprint) -> InWords:

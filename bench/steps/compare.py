@@ -110,7 +110,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         found = report.found | asdict(load)
         for side in sides:
             found[side.name] = side_facts(sessions[side.name], side, turns[side.name])
-            limit = 1e3 * sessions[side.name].bytes_of(load) / rates[side.backend]
+            limit = 1e3 * sessions[side.name].bytes_of(load) / rates[side.backend].copied
             found[side.name]["limit_ms"] = limit
     names = ("ms", "tokens_per_s")
     return found | {"b_to_a": {name: ratio(turns["a"], turns["b"], name) for name in names}}

@@ -3,12 +3,14 @@
     python -m bench.steps.offline --backend torch jax --model bench/shapes/qwen3-8b --batch 1 8 32 \
         --drafts none EAGLE3:S=3 DFLASH --out bench/results/FILE.json
 
-Every line is a batch that one drafter serves on one backend. Beside the time of a step stands its
-bytes limit: what it must read, at the rate that a large copy reaches on the same device. Weights
-are dummies, with which no drafter agrees; `--accept-length` says how many tokens a step shall give,
-and stands in the line. Texts are compared where they promise to be equal: those of the backends,
-and a drafter's with plain decoding's. A drafter that remembers texts has seen the round before. On
-a CPU nothing is known of kernels; `--kernels` tells which take the most of a step.
+Every line is a batch that one drafter serves on one backend. Beside the time of a step stand its
+limits: of what it must read, at the rate that a large copy reaches on the same device, and of what
+it must multiply, at that of a large product of the framework; the share is of both one after the
+other. Weights are dummies, with which no drafter agrees; `--accept-length` says how many tokens a
+step shall give, and stands in the line. Texts are compared where they promise to be equal: those of
+the backends, and a drafter's with plain decoding's. A drafter that remembers texts has seen the
+round before. On a CPU nothing is known of kernels, clock and power; `--kernels` tells which take
+the most of a step.
 """
 
 import argparse
@@ -24,8 +26,9 @@ from importlib import import_module
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from bench.ground import card
 from bench.ground.drafting import PLAIN, Draft, named_folder
 from bench.ground.session import Load, Session, folders_of, peak_bytes
 from tests.support.op_sides import SIDES
@@ -42,7 +45,20 @@ LOT = "L"
 HEADER = (
     f"{'side':6}{'drafts':26}{'batch':>6}{'T':>5}{'ms':>9}{'low':>8}{'high':>8}{'tokens/s':>10}"
 )
-HEADER += f"{'length':>8}{'limit':>8}{'share':>7}{'kernels':>9}{'idle':>7}  texts"
+HEADER += f"{'length':>8}{'bytes':>8}{'products':>9}{'share':>7}{'kernels':>9}{'idle':>7}"
+HEADER += f"{card.HEADER}  texts"
+
+
+class Rates(NamedTuple):
+    """How fast a device copies, in bytes a second, and multiplies, in products a second."""
+
+    copied: float
+    multiplied: float
+
+    @property
+    def teraflops(self) -> float:
+        """Additions count too."""
+        return 2 * self.multiplied / 1e12
 
 
 class Report:
@@ -59,16 +75,18 @@ class Report:
         self._out, self._texts = out, dict[tuple, Texts]()
         self._tells_kernels = tells_kernels
 
-    def add_side(self, backend: str) -> float:
-        """Says where a backend runs; gives the rate of its copies in bytes a second."""
+    def add_side(self, backend: str) -> Rates:
+        """Says where a backend runs, and how fast it is there."""
         side = SIDES[backend]()
-        rate = side.copy_rate()
+        rates = Rates(side.copy_rate(), side.product_rate())
         self.found["versions"][backend] = side.version
         where = {"device": side.device, "kernels": side.kernels}
-        self.found["sides"][backend] = where | {"copy_gigabytes_per_s": rate / 1e9}
+        told = {"copy_gigabytes_per_s": rates.copied / 1e9, "teraflops": rates.teraflops}
+        self.found["sides"][backend] = where | told
         side.release()
-        self._say(f"{backend} on {side.device}, copies {rate / 1e9:.0f} GB/s")
-        return rate
+        copies = f"copies {rates.copied / 1e9:.0f} GB/s"
+        self._say(f"{backend} on {side.device}, {copies}, products {rates.teraflops:.3g} TFLOP/s")
+        return rates
 
     def refuse(self, backend: str, draft: Draft, error: ValueError) -> None:
         """Notes what was not served, and why."""
@@ -113,19 +131,21 @@ def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def measure(session: Session, load: Load, rate: float, options: argparse.Namespace) -> Line:
+def measure(session: Session, load: Load, rates: Rates, options: argparse.Namespace) -> Line:
     """One line, and the texts of its last round under `texts`."""
     # Warms up; drafters that remember texts learn them.
     prompt = load.prompt if session.draft.remembers else min(load.prompt, LONGEST_WARM_UP)
     session.round(replace(load, prompt=prompt))
     made = session.made
-    rounds = [session.round(load) for _ in range(options.rounds)]
+    with card.watched(session.served.device == "gpu") as watched:
+        rounds = [session.round(load) for _ in range(options.rounds)]
     blocks = [ms for each in rounds for ms in each.blocks(options.steps)]
     if not blocks:
         raise ValueError(f"a round has fewer than {options.steps} steps; raise --output")
     steps = sum(len(each.step_s) for each in rounds)
     tokens, seconds = sum(r.tokens for r in rounds), sum(sum(r.step_s) for r in rounds)
-    median, limit = statistics.median(blocks), 1e3 * session.bytes_of(load) / rate
+    median, limit = statistics.median(blocks), 1e3 * session.bytes_of(load) / rates.copied
+    products = 1e3 * session.products_of(load) / rates.multiplied
     memory = session.served.memory
     return {
         "backend": session.backend,
@@ -144,9 +164,12 @@ def measure(session: Session, load: Load, rate: float, options: argparse.Namespa
         "accept_length": round(tokens / steps / load.batch, 3),
         "prompt_ms": round(1e3 * statistics.median(r.prompt_s for r in rounds), 2),
         "limit_ms": round(limit, 4),
+        "products_ms": round(products, 4),
         "share_of_limit": round(limit / median, 4),
+        "share_of_both": round((limit + products) / median, 4),
         "programs_made_while_timed": session.made - made,
         "rounds_are_equal": all(r.texts == rounds[0].texts for r in rounds),
+        "card": watched,
         "trace": _trace(session, load, min(len(r.step_s) for r in rounds), median, options),
         "texts": rounds[-1].texts,
     }
@@ -192,8 +215,9 @@ def line_of(line: Line) -> str:
     return (
         f"{line['backend']:6}{line['drafts']:26}{line['batch']:6}{line['temperature']:5g}"
         f"{line['ms']:9.3f}{line['ms_low']:8.3f}{line['ms_high']:8.3f}{line['tokens_per_s']:10.1f}"
-        f"{line['accept_length']:8.3f}{line['limit_ms']:8.3f}{line['share_of_limit']:7.1%}"
-        f"{kernels}{idle}  {' '.join([told, *notes])}"
+        f"{line['accept_length']:8.3f}{line['limit_ms']:8.3f}{line['products_ms']:9.3f}"
+        f"{line['share_of_both']:7.1%}{kernels}{idle}"
+        f"{card.told_card(line['card'])}  {' '.join([told, *notes])}"
     )
 
 
@@ -250,11 +274,11 @@ def run(options: argparse.Namespace, command: str) -> Report:
     drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
     # JAX takes most of a GPU's memory when it starts, so torch goes first.
     for backend in sorted(options.backend, key=list(SIDES).index):
-        rate = report.add_side(backend)
+        rates = report.add_side(backend)
         print(HEADER, flush=True)
         for draft in drafts:
             for batch, overlap in product(options.batch, options.overlap):
-                _serve(report, backend, draft, batch, overlap, rate, options)
+                _serve(report, backend, draft, batch, overlap, rates, options)
     return report
 
 
@@ -264,7 +288,7 @@ def _serve(
     draft: Draft,
     batch: int,
     overlap: int,
-    rate: float,
+    rates: Rates,
     options: argparse.Namespace,
 ) -> None:
     load = Load(batch=batch, prompt=options.input, output=options.output, temperature=0, top_p=1)
@@ -272,7 +296,7 @@ def _serve(
         with begun(backend, draft, load, options, overlap) as session:
             for temperature, top_p in zip(options.temperature, _top_ps(options), strict=True):
                 how = replace(load, temperature=temperature, top_p=top_p)
-                line = measure(session, how, rate, options)
+                line = measure(session, how, rates, options)
                 texts = line.pop("texts")
                 keeps_text = session.served.keeps_text_at(temperature)
                 report.add(line | start_facts(session), texts, keeps_text)

@@ -5,8 +5,8 @@
 
 One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Its answer goes
 on for some tokens: texts and acceptance must be the same however prompts are launched. Beside it
-stands what the products with the layers' weights alone take by the framework itself; `--kernels`
-tells which of a prompt's kernels take the most.
+stands what the products with the layers' weights alone take by the framework itself, for so long
+that a card comes to its clock; `--kernels` tells which of a prompt's kernels take the most.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from bench.ground import card
 from bench.ground.drafting import Draft, named_folder
 from bench.ground.session import Load, folders_of, reset_peak
 from bench.ground.step_bytes import EXPERTS
@@ -35,7 +36,7 @@ from tests.support.started import Answer, Served, ask, start
 EAGER = "--disable-piecewise-cuda-graph"
 HEADER = (
     f"{'side':6}{'drafts':26}{'launch':>14}{'tokens':>8}{'ms':>9}{'low':>8}{'high':>8}"
-    f"{'products':>10}{'tokens/s':>10}  answer"
+    f"{'products':>10}{'tokens/s':>10}{card.HEADER}  answer"
 )
 OUTSIDE = ("embed", "lm_head", "gated_delta.conv")
 """Matrices that a prompt has no product with, or only its last token."""
@@ -49,13 +50,14 @@ def ask_once(served: Served, load: Load) -> Answer:
     return ask(served, request)
 
 
-def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
+def measure(served: Served, load: Load, rounds: int, products: float, on_gpu: bool) -> Line:
     """One size of prompt, whose products take so many seconds.
 
     The line's `answer` is what was answered, and what of it was drafted.
     """
     ask_once(served, load)
-    answers = [ask_once(served, load) for _ in range(rounds)]
+    with card.watched(on_gpu) as watched:
+        answers = [ask_once(served, load) for _ in range(rounds)]
     seconds = [each.seconds for each in answers]
     counts, kind = served.engine.metrics.snapshot(), Work.PREFILL.value
     launches = {
@@ -70,6 +72,7 @@ def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
         "ms_high": round(1e3 * max(seconds), 3),
         "products_ms": round(1e3 * products, 3),
         "tokens_per_s": round(load.prompt / statistics.median(seconds), 1),
+        "card": watched,
         "prefills_so_far": {name: count for name, count in launches.items() if count},
         "answer": {"tokens": last.tokens, "accepted": last.accepted},
     }
@@ -130,7 +133,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                     sizes = {"batch": 1, "prompt": prompt, "output": options.output}
                     load = Load(**sizes, temperature=0.0, top_p=1.0)
                     line = {"backend": backend, "drafts": str(draft), "flags": own}
-                    line |= measure(served, load, options.rounds, products[prompt])
+                    line |= measure(served, load, options.rounds, products[prompt], side.is_gpu)
                     known = answers.setdefault((f"{backend} {draft}", prompt), line["answer"])
                     line["is_same"] = line["answer"] == known
                     if options.kernels:
@@ -155,7 +158,8 @@ def line_of(line: Line) -> str:
     return (
         f"{line['backend']:6}{line['drafts']:26}{launch:>14}{line['prompt']:8}{line['ms']:9.2f}"
         f"{line['ms_low']:8.2f}{line['ms_high']:8.2f}{line['products_ms']:10.2f}"
-        f"{line['tokens_per_s']:10.0f}  {'same' if line['is_same'] else 'ANOTHER'}"
+        f"{line['tokens_per_s']:10.0f}{card.told_card(line['card'])}  "
+        f"{'same' if line['is_same'] else 'ANOTHER'}"
     )
 
 

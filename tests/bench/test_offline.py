@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 
 from bench.ground.drafting import Draft
 from bench.ground.session import Round, folders_of
-from bench.ground.step_bytes import step_bytes
+from bench.ground.step_bytes import step_bytes, step_products
 from bench.steps import compare, offline
 from bench.steps.offline import Report, compared, kernels_of, with_lot
 from shared.boundary.backend import Blueprint
@@ -21,6 +22,7 @@ from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.fp8 import Granularity
+from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes
 from tests.support.started import Served
@@ -76,6 +78,9 @@ def test_every_line_is_timed_told_and_written(model, tmp_path, capsys):
     for each in found["lines"]:
         assert 0 < each["ms_low"] <= each["ms"] <= each["ms_high"]
         assert each["share_of_limit"] == pytest.approx(each["limit_ms"] / each["ms"], abs=1e-3)
+        both = each["limit_ms"] + each["products_ms"]
+        assert each["share_of_both"] == pytest.approx(both / each["ms"], abs=1e-3)
+        assert each["card"] == {}
         assert each["top_p"] == (0.9 if each["temperature"] else 1.0)
         assert each["accept_length"] >= 1
         assert each["tokens_per_s"] > 0
@@ -207,6 +212,34 @@ def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
     layer = 3 * 4096 * 12288 + 4096 * (2 * 6144 + 4096) + 4096 * 3 * 4096
     norms = 4 * 4 * 4096  # in float32
     assert more == 3 * (2 * (layer + 32000 * 4096) + norms + 8 * 500 * 2 * 8 * 128 * 2)
+
+
+def test_the_products_of_qwen3_8b_are_of_all_its_weights_and_of_its_attention():
+    config = config_from_folder(SHAPES / "qwen3-8b")
+    plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
+    found = step_products(blueprint_of(Drafts.none(), config), plain, 8, 500)
+    attended = 2 * 8 * 500 * 36 * 32 * 128
+    assert found - attended == pytest.approx(8 * 7.568e9, rel=1e-3)
+    head = DraftConfig.from_folder(SHAPES / "qwen3-8b-eagle3", config)
+    more = step_products(blueprint_of(Drafts.of_head(head), config), chain, 8, 500) - 4 * found
+    layer = 3 * 4096 * 12288 + 4096 * (2 * 6144 + 4096) + 4096 * 3 * 4096
+    assert more == 3 * 8 * (layer + 32000 * 4096 + 2 * 500 * 32 * 128)
+    block = DraftConfig.from_folder(SHAPES / "qwen3-8b-dflash", config)
+    of_block, rows = blueprint_of(Drafts.of_head(block), config), TreeShape.chain(15, 1)
+    more = step_products(of_block, rows, 1, 0) - 16 * step_products(of_block, plain, 1, 0)
+    assert more == pytest.approx(16 * (1.05e9 + config.vocab * config.hidden), rel=0.01)
+
+
+def test_a_row_is_multiplied_with_the_experts_that_it_chooses_and_with_a_tied_head_once():
+    config = config_from_folder(ROOT / "tests" / "golden" / "glm4_moe")  # 8 of width 8, 3 chosen
+    plain = TreeShape.plain(1)
+    dense = [p for p in parameters(config, False) if p.shape[p.stacked :][1:]]
+    weights = sum(prod(p.shape) for p in dense if p.name != "embed")
+    weights -= 2 * 5 * (16 * 32 + 32 * 8)  # the experts that a row does not choose
+    assert step_products(blueprint_of(Drafts.none(), config), plain, 7, 0) == 7 * weights
+    tied = config_from_folder(SHAPES / "qwen3-0.6b")
+    found = step_products(blueprint_of(Drafts.none(), tied), plain, 1, 0)
+    assert found == pytest.approx(0.596e9, rel=0.01)
 
 
 def test_of_experts_those_are_read_that_rows_choose():

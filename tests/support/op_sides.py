@@ -37,7 +37,11 @@ Timer = Callable[[int], float]
 GPU_COPY_FLOATS, CPU_COPY_FLOATS = 2**28, 2**24
 GPU_WEIGHTS, CPU_WEIGHTS = 2**27, 1
 """Numbers of weights that products take in turn: more than a cache keeps."""
+GPU_PRODUCT, CPU_PRODUCT = (4096, 12288, 4096), (64, 512, 512)
+"""Rows, outputs and inputs of a product that works to the full."""
 ROUND_S = 0.02
+SUSTAINED_S = 0.3
+"""Of products: as long a card needs to come to the clock that its power allows."""
 WARM_UP_ROUNDS = 10
 
 
@@ -137,15 +141,20 @@ class Side(ABC):
         return 2 * 4 * floats / statistics.median(timer(rounds) for _ in range(7))
 
     def product_seconds(self, rows: int, outputs: int, inputs: int) -> float:
-        """Seconds of a product of rows with a weight in bfloat16 by the framework itself."""
+        """Seconds of a product of rows with a weight in bfloat16 by the framework, sustained."""
         draw = partial(np.random.default_rng(0).standard_normal, dtype=np.float32)
         x = self._array(draw((rows, inputs)), "bfloat16")
         numbers = GPU_WEIGHTS if self.is_gpu else CPU_WEIGHTS
         weight = self._array(draw((outputs, inputs)), "bfloat16")
         sets = [[x, weight + copy] for copy in range(math.ceil(numbers / (outputs * inputs)))]
         timer = self.timer(Operation(lambda x, weight: x @ weight.T, ()), sets)
-        rounds = rounds_for(timer, len(sets))
+        rounds = rounds_for(timer, len(sets), SUSTAINED_S if self.is_gpu else ROUND_S)
         return statistics.median(timer(rounds) for _ in range(3))
+
+    def product_rate(self) -> float:
+        """Multiplications a second of large products in bfloat16 by the framework, sustained."""
+        rows, outputs, inputs = GPU_PRODUCT if self.is_gpu else CPU_PRODUCT
+        return rows * outputs * inputs / self.product_seconds(rows, outputs, inputs)
 
     def release(self) -> None:
         """Lets go of the arrays and programs that no one holds, for the next side."""
@@ -334,6 +343,6 @@ def _by_the_device(once: Callable[[], Any], count: int, wait: Callable[[Any], An
     return seconds
 
 
-def rounds_for(timer: Timer, count: int) -> int:
+def rounds_for(timer: Timer, count: int, seconds: float = ROUND_S) -> int:
     """So many rounds over `count` sets that they take a while."""
-    return max(1, math.ceil(ROUND_S / max(timer(1) * count, 1e-9)))
+    return max(1, math.ceil(seconds / max(timer(1) * count, 1e-9)))
