@@ -1,11 +1,12 @@
 """As `shared.models.dummy`, on the device: a parameter is made there in one compiled pass."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int32, UInt32
+from jaxtyping import Bool, Float, Int32, UInt32
 
 from shared.models.dummy import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, Law, keys_of
 from shared.models.fp8_words import FP8_BLOCK, shape_of_words
@@ -39,64 +40,83 @@ def codes(
 
 
 def word_array(parameter: Parameter, device: jax.Device) -> Int32[jax.Array, "..."]:
-    """A whole parameter in FP8, in words of four; nothing else is held while it is made."""
-    keys = jax.device_put(keys_of(parameter), device)
-    return _words_made(keys, shape_of_words(parameter.shape), parameter.stacked)
+    """A parameter in FP8 or a rank's share, in words of four; nothing else is held meanwhile."""
+    keys, outputs = jax.device_put((keys_of(parameter), _outputs(parameter)), device)
+    return _words_made(keys, outputs, _Form.of(parameter, shape_of_words(parameter.shape)))
 
 
-@partial(jax.jit, static_argnums=(1, 2))
+@partial(jax.jit, static_argnums=2)
 def _words_made(
-    keys: UInt32[jax.Array, " layers"], shape: tuple[int, ...], is_stacked: bool
+    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: "_Form"
 ) -> Int32[jax.Array, "..."]:
-    number, key = _numbered(keys, shape, is_stacked)
+    number, key, is_filled = _numbered(keys, outputs, form)
     count = FP8_BLOCK // 4
     first = number // count * FP8_BLOCK + number % count
     words = jnp.zeros((), jnp.uint32)
     for byte in range(4):
         words |= codes(key, first + count * byte) << (8 * byte)
+    words = jnp.where(is_filled, words, np.uint32(0))
     return jax.lax.bitcast_convert_type(words, jnp.int32)
-
-
-def share(parameter: Parameter, made: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """What a rank's share has of the whole parameter, or of the scales of each of its outputs."""
-    if parameter.whole is None:
-        return made
-    taken = jnp.take(made, parameter.outputs, axis=parameter.axis)
-    spare = [(0, 0)] * made.ndim
-    spare[parameter.axis] = (0, parameter.shape[parameter.axis] - taken.shape[parameter.axis])
-    return jnp.pad(taken, spare)
 
 
 def parameter_array(
     parameter: Parameter, law: Law, dtype: np.dtype | type, device: jax.Device
 ) -> Float[jax.Array, "..."]:
-    """A whole parameter; nothing else is held while it is made."""
-    keys = jax.device_put(keys_of(parameter), device)
-    return _made(keys, parameter.shape, parameter.stacked, law, jnp.dtype(dtype))
+    """A parameter or a rank's share; nothing else is held while it is made."""
+    keys, outputs = jax.device_put((keys_of(parameter), _outputs(parameter)), device)
+    return _made(keys, outputs, _Form.of(parameter, parameter.shape), law, jnp.dtype(dtype))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+@partial(jax.jit, static_argnums=(2, 3, 4))
 def _made(
     keys: UInt32[jax.Array, " layers"],
-    shape: tuple[int, ...],
-    is_stacked: bool,
+    outputs: Int32[jax.Array, " outputs"],
+    form: "_Form",
     law: Law,
     dtype: np.dtype,
 ) -> Float[jax.Array, "..."]:
-    places, key = _numbered(keys, shape, is_stacked)
-    return elements(law, key, places).astype(dtype)
+    places, key, is_filled = _numbered(keys, outputs, form)
+    return jnp.where(is_filled, elements(law, key, places), np.float32(0)).astype(dtype)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How an array lies, and how large the whole is along the axis that ranks divide."""
+
+    shape: tuple[int, ...]
+    is_stacked: bool
+    axis: int
+    whole: int
+
+    @classmethod
+    def of(cls, parameter: Parameter, shape: tuple[int, ...]) -> "_Form":
+        axis = max(len(shape) + parameter.axis, int(parameter.stacked))
+        whole = shape[axis] if parameter.whole is None else parameter.whole.shape[axis]
+        return cls(shape, parameter.stacked, axis, whole)
+
+
+def _outputs(parameter: Parameter) -> Int32[np.ndarray, " outputs"]:
+    """Which of the whole's outputs each is; -1 where nothing fills a rank's."""
+    axis = max(len(parameter.shape) + parameter.axis, int(parameter.stacked))
+    outputs = np.full(parameter.shape[axis], -1, np.int32)
+    taken = np.arange(len(outputs)) if parameter.whole is None else parameter.outputs
+    outputs[: len(taken)] = taken
+    return outputs
 
 
 def _numbered(
-    keys: UInt32[jax.Array, " layers"], shape: tuple[int, ...], is_stacked: bool
-) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]]:
-    """The numbers of all elements, counted within their layer, and their layers' keys."""
-    first = int(is_stacked)
-    places, stride = jnp.zeros((), jnp.uint32), 1
-    for axis in range(len(shape) - 1, first - 1, -1):
-        places += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride)
-        stride *= shape[axis]
-    return places, keys.reshape(-1, *[1] * (len(shape) - 1)) if is_stacked else keys[0]
+    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: _Form
+) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."], Bool[jax.Array, "..."]]:
+    """The numbers of all elements within their layer of the whole, its key, and which there are."""
+    shape, places, stride = form.shape, jnp.zeros((), jnp.uint32), 1
+    outputs = jnp.expand_dims(outputs, [i for i in range(len(shape)) if i != form.axis])
+    for axis in range(len(shape) - 1, int(form.is_stacked) - 1, -1):
+        own = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        own = outputs.astype(jnp.uint32) if axis == form.axis else own
+        places += own * np.uint32(stride)
+        stride *= form.whole if axis == form.axis else shape[axis]
+    key = keys.reshape(-1, *[1] * (len(shape) - 1)) if form.is_stacked else keys[0]
+    return jnp.broadcast_to(places, shape), key, outputs >= 0
 
 
 def _tops(

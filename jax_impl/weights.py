@@ -194,12 +194,11 @@ def _loaded(
     """One parameter: read to main memory, or if large to the device; or made there."""
     kind = np.float32 if parameter.float32 else dtype
     if isinstance(checkpoint, DummyCheckpoint):
-        whole = parameter.whole or parameter
-        made = dummy.parameter_array(whole, checkpoint.law(whole), kind, device)
+        made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
         progress(checkpoint.num_bytes([parameter]))
-        if (granularity := checkpoint.granularity_of(whole)) is not None:
-            made = words.scaled(made, whole, granularity)
-        return dummy.share(parameter, made)
+        if (granularity := checkpoint.granularity_of(parameter)) is not None:
+            made = words.scaled(made, parameter, granularity)
+        return made
     is_large = math.prod(parameter.shape) >= LARGE
     if not (is_large and isinstance(checkpoint, Checkpoint)):
         return checkpoint.load(parameter, dtype, progress)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float8e4m3fn, Float32, Int, Int32, Shaped, UInt8
 from jax_impl import dummy
 from shared.models import fp8
 from shared.models.checkpoint import Checkpoint
-from shared.models.dummy import DummyCheckpoint, Stored, code_scales
+from shared.models.dummy import DummyCheckpoint, Stored, code_scales, scales_of_outputs
 from shared.models.fp8 import Granularity
 from shared.models.fp8_words import FP8_BLOCK, packed_scales, shape_of_words
 from shared.models.parameters import Parameter
@@ -85,11 +85,8 @@ def read_codes(
     """
     by_output = device.platform != "gpu"
     if isinstance(checkpoint, DummyCheckpoint):
-        whole = parameter.whole or parameter
-        codes = dummy.share(parameter, unpacked(dummy.word_array(whole, device)))
-        scales = code_scales(whole, Granularity.BLOCK)
-        if by_output:
-            scales = parameter.share(fp8.scales_of_outputs(scales, whole.shape[-2]))
+        codes = unpacked(dummy.word_array(parameter, device))
+        scales = (scales_of_outputs if by_output else code_scales)(parameter, Granularity.BLOCK)
         progress(checkpoint.num_bytes([parameter]))
         return codes, jax.device_put(scales, device)
     codes = jnp.zeros(parameter.shape, jnp.float8_e4m3fn, device=device)
@@ -131,18 +128,14 @@ def scaled(
     numbers: Float[jax.Array, "*stack N K"], parameter: Parameter, granularity: Granularity
 ) -> Float[jax.Array, "*stack N K"]:
     """The numbers of a dummy's codes times their scales."""
-    return _scaled(numbers, code_scales(parameter, granularity), granularity)
+    return _scaled(numbers, scales_of_outputs(parameter, granularity))
 
 
-@partial(jax.jit, donate_argnums=0, static_argnums=2)
+@partial(jax.jit, donate_argnums=0)
 def _scaled(
-    numbers: Float[jax.Array, "*stack N K"],
-    scales: Float[jax.Array, "*stack scales scales_in"],
-    granularity: Granularity,
+    numbers: Float[jax.Array, "*stack N K"], scales: Float[jax.Array, "*stack N scales_in"]
 ) -> Float[jax.Array, "*stack N K"]:
-    N, K = numbers.shape[-2:]
     across = scales
-    if granularity is Granularity.BLOCK:
-        across = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
-        across = across[..., :N, :K]
+    if scales.shape[-1] > 1:
+        across = jnp.repeat(scales, FP8_BLOCK, axis=-1)[..., : numbers.shape[-1]]
     return (numbers.astype(jnp.float32) * across).astype(numbers.dtype)

@@ -1,11 +1,10 @@
 """As `shared.models.dummy`, on the device: a parameter is made there piece by piece."""
 
-import math
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
-from torch.nn import functional
 
 from shared.models.dummy import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, Law, keys_of
 from shared.models.fp8_words import FP8_BLOCK, shape_of_words
@@ -41,44 +40,42 @@ def codes(key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, "
 
 
 def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "..."]:
-    """A whole parameter in FP8, in words of four, made in pieces as `parameter_array`."""
-    made = torch.empty(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
-    keys = torch.from_numpy(keys_of(parameter).view("int32")).to(device)
-    layers, count = made.view(len(keys), made.numel() // len(keys)), FP8_BLOCK // 4
-    number = torch.arange(min(PIECE, layers.shape[1]), device=device)
-    first = (number // count * FP8_BLOCK + number % count).int()  # PIECE has whole blocks
-    for key, layer in zip(keys, layers, strict=True):
-        for start in range(0, len(layer), PIECE):
-            piece = layer[start : start + PIECE].zero_()
-            for byte in range(4):
-                places = first[: len(piece)] + _signed(4 * start + count * byte)
-                piece.bitwise_or_(codes(key, places) << (8 * byte))
+    """A parameter in FP8 or a rank's share, in words of four; pieces as in `parameter_array`."""
+    made = torch.zeros(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
+    count = FP8_BLOCK // 4
+    for key, layer in _layers(parameter, made):
+        number = torch.arange(min(PIECE, len(layer)), device=device)
+        first_of = (number // count * FP8_BLOCK + number % count).int()  # PIECE has whole blocks
+        for at, first, numbers in parameter.spans():
+            span = layer[at // 4 : (at + numbers) // 4]
+            for start in range(0, len(span), PIECE):
+                piece = span[start : start + PIECE]
+                for byte in range(4):
+                    places = first_of[: len(piece)] + _signed(first + 4 * start + count * byte)
+                    piece.bitwise_or_(codes(key, places) << (8 * byte))
     return made
 
 
 def parameter_array(
     parameter: Parameter, law: Law, dtype: torch.dtype, device: torch.device
 ) -> Float[Tensor, "..."]:
-    """A whole parameter; beside it stand a few pieces of `PIECE` elements."""
-    made = torch.empty(parameter.shape, dtype=dtype, device=device)
-    keys = torch.from_numpy(keys_of(parameter).view("int32")).to(device)
-    layers = made.view(len(keys), math.prod(parameter.shape) // len(keys))
-    first = torch.arange(min(PIECE, layers.shape[1]), dtype=torch.int32, device=device)
-    for key, layer in zip(keys, layers, strict=True):
-        for start in range(0, len(layer), PIECE):
-            piece = layer[start : start + PIECE]
-            piece.copy_(elements(law, key, first[: len(piece)] + _signed(start)))
+    """A parameter or a rank's share; beside it stand a few pieces of `PIECE` elements."""
+    new = torch.empty if parameter.is_filled else torch.zeros
+    made = new(parameter.shape, dtype=dtype, device=device)
+    for key, layer in _layers(parameter, made):
+        number = torch.arange(min(PIECE, len(layer)), dtype=torch.int32, device=device)
+        for at, first, count in parameter.spans():
+            span = layer[at : at + count]
+            for start in range(0, count, PIECE):
+                piece = span[start : start + PIECE]
+                piece.copy_(elements(law, key, number[: len(piece)] + _signed(first + start)))
     return made
 
 
-def share(parameter: Parameter, made: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """What a rank's share has of the whole parameter, or of the scales of each of its outputs."""
-    if parameter.whole is None:
-        return made
-    axis = made.ndim + parameter.axis
-    taken = made.index_select(axis, torch.from_numpy(parameter.outputs).to(made.device))
-    spare = [0] * (2 * -parameter.axis - 1)
-    return functional.pad(taken, (*spare, parameter.shape[parameter.axis] - taken.shape[axis]))
+def _layers(parameter: Parameter, made: Tensor) -> Iterator[tuple[Int[Tensor, ""], Tensor]]:
+    """The key of each layer, and its numbers one behind the other."""
+    keys = torch.from_numpy(keys_of(parameter).view("int32")).to(made.device)
+    yield from zip(keys, made.view(len(keys), -1), strict=True)
 
 
 def _tops(law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:

@@ -156,12 +156,11 @@ def _loaded(
     """One parameter, read onto the device tensor by tensor, or made there."""
     kind = _type_of(parameter, dtype)
     if isinstance(checkpoint, DummyCheckpoint):
-        whole = parameter.whole or parameter
-        made = dummy.parameter_array(whole, checkpoint.law(whole), kind, device)
+        made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
         progress(checkpoint.num_bytes([parameter]))
-        if (granularity := checkpoint.granularity_of(whole)) is not None:
-            made = words.scaled(made, whole, granularity)
-        return _centred(parameter, dummy.share(parameter, made))
+        if (granularity := checkpoint.granularity_of(parameter)) is not None:
+            made = words.scaled(made, parameter, granularity)
+        return _centred(parameter, made)
     new = torch.empty if parameter.is_filled else torch.zeros
     read = new(parameter.shape, dtype=kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shared.models import fp8
 from shared.models.checkpoint import Checkpoint
-from shared.models.dummy import DummyCheckpoint, Stored, code_scales
+from shared.models.dummy import DummyCheckpoint, Stored, code_scales, scales_of_outputs
 from shared.models.fp8 import Granularity
 from shared.models.fp8_words import FP8_BLOCK, packed_scales, shape_of_words
 from shared.models.parameters import Parameter
@@ -68,11 +68,8 @@ def read_codes(
     """
     by_output = device.type != "cuda"
     if isinstance(checkpoint, DummyCheckpoint):
-        whole = parameter.whole or parameter
-        codes = dummy.share(parameter, unpacked(dummy.word_array(whole, device)).view(torch.uint8))
-        codes, scales = codes.view(torch.float8_e4m3fn), code_scales(whole, Granularity.BLOCK)
-        if by_output:
-            scales = parameter.share(fp8.scales_of_outputs(scales, whole.shape[-2]))
+        codes = unpacked(dummy.word_array(parameter, device))
+        scales = (scales_of_outputs if by_output else code_scales)(parameter, Granularity.BLOCK)
         progress(checkpoint.num_bytes([parameter]))
     else:
         codes = torch.empty(parameter.shape, dtype=torch.uint8, device=device)
@@ -99,12 +96,11 @@ def scaled(
     numbers: Float[Tensor, "*stack N K"], parameter: Parameter, granularity: Granularity
 ) -> Float[Tensor, "*stack N K"]:
     """The numbers of a dummy's codes times their scales, in their own memory."""
-    scales = torch.from_numpy(code_scales(parameter, granularity))
+    scales = torch.from_numpy(scales_of_outputs(parameter, granularity))
     scales = scales.to(numbers.device, numbers.dtype)
     if granularity is Granularity.CHANNEL:
         return numbers.mul_(scales)
-    across = scales.repeat_interleave(FP8_BLOCK, -1)[..., : numbers.shape[-1]]
-    for block in range(scales.shape[-2]):
-        rows = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
-        numbers[..., rows, :].mul_(across[..., block : block + 1, :])
+    for block in range(scales.shape[-1]):
+        columns = slice(block * FP8_BLOCK, (block + 1) * FP8_BLOCK)
+        numbers[..., columns].mul_(scales[..., block : block + 1])
     return numbers

@@ -23,6 +23,7 @@ from shared.models.checkpoint import Array, Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, parameters
+from shared.models.pieces import Source
 
 ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 """Shift and factor of each round of `mixed`."""
@@ -95,11 +96,29 @@ CODES = (0x4E4A4438, 0x57555351)
 
 
 def code_scales(parameter: Parameter, granularity: Granularity) -> Float32[np.ndarray, "..."]:
-    """The scales of a parameter in FP8, by the law of `law_of`; they are numbers of bfloat16."""
-    shape = fp8.scale_shape(parameter.shape, granularity)
-    own = replace(parameter, name=f"{parameter.name}{fp8_words.SCALES}", shape=shape)
-    step = np.float32(law_of(parameter).step * SCALE_STEP)
-    return fp8_words.rounded(parameter_array(own, SIZES_LAW) * step)
+    """The scales of a parameter in FP8, by the law of `law_of`; they are numbers of bfloat16.
+
+    A rank's share has whole blocks of those that blocks have.
+    """
+    whole = parameter.whole or parameter
+    shape = fp8.scale_shape(whole.shape, granularity)
+    own = replace(whole, name=f"{whole.name}{fp8_words.SCALES}", shape=shape)
+    step = np.float32(law_of(whole).step * SCALE_STEP)
+    scales = fp8_words.rounded(parameter_array(own, SIZES_LAW) * step)
+    if parameter.whole is None or granularity is Granularity.CHANNEL:
+        return parameter.share(scales)
+    return np.take(scales, parameter.outputs[:: fp8.BLOCK] // fp8.BLOCK, parameter.axis)
+
+
+def scales_of_outputs(
+    parameter: Parameter, granularity: Granularity
+) -> Float32[np.ndarray, "*stack outputs scales_in"]:
+    """As `code_scales`, repeated for each output of a block, which a share may cut."""
+    whole = parameter.whole or parameter
+    scales = code_scales(whole, granularity)
+    if granularity is Granularity.BLOCK:
+        scales = fp8.scales_of_outputs(scales, whole.shape[-2])
+    return parameter.share(scales)
 
 
 def keys_of(parameter: Parameter) -> UInt32[np.ndarray, " layers"]:
@@ -135,7 +154,7 @@ def elements(
 
 
 def parameter_array(parameter: Parameter, law: Law) -> Float32[np.ndarray, "..."]:
-    """All elements of a parameter by the law, in float32, layer by layer."""
+    """All elements of a whole parameter by the law, in float32, layer by layer."""
     keys = keys_of(parameter)
     places = np.arange(math.prod(parameter.shape) // len(keys), dtype=np.uint32)
     return np.stack([elements(law, key, places) for key in keys]).reshape(parameter.shape)
@@ -202,7 +221,8 @@ class DummyCheckpoint:
 
     def law(self, parameter: Parameter) -> Law:
         """How the elements of a parameter are spread, of FP8 the numbers of its codes."""
-        return law_of(parameter) if self.granularity_of(parameter) is None else CODES_LAW
+        is_fp8 = self.granularity_of(parameter) is not None
+        return CODES_LAW if is_fp8 else law_of(parameter.whole or parameter)
 
     def granularity_of(self, parameter: Parameter) -> Granularity | None:
         """Of a parameter that is codes times the scales of `code_scales`; None: it is not."""
@@ -216,7 +236,7 @@ class DummyCheckpoint:
             for parameter in wanted
             if fp8_words.stays_fp8(parameter.name)
             and (granularity := self.granularity_of(parameter)) is not None
-            and all(fp8.are_whole_blocks(source.shape) for source in parameter.sources)
+            and all(_can_stay(source, granularity) for source in parameter.sources)
         }
 
     def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
@@ -239,16 +259,23 @@ class DummyCheckpoint:
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> Array:
         """Makes one parameter; the arguments are those of `Checkpoint.load`."""
-        made = parameter_array(parameter, self.law(parameter))
-        if (granularity := self.granularity_of(parameter)) is not None:
-            made = fp8.scaled(made, code_scales(parameter, granularity))
+        whole = parameter.whole or parameter
+        made = parameter_array(whole, self.law(whole))
+        if (granularity := self.granularity_of(whole)) is not None:
+            made = fp8.scaled(made, code_scales(whole, granularity))
         progress(self._size_of(parameter))
-        return made.astype(np.float32 if parameter.float32 else dtype)
+        return parameter.share(made).astype(np.float32 if parameter.float32 else dtype)
 
     def _size_of(self, parameter: Parameter) -> int:
         if (granularity := self.granularity_of(parameter)) is not None:
             return fp8_words.bytes_of_words(parameter.shape, granularity)
         return STORED_BYTES * math.prod(parameter.shape)
+
+
+def _can_stay(source: Source, granularity: Granularity) -> bool:
+    """Whether a tensor, or what a rank takes of it, has whole blocks."""
+    is_cut = granularity is Granularity.BLOCK and not source.takes_whole(fp8.BLOCK)
+    return fp8.are_whole_blocks(source.shape) and not is_cut
 
 
 Stored = Checkpoint | DummyCheckpoint

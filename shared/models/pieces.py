@@ -139,6 +139,23 @@ class Parameter:
         spare[self.axis] = (0, self.shape[self.axis] - taken.shape[self.axis])
         return np.pad(taken, spare)
 
+    def spans(self) -> Iterator[tuple[int, int, int]]:
+        """Where the numbers of a layer lie in that of the whole.
+
+        Yields:
+          The place of a span's first number here, its place there, and how many follow each other.
+        """
+        if self.whole is None:
+            yield 0, 0, math.prod(self.shape[self.stacked :])
+            return
+        axis = len(self.shape) + self.axis
+        inner = math.prod(self.shape[axis + 1 :])
+        for outer in range(math.prod(self.shape[self.stacked : axis])):
+            at, of_whole = (outer * shape[axis] for shape in (self.shape, self.whole.shape))
+            for first, end in self.runs:
+                yield at * inner, (of_whole + first) * inner, (end - first) * inner
+                at += end - first
+
     @property
     def is_filled(self) -> bool:
         """Whether its tensors fill it."""

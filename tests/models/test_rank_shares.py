@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from jax_impl import weights as jax_weights
+from jax_impl.ops import linear as jax_linear
 from shared.boundary.ranks import Ranks
 from shared.models import fp8, ranks
 from shared.models.checkpoint import open_checkpoint
@@ -17,6 +19,7 @@ from shared.models.fp8_words import SCALES
 from shared.models.parameters import divided_parameters, parameters
 from tests.support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config, write_tiny
 from torch_impl import weights as torch_weights
+from torch_impl.ops import linear as torch_linear
 
 CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -163,3 +166,44 @@ def test_ranks_have_shares_of_the_same_dummy(quantises):
                 np.testing.assert_array_equal(matrix.values.float().numpy(), want)
         head = np.asarray(of_jax["lm_head"])
         np.testing.assert_array_equal(of_torch.lm_head.values.numpy(), head)
+
+
+@pytest.mark.parametrize("granularity", [None, fp8.Granularity.BLOCK, fp8.Granularity.CHANNEL])
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_have_shares_of_the_same_dummy_experts(granularity, count):
+    """Of 4 ranks each has half a block of gate and up, which so is widened."""
+    stated = tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=False)
+    stated |= {"hidden_size": 512, "head_dim": 32, "moe_intermediate_size": 256}
+    config = config_from_dict(stated)
+    dummy, stays = DummyCheckpoint.of_model(config, granularity), set()
+    for parameter in parameters(config, False):
+        whole = dummy.load(parameter, np.float32)
+        for rank in (0, count - 1):
+            local = parameter.of_rank(rank, count)
+            want = local.share(whole)
+            in_words = dummy.in_words([local])
+            stays |= in_words.keys()
+            for name in ("torch", "jax"):
+                got = _dummy_of(name, dummy, local, in_words)
+                if in_words:  # words are bfloat16 when they are widened
+                    want = want.astype(ml_dtypes.bfloat16).astype(np.float32)
+                np.testing.assert_array_equal(got, want, f"{parameter.name} in {name}")
+    is_half = granularity is fp8.Granularity.BLOCK and count == 4
+    of_experts = {"experts.down"} | (set() if is_half else {"experts.gate_up"})
+    assert {x for x in stays if "experts" in x} == (of_experts if granularity else set())
+
+
+def _dummy_of(name, dummy, local, in_words):
+    """A rank's share of a dummy as a backend makes it, widened."""
+    backend, device = {"torch": (torch_weights, CPU), "jax": (jax_weights, JAX_CPU)}[name]
+    if not in_words:
+        kind = torch.float32 if name == "torch" else np.float32
+        made = backend.dummy.parameter_array(local, dummy.law(local), kind, device)
+        if (granularity := dummy.granularity_of(local)) is not None:
+            made = backend.words.scaled(made, local, granularity)
+        return np.asarray(made)
+    (granularity,) = in_words.values()
+    both = backend.words.read(dummy, local, granularity, device, lambda count: None)
+    ops = {"torch": torch_linear, "jax": jax_linear}[name]
+    wide = ops.widened(ops.Matrix(both[0], scales=both[1]))
+    return wide.float().numpy() if name == "torch" else np.asarray(wide.astype(np.float32))
