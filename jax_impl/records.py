@@ -99,3 +99,38 @@ class BlockWeights(NamedTuple):
     hidden_norm: Float[jax.Array, " hidden"]
     layers: tuple[Layer, ...]
     final_norm: Float[jax.Array, " hidden"]
+
+
+class LayerNorm(NamedTuple):
+    """What a layer norm scales by, and what it adds; float32."""
+
+    weight: Float[jax.Array, "*blocks size"]
+    bias: Float[jax.Array, "*blocks size"]
+
+
+class TowerBlock(NamedTuple):
+    """A block of a vision tower, or all of them in stacks."""
+
+    attention_norm: LayerNorm
+    inputs: Matrix
+    out: Matrix
+    mlp_norm: LayerNorm
+    up: Matrix
+    down: Matrix
+
+
+class TowerWeights(NamedTuple):
+    """A vision tower.
+
+    Attributes:
+      patches: What a patch's numbers are multiplied with.
+      places: The learned table of places, row by row.
+      blocks: All blocks in stacks.
+    """
+
+    patches: Matrix
+    places: Float[jax.Array, "places hidden"]
+    blocks: TowerBlock
+    merger_norm: LayerNorm
+    merger_up: Matrix
+    merger_down: Matrix

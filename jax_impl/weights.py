@@ -26,8 +26,11 @@ from jax_impl.records import (
     GatedDelta,
     HeadWeights,
     Layer,
+    LayerNorm,
     Mlp,
     Mtp,
+    TowerBlock,
+    TowerWeights,
     Weights,
 )
 from shared.boundary.ranks import ALONE, Ranks
@@ -40,6 +43,8 @@ from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, divided_parameters
 from shared.models.pieces import of_rank
+from shared.models.tower import check_tower
+from shared.models.vision import VisionConfig
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -136,6 +141,22 @@ def load_head(
     if config.has_draft_vocab:
         loaded.alone["draft_ids"] = _placed_ids(draft_ids(checkpoint, config), device)
     return loaded
+
+
+def load_tower(
+    checkpoint: Checkpoint,
+    config: VisionConfig,
+    dtype: np.dtype | type,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> Loaded:
+    """Reads a vision tower to the device, of which every rank has all; see `load`.
+
+    Raises:
+      CheckpointError: See `shared.models.tower.check_tower`.
+    """
+    read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
+    return _sorted_out(check_tower(checkpoint, config), read, dtype, device)
 
 
 def from_arrays(
@@ -267,6 +288,33 @@ def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
 def head_of(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights | BlockWeights:
     """A draft head's records; see `weights_of`."""
     return (_block if config.block else _eagle)(config, loaded, in_stacks)
+
+
+def tower_of(loaded: Loaded) -> TowerWeights:
+    """A vision tower's records; those of its blocks hold the stacks."""
+
+    def matrix(name: str) -> Matrix:
+        named = loaded.named
+        return Matrix(named[f"vision.{name}"], None, named[f"vision.{name}{BIAS}"])
+
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm(*(loaded.named[f"vision.{name}{end}"] for end in ("", BIAS)))
+
+    return TowerWeights(
+        patches=matrix("patches"),
+        places=loaded.alone["vision.places"],
+        blocks=TowerBlock(
+            attention_norm=norm("attention_norm"),
+            inputs=matrix("attention.inputs"),
+            out=matrix("attention.out"),
+            mlp_norm=norm("mlp_norm"),
+            up=matrix("mlp.up"),
+            down=matrix("mlp.down"),
+        ),
+        merger_norm=norm("merger_norm"),
+        merger_up=matrix("merger.up"),
+        merger_down=matrix("merger.down"),
+    )
 
 
 def _layers(

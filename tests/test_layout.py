@@ -304,6 +304,7 @@ ONE_SIDED_NAMES = {
     "weights.py::Loaded.has_mtp": "the same",
     "weights.py::weights_of": "the same",
     "weights.py::head_of": "the same",
+    "weights.py::tower_of": "the same",
     "weights.py::are_read_in_stacks": "kernels of JAX read a stack where it lies",
     "weights.py::from_arrays": "each names first what makes its own records",
     "weights.py::Loadable": "JAX types what weights are read from by what it can do",

@@ -107,3 +107,40 @@ class BlockWeights:
     hidden_norm: Float[Tensor, " hidden"]
     layers: tuple[Layer, ...]
     final_norm: Float[Tensor, " hidden"]
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """What a layer norm scales by, and what it adds; float32."""
+
+    weight: Float[Tensor, " size"]
+    bias: Float[Tensor, " size"]
+
+
+@dataclass(frozen=True)
+class TowerBlock:
+    """A block of a vision tower."""
+
+    attention_norm: LayerNorm
+    inputs: Matrix
+    out: Matrix
+    mlp_norm: LayerNorm
+    up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True)
+class TowerWeights:
+    """A vision tower.
+
+    Attributes:
+      patches: What a patch's numbers are multiplied with.
+      places: The learned table of places, row by row.
+    """
+
+    patches: Matrix
+    places: Float[Tensor, "places hidden"]
+    blocks: tuple[TowerBlock, ...]
+    merger_norm: LayerNorm
+    merger_up: Matrix
+    merger_down: Matrix

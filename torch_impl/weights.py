@@ -12,6 +12,7 @@ from torch import Tensor
 from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
@@ -19,6 +20,8 @@ from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, divided_parameters
 from shared.models.pieces import of_rank
 from shared.models.ranks import local
+from shared.models.tower import check_tower
+from shared.models.vision import VisionConfig
 from torch_impl import dummy, words
 from torch_impl.ops.experts import Experts
 from torch_impl.ops.linear import Matrix
@@ -28,8 +31,11 @@ from torch_impl.records import (
     GatedDelta,
     HeadWeights,
     Layer,
+    LayerNorm,
     Mlp,
     Mtp,
+    TowerBlock,
+    TowerWeights,
     Weights,
 )
 
@@ -108,6 +114,23 @@ def load_head(
     if config.has_draft_vocab:
         tensors["draft_ids"] = _tensor(draft_ids(checkpoint, config), device)
     return _head(_local_head(config, group), tensors)
+
+
+def load_tower(
+    checkpoint: Checkpoint,
+    config: VisionConfig,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> TowerWeights:
+    """Reads a vision tower onto a device, of which every rank has all; see `load`.
+
+    Raises:
+      CheckpointError: See `shared.models.tower.check_tower`.
+    """
+    wanted = check_tower(checkpoint, config)
+    tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
+    return _tower(config, tensors)
 
 
 def head_from_arrays(
@@ -271,6 +294,37 @@ def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
         fc=Matrix(tensors["mtp.fc"]),
         layer=_layers(config, tensors, "mtp.layer.", [config.draft_layer])[0],
         **{name: tensors[f"mtp.{name}"] for name in norms},
+    )
+
+
+def _tower(config: VisionConfig, tensors: dict[str, Tensor]) -> TowerWeights:
+    def matrix(name: str) -> Matrix:
+        return Matrix(tensors[f"vision.{name}"], tensors[f"vision.{name}{BIAS}"])
+
+    def norm(name: str) -> LayerNorm:
+        return LayerNorm(tensors[f"vision.{name}"], tensors[f"vision.{name}{BIAS}"])
+
+    def block(i: int) -> TowerBlock:
+        def norm_of(name: str) -> LayerNorm:
+            stacks = norm(name)
+            return LayerNorm(stacks.weight[i], stacks.bias[i])
+
+        return TowerBlock(
+            attention_norm=norm_of("attention_norm"),
+            inputs=_matrix(tensors, "vision.attention.inputs", i),
+            out=_matrix(tensors, "vision.attention.out", i),
+            mlp_norm=norm_of("mlp_norm"),
+            up=_matrix(tensors, "vision.mlp.up", i),
+            down=_matrix(tensors, "vision.mlp.down", i),
+        )
+
+    return TowerWeights(
+        patches=matrix("patches"),
+        places=tensors["vision.places"],
+        blocks=tuple(map(block, range(config.depth))),
+        merger_norm=norm("merger_norm"),
+        merger_up=matrix("merger.up"),
+        merger_down=matrix("merger.down"),
     )
 
 

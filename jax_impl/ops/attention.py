@@ -341,6 +341,36 @@ def _with_block(
     )
 
 
+QUERIES = 256
+"""Rows of a picture whose scores lie in memory at once."""
+
+
+def attend_all(
+    q: Float[jax.Array, "R H D"],
+    k: Float[jax.Array, "R H D"],
+    v: Float[jax.Array, "R H D"],
+    count: Int[jax.Array, " 1"],
+) -> Float[jax.Array, "R H D"]:
+    """Softmax attention of each row over all rows that are real; a row of padding gives anything.
+
+    Args:
+      count: How many rows are real, the first of them.
+    """
+    seen = jnp.arange(len(k)) < count
+    values, scale = jnp.where(seen[:, None, None], v, 0), q.shape[2] ** -0.5
+    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+
+    def attended(queries: Float[jax.Array, "some H D"]) -> Float[jax.Array, "some H D"]:
+        scores = jnp.einsum("qhd,khd->hqk", queries, k, **exact) * scale
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+        return jnp.einsum("hqk,khd->qhd", weights, values, **exact).astype(q.dtype)
+
+    block = min(QUERIES, len(q))
+    padded = jnp.pad(q, ((0, -len(q) % block), (0, 0), (0, 0)))
+    out = lax.map(attended, padded.reshape(-1, block, *q.shape[1:]))
+    return out.reshape(padded.shape)[: len(q)]
+
+
 def plain_commit_window(
     pages: Float[jax.Array, "*pools P page H D"],
     page_table: Int[jax.Array, "B table"],

@@ -79,6 +79,29 @@ def kernel_rms_norm(
 rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
 
 
+def layer_norm(
+    x: Float[jax.Array, "... size"],
+    weight: Float[jax.Array, " size"],
+    bias: Float[jax.Array, " size"],
+    eps: float,
+) -> Float[jax.Array, "... size"]:
+    """Takes the mean off, divides by the deviation over the last axis, scales and shifts."""
+    wide = x.astype(jnp.float32)
+    centred = wide - wide.mean(axis=-1, keepdims=True)
+    deviation = _root((centred * centred).mean(axis=-1, keepdims=True) + eps)
+    return (centred / deviation * weight + bias).astype(x.dtype)
+
+
+def gelu(x: Array) -> Array:
+    """x times the share of a normal distribution that lies below x."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
+def gelu_tanh(x: Array) -> Array:
+    """`gelu` by an approximation of that share."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
 def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:
     """Scales the last axis to unit length; the 1e-6 stands inside the root."""
     return x / _root(_sums_of_squares(x) + 1e-6)

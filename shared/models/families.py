@@ -19,6 +19,7 @@ from shared.models.layers import (
 )
 from shared.models.quantisation import granularity_of, refuse_other_quantisation
 from shared.models.rotary import RotaryConfig, read_rotary, settings_of
+from shared.models.vision import VisionConfig, read_vision
 
 
 class Slides(Enum):
@@ -51,6 +52,7 @@ class Family:
       norms_by_flag: Queries and keys are normed where `use_qk_norm` says it.
       plain_out: The outputs of the heads have no bias, whatever the inputs have.
       turned_share: Of a head's dimensions that turn, where no field says it.
+      sees: A checkpoint may have a vision tower.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Family:
     norms_by_flag: bool = False
     plain_out: bool = False
     turned_share: float = 1.0
+    sees: bool = False
 
 
 BIASES = ("attention_bias", "mlp_bias")
@@ -99,7 +102,7 @@ PHI3 = Family("phi3", stores_joined=True, slides=Slides.BY_SIZE)
 QWEN2 = Family("qwen2", input_bias=True, slides=Slides.BY_FLAG)
 QWEN3 = Family("qwen3", qk_norm=True, biases=BIASES[:1], slides=Slides.BY_FLAG)
 QWEN3_MOE = replace(QWEN3, name="qwen3_moe", routing=Routing(steps=True))
-QWEN3_5 = Family("qwen3_5", qk_norm=True, is_hybrid=True, turned_share=0.25)
+QWEN3_5 = Family("qwen3_5", qk_norm=True, is_hybrid=True, turned_share=0.25, sees=True)
 _WITH_SHARED = Routing(is_renormalised=True, reads_renormalised=False, has_shared=True)
 QWEN3_5_MOE = replace(QWEN3_5, name="qwen3_5_moe", routing=_WITH_SHARED)
 SMOLLM3 = Family("smollm3", biases=BIASES, skips_rotation=True)
@@ -206,6 +209,19 @@ def config_from_dict(
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), config, text, generation_config or {}),
     )
+
+
+def vision_from_folder(folder: str | Path) -> VisionConfig | None:
+    """The vision tower of a folder that can be served; None: it has none that is known here.
+
+    Raises:
+      ValueError: It has one that this program does not compute; one sentence that names the field.
+    """
+    config = read_json(Path(folder) / "config.json")
+    if not _family(config).sees:
+        return None
+    text = config_from_dict(config)
+    return read_vision(config, text.hidden, text.vocab)
 
 
 def stated_granularity(folder: str | Path) -> Granularity | None:

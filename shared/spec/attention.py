@@ -207,6 +207,27 @@ def attend(
     return np.einsum("rhgp,rphd->rhgd", weights / total, v, optimize=True).reshape(R, Hq, D)
 
 
+def attend_all(
+    q: Float[np.ndarray, "R H D"],
+    k: Float[np.ndarray, "R H D"],
+    v: Float[np.ndarray, "R H D"],
+    count: Int[np.ndarray, " 1"],
+) -> Float[np.ndarray, "R H D"]:
+    """Softmax attention of each row over all rows that are real, as the patches of a picture see.
+
+    Args:
+      q: Queries, not scaled; each has a head of keys and values of its own.
+      count: How many rows are real, the first of them; those behind are seen by nobody, and what
+        they themselves get is of no use.
+    """
+    seen = np.arange(len(k)) < count
+    scores = np.einsum("qhd,khd->hqk", q, k, optimize=True) * np.float32(q.shape[2] ** -0.5)
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = weights / weights.sum(axis=-1, keepdims=True)
+    return np.einsum("hqk,khd->qhd", weights, np.where(seen[:, None, None], v, 0), optimize=True)
+
+
 def commit_window(
     pages: Float[np.ndarray, "*pools P page H D"],
     page_table: Int[np.ndarray, "B table"],

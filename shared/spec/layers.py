@@ -48,6 +48,37 @@ def rms_norm(
     return normed if weight is None else normed * weight
 
 
+def layer_norm(
+    x: Float[np.ndarray, "... size"],
+    weight: Float[np.ndarray, " size"],
+    bias: Float[np.ndarray, " size"],
+    eps: float,
+) -> Float[np.ndarray, "... size"]:
+    """Takes the mean off, divides by the deviation over the last axis, scales and shifts.
+
+    Source: Layer Normalization, Ba et al. 2016, arXiv:1607.06450.
+    """
+    centred = x - np.mean(x, axis=-1, keepdims=True)
+    return (
+        centred / np.sqrt(np.mean(centred * centred, axis=-1, keepdims=True) + eps) * weight + bias
+    )
+
+
+def gelu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    """x times the share of a normal distribution that lies below x.
+
+    Source: Gaussian Error Linear Units, Hendrycks and Gimpel 2016, arXiv:1606.08415.
+    """
+    below = np.vectorize(math.erf, otypes=[np.float64])(x * math.sqrt(0.5))
+    return (0.5 * x * (1 + below)).astype(x.dtype)
+
+
+def gelu_tanh(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    """`gelu` by the approximation of that share that the same paper gives."""
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
+    return np.float32(0.5) * x * (1 + np.tanh(inner))
+
+
 def l2norm(x: Float[np.ndarray, "... size"]) -> Float[np.ndarray, "... size"]:
     """Scales the last axis to unit length; the 1e-6 stands inside the root."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)

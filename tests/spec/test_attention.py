@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
 from shared.spec import attention as spec
 from shared.spec import draft_tree
@@ -290,3 +291,32 @@ def test_implementations_write_and_commit_the_same_rows(implementation: Implemen
     path, counts = np.array([[0, 2, 5], [0, 0, 0], [0, 1, 3]]), np.array([3, 0, 2])
     args = (c.k_pages, c.page_table, c.lengths, path, counts)
     np.testing.assert_array_equal(ops.commit_window(*args)[1:], spec.commit_window(*args)[1:])
+
+
+def picture_rows(num_rows: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(num_rows)
+    return [rng.standard_normal((num_rows, 3, 8)).astype(np.float32) for _ in range(3)]
+
+
+def test_a_row_of_a_picture_sees_all_of_it_and_no_padding() -> None:
+    q, k, v = picture_rows(12)
+    k[9:], v[9:] = 1e4, np.nan
+    got = spec.attend_all(q, k, v, np.array([9]))
+    given = (torch.tensor(x[:9]).transpose(0, 1) for x in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*given).transpose(0, 1)
+    # Float32 on both sides: only the order of the sums differs.
+    np.testing.assert_allclose(got[:9], want, rtol=1e-5, atol=1e-6)
+
+
+@each_implementation
+@pytest.mark.parametrize("num_rows", [40, 600])
+def test_implementations_attend_over_a_picture_as_the_specification(
+    num_rows: int, implementation: Implementation
+) -> None:
+    q, k, v = picture_rows(num_rows)
+    count = np.array([num_rows - 11])
+    k[-11:], v[-11:] = 1e4, np.nan
+    got = implementation("attention").attend_all(q, k, v, count)
+    want = spec.attend_all(q, k, v, count)
+    # Float32 on both sides: only the order of the sums differs.
+    np.testing.assert_allclose(got[:-11], want[:-11], rtol=1e-5, atol=1e-5)

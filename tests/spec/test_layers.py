@@ -38,6 +38,19 @@ def test_the_norm_equals_torchs() -> None:
     np.testing.assert_allclose(spec.rms_norm(x, weight, 1e-5), want, rtol=1e-5, atol=1e-6)
 
 
+def test_the_layer_norm_and_both_gelus_equal_torchs() -> None:
+    x, weight, bias = 3 * normal(3, 5, 16), normal(4, 16), normal(5, 16)
+    functional, given = torch.nn.functional, torch.tensor(x)
+    want = functional.layer_norm(given, (16,), torch.tensor(weight), torch.tensor(bias), 1e-6)
+    # The same float32 operations in another order.
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(spec.layer_norm(x, weight, bias, 1e-6), want, **close)
+    np.testing.assert_allclose(spec.gelu(x), functional.gelu(given), **close)
+    approximate = functional.gelu(given, approximate="tanh")
+    np.testing.assert_allclose(spec.gelu_tanh(x), approximate, **close)
+    assert np.abs(spec.gelu(x) - spec.gelu_tanh(x)).max() > 1e-4
+
+
 def test_l2norm_gives_unit_length_and_leaves_zero_alone() -> None:
     x = normal(2, 4, 8)
     x[1] = 0
@@ -119,10 +132,12 @@ def test_implementations_compute_what_the_specification_does(
     close = {"rtol": 1e-5, "atol": 1e-5}  # float32, short sums in another order
     x = np.concatenate([10 * normal(0, 5, 8), np.array([[-1e4, -100, -1, 0, 1, 25, 100, 1e4]])])
     x = x.astype(np.float32)
-    for name in ("sigmoid", "softplus", "silu", "l2norm"):
+    for name in ("sigmoid", "softplus", "silu", "l2norm", "gelu", "gelu_tanh"):
         np.testing.assert_allclose(getattr(ops, name)(x), getattr(spec, name)(x), **close)
     args = (x, normal(1, 8), 1e-6)
     np.testing.assert_allclose(ops.rms_norm(*args), spec.rms_norm(*args), **close)
+    args = (x, normal(1, 8), normal(2, 8), 1e-6)
+    np.testing.assert_allclose(ops.layer_norm(*args), spec.layer_norm(*args), **close)
 
 
 @each_implementation

@@ -271,6 +271,29 @@ def _softmax_attention(
     return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
 
 
+QUERIES = 256
+"""Rows of a picture whose scores lie in memory at once."""
+
+
+def attend_all(
+    q: Float[Tensor, "R H D"],
+    k: Float[Tensor, "R H D"],
+    v: Float[Tensor, "R H D"],
+    count: Int[Tensor, " 1"],
+) -> Float[Tensor, "R H D"]:
+    """As the specification."""
+    seen, scale = torch.arange(len(k), device=k.device) < count, q.shape[2] ** -0.5
+    keys = k.permute(1, 2, 0).float()  # [H, D, R]
+    values = v.masked_fill(~seen[:, None, None], 0).transpose(0, 1)  # [H, R, D]
+
+    def attended(queries: Float[Tensor, "some H D"]) -> Float[Tensor, "some H D"]:
+        scores = queries.transpose(0, 1).float() @ keys * scale  # [H, some, R]
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).to(v.dtype)
+        return (weights @ values).transpose(0, 1)
+
+    return torch.cat([attended(queries) for queries in q.split(QUERIES)])
+
+
 def plain_commit_window(
     pages: Float[Tensor, "*pools P page H D"],
     page_table: Int[Tensor, "B table"],

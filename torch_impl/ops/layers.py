@@ -4,6 +4,7 @@ On a GPU the norm of bfloat16 is a kernel; see `torch_impl.ops`.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -101,6 +102,24 @@ def kernel_rms_norm(
 
 
 rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
+
+
+def layer_norm(
+    x: Float[Tensor, "... size"],
+    weight: Float[Tensor, " size"],
+    bias: Float[Tensor, " size"],
+    eps: float,
+) -> Float[Tensor, "... size"]:
+    """As the specification; `weight` and `bias` are float32, the result has the type of `x`."""
+    return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return _lane_by_lane(functional.gelu, x.float()).to(x.dtype)
+
+
+def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return _lane_by_lane(partial(functional.gelu, approximate="tanh"), x.float()).to(x.dtype)
 
 
 def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:

@@ -1,0 +1,86 @@
+"""The vision tower over the patches of one picture; as `shared.spec.tower`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jax_impl.ops import Place, attention, layers, linear, scan
+from jax_impl.records import LayerNorm, TowerBlock, TowerWeights
+from shared.models.vision import EPS, VisionConfig
+from shared.spec import tower as spec
+
+
+class Patches(NamedTuple):
+    """As the specification's; pixels have the type of the weights."""
+
+    pixels: Float[jax.Array, "R numbers"]
+    corners: Int[jax.Array, "R 4"]
+    shares: Float[jax.Array, "R 4"]
+    cos: Float[jax.Array, "R half"]
+    sin: Float[jax.Array, "R half"]
+    count: Int[jax.Array, " 1"]
+
+    @classmethod
+    def of(cls, picture: spec.Patches, dtype: jnp.dtype, device: jax.Device) -> "Patches":
+        """Brings a picture to a device."""
+        given = vars(picture) | {"pixels": picture.pixels.astype(dtype)}
+        return cls(**jax.device_put(given, device))
+
+
+def encoded(
+    config: VisionConfig, weights: TowerWeights, picture: Patches
+) -> Float[jax.Array, "tokens out"]:
+    """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
+    x = linear.product(picture.pixels, weights.patches)
+    x = x + _placed(weights.places, picture.corners, picture.shares)
+
+    def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:
+        return _block(config, _at(weights.blocks, place), x, picture), None
+
+    x, _ = scan(block, x, jnp.arange(config.depth))
+    merged = _normed(weights.merger_norm, x).reshape(-1, config.merged * config.hidden)
+    wide = layers.gelu(linear.product(merged, weights.merger_up))
+    return linear.product(wide, weights.merger_down)
+
+
+def _placed(
+    table: Float[jax.Array, "places hidden"],
+    corners: Int[jax.Array, "R 4"],
+    shares: Float[jax.Array, "R 4"],
+) -> Float[jax.Array, "R hidden"]:
+    """The learned place of each patch, between the four rows of the table around it."""
+    return (table[corners].astype(jnp.float32) * shares[..., None]).sum(axis=1).astype(table.dtype)
+
+
+def _at(blocks: TowerBlock, place: Place) -> TowerBlock:
+    """One block; a product takes its weight out of the stack, where a kernel reads it."""
+
+    def norm(stacks: LayerNorm) -> LayerNorm:
+        return LayerNorm(stacks.weight[place], stacks.bias[place])
+
+    return TowerBlock(
+        attention_norm=norm(blocks.attention_norm),
+        inputs=blocks.inputs._replace(layer=place),
+        out=blocks.out._replace(layer=place),
+        mlp_norm=norm(blocks.mlp_norm),
+        up=blocks.up._replace(layer=place),
+        down=blocks.down._replace(layer=place),
+    )
+
+
+def _block(
+    config: VisionConfig, block: TowerBlock, x: Float[jax.Array, "R hidden"], picture: Patches
+) -> Float[jax.Array, "R hidden"]:
+    qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
+    q, k, v = qkv.reshape(len(x), 3, config.num_heads, config.head_size).swapaxes(0, 1)
+    q, k = (layers.apply_rotary(each, picture.cos, picture.sin) for each in (q, k))
+    mixed = attention.attend_all(q, k, v, picture.count).reshape(x.shape)
+    x = x + linear.product(mixed, block.out)
+    wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
+    return x + linear.product(wide, block.down)
+
+
+def _normed(norm: LayerNorm, x: Float[jax.Array, "R hidden"]) -> Float[jax.Array, "R hidden"]:
+    return layers.layer_norm(x, norm.weight, norm.bias, EPS)

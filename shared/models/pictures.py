@@ -1,0 +1,130 @@
+"""How a checkpoint wants pictures: to which sizes they are brought, what their values become."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.models.fields import Json, is_number, object_of, positive, read_json
+from shared.models.vision import VisionConfig
+
+FILE = "preprocessor_config.json"
+
+PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
+
+MOST_STRETCHED = 200
+"""A picture whose longer side is more than so many times the shorter is refused."""
+
+BICUBIC = 3
+"""Pillow's number of the filter, which is also the one that files have."""
+
+
+class PictureRefused(ValueError):
+    """A picture that is not taken; one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureConfig:
+    """What `preprocessor_config.json` says.
+
+    Attributes:
+      factor: Sides become multiples of so many pixels, those of one row of the prompt.
+      least, most: Pixels of a picture; one with fewer is enlarged, one with more is shrunk.
+      mean, deviation: Of each channel; a value v of 0 to 255 becomes (v / 255 - mean) / deviation.
+    """
+
+    factor: int
+    least: int
+    most: int
+    mean: tuple[float, ...]
+    deviation: tuple[float, ...]
+
+    def fitted(self, height: int, width: int) -> tuple[int, int]:
+        """The height and width that a picture is brought to.
+
+        Raises:
+          PictureRefused: It is far longer than it is wide, or the other way.
+
+        Source: Qwen2-VL, Wang et al. 2024, arXiv:2409.12191; its processor's rounding.
+        """
+        sides, factor = (height, width), self.factor
+        if max(sides) > MOST_STRETCHED * min(sides):
+            raise PictureRefused(
+                f"the picture has {width} x {height} pixels, and one side may be at most "
+                f"{MOST_STRETCHED} times the other"
+            )
+        rounded = [round(side / factor) * factor for side in sides]  # halves go to the even number
+        if rounded[0] * rounded[1] > self.most:
+            shrunk = math.sqrt(height * width / self.most)
+            rounded = [max(factor, math.floor(x / shrunk / factor) * factor) for x in sides]
+        elif rounded[0] * rounded[1] < self.least:
+            grown = math.sqrt(self.least / (height * width))
+            rounded = [math.ceil(x * grown / factor) * factor for x in sides]
+        return rounded[0], rounded[1]
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Rows of the prompt that a picture of fitted sides takes."""
+        return height * width // self.factor**2
+
+
+def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> PictureConfig:
+    """Reads the `preprocessor_config.json` of a folder whose tower is `vision`.
+
+    Raises:
+      ValueError: It is missing or asks for what is not done here; one sentence.
+    """
+    path = Path(folder) / FILE
+    if not path.is_file():
+        raise ValueError(
+            f"the model folder {folder} has no {FILE}, which says what pictures become"
+        )
+    return read_pictures(read_json(path), vision)
+
+
+def read_pictures(config: Json, vision: VisionConfig) -> PictureConfig:
+    """Parses the contents of `preprocessor_config.json`; raises as `pictures_from_folder`."""
+    kind = config.get("image_processor_type")
+    if kind not in PROCESSORS:
+        raise ValueError(
+            f"image_processor_type in {FILE} must be one of {', '.join(PROCESSORS)}, got {kind!r}"
+        )
+    for field in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
+        if config.get(field, True) is not True:
+            raise ValueError(f"{field}: false in {FILE} is not supported")
+    if config.get("resample", BICUBIC) != BICUBIC:
+        raise ValueError(f"resample in {FILE} must be {BICUBIC} (bicubic)")
+    factor = config.get("rescale_factor", 1 / 255)
+    if not is_number(factor, float) or abs(factor * 255 - 1) > 1e-6:
+        raise ValueError(f"rescale_factor in {FILE} must be 1 / 255, got {factor!r}")
+    sizes = {
+        "patch_size": vision.patch_size,
+        "merge_size": vision.merge_size,
+        "temporal_patch_size": vision.frames,
+    }
+    for field, size in sizes.items():
+        if positive(config, field, size) != size:
+            raise ValueError(f"{field} in {FILE} is not that of the vision tower, {size}")
+    # Counts of pixels, whatever the newer names say.
+    size = object_of(config, "size")
+    if size and size.keys() != {"shortest_edge", "longest_edge"}:
+        raise ValueError(f"size in {FILE} must have shortest_edge and longest_edge, got {size!r}")
+    least = positive(size or config, "shortest_edge" if size else "min_pixels", 1 << 16)
+    most = positive(size or config, "longest_edge" if size else "max_pixels", 1 << 24)
+    if least > most:
+        raise ValueError(f"{FILE} asks for at least {least} pixels and for at most {most}")
+    return PictureConfig(
+        factor=vision.patch_size * vision.merge_size,
+        least=least,
+        most=most,
+        mean=_channels(config, "image_mean"),
+        deviation=_channels(config, "image_std"),
+    )
+
+
+def _channels(config: Json, field: str) -> tuple[float, ...]:
+    values: Any = config.get(field)
+    if not isinstance(values, list) or len(values) != 3:
+        raise ValueError(f"{field} in {FILE} must list a number for each of the three channels")
+    if not all(is_number(x, (int, float)) and 0 < x <= 1 for x in values):
+        raise ValueError(f"{field} in {FILE} must list numbers above 0 and up to 1")
+    return tuple(map(float, values))

@@ -1,0 +1,151 @@
+"""What a config.json says of a vision tower.
+
+The tower turns one picture into rows that stand where the prompt's placeholders do. It is a model
+of its own beside the text's: text alone is served without a look at it.
+"""
+
+from dataclasses import dataclass
+
+from shared.models.fields import Json, count, object_of, positive
+
+EPS = 1e-6
+"""Added to the variance of every layer norm; no field says it."""
+
+THETA = 10000.0
+"""Base of the frequencies by which patches turn; no field says it."""
+
+READ = {
+    "depth",
+    "hidden_size",
+    "in_channels",
+    "intermediate_size",
+    "num_heads",
+    "num_position_embeddings",
+    "out_hidden_size",
+    "patch_size",
+    "spatial_merge_size",
+    "temporal_patch_size",
+}
+CHECKED = {"deepstack_visual_indexes", "hidden_act"}
+"""Fields of `vision_config` that may have one value alone."""
+
+WITHOUT_EFFECT = {
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "dtype",
+    "initializer_range",
+    "model_type",
+    "torch_dtype",
+    "transformers_version",
+}
+"""Fields of `vision_config` that change nothing of what a trained tower computes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """What a vision tower is like.
+
+    Attributes:
+      depth: Blocks, all of which see the whole picture.
+      hidden: Width of a patch's row.
+      num_heads: Of each block's attention.
+      intermediate: Width inside a block's MLP.
+      channels: Of a pixel.
+      patch_size: Pixels on a side of a patch.
+      frames: Pictures behind one another that a patch spans; a single one is repeated.
+      merge_size: So many patches on a side become one row of the prompt.
+      table_side: The learned table of places has so many rows, and as many columns.
+      out: Width of the rows that stand in the prompt, the text model's.
+      image_token: The token in whose place those rows stand.
+    """
+
+    depth: int
+    hidden: int
+    num_heads: int
+    intermediate: int
+    channels: int
+    patch_size: int
+    frames: int
+    merge_size: int
+    table_side: int
+    out: int
+    image_token: int
+
+    @property
+    def head_size(self) -> int:
+        """Dimensions of a head."""
+        return self.hidden // self.num_heads
+
+    @property
+    def patch_numbers(self) -> int:
+        """Numbers of a patch as the tower reads it."""
+        return self.channels * self.frames * self.patch_size**2
+
+    @property
+    def merged(self) -> int:
+        """Patches that become one row of the prompt."""
+        return self.merge_size**2
+
+
+def read_vision(config: Json, hidden: int, vocab: int) -> VisionConfig | None:
+    """The tower that a config.json describes; None where it describes none.
+
+    Args:
+      hidden, vocab: Of the text model.
+
+    Raises:
+      ValueError: The tower is another one than this program computes; one sentence that names the
+        field.
+    """
+    vision = object_of(config, "vision_config")
+    if not vision:
+        return None
+    _refuse_other(vision)
+    side = round(positive(vision, "num_position_embeddings") ** 0.5)
+    found = VisionConfig(
+        depth=positive(vision, "depth"),
+        hidden=positive(vision, "hidden_size"),
+        num_heads=positive(vision, "num_heads"),
+        intermediate=positive(vision, "intermediate_size"),
+        channels=positive(vision, "in_channels", 3),
+        patch_size=positive(vision, "patch_size"),
+        frames=positive(vision, "temporal_patch_size"),
+        merge_size=positive(vision, "spatial_merge_size"),
+        table_side=side,
+        out=positive(vision, "out_hidden_size"),
+        image_token=count(config, "image_token_id"),
+    )
+    if found.channels != 3:
+        raise ValueError(f"in_channels in vision_config must be 3, got {found.channels}")
+    if side**2 != vision["num_position_embeddings"]:
+        raise ValueError("num_position_embeddings in vision_config must be the square of a number")
+    # Half of a head turns with the row and half with the column, and each turns in pairs.
+    if found.hidden % found.num_heads or found.head_size % 4:
+        raise ValueError(
+            f"hidden_size ({found.hidden}) in vision_config must be num_heads "
+            f"({found.num_heads}) times a multiple of 4"
+        )
+    if found.out != hidden:
+        raise ValueError(
+            f"out_hidden_size in vision_config ({found.out}) must be the text model's "
+            f"hidden_size ({hidden})"
+        )
+    if not 0 < found.image_token < vocab:
+        raise ValueError(f"image_token_id in config.json must name a token below {vocab}")
+    return found
+
+
+def _refuse_other(vision: Json) -> None:
+    """Refuses by name what would change the tower and is not implemented."""
+    if vision.get("deepstack_visual_indexes"):
+        raise ValueError(
+            "deepstack_visual_indexes in vision_config is not supported; the tower's rows stand "
+            "in the prompt alone"
+        )
+    if vision.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise ValueError(
+            f"hidden_act in vision_config must be gelu_pytorch_tanh, got {vision['hidden_act']!r}"
+        )
+    if unknown := sorted(vision.keys() - READ - CHECKED - WITHOUT_EFFECT):
+        raise ValueError(f"{unknown[0]} in vision_config is not known to this program")

@@ -1,0 +1,91 @@
+"""The vision tower of the golden folders in every implementation, picture by picture."""
+
+import json
+from functools import cache, partial
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import numpy as np
+import torch
+from PIL import Image
+
+from jax_impl import tower as jax_tower
+from jax_impl import weights as jax_weights
+from jax_impl.backend import compiler_options
+from shared.models.checkpoint import open_checkpoint
+from shared.models.families import vision_from_folder
+from shared.models.pictures import PictureConfig, read_pictures
+from shared.models.tower import check_tower
+from shared.models.vision import VisionConfig
+from shared.spec import tower
+from shared.spec.tower import Patches
+from torch_impl import tower as torch_tower
+from torch_impl import weights as torch_weights
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODEL, PICTURES = GOLDEN / "qwen3_5_dense", GOLDEN / "qwen3_5_vision"
+SIZE = 128
+"""Patches of a padded picture; the golden ones have 40 to 120."""
+
+
+def vision() -> VisionConfig:
+    found = vision_from_folder(MODEL)
+    assert found is not None
+    return found
+
+
+def picture_config() -> PictureConfig:
+    given = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
+    return read_pictures(given["preprocessor_config"], vision())
+
+
+def resized(picture: np.ndarray) -> np.ndarray:
+    """A picture at the size that the checkpoint wants."""
+    height, width = picture_config().fitted(*picture.shape[:2])
+    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+
+
+class Tower(Protocol):
+    """An implementation: patches with their padding become rows, those of padding too."""
+
+    def __call__(self, picture: Patches) -> np.ndarray: ...
+
+
+def of_specification() -> Tower:
+    checkpoint, config = open_checkpoint(MODEL), vision()
+    weights = {p.name: checkpoint.load(p, np.float32) for p in check_tower(checkpoint, config)}
+    return partial(tower.encoded, config, weights)
+
+
+def of_torch() -> Tower:
+    config, cpu = vision(), torch.device("cpu")
+    weights = torch_weights.load_tower(open_checkpoint(MODEL), config, "float32", cpu, _unseen)
+
+    def encoded(picture: Patches) -> np.ndarray:
+        given = torch_tower.Patches.of(picture, torch.float32, cpu)
+        return torch_tower.encoded(config, weights, given).numpy()
+
+    return encoded
+
+
+@cache
+def of_jax() -> Tower:
+    config, cpu = vision(), jax.devices("cpu")[0]
+    loaded = jax_weights.load_tower(open_checkpoint(MODEL), config, np.float32, cpu, _unseen)
+
+    @partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
+    def program(arrays, picture):
+        return jax_tower.encoded(config, jax_weights.tower_of(arrays), picture)
+
+    def encoded(picture: Patches) -> np.ndarray:
+        return np.asarray(program(loaded, jax_tower.Patches.of(picture, np.float32, cpu)))
+
+    return encoded
+
+
+def _unseen(num_bytes: int) -> None:
+    """The progress of loading, which nobody watches."""
+
+
+TOWERS = {"spec": of_specification, "torch": of_torch, "jax": of_jax}
