@@ -10,7 +10,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
-from shared.text.worker import LENGTH, TEXT, WorkRefused
+from shared.text.worker import DONE, LENGTH, WorkRefused
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_WORKERS = 2  # so that one piece of work that hangs leaves the others served
@@ -39,6 +39,10 @@ class Workers:
             self._free.put_nowait(None)
 
     async def ask(self, message: bytes) -> str:
+        """The text that a worker answers; raises as `ask_bytes`."""
+        return (await self.ask_bytes(message)).decode()
+
+    async def ask_bytes(self, message: bytes) -> bytes:
         """What a worker answers.
 
         Raises:
@@ -56,8 +60,8 @@ class Workers:
             if worker is not kept:
                 self._drop(worker)
             self._free.put_nowait(kept)
-        if answer[:1] == TEXT:
-            return answer[1:].decode()
+        if answer[:1] == DONE:
+            return answer[1:]
         raise WorkRefused(*json.loads(answer[1:]))
 
     def end(self) -> None:

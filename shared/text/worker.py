@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<I")
-TEXT, REFUSAL = b"+", b"-"
-"""The first byte of an answer: a text in UTF-8 follows, or a JSON list of reason and part."""
+DONE, REFUSAL = b"+", b"-"
+"""The first byte of an answer: what was asked for follows, a text in UTF-8 or bytes of any kind; or
+a JSON list of reason and part."""
 
 
 class WorkRefused(ValueError):
@@ -49,7 +50,7 @@ def _read(stream: BinaryIO) -> Any:
 
 
 def run(
-    begin: Callable[[Any], Callable[[Any], str]], *, deadline_s: float, max_memory: int
+    begin: Callable[[Any], Callable[[Any], str | bytes]], *, deadline_s: float, max_memory: int
 ) -> None:
     """Works until its input ends.
 
@@ -70,8 +71,9 @@ def run(
         answers.flush()
 
 
-def _answer(answer_to: Callable[[Any], str], message: Any) -> bytes:
+def _answer(answer_to: Callable[[Any], str | bytes], message: Any) -> bytes:
     try:
-        return TEXT + answer_to(message).encode()
+        answer = answer_to(message)
+        return DONE + (answer.encode() if isinstance(answer, str) else answer)
     except WorkRefused as error:
         return REFUSAL + json.dumps([str(error), error.part]).encode()

@@ -12,8 +12,8 @@ from shared.models.families import config_from_dict, config_from_folder, vision_
 from shared.models.pictures import pictures_from_folder, read_pictures
 from shared.models.tower import check_tower
 from shared.models.vision import read_vision
+from tests.support.golden_pictures import MODEL, PICTURES, vision
 from tests.support.tiny_models import write_tiny
-from tests.support.towers import MODEL, PICTURES, vision
 
 TOWER = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
 PROCESSOR = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))[

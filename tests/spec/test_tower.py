@@ -7,9 +7,9 @@ import pytest
 
 from shared.models.pictures import PictureRefused
 from shared.spec import tower as spec
-from tests.support.towers import PICTURES, SIZE, TOWERS, picture_config, resized, vision
+from tests.support.golden_pictures import WANT, picture_config, resized, vision
+from tests.support.towers import SIZE, TOWERS
 
-WANT = dict(np.load(PICTURES / "vectors.npz"))
 NUMBERS = (0, 1, 2)
 
 

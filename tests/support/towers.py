@@ -1,49 +1,25 @@
 """The vision tower of the golden folders in every implementation, picture by picture."""
 
-import json
 from functools import cache, partial
-from pathlib import Path
 from typing import Protocol
 
 import jax
 import numpy as np
 import torch
-from PIL import Image
 
 from jax_impl import tower as jax_tower
 from jax_impl import weights as jax_weights
 from jax_impl.backend import compiler_options
 from shared.models.checkpoint import open_checkpoint
-from shared.models.families import vision_from_folder
-from shared.models.pictures import PictureConfig, read_pictures
 from shared.models.tower import check_tower
-from shared.models.vision import VisionConfig
 from shared.spec import tower
 from shared.spec.tower import Patches
+from tests.support.golden_pictures import MODEL, vision
 from torch_impl import tower as torch_tower
 from torch_impl import weights as torch_weights
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-MODEL, PICTURES = GOLDEN / "qwen3_5_dense", GOLDEN / "qwen3_5_vision"
 SIZE = 128
 """Patches of a padded picture; the golden ones have 40 to 120."""
-
-
-def vision() -> VisionConfig:
-    found = vision_from_folder(MODEL)
-    assert found is not None
-    return found
-
-
-def picture_config() -> PictureConfig:
-    given = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
-    return read_pictures(given["preprocessor_config"], vision())
-
-
-def resized(picture: np.ndarray) -> np.ndarray:
-    """A picture at the size that the checkpoint wants."""
-    height, width = picture_config().fitted(*picture.shape[:2])
-    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
 
 
 class Tower(Protocol):

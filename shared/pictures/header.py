@@ -1,0 +1,105 @@
+"""What a picture's first bytes say of it, read before anything is decoded.
+
+A decoder may take the memory of the whole picture when it opens a file: that of WebP takes 2.7 GB
+for 10 kB that claim 16,000 x 16,000 pixels.
+"""
+
+from dataclasses import dataclass
+
+from shared.models.pictures import PictureRefused
+
+PNG, JPEG, WEBP = "PNG", "JPEG", "WEBP"
+
+_PNG = b"\x89PNG\r\n\x1a\n"
+_SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
+"""Markers of JPEG behind which the size stands; the others of the range are tables."""
+
+_ALONE = {0x01, *range(0xD0, 0xD9)}
+"""Markers of JPEG without a length."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """A picture's format, its size in pixels as it is stored, and whether it moves."""
+
+    kind: str
+    height: int
+    width: int
+    is_animated: bool
+
+
+def read_header(data: bytes) -> Header:
+    """Finds the format by the content, whatever the client calls it.
+
+    Raises:
+      PictureRefused: It is none of PNG, JPEG and WebP, or its header is broken.
+
+    Source: PNG, third edition (W3C); ITU-T T.81; WebP container specification (RFC 9649).
+    """
+    if data.startswith(_PNG):
+        return _of_png(data)
+    if data.startswith(b"\xff\xd8\xff"):
+        return _of_jpeg(data)
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return _of_webp(data)
+    raise PictureRefused("the picture must be a PNG, a JPEG or a WebP")
+
+
+def _of_png(data: bytes) -> Header:
+    if data[12:16] != b"IHDR" or len(data) < 24:
+        raise _broken(PNG)
+    width, height = (int.from_bytes(data[at : at + 4]) for at in (16, 20))
+    return _checked(Header(PNG, height, width, _has_frames(data)))
+
+
+def _has_frames(data: bytes) -> bool:
+    """Whether a PNG says, before its pixels, that it is animated."""
+    at = len(_PNG)
+    while at + 8 <= len(data):
+        kind = data[at + 4 : at + 8]
+        if kind in (b"acTL", b"IDAT"):
+            return kind == b"acTL"
+        at += 12 + int.from_bytes(data[at : at + 4])
+    return False
+
+
+def _of_jpeg(data: bytes) -> Header:
+    at = 2
+    while at + 4 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == 0xFF:  # any number of them may stand before a marker
+            at += 1
+        elif marker in _ALONE:
+            at += 2
+        elif marker in _SIZES and at + 9 <= len(data):
+            height, width = (int.from_bytes(data[x : x + 2]) for x in (at + 5, at + 7))
+            return _checked(Header(JPEG, height, width, False))
+        else:
+            at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    raise _broken(JPEG)
+
+
+def _of_webp(data: bytes) -> Header:
+    kind, body = data[12:16], data[20:30]
+    if len(body) < 10:
+        raise _broken(WEBP)
+    if kind == b"VP8X":
+        width, height = (1 + int.from_bytes(body[at : at + 3], "little") for at in (4, 7))
+        return Header(WEBP, height, width, bool(body[0] & 2))
+    if kind == b"VP8L":
+        bits = int.from_bytes(body[1:5], "little")
+        return Header(WEBP, 1 + (bits >> 14 & 0x3FFF), 1 + (bits & 0x3FFF), False)
+    if kind == b"VP8 ":
+        width, height = (int.from_bytes(body[at : at + 2], "little") for at in (6, 8))
+        return _checked(Header(WEBP, height & 0x3FFF, width & 0x3FFF, False))
+    raise _broken(WEBP)
+
+
+def _checked(header: Header) -> Header:
+    if not header.height or not header.width:
+        raise _broken(header.kind)
+    return header
+
+
+def _broken(kind: str) -> PictureRefused:
+    return PictureRefused(f"the picture's {kind} header is broken")

@@ -1,0 +1,77 @@
+"""Opens a picture and brings it to the size that a model wants.
+
+What a picture is brought to is decided by name:
+
+- A palette, grey values, CMYK and other colours become RGB as Pillow converts them.
+- Of transparency the colours beneath are taken, as the processors do with which models are trained.
+- Of 16 bits in a channel the upper 8 are taken.
+- A picture that EXIF says is turned is turned, before its sides are looked at.
+- A picture of several frames is refused; of a JPEG that carries others behind it, as cameras write
+  them, the first is taken.
+"""
+
+import io
+import warnings
+from dataclasses import dataclass
+
+from PIL import Image, ImageOps
+
+from shared.models.pictures import PictureConfig, PictureRefused
+from shared.pictures.header import Header, read_header
+
+MAX_PIXELS = 1 << 25
+"""Of a picture as it is stored: 33.5 million, as of large cameras; no model sees half of them."""
+
+DEEP = "I;16"
+"""Begins what Pillow calls 16 bits of grey; those of colours it reads as 8."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture at the size that a model wants: red, green and blue of each pixel, row by row."""
+
+    height: int
+    width: int
+    rgb: bytes
+
+
+def opened(data: bytes, config: PictureConfig) -> Picture:
+    """The picture in a file's bytes.
+
+    Raises:
+      PictureRefused: It is not taken; see above, and `PictureConfig.fitted`.
+    """
+    header = read_header(data)
+    _check(header)
+    config.fitted(header.height, header.width)  # one that is too long is not decoded either
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of broken EXIF, which is then not looked at
+            image = _decoded(data, header.kind)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise PictureRefused(f"the picture is a broken {header.kind}: {error}") from error
+    height, width = config.fitted(image.height, image.width)
+    fitted = image.resize((width, height), Image.Resampling.BICUBIC)
+    return Picture(height, width, fitted.tobytes())
+
+
+def _check(header: Header) -> None:
+    if header.is_animated:
+        raise PictureRefused(
+            f"the picture is an animated {header.kind}, and video is not served; send one frame"
+        )
+    if header.height * header.width > MAX_PIXELS:
+        raise PictureRefused(
+            f"the picture has {header.width} x {header.height} pixels, more than the "
+            f"{MAX_PIXELS} that are decoded; send a smaller one"
+        )
+
+
+def _decoded(data: bytes, kind: str) -> Image.Image:
+    """All of a picture, upright and in RGB."""
+    with Image.open(io.BytesIO(data), formats=(kind,)) as image:
+        image.load()
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith(DEEP):
+            upright = upright.point(lambda value: value * (1 / 256), "L")
+        return upright.convert("RGB")

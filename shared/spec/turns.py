@@ -1,0 +1,59 @@
+"""By which positions the rows of a prompt with pictures turn.
+
+A row has its place, which counts tokens and says where its KV lies, and three turns, which say how
+its queries and keys are rotated: by time, by row and by column. In text all four are equal. The
+rows of a picture have one turn of time, and turn by their row and their column in the picture; what
+comes behind goes on as if the picture were as long as its longer side.
+
+Source: Qwen2-VL, Wang et al. 2024, arXiv:2409.12191; the order of the dimensions is Qwen3-VL's.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+
+def turns(
+    tokens: Int[np.ndarray, " T"], image_token: int, grids: Sequence[tuple[int, int]]
+) -> tuple[Int[np.ndarray, "T 3"], int]:
+    """The three turns of each row, and what is added to the place of every later token.
+
+    Args:
+      tokens: The expanded prompt; see `shared.pictures.prompt.expanded`.
+      grids: Rows and columns of each picture, in those that stand in the prompt.
+
+    Raises:
+      ValueError: The image tokens are not those of these pictures.
+    """
+    found, at, turn, left = np.zeros((len(tokens), 3), np.int32), 0, 0, list(grids)
+    while at < len(tokens):
+        if tokens[at] != image_token:
+            found[at], at, turn = turn, at + 1, turn + 1
+            continue
+        rows, columns = left.pop(0) if left else (0, 0)
+        end = at + rows * columns
+        if at == end or end > len(tokens) or (tokens[at:end] != image_token).any():
+            raise ValueError("the prompt has other image tokens than its pictures have rows")
+        row, column = np.indices((rows, columns)).reshape(2, -1)
+        found[at:end] = turn + np.stack([np.zeros_like(row), row, column], axis=1)
+        at, turn = end, turn + max(rows, columns)
+    if left:
+        raise ValueError("the prompt has fewer image tokens than its pictures have rows")
+    return found, turn - len(tokens)
+
+
+def turn_of_pairs(
+    turns: Int[np.ndarray, "R 3"], sections: Sequence[int], half: int
+) -> Int[np.ndarray, "R half"]:
+    """Which of its turns each rotated pair of dimensions of a row takes.
+
+    Args:
+      sections: How many pairs take time, row and column. They take turns, one pair each, as long
+        as row and column have some left; time has what is left over.
+      half: Rotated pairs of a head.
+    """
+    _, by_row, by_column = sections
+    taken = np.zeros(half, np.int32)
+    taken[1 : 3 * by_row : 3], taken[2 : 3 * by_column : 3] = 1, 2
+    return turns[:, taken]

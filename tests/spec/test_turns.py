@@ -1,0 +1,39 @@
+"""Rows of a prompt with pictures turn as the reference implementation's, and text as ever."""
+
+import numpy as np
+import pytest
+
+from shared.spec import turns as spec
+from tests.support.golden_pictures import WANT, vision
+
+
+def grid(number: int) -> tuple[int, int]:
+    _, rows, columns = WANT[f"grid_{number}"] // 2
+    return int(rows), int(columns)
+
+
+@pytest.mark.parametrize(("prompt", "pictures"), [("mm", (0, 1)), ("one", (2,))])
+def test_the_turns_of_a_prompt_are_the_reference_implementations(prompt, pictures):
+    tokens = WANT[f"{prompt}_ids"]
+    found, delta = spec.turns(tokens, vision().image_token, [grid(each) for each in pictures])
+    np.testing.assert_array_equal(found.T, WANT[f"{prompt}_pos"])
+    assert delta == WANT[f"{prompt}_delta"]
+
+
+def test_text_turns_by_its_places():
+    found, delta = spec.turns(np.arange(7), 250, [])
+    np.testing.assert_array_equal(found, np.arange(7)[:, None].repeat(3, axis=1))
+    assert delta == 0
+
+
+@pytest.mark.parametrize("grids", [[], [(1, 2)], [(1, 4)], [(1, 3), (1, 1)], [(0, 3)]])
+def test_other_pictures_than_the_prompts_are_refused(grids):
+    with pytest.raises(ValueError, match="image tokens than its pictures have rows"):
+        spec.turns(np.array([1, 250, 250, 250, 2]), 250, grids)
+
+
+def test_pairs_take_turns_as_long_as_row_and_column_have_some_left():
+    taken = spec.turn_of_pairs(np.array([[0, 1, 2]]), (11, 11, 10), 32)[0]
+    assert taken.tolist() == [0, 1, 2] * 10 + [0, 1]
+    taken = spec.turn_of_pairs(np.array([[5, 6, 7]]), (2, 1, 1), 4)[0]
+    assert taken.tolist() == [5, 6, 7, 5]
