@@ -126,7 +126,7 @@ def verify(
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
-    passed = model.forward(machine.model, tokens, rows, state.kv, mixer, streams)
+    passed = model.forward(machine.model, tokens, None, rows, state.kv, mixer, streams)
     logits = model.part_of_logits(machine.model, passed.hidden)
     choices, is_finite = _choose(
         machine, state, plan, program, trees, logits, rows, node, row_of, lengths

@@ -19,6 +19,7 @@ from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies
+from shared.spec.turns import turn_of_pairs
 
 Hidden = Float[jax.Array, "R hidden"]
 LayerCarry = tuple[DeltaState, Any]
@@ -49,10 +50,17 @@ class DeltaMixer(Protocol):
         ...
 
 
-def angles(config: AttentionConfig, positions: Int[jax.Array, " R"]) -> Angles:
+def angles(config: AttentionConfig, positions: Int[jax.Array, "R ..."]) -> Angles:
     """The rotation at each row's position, once for all layers of a kind in a pass."""
     frequencies = jnp.asarray(rotary_frequencies(config.rotary))
     return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
+
+
+def turning(config: AttentionConfig, rows: Rows) -> Int[jax.Array, "R ..."]:
+    """By what rows turn: their positions or, of a model that sees, what each pair takes of them."""
+    if rows.turns is None or not config.rotary.sections:
+        return rows.positions
+    return rows.turns[:, turn_of_pairs(config.rotary)]
 
 
 class Sight(NamedTuple):
@@ -76,7 +84,7 @@ class Sight(NamedTuple):
     def of(cls, config: AttentionConfig, rows: Rows, kv: KV, group: Ranks) -> "Sight":
         """Of a pass over rows."""
         seen = windowed(rows, config.window)
-        turn = angles(config, rows.positions)
+        turn = angles(config, turning(config, rows))
         return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
 
 

@@ -11,6 +11,7 @@ from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, f
 from jax_impl.ops import Place, layers, linear, ranks
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.experts import counted
+from jax_impl.ops.layers import Shown
 from jax_impl.ops.linear import Matrix, Norm, Stream
 from jax_impl.records import Layer, Weights
 from shared.boundary.ranks import Ranks
@@ -71,6 +72,7 @@ class Model(NamedTuple):
 def forward(
     model: Model,
     tokens: Int[jax.Array, " R"],
+    shown: Shown | None,
     rows: Rows,
     kv: KV,
     mixer: DeltaMixer | None,
@@ -80,6 +82,7 @@ def forward(
 
     Args:
       tokens: The token of each row.
+      shown: What stands in the place of some tokens'; None of text.
       rows: Where the rows stand and what they see.
       kv: The pools of the attention layers.
       mixer: Runs the gated-delta layers; None for a model without them.
@@ -110,7 +113,7 @@ def forward(
         mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
         return finished(config, layer, feed, mixed, stream, norm), carry
 
-    embedded = layers.embedded(model.weights.embed, tokens, config.embedding_factor)
+    embedded = layers.embedded(model.weights.embed, tokens, shown, config.embedding_factor)
     norms = [block.layer.input_norm for block in model.blocks]
     # What leaves the last layer no product reads; with some norm all layers are one trace.
     norms.append(norms[-1])

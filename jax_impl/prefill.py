@@ -152,7 +152,8 @@ def _read_prompts(
         where = (plan.slots, prompts.row_starts, prompts.rows.request)
         pools, save = (state.delta, state.snapshots), jnp.where(is_saved, plan.save, 0)
         mixer = PrefillMixer(machine.model.config, *pools, *where, save_after, save)
-    passed = model.forward(machine.model, prompts.tokens, prompts.rows, state.kv, mixer, streams)
+    given = (prompts.tokens, None, prompts.rows, state.kv)
+    passed = model.forward(machine.model, *given, mixer, streams)
     state = state._replace(kv=passed.kv)
     if mixer is not None:
         delta, snapshots = mixer.carry

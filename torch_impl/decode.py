@@ -132,7 +132,7 @@ def verify(
     mixer = _mixer(machine, plan, program, trees, row_of, rows, node)
     tokens = trees.tokens[rows.request, node]
     streams = machine.streams(program)
-    passed = model.forward(machine.model, tokens, rows, machine.state.kv, mixer, streams)
+    passed = model.forward(machine.model, tokens, None, rows, machine.state.kv, mixer, streams)
     logits = model.part_of_logits(machine.model, passed.hidden)
     choices, is_finite = _choose(machine, plan, program, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)

@@ -11,6 +11,7 @@ from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec import layers as layers_spec
+from shared.spec.turns import turn_of_pairs
 from torch_impl.ops import delta_mix, layers, linear, mix, ranks
 from torch_impl.ops.attention import Rows, windowed
 from torch_impl.ops.delta_mix import Nodes
@@ -36,11 +37,17 @@ def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[T
     return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
 
 
+def turning(config: AttentionConfig, rows: Rows) -> Int[Tensor, "R ..."]:
+    """By what rows turn: their positions or, of a model that sees, what each pair takes of them."""
+    if rows.turns is None or not config.rotary.sections:
+        return rows.positions
+    return rows.turns[:, turn_of_pairs(config.rotary)]
+
+
 def angles(config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Angles:
     """The rotation at each row's position, once for all layers of a kind in a pass."""
-    return Angles(
-        *layers.rotary_angles(rows.positions, frequencies, config.rotary.attention_factor)
-    )
+    positions = turning(config, rows)
+    return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
 
 
 @dataclass(frozen=True)

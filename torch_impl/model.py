@@ -24,6 +24,7 @@ from torch_impl.layers import (
 from torch_impl.ops import layers, linear, ranks
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.experts import counted
+from torch_impl.ops.layers import Shown
 from torch_impl.ops.linear import Matrix
 from torch_impl.records import Layer, Weights
 
@@ -80,6 +81,7 @@ class Model:
 def forward(
     model: Model,
     tokens: Int[Tensor, " R"],
+    shown: Shown | None,
     rows: Rows,
     kv: Pools,
     mixer: DeltaMixer | None,
@@ -89,6 +91,7 @@ def forward(
 
     Args:
       tokens: The token of each row.
+      shown: What stands in the place of some tokens'; None of text.
       rows: Where the rows stand and what they see.
       kv: The pools of the attention layers, written in place.
       mixer: Runs the gated-delta layers; None for a model without them.
@@ -103,7 +106,7 @@ def forward(
     if mixer is not None:
         mixers[config.gated_delta] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none behind the last
-    embedded = layers.embedded(weights.embed, tokens, config.embedding_factor)
+    embedded = layers.embedded(weights.embed, tokens, shown, config.embedding_factor)
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
     if config.experts is not None:
         stream = counted(stream)

@@ -109,7 +109,7 @@ def _read_prompts(
     """Runs the target over prompt chunks and carries its states on; says what was saved."""
     state, config, rows = machine.state, machine.model.config, prompts.rows
     if state.delta is None:
-        passed = model.forward(machine.model, prompts.tokens, rows, state.kv, None, streams)
+        passed = model.forward(machine.model, prompts.tokens, None, rows, state.kv, None, streams)
         return passed, torch.zeros_like(plan.starts)
     assert state.snapshots is not None  # slots with states have snapshots
     save_after = plan.save_at - prompts.first
@@ -118,7 +118,7 @@ def _read_prompts(
     save = torch.where(is_saved, plan.save, 0)
     pools, where = (state.delta, state.snapshots), (prompts.row_starts, rows.request)
     mixer = PrefillMixer(config, *pools, plan.slots, *where, save_after, save)
-    passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
+    passed = model.forward(machine.model, prompts.tokens, None, rows, state.kv, mixer, streams)
     return passed, is_saved
 
 

@@ -162,7 +162,7 @@ def fill(
     turn = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     norms = [*(layer.input_norm for layer in weights.layers), None]
-    stream = linear.stream(embedded(embed, tokens.reshape(-1)), norms[0], None, group)
+    stream = linear.stream(embedded(embed, tokens.reshape(-1), None), norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)

@@ -103,7 +103,7 @@ class EagleDrafter(NamedTuple):
 
 def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
-    out, kv = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)
+    out, kv = head.forward(fed.rows, fed.following, None, head.read(fed.passed), kv)
     ends = out[fed.last]
     ranked = rank._replace(columns=head.columns).roots(head.scores(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv
@@ -151,7 +151,7 @@ def draft(
     """Grows one draft tree per request: the relay is its first level, then S - 1 expansions."""
 
     def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
-        out, kv = head.forward(rows, tokens, hidden, kv)
+        out, kv = head.forward(rows, tokens, None, hidden, kv)
         return head.scores(out), out, kv
 
     def pick(hidden: Carried, rows: Int[jax.Array, " R"]) -> Carried:

@@ -17,7 +17,7 @@ from jax_impl.model import Forward, Model, logits
 from jax_impl.model import scores as scores_of
 from jax_impl.ops import linear, ranks
 from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.layers import embedded, rms_norm
+from jax_impl.ops.layers import Shown, embedded, rms_norm
 from jax_impl.ops.linear import Stream, normed_product, product
 from jax_impl.ops.sampling import over_tokens
 from jax_impl.records import HeadWeights, Layer
@@ -36,8 +36,9 @@ class Head(NamedTuple):
       config: Settings of its one decoder layer, which also size the draft KV and the relay.
       streams: Residual streams of the target that `read` needs, ascending.
       read: From a pass of the target, the hidden states of its rows as the head reads them.
-      forward: Runs the head over rows, each with its next token and its hidden state; gives the
-        hidden state that the next draft step reads, and the head's KV.
+      forward: Runs the head over rows, each with its next token, what stands in the place of some,
+        and its hidden state; gives the hidden state that the next draft step reads, and the head's
+        KV.
       scores: Over the head's vocabulary, from what `forward` gives.
       columns: The target's token of each score; None where they are the same.
     """
@@ -45,7 +46,7 @@ class Head(NamedTuple):
     config: ModelConfig
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[Rows, Tokens, Hidden, KV], tuple[Hidden, KV]]
+    forward: Callable[[Rows, Tokens, Shown | None, Hidden, KV], tuple[Hidden, KV]]
     scores: Callable[[Hidden], Logits]
     columns: Int[jax.Array, " draft_vocab"] | None = None
 
@@ -60,8 +61,10 @@ def mtp(model: Model) -> Head:
     assert weights is not None  # the checkpoint was read with its MTP layer
     layer, feed = weights.layer, FEEDS[config.draft_layer.feed.kind]
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
+    def forward(
+        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
+    ) -> tuple[Hidden, KV]:
+        fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         joined = product(jnp.concatenate([fed, normed], axis=1), weights.fc)
         joined = ranks.gathered(group, joined)
@@ -80,8 +83,10 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     """
     config, embed, group = weights.config.layer, _embedding(model, weights), model.group
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        x = _fc(group, weights, jnp.concatenate([embedded(embed, tokens), hidden], axis=1))
+    def forward(
+        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
+    ) -> tuple[Hidden, KV]:
+        x = _fc(group, weights, jnp.concatenate([embedded(embed, tokens, shown), hidden], axis=1))
         qkv = product(x, weights.layer.mixer.inputs)
         stream = Stream(x, group=group)
         return _decoder_layer(config, weights.layer, mlp, qkv, stream, rows, kv)
@@ -99,8 +104,10 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert hidden_norm is not None
     assert final_norm is not None
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        fed = rms_norm(embedded(embed, tokens), linear.alone(input_norm), eps)
+    def forward(
+        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
+    ) -> tuple[Hidden, KV]:
+        fed = rms_norm(embedded(embed, tokens, shown), linear.alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(jnp.concatenate([fed, normed], axis=1), weights.layer.mixer.inputs)
         stream = Stream(hidden, group=group)

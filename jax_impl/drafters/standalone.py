@@ -127,7 +127,7 @@ class StandaloneDrafter(NamedTuple):
 
     def _forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
-        return model.forward(self.small, known, rows, kv, mixer, ())
+        return model.forward(self.small, known, None, rows, kv, mixer, ())
 
 
 def over_target(

@@ -32,6 +32,8 @@ class Rows(NamedTuple):
       row_starts: First row of each request, and the end of the last; the rest is padding, which
         belongs to request 0.
       most_rows: No request has more rows.
+      turns: By time, row and column, for the rotation of a model that sees; None: all three are
+        the position.
     """
 
     request: Int[jax.Array, " R"]
@@ -44,6 +46,7 @@ class Rows(NamedTuple):
     page_table: Int[jax.Array, "B table"]
     row_starts: Int[jax.Array, " B1"]
     most_rows: int
+    turns: Int[jax.Array, "R 3"] | None = None
 
 
 def causal_rows(
@@ -153,6 +156,16 @@ def tree_rows(
         most_rows=parents.shape[1],
     )
     return flat_rows, flat.node
+
+
+def turned(rows: Rows, delta: Int[jax.Array, " B"]) -> Rows:
+    """Rows of text that stand behind pictures, or behind none.
+
+    Args:
+      delta: What the turns of each request's text are above its positions.
+    """
+    turn = rows.positions + delta[rows.request]
+    return rows._replace(turns=jnp.stack([turn] * 3, axis=1))
 
 
 def last_seen(

@@ -3,6 +3,8 @@
 As `shared.spec.layers`; on a GPU the norm of bfloat16 is a kernel.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -48,13 +50,31 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
+class Shown(NamedTuple):
+    """Rows of pictures, some of which stand in the place of tokens'.
+
+    Attributes:
+      pool: Of all pictures; row 0 is nobody's.
+      sources: The row that stands in the place of each token's own; 0: none does.
+    """
+
+    pool: Float[jax.Array, "rows hidden"]
+    sources: Int[jax.Array, " R"]
+
+
 def embedded(
-    table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R"], factor: float = 1.0
+    table: Float[jax.Array, "vocab hidden"],
+    tokens: Int[jax.Array, " R"],
+    shown: Shown | None,
+    factor: float = 1.0,
 ) -> Float[jax.Array, "R hidden"]:
-    """The stored vector of each token, times a factor."""
-    if factor == 1:
-        return table[tokens]
-    return (table[tokens].astype(jnp.float32) * factor).astype(table.dtype)
+    """The stored vector of each token, times a factor; or a picture's row that stands there."""
+    own = table[tokens]
+    if factor != 1:
+        own = (own.astype(jnp.float32) * factor).astype(table.dtype)
+    if shown is None:
+        return own
+    return jnp.where(shown.sources[:, None] > 0, shown.pool[shown.sources], own)
 
 
 def plain_rms_norm(
@@ -132,10 +152,14 @@ def _sums_of_squares(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... 1
 
 
 def rotary_angles(
-    positions: Int[jax.Array, " R"], frequencies: Float[jax.Array, " half"], factor: float
+    positions: Int[jax.Array, "R ..."], frequencies: Float[jax.Array, " half"], factor: float
 ) -> tuple[Float[jax.Array, "R half"], Float[jax.Array, "R half"]]:
-    """Cosine and sine of each position's angles, times the attention factor."""
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    """Cosine and sine of each position's angles, times the attention factor.
+
+    Args:
+      positions: Of each row, or of each pair of its dimensions.
+    """
+    angles = positions.astype(jnp.float32).reshape(len(positions), -1) * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 

@@ -123,7 +123,7 @@ def logits(
 
 def embedded(table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R"]) -> Rows:
     """The tokens' rows of an embedding, in the float32 of the residual stream."""
-    return ops.embedded(table, tokens).astype("float32")
+    return ops.embedded(table, tokens, None).astype("float32")
 
 
 def _places(config: ModelConfig) -> list[Place]:

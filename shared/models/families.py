@@ -221,7 +221,13 @@ def vision_from_folder(folder: str | Path) -> VisionConfig | None:
     if not _family(config).sees:
         return None
     text = config_from_dict(config)
-    return read_vision(config, text.hidden, text.vocab)
+    found = read_vision(config, text.hidden, text.vocab)
+    if found is not None and not text.attention.rotary.sections:
+        raise ValueError(
+            "a model with vision_config needs mrope_interleaved: true and an mrope_section of "
+            "three numbers, as many as pairs turn, in its rotary settings"
+        )
+    return found
 
 
 def stated_granularity(folder: str | Path) -> Granularity | None:

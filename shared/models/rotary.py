@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.models.fields import Json, number, object_of, positive
+from shared.models.fields import Json, is_number, number, object_of, positive
 
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -24,6 +24,8 @@ class RotaryConfig:
       beta_fast, beta_slow: Rotations at the two ends of the yarn ramp.
       extensions: By how much each pair is stretched (longrope).
       attention_factor: Multiplies cos and sin; 1 except for yarn and longrope.
+      sections: Of models that see, how many pairs turn by time, by row and by column; in text all
+        three are the position.
     """
 
     theta: float
@@ -37,6 +39,7 @@ class RotaryConfig:
     beta_slow: float = 1.0
     extensions: tuple[float, ...] = ()
     attention_factor: float = 1.0
+    sections: tuple[int, ...] = ()
 
 
 OLDER = {"mrope": "default", "su": "longrope"}
@@ -73,9 +76,19 @@ def read_rotary(
         for field, default in (("partial_rotary_factor", default_share), ("rope_theta", 10000.0))
     )
     plain = {"theta": theta, "width": int(head_size * share), "type": kind}
+    if rope.get("mrope_interleaved") is True:
+        plain["sections"] = _sections(rope, plain["width"] // 2)
     if kind == "longrope":
         return _long_rotary(text, rope, plain, context_length)
     return RotaryConfig(**plain) if kind == "default" else _scaled_rotary(text, rope, plain)
+
+
+def _sections(rope: Json, pairs: int) -> tuple[int, ...]:
+    """None where they are not those of a model that sees; its text turns the same without."""
+    stated = rope.get("mrope_section")
+    if not isinstance(stated, list) or not all(is_number(x, int) and x > 0 for x in stated):
+        return ()
+    return tuple(stated) if len(stated) == 3 and sum(stated) == pairs else ()
 
 
 def _long_rotary(

@@ -235,6 +235,8 @@ class ReferenceBackend:
             np.array([0, len(tokens)], np.int32),
             np.array([first], np.int32),
             table,
+            None,
+            None,
         )
         self.state.kv = forward.kv
         put(self.state.delta, slot, state)
@@ -273,6 +275,7 @@ class ReferenceBackend:
             lengths,
             batch.page_table,
             work.shape.rows,
+            None,
         )
         row_starts, *_ = draft_tree.flatten(trees.num_nodes, work.shape.rows)
         row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, work.shape.nodes)

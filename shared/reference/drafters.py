@@ -98,7 +98,9 @@ class HeadDrafter:
             bounds = (np.array([chunk.first]), draft_from[b : b + 1], batch.page_table[b : b + 1])
             rows = attention.causal_rows(np.array([0, T]), *bounds, T)
             reads = self._drafter.reads(chunk.passed)
-            hidden, scores, self._kv = self._drafter.run(rows, chunk.following, reads, self._kv)
+            hidden, scores, self._kv = self._drafter.run(
+                rows, chunk.following, None, reads, self._kv
+            )
             out.append(hidden[-1])
             logits.append(scores[-1])
         self._carry(batch, np.stack(out), np.stack(logits), np.arange(len(fed)), rank)
@@ -137,7 +139,7 @@ class HeadDrafter:
         W = len(fed.tokens) // len(counts)
         rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, W - 1)
         reads = self._drafter.reads(fed.passed)
-        out, logits, self._kv = self._drafter.run(rows, fed.following, reads, self._kv)
+        out, logits, self._kv = self._drafter.run(rows, fed.following, None, reads, self._kv)
         last = np.arange(len(counts)) * W + np.maximum(counts - 1, 0)
         self._carry(batch, out, logits, last, rank)
 

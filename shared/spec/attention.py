@@ -7,7 +7,7 @@ prefill row ends at itself and has no window, a tree's node sees the committed p
 ancestors in the window.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -26,6 +26,8 @@ class Rows:
       first, until, window: What the row sees, see `visible`.
       is_real: False for padding.
       page_table: Pages of each request.
+      turns: By time, row and column, for the rotation of a model that sees; None: all three are
+        the position.
     """
 
     request: Int[np.ndarray, " R"]
@@ -36,6 +38,7 @@ class Rows:
     window: Bool[np.ndarray, "R N"]
     is_real: Bool[np.ndarray, " R"]
     page_table: Int[np.ndarray, "B table"]
+    turns: Int[np.ndarray, "R 3"] | None = field(default=None, kw_only=True)
 
 
 def causal_rows(
@@ -83,6 +86,16 @@ def tree_rows(
     first = np.zeros(rows, np.int64)
     places = length + node
     return Rows(request, length + depth, places, first, until, window, is_real, page_table), node
+
+
+def turned(rows: Rows, delta: Int[np.ndarray, " B"]) -> Rows:
+    """Rows of text that stand behind pictures, or behind none.
+
+    Args:
+      delta: What the turns of each request's text are above its positions.
+    """
+    turn = rows.positions + delta[rows.request]
+    return replace(rows, turns=np.stack([turn] * 3, axis=1))
 
 
 def last_seen(

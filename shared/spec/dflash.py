@@ -118,7 +118,7 @@ def fill(
     assert block is not None  # a DFlash head has a block
     tokens = np.full((len(newest), block.size), block.mask_id)
     tokens[:, 0] = newest
-    stream = Stream(layers.embedded(target["embed"], tokens.reshape(-1)))
+    stream = Stream(layers.embedded(target["embed"], tokens.reshape(-1), None))
     for layer, seen in enumerate(rows):
         y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
         stream, kv = model.attention_layer(sizes, weights, "layer.", layer, y, stream, seen, kv)

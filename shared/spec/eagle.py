@@ -19,6 +19,7 @@ from shared.models.config import ModelConfig
 from shared.spec import draft_tree, layers, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import Level, TreeShape
+from shared.spec.layers import Shown
 from shared.spec.linear import Stream
 from shared.spec.model import KV, Forward, Hidden, Weights
 from shared.spec.sampling import over_tokens
@@ -27,9 +28,10 @@ Logits = Float[np.ndarray, "R vocab"]
 Tokens = Int[np.ndarray, " R"]
 HeadWeights = Mapping[str, Shaped[np.ndarray, "..."]]
 
-Head = Callable[[Rows, Tokens, Hidden, KV], tuple[Hidden, Logits, KV]]
-"""A head bound to its weights: rows, each row's next token and its hidden state, and the head's KV;
-gives the hidden state that the next draft step reads, the logits, and the KV."""
+Head = Callable[[Rows, Tokens, Shown | None, Hidden, KV], tuple[Hidden, Logits, KV]]
+"""A head bound to its weights: rows, each row's next token, what stands in the place of some of
+them, each row's hidden state, and the head's KV; gives the hidden state that the next draft step
+reads, the logits, and the KV."""
 
 Rank = Callable[
     [Float[np.ndarray, "B k vocab"], Int[np.ndarray, "B k path"]],
@@ -40,15 +42,22 @@ included, the root not), the best tokens, best first, and the log weights of the
 
 
 def mtp(
-    config: ModelConfig, weights: Weights, rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV
+    config: ModelConfig,
+    weights: Weights,
+    rows: Rows,
+    tokens: Tokens,
+    shown: Shown | None,
+    hidden: Hidden,
+    kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
     """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model.
 
     Args:
       tokens: The token after each row's.
+      shown: Rows of pictures in the place of such tokens'.
       hidden: After the model's final norm; of a draft step, after the MTP layer's own.
     """
-    fed = layers.embedded(weights["embed"], tokens)
+    fed = layers.embedded(weights["embed"], tokens, shown)
     fed = model.norm(config, fed, weights["mtp.embedding_norm"])
     normed = model.norm(config, hidden, weights["mtp.hidden_norm"])
     x = layers.linear(np.concatenate([fed, normed], axis=1), weights["mtp.fc"])
@@ -64,6 +73,7 @@ def eagle(
     target: Weights,
     rows: Rows,
     tokens: Tokens,
+    shown: Shown | None,
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
@@ -76,7 +86,7 @@ def eagle(
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077.
     """
-    fed = layers.embedded(target["embed"], tokens)
+    fed = layers.embedded(target["embed"], tokens, shown)
     x = _fc(weights, np.concatenate([fed, hidden], axis=1))
     x, kv = _decoder_layer(config.layer, weights, "layer.", x, x, rows, kv)
     return x, model.logits(config.layer, target, x), kv
@@ -107,6 +117,7 @@ def eagle3(
     target: Weights,
     rows: Rows,
     tokens: Tokens,
+    shown: Shown | None,
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
@@ -125,7 +136,7 @@ def eagle3(
     """
     layer = config.layer
     embed = weights["embed"] if config.own_embed else target["embed"]
-    fed = model.norm(layer, layers.embedded(embed, tokens), weights["layer.input_norm"][0])
+    fed = model.norm(layer, layers.embedded(embed, tokens, shown), weights["layer.input_norm"][0])
     normed = model.norm(layer, hidden, weights["layer.hidden_norm"][0])
     y = np.concatenate([fed, normed], axis=1)
     x, kv = _decoder_layer(layer, weights, "layer.", hidden, y, rows, kv)
@@ -286,7 +297,7 @@ def draft(
         rows: Rows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: KV
     ) -> tuple[Logits, KV]:
         nonlocal hidden
-        hidden, logits, kv = head(rows, tokens, hidden[parent], kv)
+        hidden, logits, kv = head(rows, tokens, None, hidden[parent], kv)
         return logits, kv
 
     first = (relay.tokens[:, : shape.width], relay.weights[:, : shape.width])

@@ -1,6 +1,7 @@
 """The small operations that every layer is made of; float32 throughout."""
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -30,11 +31,30 @@ def silu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     return x * sigmoid(x)
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Rows of pictures, some of which stand in the place of tokens'.
+
+    Attributes:
+      pool: Of all pictures; row 0 is nobody's.
+      sources: The row that stands in the place of each token's own; 0: none does.
+    """
+
+    pool: Float[np.ndarray, "rows hidden"]
+    sources: Int[np.ndarray, " R"]
+
+
 def embedded(
-    table: Float[np.ndarray, "vocab hidden"], tokens: Int[np.ndarray, " R"], factor: float = 1.0
+    table: Float[np.ndarray, "vocab hidden"],
+    tokens: Int[np.ndarray, " R"],
+    shown: Shown | None,
+    factor: float = 1.0,
 ) -> Float[np.ndarray, "R hidden"]:
-    """The stored vector of each token, times a factor."""
-    return table[tokens] if factor == 1 else table[tokens] * np.float32(factor)
+    """The stored vector of each token, times a factor; or a picture's row that stands there."""
+    own = table[tokens] if factor == 1 else table[tokens] * np.float32(factor)
+    if shown is None:
+        return own
+    return np.where(shown.sources[:, None] > 0, shown.pool[shown.sources], own)
 
 
 def rms_norm(
@@ -138,10 +158,15 @@ def _yarn_ramp(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
 
 
 def rotary_angles(
-    positions: Int[np.ndarray, " R"], rotary: RotaryConfig
+    positions: Int[np.ndarray, "R ..."], rotary: RotaryConfig
 ) -> tuple[Float[np.ndarray, "R half"], Float[np.ndarray, "R half"]]:
-    """Cosine and sine of each position's angles, times the attention factor."""
-    angles = positions.astype(np.float32)[:, None] * rotary_frequencies(rotary)
+    """Cosine and sine of each position's angles, times the attention factor.
+
+    Args:
+      positions: Of each row, or of each pair of its dimensions.
+    """
+    each = positions.astype(np.float32).reshape(len(positions), -1)
+    angles = each * rotary_frequencies(rotary)
     factor = np.float32(rotary.attention_factor)
     return np.cos(angles) * factor, np.sin(angles) * factor
 

@@ -6,7 +6,7 @@ as they are. The residual stream `streams[i]` is what enters layer i; `streams[L
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,10 +18,12 @@ from shared.models.parameters import BIAS
 from shared.spec import attention, draft_tree, layers, linear, mamba_state
 from shared.spec.attention import Rows, windowed
 from shared.spec.experts import Experts, added_experts
+from shared.spec.layers import Shown
 from shared.spec.linear import Matrix, Stream
 from shared.spec.mamba_state import DeltaState, DeltaWeights, Kept
 from shared.spec.mix import Angles, HeadNorms, Heads, grown_rows, normed_rows
 from shared.spec.mix import mix as mix_heads
+from shared.spec.turns import turn_of_pairs
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
 Hidden = Float[np.ndarray, "R hidden"]
@@ -84,6 +86,8 @@ def prefill(
     row_starts: Int[np.ndarray, " B1"],
     first_positions: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
+    shown: Shown | None,
+    turns: Int[np.ndarray, "T 3"] | None,
 ) -> tuple[Forward, DeltaState]:
     """Runs prompt chunks of several requests and carries their states on.
 
@@ -93,11 +97,14 @@ def prefill(
       row_starts: First token of each chunk, and the end.
       first_positions: Position of each chunk's first token; so many tokens lie in the pages.
       page_table: Pages of each request, with room for the chunk.
+      shown: Rows of pictures in the place of tokens'; None of text.
+      turns: By which the rows turn; None: by their positions.
     """
     no_bound = np.zeros_like(first_positions)
     rows = attention.causal_rows(row_starts, first_positions, no_bound, page_table, len(tokens))
     mixer = Chunks(config, weights, state, row_starts)
-    passed = forward(config, weights, kv, rows, tokens, mixer)
+    rows = replace(rows, turns=turns)
+    passed = forward(config, weights, kv, rows, tokens, shown, mixer)
     return passed, DeltaState(mixer.recurrent, mixer.window)
 
 
@@ -112,6 +119,7 @@ def verify(
     lengths: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
     rows: int,
+    delta: Int[np.ndarray, " B"] | None,
 ) -> tuple[Forward, Kept]:
     """Runs one draft tree per request; neither the states nor a position below the lengths changes.
 
@@ -120,15 +128,18 @@ def verify(
       tokens, parents, num_nodes: The trees; node 0 is the newest token.
       lengths: Committed positions of each request.
       rows: R, flat rows; those past the last node are padding.
+      delta: What the turns of each request's rows are above their positions; None: nothing.
 
     Returns:
       The pass over the flat rows, and what a replay of the accepted path needs.
     """
     flat, node = attention.tree_rows(parents, num_nodes, lengths, page_table, rows)
+    if delta is not None:
+        flat = attention.turned(flat, delta)
     row_starts = np.concatenate([[0], np.cumsum(num_nodes)])
     row_of = draft_tree.flat_rows(row_starts, num_nodes, tokens.shape[1])
     mixer = Tree(config, weights, state, parents, row_of, flat.request, node)
-    passed = forward(config, weights, kv, flat, tokens[flat.request, node], mixer)
+    passed = forward(config, weights, kv, flat, tokens[flat.request, node], None, mixer)
     return passed, mixer.all_kept()
 
 
@@ -138,6 +149,7 @@ def forward(
     kv: KV,
     rows: Rows,
     tokens: Int[np.ndarray, " R"],
+    shown: Shown | None,
     mixer: DeltaMixer,
 ) -> Forward:
     """Runs all layers over ragged rows.
@@ -145,11 +157,12 @@ def forward(
     Args:
       rows: Where the rows stand and what they see.
       tokens: The token of each row.
+      shown: What stands in the place of some tokens'; None of text.
       mixer: Runs the gated-delta layers; a model without them never calls it.
     """
     norms = [_norm_before(config, weights, "input_norm", i) for i in range(config.num_layers)]
     norms.append(None)  # what leaves the last layer no product reads
-    embedded = layers.embedded(weights["embed"], tokens, config.embedding_factor)
+    embedded = layers.embedded(weights["embed"], tokens, shown, config.embedding_factor)
     stream = linear.stream(embedded, norms[0])
     streams, places = [stream.rows], dict.fromkeys((*config.layer_kinds, *config.feed_kinds), 0)
     for layer, each in enumerate(config.layers):
@@ -198,8 +211,11 @@ def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.n
 
 
 def angles(config: AttentionConfig, rows: Rows) -> Angles:
-    """The rotation at each row's position."""
-    return Angles(*layers.rotary_angles(rows.positions, config.rotary))
+    """The rotation of each row."""
+    turning = rows.positions
+    if rows.turns is not None and config.rotary.sections:
+        turning = rows.turns[:, turn_of_pairs(config.rotary)]
+    return Angles(*layers.rotary_angles(turning, config.rotary))
 
 
 def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> HeadNorms | None:

@@ -39,7 +39,7 @@ class SmallModel:
     def forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: model.DeltaMixer) -> model.Forward:
         """Runs the model; a token beyond its vocabulary counts as its last."""
         known = np.minimum(tokens, self.config.vocab - 1)
-        return model.forward(self.config, self.weights, kv, rows, known, mixer)
+        return model.forward(self.config, self.weights, kv, rows, known, None, mixer)
 
     def logits(self, hidden: model.Hidden) -> Logits:
         """Scores over the target's vocabulary."""

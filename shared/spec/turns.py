@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
+from shared.models.rotary import RotaryConfig
+
 
 def turns(
     tokens: Int[np.ndarray, " T"], image_token: int, grids: Sequence[tuple[int, int]]
@@ -43,17 +45,13 @@ def turns(
     return found, turn - len(tokens)
 
 
-def turn_of_pairs(
-    turns: Int[np.ndarray, "R 3"], sections: Sequence[int], half: int
-) -> Int[np.ndarray, "R half"]:
-    """Which of its turns each rotated pair of dimensions of a row takes.
+def turn_of_pairs(rotary: RotaryConfig) -> Int[np.ndarray, " half"]:
+    """Which of a row's turns each rotated pair of dimensions takes.
 
-    Args:
-      sections: How many pairs take time, row and column. They take turns, one pair each, as long
-        as row and column have some left; time has what is left over.
-      half: Rotated pairs of a head.
+    Time, row and column take turns, a pair each, as long as row and column have some left; time has
+    what is left over.
     """
-    _, by_row, by_column = sections
-    taken = np.zeros(half, np.int32)
+    _, by_row, by_column = rotary.sections
+    taken = np.zeros(rotary.width // 2, np.int32)
     taken[1 : 3 * by_row : 3], taken[2 : 3 * by_column : 3] = 1, 2
-    return turns[:, taken]
+    return taken

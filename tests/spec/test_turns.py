@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from shared.models.rotary import RotaryConfig
 from shared.spec import turns as spec
 from tests.support.golden_pictures import WANT, vision
 
@@ -32,8 +33,9 @@ def test_other_pictures_than_the_prompts_are_refused(grids):
         spec.turns(np.array([1, 250, 250, 250, 2]), 250, grids)
 
 
-def test_pairs_take_turns_as_long_as_row_and_column_have_some_left():
-    taken = spec.turn_of_pairs(np.array([[0, 1, 2]]), (11, 11, 10), 32)[0]
-    assert taken.tolist() == [0, 1, 2] * 10 + [0, 1]
-    taken = spec.turn_of_pairs(np.array([[5, 6, 7]]), (2, 1, 1), 4)[0]
-    assert taken.tolist() == [5, 6, 7, 5]
+@pytest.mark.parametrize(
+    ("sections", "want"), [((11, 11, 10), [0, 1, 2] * 10 + [0, 1]), ((2, 1, 1), [0, 1, 2, 0])]
+)
+def test_pairs_take_turns_as_long_as_row_and_column_have_some_left(sections, want):
+    rotary = RotaryConfig(theta=1e4, width=2 * sum(sections), sections=sections)
+    assert spec.turn_of_pairs(rotary).tolist() == want

@@ -169,5 +169,7 @@ class Oracle:
             np.array([0, len(tokens)], np.int32),
             np.zeros(1, np.int32),
             np.arange(1, num_pages, dtype=np.int32)[None],
+            None,
+            None,
         )
         return model.logits(self._config, self._weights, forward.hidden)

@@ -14,6 +14,7 @@ from jax_impl import device_state, layers, model, weights
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import Fed, Ranking, eagle, heads
 from jax_impl.ops import attention, delta_mix, draft_tree
+from jax_impl.ops.layers import Shown
 from jax_impl.ops.sampling import Sampling
 from shared.boundary.ranks import ALONE
 from shared.drafts.checkpoint import open_head
@@ -24,7 +25,7 @@ from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
-from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
+from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass, Pictures
 
 TOKENS = 160  # of the longest prompt, and padding
 NODES = 8
@@ -56,14 +57,18 @@ class JaxModel:
         self._kv = device_state.new_kv(self._config, num_layers, pool, np.float32, cpu)
         self._mtp_kv = device_state.new_kv(self._config, 1, pool, np.float32, cpu)
         self._state = device_state.new_states(self._config, 1, np.float32, cpu)
-        self._length = 0
+        self._length, self._delta = 0, None
 
-    def prefill(self, tokens: Array, positions: Array | None) -> Pass:
+    def prefill(
+        self, tokens: Array, positions: Array | None, pictures: Pictures | None = None
+    ) -> Pass:
         count = len(tokens)
         turned = np.arange(self._length, self._length + count) if positions is None else positions
         words = (padded(ints(tokens), TOKENS), padded(ints(turned), TOKENS))
+        if pictures is not None:
+            self._delta = ints([pictures.delta])
         passed, self._kv, self._state = self._passes.prefill(
-            self._kv, self._state, *words, count, self._length
+            self._kv, self._state, *words, count, self._length, _padded(pictures)
         )
         self._length += count
         return _cut(passed, count)
@@ -72,7 +77,7 @@ class JaxModel:
         count = len(tokens)
         tree = (padded(ints(tokens), NODES)[None], padded(ints(parents), NODES)[None])
         passed, self._kv, self._kept = self._passes.verify(
-            self._kv, self._state, *tree, count, self._length
+            self._kv, self._state, *tree, count, self._length, self._delta
         )
         return _cut(passed, count)
 
@@ -90,10 +95,14 @@ class JaxModel:
         k, v = (np.asarray(attention.read(self._kv[layer, i], ints(TABLE))) for i in (0, 1))
         return k[0, : self._length], v[0, : self._length]
 
-    def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+    def mtp(
+        self, tokens: Array, hidden: Array, first_position: int, pictures: Pictures | None = None
+    ) -> tuple[Array, Array]:
         count = len(tokens)
         given = (padded(ints(tokens), TOKENS), padded(hidden, TOKENS))
-        out, logits, self._mtp_kv = self._passes.mtp(self._mtp_kv, *given, count, first_position)
+        out, logits, self._mtp_kv = self._passes.mtp(
+            self._mtp_kv, *given, count, first_position, _padded(pictures)
+        )
         return np.asarray(out)[:count], np.asarray(logits)[:count]
 
 
@@ -120,28 +129,31 @@ class Passes:
     def _model(self, arrays) -> model.Model:
         return model.Model.of(self._config, weights.weights_of(self._config, arrays, False), ALONE)
 
-    def _prefill(self, arrays, kv, state, tokens, positions, count, length):
+    def _prefill(self, arrays, kv, state, tokens, positions, count, length, pictures):
         loaded, row_starts = self._model(arrays), jnp.stack([0, count])
-        rows = _causal_rows(count, length)._replace(positions=positions)
+        turns, shown = pictures
+        rows = _causal_rows(count, length)._replace(positions=positions, turns=turns)
         mixer = None
         if state is not None:
             pools, where = (state, delta_mix.take(state, SINK)), (SINK, row_starts, rows.request)
             mixer = layers.PrefillMixer(self._config, *pools, *where, SINK, SINK)
-        passed = model.forward(loaded, tokens, rows, kv, mixer, self._streams)
+        passed = model.forward(loaded, tokens, shown, rows, kv, mixer, self._streams)
         after = None if mixer is None else mixer.carry[0]
         return _pass(loaded, passed), passed.kv, after
 
-    def _verify(self, arrays, kv, state, tokens, parents, count, length):
+    def _verify(self, arrays, kv, state, tokens, parents, count, length, delta):
         loaded, num_nodes = self._model(arrays), count[None]
         place = (num_nodes, length[None], ints(TABLE), ROWS)
         rows, node = attention.tree_rows(parents, *place, is_chain=False)
+        if delta is not None:
+            rows = attention.turned(rows, delta)
         row_starts = jnp.stack([0, count])
         row_of = draft_tree.flat_rows(row_starts, num_nodes, NODES)
         mixer = None
         if state is not None:
             nodes = delta_mix.Nodes(parents, rows.row_starts, row_of, rows.request, node)
             mixer = layers.VerifyMixer(self._config, state, SINK, nodes, False)
-        passed = model.forward(loaded, tokens[0, node], rows, kv, mixer, self._streams)
+        passed = model.forward(loaded, tokens[0, node], None, rows, kv, mixer, self._streams)
         kept = None if mixer is None else mixer.carry[1].kept
         return _pass(loaded, passed), passed.kv, kept
 
@@ -153,10 +165,19 @@ class Passes:
             state, _ = delta_mix.commit(*pools, kept, *where)
         return kv, state
 
-    def _mtp(self, arrays, kv, tokens, hidden, count, first):
-        head = heads.mtp(self._model(arrays))
-        out, kv = head.forward(_causal_rows(count, first), tokens, hidden, kv)
+    def _mtp(self, arrays, kv, tokens, hidden, count, first, pictures):
+        head, (turns, shown) = heads.mtp(self._model(arrays)), pictures
+        rows = _causal_rows(count, first)._replace(turns=turns)
+        out, kv = head.forward(rows, tokens, shown, hidden, kv)
         return out, head.logits(out), kv
+
+
+def _padded(pictures: Pictures | None) -> tuple[jax.Array | None, Shown | None]:
+    """Turns, and what stands in the place of tokens, of as many rows as a pass has."""
+    if pictures is None:
+        return None, None
+    turns, sources = (padded(ints(x), TOKENS) for x in (pictures.turns, pictures.sources))
+    return turns, Shown(jnp.asarray(pictures.pool), sources)
 
 
 class JaxHead:
@@ -198,7 +219,7 @@ class JaxHead:
         return np.asarray(out)[:count], np.asarray(logits)[:count]
 
     def _rows(self, kv, tokens, hidden, count, first):
-        out, kv = self._head.forward(_causal_rows(count, first), tokens, hidden, kv)
+        out, kv = self._head.forward(_causal_rows(count, first), tokens, None, hidden, kv)
         return out, self._head.logits(out), kv
 
     def _draft(self, shape, kv, tokens, passed):

@@ -15,7 +15,7 @@ from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
-from shared.spec import attention, eagle, mamba_state, model, sampling
+from shared.spec import attention, eagle, layers, mamba_state, model, sampling
 from shared.spec.draft_tree import TreeShape
 
 PAGE_SIZE = 16
@@ -41,6 +41,27 @@ class Pass:
     streams: Array
 
 
+@dataclass(frozen=True)
+class Pictures:
+    """What the pictures of a prompt bring to it.
+
+    Attributes:
+      turns: `[T, 3]`, of the prompt's rows.
+      delta: What the turns of later tokens are above their positions.
+      pool: `[rows, hidden]`, rows of pictures; row 0 is nobody's.
+      sources: `[T]`, the row in the place of each token's; 0: none.
+    """
+
+    turns: Array
+    delta: int
+    pool: Array
+    sources: Array
+
+    def piece(self, at: slice) -> "Pictures":
+        """Of a part of the prompt."""
+        return replace(self, turns=self.turns[at], sources=self.sources[at])
+
+
 class GoldenModel(Protocol):
     """One request on one model, in float32; where it quantises, rows are FP8 as weights are."""
 
@@ -48,7 +69,9 @@ class GoldenModel(Protocol):
         self, folder: Path, context_length: int | None = None, *, quantises: bool = False
     ) -> None: ...
 
-    def prefill(self, tokens: Array, positions: Array | None) -> Pass:
+    def prefill(
+        self, tokens: Array, positions: Array | None, pictures: Pictures | None = None
+    ) -> Pass:
         """Goes on with the prompt; `positions` are the rotation's, None takes them as they come."""
         ...
 
@@ -68,8 +91,14 @@ class GoldenModel(Protocol):
         """Committed keys and values `[T, Hk, D]` of one attention layer, counted in its kind."""
         ...
 
-    def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
-        """Consecutive rows of the MTP layer: hidden states and logits, its KV grows."""
+    def mtp(
+        self, tokens: Array, hidden: Array, first_position: int, pictures: Pictures | None = None
+    ) -> tuple[Array, Array]:
+        """Consecutive rows of the MTP layer: hidden states and logits, its KV grows.
+
+        Args:
+          pictures: Sources of `tokens`, each of which is the one after its row's.
+        """
         ...
 
 
@@ -108,14 +137,21 @@ class SpecModel:
         self._kv = model.new_kv(self.config, num_layers, NUM_PAGES, PAGE_SIZE)
         self._mtp_kv = model.new_kv(self.config, 1, NUM_PAGES, PAGE_SIZE)
         self._state = model.new_state(self.config, 1)
-        self._length = 0
+        self._length, self._delta = 0, None
 
-    def prefill(self, tokens: Array, positions: Array | None) -> Pass:
+    def prefill(
+        self, tokens: Array, positions: Array | None, pictures: Pictures | None = None
+    ) -> Pass:
         row_starts, first = np.array([0, len(tokens)]), np.array([self._length])
         if positions is not None:
             return self._prefill_at(tokens, positions)
+        shown = turns = None
+        if pictures is not None:
+            shown, turns = layers.Shown(pictures.pool, pictures.sources), pictures.turns
+            self._delta = np.array([pictures.delta])
+        where = (tokens, row_starts, first, TABLE, shown, turns)
         passed, self._state = model.prefill(
-            self.config, self.weights, self._kv, self._state, tokens, row_starts, first, TABLE
+            self.config, self.weights, self._kv, self._state, *where
         )
         self._kv = passed.kv
         self._length += len(tokens)
@@ -126,7 +162,7 @@ class SpecModel:
         rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
         rows = replace(rows, positions=positions)
         mixer = model.Chunks(self.config, self.weights, self._state, row_starts)
-        passed = model.forward(self.config, self.weights, self._kv, rows, tokens, mixer)
+        passed = model.forward(self.config, self.weights, self._kv, rows, tokens, None, mixer)
         return self._pass(passed, len(tokens))
 
     def verify(self, tokens: Array, parents: Array) -> Pass:
@@ -142,6 +178,7 @@ class SpecModel:
             np.array([self._length]),
             TABLE,
             rows,
+            self._delta,
         )
         self._kv = passed.kv
         return self._pass(passed, len(tokens))
@@ -164,11 +201,17 @@ class SpecModel:
         k, v = (attention.read(p[layer], TABLE, self._length) for p in (self._kv.k, self._kv.v))
         return k[0], v[0]
 
-    def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+    def mtp(
+        self, tokens: Array, hidden: Array, first_position: int, pictures: Pictures | None = None
+    ) -> tuple[Array, Array]:
         row_starts, first = np.array([0, len(tokens)]), np.array([first_position])
         rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
+        shown = None
+        if pictures is not None:
+            rows = replace(rows, turns=pictures.turns)
+            shown = layers.Shown(pictures.pool, pictures.sources)
         out, logits, self._mtp_kv = eagle.mtp(
-            self.config, self.weights, rows, tokens, hidden, self._mtp_kv
+            self.config, self.weights, rows, tokens, shown, hidden, self._mtp_kv
         )
         return out, logits
 
@@ -212,7 +255,7 @@ class SpecHead:
     def _rows(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
         starts, first = np.array([0, len(tokens)]), np.array([first_position])
         rows = attention.causal_rows(starts, first, np.zeros(1, int), TABLE, len(tokens))
-        out, logits, self._kv = self._head(rows, tokens, hidden, self._kv)
+        out, logits, self._kv = self._head(rows, tokens, None, hidden, self._kv)
         return out, logits
 
 

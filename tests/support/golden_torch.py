@@ -16,11 +16,11 @@ from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
-from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
+from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass, Pictures
 from torch_impl import device_state, model, weights
 from torch_impl.drafters import Fed, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
-from torch_impl.ops import attention, delta_mix, draft_tree
+from torch_impl.ops import attention, delta_mix, draft_tree, layers
 from torch_impl.ops.delta_mix import Nodes
 from torch_impl.ops.sampling import Sampling
 
@@ -61,22 +61,27 @@ class TorchModel:
         self._model = model.Model.of(config, loaded, ALONE)
         self._kv = new_pools(config, config.num_attention_layers)
         self._mtp_kv = new_pools(config, 1)
-        self._table, self._length = ints(TABLE), 0
+        self._table, self._length, self._delta = ints(TABLE), 0, None
         self._streams = tuple(range(config.num_layers + 1))
         self._state = device_state.new_states(config, 1, torch.float32, CPU)
         if self._state is not None:
             self._no_snapshot = delta_mix.take(self._state, ints([0]))  # the sink
 
-    def prefill(self, tokens: Array, positions: Array | None) -> Pass:
+    def prefill(
+        self, tokens: Array, positions: Array | None, pictures: Pictures | None = None
+    ) -> Pass:
         count, row_starts = len(tokens), ints([0, len(tokens)])
         rows = causal_rows(self._table, count, self._length)
         if positions is not None:
             rows = replace(rows, positions=ints(positions))
+        rows, shown = _seen(rows, pictures)
+        if pictures is not None:
+            self._delta = ints([pictures.delta])
         mixer = None
         if self._model.config.gated_delta:
             where = (ints([0]), row_starts, rows.request, ints([0]), ints([0]))
             mixer = PrefillMixer(self._model.config, self._state, self._no_snapshot, *where)
-        passed = self._forward(ints(tokens), rows, mixer)
+        passed = self._forward(ints(tokens), shown, rows, mixer)
         self._length += count
         return passed
 
@@ -86,13 +91,15 @@ class TorchModel:
         flat, node = attention.tree_rows(
             parents, num_nodes, lengths, self._table, rows, is_chain=False
         )
+        if self._delta is not None:
+            flat = attention.turned(flat, self._delta)
         self._mixer = None
         if self._model.config.gated_delta:
             starts, *_ = draft_tree.flatten(num_nodes, rows)
             row_of = draft_tree.flat_rows(starts, num_nodes, len(tokens))
             nodes = Nodes(parents, flat.row_starts, row_of, flat.request, node)
             self._mixer = VerifyMixer(self._model.config, self._state, ints([0]), nodes, False)
-        passed = self._forward(ints(tokens)[node], flat, self._mixer)
+        passed = self._forward(ints(tokens)[node], None, flat, self._mixer)
         count = len(tokens)
         return Pass(passed.logits[:count], passed.hidden[:count], passed.streams[:, :count])
 
@@ -110,18 +117,36 @@ class TorchModel:
         pages = self._kv[layer][:, self._table[0]].flatten(1, 2)[:, : self._length]
         return pages[0].numpy(), pages[1].numpy()
 
-    def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+    def mtp(
+        self, tokens: Array, hidden: Array, first_position: int, pictures: Pictures | None = None
+    ) -> tuple[Array, Array]:
         head, rows = heads.mtp(self._model), causal_rows(self._table, len(tokens), first_position)
+        rows, shown = _seen(rows, pictures)
         given = torch.from_numpy(np.ascontiguousarray(hidden))
-        out = head.forward(rows, ints(tokens), given, self._mtp_kv)
+        out = head.forward(rows, ints(tokens), shown, given, self._mtp_kv)
         return out.numpy(), head.logits(out).numpy()
 
     def _forward(
-        self, tokens: torch.Tensor, rows: attention.Rows, mixer: PrefillMixer | VerifyMixer | None
+        self,
+        tokens: torch.Tensor,
+        shown: layers.Shown | None,
+        rows: attention.Rows,
+        mixer: PrefillMixer | VerifyMixer | None,
     ) -> Pass:
-        passed = model.forward(self._model, tokens, rows, self._kv, mixer, self._streams)
+        given = (tokens, shown, rows, self._kv)
+        passed = model.forward(self._model, *given, mixer, self._streams)
         logits = model.logits(self._model, passed.hidden)
         return Pass(logits.numpy(), passed.hidden.numpy(), torch.stack(passed.streams).numpy())
+
+
+def _seen(
+    rows: attention.Rows, pictures: Pictures | None
+) -> tuple[attention.Rows, layers.Shown | None]:
+    """Rows with their turns, and what stands in the place of their tokens."""
+    if pictures is None:
+        return rows, None
+    shown = layers.Shown(torch.from_numpy(pictures.pool), ints(pictures.sources))
+    return replace(rows, turns=ints(pictures.turns)), shown
 
 
 class TorchHead:
@@ -169,7 +194,7 @@ class TorchHead:
         self, tokens: Array, hidden: torch.Tensor, first_position: int
     ) -> tuple[Array, Array]:
         head, rows = self._head, causal_rows(self._table, len(tokens), first_position)
-        out = head.forward(rows, ints(tokens), hidden, self._kv)
+        out = head.forward(rows, ints(tokens), None, hidden, self._kv)
         return out.numpy(), head.logits(out).numpy()
 
 

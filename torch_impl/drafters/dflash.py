@@ -184,7 +184,7 @@ def fill(
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
     norms = [*(layer.input_norm for layer in weights.layers), None]
-    stream = linear.stream(embedded(embed, tokens), norms[0], None, group)
+    stream = linear.stream(embedded(embed, tokens, None), norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)

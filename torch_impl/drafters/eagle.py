@@ -112,7 +112,7 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
 
 def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
-    ends = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)[fed.last]
+    ends = head.forward(fed.rows, fed.following, None, head.read(fed.passed), kv)[fed.last]
     ranked = replace(rank, columns=head.columns).roots(head.scores(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
 
@@ -133,7 +133,7 @@ def draft(
 
     def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
         nonlocal hidden
-        hidden = head.forward(rows, tokens, hidden[parent], kv)
+        hidden = head.forward(rows, tokens, None, hidden[parent], kv)
         return head.scores(hidden)
 
     rank = replace(rank, columns=head.columns)

@@ -25,7 +25,7 @@ from torch_impl.model import Forward, Model, logits
 from torch_impl.model import scores as scores_of
 from torch_impl.ops import linear, ranks
 from torch_impl.ops.attention import Rows
-from torch_impl.ops.layers import embedded, rms_norm
+from torch_impl.ops.layers import Shown, embedded, rms_norm
 from torch_impl.ops.linear import Stream, normed_product, product
 from torch_impl.ops.sampling import over_tokens
 from torch_impl.records import HeadWeights, Layer
@@ -42,8 +42,9 @@ class Head:
       config: Settings of its one decoder layer, which also size the draft KV and the relay.
       streams: Residual streams of the target that `read` needs, ascending.
       read: From a pass of the target, the hidden states of its rows as the head reads them.
-      forward: Runs the head over rows, each with its next token and its hidden state, and writes
-        the head's KV; gives the hidden state that the next draft step reads.
+      forward: Runs the head over rows, each with its next token, what stands in the place of some,
+        and its hidden state, and writes the head's KV; gives the hidden state that the next draft
+        step reads.
       scores: Over the head's vocabulary, from what `forward` gives.
       columns: The target's token of each score; None where they are the same.
     """
@@ -51,7 +52,7 @@ class Head:
     config: ModelConfig
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[Rows, Tokens, Hidden, Pools], Hidden]
+    forward: Callable[[Rows, Tokens, Shown | None, Hidden, Pools], Hidden]
     scores: Callable[[Hidden], Logits]
     columns: Int[Tensor, " draft_vocab"] | None = None
 
@@ -67,8 +68,10 @@ def mtp(model: Model) -> Head:
     layer, turns = weights.layer, model.frequencies[config.attention]
     feed = FEEDS[config.draft_layer.feed.kind]
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
-        fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
+    def forward(
+        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
+    ) -> Hidden:
+        fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         joined = ranks.gathered(group, product(torch.cat([fed, normed], dim=1), weights.fc))
         stream = linear.stream(joined, layer.input_norm, None, group)
@@ -83,8 +86,10 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     config, embed, group = weights.config.layer, _embedding(model, weights), model.group
     turns = rotary_frequencies(config.attention, embed.device)
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
-        x = product(torch.cat([embedded(embed, tokens), hidden], dim=1), weights.fc)
+    def forward(
+        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
+    ) -> Hidden:
+        x = product(torch.cat([embedded(embed, tokens, shown), hidden], dim=1), weights.fc)
         x = ranks.gathered(group, x)
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
@@ -104,8 +109,10 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert hidden_norm is not None
     assert final_norm is not None
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
-        fed = rms_norm(embedded(embed, tokens), input_norm, eps)
+    def forward(
+        rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
+    ) -> Hidden:
+        fed = rms_norm(embedded(embed, tokens, shown), input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(torch.cat([fed, normed], dim=1), weights.layer.mixer.inputs)
         stream = Stream(hidden, group=group)

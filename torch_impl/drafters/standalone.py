@@ -122,7 +122,7 @@ class StandaloneDrafter:
         self, memory: DraftState, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None
     ) -> Float[Tensor, "R hidden"]:
         known = tokens.clamp(max=self.small.config.vocab - 1)
-        return model.forward(self.small, known, rows, memory.kv, mixer, ()).hidden
+        return model.forward(self.small, known, None, rows, memory.kv, mixer, ()).hidden
 
 
 def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> DeltaState:

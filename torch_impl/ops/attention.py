@@ -31,6 +31,7 @@ class Rows:
     page_table: Int[Tensor, "B table"]
     row_starts: Int[Tensor, " B1"]
     most_rows: int
+    turns: Int[Tensor, "R 3"] | None = None
 
 
 def causal_rows(
@@ -137,6 +138,16 @@ def tree_rows(
         most_rows=parents.shape[1],
     )
     return flat_rows, flat.node
+
+
+def turned(rows: Rows, delta: Int[Tensor, " B"]) -> Rows:
+    """Rows of text that stand behind pictures, or behind none.
+
+    Args:
+      delta: What the turns of each request's text are above its positions.
+    """
+    turn = rows.positions + delta[rows.request]
+    return replace(rows, turns=torch.stack([turn] * 3, dim=1))
 
 
 def last_seen(

@@ -4,6 +4,7 @@ On a GPU the norm of bfloat16 is a kernel; see `torch_impl.ops`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -78,10 +79,24 @@ def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return _lane_by_lane(functional.silu, x)
 
 
+@dataclass(frozen=True)
+class Shown:
+    """As the specification's."""
+
+    pool: Float[Tensor, "rows hidden"]
+    sources: Int[Tensor, " R"]
+
+
 def embedded(
-    table: Float[Tensor, "vocab hidden"], tokens: Int[Tensor, " R"], factor: float = 1.0
+    table: Float[Tensor, "vocab hidden"],
+    tokens: Int[Tensor, " R"],
+    shown: Shown | None,
+    factor: float = 1.0,
 ) -> Float[Tensor, "R hidden"]:
-    return table[tokens] if factor == 1 else table[tokens] * factor
+    own = table[tokens] if factor == 1 else table[tokens] * factor
+    if shown is None:
+        return own
+    return torch.where(shown.sources[:, None] > 0, shown.pool[shown.sources], own)
 
 
 def plain_rms_norm(
@@ -132,10 +147,10 @@ def summed(x: Float[Tensor, "... size"]) -> Float[Tensor, "... 1"]:
 
 
 def rotary_angles(
-    positions: Int[Tensor, " R"], frequencies: Float[Tensor, " half"], factor: float
+    positions: Int[Tensor, "R ..."], frequencies: Float[Tensor, " half"], factor: float
 ) -> tuple[Float[Tensor, "R half"], Float[Tensor, "R half"]]:
     """As the specification, from its frequencies and its attention factor."""
-    angles = positions[:, None] * frequencies
+    angles = positions.view(len(positions), -1) * frequencies
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
