@@ -1,6 +1,6 @@
 """A model in Python, run by JAX: `from jax_impl import LLM`."""
 
-from jax_impl.serve import PLATFORM
+from jax_impl.platform import PLATFORM
 from shared.offline import llm
 from shared.offline.params import SamplingParams
 

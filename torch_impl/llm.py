@@ -2,7 +2,7 @@
 
 from shared.offline import llm
 from shared.offline.params import SamplingParams
-from torch_impl.serve import PLATFORM
+from torch_impl.platform import PLATFORM
 
 __all__ = ["LLM", "SamplingParams"]
 

@@ -29,7 +29,7 @@ from jax.stages import Lowered
 from bench.ground.drafting import Draft
 from bench.ground.session import folders_of
 from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
-from jax_impl import ops, serve
+from jax_impl import ops, platform
 from jax_impl.backend import JaxBackend
 from shared.boundary.program import Extra, Work
 from shared.boundary.ranks import ALONE
@@ -193,7 +193,7 @@ def lowered_step(
     flags = ["--model-path", str(folder), "--load-format", "dummy"]
     flags += Draft.parse(drafts).flags(folders_of(folder, {}))
     flags += ["--max-prompt-logprobs", "1"] * scores + [*more]
-    begun = prepare(parse(flags), replace(serve.PLATFORM, find_device=lambda: device))
+    begun = prepare(parse(flags), replace(platform.PLATFORM, find_device=lambda: device))
     blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
     (program,) = (
         program
@@ -204,7 +204,7 @@ def lowered_step(
     )
     with gpu.traced():
         where = (gpu.device, lambda num_bytes: None, ALONE)
-        read = partial(serve.read_weights, blueprint, *files, *where)
+        read = partial(platform.read_weights, blueprint, *files, *where)
         weights, draft_weights = jax.eval_shape(read)
         backend = JaxBackend(
             blueprint.config,

@@ -48,9 +48,9 @@ def mixed_requests(count: int, capacity: Capacity) -> list[Request]:
 def measure(framework: str, flags: list[str], requests: int) -> dict:
     """One start; raises AssertionError where something was made after it."""
     began = time.perf_counter()
-    serve = import_module(f"{framework}_impl.serve")
-    start = prepare(parse(flags), serve.PLATFORM)
-    backend = start.load(serve.PLATFORM, lambda num_bytes: None)
+    platform = import_module(f"{framework}_impl.platform").PLATFORM
+    start = prepare(parse(flags), platform)
+    backend = start.load(platform, lambda num_bytes: None)
     loaded = time.perf_counter()
     programs = backend.capacity.programs
     backend.prepare(programs, lambda program: None)

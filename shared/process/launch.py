@@ -5,7 +5,7 @@ Whatever the user can put right ends the start with exit code 2 and one sentence
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,12 +28,16 @@ from shared.process.start import Platform, Start
 from shared.process.watchdog import EXIT_FAILED, NamedSteps, Watchdog
 
 
-def launch(argv: Sequence[str], platform: Platform) -> int:
+def launch(
+    argv: Sequence[str], platform: Callable[[], Platform], rank_module: str | None = None
+) -> int:
     """Serves until it is told to stop.
 
     Args:
       argv: The command line without the program's name.
-      platform: What serves.
+      platform: Gives what serves, once flags are right and other ranks have begun.
+      rank_module: Where the process of another rank finds the same as its `PLATFORM`; None where
+        one process has all devices.
 
     Returns:
       The process's exit code: 0 after a signal, 2 where the start was refused, else 1.
@@ -44,7 +48,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         options = parse(argv)
         watchdog = Watchdog(options.server.watchdog_timeout)
         listeners = open_listeners(options.server)
-        with ranked_start(options, platform, watchdog.fail) as ranked:
+        with ranked_start(options, platform, rank_module, watchdog.fail) as ranked:
             start = ranked.prepare()
             print_plan(console, start.memory)
             for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):

@@ -94,8 +94,6 @@ class Platform:
       load: Makes the backend from its blueprint, what `open_checkpoint` gave and what drafts; it
         calls its last argument with the number of stored bytes after each tensor.
       captures: Whether it has steps on a GPU that it may capture or not.
-      rank_module: Module whose `PLATFORM` this is, where a rank is a process; None where one
-        process has all devices.
       take_devices: Where one process has all devices, called with their number before the first
         is asked for.
     """
@@ -106,7 +104,6 @@ class Platform:
     kernels: KernelLimits | None
     load: LoadCall
     captures: bool = False
-    rank_module: str | None = None
     take_devices: Callable[[int], None] = lambda count: None
 
 

@@ -353,7 +353,7 @@ class Nowhere:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Nowhere())
-import bench.steps.compare, bench.steps.offline, torch_impl.serve, jax_impl.serve
+import bench.steps.compare, bench.steps.offline, torch_impl.platform, jax_impl.platform
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_impl import serve as jax_serve
+from jax_impl import platform as jax_platform
 from shared.boundary.operations import OPERATIONS, PlainOperation, plain_gauges, plain_operations
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
@@ -22,11 +22,11 @@ from shared.server.server_metrics import ServerMetrics
 from shared.spec.acceptance import RULES
 from tests.support import reference_serve
 from tests.support.tiny_models import tiny_model, write_tiny
-from torch_impl import serve as torch_serve
+from torch_impl import platform as torch_platform
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU = Device("gpu", "a GPU", 1 << 30)
-PLATFORMS = {"jax": jax_serve.PLATFORM, "torch": torch_serve.PLATFORM}
+PLATFORMS = {"jax": jax_platform.PLATFORM, "torch": torch_platform.PLATFORM}
 each_platform = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS.keys())
 
 
@@ -139,7 +139,7 @@ def test_experts_of_widths_that_no_kernel_takes_are_refused(platform, changed, s
 
 
 def started(platform: Platform, *flags: str) -> int:
-    return launch(["--port", "0", *flags], replace(platform, find_device=lambda: GPU))
+    return launch(["--port", "0", *flags], lambda: replace(platform, find_device=lambda: GPU))
 
 
 @each_platform
@@ -159,7 +159,7 @@ def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
     write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False)
     served = []
     monkeypatch.setattr(loop, "run", lambda engine, *rest: served.append(engine) or 0)
-    platform = replace(reference_serve.PLATFORM, kernels=torch_serve.PLATFORM.kernels)
+    platform = replace(reference_serve.PLATFORM, kernels=torch_platform.PLATFORM.kernels)
     flags = ("--max-total-tokens", "4096", "--max-running-requests", "2")
     assert started(platform, "--model-path", str(tmp_path), "--dtype", "float32", *flags) == 0
     told = capfd.readouterr().err

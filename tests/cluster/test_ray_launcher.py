@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -123,20 +122,20 @@ def test_without_ray_the_start_says_what_to_install(monkeypatch):
     refused = pytest.raises(
         ConfigError, match="^--launcher ray needs Ray, .* install the extra ray"
     )
-    with refused, ranked_start(options, ranked_serve.PLATFORM, print):
+    with refused, ranked_start(options, lambda: ranked_serve.PLATFORM, MODULE, print):
         pass
 
 
-ONE_PROCESS = replace(ranked_serve.PLATFORM, rank_module=None)  # as JAX is
 NOTHING_TO_PLACE = {
-    "--launcher ray": (ranked_serve.PLATFORM, "^--launcher ray starts other ranks; give --tp-size"),
-    "--tp-size 2 --launcher ray": (ONE_PROCESS, "ranks of JAX are devices of one process"),
+    "--launcher ray": (MODULE, "^--launcher ray starts other ranks; give --tp-size"),
+    "--tp-size 2 --launcher ray": (None, "ranks of JAX are devices of one process"),
 }
 
 
 @pytest.mark.parametrize("flags", NOTHING_TO_PLACE)
 def test_where_there_is_nothing_to_place_ray_is_refused(flags):
-    platform, sentence = NOTHING_TO_PLACE[flags]
+    module, sentence = NOTHING_TO_PLACE[flags]
     options = parse([*FLAGS, *flags.split()])
-    with pytest.raises(ConfigError, match=sentence), ranked_start(options, platform, print):
+    refused = pytest.raises(ConfigError, match=sentence)
+    with refused, ranked_start(options, lambda: ranked_serve.PLATFORM, module, print):
         pass

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from jax_impl import device_state as jax_state
-from jax_impl import serve as jax_serve
+from jax_impl import platform as jax_platform
 from shared.drafts.drafts import Drafts
 from shared.models.layers import LayerConfig
 from shared.options.options import Options
@@ -18,7 +18,7 @@ from shared.process.device import Device
 from shared.process.memory_plan import plan
 from tests.support.tiny_models import tiny_model
 from torch_impl import device_state as torch_state
-from torch_impl import serve as torch_serve
+from torch_impl import platform as torch_platform
 
 MODEL = tiny_model("qwen3_5", 0, with_mtp=True)[0]
 TYPES = {"float32": (torch.float32, jnp.float32), "bfloat16": (torch.bfloat16, jnp.bfloat16)}
@@ -46,7 +46,7 @@ def test_what_the_plan_counts_of_layers_is_allocated(framework, dtype):
         "speculative_algorithm": "NEXTN",
         "dtype": dtype,
     }
-    platform = torch_serve.PLATFORM if framework == "torch" else jax_serve.PLATFORM
+    platform = torch_platform.PLATFORM if framework == "torch" else jax_platform.PLATFORM
     device = Device("cpu", "a CPU", 1 << 34)
     drafts = Drafts.of_mtp(MODEL)
     memory = plan(Options.from_values(asked), MODEL, drafts, device, platform.costs)

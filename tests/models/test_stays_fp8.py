@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_impl import serve as jax_serve
+from jax_impl import platform as jax_platform
 from jax_impl import weights as jax_weights
 from jax_impl import words as jax_words
 from jax_impl.ops import experts as jax_experts
@@ -34,7 +34,7 @@ from tests.support.files import Stored as Tensors
 from tests.support.files import read_stored, write_stored
 from tests.support.fp8_files import compressed
 from tests.support.records import leaves
-from torch_impl import serve as torch_serve
+from torch_impl import platform as torch_platform
 from torch_impl import weights as torch_weights
 from torch_impl import words as torch_words
 from torch_impl.ops import experts as torch_experts
@@ -196,7 +196,7 @@ def load(framework: str, config: ModelConfig, checkpoint: Stored, seen: list[int
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> None:
     config, checkpoint = model
-    platform = {"torch": torch_serve, "jax": jax_serve}[framework].PLATFORM
+    platform = {"torch": torch_platform, "jax": jax_platform}[framework].PLATFORM
     found = {}
     for kind, dtype in (("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "bfloat16")):
         device, names = Device(kind, "one", 1 << 34), checkpoint.in_words(parameters(config, True))

@@ -74,7 +74,7 @@ def test_backends_say_the_same_of_weights_in_fp8_without_a_file(folders, plain):
 
 def test_without_the_flag_the_same_folder_is_refused(folders, capfd):
     line = [word for word in line_of(folders, "none") if word not in DUMMY]
-    assert launch.launch(line, reference_serve.PLATFORM) == 2
+    assert launch.launch(line, lambda: reference_serve.PLATFORM) == 2
     assert "model.safetensors" in capfd.readouterr().err
 
 
@@ -92,7 +92,7 @@ def test_a_drafter_that_does_not_fit_is_refused_by_its_config(
 ):
     line = line_of(folders, drafter)
     line[line.index("--speculative-draft-model-path") + 1] = str(folders / files)
-    assert launch.launch(["--port", "0", *line], reference_serve.PLATFORM) == 2
+    assert launch.launch(["--port", "0", *line], lambda: reference_serve.PLATFORM) == 2
     assert named in capfd.readouterr().err
 
 
@@ -102,7 +102,7 @@ def test_the_start_says_that_the_texts_are_not_the_models(folders, capfd):
 
     platform = replace(reference_serve.PLATFORM, load=refuse)
     lot = ["--speculative-simulate-accept-length", "1.5"]
-    assert launch.launch(["--port", "0", *line_of(folders, "NEXTN"), *lot], platform) == 2
+    assert launch.launch(["--port", "0", *line_of(folders, "NEXTN"), *lot], lambda: platform) == 2
     told = capfd.readouterr().err
     assert "the weights are dummies (--load-format dummy)" in told
     assert "drafts are accepted by lot (--speculative-simulate-accept-length 1.5)" in told

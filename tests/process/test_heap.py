@@ -48,5 +48,8 @@ def test_a_server_has_settled_before_it_serves(tmp_path, monkeypatch):
     write_tiny(tmp_path / "model", "qwen3", 0, with_mtp=False)
     frozen = []
     monkeypatch.setattr(launch.loop, "run", lambda *_: frozen.append(gc.get_freeze_count()) or 0)
-    assert launch.launch(["--port", "0", "--model-path", str(tmp_path / "model")], PLATFORM) == 0
+    assert (
+        launch.launch(["--port", "0", "--model-path", str(tmp_path / "model")], lambda: PLATFORM)
+        == 0
+    )
     assert frozen[0] > 10_000

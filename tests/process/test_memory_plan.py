@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from jax_impl import serve as jax_serve
+from jax_impl import platform as jax_platform
+from jax_impl import serve
 from shared.boundary.backend import HostDraft
 from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.program import Extra, Work
@@ -28,13 +29,13 @@ from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.start import prepare
 from shared.spec.numerics import ATTENTION
 from tests.support.house import House
-from torch_impl import serve as torch_serve
+from torch_impl import platform as torch_platform
 from torch_impl.weights import load
 
 GB = 10**9
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ("KV", "draft KV", "state", "snapshots", "draft state", "draft snapshots", "seen", "relay")
-PLATFORMS = {"torch": torch_serve.PLATFORM, "jax": jax_serve.PLATFORM}
+PLATFORMS = {"torch": torch_platform.PLATFORM, "jax": jax_platform.PLATFORM}
 QWEN3_8B = config_from_dict(
     {
         "architectures": ["Qwen3ForCausalLM"],
@@ -67,7 +68,7 @@ def test_a_model_of_eight_billions_gets_most_of_a_gpu_for_its_kv(framework, free
 
 def test_jax_asks_for_a_gpu_and_not_for_three_quarters_of_it():
     """JAX takes its share of all memory at once: what it leaves is lost to the plan."""
-    share = float(jax_serve.GPU_SHARE)
+    share = float(serve.GPU_SHARE)
     whole, jaxs = planned("torch", 140 * GB), planned("jax", int(share * 140 * GB))
     assert jaxs.capacity.num_pages > 0.9 * whole.capacity.num_pages
 
@@ -373,7 +374,7 @@ def test_no_limit_leaves_what_the_machine_has(tmp_path):
 def test_every_rank_takes_what_the_plan_of_a_rank_says(drafter):
     flags = ["--model-path", str(ROOT / "models" / "random"), "--max-total-tokens", "2048"]
     flags += ["--context-length", "256", "--tp-size", "2", *drafter.split()]
-    cpu = replace(torch_serve.PLATFORM, find_device=lambda: Device("cpu", "CPU", GB))
+    cpu = replace(torch_platform.PLATFORM, find_device=lambda: Device("cpu", "CPU", GB))
     start = prepare(parse(flags), cpu)
     bytes_of = {line.name: line.num_bytes for line in start.memory.lines}
     kept = sum(n for name, n in bytes_of.items() if name in STATE)

@@ -182,7 +182,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("flags", REFUSED)
 def test_a_number_of_ranks_that_does_not_divide_is_refused_by_name(flags, capfd):
-    assert ranked_serve.launch([*FLAGS, *flags.split()], torch_serve.PLATFORM) == 2
+    assert (
+        ranked_serve.launch([*FLAGS, *flags.split()], torch_serve.platform, torch_serve.MODULE) == 2
+    )
     assert capfd.readouterr().err.splitlines()[-1].startswith(REFUSED[flags])
 
 

@@ -27,7 +27,7 @@ from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import tiny_model, tiny_weights, write_tiny
 from tests.support.tiny_small import small_config
-from torch_impl import serve as torch_serve
+from torch_impl import platform as torch_platform
 
 ROOT = Path(__file__).resolve().parents[2]
 RANDOM_MODEL = ROOT / "models" / "random"
@@ -42,7 +42,7 @@ def start(argv: list[str], load_backend=refuse_to_load) -> int:
     """A start whose backend must not be reached, unless it is given."""
     device = Device("cpu", "CPU", 1 << 30)
     platform = replace(PLATFORM, find_device=lambda: device, load=load_backend)
-    return launch(["--port", "0", *argv], platform)
+    return launch(["--port", "0", *argv], lambda: platform)
 
 
 @pytest.fixture
@@ -338,14 +338,14 @@ def test_a_corpus_that_is_no_file_ends_the_start_before_anything_is_loaded(folde
 
 def test_a_small_model_gets_one_thread_of_torch_and_a_large_one_all(monkeypatch):
     before = torch.get_num_threads()
-    monkeypatch.setattr(torch_serve, "ALL_THREADS", 2)
+    monkeypatch.setattr(torch_platform, "ALL_THREADS", 2)
     try:
         for size, wanted in ((9_000_000, 1), (600_000_000, 2)):
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-            torch_serve.take_threads(size)
+            torch_platform.take_threads(size)
             assert torch.get_num_threads() == wanted
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        torch_serve.take_threads(9_000_000)
+        torch_platform.take_threads(9_000_000)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

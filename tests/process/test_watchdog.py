@@ -113,7 +113,7 @@ def slow(*files):
     backend.prepare = prepare
     return backend
 
-sys.exit(launch(sys.argv[1:], replace(PLATFORM, load=slow)))
+sys.exit(launch(sys.argv[1:], lambda: replace(PLATFORM, load=slow)))
 """
 
 

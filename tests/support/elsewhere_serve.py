@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shared.process.device import Device
 from shared.process.launch import launch
-from torch_impl import serve
+from torch_impl import platform
 
 
 def find_device() -> Device:
@@ -15,12 +15,10 @@ def find_device() -> Device:
     main = sys.modules["__main__"]
     if hasattr(main, "Rank"):
         main.boot = lambda: f"the host of {sys.argv[2]}"
-    return serve.find_device()
+    return platform.find_device()
 
 
-PLATFORM = replace(
-    serve.PLATFORM, find_device=find_device, rank_module="tests.support.elsewhere_serve"
-)
+PLATFORM = replace(platform.PLATFORM, find_device=find_device)
 
 if __name__ == "__main__":
-    raise SystemExit(launch(sys.argv[1:], PLATFORM))
+    raise SystemExit(launch(sys.argv[1:], lambda: PLATFORM, "tests.support.elsewhere_serve"))

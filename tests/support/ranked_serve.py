@@ -116,8 +116,7 @@ PLATFORM = replace(
     reference_serve.PLATFORM,
     find_device=find_device,
     load=load,
-    rank_module="tests.support.ranked_serve",
 )
 
 if __name__ == "__main__":
-    raise SystemExit(launch(sys.argv[1:], PLATFORM))
+    raise SystemExit(launch(sys.argv[1:], lambda: PLATFORM, "tests.support.ranked_serve"))

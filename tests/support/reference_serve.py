@@ -46,8 +46,7 @@ PLATFORM = Platform(
     costs=ProgramCosts(workspace=workspace, are_compiled=False),
     kernels=None,
     load=load,
-    rank_module="tests.support.reference_serve",
 )
 
 if __name__ == "__main__":
-    raise SystemExit(launch(sys.argv[1:], PLATFORM))
+    raise SystemExit(launch(sys.argv[1:], lambda: PLATFORM, "tests.support.reference_serve"))

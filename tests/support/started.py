@@ -182,13 +182,13 @@ def started(
       narrow: Which of a server's programs are made ready.
     """
     heap.unsettle()
-    serve = import_module(f"{framework}_impl.serve")
-    begun = prepare(parse(flags), serve.PLATFORM)
+    platform = import_module(f"{framework}_impl.platform")
+    begun = prepare(parse(flags), platform.PLATFORM)
     memory, blueprint = begun.memory, begun.memory.blueprint
     capacity = narrow(blueprint.capacity)
     blueprint = replace(blueprint, capacity=capacity)
     files, clock = (begun.checkpoint, begun.draft_files), [time.perf_counter()]
-    backend = serve.load_backend(blueprint, *files, lambda num_bytes: None)
+    backend = platform.load_backend(blueprint, *files, lambda num_bytes: None)
     clock.append(time.perf_counter())
     backend.prepare(capacity.programs, lambda program: None)
     clock.append(time.perf_counter())

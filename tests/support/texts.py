@@ -16,8 +16,8 @@ from tests.support.started import one_bucket
 
 BACKENDS = {
     "reference": lambda: reference_serve.PLATFORM,
-    "torch": lambda: import_module("torch_impl.serve").PLATFORM,
-    "jax": lambda: import_module("jax_impl.serve").PLATFORM,
+    "torch": lambda: import_module("torch_impl.platform").PLATFORM,
+    "jax": lambda: import_module("jax_impl.platform").PLATFORM,
 }
 PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3, 200, 4))
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import cache
 from importlib import import_module
 
 from shared.boundary.backend import Backend
@@ -43,31 +44,35 @@ class RankedStart:
     """
 
     def __init__(
-        self, options: Options, platform: Platform, on_failure: Callable[[str], None]
+        self,
+        options: Options,
+        find_platform: Callable[[], Platform],
+        rank_module: str | None,
+        on_failure: Callable[[str], None],
     ) -> None:
-        """Starts the processes of the others, which read their files while rank 0 reads its own.
+        """Starts the processes of the others, which come as far as rank 0 does meanwhile.
 
         Args:
+          find_platform, rank_module: See `shared.process.launch.launch`.
           on_failure: Gets the reason where one is lost, on a thread of its own.
 
         Raises:
           ConfigError: There is no place for one.
         """
-        self._options, self._platform = options, platform
+        self._options, self._find_platform = options, cache(find_platform)
         self._count = options.ranks.tp_size
         self.notes: list[str] = []
         self._shared: Shared | None = None
         self._followers: Followers | None = None
         if options.ranks.launcher == RAY:
-            self._check_others()
-        if self._count > 1 and platform.rank_module is not None:
-            module = platform.rank_module
-            self._followers = Followers(_launcher(options), self._count, module, on_failure)
+            self._check_others(rank_module)
+        if self._count > 1 and rank_module is not None:
+            self._followers = Followers(_launcher(options), self._count, rank_module, on_failure)
             self._followers.tell("options", _values(options))
 
-    def _check_others(self) -> None:
+    def _check_others(self, rank_module: str | None) -> None:
         """Refuses to look for places where there is nothing to place."""
-        if self._platform.rank_module is None:
+        if rank_module is None:
             raise ConfigError(
                 "--launcher ray starts processes of ranks, and ranks of JAX are devices of one "
                 "process, on one host; leave the flag out"
@@ -82,7 +87,7 @@ class RankedStart:
           ValueError: A flag or a file is refused, on whatever rank.
           RankError: A rank is lost.
         """
-        followers, platform = self._followers, self._platform
+        followers, platform = self._followers, self._find_platform()
         if followers is None:
             return prepare(self._options, replace(platform, find_device=self._shared_device))
         start = prepare(self._options, replace(platform, find_device=self._least_device))
@@ -105,7 +110,7 @@ class RankedStart:
         """
         followers, shared = self._followers, self._shared
         if followers is None or shared is None:
-            return start.load(self._platform, progress)
+            return start.load(self._find_platform(), progress)
         own = told = 0
 
         def tell() -> None:
@@ -121,7 +126,7 @@ class RankedStart:
             followers.check()
             tell()
 
-        backend = start.load(self._platform, add)
+        backend = start.load(self._find_platform(), add)
         followers.wait_until(lambda each: each.is_loaded, "done with loading", tell)
         shared.opened()
         return LeadingBackend(backend, followers, shared)
@@ -150,13 +155,13 @@ class RankedStart:
 
     def _shared_device(self) -> Device:
         """What each rank of this process has of memory that they share."""
-        found = self._platform.find_device()
+        found = self._find_platform().find_device()
         share = found.free_bytes // self._count if found.kind == "cpu" else found.free_bytes
         return replace(found, free_bytes=share)
 
     def _least_device(self) -> Device:
         """Rank 0's device, with as much memory as the rank that has least."""
-        followers, own = self._followers, self._platform.find_device()
+        followers, own = self._followers, self._find_platform().find_device()
         assert followers is not None, "this is asked where there are others"
         followers.wait_until(lambda each: each.device is not None, "done with finding its device")
         hosts = hosts_of(followers.ranks)
@@ -183,10 +188,13 @@ class RankedStart:
 
 @contextmanager
 def ranked_start(
-    options: Options, platform: Platform, on_failure: Callable[[str], None]
+    options: Options,
+    find_platform: Callable[[], Platform],
+    rank_module: str | None,
+    on_failure: Callable[[str], None],
 ) -> Iterator[RankedStart]:
     """A start of several ranks, whose processes end where it is left by an error."""
-    start = RankedStart(options, platform, on_failure)
+    start = RankedStart(options, find_platform, rank_module, on_failure)
     try:
         yield start
     except BaseException:

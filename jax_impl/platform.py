@@ -1,0 +1,90 @@
+"""What a start asks of JAX: the device, the files, the costs of programs, the backend."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jax_impl import convert
+from jax_impl.backend import JaxBackend
+from jax_impl.devices import find_device
+from jax_impl.operations import KERNEL_LIMITS
+from jax_impl.together import Together, take_devices
+from jax_impl.weights import Loaded, load, load_head
+from jax_impl.workspace import workspace
+from shared.boundary.backend import Blueprint
+from shared.boundary.ranks import Ranks
+from shared.drafts.checkpoint import DraftFiles
+from shared.models.dummy import Stored
+from shared.process.programs import ProgramCosts
+from shared.process.start import Platform
+
+CACHE_FOLDER = (
+    Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem" / "programs"
+)
+"""Compiled programs are kept here from one start to the next."""
+
+
+def load_backend(
+    blueprint: Blueprint,
+    checkpoint: Stored | convert.OrbaxCheckpoint,
+    draft_files: DraftFiles,
+    progress: Callable[[int], None],
+) -> JaxBackend:
+    """Reads the weights onto the device, or each rank's onto its own, and makes the backend."""
+    device, group = jax.devices()[0], blueprint.ranks
+    if not group.is_alone and isinstance(checkpoint, convert.OrbaxCheckpoint):
+        raise ValueError(
+            f"--tp-size {group.count} needs files that ranks can read in parts, and those of Orbax "
+            "are read whole; give the Hugging Face folder"
+        )
+    together = Together.of(device, group)
+    loaded = [
+        read_weights(blueprint, checkpoint, draft_files, each, progress, rank)
+        for each, rank in zip(together.devices, together.ranks, strict=True)
+    ]
+    of_drafts = [own for _, own in loaded if own is not None]
+    return JaxBackend(
+        blueprint.config,
+        [weights for weights, _ in loaded],
+        blueprint.capacity,
+        blueprint.drafts,
+        of_drafts or None,
+        dtype=blueprint.dtype,
+        device=device,
+        quick_compile=False,
+        kept_in=CACHE_FOLDER,
+        group=group,
+    )
+
+
+def read_weights(
+    blueprint: Blueprint,
+    checkpoint: Stored | convert.OrbaxCheckpoint,
+    draft_files: DraftFiles,
+    device: jax.Device,
+    progress: Callable[[int], None],
+    group: Ranks,
+) -> tuple[Loaded, Loaded | None]:
+    """A rank's share of the model on a device, and of what drafts, if it has weights of its own."""
+    placement = (jnp.dtype(blueprint.dtype), device, progress)
+    model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
+    stay = (blueprint.in_words, blueprint.in_codes)
+    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group)
+    draft_weights = draft_files.read(
+        lambda files, config: load_head(files, config, *placement, group=group),
+        lambda files, config: load(files, config, False, *placement, {}, group=group),
+    )
+    return weights, draft_weights
+
+
+PLATFORM = Platform(
+    find_device=find_device,
+    open_checkpoint=convert.open_checkpoint,
+    costs=ProgramCosts(workspace=workspace, are_compiled=True),
+    kernels=KERNEL_LIMITS,
+    load=load_backend,
+    take_devices=take_devices,
+)

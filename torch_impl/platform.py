@@ -1,0 +1,95 @@
+"""What a start asks of torch: the device, the files, the costs of programs, the backend."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as distributed
+
+from shared.boundary.backend import Blueprint
+from shared.boundary.ranks import Ranks
+from shared.drafts.checkpoint import DraftFiles
+from shared.models.checkpoint import open_checkpoint
+from shared.models.dummy import Stored
+from shared.models.parameters import parameters
+from shared.process.programs import ProgramCosts
+from shared.process.start import Platform
+from torch_impl.backend import TorchBackend
+from torch_impl.devices import find_device
+from torch_impl.operations import KERNEL_LIMITS
+from torch_impl.weights import load, load_head
+from torch_impl.workspace import workspace
+
+ALL_THREADS = torch.get_num_threads()
+
+MEET_S = 10.0
+"""How long a rank waits for one of another host, at the start and in each exchange."""
+
+SMALL_MODEL = 50_000_000
+"""Parameters below which a CPU's threads wait for each other longer than they compute.
+
+On two cores one thread decodes a model of 9 million parameters 1.4 to 1.8 times as fast as two, and
+one of 600 million 0.7 times as fast.
+"""
+
+
+def load_backend(
+    blueprint: Blueprint,
+    checkpoint: Stored,
+    draft_files: DraftFiles,
+    progress: Callable[[int], None],
+) -> TorchBackend:
+    """Reads the weights onto the device and makes the backend; steps on a GPU are captured."""
+    _meet(blueprint.ranks, blueprint.on_gpu)
+    model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
+    device = torch.device("cuda" if blueprint.on_gpu else "cpu")
+    placement = (blueprint.dtype, device, progress)
+    stay, group = (blueprint.in_words, blueprint.in_codes), blueprint.ranks
+    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group)
+    draft_weights = draft_files.read(
+        lambda files, config: load_head(files, config, *placement, group=group),
+        lambda files, config: load(files, config, False, *placement, {}, group=group),
+    )
+    if device.type == "cpu":
+        take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
+    return TorchBackend(
+        model,
+        weights,
+        blueprint.capacity,
+        blueprint.drafts,
+        draft_weights,
+        dtype=blueprint.dtype,
+        device=device,
+        captured=blueprint.captured if blueprint.on_gpu else (),
+        group=group,
+    )
+
+
+def _meet(group: Ranks, on_gpu: bool) -> None:
+    """Connects ranks of hosts that share no memory; all come here before they load anything."""
+    if group.meeting is not None:
+        distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"tcp://{group.meeting}",
+            rank=group.rank,
+            world_size=group.count,
+            timeout=timedelta(seconds=MEET_S),
+        )
+
+
+PLATFORM = Platform(
+    find_device=find_device,
+    open_checkpoint=open_checkpoint,
+    costs=ProgramCosts(workspace=workspace, are_compiled=False, has_mailboxes=True),
+    kernels=KERNEL_LIMITS,
+    load=load_backend,
+    captures=True,
+)
+
+
+def take_threads(num_parameters: int) -> None:
+    """Gives an operation on a CPU one thread or all; OMP_NUM_THREADS stays what it is."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if num_parameters < SMALL_MODEL else ALL_THREADS)
