@@ -2,7 +2,7 @@
 
 from shared.offline import llm
 from shared.offline.params import SamplingParams
-from torch_impl.platform import PLATFORM
+from torch_impl import platform
 
 __all__ = ["LLM", "SamplingParams"]
 
@@ -10,4 +10,5 @@ __all__ = ["LLM", "SamplingParams"]
 class LLM(llm.LLM):
     """A model on this machine, run by torch; see `shared.offline.llm.LLM`."""
 
-    PLATFORM = PLATFORM
+    PLATFORM = platform.PLATFORM
+    RANK_MODULE = platform.__name__

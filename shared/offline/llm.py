@@ -65,6 +65,7 @@ class LLM:
     """
 
     PLATFORM: ClassVar[Platform]
+    RANK_MODULE: ClassVar[str | None]
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         if model_path is not None:
@@ -142,7 +143,8 @@ class LLM:
         """On the engine's thread, which alone may touch the device."""
         heap.unsettle()
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        with ranked_start(self._options, self.PLATFORM, lambda failure: None) as ranked:
+        of_ranks = (lambda: self.PLATFORM, self.RANK_MODULE)
+        with ranked_start(self._options, *of_ranks, lambda failure: None) as ranked:
             start = ranked.prepare()
             for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
                 console.print(note)
