@@ -23,6 +23,7 @@ from jax_impl.drafters.eagle import EagleDrafter
 from jax_impl.drafters.standalone import StandaloneDrafter
 from jax_impl.kept import KeptPrograms
 from jax_impl.machine import Machine
+from jax_impl.mailboxes import DeviceMailboxes, on_devices
 from jax_impl.model import Model
 from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.records import BlockWeights
@@ -30,9 +31,10 @@ from jax_impl.step import step
 from jax_impl.together import Together
 from jax_impl.weights import Loaded
 from jax_impl.workspace import workspace
+from kernels.mail import BLOCK_BYTES, LOOKS, Boxes
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
-from shared.boundary.buffers import plan_layout, read_result
-from shared.boundary.checks import check_capacity, check_plan, check_ranks, to_prepare
+from shared.boundary.buffers import empty_plan, plan_layout, read_result
+from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import Program
 from shared.boundary.ranks import ALONE, Ranks
@@ -44,6 +46,7 @@ from shared.models.ranks import local
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Leaf = jax.Array | list[jax.Array]
 Shape = jax.Array | jax.ShapeDtypeStruct | np.ndarray
+Given = tuple[list[Leaf], DeviceMailboxes | None]
 Words = Int[jax.Array, " words"]
 Ready = Callable[..., tuple[DeviceState, jax.Array]]
 
@@ -90,18 +93,15 @@ class JaxBackend:
           quick_compile: On a CPU, compile in a third of the time code that runs at a quarter of
             the speed: for runs of few steps. A GPU's programs are not touched by it.
           kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
-            Those of several ranks are not kept.
           group: How many ranks have the model between them: the devices of this process from the
             first on, which run every step together.
 
         Raises:
-          ValueError: Several ranks are asked for on a GPU, there are fewer devices, or a model does
-            not divide among them. Or see `shared.boundary.checks.check_capacity` and
-            `shared.boundary.operations`.
+          ValueError: There are fewer devices than ranks, or a model does not divide among them. Or
+            see `shared.boundary.checks.check_capacity` and `shared.boundary.operations`.
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
-        check_ranks(group, where.platform == "gpu")
         self._together = Together.of(where, group)
         read = partial(weights.from_arrays, config=config, dtype=kind)
         models = _of_ranks(arrays, read, self._together)
@@ -120,23 +120,31 @@ class JaxBackend:
             dtype=dtype,
             on_gpu=where.platform == "gpu",
         )
-        if ops.kernels_on(where) is not None:
+        kernels = ops.kernels_on(where)
+        if kernels is not None:
             plain_operations(self._blueprint, KERNEL_LIMITS)
-        self._device, self._bind = where, _binding(config, drafts, in_stacks, group)
+        self._group, self._bind = group, _binding(config, drafts, in_stacks)
         self._tree = jax.tree.structure((model, own[0]))
         devices = self._together.devices
         each = [_leaves_of(*of_rank) for of_rank in zip(models, own, devices, strict=True)]
-        self._leaves = self._together.joined(each)
         allocate = partial(device_state.allocate, config, capacity, sizes, kind)
-        if all(isinstance(leaf, jax.Array | list) for leaf in self._leaves):
-            self._state = self._together.joined([allocate(device) for device in devices])
+        is_here = all(isinstance(leaf, jax.Array | list) for leaf in each[0])
+        if is_here:
+            states = [allocate(device) for device in devices]
         else:
-            self._leaves = jax.tree.map(partial(_shape_on, where), self._leaves)
-            self._state = jax.eval_shape(partial(allocate, where))
+            each = [jax.tree.map(partial(_shape_on, where), leaves) for leaves in each]
+            states = [jax.eval_shape(partial(allocate, device)) for device in devices]
+        self._leaves, self._state = self._together.joined(each), self._together.joined(states)
+        self._exchange = self._memory = None
+        if kernels is not None and not group.is_alone:
+            boxes = Boxes(group.count, BLOCK_BYTES)
+            self._memory = kernels.mailboxes.Mailboxes(boxes, devices) if is_here else None
+            join = self._together.joined
+            self._meet = partial(on_devices, kernels, devices, join, self._memory, boxes)
+            self._exchange = self._meet(LOOKS)
         self._options = _step_options(where, quick_compile)
         self._programs: dict[Program, Ready] = {}
-        keeps = kept_in if group.is_alone else None
-        self._kept = None if keeps is None else self._keeping(keeps)
+        self._kept = None if kept_in is None else self._keeping(kept_in)
         self._clock = _Clock()
         self._last: JaxFuture | None = None
 
@@ -171,6 +179,8 @@ class JaxBackend:
                 progress(program)
                 made = making.get(program)
                 self._programs[program] = ready[program] if made is None else made.result()
+        if self._exchange is not None:
+            self._load(wanted)
         if kept:
             kept.drop_old()
 
@@ -181,7 +191,7 @@ class JaxBackend:
         )
         words = np.zeros(plan_layout(program, self.capacity).size, np.int32)
         of_words = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=self._together.all)
-        return step.trace(self._leaves, self._state, of_words)
+        return step.trace((self._leaves, self._exchange), self._state, of_words)
 
     def launch(self, program: Program) -> Launch:
         """How a step of the program is run."""
@@ -198,11 +208,13 @@ class JaxBackend:
         # forbids transfers finds no other.
         with jax.transfer_guard_host_to_device("allow"):
             ready = self._programs[plan.program]
-            self._state, result = ready(self._leaves, self._state, plan.buffer)
+            given = (self._leaves, self._exchange)
+            self._state, result = ready(given, self._state, plan.buffer)
         assert isinstance(result, Awaited)
         with jax.transfer_guard_device_to_host("allow"):
             result.copy_to_host_async()
-        self._last = JaxFuture(plan.program, self.capacity, result, self._clock)
+        how = (self.capacity, result, self._clock, self._exchange)
+        self._last = JaxFuture(plan.program, *how)
         return self._last
 
     def close(self) -> None:
@@ -210,17 +222,26 @@ class JaxBackend:
         if self._last is not None:
             self._last.result()
         self._leaves, self._programs, self._last = [], {}, None
+        self._exchange = self._memory = None
         del self._state
+
+    def _load(self, programs: Sequence[Program]) -> None:
+        """Runs each program over padding, where no rank waits for one that loads its kernels."""
+        given = (self._leaves, self._meet(0))
+        for program in programs:
+            plan = empty_plan(program, self.capacity)
+            ran = self._programs[program](given, self._state, plan.buffer)
+            self._state, _ = jax.block_until_ready(ran)
 
     def _keeping(self, folder: Path) -> KeptPrograms:
         """Where programs are kept, each under all that it follows from."""
-        arrays = (self._leaves, self._state)
+        arrays = ((self._leaves, self._exchange), self._state)
         words = jax.ShapeDtypeStruct((), jnp.int32)
         shapes = jax.tree.map(lambda x: (x.shape, x.dtype), arrays)
         made_from = (self._blueprint, shapes, self._options, ops.kernel_names())
         takes = jax.tree.structure(((*arrays, words), {}))
         gives = jax.tree.structure((self._state, words))
-        return KeptPrograms(folder, self._device, made_from, takes, gives)
+        return KeptPrograms(folder, self._together.devices, made_from, takes, gives)
 
     def _compiled(self, program: Program, lowered: Lowered) -> Compiled:
         compiled = lowered.compile()
@@ -231,24 +252,27 @@ class JaxBackend:
     def _step(
         self,
         program: Program,
-        leaves: list[Leaf],
+        given: Given,
         state: DeviceState,
         words: Words,
     ) -> tuple[DeviceState, Int[jax.Array, " result_words"]]:
         """The step as JAX traces it, once per compilation."""
         self.compiles += 1
 
-        def of_rank(
-            leaves: list[Leaf], state: DeviceState, words: Words
-        ) -> tuple[DeviceState, Words]:
-            return step(self._machine(leaves), state, words, program)
+        def of_rank(given: Given, state: DeviceState, words: Words) -> tuple[DeviceState, Words]:
+            leaves, exchange = given
+            state, result = step(self._machine(leaves, exchange), state, words, program)
+            if exchange is not None:
+                result = jnp.append(result, exchange.error(result))
+            return state, result
 
-        return self._together.run(of_rank, leaves, state, words)
+        return self._together.run(of_rank, given, state, words)
 
-    def _machine(self, leaves: list[Leaf]) -> Machine:
+    def _machine(self, leaves: list[Leaf], exchange: DeviceMailboxes | None) -> Machine:
         """What a step works with, of the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
-        return Machine(*self._bind(*jax.tree.unflatten(self._tree, leaves)), self.capacity)
+        loaded, own = jax.tree.unflatten(self._tree, leaves)
+        return Machine(*self._bind(loaded, own, self._group.on(exchange)), self.capacity)
 
 
 def _of_ranks(
@@ -300,11 +324,13 @@ def _placed(
 
 
 def _binding(
-    config: ModelConfig, drafts: Drafts, in_stacks: bool, group: Ranks
-) -> Callable[[Loaded, Loaded | None], tuple[Model, drafters.Drafter | None]]:
+    config: ModelConfig, drafts: Drafts, in_stacks: bool
+) -> Callable[[Loaded, Loaded | None, Ranks], tuple[Model, drafters.Drafter | None]]:
     """Makes the model and the drafter of a trace from its arrays."""
 
-    def bind(loaded: Loaded, own: Loaded | None) -> tuple[Model, drafters.Drafter | None]:
+    def bind(
+        loaded: Loaded, own: Loaded | None, group: Ranks
+    ) -> tuple[Model, drafters.Drafter | None]:
         model = Model.of(config, weights.weights_of(config, loaded, in_stacks), group)
         if drafts.with_mtp:
             return model, EagleDrafter(heads.mtp(model))
@@ -369,9 +395,15 @@ class JaxFuture:
     """The result of a submitted step, some time."""
 
     def __init__(
-        self, program: Program, capacity: Capacity, words: Awaited, clock: "_Clock"
+        self,
+        program: Program,
+        capacity: Capacity,
+        words: Awaited,
+        clock: "_Clock",
+        exchange: DeviceMailboxes | None,
     ) -> None:
         self._program, self._capacity, self._clock = program, capacity, clock
+        self._exchange = exchange
         self._words: Awaited | None = words
         self._submitted = time.perf_counter()
         self._result: StepResult | None = None
@@ -386,6 +418,9 @@ class JaxFuture:
             # The next result may lie where this one did: a command buffer whose addresses are those
             # of its last run is not written anew.
             self._words = None
+            if self._exchange is not None:
+                words, (error,) = words[:-1], words[-1:]
+                self._exchange.check(int(error))
             seconds = self._clock.seconds_since_last(self._submitted, is_late)
             self._result = read_result(self._program, self._capacity, words, seconds)
         return self._result

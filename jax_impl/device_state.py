@@ -1,12 +1,14 @@
 """What a device holds between steps: KV pages, recurrent states, and a few numbers per slot."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import SingleDeviceSharding
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.ops import slots
@@ -93,52 +95,46 @@ def allocate(
     slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
 
     # One program: made one by one, each size would be a program of its own.
-    @jax.jit
+    @partial(jax.jit, out_shardings=SingleDeviceSharding(device))
     def zeros() -> DeviceState:
         return DeviceState(
-            lengths=jnp.zeros(slots, np.int32, device=device),
-            newest=jnp.zeros(slots, np.int32, device=device),
-            seen=jnp.zeros((slots, capacity.vocab), np.int32, device=device),
-            kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
-            delta=new_states(config, slots, dtype, device),
-            snapshots=new_states(config, capacity.num_snapshots, dtype, device),
-            draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
+            lengths=jnp.zeros(slots, np.int32),
+            newest=jnp.zeros(slots, np.int32),
+            seen=jnp.zeros((slots, capacity.vocab), np.int32),
+            kv=new_kv(config, config.num_attention_layers, pool, dtype),
+            delta=new_states(config, slots, dtype),
+            snapshots=new_states(config, capacity.num_snapshots, dtype),
+            draft=None if drafter is None else _new_draft(drafter, capacity, dtype),
         )
 
     return zeros()
 
 
-def _new_draft(
-    drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type, device: jax.Device
-) -> DraftState:
+def _new_draft(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) -> DraftState:
     sizes, slots, pool = drafter.model, capacity.num_slots, (capacity.num_pages, capacity.page_size)
     delta = snapshots = None
     if drafter.num_gated_delta_layers:
-        delta = new_states(sizes, slots, dtype, device)
-        snapshots = new_states(sizes, capacity.num_snapshots, dtype, device)
+        delta = new_states(sizes, slots, dtype)
+        snapshots = new_states(sizes, capacity.num_snapshots, dtype)
     return DraftState(
-        draft_from=jnp.zeros(slots, np.int32, device=device),
-        relay=_new_relay(drafter, capacity, dtype, device) if drafter.has_relay else None,
-        kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype, device),
+        draft_from=jnp.zeros(slots, np.int32),
+        relay=_new_relay(drafter, capacity, dtype) if drafter.has_relay else None,
+        kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype),
         delta=delta,
         snapshots=snapshots,
     )
 
 
-def _new_relay(
-    drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type, device: jax.Device
-) -> Relay:
+def _new_relay(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) -> Relay:
     slots, width = capacity.num_slots, capacity.max_width
     return Relay(
-        tokens=jnp.zeros((slots, width), np.int32, device=device),
-        weights=jnp.zeros((slots, width), np.float32, device=device),
-        hidden=jnp.zeros((slots, drafter.model.hidden), dtype, device=device),
+        tokens=jnp.zeros((slots, width), np.int32),
+        weights=jnp.zeros((slots, width), np.float32),
+        hidden=jnp.zeros((slots, drafter.model.hidden), dtype),
     )
 
 
-def new_states(
-    config: ModelConfig, count: int, dtype: np.dtype | type, device: jax.Device
-) -> DeltaState | None:
+def new_states(config: ModelConfig, count: int, dtype: np.dtype | type) -> DeltaState | None:
     """Recurrent states before the first token; None where the model has no such layers."""
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
@@ -146,7 +142,7 @@ def new_states(
 
     def new(plane: Plane) -> jax.Array:
         shape, kind = (num_layers, count, *plane.shape), np.float32 if plane.float32 else dtype
-        return jnp.zeros(shape, kind, device=device)
+        return jnp.zeros(shape, kind)
 
     return DeltaState(**{plane.name: new(plane) for plane in sizes.kept})
 
@@ -156,11 +152,10 @@ def new_kv(
     num_layers: int,
     pool: tuple[int, int],
     dtype: np.dtype | type,
-    device: jax.Device,
 ) -> KV:
     """Empty pools of some attention layers; `pool` is the number of pages and their size."""
     planes = config.attention.kept
-    return jnp.zeros((num_layers, len(planes), *pool, *planes[0].shape), dtype, device=device)
+    return jnp.zeros((num_layers, len(planes), *pool, *planes[0].shape), dtype)
 
 
 @dataclass(frozen=True)

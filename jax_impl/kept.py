@@ -30,7 +30,7 @@ class KeptPrograms:
 
     Args:
       folder: Where they lie, beside those of other backends; it need not exist.
-      device: Where the programs run.
+      devices: Where each of the programs runs, all of one kind.
       made_from: All that decides what its programs do beside the sources, as text.
       takes, gives: How a program's arguments and its results are nested.
     """
@@ -38,14 +38,15 @@ class KeptPrograms:
     def __init__(
         self,
         folder: Path,
-        device: jax.Device,
+        devices: Sequence[jax.Device],
         made_from: Sequence[object],
         takes: PyTreeDef,
         gives: PyTreeDef,
     ) -> None:
-        self._folder, self._device = folder, device
+        self._folder, self._devices = folder, list(devices)
         self._takes, self._gives = takes, gives
-        self._key = sha256(repr([*_surroundings(device), *made_from]).encode())
+        surroundings = _surroundings(devices[0])
+        self._key = sha256(repr([len(devices), *surroundings, *made_from]).encode())
 
     def find(self, program: object) -> Compiled | None:
         """A program that was kept, ready to run; None where there is none that can be read."""
@@ -60,8 +61,8 @@ class KeptPrograms:
                 kept,
                 self._takes,
                 self._gives,
-                backend=self._device.client,
-                execution_devices=[self._device],
+                backend=self._devices[0].client,
+                execution_devices=self._devices,
             )
         except Exception as error:  # of whatever kind: it can be compiled again
             warnings.warn(f"{path} is not a program and was compiled anew: {error}", stacklevel=2)

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Place, delta_mix, layers, linear, mix, ranks
+from jax_impl.ops import Norm, Place, delta_mix, layers, linear, mix, ranks
 from jax_impl.ops.attention import KV, Rows, windowed
 from jax_impl.ops.delta_mix import Nodes
 from jax_impl.ops.experts import Experts, added_experts
-from jax_impl.ops.linear import Matrix, Norm, Stream
+from jax_impl.ops.linear import Matrix, Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.records import Attention, GatedDelta, Layer

@@ -8,11 +8,11 @@ import jax
 from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
-from jax_impl.ops import Place, layers, linear, ranks
+from jax_impl.ops import Norm, Place, layers, linear, ranks
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.experts import counted
 from jax_impl.ops.layers import Shown
-from jax_impl.ops.linear import Matrix, Norm, Stream
+from jax_impl.ops.linear import Matrix, Stream
 from jax_impl.records import Layer, Weights
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
@@ -120,17 +120,19 @@ def forward(
     stream = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group)
     if config.experts is not None:
         stream = counted(stream)
-    streams = [stream.rows]
-    for block, norm in zip(model.blocks, norms[1:], strict=True):
+    streams = []
+    for i, (block, norm) in enumerate(zip(model.blocks, norms[1:], strict=True)):
         kind = block.mixer.kind
+        if i in kept_streams:
+            streams.append(stream.whole)
         given = (block.layer, stream, carries[kind], block.place, norm)
         stream, carries[kind] = run_block(block.mixer, block.feed, *given)
-        streams.append(stream.rows)
+    if len(model.blocks) in kept_streams:
+        streams.append(stream.whole)
     if mixer is not None:
         mixer.carry = carries["gated_delta"]
-    hidden = layers.rms_norm(stream.rows, model.weights.final_norm, eps)
-    kept = tuple(streams[i] for i in kept_streams)
-    return Forward(hidden, kept, carries["attention"].pools)
+    hidden = layers.rms_norm(stream.whole, model.weights.final_norm, eps)
+    return Forward(hidden, tuple(streams), carries["attention"].pools)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:

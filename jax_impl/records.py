@@ -5,8 +5,9 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Float, Int
 
+from jax_impl.ops import Norm
 from jax_impl.ops.experts import Experts
-from jax_impl.ops.linear import Matrix, Norm
+from jax_impl.ops.linear import Matrix
 from shared.drafts.config import DraftConfig
 
 

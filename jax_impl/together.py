@@ -20,8 +20,8 @@ State = TypeVar("State")
 class Together:
     """The devices of one process that run every step together, each as a rank.
 
-    Arrays of all ranks are one array of JAX with one axis more, the first, whose places lie on the
-    devices; a rank's program sees its own place alone. One rank has its arrays as they are.
+    Arrays of all ranks are one array of JAX, as if they stood one behind the other along the first
+    axis; a rank's program sees its own alone. One rank has its arrays as they are.
 
     Attributes:
       devices: Of the ranks, in order.
@@ -38,7 +38,7 @@ class Together:
         """
         if group.is_alone:
             return cls((first,))
-        found = jax.devices(first.platform)
+        found = first.client.devices()
         devices = tuple(found[found.index(first) :][: group.count])
         if len(devices) < group.count:
             raise ValueError(
@@ -62,7 +62,7 @@ class Together:
         return NamedSharding(self._mesh, PartitionSpec())
 
     def joined(self, shares: Sequence[Tree]) -> Tree:
-        """Arrays of each rank, on its device, as arrays of all of them."""
+        """Arrays of each rank, on its device, or their shapes, as those of all; none is moved."""
         if len(shares) == 1:
             return shares[0]
         return jax.tree.map(lambda *arrays: self._joined(arrays), *shares)
@@ -70,49 +70,41 @@ class Together:
     def run(
         self,
         step: Callable[[Tree, State, jax.Array], tuple[State, jax.Array]],
-        leaves: Tree,
+        arrays: Tree,
         state: State,
         words: jax.Array,
     ) -> tuple[State, jax.Array]:
         """A step on every rank.
 
         Args:
-          step: A rank's program, of its weights, its state and the plan's words; gives its state
+          step: A rank's program, of its arrays, its state and the plan's words; gives its state
             and a result that is the same on all ranks.
-          leaves, state: Arrays of all ranks.
+          arrays, state: Of all ranks.
         """
         if len(self.devices) == 1:
-            return step(leaves, state, words)
-
-        def of_rank(leaves: Tree, state: State, words: jax.Array) -> tuple[State, jax.Array]:
-            leaves, state = jax.tree.map(lambda x: x[0], (leaves, state))
-            state, result = step(leaves, state, words)
-            return jax.tree.map(lambda x: x[None], state), result
-
+            return step(arrays, state, words)
         own, same = PartitionSpec(AXIS), PartitionSpec()
         # Whether ranks end with one result is for tests to say: gathers are no sums of XLA's.
         spread = jax.shard_map(
-            of_rank,
+            step,
             mesh=self._mesh,
             in_specs=(own, own, same),
             out_specs=(own, same),
             check_vma=False,
         )
-        return spread(leaves, state, words)
+        return spread(arrays, state, words)
 
     @property
     def _mesh(self) -> Mesh:
         return Mesh(np.array(self.devices), (AXIS,))
 
-    def _joined(self, arrays: Sequence[jax.Array]) -> jax.Array:
+    def _joined(self, arrays: Sequence[jax.Array]) -> jax.Array | jax.ShapeDtypeStruct:
         where = NamedSharding(self._mesh, PartitionSpec(AXIS))
-        # By way of numpy, which on a CPU is the same memory; a reshape would be compiled.
-        own = [
-            jax.device_put(np.asarray(array)[None], device)
-            for array, device in zip(arrays, self.devices, strict=True)
-        ]
-        shape = (len(own), *own[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, where, own)
+        first, *rest = arrays[0].shape
+        shape = (len(arrays) * first, *rest)
+        if isinstance(arrays[0], jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, arrays[0].dtype, sharding=where)
+        return jax.make_array_from_single_device_arrays(shape, where, list(arrays))
 
 
 def take_devices(count: int) -> None:

@@ -3,13 +3,18 @@
 Each rank has a piece of its GPU's memory in which all ranks write; no address of it is known to a
 compiler. What is sent is finished values and the number of the call, so nothing is ever emptied:
 
-    errors | flags [programs, ranks] | words [2, ranks, WORDS] | blocks [2, ranks, bytes]
+    head | flags [programs, ranks] | words [2, ranks, WORDS] | blocks [2, ranks, bytes]
 
 Few values are words, four bytes of them and four of the number, which are written and read at once:
 a word that has come says so itself, whatever its value. Many are blocks, stored as they are, with a
 flag for each program that has stored its own. There are two of each, for even and for odd numbers:
 a rank that sends in call n + 2 has received in call n + 1 what each other rank sent after all of
 its call n. Every call therefore sends to all ranks and receives from all.
+
+The head has an error, and in JAX a clock. In torch a step tells each call its number. In JAX it
+cannot: layers that are alike are traced once, and XLA orders the calls. It orders them alike for
+all ranks, whose program is one, so that there the call asks the clock: all programs of a kernel
+read it, and the last one to say so sets it.
 
 Both languages have the same assembly but for how an address comes: in one register or in two.
 """
@@ -28,8 +33,14 @@ layer take 73.6 us so with 8 rows, with gathers behind them 77.2; with 32 rows 1
 NOTHING = 0x7FFFFFFF
 """Stands where no word came in time: a number that is none, also as two of bfloat16."""
 
-ERROR_BYTES = 128
-_FLAGS_AT = ERROR_BYTES
+LOOKS = 1 << 24
+"""Of a wait for another rank: longer than one's host takes to launch a step, some ten seconds."""
+BLOCK_BYTES = 1 << 24
+"""Most bytes of a rank in a gather of a step; more rows take several."""
+
+CLOCK_AT = 64
+"""Where the number of the last call stands in a mailbox, in bytes, and behind it its arrivals."""
+_FLAGS_AT = 128
 _WORDS_AT = _FLAGS_AT + FLAG_PROGRAMS * 8 * 4
 _ALIGNMENT = 256
 
@@ -82,6 +93,14 @@ class Boxes:
         """Of a mailbox."""
         return self.blocks_at + 2 * self.ranks * self.block_bytes
 
+    def fits(self, rows: int, share: int, item_bytes: int) -> bool:
+        """Whether rows and their squares go in one call."""
+        return rows * share * item_bytes * 5 // 4 + 1024 <= self.block_bytes
+
+    def most_rows(self, row_bytes: int) -> int:
+        """How many rows go in one call, at least one."""
+        return max(1, self.block_bytes * 3 // 4 // row_bytes)
+
 
 @dataclass(frozen=True)
 class Missing:
@@ -89,7 +108,7 @@ class Missing:
 
     Attributes:
       rank: Whose values did not come.
-      call: Which of a step's, from 0.
+      call: Which of a step's, from 0; in JAX the number of the call in the mailboxes' clock.
     """
 
     rank: int
@@ -228,6 +247,24 @@ def take_text(registers: int) -> str:
 {address} cvt.u64.u32 at, {place}; add.u64 at, at, box;
 setp.ne.s32 is_one, {is_one}, 0; mov.b32 $0, {NOTHING};
 @is_one ld.relaxed.sys.global.b32 $0, [at]; }}"""
+
+
+def count_text(registers: int) -> str:
+    """Assembly: counts the programs of a call that have read the clock, and gives its number back.
+
+    The last one sets the clock. All threads of a program must run it, once. Operands: the number,
+    the mailbox, the place of the clock, and how many programs the call has.
+    """
+    names = [f"${1 + i}" for i in range(registers + 3)]
+    number, address = names[0], ADDRESS[registers].format("box", *names[1 : 1 + registers])
+    place, programs = names[1 + registers :]
+    return f"""{{ .reg .pred is_one; .reg .b64 box, at; .reg .b32 thread, come;
+{address} cvt.u64.u32 at, {place}; add.u64 at, at, box;
+bar.sync 0; mov.u32 thread, %tid.x; setp.ne.u32 is_one, thread, 0; @is_one bra DONE;
+atom.acq_rel.gpu.global.add.u32 come, [at+4], 1; add.u32 come, come, 1;
+setp.ne.u32 is_one, come, {programs}; @is_one bra DONE;
+st.relaxed.gpu.global.u32 [at+4], 0; st.relaxed.gpu.global.u32 [at], {number};
+DONE: mov.b32 $0, {number}; }}"""
 
 
 def constraints(results: int, *kinds: str) -> str:

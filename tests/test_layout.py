@@ -288,8 +288,9 @@ def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
 
 
 _OF_BLOCKS = ("BlockDrafter", "BlockDrafter.of", "fill", "write_context")
-_OF_GATHERS = ("__init__.py::Kernels", *(f"linear.py::Stream{x}" for x in ("", ".own", ".whole")))
-_GATHERED = ("plain_added_product", "kernel_added_product", "kernel_gated_product")
+_MET = ("on_device", "on_devices", "DeviceMailboxes") + tuple(
+    f"DeviceMailboxes.{x}" for x in ("begin", "close", "end", "error", "meet", "rank")
+)
 ONE_SIDED_NAMES = {
     "backend.py::Awaited": "what JAX does not declare of its arrays",
     "backend.py::Awaited.is_ready": "the same",
@@ -311,10 +312,7 @@ ONE_SIDED_NAMES = {
     "weights.py::Loadable.load": "the same",
     "ops/linear.py::Matrix": "JAX reads a stack of weights where it lies, torch has views of it",
     "ops/linear.py::Matrix.alone": "as above",
-    "ops/linear.py::Scale": "the same of the scales of norms",
-    "ops/linear.py::alone": "the same",
-    "ops/linear.py::in_stack": "the same",
-    **{f"ops/{name}": "only torch's kernels gather so far" for name in _OF_GATHERS},
+    **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "in_stack")},
     "ops/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
     "ops/mamba_state.py::DeltaWeights.alone": "the same",
     "ops/mix.py::HeadNorms.alone": "the same",
@@ -322,6 +320,9 @@ ONE_SIDED_NAMES = {
     "platform.py::take_threads": "torch's threads",
     "platform.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",
     "device_state.py::select": "JAX's states are values",
+    "device_state.py::new_kv": "a program of JAX says once where what it makes lies",
+    "device_state.py::new_states": "the same",
+    **{f"mailboxes.py::{x}": "ranks of JAX are one program, which needs no meeting" for x in _MET},
     "layers.py::DeltaMixer": "a mixer of JAX gives back what it carries",
     "layers.py::rotary_frequencies": "torch keeps what JAX folds into the program",
     "layers.py::angles": "the same",
@@ -347,11 +348,7 @@ ONE_SIDED_NAMES = {
 
 
 OTHER_OPS = {
-    **{f"ops/linear.py::{name}": "only torch's kernels gather so far" for name in _GATHERED},
-    "drafters/heads.py::eagle3": "JAX takes the scale of a norm out of its stack",
-    "ops/experts.py::experts": "the same",
-    "ops/experts.py::plain_added_experts": "the same",
-    "ops/experts.py::kernel_added_experts": "or gives a kernel the stack",
+    "ops/sampling.py::kernel_choose": "JAX gathers whole logits, torch what parts of them leave",
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::count_tokens": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
-from shared.boundary.checks import check_capacity, check_plan, check_ranks, to_prepare
+from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import CAPTURED, Program, Work
 from shared.boundary.ranks import ALONE, Ranks
@@ -80,15 +80,14 @@ class TorchBackend:
             order, and give the same results.
 
         Raises:
-          ValueError: Several ranks are asked for on a GPU, or a model does not divide among them.
-            Or graphs are asked for where there is no GPU; or see
-            `shared.boundary.checks.check_capacity` and `shared.boundary.operations`.
+          ValueError: A model does not divide among the ranks, or graphs are asked for where there
+            is no GPU. Or see `shared.boundary.checks.check_capacity` and
+            `shared.boundary.operations`.
         """
         if not isinstance(weights, Weights):
             where = torch.device(device)
             weights = weights_module.from_arrays(config, dict(weights), dtype, where, group)
         device = weights.embed.device
-        check_ranks(group, device.type == "cuda")
         check_capacity(capacity, drafts, weights.mtp is not None)
         if captured and device.type != "cuda":
             raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")

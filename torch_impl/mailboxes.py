@@ -7,15 +7,10 @@ import torch
 from jaxtyping import Int32, Shaped
 from torch import Tensor
 
-from kernels.mail import Boxes, Missing
+from kernels.mail import BLOCK_BYTES, LOOKS, Boxes, Missing
 from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.ranks import Ranks
 from torch_impl.ops import Kernels
-
-LOOKS = 1 << 24
-"""Of a wait for another rank: longer than one's host takes to launch a step, some ten seconds."""
-BLOCK_BYTES = 1 << 24
-"""Most bytes of a rank in a gather; more rows take several."""
 
 
 class DeviceMailboxes:
@@ -83,16 +78,25 @@ class DeviceMailboxes:
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
         """Whether rows and their squares go in one gather."""
-        return rows * share * item_bytes * 5 // 4 + 1024 <= BLOCK_BYTES
+        return self._mailbox.boxes.fits(rows, share, item_bytes)
 
     def gathered(self, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
         """The columns of all ranks side by side, in their order."""
         share = values.shape[-1]
         rows = values.reshape(-1, share).contiguous()
-        most = max(1, BLOCK_BYTES * 3 // 4 // (share * rows.element_size()))
+        most = self._mailbox.boxes.most_rows(share * rows.element_size())
         parts = [self._gathered(part) for part in rows.split(most)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.view(*values.shape[:-1], self._group.count * share)
+
+    def gathered_beside(
+        self, scaled: Shaped[Tensor, "R share"], squares: Shaped[Tensor, "R chunks"]
+    ) -> tuple[Shaped[Tensor, "R size"], Shaped[Tensor, "R chunks_of_all"]]:
+        """As `gathered` of both at once, for which `fits` has said that there is room."""
+        gather = self.next()
+        return self._kernels.ranks.gathered(
+            scaled, squares, gather.mail, gather.call, boxes=gather.boxes
+        )
 
     def close(self) -> None:
         """Gives the memory back, when all ranks are here."""

@@ -31,8 +31,9 @@ from bench.ground.session import folders_of
 from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
 from jax_impl import ops, platform
 from jax_impl.backend import JaxBackend
+from jax_impl.ops.ranks import AXIS
+from jax_impl.together import Together
 from shared.boundary.program import Extra, Work
-from shared.boundary.ranks import ALONE
 from shared.options.options import parse
 from shared.process.device import Device
 from shared.process.start import prepare
@@ -64,21 +65,21 @@ class Compiled:
 
 
 class AbsentGpu:
-    """A GPU that a description stands for.
+    """A GPU that a description stands for, or several of one host.
 
     Attributes:
       name: As its driver would give it.
-      device: What JAX takes for it; it holds no array and runs nothing.
+      devices: What JAX takes for them; they hold no array and run nothing.
       free_bytes: What XLA takes for its memory, where it cannot ask: 80 % of what is described.
     """
 
-    def __init__(self, description: Path) -> None:
+    def __init__(self, description: Path, count: int) -> None:
         target = description.read_text(encoding="utf-8")
         topology = topologies.get_topology_desc(
-            "absent", "cuda", target_config=target, topology="1x1x1"
+            "absent", "cuda", target_config=target, topology=f"1x1x{count}"
         )
-        self.device: jax.Device = topology.devices[0]
-        self.name: str = self.device.device_kind
+        self.devices: list[jax.Device] = list(topology.devices)
+        self.name: str = self.devices[0].device_kind
         self.free_bytes = _number(target, "device_memory_size") * 4 // 5
         self._cores = _number(target, "core_count")
         self._made: dict[str, Compiled] = {}
@@ -87,13 +88,14 @@ class AbsentGpu:
     def traced(self) -> Iterator[None]:
         """Within it programs are traced with the kernels of this GPU."""
         described = AbstractDevice(self.name, self._cores, "gpu")
-        mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=described)
+        how = {"axis_types": (AxisType.Auto,), "abstract_device": described}
+        mesh = AbstractMesh((len(self.devices),), (AXIS,), **how)
         with ops.compiled_for(self.name), jax.sharding.use_abstract_mesh(mesh):
             yield
 
     def shape_of(self, value: np.ndarray, dtype: np.dtype | str) -> jax.ShapeDtypeStruct:
         """Stands for an array in its memory."""
-        where = SingleDeviceSharding(self.device)
+        where = SingleDeviceSharding(self.devices[0])
         return jax.ShapeDtypeStruct(value.shape, dtype, sharding=where)
 
     def compiled(self, lowered: Lowered) -> Compiled:
@@ -181,6 +183,8 @@ def lowered_step(
 ) -> tuple[Lowered, int]:
     """A step of a server with default flags, and the bytes that the memory plan has for it.
 
+    It is that of as many ranks as there are GPUs.
+
     Args:
       model: A folder of `bench/shapes`.
       drafts: What drafts, as `bench.ground.drafting` reads it.
@@ -193,7 +197,16 @@ def lowered_step(
     flags = ["--model-path", str(folder), "--load-format", "dummy"]
     flags += Draft.parse(drafts).flags(folders_of(folder, {}))
     flags += ["--max-prompt-logprobs", "1"] * scores + [*more]
-    begun = prepare(parse(flags), replace(platform.PLATFORM, find_device=lambda: device))
+    flags += ["--tp-size", str(len(gpu.devices))]
+    begun = prepare(
+        parse(flags),
+        replace(
+            platform.PLATFORM,
+            find_device=lambda: device,
+            take_devices=lambda count: None,
+            ranks_on_gpus=True,
+        ),
+    )
     blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
     (program,) = (
         program
@@ -203,18 +216,25 @@ def lowered_step(
         if program.has(Extra.LOGPROBS) is scores
     )
     with gpu.traced():
-        where = (gpu.device, lambda num_bytes: None, ALONE)
-        read = partial(platform.read_weights, blueprint, *files, *where)
-        weights, draft_weights = jax.eval_shape(read)
+        group = blueprint.ranks
+        together = Together.of(gpu.devices[0], group)
+        loaded = [
+            jax.eval_shape(
+                partial(platform.read_weights, blueprint, *files, device, lambda num_bytes: None, rank)
+            )
+            for device, rank in zip(together.devices, together.ranks, strict=True)
+        ]
+        of_drafts = [own for _, own in loaded if own is not None]
         backend = JaxBackend(
             blueprint.config,
-            weights,
+            [weights for weights, _ in loaded],
             blueprint.capacity,
             blueprint.drafts,
-            draft_weights,
+            of_drafts or None,
             dtype=blueprint.dtype,
-            device=gpu.device,
+            device=gpu.devices[0],
             quick_compile=False,
+            group=group,
         )
         return backend.traced(program).lower(), backend.workspace(program)
 

@@ -42,24 +42,22 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         how |= {"is_gated": is_gated, "norm_layer": zero, "order": SQUARES}
         return linear.product(x, weight, None, zero, **how)
 
-    def layer(weights: Any, attended: Any, stream: Any, norm: Any, place: Any, clock: Any) -> Any:
-        mail = ranks.Mail(place, clock)
-        gather = [ranks.Gather(mail, jnp.int32(call), boxes) for call in range(4)]
-        every, _ = ranks.gathered(attended, None, mail, jnp.int32(0), boxes=boxes)
-        stream, read, sums = multiply(every, weights[0], gather[1], added=stream, norm=norm)
-        inner, *_ = multiply(read, weights[1], gather[2], is_gated=True, squares=sums)
-        stream, read, sums = multiply(inner, weights[2], gather[3], added=stream, norm=norm)
-        mail, error = ranks.tick(mail, 4, read)
-        return stream, read, sums, mail.clock, error
+    def layer(weights: Any, attended: Any, stream: Any, norm: Any, place: Any) -> Any:
+        gather = ranks.Gather(place, boxes)
+        every, _ = ranks.gathered(attended, None, gather)
+        stream, read, sums = multiply(every, weights[0], gather, added=stream, norm=norm)
+        inner, *_ = multiply(read, weights[1], gather, is_gated=True, squares=sums)
+        stream, read, sums = multiply(inner, weights[2], gather, added=stream, norm=norm)
+        return stream, read, sums, ranks.missed(gather, read)
 
     columns, outputs = PartitionSpec(None, "ranks"), PartitionSpec(None, "ranks", None)
-    each, same = PartitionSpec("ranks"), PartitionSpec()
-    specs = ([outputs] * 3, columns, columns, columns, each, same)
+    each = PartitionSpec("ranks")
+    specs = ([outputs] * 3, columns, columns, columns, each)
     program = jax.shard_map(
         layer,
         mesh=mesh,
         in_specs=specs,
-        out_specs=(columns, columns, columns, same, each),
+        out_specs=(columns, columns, columns, each),
         check_vma=False,
     )
 
@@ -73,5 +71,4 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         shape(columns, jnp.bfloat16, rows, HIDDEN),
         shape(columns, jnp.float32, 1, HIDDEN),
         shape(each, jnp.int32, count * (2 * count + 2)),
-        shape(same, jnp.int32, 1),
     )

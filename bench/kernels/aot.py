@@ -57,6 +57,7 @@ class Step:
       tokens: Of a prompt; 0: it decodes.
       scores: The prompt's tokens are all scored.
       flags: More of the server's.
+      ranks: How many GPUs run it.
     """
 
     model: str
@@ -66,10 +67,12 @@ class Step:
     tokens: int = 0
     scores: bool = False
     flags: tuple[str, ...] = ()
+    ranks: int = 1
 
     def __str__(self) -> str:
         work = f"prompt of {self.tokens}" if self.tokens else f"batch {self.batch}"
         work += " with scores" * self.scores
+        work += f", {self.ranks} ranks" * (self.ranks > 1)
         return f"{self.model}, {Draft.parse(self.drafts)}, {work}"
 
 
@@ -88,6 +91,9 @@ STEPS = (
     Step("qwen3.5-35b-a3b-fp8", "none", 1, 2**24, tokens=2048),
     Step("qwen3-8b-fp8", "none", 8, 2**20, flags=("--fp8-activations",)),
     Step("qwen3-8b-fp8", "none", 1, 2**24, tokens=2048, flags=("--fp8-activations",)),
+    Step("qwen3-8b", "EAGLE3:S=3,k=1,N=4", 8, 2**20, ranks=2),
+    Step("qwen3.5-9b", "NEXTN:S=3,k=1,N=4", 1, 2**24, tokens=2048, ranks=2),
+    Step("qwen3.5-35b-a3b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20, ranks=2),
 )
 RANKS = {f"{ranks} ranks, {rows} rows": (ranks, rows) for ranks in (2, 8) for rows in (8, 512)}
 """Of a layer's products whose results ranks gather: few rows within them, many behind them."""
@@ -166,10 +172,11 @@ def compile_cases(report: Report, gpu: Any, cases: list[OpCase]) -> None:
             report.add_kernels(found.kernels, case.name, time.monotonic() - began)
 
 
-def compile_step(report: Report, gpu: Any, step: Step) -> None:
+def compile_step(report: Report, step: Step) -> None:
     """Compiles a step, and looks at its thunks, its copies, its memory and its kernels."""
     compiling = import_module("bench.kernels.absent_gpu")
     began, name = time.monotonic(), str(step)
+    gpu = compiling.AbsentGpu(compiling.DESCRIPTION, step.ranks)
     try:
         lowered, planned = compiling.lowered_step(
             gpu, step.model, step.drafts, step.batch, step.tokens, step.scores, step.flags
@@ -237,10 +244,10 @@ def main() -> int:
     # Before jax is imported: it shall look for no device, and not ask the CUDA driver's tools.
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     compiling, report = import_module("bench.kernels.absent_gpu"), Report()
-    gpu = compiling.AbsentGpu(compiling.DESCRIPTION)
+    gpu = compiling.AbsentGpu(compiling.DESCRIPTION, 1)
     compile_cases(report, gpu, list(cases_of(only)))
     for step in (step for step in STEPS if _is_wanted(str(step), only)):
-        compile_step(report, gpu, step)
+        compile_step(report, step)
     for name in (name for name in RANKS if _is_wanted(name, only)):
         compile_ranks(report, gpu, name)
     if not only:

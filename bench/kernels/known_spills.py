@@ -29,6 +29,8 @@ LOTS = "qwen3-8b, EAGLE3 S=3 L=2.5, batch 8"
 BLOCKS = "qwen3-8b, DFLASH rule=rejection, batch 1"
 CHAINS, TREES = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 1", "qwen3.5-9b, NEXTN S=5 k=4 N=16, batch 8"
 EXPERTS = "qwen3.5-35b-a3b-fp8, NEXTN S=3 k=1 N=4, batch 8"
+CHAINS_OF_RANKS = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 8, 2 ranks"
+EXPERTS_OF_RANKS = f"{EXPERTS}, 2 ranks"
 EXPERTS_FED = "qwen3.5-35b-a3b-fp8, none, prompt of 2048"
 CODES, CODES_FED = "qwen3-8b-fp8, none, batch 8", "qwen3-8b-fp8, none, prompt of 2048"
 MIXES = (
@@ -54,29 +56,27 @@ SOME = "ptxas stores some numbers rather than take more registers"
 
 SCORED = "qwen3-8b, none, prompt of 2048 with scores"
 FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
+FED_OF_RANKS = f"{FED}, 2 ranks"
 PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
     *(f"heads of {D}, prompt of 512" for D in (80, 96)),
-    *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED, CODES_FED),
+    *("qwen3-8b, none, prompt of 2048", FED, FED_OF_RANKS, SCORED, EXPERTS_FED, CODES_FED),
 )
 
 EXCUSES = (
     Excuse("attend", ("heads of 192, prompt of 512",), 1828, PADDED),
     Excuse("attend", PROMPTS, 1600, "what is summed over spans, which waits outside of the loops"),
     Excuse("choose_rows", (CHAINS, SCORED, CODES), 8, FEW),
-    Excuse("choose_rows", (FED,), 24, SOME),
+    Excuse("choose_rows", (FED, FED_OF_RANKS), 24, SOME),
     Excuse("choose_tiles", (CHAINS, BLOCKS), 8, FEW),
-    Excuse("delta_mix", ("8 x chain of 4", EXPERTS), 64, TIMED),
+    Excuse("delta_mix", ("8 x chain of 4", EXPERTS, EXPERTS_OF_RANKS), 64, TIMED),
     Excuse("described_product", (CODES, CODES_FED), 144, GATED_CODES),
     Excuse("next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
         "find_border",
-        (TREES, LOTS, EXPERTS),
+        (TREES, LOTS, EXPERTS, EXPERTS_OF_RANKS, CHAINS_OF_RANKS),
         52,
         "its 16 warps can have no more than 128 registers",
-    ),
-    Excuse(
-        "gathered", ("8 ranks, 512 rows",), 52, "the mailboxes' addresses stay beside what is sent"
     ),
     Excuse("mix", MIXES, 240, TIMED),
     Excuse(

@@ -73,20 +73,18 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
                     norm: Any,
                     scaled: Any,
                     place: Any,
-                    clock: Any,
                     R: int = R,
                     way: str = way,
                     count: int = count,
                 ) -> Any:
-                    mail, sums = gathers.Mail(place, clock), jnp.ones((R, HIDDEN // 64))
+                    gather, sums = gathers.Gather(place, boxes.boxes), jnp.ones((R, HIDDEN // 64))
 
-                    def gathered(values: Any, sums: Any, call: int) -> Any:
-                        if count == 1:
-                            return values, sums
-                        number = jnp.int32(call)
-                        return gathers.gathered(values, sums, mail, number, boxes=boxes.boxes)
+                    def gathered(values: Any, sums: Any) -> Any:
+                        return (
+                            (values, sums) if count == 1 else gathers.gathered(values, sums, gather)
+                        )
 
-                    def multiply(number: int, layer: int, given: Any, sums: Any, call: int) -> Any:
+                    def multiply(number: int, layer: int, given: Any, sums: Any) -> Any:
                         product, weight = list(PRODUCTS.values())[number], weights[number]
                         is_joined = way == "joined" and number > 0
                         out, read, after = linear(
@@ -104,29 +102,23 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
                             is_gated=product.is_gated,
                             added=stream if product.is_added else None,
                             norm=norm if product.is_added else None,
-                            gather=gathers.Gather(mail, jnp.int32(call), boxes.boxes)
-                            if is_joined
-                            else None,
+                            gather=gather if is_joined else None,
                         )
                         if number == 0 or is_joined:
                             return (out, None) if read is None else (read, after)
-                        return gathered(out if read is None else read, after, call)
+                        return gathered(out if read is None else read, after)
 
                     for layer in range(LAYERS):
-                        qkv, _ = multiply(0, layer, scaled, sums, 0)
+                        qkv, _ = multiply(0, layer, scaled, sums)
                         # Attention's part here: nothing but that it follows, on each rank.
                         own, parts = attended, ranks // count
                         for part in range(parts):
                             to, of = (part * n // ranks for n in (HIDDEN, QKV))
                             own = own.at[0, to].set(qkv[0, of])
-                        scaled, sums = multiply(
-                            1, layer, gathered(own, None, 4 * layer)[0], None, 4 * layer + 1
-                        )
-                        inner, _ = multiply(2, layer, scaled, sums, 4 * layer + 2)
-                        scaled, sums = multiply(3, layer, inner, None, 4 * layer + 3)
-                    if count == 1:
-                        return scaled, clock
-                    return scaled, gathers.tick(mail, 4 * LAYERS, scaled)[0].clock
+                        scaled, sums = multiply(1, layer, gathered(own, None)[0], None)
+                        inner, _ = multiply(2, layer, scaled, sums)
+                        scaled, sums = multiply(3, layer, inner, None)
+                    return scaled
 
                 rng = np.random.default_rng(R)
                 stream, attended, scaled = (
@@ -134,30 +126,25 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
                     for _ in range(3)
                 )
                 norm = np.ones((1, HIDDEN), np.float32)
-                clock: Any = np.zeros(1, np.int32)
                 if count == 1:
                     program = jax.jit(run)
                     arrays = jax.device_put((stream, attended, norm, scaled), devices[0])
                     places = (jax.device_put(np.zeros(4, np.int32), devices[0]),) * 2
-                    clock = jax.device_put(clock, devices[0])
                 else:
-                    out_specs = (columns, whole)
-                    how = {"mesh": mesh, "out_specs": out_specs, "check_vma": False}
-                    specs = ([axes] * 4, columns, columns, columns, whole, spec("ranks"), whole)
+                    how = {"mesh": mesh, "out_specs": columns, "check_vma": False}
+                    specs = ([axes] * 4, columns, columns, columns, whole, spec("ranks"))
                     program = jax.jit(jax.shard_map(run, in_specs=specs, **how))
                     arrays = [
                         joined(mesh, np.split(x, ranks, 1), 1) for x in (stream, attended, norm)
                     ]
                     arrays.append(joined(mesh, [scaled] * ranks, None))
                     places = (idle, waiting)
-                    # Later than all that has run, or the boxes would know the numbers.
-                    clock = joined(mesh, [clock + (len(found) << 20)] * ranks, None)
-                _, clock = jax.block_until_ready(program(weights, *arrays, places[0], clock))
+                jax.block_until_ready(program(weights, *arrays, places[0]))
                 best = []
                 for _ in range(4):
                     began = time.perf_counter()
                     for _ in range(20):
-                        got, clock = program(weights, *arrays, places[1], clock)
+                        got = program(weights, *arrays, places[1])
                     jax.block_until_ready(got)
                     best.append((time.perf_counter() - began) / 20 / LAYERS * 1e6)
                 line: Line = {"part": "layer", "language": "jax", "ranks": count, "rows": R}

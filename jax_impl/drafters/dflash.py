@@ -169,5 +169,5 @@ def fill(
         mixed, paged = attention(config, sight, place, layer.mixer, qkv, sight.kv)
         stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])
         kv = paged.pools
-    out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
+    out = rms_norm(stream.whole, weights.final_norm, config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv

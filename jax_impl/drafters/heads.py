@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from jax_impl.layers import FEEDS, Feed, Hidden, Sight, attention, finished, mlp
 from jax_impl.model import Forward, Model, logits
 from jax_impl.model import scores as scores_of
-from jax_impl.ops import linear, ranks
+from jax_impl.ops import alone, linear, ranks
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import Shown, embedded, rms_norm
 from jax_impl.ops.linear import Stream, normed_product, product
@@ -107,7 +107,7 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     def forward(
         rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
-        fed = rms_norm(embedded(embed, tokens, shown), linear.alone(input_norm), eps)
+        fed = rms_norm(embedded(embed, tokens, shown), alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(jnp.concatenate([fed, normed], axis=1), weights.layer.mixer.inputs)
         stream = Stream(hidden, group=group)
@@ -166,4 +166,4 @@ def _decoder_layer(
     """The head's one layer, from its projection on; angles are the head's own."""
     sight = Sight.of(config.attention, rows, kv, stream.group)
     mixed, paged = attention(config, sight, 0, layer.mixer, qkv, sight.kv)
-    return finished(config, layer, feed, mixed, stream).rows, paged.pools
+    return finished(config, layer, feed, mixed, stream).whole, paged.pools

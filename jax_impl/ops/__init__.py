@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields
 from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
 from kernels.tiles import Tiles
 
@@ -44,8 +44,10 @@ class Kernels:
     heads: ModuleType
     layers: ModuleType
     linear: ModuleType
+    mailboxes: ModuleType
     mix: ModuleType
     noise: ModuleType
+    ranks: ModuleType
     reach: ModuleType
     rejection: ModuleType
     sampling: ModuleType
@@ -122,6 +124,29 @@ def _first_array(args: tuple[Any, ...]) -> jax.Array:
 def operand(place: Place) -> Int[jax.Array, " 1"]:
     """A layer's number as an operand of a kernel: as a constant, each layer would compile one."""
     return jnp.asarray(place, jnp.int32).reshape(1)
+
+
+class Scale(NamedTuple):
+    """The scale of a norm where it lies in a stack, as `linear.Matrix`; float32."""
+
+    values: Float[jax.Array, "layers size"]
+    layer: Place
+
+
+Norm = Float[jax.Array, " size"] | Scale
+"""The scale of a norm, alone or in a stack."""
+
+
+def alone(norm: Norm | None) -> Float[jax.Array, " size"] | None:
+    """The scale of a norm out of its stack, where there is one."""
+    return norm.values[norm.layer] if isinstance(norm, Scale) else norm
+
+
+def in_stack(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
+    """As kernels take a scale: in a stack, which may be of one, with its place there."""
+    if isinstance(norm, Scale):
+        return norm.values, jnp.asarray(norm.layer, jnp.int32)
+    return None if norm is None else norm[None], jnp.asarray(0, jnp.int32)
 
 
 def is_bfloat16(x: jax.Array) -> bool:

@@ -1,5 +1,6 @@
 """A mixture of experts, as `shared.spec.experts`."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -7,8 +8,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Float32, Int
 
-from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, layers, linear, ranks
-from jax_impl.ops.linear import Matrix, Norm, Stream
+from jax_impl.ops import (
+    Kernels,
+    Norm,
+    Place,
+    alone,
+    in_stack,
+    is_bfloat16,
+    kernel_or_plain,
+    layers,
+    linear,
+    ranks,
+)
+from jax_impl.ops.linear import Matrix, Stream
 from kernels.limits import arrivals_of_experts
 from kernels.routing import routing_of
 from shared.boundary.ranks import ALONE, Ranks
@@ -91,7 +103,7 @@ def experts(
       group: The ranks that have a share of each expert; what this gives are a rank's columns.
     """
     logits = linear.product_float32(x, weights.router)
-    chosen = choose(logits[:, : config.num_experts], config, linear.alone(weights.score_bias))
+    chosen = choose(logits[:, : config.num_experts], config, alone(weights.score_bias))
 
     def add(out: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         is_chosen = chosen.ids == expert
@@ -104,7 +116,7 @@ def experts(
     if config.shared_intermediate:
         shared = _shared(x, config, weights, group)
         if config.shared_is_gated:
-            shared = jax.nn.sigmoid(logits[:, config.num_experts :]) * shared
+            shared = layers.sigmoid(logits[:, config.num_experts :]) * shared
         out = out + shared
     return out
 
@@ -141,7 +153,7 @@ def kernel_counted(kernels: Kernels, stream: Stream) -> Stream:
 
 
 def _counted_beside_kernels(stream: Stream) -> Stream:
-    size = arrivals_of_experts(*stream.rows.shape)
+    size = arrivals_of_experts(*stream.own.shape)
     return stream._replace(arrivals=jnp.zeros(size, jnp.int32))
 
 
@@ -156,8 +168,8 @@ def plain_added_experts(
     norm: Norm | None = None,
 ) -> Stream:
     """Adds what the experts give of the normed rows to the stream; the sum is rounded once."""
-    rows = stream.rows
-    normed = layers.rms_norm(rows, linear.alone(stream.norm), eps)
+    rows = stream.whole
+    normed = layers.rms_norm(rows, alone(stream.norm), eps)
     added = experts(normed, config, weights, stream.group)
     own = (ranks.own(stream.group, rows) + added).astype(rows.dtype)
     return stream.followed(ranks.gathered(stream.group, own), norm)
@@ -171,17 +183,18 @@ def kernel_added_experts(
     weights: Experts,
     norm: Norm | None = None,
 ) -> Stream:
-    stream, rows = linear.completed(kernels, stream), stream.rows
+    stream, group = linear.completed(kernels, stream), stream.group
+    own = stream.own
     if stream.arrivals is None:  # the pass is a part alone
         stream = kernel_counted(kernels, stream)
     count = stream.count
     if count is None:
-        count = jnp.full((1,), len(rows), jnp.int32)
-    bias, _ = linear.in_stack(weights.score_bias)
-    scale, norm_layer = linear.in_stack(norm)
+        count = jnp.full((1,), len(own), jnp.int32)
+    bias, _ = in_stack(weights.score_bias)
+    scale, norm_layer = in_stack(ranks.norm_beside(group, own, norm))
     gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
     added, arrivals = kernels.experts.experts(
-        rows=rows,
+        rows=own,
         scaled=stream.factors,
         squares=stream.squares,
         router=_stacked(weights.router.values, 2),
@@ -195,17 +208,20 @@ def kernel_added_experts(
         arrivals=stream.arrivals,
         layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
         norm_layer=norm_layer,
+        gathered=partial(ranks.gathered, group),
         eps=eps,
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,
         tiles=kernels.tiles.experts.of(
-            item_bytes=gate_up.item_bytes, rows=len(rows), inner=config.intermediate
+            item_bytes=gate_up.item_bytes, rows=len(own), inner=config.intermediate
         ),
     )
-    scaled = None if norm is None else added.scaled
-    stream = stream.followed(added.rows, norm, scaled, added.squares)
-    return stream._replace(arrivals=arrivals)
+    stream = stream._replace(arrivals=arrivals)
+    if ranks.gathers_beside(group, own):
+        scaled, squares = group.on_device.gathered_beside(added.scaled, added.squares)
+        added = Stream(added.rows, norm, scaled, squares)
+    return linear.ended(kernels, stream, added, norm)
 
 
 def _added_beside_kernels(

@@ -4,7 +4,7 @@ Sums are float32; what leaves an operation has the dtype of its rows. On a GPU t
 bfloat16 are kernels; see `jax_impl.ops`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,11 @@ from jaxtyping import Float, Float8e4m3fn, Int, Int32
 
 from jax_impl.ops import (
     Kernels,
+    Norm,
     Place,
+    alone,
     fp8_activations,
+    in_stack,
     is_bfloat16,
     kernel_or_plain,
     kernels_on,
@@ -100,22 +103,6 @@ def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
     return (numbers.astype(jnp.float32) * scales).astype(jnp.bfloat16)
 
 
-class Scale(NamedTuple):
-    """The scale of a norm where it lies in a stack, as `Matrix`; float32."""
-
-    values: Float[jax.Array, "layers size"]
-    layer: Place
-
-
-Norm = Float[jax.Array, " size"] | Scale
-"""The scale of a norm, alone or in a stack."""
-
-
-def alone(norm: Norm | None) -> Float[jax.Array, " size"] | None:
-    """The scale of a norm out of its stack, where there is one."""
-    return norm.values[norm.layer] if isinstance(norm, Scale) else norm
-
-
 class Stream(NamedTuple):
     """The residual stream between two operations of a layer.
 
@@ -126,10 +113,11 @@ class Stream(NamedTuple):
       count: How many of the rows are real, the first of them; None: all.
       arrivals: Zeros, in which kernels of experts count their programs, and which they leave as
         zeros.
-      group: The ranks of which each makes its share of the columns; all of them have whole rows.
+      group: The ranks of which each makes its share of the columns; all of them have whole rows, or
+        each its columns of them, and whole `scaled` and `squares`.
     """
 
-    rows: Float[jax.Array, "R hidden"]
+    rows: Float[jax.Array, "R columns"]
     norm: Norm | None = None
     scaled: Float[jax.Array, "R hidden"] | None = None
     squares: Float[jax.Array, "R chunks"] | None = None
@@ -138,19 +126,34 @@ class Stream(NamedTuple):
     group: Ranks = ALONE
 
     @property
+    def is_share(self) -> bool:
+        """Whether `rows` are this rank's columns."""
+        return self.scaled is not None and self.scaled.shape != self.rows.shape
+
+    @property
     def factors(self) -> Float[jax.Array, "R hidden"]:
         """What products with kernels multiply: the rows times the scale of their norm."""
         return self.rows if self.scaled is None else self.scaled
 
     def followed(
         self,
-        rows: Float[jax.Array, "R hidden"],
+        rows: Float[jax.Array, "R columns"],
         norm: Norm | None = None,
         scaled: Float[jax.Array, "R hidden"] | None = None,
         squares: Float[jax.Array, "R chunks"] | None = None,
     ) -> "Stream":
         """What comes behind this one: other rows, of which as many are real."""
         return self._replace(rows=rows, norm=norm, scaled=scaled, squares=squares)
+
+    @property
+    def own(self) -> Float[jax.Array, "R share"]:
+        """This rank's columns of the rows."""
+        return self.rows if self.is_share else ranks.own(self.group, self.rows)
+
+    @property
+    def whole(self) -> Float[jax.Array, "R hidden"]:
+        """The rows with the columns of all ranks."""
+        return ranks.gathered(self.group, self.rows) if self.is_share else self.rows
 
 
 def plain_stream(
@@ -170,16 +173,17 @@ def kernel_stream(
     count: Int[jax.Array, " 1"] | None = None,
     group: Ranks = ALONE,
 ) -> Stream:
-    """As `plain_stream`, with what stands beside the rows."""
     scaled, squares = kernels.layers.beside(rows, *in_stack(norm), order=SQUARES)
-    return Stream(rows, norm, scaled, squares, count, group=group)
+    return Stream(ranks.kept(group, rows, norm), norm, scaled, squares, count, group=group)
 
 
 def beside_kernels(stream: Stream) -> Stream:
     """A stream of plain products, of the structure that kernels give: with what nobody reads."""
     rows = stream.rows
     squares = jnp.zeros((len(rows), -(-rows.shape[1] // SQUARES.chunk)))
-    return stream._replace(scaled=None if stream.norm is None else rows, squares=squares)
+    scaled = None if stream.norm is None else rows
+    kept = ranks.kept(stream.group, rows, stream.norm)
+    return stream._replace(rows=kept, scaled=scaled, squares=squares)
 
 
 def _stream_beside_kernels(
@@ -230,7 +234,7 @@ def plain_normed_product(
     stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
     """Multiplies the RMS norm of each row by a weight; without `eps` there is no norm."""
-    rows, norm = stream.rows, stream.norm
+    rows, norm = stream.whole, stream.norm
     if eps is not None:
         rows = layers.rms_norm(rows, alone(norm), eps)
     return plain_product(rows, weight)
@@ -257,7 +261,7 @@ def plain_added_product(
     Args:
       norm: Of the stream that this gives.
     """
-    own = ranks.own(stream.group, stream.rows) + _times(plain_product(x, weight), factor)
+    own = stream.own + _times(plain_product(x, weight), factor)
     return stream.followed(ranks.gathered(stream.group, own), norm)
 
 
@@ -270,8 +274,28 @@ def kernel_added_product(
     norm: Norm | None = None,
 ) -> Stream:
     """As `plain_added_product`, with what stands beside the sum."""
-    added = _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
-    return stream.followed(added.rows, norm, added.scaled, added.squares)
+    group, own = stream.group, stream.own
+    gather = group.on_device.next() if ranks.gathers_beside(group, own) else None
+    scale = ranks.norm_beside(group, own, norm)
+    how = {"factor": factor, "added": own, "norm": scale, "gather": gather}
+    return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
+
+
+def ended(kernels: Kernels, stream: Stream, added: Any, norm: Norm | None) -> Stream:
+    """What follows a stream to which a kernel has added.
+
+    Args:
+      added: This rank's columns; where `gathers_beside`, with what stands beside those of all.
+    """
+    group, rows = stream.group, added.rows
+    if not (group.is_alone or ranks.gathers_beside(group, rows)):
+        rows = ranks.gathered(group, rows)
+        begun = kernel_stream(kernels, rows, norm)
+        return stream.followed(rows, norm, begun.scaled, begun.squares)
+    if norm is None:
+        rows = rows if group.is_alone else added.scaled
+        return stream.followed(rows, squares=added.squares)
+    return stream.followed(rows, norm, added.scaled, added.squares)
 
 
 def _added_beside_kernels(
@@ -291,7 +315,7 @@ added_product = kernel_or_plain(
 
 def added_norm(x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: Stream) -> Stream:
     """Adds the RMS norm of each row to the stream."""
-    return stream.followed(stream.rows + layers.rms_norm(x, alone(norm), eps))
+    return stream.followed(stream.whole + layers.rms_norm(x, alone(norm), eps))
 
 
 def plain_gated_product(
@@ -305,7 +329,10 @@ def plain_gated_product(
 def kernel_gated_product(
     kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
-    return _normed(kernels, stream, eps, weight, is_gated=True)
+    exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
+    if exchange is not None and exchange.fits(len(factors), share, factors.dtype.itemsize):
+        return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
+    return ranks.gathered(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
 
 
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
@@ -337,13 +364,18 @@ def _of_codes(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Arra
 
 
 def _normed(
-    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix, is_gated: bool
+    kernels: Kernels,
+    stream: Stream,
+    eps: float | None,
+    weight: Matrix,
+    is_gated: bool,
+    gather: Any = None,
 ) -> Float[jax.Array, "R outputs"]:
     """The product of rows that are normed or, without `eps`, of the rows as they are."""
     if eps is None:
-        return _multiplied(kernels, stream.rows, weight, is_gated=is_gated).rows
+        return _multiplied(kernels, stream.whole, weight, is_gated=is_gated, gather=gather).rows
     stream = completed(kernels, stream)
-    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated}
+    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated, "gather": gather}
     return _multiplied(kernels, stream.factors, weight, **how).rows
 
 
@@ -351,15 +383,8 @@ def completed(kernels: Kernels, stream: Stream) -> Stream:
     """A stream as a kernel begins it, if none has."""
     if stream.squares is not None:
         return stream
-    begun = kernel_stream(kernels, stream.rows, stream.norm)
+    begun = kernel_stream(kernels, stream.whole, stream.norm)
     return stream.followed(begun.rows, begun.norm, begun.scaled, begun.squares)
-
-
-def in_stack(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
-    """As kernels take a scale: in a stack, which may be of one, with its place there."""
-    if isinstance(norm, Scale):
-        return norm.values, jnp.asarray(norm.layer, jnp.int32)
-    return None if norm is None else norm[None], jnp.asarray(0, jnp.int32)
 
 
 def _multiplied(
@@ -375,6 +400,7 @@ def _multiplied(
     factor: float = 1.0,
     added: Float[jax.Array, "R outputs"] | None = None,
     norm: Norm | None = None,
+    gather: Any = None,
 ) -> Stream:
     stored, scales, row_scales = weight.num_outputs, weight.scales, None
     tables = kernels.tiles
@@ -408,6 +434,7 @@ def _multiplied(
         norm_layer=scale_layer,
         order=SQUARES,
         tiles=tiles,
+        gather=gather,
     )
     return Stream(out, norm, scaled, sums)
 

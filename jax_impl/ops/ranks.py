@@ -1,26 +1,33 @@
 """What ranks give each other; as `shared.spec.ranks`.
 
-A rank is a device of the mesh axis `AXIS`, under one `shard_map` over all of them. One rank alone
-gathers nothing, and its programs know of no mesh.
+A rank is a device of the mesh axis `AXIS`, under one `shard_map` over all of them. On a CPU XLA
+gathers; between GPUs kernels do, which write in each other's memory. One rank alone gathers
+nothing, and its programs know of no mesh.
 """
 
 import jax
 from jax import lax
-from jaxtyping import Shaped
+from jaxtyping import Float, Int, Shaped
 
+from jax_impl.ops import Norm, Scale
 from shared.boundary.ranks import Ranks
+from shared.spec.numerics import SQUARES
 
 AXIS = "ranks"
 """Of the mesh whose devices are the ranks."""
 
-# It decides what is traced, and is no array: records that hold it are taken apart as without it.
-jax.tree_util.register_static(Ranks)
+# It decides what is traced. What it holds on a device is an operand of a step.
+jax.tree_util.register_dataclass(
+    Ranks, data_fields=["on_device"], meta_fields=["rank", "count", "mailboxes", "meeting"]
+)
 
 
 def gathered(ranks: Ranks, values: Shaped[jax.Array, "... share"]) -> Shaped[jax.Array, "... size"]:
     """The whole rows, of which each rank has as many columns, in the order of the ranks."""
     if ranks.is_alone:
         return values
+    if ranks.on_device is not None:
+        return ranks.on_device.gathered(values)
     return lax.all_gather(values, AXIS, axis=values.ndim - 1, tiled=True)
 
 
@@ -36,7 +43,7 @@ def own_keys(
     if ranks.is_alone:
         return rows
     share = rows.shape[-1] * num_copies // ranks.count
-    first = lax.axis_index(AXIS) // num_copies * share
+    first = _number(ranks) // num_copies * share
     return lax.dynamic_slice_in_dim(rows, first, share, axis=-1)
 
 
@@ -46,5 +53,41 @@ def gathered_keys(
     """As `gathered`, of heads of which each stands on `num_copies` ranks in a row."""
     if ranks.is_alone:
         return values
-    shares = lax.all_gather(values, AXIS, axis=values.ndim - 1)[..., ::num_copies, :]
-    return shares.reshape(*values.shape[:-1], -1)
+    shares = gathered(ranks, values).reshape(*values.shape[:-1], ranks.count, -1)
+    return shares[..., ::num_copies, :].reshape(*values.shape[:-1], -1)
+
+
+def gathers_beside(ranks: Ranks, columns: Float[jax.Array, "R share"]) -> bool:
+    """Whether ranks gather what stands beside their columns of a stream, and not the columns.
+
+    Squares are of chunks that lie whole on a rank; else those of gathered rows are taken.
+    """
+    rows, share = columns.shape
+    exchange, is_whole = ranks.on_device, share % SQUARES.chunk == 0
+    return exchange is not None and is_whole and exchange.fits(rows, share, columns.dtype.itemsize)
+
+
+def kept(
+    ranks: Ranks, rows: Float[jax.Array, "R hidden"], norm: Norm | None
+) -> Float[jax.Array, "R columns"]:
+    """What a rank keeps of the rows of a stream of which all have the scaled ones."""
+    columns = own(ranks, rows)
+    return columns if norm is not None and gathers_beside(ranks, columns) else rows
+
+
+def norm_beside(
+    ranks: Ranks, columns: Float[jax.Array, "R share"], norm: Norm | None
+) -> Norm | None:
+    """The scale by which a kernel multiplies the columns of a stream that it makes."""
+    if norm is None or ranks.is_alone:
+        return norm
+    if not gathers_beside(ranks, columns):
+        return None
+    if isinstance(norm, Scale):  # of all layers at once: XLA cuts the stack once in a step
+        return norm._replace(values=own(ranks, norm.values))
+    return own(ranks, norm)
+
+
+def _number(ranks: Ranks) -> Int[jax.Array, ""]:
+    """Which rank runs the program; on a GPU nothing of XLA's, which no command buffer takes."""
+    return lax.axis_index(AXIS) if ranks.on_device is None else ranks.on_device.rank

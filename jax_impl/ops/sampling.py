@@ -272,8 +272,7 @@ def plain_choose(
     Args:
       logits: Of several ranks, the part of the one that calls; the parts are gathered.
     """
-    if not group.is_alone:
-        logits = ranks.gathered(group, logits)[:, : seen.counts.shape[1]]
+    logits = _whole(group, logits, seen)
     scores = processed(logits, seen, positions, sampling, request, allowed)
     ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
     return Chosen(ids, is_finite(logits))
@@ -289,6 +288,7 @@ def kernel_choose(
     allowed: Bool[jax.Array, "R vocab"] | None,
     group: Ranks = ALONE,
 ) -> Chosen:
+    logits = _whole(group, logits, seen)
     chosen = kernels.sampling.choose(
         *(logits, seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
@@ -298,6 +298,13 @@ def kernel_choose(
 
 
 choose = kernel_or_plain(kernel_choose, plain_choose)
+
+
+def _whole(
+    group: Ranks, logits: Float[jax.Array, "R share"], seen: Seen
+) -> Float[jax.Array, "R vocab"]:
+    """Those of all tokens, of which each rank has a part."""
+    return logits if group.is_alone else ranks.gathered(group, logits)[:, : seen.counts.shape[1]]
 
 
 def is_finite(logits: Float[jax.Array, "R vocab"]) -> Bool[jax.Array, " R"]:

@@ -7,6 +7,7 @@ adds. Both ways a slot is added along the inputs in one chain and a row's slots 
 order, so that a row's bits depend neither on the rows beside it nor on the way.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ class _Ends(NamedTuple):
 
 
 def experts(
-    rows: Float[jax.Array, "R hidden"],
+    rows: Float[jax.Array, "R columns"],
     scaled: Float[jax.Array, "R hidden"],
     squares: Float[jax.Array, "R chunks"],
     router: Float[jax.Array, "L outputs hidden"],
@@ -58,12 +59,13 @@ def experts(
     gate_up_scales: Float[jax.Array, "L stored scales scales_in"] | None,
     down: jax.Array,
     down_scales: Float[jax.Array, "L stored scales scales_in"] | None,
-    next_norm: Float[jax.Array, "L2 hidden"] | None,
+    next_norm: Float[jax.Array, "L2 columns"] | None,
     live: Int[jax.Array, " 1"],
     arrivals: Int[jax.Array, " counters"],
     layer: Int[jax.Array, ""],
     norm_layer: Int[jax.Array, ""],
     *,
+    gathered: Callable[[jax.Array], jax.Array],
     eps: float,
     routing: Routing,
     order: RouterOrder,
@@ -72,6 +74,9 @@ def experts(
     interpret: bool = False,
 ) -> tuple[Stream, Int[jax.Array, " counters"]]:
     """Adds to each row what its experts make of it.
+
+    Of several ranks each has inner columns of every expert and columns of the stream: the rows that
+    are added to, the outputs of down and the next norm are its share, and so is what this gives.
 
     Args:
       rows: Of the residual stream.
@@ -84,6 +89,8 @@ def experts(
       down, down_scales: `[L, stored, hidden, inner]` in the same way.
       next_norm, norm_layer: A stack of scales of norms, and which of it is that behind the block;
         None where nothing scales the new rows.
+      gathered: Gives a rank's inner columns of all slots with those of the others; what one rank
+        has as it is.
       routing: How rows choose; the shared expert is the last that is stored.
       tiles: How the work is cut.
       interpret: Run on a CPU.
@@ -126,7 +133,7 @@ def experts(
         interpret=interpret,
     )
     return added_product(
-        inner,
+        gathered(inner),
         Stored(down, down_scales),
         chosen,
         lists,

@@ -39,7 +39,7 @@ class Given(NamedTuple):
       bias, added: What is added to the sums, and to the result.
       norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
         next reader.
-      mail, call: See `ranks.Gather`; None where ranks gather nothing, or afterwards.
+      place: See `ranks.Gather`; None where ranks gather nothing, or afterwards.
     """
 
     scales: Any
@@ -49,8 +49,7 @@ class Given(NamedTuple):
     added: Any
     norms: Any
     norm_layer: Any
-    mail: Any
-    call: Any
+    place: Any
 
 
 def product(
@@ -213,8 +212,7 @@ def product(
             added,
             norm,
             norm_layer.reshape(1),
-            gather.mail if gather is not None and joins else None,
-            gather.call.reshape(1) if gather is not None and joins else None,
+            gather.place if gather is not None and joins else None,
         ),
     )
     if gather is None:
@@ -227,7 +225,7 @@ def product(
 def _gathered(out, scaled, sums, gather):
     """As a product that gathers gives it, by a kernel of its own."""
     values = out if scaled is None else scaled
-    every, all_sums = gathered(values, sums, gather.mail, gather.call, boxes=gather.boxes)
+    every, all_sums = gathered(values, sums, gather)
     return (every, None, None) if sums is None else (out, every, all_sums)
 
 
@@ -263,7 +261,9 @@ def _product_kernel(
     # A row that is not written gets an index outside, for the interpreter.
     at_row, at_column = jnp.where(is_row, row, R), jnp.where(is_column, column, outputs)
     of_result = (at_row[:, None], at_column[None, :])
-    link = None if boxes is None else Link.read(given.mail, given.call[0], boxes)
+    link = None
+    if boxes is not None:
+        link = Link.read(given.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
     # Asked for before the loop where they are few, so that nothing waits for them after it.
     is_early = rows <= 32
     squares = load_squares(given.squares, row, is_row) if is_normed and is_early else None

@@ -29,7 +29,7 @@ class Mailboxes:
         self._memory = [jax.block_until_ready(jax.device_put(zeros, x)) for x in devices]
 
     def places(self, looks: int) -> list[np.ndarray]:
-        """`Mail.place` of each rank, whose waits end after so many looks; 0 waits for nothing."""
+        """`Gather.place` of each rank, whose waits end after so many looks; 0 waits for nothing."""
         addresses = [x.unsafe_buffer_pointer() for x in self._memory]
         words = [(x >> shift) & 0xFFFFFFFF for x in addresses for shift in (0, 32)]
         return [

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Int, Int32, Shaped
+from jaxtyping import Int32, Shaped
 
 from kernels.mail import (
+    CLOCK_AT,
     LARGEST_WORDS_BYTES,
     WORDS,
     Boxes,
     constraints,
+    count_text,
     look_text,
     put_text,
     raise_text,
@@ -30,7 +32,7 @@ from kernels.mail import (
 _ADDRESS = 2
 """Registers of an address."""
 _SEND, _PUT, _RAISE = send_text(_ADDRESS), put_text(_ADDRESS), raise_text(_ADDRESS)
-_LOOK, _TAKE = look_text(_ADDRESS), take_text(_ADDRESS)
+_LOOK, _TAKE, _COUNT = look_text(_ADDRESS), take_text(_ADDRESS), count_text(_ADDRESS)
 _WORD_WARPS = 4
 _BLOCK_WARPS = 8
 _BLOCK_UNITS = 2048
@@ -39,31 +41,17 @@ _MOST_BLOCKS = 64
 """Most programs that store the blocks of an array."""
 
 
-class Mail(NamedTuple):
-    """Where a rank's kernels find the mailboxes.
+class Gather(NamedTuple):
+    """How the gathers of a step find the mailboxes.
 
     Attributes:
       place: Addresses of the mailboxes by rank, each a low and a high word, then which rank this
         is, and how often to look for what does not come; 0 looks do not wait, as where no other
         rank may have begun.
-      clock: Calls of the steps so far, which `tick` counts.
-    """
-
-    place: Int32[jax.Array, " two_of_ranks_and_2"]
-    clock: Int32[jax.Array, "1"]
-
-
-class Gather(NamedTuple):
-    """A gather of a step.
-
-    Attributes:
-      mail: Where the mailboxes are.
-      call: Which gather of a step it is, from 0.
       boxes: The sizes of the mailboxes.
     """
 
-    mail: Mail
-    call: Int[jax.Array, ""]
+    place: Int32[jax.Array, " two_of_ranks_and_2"]
     boxes: Boxes
 
 
@@ -104,24 +92,17 @@ class Array(NamedTuple):
 def gathered(
     values: Shaped[jax.Array, "R share"],
     sums: Shaped[jax.Array, "R chunks"] | None,
-    mail: Mail,
-    call: Int[jax.Array, ""],
+    gather: Gather,
     *,
-    boxes: Boxes,
     largest_words_bytes: int = LARGEST_WORDS_BYTES,
-    after: jax.Array | None = None,
 ) -> tuple[Shaped[jax.Array, "R outputs"], Shaped[jax.Array, "R chunks_of_all"] | None]:
     """The columns of all ranks side by side, in the order of ranks; each rank gets the same bits.
 
     Args:
       values: This rank's columns.
       sums: This rank's columns of a second array, as the squares of rows in chunks.
-      mail: Where the mailboxes are.
-      call: Which gather of a step it is, from 0.
-      boxes: The sizes of the mailboxes.
+      gather: Where the mailboxes are.
       largest_words_bytes: Most bytes of `values` that are sent as words.
-      after: What the gather before has given, where `values` do not follow from it: calls must run
-        in order, and XLA sees no other reason.
 
     Raises:
       ValueError: A row of an array has no whole words of four bytes, or there are more bytes than a
@@ -130,6 +111,7 @@ def gathered(
     arrays = [values] if sums is None else [values, sums]
     counts = [x.shape[0] * words_in_row(x) for x in arrays]
     is_words = sum(counts) <= WORDS and 4 * counts[0] <= largest_words_bytes
+    boxes = gather.boxes
     if not is_words and 4 * sum(counts) > boxes.block_bytes:
         raise ValueError(
             f"a rank may send {boxes.block_bytes} bytes in a call, got {4 * sum(counts)}"
@@ -154,7 +136,7 @@ def gathered(
             num_warps=_WORD_WARPS if is_words else _BLOCK_WARPS, num_stages=1
         ),
         name="gathered",
-    )(*arrays, mail.place, mail.clock, call.reshape(1), after)
+    )(*arrays, gather.place)
     return outs[0], None if sums is None else outs[1]
 
 
@@ -173,63 +155,70 @@ def words_in_row(x: jax.Array) -> int:
     return x.shape[1] * size // 4
 
 
-def tick(mail: Mail, calls: int, after: jax.Array) -> tuple[Mail, Int32[jax.Array, "1"]]:
-    """Counts the calls of a step, after all of them, and says what was missing so far.
+def missed(gather: Gather, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
+    """What any of the ranks has missed so far; see `kernels.mail.Missing`.
 
     Args:
-      mail: Where the mailboxes are.
-      calls: How many the step has made.
-      after: What the last gather has given, or what follows from it.
-
-    Returns:
-      For the next step, and an error; see `kernels.mail.Missing`.
+      after: What follows from the gathers that are asked about.
     """
-    word = jax.ShapeDtypeStruct((1,), jnp.int32)
-    clock, error = pl.pallas_call(
-        functools.partial(_tick_kernel, calls=calls),
-        out_shape=(word, word),
+    return pl.pallas_call(
+        functools.partial(_missed_kernel, ranks=gather.boxes.ranks),
+        out_shape=jax.ShapeDtypeStruct((1,), jnp.int32),
         compiler_params=pltriton.CompilerParams(num_warps=1),
-        name="tick",
-    )(mail.place, mail.clock, after)
-    return mail._replace(clock=clock), error
+        name="missed",
+    )(gather.place, after)
 
 
-def _tick_kernel(mail_ref, clock_ref, _, next_ref, error_ref, *, calls):
-    ranks = (mail_ref.shape[0] - 2) // 2
-    rank, one = mail_ref[2 * ranks], jnp.ones((1,), jnp.int32)
-    error_ref[...] = _instruct(_TAKE, 1, mail_ref[2 * rank], mail_ref[2 * rank + 1], 0, one)
-    next_ref[...] = clock_ref[...] + calls
+def _missed_kernel(place_ref, _, out_ref, *, ranks):
+    found = jnp.zeros((1,), jnp.int32)
+    for rank in range(ranks):
+        word = _taken(place_ref[2 * rank], place_ref[2 * rank + 1], 0)
+        found = jnp.where(found == 0, word, found)
+    out_ref[...] = found
 
 
 class Link(NamedTuple):
     """What a kernel has read of the mailboxes: early, as nothing that is sent may wait for it.
 
     Attributes:
-      rank, looks: See `Mail.place`.
+      rank, looks: See `Gather.place`; where something was missing, a step ends soon.
       number: Of the call among all calls of all steps: it begins with 1, and wraps.
-      call: Which gather of a step it is.
       own, others: The address of this rank's mailbox, and of those of the others: at place i that
         of the rank whose number differs from this one's in the bits of i + 1.
       boxes: Their sizes.
+      programs: Of the kernel.
     """
 
     rank: Any
     looks: Any
     number: Any
-    call: Any
     own: Any
     others: Any
     boxes: Boxes
+    programs: int
 
     @classmethod
-    def read(cls, mail: Any, call: Any, boxes: Boxes) -> "Link":
-        """Of `Mail`, as references."""
-        rank, looks = mail.place[2 * boxes.ranks], mail.place[2 * boxes.ranks + 1]
-        every = [
-            (mail.place[2 * (rank ^ i)], mail.place[2 * (rank ^ i) + 1]) for i in range(boxes.ranks)
-        ]
-        number = mail.clock[0] + call + 1
-        return cls(rank, looks, number, call, every[0], every[1:], boxes)
+    def read(cls, place: Any, boxes: Boxes, programs: int) -> "Link":
+        """Of `Gather.place`, as a reference."""
+        rank, looks = place[2 * boxes.ranks], place[2 * boxes.ranks + 1]
+        every = [(place[2 * (rank ^ i)], place[2 * (rank ^ i) + 1]) for i in range(boxes.ranks)]
+        error, number = (_only(_taken(*every[0], at)) for at in (0, CLOCK_AT))
+        looks = jnp.where(error == 0, looks, jnp.minimum(looks, 1))
+        return cls(rank, looks, number + 1, every[0], every[1:], boxes, programs)
+
+    def counted(self) -> "Link":
+        """The same, once this program is among those that have read the clock.
+
+        Each program does it once, when it has sent: nothing else may wait for it. Who waits for
+        words does so with what this gives, or a compiler would leave it out.
+        """
+        one = jnp.full((1,), self.number)
+        counted = _instruct(_COUNT, 1, one, *self.own, CLOCK_AT, self.programs)
+        return self._replace(number=_only(counted))
+
+    def missing(self, rank: Any) -> Any:
+        """The error word of a rank that does not come."""
+        return (self.number & ((1 << 27) - 1)) * 16 + rank + 1
 
     def first_word(self, rank: Any) -> Any:
         """Where the words of a rank begin in a mailbox, in bytes."""
@@ -262,7 +251,7 @@ def receive_words(store: Any, sent: Any, place: Any, is_one: Any, link: Link, pa
     wait = jnp.where(is_one, link.looks, 0)
     for distance in range(1, link.boxes.ranks):
         peer = link.rank ^ distance
-        code, at = link.call * 16 + peer + 1, place * 8 + link.first_word(peer)
+        code, at = link.missing(peer), place * 8 + link.first_word(peer)
         given = (*link.own, at, link.number, wait, code, sent)
         store(peer, _instruct(receive_text(_ADDRESS, pack), pack, *given))
 
@@ -290,6 +279,7 @@ def share_tiles(tiles: Sequence[Tile], row: Any, is_row: Any, link: Link, thread
             store_words(every, at_row, at, bits, is_word)
 
         begun.append((store, sent, place, is_word))
+    link = link.counted()
     for store, sent, *at in begun:
         store(link.rank, sent)
         receive_words(store, sent, *at, link, max(1, min(4, sent.size // threads)))
@@ -317,6 +307,16 @@ def _instruct(text, pack, *operands):
         result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.int32)],
     )
     return found
+
+
+def _taken(low, high, place):
+    """A word of the head of a mailbox, as an array of one."""
+    return _instruct(_TAKE, 1, low, high, place, jnp.ones((1,), jnp.int32))
+
+
+def _only(one):
+    """The number of an array of one."""
+    return jnp.max(one)
 
 
 def load_words(ref: Any, row: Any, word: Any, is_one: Any) -> Any:
@@ -355,12 +355,8 @@ def _bits(x):
 
 def _gather_kernel(*refs, parts, boxes, is_words, at_once):
     count = len(parts)
-    owns, (mail_ref, clock_ref, call_ref, _), outs = (
-        refs[:count],
-        refs[count : count + 4],
-        refs[count + 4 :],
-    )
-    link = Link.read(Mail(mail_ref, clock_ref), call_ref[0], boxes)
+    owns, place_ref, outs = refs[:count], refs[count], refs[count + 1 :]
+    link = Link.read(place_ref, boxes, sum(part.programs for part in parts))
     share = _share_array if is_words else _share_blocks
     for part, own_ref, out_ref in zip(parts, owns, outs, strict=True):
         block = pl.program_id(0) - part.first_flag
@@ -384,6 +380,7 @@ def _share_array(own_ref, out_ref, block, link, part, at_once):
         store_words(out_ref, row, rank * part.share + word, bits, is_one)
 
     store(link.rank, sent)
+    link = link.counted()
     pack = 4 if at_once >= 4 * 32 * _WORD_WARPS else 1
     receive_words(store, sent, part.first + place, is_one, link, pack)
 
@@ -417,10 +414,11 @@ def _share_blocks(own_ref, out_ref, block, link, part, at_once):
     for box in link.others:
         on = jnp.where(thread == 0, 1, 0)
         after = _instruct(_RAISE, 1, after, *box, flag + rank * 4, number, on)
+    link = link.counted()
     for distance in range(1, ranks):
         peer = rank ^ distance
-        code, at = link.call * 16 + peer + 1, flag + peer * 4
-        come = _instruct(_LOOK, 1, *link.own, at, number, link.looks, code, after)
+        code, at = link.missing(peer), flag + peer * 4
+        come = _instruct(_LOOK, 1, *link.own, at, link.number, link.looks, code, after)
         has_come = jnp.min(come)
 
         def take(step, _, peer=peer, has_come=has_come):

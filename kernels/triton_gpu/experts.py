@@ -7,6 +7,7 @@ adds. Both ways a slot is added along the inputs in one chain and a row's slots 
 order, so that a row's bits depend neither on the rows beside it nor on the way.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,7 @@ class Sums(NamedTuple):
 
 
 def experts(
-    rows: Float[Tensor, "R hidden"],
+    rows: Float[Tensor, "R columns"],
     scaled: Float[Tensor, "R hidden"],
     squares: Float[Tensor, "R chunks"],
     router: Float[Tensor, "outputs hidden"],
@@ -66,10 +67,11 @@ def experts(
     gate_up_scales: Float[Tensor, "stored scales scales_in"] | None,
     down: Tensor,
     down_scales: Float[Tensor, "stored scales scales_in"] | None,
-    next_norm: Float[Tensor, " hidden"] | None,
+    next_norm: Float[Tensor, " columns"] | None,
     live: Int[Tensor, " 1"],
     arrivals: Int[Tensor, " counters"],
     *,
+    gathered: Callable[[Tensor], Tensor],
     eps: float,
     routing: Routing,
     order: RouterOrder,
@@ -77,6 +79,9 @@ def experts(
     tiles: ExpertsTiles,
 ) -> Stream:
     """Adds to each row what its experts make of it.
+
+    Of several ranks each has inner columns of every expert and columns of the stream: the rows that
+    are added to, the outputs of down and the next norm are its share, and so is what this gives.
 
     Args:
       rows: Of the residual stream.
@@ -87,6 +92,8 @@ def experts(
       gate_up_scales: Of FP8; see `shared.models.fp8_words`.
       down, down_scales: `[stored, hidden, inner]` in the same way.
       next_norm: The scale of the norm behind the block; None where that is in a weight.
+      gathered: Gives a rank's inner columns of all slots with those of the others; what one rank
+        has as it is.
       routing: How rows choose; the shared expert is the last that is stored.
       tiles: How the work is cut.
 
@@ -120,7 +127,7 @@ def experts(
         tiles=tiles,
     )
     return added_product(
-        inner,
+        gathered(inner),
         Stored(down, down_scales),
         chosen,
         lists,

@@ -6,7 +6,6 @@ import numpy as np
 
 from shared.boundary.backend import Capacity, Decode, StepPlan
 from shared.boundary.program import Extra, Program, Work
-from shared.boundary.ranks import Ranks
 from shared.drafts.drafts import Drafts
 
 
@@ -46,19 +45,6 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
         raise ValueError(f"a drafter is needed by {program}")
     if drafts.block is not None:
         drafts.block.check_shape(shape.nodes, shape.width, shape.scratch)
-
-
-def check_ranks(ranks: Ranks, on_gpu: bool) -> None:
-    """Refuses ranks where their steps were not compared with those of one.
-
-    Raises:
-      ValueError: They are several, and on GPUs.
-    """
-    if on_gpu and not ranks.is_alone:
-        raise ValueError(
-            f"{ranks.count} ranks are asked for, and on GPUs their steps have not been compared "
-            "with those of one yet; use one rank, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
-        )
 
 
 def to_prepare(

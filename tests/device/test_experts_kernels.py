@@ -21,6 +21,7 @@ from tests.support.experts_kernels import (
     reference,
     routing,
     run,
+    run_ranks,
     tiles,
 )
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, share_arithmetic
@@ -90,6 +91,21 @@ def test_a_block_adds_what_a_rows_experts_make_of_it(
     np.testing.assert_allclose(got.rows, want.rows, **TOLERANCE)
     np.testing.assert_allclose(got.scaled, want.scaled, **TOLERANCE)
     np.testing.assert_allclose(got.squares, want.squares, rtol=4 * TOLERANCE["rtol"])
+
+
+@each_language
+@pytest.mark.parametrize("grouped", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_ranks_give_the_columns_of_one(grouped: bool, language: str) -> None:
+    """Each has a share of every expert's inner columns, and of the columns of the stream."""
+    case = Case(3, 128, 64, routing(5, 2, **GATED))
+    cut = tiles(fp8=False, grouped=grouped)
+    want, shares = run(language, case, cut=cut), run_ranks(language, case, 2, cut=cut)
+    for name in ("rows", "scaled", "squares"):
+        got = np.concatenate([getattr(share, name) for share in shares], axis=1)
+        if language == "triton" or not INTERPRET:
+            np.testing.assert_array_equal(got, getattr(want, name), err_msg=name)
+        else:  # as in `check_same`
+            np.testing.assert_allclose(got, getattr(want, name), rtol=1e-5, err_msg=name)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def keeping(tmp_path: Path) -> Keeping:
     """Where a start of a backend that was made from this keeps its programs."""
     takes, gives = jax.tree.structure(((X,), {})), jax.tree.structure(X)
     device = jax.devices()[0]
-    return lambda *made_from: KeptPrograms(tmp_path, device, made_from, takes, gives)
+    return lambda *made_from: KeptPrograms(tmp_path, [device], made_from, takes, gives)
 
 
 @pytest.fixture(scope="module")

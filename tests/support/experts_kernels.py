@@ -196,6 +196,19 @@ def _expert(block: Block, number: int, x: np.ndarray) -> np.ndarray:
     return block.down[number] @ _rounded(gate * _sigmoid(gate) * up)
 
 
+def _same(inner: Any) -> Any:
+    """What one rank has of the inner columns is all."""
+    return inner
+
+
+class Share(NamedTuple):
+    """What a rank gives of its columns."""
+
+    rows: np.ndarray
+    scaled: np.ndarray
+    squares: np.ndarray
+
+
 def run(
     language: str,
     case: Case,
@@ -220,10 +233,76 @@ def run(
     given |= block.stored | {"live": np.array([R if live is None else live], np.int32)}
     given["arrivals"] = np.zeros(arrivals_of_experts(R, case.hidden), np.int32)
     how = {"eps": EPS, "routing": case.routing, "tiles": cut}
-    how |= {"order": ROUTER, "squares_order": SQUARES}
+    how |= {"order": ROUTER, "squares_order": SQUARES, "gathered": _same}
     if language == "triton":
         return _in_triton(given, how)
     return _in_pallas(given, tuple(how.items()), is_as_written)
+
+
+def run_ranks(language: str, case: Case, count: int, *, cut: ExpertsTiles) -> list[Share]:
+    """What each of some ranks gives of a case whose weights are numbers, with a next norm.
+
+    Each runs twice: what it would send is known when it has run once.
+    """
+    block = block_of(case)
+    assert block.norm is not None
+    framework: Any = torch if language == "triton" else jnp
+    module, each = KERNELS[language]["experts"], []
+    how = {"eps": EPS, "routing": case.routing, "tiles": cut}
+    how |= {"order": ROUTER, "squares_order": SQUARES}
+    for rank in range(count):
+        columns = slice(rank * case.hidden // count, (rank + 1) * case.hidden // count)
+        inner = slice(rank * case.inner // count, (rank + 1) * case.inner // count)
+        gate, up = np.split(block.stored["gate_up"], 2, axis=1)
+        each.append(
+            {
+                "rows": block.rows[:, columns].astype(HALF),
+                "scaled": block.scaled.astype(HALF),
+                "squares": block.squares,
+                "router": block.router.astype(HALF),
+                "bias": block.bias,
+                "gate_up": np.concatenate([gate[:, inner], up[:, inner]], axis=1),
+                "gate_up_scales": None,
+                "down": block.stored["down"][:, columns],
+                "down_scales": None,
+                "next_norm": block.norm[columns],
+                "live": np.array([case.R], np.int32),
+                "arrivals": np.zeros(arrivals_of_experts(case.R, case.hidden), np.int32),
+            }
+        )
+
+    def run_rank(given: dict[str, Any], every: Any) -> tuple[Any, Any]:
+        """What a rank would send, and what it gives where all have sent that."""
+        sent: list[Any] = []
+
+        def gathered(inner: Any) -> Any:
+            sent.append(inner)
+            return every
+
+        found = module.experts(**given, gathered=gathered, **how)
+        return sent[0], found if language == "triton" else found[0]
+
+    if language == "triton":
+        given = [{k: None if v is None else _tensor(v.copy()) for k, v in x.items()} for x in each]
+    else:
+        how |= {"layer": jnp.int32(0), "norm_layer": jnp.int32(0), "interpret": INTERPRET}
+        given = [
+            {
+                k: v if v is None else jnp.asarray(v[None] if k in STACKS else v)
+                for k, v in x.items()
+            }
+            for x in each
+        ]
+        run_rank = jax.jit(run_rank, compiler_options=OPTIONS)
+    nothing = framework.zeros(
+        (case.R * case.routing.slots, case.inner), dtype=given[0]["rows"].dtype
+    )
+    every = framework.concatenate([run_rank(x, nothing)[0] for x in given], 1)
+    found = [run_rank(x, every)[1] for x in given]
+    return [
+        Share(*(np.asarray(x.float().cpu() if language == "triton" else x, np.float32) for x in y))
+        for y in found
+    ]
 
 
 def _in_triton(given: dict[str, Any], how: dict[str, Any]) -> Found:

@@ -1,14 +1,31 @@
-"""Whole steps of ranks on GPUs, in bfloat16 with the kernels, beside those of one GPU."""
+"""`python -m tests.support.rank_steps_on_gpus`: whole steps of two GPUs have the bits of one.
+
+In bfloat16 with the kernels, on both backends. One GPU serves prompts and texts first, and its
+plans and results are kept. Ranks then make all their programs ready, so that none waits for one
+that still compiles, and are given the same plans. Every part is a process of its own, which is
+ended where it takes too long; a part that fails leaves the others as they are. Without a GPU ranks
+are on the processor, in float32: that shows that this program works.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-from unittest import mock
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from shared.boundary.backend import Backend, StepFuture, StepPlan
+from shared.boundary.buffers import plan_in
 from shared.boundary.mailboxes import Mailboxes
-from shared.boundary.program import CAPTURED
+from shared.boundary.program import CAPTURED, Program
 from shared.boundary.ranks import Ranks
 from shared.models.families import config_from_dict
 from tests.support.backends import PreparedOnUse, drafts_of
@@ -21,68 +38,185 @@ from tests.support.contract_host import (
     contract_capacity,
     prompt,
 )
-from tests.support.gpu_ranks import Rank
-from tests.support.ranks import SideBySide
-from tests.support.tiny_heads import tiny_head
+from tests.support.gpu_ranks import Rank, in_processes
+from tests.support.ranks import arrays_of
+from tests.support.tiny_heads import tiny_block_head, tiny_head
 from tests.support.tiny_models import DIVIDED, tiny_config, tiny_weights
 
+PATIENCE_S = 240.0
+"""Of a part: it compiles for most of that."""
 TEXT = 10
 """Tokens of each text."""
+COUNT = 2
+"""Of ranks."""
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 MODELS = {
     "dense": ("qwen3", _WIDE, "none"),
     "fed by EAGLE3": ("llama", _WIDE, "EAGLE3"),
+    "fed by DFLASH": ("qwen3", {}, "DFLASH"),
     "hybrid": (DIVIDED["qwen3_5"], {}, "NEXTN"),
+    "experts": (DIVIDED["qwen3_5_moe"], {"hidden_size": 256}, "NEXTN"),
 }
 """Families, what is changed of them, and what drafts: squares of whole chunks on a rank, or not."""
+BACKENDS = ("torch", "jax")
+ROOT = Path(__file__).resolve().parents[2]
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
 
 
-def _made(name: str) -> tuple[Any, ...]:
-    """What a backend is made from."""
+class Step(NamedTuple):
+    """What a step was given, and what it gave."""
+
+    program: Program
+    words: np.ndarray
+    arrays: dict[str, np.ndarray]
+
+
+class _Recorder:
+    """A backend that keeps what it was given."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.begun: list[tuple[Program, np.ndarray, StepFuture]] = []
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        words, future = plan.buffer.copy(), self._backend.submit(plan)
+        self.begun.append((plan.program, words, future))
+        return future
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+def made_from(name: str) -> tuple[Any, ...]:
+    """What a backend of a model of `MODELS` is made from."""
     family, changed, drafter = MODELS[name]
     of_family = tiny_config(family, nested=False, with_mtp=True, tied=False)
     config = config_from_dict(of_family | changed)
     weights = tiny_weights(config, 3)
     given: Any = drafter
     if drafter == "EAGLE3":
-        given = tiny_head(
-            config, weights, "EAGLE3", 5, num_attention_heads=8, num_key_value_heads=2
-        )
-    return config, weights, contract_capacity(config), *drafts_of(given, config)
+        heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+        given = tiny_head(config, weights, "EAGLE3", 5, **heads)
+    if drafter == "DFLASH":
+        given = tiny_block_head(config, 4)
+    capacity = contract_capacity(config)
+    if drafter == "none":
+        programs = tuple(p for p in capacity.programs if not p.drafts_on_device)
+        capacity = replace(capacity, programs=programs)
+    return config, weights, capacity, *drafts_of(given, config)
 
 
-def _run(backend: Any, name: str) -> None:
-    """Prompts and texts; each step is compared as it ends."""
-    host = Host(PreparedOnUse(backend), {})
+def of_one_gpu(backend: Backend, name: str) -> list[Step]:
+    """The steps of prompts and texts, one greedy and one sampled."""
+    recorder = _Recorder(backend)
+    host = Host(PreparedOnUse(recorder), {})  # type: ignore[arg-type]
     for number, sampling in enumerate((GREEDY, SAMPLED)):
         request = host.request(prompt(number, 20 + 9 * number), **sampling)
         result = host.prefill(request)
         assert result.counts[0] == 1
         host.go_on(request, TEXT, PLAIN if MODELS[name][2] == "none" else CHAIN)
+    steps = [Step(p, words, dict(arrays_of(f.result()))) for p, words, f in recorder.begun]
+    backend.close()
+    return steps
 
 
-def steps_of_torch(rank: Rank, name: str) -> int:
-    """Steps that had the bits of one GPU, captured and not.
+def compare(backend: Backend, steps: Sequence[Step]) -> None:
+    """Runs the same plans on ranks.
 
     Raises:
-      AssertionError: One has not; says which field.
+      AssertionError: A field has other bits; says which, in which step.
     """
+    backend.prepare(list(dict.fromkeys(step.program for step in steps)), lambda program: None)
+    for number, (program, words, want) in enumerate(steps):
+        future = backend.submit(plan_in(words.copy(), program, backend.capacity))
+        for field, got in arrays_of(future.result()):
+            is_same = np.array_equal(got.view(np.int32), want[field].view(np.int32))
+            assert is_same, (
+                f"step {number} ({program.work.name}): other {field}: {got} not {want[field]}"
+            )
+    backend.close()
+
+
+def _on_torch(rank: Rank, name: str) -> int:
     from torch_impl.backend import TorchBackend
 
-    device = torch.device("cuda", rank.rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    mailboxes = rank.meet(Mailboxes.create(rank.count, wait_s=90.0) if rank.rank == 0 else None)[0]
-    made, steps = _made(name), 0
-    with mock.patch("torch_impl.backend.check_ranks"):
-        for captured in ((), CAPTURED):
-            how = {"dtype": "bfloat16", "device": device, "captured": captured}
-            alone = TorchBackend(*made, **how)
-            several = TorchBackend(*made, **how, group=Ranks(rank.rank, rank.count, mailboxes))
-            backend = SideBySide(alone, [several], lambda: None)
-            _run(backend, name)
-            backend.close()
-            steps += 1
+    where, ways = torch.device("cpu"), [()]
+    if torch.cuda.is_available():
+        where, ways = torch.device("cuda", rank.rank % torch.cuda.device_count()), [(), CAPTURED]
+        torch.cuda.set_device(where)
+    made, how = made_from(name), {"dtype": DTYPE, "device": where}
+    mailboxes = steps = None
+    if rank.rank == 0:
+        mailboxes = Mailboxes.create(rank.count, wait_s=PATIENCE_S)
+        steps = of_one_gpu(TorchBackend(*made, **how), name)
+    mailboxes, steps = rank.meet((mailboxes, steps))[0]
+    for captured in ways:
+        group = Ranks(rank.rank, rank.count, mailboxes)
+        compare(TorchBackend(*made, **how, captured=captured, group=group), steps)
     rank.meet()
     if rank.rank == 0:
         mailboxes.remove()
-    return steps
+    return len(steps)
+
+
+def _torch_part(name: str) -> int:
+    return in_processes(COUNT, _on_torch, name, seconds=PATIENCE_S)[0]
+
+
+def _jax_part(name: str) -> int:
+    from jax_impl.backend import JaxBackend
+
+    made, device = made_from(name), "gpu" if torch.cuda.is_available() else "cpu"
+    how: dict[str, Any] = {"dtype": DTYPE, "device": device, "quick_compile": True}
+    steps = of_one_gpu(JaxBackend(*made, **how), name)
+    compare(JaxBackend(*made, **how, group=Ranks(0, COUNT, None)), steps)
+    return len(steps)
+
+
+PARTS: dict[str, Callable[[str], int]] = {"torch": _torch_part, "jax": _jax_part}
+
+
+def run_part(backend: str, name: str) -> str:
+    """Compares a model on a backend, in a process of its own.
+
+    Returns:
+      What it says; it begins with a number of steps where all have the bits of one GPU.
+    """
+    command = [sys.executable, "-m", "tests.support.rank_steps_on_gpus", "--part", backend, name]
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if not torch.cuda.is_available():
+        env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={COUNT}"}
+    how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **how)
+    try:
+        said, _ = process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, 9)
+        said, _ = process.communicate()
+        return f"not done in {PATIENCE_S:.0f} s: ...{said[-400:]}"
+    return said.strip().splitlines()[-1] if not process.returncode else f"failed: ...{said[-1500:]}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints a line for each part; the exit code is 1 where one has other bits or fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", nargs=2, metavar=("BACKEND", "MODEL"), help="this one, here")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    given = parser.parse_args(argv)
+    if given.part:
+        backend, name = given.part
+        print(f"{PARTS[backend](name)} steps have the bits of one GPU")
+        return 0
+    is_right = True
+    for backend in given.backends:
+        for name in given.models:
+            began = time.monotonic()
+            said = run_part(backend, name)
+            is_right &= said[0].isdigit()
+            print(f"{backend:6}{name:16}{time.monotonic() - began:6.0f} s  {said}", flush=True)
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

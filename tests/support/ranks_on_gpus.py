@@ -196,24 +196,20 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
     from jax.sharding import Mesh, PartitionSpec
 
     from kernels.pallas_gpu.mailboxes import Mailboxes
-    from kernels.pallas_gpu.ranks import Mail, gathered, tick
+    from kernels.pallas_gpu.ranks import Gather, gathered, missed
 
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("ranks",))
     mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), list(mesh.devices.flat))
-    columns, whole = PartitionSpec(None, "ranks"), PartitionSpec()
+    columns = PartitionSpec(None, "ranks")
 
-    def run(given: list[Any], place: Any, clock: Any) -> Any:
-        mail = Mail(place, clock)
-        found, last = [], None
-        for call, (case, (values, sums)) in enumerate(zip(CASES, given, strict=True)):
+    def run(given: list[Any], place: Any) -> Any:
+        gather, found = Gather(place, mailboxes.boxes), []
+        for case, (values, sums) in zip(CASES, given, strict=True):
             values = values.view(case.dtype)
             sums = sums if sums is None else sums.view(jnp.float32)
-            how = {"boxes": mailboxes.boxes, "largest_words_bytes": case.largest_words_bytes}
-            got = gathered(values, sums, mail, jnp.int32(call), **how, after=last)
-            last = got[0]
+            got = gathered(values, sums, gather, largest_words_bytes=case.largest_words_bytes)
             found.append([x if x is None else x.view(_unsigned(x.dtype.itemsize)) for x in got])
-        ticked, error = tick(mail, len(CASES), found[-1][0])
-        return found, ticked.clock, error
+        return found, missed(gather, jnp.stack([each[0][0, 0] for each in found]))
 
     specs = [[columns, columns if case.chunks else None] for case in CASES]
     out_specs = [[columns, columns if case.chunks else None] for case in CASES]
@@ -221,8 +217,8 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
         jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(specs, PartitionSpec("ranks"), whole),
-            out_specs=(out_specs, whole, PartitionSpec("ranks")),
+            in_specs=(specs, PartitionSpec("ranks")),
+            out_specs=(out_specs, PartitionSpec("ranks")),
             check_vma=False,
         )
     )
@@ -234,13 +230,12 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
             for one in shares
         ]
 
-    clock = joined(mesh, [np.zeros(1, np.int32)] * ranks, None)
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
     # No rank waits for one that still loads its kernels.
-    _, clock, _ = jax.block_until_ready(program(placed(0), idle, clock))
+    jax.block_until_ready(program(placed(0), idle))
     wrong = []
     for number in range(steps):
-        found, clock, errors = program(placed(number), waiting, clock)
+        found, errors = program(placed(number), waiting)
         for case, got in zip(CASES, found, strict=True):
             for one, want in zip(got, case.whole(ranks, number), strict=True):
                 if want is None:
@@ -261,7 +256,7 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
 
     from kernels.pallas_gpu.linear import product
     from kernels.pallas_gpu.mailboxes import Mailboxes
-    from kernels.pallas_gpu.ranks import Gather, Mail, tick
+    from kernels.pallas_gpu.ranks import Gather, missed
 
     devices = jax.devices()[:ranks]
     mesh = Mesh(np.array(devices), ("ranks",))
@@ -289,19 +284,12 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
             gather=gather,
         )
 
-    def run(given: list[Any], place: Any, clock: Any) -> Any:
-        mail = Mail(place, clock)
-        found = []
-        for call, (case, arrays) in enumerate(zip(PRODUCT_CASES, given, strict=True)):
-            gather = Gather(mail, jnp.int32(call), mailboxes.boxes)
-            # Calls run in order: this one waits for what the last has given.
-            if found:
-                last = jnp.sum(jnp.where(jnp.isinf(found[-1][-1]), 1.0, 0.0))
-                arrays = (arrays[0] + last, *arrays[1:])
+    def run(given: list[Any], place: Any) -> Any:
+        gather, found = Gather(place, mailboxes.boxes), []
+        for case, arrays in zip(PRODUCT_CASES, given, strict=True):
             got = [x for x in multiply(case, arrays, gather) if x is not None]
             found.append([x.astype(jnp.float32) for x in got])
-        ticked, error = tick(mail, len(PRODUCT_CASES), found[-1][0])
-        return found, ticked.clock, error
+        return found, missed(gather, jnp.stack([each[-1][0, 0] for each in found]))
 
     rows, columns, whole = PartitionSpec("ranks"), PartitionSpec(None, "ranks"), PartitionSpec()
     specs = [
@@ -319,8 +307,8 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
         jax.shard_map(
             run,
             mesh=mesh,
-            in_specs=(specs, rows, whole),
-            out_specs=(outs, whole, rows),
+            in_specs=(specs, rows),
+            out_specs=(outs, rows),
             check_vma=False,
         )
     )
@@ -343,12 +331,11 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
             )
         return made
 
-    clock = joined(mesh, [np.zeros(1, np.int32)] * ranks, None)
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
-    _, clock, _ = jax.block_until_ready(program(placed(0), idle, clock))
+    jax.block_until_ready(program(placed(0), idle))
     wrong = []
     for number in range(steps):
-        found, clock, errors = program(placed(number), waiting, clock)
+        found, errors = program(placed(number), waiting)
         wanted = alone([tuple(case.arrays(number, None, ranks)) for case in PRODUCT_CASES])
         for case, got, want in zip(PRODUCT_CASES, found, wanted, strict=True):
             numbers = [None if x is None else np.asarray(x.astype(jnp.float32)) for x in want]
@@ -364,20 +351,26 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
 
 
 def missing_of_jax(ranks: int, looks: int) -> list[Missing | None]:
-    """Rank 0 alone gathers, as device of a program that the others do not run."""
+    """Rank 0 alone gathers, as device of a program that the others do not run, and again."""
     import jax
     import jax.numpy as jnp
 
     from kernels.pallas_gpu.mailboxes import Mailboxes
-    from kernels.pallas_gpu.ranks import Mail, gathered
+    from kernels.pallas_gpu.ranks import Gather, gathered, missed
 
     mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), jax.devices()[:ranks])
     values, _ = CASES[0].share(0, ranks, 0)
-    place = jnp.asarray(mailboxes.places(looks)[0])
-    mail = Mail(place, jnp.full((1,), 3, jnp.int32))
-    program = jax.jit(lambda x: gathered(x, None, mail, jnp.int32(5), boxes=mailboxes.boxes)[0])
-    out = program(jnp.asarray(values).view("bfloat16"))
-    assert bool(jnp.isnan(out[:, -1]).all())
+
+    def run(x: Any, place: Any) -> Any:
+        gather = Gather(place, mailboxes.boxes)
+        out, _ = gathered(x, None, gather)
+        return out, missed(gather, out)
+
+    program, given = jax.jit(run), jnp.asarray(values).view("bfloat16")
+    for wait in (0, 0, looks, 1 << 30):  # the last ends as soon: something is missing already
+        out, error = program(given, jnp.asarray(mailboxes.places(wait)[0]))
+        assert bool(jnp.isnan(out[:, -1]).all())
+        assert bool(error[0]) == bool(wait), "who does not wait misses nobody"
     return mailboxes.missing()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
@@ -138,8 +139,9 @@ def plain_counted(stream: Stream) -> Stream:
 
 
 def kernel_counted(kernels: Kernels, stream: Stream) -> Stream:
-    rows, size = stream.rows, arrivals_of_experts(*stream.rows.shape)
-    arrivals = torch.zeros(size, dtype=torch.int32, device=rows.device)
+    own = stream.own
+    size = arrivals_of_experts(*own.shape)
+    arrivals = torch.zeros(size, dtype=torch.int32, device=own.device)
     return replace(stream, arrivals=arrivals)
 
 
@@ -167,20 +169,17 @@ def kernel_added_experts(
     weights: Experts,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    if not stream.group.is_alone:
-        raise ValueError(
-            "kernels of experts compute all of a layer; several ranks have none on GPUs"
-        )
-    stream, rows = linear.completed(kernels, stream), stream.rows
+    stream, group = linear.completed(kernels, stream), stream.group
+    own = stream.own.contiguous()
     if stream.arrivals is None:  # the pass is a part alone
         stream = kernel_counted(kernels, stream)
     count = stream.count
     if count is None:
-        count = torch.full((1,), len(rows), dtype=torch.int32, device=rows.device)
+        count = torch.full((1,), len(own), dtype=torch.int32, device=own.device)
     gate_up, down = weights.gate_up, weights.down
-    sizes = {"rows": len(rows), "inner": config.intermediate}
+    sizes = {"rows": len(own), "inner": config.intermediate}
     added = kernels.experts.experts(
-        rows=rows,
+        rows=own,
         scaled=stream.factors,
         squares=stream.squares,
         router=weights.router.values,
@@ -189,17 +188,20 @@ def kernel_added_experts(
         gate_up_scales=gate_up.scales,
         down=down.values,
         down_scales=down.scales,
-        next_norm=norm,
+        next_norm=ranks.norm_beside(group, own, norm),
         live=count,
         arrivals=stream.arrivals,
+        gathered=partial(ranks.gathered, group),
         eps=eps,
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,
         tiles=kernels.tiles.experts.of(item_bytes=gate_up.item_bytes, **sizes),
     )
-    scaled = None if norm is None else added.scaled
-    return stream.followed(added.rows, norm, scaled, added.squares)
+    if ranks.gathers_beside(group, own):
+        scaled, squares = group.on_device.gathered_beside(added.scaled, added.squares)
+        added = Stream(added.rows, norm, scaled, squares)
+    return linear.ended(kernels, stream, added, norm)
 
 
 added_experts = kernel_or_plain(kernel_added_experts, plain_added_experts, is_bfloat16)

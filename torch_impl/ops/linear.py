@@ -75,18 +75,22 @@ class Stream:
     """As the specification's, and who makes it.
 
     Attributes:
-      group: The ranks of which each makes its share of the columns.
-      is_share: Whether `rows` are this rank's columns; all ranks have whole `scaled` and `squares`.
+      group: The ranks of which each makes its share of the columns; all of them have whole rows, or
+        each its columns of them, and whole `scaled` and `squares`.
     """
 
-    rows: Float[Tensor, "R hidden"]
+    rows: Float[Tensor, "R columns"]
     norm: Float[Tensor, " hidden"] | None = None
     scaled: Float[Tensor, "R hidden"] | None = None
     squares: Float[Tensor, "R chunks"] | None = None
     count: Int[Tensor, " 1"] | None = None
     arrivals: Int[Tensor, " counters"] | None = None
     group: Ranks = ALONE
-    is_share: bool = False
+
+    @property
+    def is_share(self) -> bool:
+        """Whether `rows` are this rank's columns."""
+        return self.scaled is not None and self.scaled.shape != self.rows.shape
 
     @property
     def factors(self) -> Float[Tensor, "R hidden"]:
@@ -95,13 +99,12 @@ class Stream:
 
     def followed(
         self,
-        rows: Float[Tensor, "R hidden"],
+        rows: Float[Tensor, "R columns"],
         norm: Float[Tensor, " hidden"] | None = None,
         scaled: Float[Tensor, "R hidden"] | None = None,
         squares: Float[Tensor, "R chunks"] | None = None,
     ) -> "Stream":
-        given = {"rows": rows, "norm": norm, "scaled": scaled, "squares": squares}
-        return replace(self, **given, is_share=False)
+        return replace(self, rows=rows, norm=norm, scaled=scaled, squares=squares)
 
     @property
     def own(self) -> Float[Tensor, "R share"]:
@@ -131,7 +134,7 @@ def kernel_stream(
     group: Ranks = ALONE,
 ) -> Stream:
     scaled, squares = kernels.layers.beside(rows, norm, order=SQUARES)
-    return Stream(rows, norm, scaled, squares, count, group=group)
+    return Stream(ranks.kept(group, rows, norm), norm, scaled, squares, count, group=group)
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
@@ -215,23 +218,29 @@ def kernel_added_product(
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
     group, own = stream.group, stream.own.contiguous()
-    exchange, rows, share = group.on_device, len(own), own.shape[1]
-    how = {"factor": factor, "added": own}
-    if group.is_alone:
-        added = _multiplied(kernels, x, weight, **how, norm=norm)
-        return stream.followed(added.rows, norm, added.scaled, added.squares)
-    # Squares are of chunks that lie whole on a rank, or of gathered rows.
-    is_whole = share % SQUARES.chunk == 0
-    if exchange is None or not (is_whole and exchange.fits(rows, share, own.element_size())):
-        added = ranks.gathered(group, _multiplied(kernels, x, weight, **how).rows)
-        begun = kernel_stream(kernels, added, norm)
-        return stream.followed(added, norm, begun.scaled, begun.squares)
-    scales = None if norm is None else ranks.own(group, norm)
-    added = _multiplied(kernels, x, weight, **how, norm=scales, gather=exchange.next())
+    gather = group.on_device.next() if ranks.gathers_beside(group, own) else None
+    scale = ranks.norm_beside(group, own, norm)
+    how = {"factor": factor, "added": own, "norm": scale, "gather": gather}
+    return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
+
+
+def ended(
+    kernels: Kernels, stream: Stream, added: Any, norm: Float[Tensor, " hidden"] | None
+) -> Stream:
+    """What follows a stream to which a kernel has added.
+
+    Args:
+      added: This rank's columns; where `gathers_beside`, with what stands beside those of all.
+    """
+    group, rows = stream.group, added.rows
+    if not (group.is_alone or ranks.gathers_beside(group, rows)):
+        rows = ranks.gathered(group, rows)
+        begun = kernel_stream(kernels, rows, norm)
+        return stream.followed(rows, norm, begun.scaled, begun.squares)
     if norm is None:
-        return stream.followed(added.factors, squares=added.squares)
-    followed = stream.followed(added.rows, norm, added.scaled, added.squares)
-    return replace(followed, is_share=True)
+        rows = rows if group.is_alone else added.scaled
+        return stream.followed(rows, squares=added.squares)
+    return stream.followed(rows, norm, added.scaled, added.squares)
 
 
 added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
@@ -253,14 +262,10 @@ def plain_gated_product(
 def kernel_gated_product(
     kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
-    group, exchange = stream.group, stream.group.on_device
-    if group.is_alone:
-        return _normed(kernels, stream, eps, weight, is_gated=True)
-    factors = stream.factors
-    share, item_bytes = weight.num_outputs // 2, factors.element_size()
-    if exchange is None or not exchange.fits(len(factors), share, item_bytes):
-        return ranks.gathered(group, _normed(kernels, stream, eps, weight, is_gated=True))
-    return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
+    exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
+    if exchange is not None and exchange.fits(len(factors), share, factors.element_size()):
+        return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
+    return ranks.gathered(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
 
 
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)

@@ -7,11 +7,12 @@ write in each other's memory. One rank alone gathers nothing.
 
 import torch
 import torch.distributed as distributed
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.ranks import Ranks
+from shared.spec.numerics import SQUARES
 
 
 def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
@@ -48,6 +49,33 @@ def gathered_keys(
         shares = ranks.on_device.gathered(values).unflatten(-1, (ranks.count, -1))
         return shares[..., ::num_copies, :].flatten(-2)
     return _joined(_shares(ranks, values)[::num_copies])
+
+
+def gathers_beside(ranks: Ranks, columns: Float[Tensor, "R share"]) -> bool:
+    """Whether ranks gather what stands beside their columns of a stream, and not the columns.
+
+    Squares are of chunks that lie whole on a rank; else those of gathered rows are taken.
+    """
+    rows, share = columns.shape
+    exchange, is_whole = ranks.on_device, share % SQUARES.chunk == 0
+    return exchange is not None and is_whole and exchange.fits(rows, share, columns.element_size())
+
+
+def kept(
+    ranks: Ranks, rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None
+) -> Float[Tensor, "R columns"]:
+    """What a rank keeps of the rows of a stream of which all have the scaled ones."""
+    columns = own(ranks, rows)
+    return columns if norm is not None and gathers_beside(ranks, columns) else rows
+
+
+def norm_beside(
+    ranks: Ranks, columns: Float[Tensor, "R share"], norm: Float[Tensor, " hidden"] | None
+) -> Float[Tensor, " share"] | None:
+    """The scale by which a kernel multiplies the columns of a stream that it makes."""
+    if norm is None or ranks.is_alone:
+        return norm
+    return own(ranks, norm) if gathers_beside(ranks, columns) else None
 
 
 def _joined(shares: Shaped[Tensor, "count ... share"]) -> Shaped[Tensor, "... size"]:
