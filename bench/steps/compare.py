@@ -99,7 +99,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
         sessions: dict[str, Session] = {}
         # JAX may take all of a GPU's memory, so torch begins.
         for side in sorted(sides, key=lambda side: list(SIDES).index(side.backend)):
-            flags = begun(side.backend, side.draft, load, side, None)
+            flags = begun(side.backend, side.draft, load, side, None, 1)
             sessions[side.name] = stack.enter_context(flags)
         turns: dict[str, list[Figures]] = {"a": [], "b": []}
         for turn in range(given.turns + 1):

@@ -10,7 +10,8 @@ other. Weights are dummies, with which no drafter agrees; `--accept-length` says
 step shall give, and stands in the line. Texts are compared where they promise to be equal: those of
 the backends, and a drafter's with plain decoding's. A drafter that remembers texts has seen the
 round before. On a CPU nothing is known of kernels, clock and power; `--kernels` tells which take
-the most of a step.
+the most of a step. `--tp-size 1 2` serves with two ranks as well, whose limits are a rank's share,
+and compares their texts.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -31,6 +32,8 @@ from typing import Any, NamedTuple
 from bench.ground import card
 from bench.ground.drafting import PLAIN, Draft, named_folder
 from bench.ground.session import Load, Session, folders_of, peak_bytes
+from shared.boundary.mailboxes import RankMissingError
+from shared.process.ranks.followers import RankError
 from tests.support.op_sides import SIDES
 
 Line = dict[str, Any]
@@ -88,7 +91,7 @@ class Report:
         self._say(f"{backend} on {side.device}, {copies}, products {rates.teraflops:.3g} TFLOP/s")
         return rates
 
-    def refuse(self, backend: str, draft: Draft, error: ValueError) -> None:
+    def refuse(self, backend: str, draft: Draft, error: Exception) -> None:
         """Notes what was not served, and why."""
         line = {"backend": backend, "drafts": str(draft), "error": str(error)}
         self.found["refused"].append(line)
@@ -147,10 +150,13 @@ def measure(session: Session, load: Load, rates: Rates, options: argparse.Namesp
     median, limit = statistics.median(blocks), 1e3 * session.bytes_of(load) / rates.copied
     products = 1e3 * session.products_of(load) / rates.multiplied
     memory = session.served.memory
+    ranks = memory.blueprint.ranks.count
+    limit, products = limit / ranks, products / ranks
     return {
         "backend": session.backend,
         "drafts": str(session.draft),
         **asdict(load),
+        "ranks": ranks,
         "overlap": memory.capacity.overlap,
         "dtype": memory.settled.dtype,
         "load_format": memory.settled.told.model.load_format,
@@ -196,7 +202,7 @@ def start_facts(session: Session) -> Line:
     return {
         "load_s": round(served.load_s, 2),
         "prepare_s": round(served.prepare_s, 2),
-        "programs": len(served.backend.capacity.programs),
+        "programs": len(served.memory.blueprint.capacity.programs),
         "planned_bytes": served.memory.total_bytes,
         "peak_bytes": peak_bytes(session.backend),
     }
@@ -210,6 +216,7 @@ def line_of(line: Line) -> str:
     told = "first" if texts is None else "equal" if texts["equal"] else "DIFFER"
     lot = line["simulated_accept_length"]
     notes = [] if lot is None else [f"by lot {lot:g}"]
+    notes += [f"{line['ranks']} ranks"] * (line["ranks"] > 1)
     notes += ["NOT REPEATED"] * (not line["rounds_are_equal"])
     notes += ["MADE PROGRAMS"] * bool(line["programs_made_while_timed"])
     return (
@@ -235,7 +242,12 @@ def kernels_of(longest: Mapping[str, tuple[float, float]]) -> list[str]:
 
 @contextmanager
 def begun(
-    backend: str, draft: Draft, load: Load, options: argparse.Namespace, overlap: int | None
+    backend: str,
+    draft: Draft,
+    load: Load,
+    options: argparse.Namespace,
+    overlap: int | None,
+    ranks: int,
 ) -> Iterator[Session]:
     """A session that ends.
 
@@ -243,7 +255,8 @@ def begun(
       overlap: None leaves it to the flags.
     """
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
-    session = Session.begin(backend, options.model, draft, folders, flags(options, overlap), load)
+    told = [*flags(options, overlap), "--tp-size", str(ranks)]
+    session = Session.begin(backend, options.model, draft, folders, told, load)
     try:
         yield session
     finally:
@@ -277,8 +290,8 @@ def run(options: argparse.Namespace, command: str) -> Report:
         rates = report.add_side(backend)
         print(HEADER, flush=True)
         for draft in drafts:
-            for batch, overlap in product(options.batch, options.overlap):
-                _serve(report, backend, draft, batch, overlap, rates, options)
+            for batch, *how in product(options.batch, options.overlap, options.tp_size):
+                _serve(report, backend, draft, batch, how, rates, options)
     return report
 
 
@@ -287,20 +300,20 @@ def _serve(
     backend: str,
     draft: Draft,
     batch: int,
-    overlap: int,
+    how: Sequence[int],
     rates: Rates,
     options: argparse.Namespace,
 ) -> None:
     load = Load(batch=batch, prompt=options.input, output=options.output, temperature=0, top_p=1)
     try:
-        with begun(backend, draft, load, options, overlap) as session:
+        with begun(backend, draft, load, options, *how) as session:
             for temperature, top_p in zip(options.temperature, _top_ps(options), strict=True):
-                how = replace(load, temperature=temperature, top_p=top_p)
-                line = measure(session, how, rates, options)
+                asked = replace(load, temperature=temperature, top_p=top_p)
+                line = measure(session, asked, rates, options)
                 texts = line.pop("texts")
                 keeps_text = session.served.keeps_text_at(temperature)
                 report.add(line | start_facts(session), texts, keeps_text)
-    except ValueError as error:
+    except (ValueError, RankError, RankMissingError) as error:
         report.refuse(backend, draft, error)
 
 
@@ -348,6 +361,7 @@ def options() -> argparse.ArgumentParser:
     side_options(parser)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--overlap", nargs="+", type=int, choices=(0, 1, 2), default=[1])
+    parser.add_argument("--tp-size", nargs="+", type=int, default=[1], help="ranks, a GPU each")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     parser.add_argument("--top-p", type=float, default=1.0, help="of rows with a temperature")
     parser.add_argument("--rounds", type=int, default=3)

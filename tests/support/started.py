@@ -16,7 +16,7 @@ from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.options import parse
 from shared.process import engines, heap
 from shared.process.memory_plan import MemoryPlan
-from shared.process.start import prepare
+from shared.process.ranks.starting import ranked_start
 
 WARM_UP_TOKENS = 4
 
@@ -55,8 +55,9 @@ class Served:
 class LastStep:
     """A backend that remembers the step that was submitted last."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.capacity, self.workspace = backend.capacity, backend.workspace
+    def __init__(self, backend: Backend, capacity: Capacity) -> None:
+        """Of the backend's programs, `capacity` has those that are ready."""
+        self.capacity, self.workspace = capacity, backend.workspace
         self.prepare, self.launch, self.close = backend.prepare, backend.launch, backend.close
         self._backend, self._future = backend, None
 
@@ -182,17 +183,22 @@ def started(
       narrow: Which of a server's programs are made ready.
     """
     heap.unsettle()
-    platform = import_module(f"{framework}_impl.platform")
-    begun = prepare(parse(flags), platform.PLATFORM)
-    memory, blueprint = begun.memory, begun.memory.blueprint
-    capacity = narrow(blueprint.capacity)
-    blueprint = replace(blueprint, capacity=capacity)
-    files, clock = (begun.checkpoint, begun.draft_files), [time.perf_counter()]
-    backend = platform.load_backend(blueprint, *files, lambda num_bytes: None)
-    clock.append(time.perf_counter())
-    backend.prepare(capacity.programs, lambda program: None)
-    clock.append(time.perf_counter())
-    last = LastStep(backend)
+    module = "tests.support.ranked_torch" if framework == "torch" else None
+    platform = import_module(module or "jax_impl.platform").PLATFORM
+    platform = replace(platform, ranks_on_gpus=True)
+    with ranked_start(parse(flags), lambda: platform, module, print) as ranks:
+        begun = ranks.prepare()
+        memory, blueprint = begun.memory, begun.memory.blueprint
+        capacity, clock = narrow(blueprint.capacity), [time.perf_counter()]
+        blueprint = replace(blueprint, capacity=capacity)
+        narrowed = replace(begun, memory=replace(memory, blueprint=blueprint))
+        # Processes of ranks call a program by its number among all that there are.
+        is_led = module is not None and blueprint.ranks.count > 1
+        backend = ranks.load(begun if is_led else narrowed, lambda num_bytes: None)
+        clock.append(time.perf_counter())
+        backend.prepare(capacity.programs, lambda program: None)
+        clock.append(time.perf_counter())
+    last = LastStep(backend, capacity)
     engine = engines.make_engine(last, memory)
     _warm_up(engine, capacity)
     heap.settle()
