@@ -14,6 +14,7 @@ from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.together import Together, take_devices
 from jax_impl.weights import Loaded, load, load_head
 from jax_impl.workspace import workspace
+from kernels.mail import device_mailbox_bytes
 from shared.boundary.backend import Blueprint
 from shared.boundary.ranks import Ranks
 from shared.drafts.checkpoint import DraftFiles
@@ -83,7 +84,9 @@ def read_weights(
 PLATFORM = Platform(
     find_device=find_device,
     open_checkpoint=convert.open_checkpoint,
-    costs=ProgramCosts(workspace=workspace, are_compiled=True),
+    costs=ProgramCosts(
+        workspace=workspace, are_compiled=True, device_mailbox_bytes=device_mailbox_bytes
+    ),
     kernels=KERNEL_LIMITS,
     load=load_backend,
     take_devices=take_devices,

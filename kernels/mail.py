@@ -102,6 +102,15 @@ class Boxes:
         return max(1, self.block_bytes * 3 // 4 // row_bytes)
 
 
+def device_mailbox_bytes(ranks: int) -> int:
+    """Of a step's mailboxes, on each of so many GPUs.
+
+    Raises:
+      ValueError: There cannot be so many.
+    """
+    return Boxes(ranks, BLOCK_BYTES).bytes
+
+
 @dataclass(frozen=True)
 class Missing:
     """Who sent nothing in time.

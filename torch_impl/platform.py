@@ -8,6 +8,7 @@ from math import prod
 import torch
 import torch.distributed as distributed
 
+from kernels.mail import device_mailbox_bytes
 from shared.boundary.backend import Blueprint
 from shared.boundary.ranks import Ranks
 from shared.drafts.checkpoint import DraftFiles
@@ -82,7 +83,12 @@ def _meet(group: Ranks, on_gpu: bool) -> None:
 PLATFORM = Platform(
     find_device=find_device,
     open_checkpoint=open_checkpoint,
-    costs=ProgramCosts(workspace=workspace, are_compiled=False, has_mailboxes=True),
+    costs=ProgramCosts(
+        workspace=workspace,
+        are_compiled=False,
+        has_mailboxes=True,
+        device_mailbox_bytes=device_mailbox_bytes,
+    ),
     kernels=KERNEL_LIMITS,
     load=load_backend,
     captures=True,

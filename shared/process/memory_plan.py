@@ -227,6 +227,9 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     if costs.has_mailboxes and not (blueprint.ranks.is_alone or blueprint.on_gpu):
         num_bytes = mailbox_bytes(blueprint.ranks.count)
         yield MemoryLine("mailboxes", "of all ranks, which share them", num_bytes)
+    if blueprint.on_gpu and not blueprint.ranks.is_alone:
+        num_bytes = costs.device_mailbox_bytes(blueprint.ranks.count)
+        yield MemoryLine("mailboxes", "in which the other ranks write", num_bytes)
     if options.speculative.drafts_on_host and not blueprint.on_gpu:
         yield from _text_lines(options)
     yield from _workspace_lines(blueprint, costs)

@@ -28,11 +28,14 @@ class ProgramCosts:
       workspace: Bytes that a step of a program works on beside the pools.
       are_compiled: On a CPU each program takes seconds of the start, so there are few.
       has_mailboxes: Whether its ranks exchange through mailboxes on a CPU.
+      device_mailbox_bytes: Of those on each of so many GPUs; raises a ValueError where ranks cannot
+        be so many.
     """
 
     workspace: Callable[[Program, Blueprint], int]
     are_compiled: bool
     has_mailboxes: bool = False
+    device_mailbox_bytes: Callable[[int], int] = lambda count: 0
 
 
 def capacity_for(

@@ -10,6 +10,7 @@ import torch
 
 from jax_impl import platform as jax_platform
 from jax_impl import serve
+from kernels.mail import BLOCK_BYTES, device_mailbox_bytes
 from shared.boundary.backend import HostDraft
 from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.program import Extra, Work
@@ -390,6 +391,25 @@ def test_every_rank_takes_what_the_plan_of_a_rank_says(drafter):
         loaded = load(of_rank.checkpoint, model, with_mtp, *how, {}, group=blueprint.ranks)
         assert _tensor_bytes(loaded) == bytes_of["weights"]
     mailboxes.remove()
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_ranks_on_gpus_are_refused_until_their_steps_were_compared(name):
+    gpu = replace(
+        PLATFORMS[name],
+        find_device=lambda: Device("gpu", "NVIDIA H200", 4 * GB),
+        take_devices=lambda count: None,
+    )
+    flags = ["--model-path", str(ROOT / "models" / "random"), "--tp-size", "2"]
+    with pytest.raises(
+        ConfigError, match="2 ranks are asked for, and on GPUs their steps have not"
+    ):
+        prepare(parse(flags), gpu)
+    start = prepare(parse(flags), replace(gpu, ranks_on_gpus=True))
+    (line,) = (line for line in start.memory.lines if line.name == "mailboxes")
+    assert line.num_bytes == device_mailbox_bytes(2) > 2 * 2 * BLOCK_BYTES
+    with pytest.raises(ValueError, match="ranks on GPUs must be 2, 4 or 8, got 16"):
+        device_mailbox_bytes(16)
 
 
 def _tensor_bytes(record: Any) -> int:

@@ -2,7 +2,7 @@
 
 Its devices are virtual ones of a CPU, as many as XLA is told of before it starts: hence a process
 of its own. COUNTS are numbers of ranks and WORKS those of `prefill`, `plain` and `chain`, each with
-commas between.
+commas between. As many ranks as the first count start once more, and find programs that are kept.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from jax_impl.backend import JaxBackend
-from shared.boundary.backend import Backend
 from shared.boundary.ranks import Ranks
 from tests.support.backends import Drafter, PreparedOnUse, drafts_of
 from tests.support.contract_host import (
@@ -42,11 +42,15 @@ def main(argv: Sequence[str]) -> None:
     made = (config, weights, contract_capacity(config), *drafts_of(given, config))
     how = {"dtype": "float32", "device": "cpu", "quick_compile": True}
 
-    def ranks(count: int) -> Backend:
-        return JaxBackend(*made, **how, group=Ranks(0, count, None))
+    folder = TemporaryDirectory()
 
-    several = [ranks(int(count)) for count in counts.split(",")]
-    backend = PreparedOnUse(SideBySide(ranks(1), several, lambda: None))
+    def ranks(count: int) -> JaxBackend:
+        kept_in = Path(folder.name) if count > 1 else None
+        return JaxBackend(*made, **how, group=Ranks(0, count, None), kept_in=kept_in)
+
+    numbers = [int(count) for count in counts.split(",")]
+    several = [ranks(count) for count in (*numbers, numbers[0])]
+    backend = PreparedOnUse(SideBySide(ranks(1), several, folder.cleanup))
     host, shapes = Host(backend, {}), {"plain": PLAIN, "chain": CHAIN}
     for sampling in (GREEDY, SAMPLED):
         for work in works.split(","):
@@ -55,6 +59,8 @@ def main(argv: Sequence[str]) -> None:
             if work != "prefill":
                 host.go_on(request, TEXT, shapes[work])
             assert result.counts[0] == 1
+    assert several[0].compiles
+    assert not several[-1].compiles, "what the first start compiled is not found"
     backend.close()
     print("the same bits")
 
