@@ -56,18 +56,17 @@ SOME = "ptxas stores some numbers rather than take more registers"
 
 SCORED = "qwen3-8b, none, prompt of 2048 with scores"
 FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
-FED_OF_RANKS = f"{FED}, 2 ranks"
 PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
     *(f"heads of {D}, prompt of 512" for D in (80, 96)),
-    *("qwen3-8b, none, prompt of 2048", FED, FED_OF_RANKS, SCORED, EXPERTS_FED, CODES_FED),
+    *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED, CODES_FED),
 )
 
 EXCUSES = (
     Excuse("attend", ("heads of 192, prompt of 512",), 1828, PADDED),
     Excuse("attend", PROMPTS, 1600, "what is summed over spans, which waits outside of the loops"),
     Excuse("choose_rows", (CHAINS, SCORED, CODES), 8, FEW),
-    Excuse("choose_rows", (FED, FED_OF_RANKS), 24, SOME),
+    Excuse("choose_rows", (FED,), 24, SOME),
     Excuse("choose_tiles", (CHAINS, BLOCKS), 8, FEW),
     Excuse("delta_mix", ("8 x chain of 4", EXPERTS, EXPERTS_OF_RANKS), 64, TIMED),
     Excuse("described_product", (CODES, CODES_FED), 144, GATED_CODES),

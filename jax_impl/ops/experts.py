@@ -128,7 +128,7 @@ def _of_expert(
 
 
 def _shared(
-    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
+    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
 ) -> Float32[jax.Array, "R share"]:
     if weights.shared_gate_up is None or weights.shared_down is None:
         return _of_expert(x, weights, config.num_experts, group)
