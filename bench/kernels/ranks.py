@@ -119,10 +119,9 @@ def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
                 ) -> Any:
                     gather = gathers.Gather(place, mailboxes.boxes)
                     sums = jnp.ones((R, chunks // ranks), jnp.float32) if chunks else None
+                    got, how = None, {"largest_words_bytes": largest}
                     for _ in range(count):
-                        got, _ = gathers.gathered(own, sums, gather, largest_words_bytes=largest)
-                        # Else all would be one.
-                        own, got = jax.lax.optimization_barrier((own, got))
+                        got, _ = gathers.gathered(own, sums, gather, **how, after=got)
                     return got
 
                 columns = spec(None, "ranks")

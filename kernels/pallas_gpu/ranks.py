@@ -95,6 +95,7 @@ def gathered(
     gather: Gather,
     *,
     largest_words_bytes: int = LARGEST_WORDS_BYTES,
+    after: jax.Array | None = None,
 ) -> tuple[Shaped[jax.Array, "R outputs"], Shaped[jax.Array, "R chunks_of_all"] | None]:
     """The columns of all ranks side by side, in the order of ranks; each rank gets the same bits.
 
@@ -103,6 +104,7 @@ def gathered(
       sums: This rank's columns of a second array, as the squares of rows in chunks.
       gather: Where the mailboxes are.
       largest_words_bytes: Most bytes of `values` that are sent as words.
+      after: What comes first, of calls that are given the same: XLA would make them one.
 
     Raises:
       ValueError: A row of an array has no whole words of four bytes, or there are more bytes than a
@@ -136,7 +138,7 @@ def gathered(
             num_warps=_WORD_WARPS if is_words else _BLOCK_WARPS, num_stages=1
         ),
         name="gathered",
-    )(*arrays, gather.place)
+    )(*arrays, gather.place, after)
     return outs[0], None if sums is None else outs[1]
 
 
@@ -355,7 +357,7 @@ def _bits(x):
 
 def _gather_kernel(*refs, parts, boxes, is_words, at_once):
     count = len(parts)
-    owns, place_ref, outs = refs[:count], refs[count], refs[count + 1 :]
+    owns, (place_ref, _), outs = refs[:count], refs[count : count + 2], refs[count + 2 :]
     link = Link.read(place_ref, boxes, sum(part.programs for part in parts))
     share = _share_array if is_words else _share_blocks
     for part, own_ref, out_ref in zip(parts, owns, outs, strict=True):
