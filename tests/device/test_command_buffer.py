@@ -13,10 +13,13 @@ import pytest
 
 from jax_impl import ops
 from jax_impl.backend import JaxBackend
-from jax_impl.ops import sampling, slots
+from jax_impl.mailboxes import DeviceMailboxes
+from jax_impl.ops import linear, sampling, slots
 from jax_impl.weights import Loaded, from_arrays
+from kernels.mail import BLOCK_BYTES, Boxes
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
+from shared.boundary.ranks import Ranks
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
 from tests.support.lowered import BROKEN_BY, operations
@@ -128,6 +131,41 @@ def test_an_operation_has_a_gpus_kernel_in_programs_that_are_made_for_it() -> No
         assert ops.kernel_names()
         assert "xla.gpu.triton" in text()
     assert not ops.kernel_names()
+
+
+@pytest.mark.parametrize(("hidden", "keeps"), [(256, 128), (96, 96)])
+def test_what_ranks_on_gpus_make_of_a_stream_is_gathered_by_kernels(
+    hidden: int, keeps: int
+) -> None:
+    """A rank keeps its columns where their squares are of whole chunks; XLA knows of no rank."""
+    kernels, boxes = ops.Kernels.of("NVIDIA H200"), Boxes(2, BLOCK_BYTES)
+    shape = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    given = {
+        "rows": shape((4, hidden)),
+        "norm": jax.ShapeDtypeStruct((3, hidden), jnp.float32),
+        "out": shape((3, hidden // 2, 64)),
+        "gate_up": shape((3, 2 * 32, hidden)),
+        "place": jax.ShapeDtypeStruct((6,), jnp.int32),
+    }
+
+    def layer(given: dict[str, jax.Array]) -> tuple[linear.Stream, jax.Array, jax.Array]:
+        group = Ranks(0, 2, None).on(DeviceMailboxes(given["place"], kernels.ranks, boxes))
+        norm = ops.Scale(given["norm"], 1)
+        stream = linear.stream(given["rows"], norm, None, group)
+        x = jnp.ones((4, 64), jnp.bfloat16)
+        stream = linear.added_product(x, linear.Matrix(given["out"], 1), stream, 1.0, norm)
+        inner = linear.gated_product(stream, 1e-6, linear.Matrix(given["gate_up"], 1))
+        return stream, stream.whole, inner
+
+    with ops.compiled_for("NVIDIA H200"):
+        traced = jax.jit(layer).trace(given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    stream, whole, inner = traced.out_info
+    assert (stream.rows.shape, whole.shape, inner.shape) == ((4, keeps), (4, hidden), (4, 64))
+    assert (stream.scaled.shape, stream.squares.shape) == ((4, hidden), (4, -(-hidden // 64)))
+    assert "partition_id" not in text
+    assert "all_gather" not in text
+    assert text.count("gathered") >= 1
 
 
 def test_the_search_of_a_gpu_finds_the_support_that_a_sort_finds():
