@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -35,6 +36,7 @@ from kernels.mail import BLOCK_BYTES, LOOKS, Boxes
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
+from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import Program
 from shared.boundary.ranks import ALONE, Ranks
@@ -135,12 +137,11 @@ class JaxBackend:
             each = [jax.tree.map(partial(_shape_on, where), leaves) for leaves in each]
             states = [jax.eval_shape(partial(allocate, device)) for device in devices]
         self._leaves, self._state = self._together.joined(each), self._together.joined(states)
-        self._exchange = self._memory = None
+        self._exchange = self._meet = None
         if kernels is not None and not group.is_alone:
-            boxes = Boxes(group.count, BLOCK_BYTES)
-            self._memory = kernels.mailboxes.Mailboxes(boxes, devices) if is_here else None
-            join = self._together.joined
-            self._meet = partial(on_devices, kernels, devices, join, self._memory, boxes)
+            boxes, join = Boxes(group.count, BLOCK_BYTES), self._together.joined
+            memory = kernels.mailboxes.Mailboxes(boxes, devices) if is_here else None
+            self._meet = partial(on_devices, kernels, devices, join, memory, boxes)
             self._exchange = self._meet(LOOKS)
         self._options = _step_options(where, quick_compile)
         self._programs: dict[Program, Ready] = {}
@@ -179,8 +180,8 @@ class JaxBackend:
                 progress(program)
                 made = making.get(program)
                 self._programs[program] = ready[program] if made is None else made.result()
-        if self._exchange is not None:
-            self._load(wanted)
+        if self._meet is not None:
+            self._load(wanted, self._meet(0))
         if kept:
             kept.drop_old()
 
@@ -220,17 +221,20 @@ class JaxBackend:
     def close(self) -> None:
         """Waits for the steps in flight and lets go of the device's memory."""
         if self._last is not None:
-            self._last.result()
+            with suppress(RankMissingError):  # who asked for the step was told
+                self._last.result()
         self._leaves, self._programs, self._last = [], {}, None
-        self._exchange = self._memory = None
+        self._exchange = self._meet = None
         del self._state
 
-    def _load(self, programs: Sequence[Program]) -> None:
-        """Runs each program over padding, where no rank waits for one that loads its kernels."""
-        given = (self._leaves, self._meet(0))
+    def _load(self, programs: Sequence[Program], idle: DeviceMailboxes) -> None:
+        """Runs each program over padding, where no rank waits for one that loads its kernels.
+
+        What did not come is no number, and stays in the sinks.
+        """
         for program in programs:
-            plan = empty_plan(program, self.capacity)
-            ran = self._programs[program](given, self._state, plan.buffer)
+            plan, run = empty_plan(program, self.capacity), self._programs[program]
+            ran = run((self._leaves, idle), self._state, plan.buffer)
             self._state, _ = jax.block_until_ready(ran)
 
     def _keeping(self, folder: Path) -> KeptPrograms:
@@ -415,12 +419,12 @@ class JaxFuture:
             is_late = self._words.is_ready()
             with jax.transfer_guard_device_to_host("allow"):
                 words = np.asarray(self._words)  # waits
-            # The next result may lie where this one did: a command buffer whose addresses are those
-            # of its last run is not written anew.
-            self._words = None
             if self._exchange is not None:
                 words, (error,) = words[:-1], words[-1:]
                 self._exchange.check(int(error))
+            # The next result may lie where this one did: a command buffer whose addresses are those
+            # of its last run is not written anew.
+            self._words = None
             seconds = self._clock.seconds_since_last(self._submitted, is_late)
             self._result = read_result(self._program, self._capacity, words, seconds)
         return self._result

@@ -220,7 +220,9 @@ def lowered_step(
         together = Together.of(gpu.devices[0], group)
         loaded = [
             jax.eval_shape(
-                partial(platform.read_weights, blueprint, *files, device, lambda num_bytes: None, rank)
+                partial(
+                    platform.read_weights, blueprint, *files, device, lambda num_bytes: None, rank
+                )
             )
             for device, rank in zip(together.devices, together.ranks, strict=True)
         ]
