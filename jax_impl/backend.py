@@ -342,7 +342,7 @@ def _binding(
             return model, None
         if (small := drafts.model) is not None:
             read = weights.weights_of(small, own, in_stacks)
-            return model, StandaloneDrafter(Model.of(small, read, group), config.vocab)
+            return model, StandaloneDrafter(Model.of(small, read, group))
         assert drafts.head is not None  # the arrays are of one
         head = weights.head_of(drafts.head, own, in_stacks)
         if isinstance(head, BlockWeights):

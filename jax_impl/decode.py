@@ -127,7 +127,7 @@ def verify(
     mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
     passed = model.forward(machine.model, tokens, None, rows, state.kv, mixer, streams)
-    logits = model.part_of_logits(machine.model, passed.hidden)
+    logits = model.logits(machine.model, passed.hidden)
     choices, is_finite = _choose(
         machine, state, plan, program, trees, logits, rows, node, row_of, lengths
     )
@@ -183,11 +183,11 @@ def _choose(
     positions, params = rows.positions + 1, plan.sampling
     if trees.drafted is None:
         allowed = _allowed(plan.mask, rows.request, node, machine.capacity.vocab)
-        group = machine.model.group
-        chosen = sampling.choose(logits, seen, positions, params, rows.request, allowed, group)
+        given = (logits, seen, positions, params, rows.request, allowed)
+        chosen = sampling.choose(*given, machine.model.vocabulary)
         return chosen.ids[row_of], chosen.is_finite
     return acceptance.judge(
-        logits=model.whole(machine.model, logits),
+        logits=logits,
         seen=seen,
         positions=positions,
         sampling=params,
@@ -199,6 +199,7 @@ def _choose(
         drafted=trees.drafted,
         allowed=None,
         rule=machine.capacity.accept_rule,
+        vocabulary=machine.model.vocabulary,
     )
 
 

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Float, Int
 
-from jax_impl import model
 from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
@@ -50,7 +49,8 @@ def ranking(
     is_sampled: bool,
 ) -> Ranking:
     """How candidates are ranked after `lengths` committed tokens."""
-    return Ranking(plan.sampling, state.seen, plan.slots, lengths, width, is_sampled)
+    vocabulary = machine.model.vocabulary
+    return Ranking(plan.sampling, state.seen, plan.slots, lengths, width, is_sampled, vocabulary)
 
 
 def logprobs_of(
@@ -69,7 +69,6 @@ def logprobs_of(
     """
     if not program.has(Extra.LOGPROBS):
         return {}
-    logits = model.whole(machine.model, logits)
-    k = machine.capacity.max_logprobs
-    reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
+    k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
+    reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))

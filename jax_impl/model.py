@@ -8,11 +8,12 @@ import jax
 from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
-from jax_impl.ops import Norm, Place, layers, linear, ranks
+from jax_impl.ops import Norm, Place, layers, linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.experts import counted
 from jax_impl.ops.layers import Shown
-from jax_impl.ops.linear import Matrix, Stream
+from jax_impl.ops.linear import Stream
+from jax_impl.ops.vocabulary import Vocabulary
 from jax_impl.records import Layer, Weights
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
@@ -67,6 +68,11 @@ class Model(NamedTuple):
             for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
         )
         return cls(config, weights, blocks, group)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of its head."""
+        return Vocabulary(self.config.vocab, self.group)
 
 
 def forward(
@@ -135,27 +141,9 @@ def forward(
     return Forward(hidden, tuple(streams), carries["attention"].pools)
 
 
-def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:
-    """Scores of the next token, float32."""
-    return whole(model, part_of_logits(model, hidden))
+def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R share"]:
+    """Scores of the next token, float32, of the tokens that this rank scores.
 
-
-def part_of_logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R share"]:
-    """Those of the tokens that this rank scores, filled up to as many as each of the others has."""
+    They are filled up to as many as each of the others has; see `ops.vocabulary`.
+    """
     return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)
-
-
-def whole(model: Model, part: Float[jax.Array, "R share"]) -> Float[jax.Array, "R vocab"]:
-    """The scores of all tokens, of which each rank has a part."""
-    return _whole(model.group, part, model.config.vocab)
-
-
-def scores(group: Ranks, hidden: Hidden, head: Matrix, vocab: int) -> Float[jax.Array, "R vocab"]:
-    """The products of hidden states with a head, of which each rank has a share of the tokens."""
-    return _whole(group, linear.product_float32(hidden, head), vocab)
-
-
-def _whole(
-    group: Ranks, part: Float[jax.Array, "R share"], vocab: int
-) -> Float[jax.Array, "R vocab"]:
-    return part if group.is_alone else ranks.gathered(group, part)[:, :vocab]

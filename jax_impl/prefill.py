@@ -43,7 +43,7 @@ def prefill(
     prompts = Prompts.of(plan, program)
     passed, state, saved = _read_prompts(machine, state, plan, program, prompts)
     state = _count_prompts(machine, state, plan, prompts)
-    logits = model.part_of_logits(machine.model, passed.hidden[prompts.last])
+    logits = model.logits(machine.model, passed.hidden[prompts.last])
     chosen = _choose_next(machine, state, plan, logits, prompts.lengths)
     newest = jnp.where(prompt.ends_prompt, chosen.ids, prompt.next_tokens)
     is_row = plan.slots != 0
@@ -90,7 +90,8 @@ def _scores(
         # A block begins when the one before has ended, or all logits would be there at once. What
         # passes a barrier and is not used is forgotten, so the results pass it and go on.
         (hidden, ids), before = lax.optimization_barrier((block, before))
-        return logprobs.scored(model.logits(machine.model, hidden), ids, k), before
+        logits, vocabulary = model.logits(machine.model, hidden), machine.model.vocabulary
+        return logprobs.scored(logits, ids, k, vocabulary), before
 
     whole, best = jnp.zeros(rows), jnp.zeros((rows, k))
     nothing = (whole, whole.astype(jnp.int32), best.astype(jnp.int32), best)
@@ -171,5 +172,5 @@ def _choose_next(
     """The target's token after the chunks."""
     seen = sampling.seen_alone(state.seen, plan.slots)
     request = jnp.arange(len(lengths))
-    group = machine.model.group
-    return sampling.choose(logits, seen, lengths, plan.sampling, request, None, group)
+    vocabulary = machine.model.vocabulary
+    return sampling.choose(logits, seen, lengths, plan.sampling, request, None, vocabulary)

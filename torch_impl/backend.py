@@ -183,7 +183,7 @@ def _drafter(model: Model, drafts: Drafts, weights: DraftWeights | None) -> draf
     if drafts.model is not None:
         assert isinstance(weights, Weights)
         small = Model.of(drafts.model, weights, model.group)
-        return StandaloneDrafter(small, model.config.vocab)
+        return StandaloneDrafter(small)
     if drafts.head is None:
         return None
     if drafts.block is not None:

@@ -133,7 +133,7 @@ def verify(
     tokens = trees.tokens[rows.request, node]
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, None, rows, machine.state.kv, mixer, streams)
-    logits = model.part_of_logits(machine.model, passed.hidden)
+    logits = model.logits(machine.model, passed.hidden)
     choices, is_finite = _choose(machine, plan, program, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
     accepted = acceptance.follow(
@@ -187,11 +187,11 @@ def _choose(
     seen = sampling.seen_in_trees(machine.state.seen, plan.slots, *of_trees)
     if trees.drafted is None:
         allowed = _allowed(plan.mask, request, node, machine.capacity.vocab)
-        group = machine.model.group
-        chosen = sampling.choose(logits, seen, positions, params, request, allowed, group)
+        given = (logits, seen, positions, params, request, allowed, machine.model.vocabulary)
+        chosen = sampling.choose(*given)
         return chosen.ids[row_of], chosen.is_finite
     return acceptance.judge(
-        logits=model.whole(machine.model, logits),
+        logits=logits,
         seen=seen,
         positions=positions,
         sampling=params,
@@ -203,6 +203,7 @@ def _choose(
         drafted=trees.drafted,
         allowed=None,
         rule=machine.capacity.accept_rule,
+        vocabulary=machine.model.vocabulary,
     )
 
 

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
-from torch_impl import model
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
-from torch_impl.ops import any_row, logprobs
+from torch_impl.ops import logprobs
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ def ranking(
         lengths=lengths,
         width=width,
         is_sampled=is_sampled,
+        vocabulary=machine.model.vocabulary,
     )
 
 
@@ -67,11 +67,10 @@ def logprobs_of(
     tokens: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> Fields:
-    """Of the logits that this rank has a part of; the parts are gathered where a row asks."""
+    """What a result tells of the tokens, from the logits that this rank has a part of."""
     if not program.has(Extra.LOGPROBS):
         return {}
-    if any_row(plan.reports):
-        logits = model.whole(machine.model, logits)
-    k = machine.capacity.max_logprobs
-    reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
+    k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
+    given = (logits, row_of, tokens, counts, plan.reports, k, vocabulary)
+    reported = logprobs.reported(*given)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))

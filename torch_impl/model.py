@@ -21,11 +21,11 @@ from torch_impl.layers import (
     finished,
     rotary_frequencies,
 )
-from torch_impl.ops import layers, linear, ranks
+from torch_impl.ops import layers, linear
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.experts import counted
 from torch_impl.ops.layers import Shown
-from torch_impl.ops.linear import Matrix
+from torch_impl.ops.vocabulary import Vocabulary
 from torch_impl.records import Layer, Weights
 
 
@@ -77,6 +77,11 @@ class Model:
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
         return cls(config, weights, frequencies, blocks, group)
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of its head."""
+        return Vocabulary(self.config.vocab, self.group)
+
 
 def forward(
     model: Model,
@@ -122,25 +127,9 @@ def forward(
     return Forward(hidden, tuple(streams))
 
 
-def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R vocab"]:
-    """Scores of the next token, float32."""
-    return whole(model, part_of_logits(model, hidden))
+def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:
+    """Scores of the next token, float32, of the tokens that this rank scores.
 
-
-def part_of_logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:
-    """Those of the tokens that this rank scores, filled up to as many as each of the others has."""
+    They are filled up to as many as each of the others has; see `ops.vocabulary`.
+    """
     return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)
-
-
-def whole(model: Model, part: Float[Tensor, "R share"]) -> Float[Tensor, "R vocab"]:
-    """The scores of all tokens, of which each rank has a part."""
-    return _whole(model.group, part, model.config.vocab)
-
-
-def scores(group: Ranks, hidden: Hidden, head: Matrix, vocab: int) -> Float[Tensor, "R vocab"]:
-    """The products of hidden states with a head, of which each rank has a share of the tokens."""
-    return _whole(group, linear.product_float32(hidden, head), vocab)
-
-
-def _whole(group: Ranks, part: Float[Tensor, "R share"], vocab: int) -> Float[Tensor, "R vocab"]:
-    return part if group.is_alone else ranks.gathered(group, part)[:, :vocab]

@@ -38,7 +38,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     prompts = Prompts.of(plan, program)
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
-    logits = model.part_of_logits(machine.model, passed.hidden[prompts.last])
+    logits = model.logits(machine.model, passed.hidden[prompts.last])
     lengths, ends = prompts.lengths, prompt.ends_prompt
     chosen = _choose_next(machine, plan, logits, lengths)
     newest = torch.where(ends, chosen.ids, prompt.next_tokens)
@@ -88,7 +88,8 @@ def _scores(
         passed.hidden.split(SCORED_ROWS), following.split(SCORED_ROWS), strict=True
     ):
         logits = model.logits(machine.model, hidden)
-        blocks.append(logprobs.scored(logits, ids, machine.capacity.max_scores))
+        k, vocabulary = machine.capacity.max_scores, machine.model.vocabulary
+        blocks.append(logprobs.scored(logits, ids, k, vocabulary))
     parts = map(torch.cat, zip(*blocks, strict=True))
     return {name: _real(program, prompts, part) for name, part in zip(SCORES, parts, strict=True)}
 
@@ -140,8 +141,8 @@ def _choose_next(
     """The target's token after each chunk."""
     seen = sampling.seen_alone(machine.state.seen, plan.slots)
     request = torch.arange(len(lengths), device=lengths.device)
-    group = machine.model.group
-    return sampling.choose(logits, seen, lengths, plan.sampling, request, None, group)
+    vocabulary = machine.model.vocabulary
+    return sampling.choose(logits, seen, lengths, plan.sampling, request, None, vocabulary)
 
 
 def _feed_prompts(

@@ -11,6 +11,7 @@ from jax_impl.model import Forward
 from jax_impl.ops import attention, sampling, scan
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.sampling import Ranked, Sampling, Seen
+from jax_impl.ops.vocabulary import Vocabulary
 from shared.boundary.program import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -80,6 +81,7 @@ class Ranking(NamedTuple):
       lengths: Committed tokens of each request; its newest token stands there.
       width: Children of a node.
       is_sampled: Drafts are sampled, to be judged by a rejection rule; their noise is their own.
+      vocabulary: Of the drafter's head, whose scores each rank has a part of.
       columns: The target's token of each score of the drafter; None where they are the same.
     """
 
@@ -89,18 +91,19 @@ class Ranking(NamedTuple):
     lengths: Int[jax.Array, " B"]
     width: int
     is_sampled: bool
+    vocabulary: Vocabulary
     columns: Int[jax.Array, " draft_vocab"] | None = None
 
     def __call__(
         self,
-        logits: Float[jax.Array, "B k vocab"],
+        logits: Float[jax.Array, "B k share"],
         paths: Int[jax.Array, "B k path"],
         depth: Int[jax.Array, ""] | int,
     ) -> Ranked:
         """The best children of k nodes of each request at one depth.
 
         Args:
-          logits: The drafter's.
+          logits: The drafter's, or this rank's part of them.
           paths: Drafts from below the root to each node; the first `depth` of them are real.
         """
         B, k, length = paths.shape
@@ -121,15 +124,16 @@ class Ranking(NamedTuple):
             self.width,
             self.is_sampled,
             self.columns,
+            self.vocabulary,
         )
 
-    def roots(self, logits: Float[jax.Array, "B vocab"]) -> Ranked:
+    def roots(self, logits: Float[jax.Array, "B share"]) -> Ranked:
         """The best children of each request's root."""
         no_path = jnp.zeros((len(logits), 1, 0), jnp.int32)
         return self(logits[:, None], no_path, 0)
 
     def chain(
-        self, logits: Float[jax.Array, "B S vocab"], is_weighed: bool
+        self, logits: Float[jax.Array, "B S share"], is_weighed: bool
     ) -> tuple[
         Int[jax.Array, "B S"],
         Float[jax.Array, "B S"] | None,
@@ -145,7 +149,7 @@ class Ranking(NamedTuple):
         Returns:
           The drafts, those weights, and the processed logits that they are sampled from, if so.
         """
-        B, S, vocab = logits.shape
+        B, S, share = logits.shape
         if self.is_sampled:
             no_path = jnp.zeros((B, 1, 0), jnp.int32)
 
@@ -160,14 +164,14 @@ class Ranking(NamedTuple):
         request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
         positions = (self.lengths[:, None] + 1 + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
         seen = sampling.seen_alone(self.counts, self.slots[request])
-        flat = logits.reshape(B * S, vocab)
+        flat = logits.reshape(B * S, share)
         if is_weighed:
             params = self.sampling.rows(request)
-            ranked = sampling.rank(
-                flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1, False, None
-            )
+            given = (flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1)
+            ranked = sampling.rank(*given, False, None, self.vocabulary)
             return ranked.ids.reshape(B, S), ranked.weights.reshape(B, S), None
-        ids = sampling.choose(flat, seen, positions, self.sampling, request, None).ids
+        given = (flat, seen, positions, self.sampling, request, None, self.vocabulary)
+        ids = sampling.choose(*given).ids
         return ids.reshape(B, S), None, None
 
 

@@ -105,7 +105,8 @@ def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     out, kv = head.forward(fed.rows, fed.following, None, head.read(fed.passed), kv)
     ends = out[fed.last]
-    ranked = rank._replace(columns=head.columns).roots(head.scores(ends))
+    rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
+    ranked = rank.roots(head.scores(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv
 
 
@@ -157,7 +158,7 @@ def draft(
     def pick(hidden: Carried, rows: Int[jax.Array, " R"]) -> Carried:
         return hidden[rows]
 
-    rank = rank._replace(columns=head.columns)
+    rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
     return grow(
         expand=Expand(run, pick, relay.hidden),
         kv=kv,

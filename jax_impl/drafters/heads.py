@@ -14,12 +14,11 @@ from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, Feed, Hidden, Sight, attention, finished, mlp
 from jax_impl.model import Forward, Model, logits
-from jax_impl.model import scores as scores_of
 from jax_impl.ops import alone, linear, ranks
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import Shown, embedded, rms_norm
-from jax_impl.ops.linear import Stream, normed_product, product
-from jax_impl.ops.sampling import over_tokens
+from jax_impl.ops.linear import Stream, normed_product, product, product_float32
+from jax_impl.ops.vocabulary import Vocabulary, over_tokens, whole
 from jax_impl.records import HeadWeights, Layer
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
@@ -39,7 +38,8 @@ class Head(NamedTuple):
       forward: Runs the head over rows, each with its next token, what stands in the place of some,
         and its hidden state; gives the hidden state that the next draft step reads, and the head's
         KV.
-      scores: Over the head's vocabulary, from what `forward` gives.
+      scores: This rank's part of those over the head's vocabulary, from what `forward` gives.
+      vocabulary: The head's.
       columns: The target's token of each score; None where they are the same.
     """
 
@@ -48,11 +48,13 @@ class Head(NamedTuple):
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Shown | None, Hidden, KV], tuple[Hidden, KV]]
     scores: Callable[[Hidden], Logits]
+    vocabulary: Vocabulary
     columns: Int[jax.Array, " draft_vocab"] | None = None
 
     def logits(self, hidden: Hidden) -> Logits:
         """The scores over the target's vocabulary."""
-        return over_tokens(self.scores(hidden), self.columns, self.config.vocab)
+        whole_rows = whole(self.scores(hidden), self.vocabulary)
+        return over_tokens(whole_rows, self.columns, self.config.vocab)
 
 
 def mtp(model: Model) -> Head:
@@ -73,7 +75,7 @@ def mtp(model: Model) -> Head:
         x, kv = _decoder_layer(config, layer, feed, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
 
-    return Head(config, (), _final_hidden, forward, partial(logits, model))
+    return Head(config, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
@@ -91,7 +93,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
         stream = Stream(x, group=group)
         return _decoder_layer(config, weights.layer, mlp, qkv, stream, rows, kv)
 
-    return Head(config, (), _final_hidden, forward, partial(logits, model))
+    return Head(config, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
@@ -119,10 +121,13 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
             hidden = rms_norm(hidden, final_norm, eps)
         if weights.lm_head is None:
             return logits(model, hidden)
-        return scores_of(group, hidden, weights.lm_head, weights.config.draft_vocab)
+        return product_float32(hidden, weights.lm_head)
 
-    project, columns = partial(_project, group, weights), weights.draft_ids
-    return Head(config, weights.config.aux_streams, project, forward, scores, columns)
+    project, vocabulary = partial(_project, group, weights), model.vocabulary
+    if weights.lm_head is not None:
+        vocabulary = Vocabulary(weights.config.draft_vocab, group)
+    run = (weights.config.aux_streams, project, forward, scores)
+    return Head(config, *run, vocabulary, weights.draft_ids)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}

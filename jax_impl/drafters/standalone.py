@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jax_impl import model
 from jax_impl.device_state import DraftState, Plan, select
@@ -22,14 +22,9 @@ from shared.spec.draft_tree import TreeShape
 
 
 class StandaloneDrafter(NamedTuple):
-    """A `jax_impl.drafters.Drafter` made of a small model.
-
-    Attributes:
-      target_vocab: Of the model it drafts for.
-    """
+    """A `jax_impl.drafters.Drafter` made of a small model."""
 
     small: Model
-    target_vocab: int
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -86,6 +81,7 @@ class StandaloneDrafter(NamedTuple):
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:
         draft_from, states = memory.draft_from[plan.slots], None
+        rank = rank._replace(vocabulary=self.small.vocabulary)
         if memory.delta is not None:
             states = _context(memory, plan, lengths)
 
@@ -97,7 +93,7 @@ class StandaloneDrafter(NamedTuple):
                 nodes = Nodes(None, starts, request[:, None], request, 0 * request)
                 mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             passed = self._forward(kv, rows, tokens, mixer)
-            logits = over_target(model.logits(self.small, passed.hidden), self.target_vocab)
+            logits = model.logits(self.small, passed.hidden)
             return logits, None if mixer is None else mixer.advanced, passed.kv
 
         def pick(states: Carried, rows: Int[jax.Array, " R"]) -> Carried:
@@ -128,13 +124,6 @@ class StandaloneDrafter(NamedTuple):
     def _forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
         return model.forward(self.small, known, None, rows, kv, mixer, ())
-
-
-def over_target(
-    logits: Float[jax.Array, "R draft_vocab"], vocab: int
-) -> Float[jax.Array, "R vocab"]:
-    missing = max(vocab - logits.shape[1], 0)
-    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)[:, :vocab]
 
 
 def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:

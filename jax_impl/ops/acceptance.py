@@ -17,6 +17,7 @@ from jax_impl.ops.sampling import (
     probabilities,
     processed,
 )
+from jax_impl.ops.vocabulary import ALL, Vocabulary, all_of, any_of, at, mass, spread, whole
 from shared.spec.noise import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
 
 
@@ -155,13 +156,15 @@ def certain_law(tokens: Int[jax.Array, "B N"], vocab: int) -> Float[jax.Array, "
 
 
 def sampled_law(
-    scores: Float[jax.Array, "B S vocab"], tokens: Int[jax.Array, "B N"]
+    scores: Float[jax.Array, "B S vocab"],
+    tokens: Int[jax.Array, "B N"],
+    vocabulary: Vocabulary = ALL,
 ) -> Float[jax.Array, "B S vocab"]:
     """q of drafts sampled from the drafter's processed logits."""
     B, S, vocab = scores.shape
-    q = probabilities(scores.reshape(B * S, vocab)).reshape(B, S, vocab)
-    is_law = jnp.isfinite(q).all(axis=2, keepdims=True)
-    return jnp.where(is_law, q, certain_law(tokens, vocab))
+    q = probabilities(scores.reshape(B * S, vocab), vocabulary)
+    is_law = all_of(jnp.isfinite(q).all(axis=1), vocabulary).reshape(B, S, 1)
+    return jnp.where(is_law, q.reshape(B, S, vocab), certain_law(tokens, vocab))
 
 
 def rejection_choices(
@@ -172,11 +175,13 @@ def rejection_choices(
     q: Float[jax.Array, "B S vocab"],
     sampling: Sampling,
     lengths: Int[jax.Array, " B"],
+    vocabulary: Vocabulary = ALL,
 ) -> Int[jax.Array, "B N"]:
     """Accepts each draft x with probability min(1, p(x) / q(x)), or draws from what is left."""
     chance = uniforms(sampling.seed, lengths, q.shape[1])
-    accepted = chance * _of_drafts(q, tokens) < _of_drafts(p, tokens)
-    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, sampling, lengths)
+    p_of, q_of = _of_drafts(p, tokens, vocabulary), _of_drafts(q, tokens, vocabulary)
+    given = (tokens, num_nodes, choices, chance * q_of < p_of, p, p[:, :-1] - q)
+    return _decided(*given, sampling, lengths, vocabulary)
 
 
 def block_choices(
@@ -187,10 +192,11 @@ def block_choices(
     q: Float[jax.Array, "B S vocab"],
     sampling: Sampling,
     lengths: Int[jax.Array, " B"],
+    vocabulary: Vocabulary = ALL,
 ) -> Int[jax.Array, "B N"]:
     """Accepts the longest prefix of a chain that passes, or draws from what is left after it."""
     S = q.shape[1]
-    p_of, q_of = _of_drafts(p, tokens), _of_drafts(q, tokens)
+    p_of, q_of = _of_drafts(p, tokens, vocabulary), _of_drafts(q, tokens, vocabulary)
     weight, passes, residuals = jnp.ones(len(p), jnp.float32), [], []
     chance = uniforms(sampling.seed, lengths, S)
     for level in range(S):
@@ -200,7 +206,7 @@ def block_choices(
         share = weight
         if level + 1 < S:
             after = weight[:, None] * p[:, level + 1] - q[:, level + 1]
-            left = jnp.maximum(after, 0).sum(axis=1)
+            left = mass(after, vocabulary)
             total = left + 1 - weight
             passing = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), 1)
             share = jnp.where(level + 2 < num_nodes, passing, weight)
@@ -208,7 +214,8 @@ def block_choices(
     # A draft is accepted where a prefix passes that reaches it.
     reached = jnp.cumsum(jnp.stack(passes, axis=1)[:, ::-1].astype(jnp.int32), axis=1)
     accepted, residual = reached[:, ::-1] > 0, jnp.stack(residuals, axis=1)
-    return _decided(tokens, num_nodes, choices, accepted, p, residual, sampling, lengths)
+    given = (tokens, num_nodes, choices, accepted, p, residual)
+    return _decided(*given, sampling, lengths, vocabulary)
 
 
 JUDGES = {"rejection": rejection_choices, "block": block_choices}
@@ -216,7 +223,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 
 
 def plain_judge(
-    logits: Float[jax.Array, "R vocab"],
+    logits: Float[jax.Array, "R share"],
     seen: Seen,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
@@ -228,29 +235,34 @@ def plain_judge(
     drafted: Float[jax.Array, "B S vocab"],
     allowed: Bool[jax.Array, "R vocab"] | None,
     rule: str,
+    vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
-    """The token after each node of chains that were sampled from the drafter."""
-    scores = processed(logits, seen, positions, sampling, request, allowed)[row_of]
+    """The token after each node of chains that were sampled from the drafter.
+
+    Of several ranks, logits and what drafts were sampled from are this one's part.
+    """
+    scores = spread(logits, vocabulary)
+    scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)[row_of]
     B, N, vocab = scores.shape
 
     def judged(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
         # A chain's last node is the only one that asks for the target's noise.
         noisy = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
-        chosen = best(noisy.reshape(B * N, vocab)).reshape(B, N)
-        p = probabilities(scores.reshape(B * N, vocab)).reshape(B, N, vocab)
-        q = sampled_law(drafted, tokens)
-        return JUDGES[rule](tokens, num_nodes, chosen, p, q, sampling, lengths)
+        chosen = best(noisy.reshape(B * N, vocab), vocabulary).reshape(B, N)
+        p = probabilities(scores.reshape(B * N, vocab), vocabulary).reshape(B, N, vocab)
+        q = sampled_law(drafted, tokens, vocabulary)
+        return JUDGES[rule](tokens, num_nodes, chosen, p, q, sampling, lengths, vocabulary)
 
     def greedy(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
-        return best(scores.reshape(B * N, vocab)).reshape(B, N)
+        return best(scores.reshape(B * N, vocab), vocabulary).reshape(B, N)
 
     choices = when_any(sampling.temperature > 0, judged, greedy, scores)
-    return choices, is_finite(logits)
+    return choices, is_finite(logits, vocabulary)
 
 
 def kernel_judge(
     kernels: Kernels,
-    logits: Float[jax.Array, "R vocab"],
+    logits: Float[jax.Array, "R share"],
     seen: Seen,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
@@ -262,10 +274,11 @@ def kernel_judge(
     drafted: Float[jax.Array, "B S vocab"],
     allowed: Bool[jax.Array, "R vocab"] | None,
     rule: str,
+    vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
-    """As `plain_judge`, with its kernels, to which both laws come as scores."""
+    """As `plain_judge`, with its kernels, to which both laws come as scores, and whole."""
     chosen, is_finite, scores = kernels.sampling.score(
-        *(logits, seen, positions, sampling, request, allowed),
+        *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
@@ -283,10 +296,13 @@ judge = kernel_or_plain(kernel_judge, plain_judge)
 
 
 def _of_drafts(
-    probability: Float[jax.Array, "B places vocab"], tokens: Int[jax.Array, "B N"]
+    probability: Float[jax.Array, "B places vocab"],
+    tokens: Int[jax.Array, "B N"],
+    vocabulary: Vocabulary,
 ) -> Float[jax.Array, "B S"]:
-    drafts = tokens[:, 1:, None]
-    return jnp.take_along_axis(probability[:, : drafts.shape[1]], drafts, axis=2)[:, :, 0]
+    drafts, vocab = tokens[:, 1:], probability.shape[2]
+    after = probability[:, : drafts.shape[1]].reshape(-1, vocab)
+    return at(after, drafts.reshape(-1, 1), vocabulary).reshape(drafts.shape)
 
 
 def _decided(
@@ -298,13 +314,14 @@ def _decided(
     residual: Float[jax.Array, "B S vocab"],
     sampling: Sampling,
     lengths: Int[jax.Array, " B"],
+    vocabulary: Vocabulary,
 ) -> Int[jax.Array, "B N"]:
     """The draft where it is accepted, else a token drawn from the residual's positive part."""
     B, S, vocab = residual.shape
-    is_left = residual > 0
-    left = jnp.where(is_left.any(axis=2, keepdims=True), jnp.maximum(residual, 0), p[:, :S])
+    is_left = any_of((residual > 0).any(axis=2).reshape(-1), vocabulary).reshape(B, S, 1)
+    left = jnp.where(is_left, jnp.maximum(residual, 0), p[:, :S])
     scores = perturbed_alike(jnp.log(left), sampling, lengths, RESIDUAL_STREAM)
-    drawn = best(scores.reshape(B * S, vocab)).reshape(B, S)
+    drawn = best(scores.reshape(B * S, vocab), vocabulary).reshape(B, S)
     decided = jnp.where(accepted, tokens[:, 1:], drawn)
     is_judged = (jnp.arange(S) + 1 < num_nodes[:, None]) & (sampling.temperature > 0)[:, None]
     judged = jnp.where(is_judged, decided, choices[:, :S])

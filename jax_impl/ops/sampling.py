@@ -9,21 +9,27 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, ranks, when_any
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, when_any
 from jax_impl.ops.noise import Stream, gumbel
-from shared.boundary.ranks import ALONE, Ranks
+from jax_impl.ops.vocabulary import (
+    ALL,
+    Vocabulary,
+    all_of,
+    best_of,
+    log_probabilities,
+    moved,
+    norm,
+    over_tokens,
+    spread,
+    support,
+    whole,
+)
 from shared.spec.noise import TARGET_STREAM
 from shared.spec.sampling import DRAFT_TAU
 
-_BLOCK = 128
-_DIGIT = 4  # bits of the border that a pass of `_searched` finds
-
 Scores = Float[jax.Array, "R vocab"]
-Filter = Float[jax.Array, " R"]
-Support = Bool[jax.Array, "R vocab"]
 
 
 class Sampling(NamedTuple):
@@ -106,83 +112,6 @@ def penalized(logits: Scores, seen: Int[jax.Array, "R vocab"], sampling: Samplin
     return logits - sampling.frequency[:, None] * counts.astype(jnp.float32)
 
 
-def support(logits: Scores, top_k: Int[jax.Array, " R"], top_p: Filter, min_p: Filter) -> Support:
-    """The tokens that may be chosen, each filter measured on the full distribution.
-
-    A GPU searches for the border of the support: sorting a vocabulary there is many passes over it.
-    """
-    return lax.platform_dependent(logits, top_k, top_p, min_p, cuda=_searched, default=_sorted)
-
-
-def _sorted(logits: Scores, top_k: Int[jax.Array, " R"], top_p: Filter, min_p: Filter) -> Support:
-    ids = jnp.broadcast_to(jnp.arange(logits.shape[1], dtype=jnp.int32), logits.shape)
-    negated, order = lax.sort((-logits, ids), dimension=1, num_keys=1, is_stable=True)
-    ranked = jnp.exp(log_softmax(-negated))
-    before = _running_sum(ranked) - ranked
-    rank = jnp.arange(logits.shape[1])[None, :]
-    stays = (rank < top_k[:, None]) | (top_k >= logits.shape[1])[:, None]
-    stays &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    stays &= (ranked >= min_p[:, None] * ranked[:, :1]) | (min_p <= 0)[:, None]
-    stays |= rank == 0
-    rows = jnp.arange(len(logits))[:, None]
-    return jnp.zeros(logits.shape, bool).at[rows, order].set(stays, unique_indices=True)
-
-
-def _searched(logits: Scores, top_k: Int[jax.Array, " R"], top_p: Filter, min_p: Filter) -> Support:
-    """Finds the smallest logit that has fewer than `top_k` tokens and less than `top_p` above it.
-
-    Of the tokens that share it the first ones stay, as many as the bounds have room for.
-    """
-    vocab = logits.shape[1]
-    most = jnp.where(top_k >= vocab, vocab + 1, jnp.maximum(top_k, 1))[:, None]
-    # The first token stays whatever `top_p` says, so its bound lies above the mass before it.
-    mass = jnp.where(top_p >= 1, jnp.inf, jnp.maximum(top_p, 1e-30))[:, None]
-    probability, keys = probabilities(logits), _order_keys(logits)
-    border = jnp.zeros((len(logits), 1), jnp.uint32)
-    ways = jnp.arange(1, 2**_DIGIT, dtype=jnp.uint32)
-    for shift in range(32 - _DIGIT, -1, -_DIGIT):
-        # The border is in the first part whose last key has too little above it to reach a bound.
-        count, above = _above(keys, probability, border + (ways << shift) - 1)
-        reaches = (count >= most) | (above >= mass)
-        border += reaches.sum(axis=1, keepdims=True, dtype=jnp.uint32) << shift
-    count, above = _above(keys, probability, border)
-    ties = keys == border
-    earlier = _running_sum(ties.astype(jnp.float32)) - ties
-    room = (count + earlier < most) & (above + earlier * probability < mass)
-    stays = (keys > border) | (ties & room)
-    highest = probability.max(axis=1, keepdims=True)
-    stays &= (probability >= min_p[:, None] * highest) | (min_p <= 0)[:, None]
-    return stays | (jnp.arange(vocab) == best(logits)[:, None])
-
-
-def _order_keys(x: Scores) -> UInt32[jax.Array, "R vocab"]:
-    """Unsigned words in the order of the numbers; both zeros have one."""
-    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)
-    return jnp.where(bits >> 31 > 0, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _above(
-    keys: UInt32[jax.Array, "R vocab"], probability: Scores, borders: UInt32[jax.Array, "R ways"]
-) -> tuple[Int[jax.Array, "R ways"], Float[jax.Array, "R ways"]]:
-    """How many tokens lie above each border, and how probable they are together."""
-    is_above = keys[:, None] > borders[:, :, None]
-    above = jnp.where(is_above, probability[:, None], 0)
-    return is_above.sum(axis=2, dtype=jnp.int32), above.sum(axis=2)
-
-
-def _running_sum(x: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R vocab"]:
-    """Cumulative sum over axis 1 in blocks: few operations to compile whatever the vocabulary."""
-    R, vocab = x.shape
-    num_blocks = -(-vocab // _BLOCK)
-    blocks = jnp.pad(x, ((0, 0), (0, num_blocks * _BLOCK - vocab))).reshape(R, num_blocks, _BLOCK)
-    upto = jnp.triu(jnp.ones((_BLOCK, _BLOCK), jnp.float32))
-    sums = jnp.einsum("rbi,ij->rbj", blocks, upto, precision=lax.Precision.HIGHEST)
-    if num_blocks > 1:
-        earlier = _running_sum(sums[:, :, -1]) - sums[:, :, -1]
-        sums = sums + earlier[:, :, None]
-    return sums.reshape(R, -1)[:, :vocab]
-
-
 def processed(
     logits: Float[jax.Array, "R vocab"],
     seen: Seen,
@@ -190,8 +119,25 @@ def processed(
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
+    vocabulary: Vocabulary = ALL,
 ) -> Float[jax.Array, "R vocab"]:
-    """Everything between raw logits and the choice, but the noise; excluded tokens are -inf."""
+    """Everything between raw logits and the choice, but the noise; excluded tokens are -inf.
+
+    Of several ranks, of the tokens of one, the others excluded.
+    """
+    logits = _edited(logits, seen, positions, sampling, request, allowed)
+    return _supported(logits, sampling, request, vocabulary)
+
+
+def _edited(
+    logits: Float[jax.Array, "R vocab"],
+    seen: Seen,
+    positions: Int[jax.Array, " R"],
+    sampling: Sampling,
+    request: Int[jax.Array, " R"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
+) -> Float[jax.Array, "R vocab"]:
+    """What is done to each token by itself, before the division by the temperature."""
     by_row, row = sampling.rows(request), jnp.arange(len(logits))[:, None]
 
     def with_penalties(logits: Scores) -> Scores:
@@ -201,14 +147,23 @@ def processed(
     logits = logits.at[row, by_row.bias_ids].add(by_row.bias_values)
     bound = jnp.where(positions < by_row.min_length, -jnp.inf, jnp.inf)[:, None]
     logits = logits.at[row, by_row.stop_ids].min(jnp.broadcast_to(bound, by_row.stop_ids.shape))
-    if allowed is not None:
-        logits = jnp.where(allowed, logits, -jnp.inf)
+    return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+
+def _supported(
+    logits: Float[jax.Array, "R size"],
+    sampling: Sampling,
+    request: Int[jax.Array, " R"],
+    vocabulary: Vocabulary,
+) -> Float[jax.Array, "R size"]:
+    """Logits over the temperature; what is not of the support is excluded."""
+    by_row = sampling.rows(request)
     is_sampled = by_row.temperature > 0
     scaled = logits / jnp.where(is_sampled, by_row.temperature, 1)[:, None]
     filters = (by_row.top_k < logits.shape[1]) | (by_row.top_p < 1) | (by_row.min_p > 0)
 
     def filtered(scaled: Scores) -> Scores:
-        keep = support(scaled, by_row.top_k, by_row.top_p, by_row.min_p)
+        keep = support(scaled, by_row.top_k, by_row.top_p, by_row.min_p, vocabulary)
         return jnp.where(keep | ~is_sampled[:, None], scaled, -jnp.inf)
 
     return when_any(filters & is_sampled, filtered, _as_it_is, scaled)
@@ -259,38 +214,38 @@ class Chosen(NamedTuple):
 
 
 def plain_choose(
-    logits: Float[jax.Array, "R vocab"],
+    logits: Float[jax.Array, "R share"],
     seen: Seen,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
-    group: Ranks = ALONE,
+    vocabulary: Vocabulary = ALL,
 ) -> Chosen:
     """The target's token of each row: the first maximum of its processed logits and the noise.
 
     Args:
-      logits: Of several ranks, the part of the one that calls; the parts are gathered.
+      logits: Whole, or a rank's part of them.
     """
-    logits = _whole(group, logits, seen)
-    scores = processed(logits, seen, positions, sampling, request, allowed)
-    ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
-    return Chosen(ids, is_finite(logits))
+    scores = spread(logits, vocabulary)
+    scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
+    noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
+    return Chosen(best(noisy, vocabulary), is_finite(logits, vocabulary))
 
 
 def kernel_choose(
     kernels: Kernels,
-    logits: Float[jax.Array, "R vocab"],
+    logits: Float[jax.Array, "R share"],
     seen: Seen,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
-    group: Ranks = ALONE,
+    vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    logits = _whole(group, logits, seen)
+    """As `plain_choose`; kernels choose from whole logits."""
     chosen = kernels.sampling.choose(
-        *(logits, seen, positions, sampling, request, allowed),
+        *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
@@ -300,26 +255,18 @@ def kernel_choose(
 choose = kernel_or_plain(kernel_choose, plain_choose)
 
 
-def _whole(
-    group: Ranks, logits: Float[jax.Array, "R share"], seen: Seen
-) -> Float[jax.Array, "R vocab"]:
-    """Those of all tokens, of which each rank has a part."""
-    return logits if group.is_alone else ranks.gathered(group, logits)[:, : seen.counts.shape[1]]
-
-
-def is_finite(logits: Float[jax.Array, "R vocab"]) -> Bool[jax.Array, " R"]:
+def is_finite(
+    logits: Float[jax.Array, "R share"], vocabulary: Vocabulary = ALL
+) -> Bool[jax.Array, " R"]:
     """Rows whose logits are finite, all of them."""
-    return jnp.isfinite(logits).all(axis=1)
+    return all_of(jnp.isfinite(logits).all(axis=1), vocabulary)
 
 
-def best(perturbed: Float[jax.Array, "R vocab"]) -> Int[jax.Array, " R"]:
-    """The first maximum of each row, NaN as the maximum included.
-
-    `jnp.argmax` takes nine times as long on a CPU.
-    """
-    is_maximum = (perturbed == perturbed.max(axis=1, keepdims=True)) | jnp.isnan(perturbed)
-    vocab = perturbed.shape[1]
-    return jnp.where(is_maximum, jnp.arange(vocab, dtype=jnp.int32), vocab).min(axis=1)
+def best(
+    perturbed: Float[jax.Array, "R vocab"], vocabulary: Vocabulary = ALL
+) -> Int[jax.Array, " R"]:
+    """The first maximum of each row, NaN as the maximum included."""
+    return best_of(perturbed, 1, vocabulary)[1][:, 0]
 
 
 class Ranked(NamedTuple):
@@ -331,7 +278,7 @@ class Ranked(NamedTuple):
 
 
 def plain_rank(
-    logits: Float[jax.Array, "B k vocab"],
+    logits: Float[jax.Array, "B k share"],
     seen: Seen,
     positions: Int[jax.Array, " B"],
     sampling: Sampling,
@@ -339,23 +286,37 @@ def plain_rank(
     stream: Stream,
     width: int,
     is_sampled: bool,
-    columns: Int[jax.Array, " vocab"] | None,
+    columns: Int[jax.Array, " size"] | None,
+    vocabulary: Vocabulary = ALL,
 ) -> Ranked:
-    """Ranks the children of k nodes of each request as the target will choose among them."""
-    (B, k, vocab), request = logits.shape, jnp.repeat(jnp.arange(len(logits)), logits.shape[1])
-    flat = over_tokens(logits.reshape(B * k, vocab), columns, seen.counts.shape[1])
-    scores = processed(flat, seen, positions[request], sampling, request, None)
-    noisy = perturbed_alike(scores.reshape(B, k, -1), sampling, keys, stream).reshape(flat.shape)
-    ids = top_candidates(noisy if columns is None else noisy[:, columns], width)
+    """Ranks the children of k nodes of each request as the target will choose among them.
+
+    What drafts are sampled from is, of several ranks, this one's part of the target's vocabulary.
+
+    Args:
+      logits: Whole, or a rank's part of a head's.
+    """
+    (B, k, share), vocab = logits.shape, seen.counts.shape[1]
+    request = jnp.repeat(jnp.arange(B), k)
+    tokens = over_tokens(spread(logits.reshape(B * k, share), vocabulary), columns, vocab)
+    edited = _edited(tokens, seen, positions[request], sampling, request, None)
+    edited = edited if columns is None else edited[:, columns]
+    scores = _supported(edited, sampling, request, vocabulary)
+    by_node = over_tokens(scores, columns, vocab).reshape(B, k, vocab)
+    noisy = perturbed_alike(by_node, sampling, keys, stream).reshape(B * k, vocab)
+    noisy = noisy if columns is None else noisy[:, columns]
+    values, ids = best_of(noisy, width, vocabulary)
+    warmth = sampling.temperature[request]
+    weights = draft_weights(noisy, values, warmth, DRAFT_TAU, vocabulary)
     ids = ids if columns is None else columns[ids]
-    weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)
-    weights = jnp.take_along_axis(weights, ids, axis=1).reshape(B, k, width)
-    return Ranked(ids.reshape(B, k, width), weights, scores if is_sampled else None)
+    target = Vocabulary(vocab, vocabulary.group)
+    kept = moved(scores, columns, vocabulary, target) if is_sampled else None
+    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
 
 
 def kernel_rank(
     kernels: Kernels,
-    logits: Float[jax.Array, "B k vocab"],
+    logits: Float[jax.Array, "B k share"],
     seen: Seen,
     positions: Int[jax.Array, " B"],
     sampling: Sampling,
@@ -363,10 +324,15 @@ def kernel_rank(
     stream: Stream,
     width: int,
     is_sampled: bool,
-    columns: Int[jax.Array, " vocab"] | None,
+    columns: Int[jax.Array, " size"] | None,
+    vocabulary: Vocabulary = ALL,
 ) -> Ranked:
+    """As `plain_rank`; kernels rank by whole logits, and what they leave is whole."""
+    tokens = whole(logits, vocabulary)
+    if columns is None:
+        tokens = over_tokens(tokens, None, seen.counts.shape[1])
     ranked = kernels.sampling.rank(
-        *(logits, seen, positions, sampling, keys, stream, width, is_sampled, columns),
+        *(tokens, seen, positions, sampling, keys, stream, width, is_sampled, columns),
         tau=DRAFT_TAU,
         tiles=kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1]),
     )
@@ -376,32 +342,28 @@ def kernel_rank(
 rank = kernel_or_plain(kernel_rank, plain_rank)
 
 
-def over_tokens(
-    logits: Float[jax.Array, "R columns"], columns: Int[jax.Array, " columns"] | None, vocab: int
+def draft_weights(
+    perturbed: Float[jax.Array, "R size"],
+    some: Float[jax.Array, "R some"],
+    temperature: Float[jax.Array, " R"],
+    tau: float,
+    vocabulary: Vocabulary = ALL,
+) -> Float[jax.Array, "R some"]:
+    """How likely the drafter takes some of the tokens for the target's choice, as a logarithm."""
+    softness = jnp.where(temperature > 0, jnp.float32(tau), jnp.float32(1))[:, None]
+    return log_probabilities(some / softness, norm(perturbed / softness, vocabulary))
+
+
+def log_softmax(
+    logits: Float[jax.Array, "R vocab"], vocabulary: Vocabulary = ALL
 ) -> Float[jax.Array, "R vocab"]:
-    """A drafter's logits over the target's vocabulary; -inf where it has no token."""
-    nothing = jnp.full((len(logits), vocab), -jnp.inf, logits.dtype)
-    return logits if columns is None else nothing.at[:, columns].set(logits)
-
-
-def draft_weights(perturbed: Scores, temperature: Float[jax.Array, " R"], tau: float) -> Scores:
-    """How likely the drafter takes each token for the target's choice, as a logarithm."""
-    softness = jnp.where(temperature > 0, jnp.float32(tau), jnp.float32(1))
-    return log_softmax(perturbed / softness[:, None])
-
-
-def top_candidates(perturbed: Float[jax.Array, "R vocab"], k: int) -> Int[jax.Array, "R k"]:
-    """The ids of the k largest values, best first; equal ones by the lower id."""
-    if k == 1:
-        return best(perturbed)[:, None]
-    return lax.top_k(perturbed, k)[1].astype(jnp.int32)
-
-
-def log_softmax(logits: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R vocab"]:
     """Natural logarithms of the probabilities of each row."""
-    return jax.nn.log_softmax(logits, axis=1)
+    return log_probabilities(logits, norm(logits, vocabulary))
 
 
-def probabilities(processed: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R vocab"]:
+def probabilities(
+    processed: Float[jax.Array, "R vocab"], vocabulary: Vocabulary = ALL
+) -> Float[jax.Array, "R vocab"]:
     """What a row with a temperature samples from; 0 for what is excluded."""
-    return jax.nn.softmax(processed, axis=1)
+    highest, total = norm(processed, vocabulary)
+    return jnp.exp(processed - highest[:, None]) / total[:, None]

@@ -21,6 +21,7 @@ from shared.spec import model as model_spec
 from shared.spec.mamba_state import DeltaState
 from tests.support.backends import make_backend
 from tests.support.contract_host import Host, emitted, prompt
+from tests.support.implementations import Implementation
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_small import same_model, small_model
 from tests.support.tree_subjects import CHAIN, PLAIN, TREE, tree_capacity
@@ -175,17 +176,10 @@ def test_scores_are_cut_to_the_targets_vocabulary_and_minus_infinity_beyond_the_
 
 
 def over_target(framework: str) -> Callable[[np.ndarray, int], np.ndarray]:
-    if framework == "torch":
-        import torch
-
-        from torch_impl.drafters.standalone import over_target as of_torch
-
-        return lambda logits, vocab: of_torch(torch.from_numpy(logits), vocab).numpy()
-    if framework == "jax":
-        from jax_impl.drafters.standalone import over_target as of_jax
-
-        return lambda logits, vocab: np.asarray(of_jax(logits, vocab))
-    return standalone.over_target
+    if framework == "reference":
+        return standalone.over_target
+    ops = Implementation(framework)("vocabulary")
+    return lambda logits, vocab: ops.over_tokens(logits, None, vocab)
 
 
 # Steps

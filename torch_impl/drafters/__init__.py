@@ -16,6 +16,7 @@ from torch_impl.model import Forward
 from torch_impl.ops import attention, sampling
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.sampling import Ranked, Sampling, Seen
+from torch_impl.ops.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Ranking:
       counts: What all slots have seen; see `Seen`.
       width: Children of a node.
       is_sampled: Drafts are sampled, to be judged by a rejection rule: their noise is their own.
+      vocabulary: Of the drafter's head, whose scores each rank has a part of.
       columns: The target's token of each score of the drafter; None where they are the same.
     """
 
@@ -36,15 +38,16 @@ class Ranking:
     lengths: Int[Tensor, " B"]
     width: int
     is_sampled: bool
+    vocabulary: Vocabulary
     columns: Int[Tensor, " draft_vocab"] | None = None
 
     def __call__(
-        self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"], depth: int
+        self, logits: Float[Tensor, "B k share"], paths: Int[Tensor, "B k path"], depth: int
     ) -> Ranked:
         """The best children of nodes, which all stand at one depth.
 
         Args:
-          logits: The drafter's after each node.
+          logits: The drafter's after each node, or this rank's part of them.
           paths: The drafts from below the root to each node, `depth` of them.
         """
         k, path = paths.shape[1], paths.flatten(0, 1)
@@ -65,15 +68,16 @@ class Ranking:
             self.width,
             self.is_sampled,
             self.columns,
+            self.vocabulary,
         )
 
-    def roots(self, logits: Float[Tensor, "B vocab"]) -> Ranked:
+    def roots(self, logits: Float[Tensor, "B share"]) -> Ranked:
         """The best children of each request's root."""
         no_path = self.lengths.new_zeros(len(logits), 1, 0)
         return self(logits[:, None], no_path, 0)
 
     def chain(
-        self, logits: Float[Tensor, "B S vocab"], is_weighed: bool
+        self, logits: Float[Tensor, "B S share"], is_weighed: bool
     ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
         """Drafts at S places in a row.
 
@@ -98,11 +102,11 @@ class Ranking:
         seen, flat = sampling.seen_alone(self.counts, self.slots[request]), logits.flatten(0, 1)
         if is_weighed:
             params = self.sampling.rows(request)
-            ranked = sampling.rank(
-                flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1, False, None
-            )
+            given = (flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1)
+            ranked = sampling.rank(*given, False, None, self.vocabulary)
             return ranked.ids.view(B, S), ranked.weights.view(B, S), None
-        ids = sampling.choose(flat, seen, positions, self.sampling, request, None).ids
+        given = (flat, seen, positions, self.sampling, request, None, self.vocabulary)
+        ids = sampling.choose(*given).ids
         return ids.view(B, S), None, None
 
 

@@ -113,7 +113,8 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
 def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     ends = head.forward(fed.rows, fed.following, None, head.read(fed.passed), kv)[fed.last]
-    ranked = replace(rank, columns=head.columns).roots(head.scores(ends))
+    rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
+    ranked = rank.roots(head.scores(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
 
 
@@ -136,7 +137,7 @@ def draft(
         hidden = head.forward(rows, tokens, None, hidden[parent], kv)
         return head.scores(hidden)
 
-    rank = replace(rank, columns=head.columns)
+    rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
     return grow(
         expand,
         first_of(head, relay, shape, rank),

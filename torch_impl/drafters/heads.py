@@ -22,12 +22,11 @@ from torch_impl.layers import (
     rotary_frequencies,
 )
 from torch_impl.model import Forward, Model, logits
-from torch_impl.model import scores as scores_of
 from torch_impl.ops import linear, ranks
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import Shown, embedded, rms_norm
-from torch_impl.ops.linear import Stream, normed_product, product
-from torch_impl.ops.sampling import over_tokens
+from torch_impl.ops.linear import Stream, normed_product, product, product_float32
+from torch_impl.ops.vocabulary import Vocabulary, over_tokens, whole
 from torch_impl.records import HeadWeights, Layer
 
 Tokens = Int[Tensor, " R"]
@@ -45,7 +44,8 @@ class Head:
       forward: Runs the head over rows, each with its next token, what stands in the place of some,
         and its hidden state, and writes the head's KV; gives the hidden state that the next draft
         step reads.
-      scores: Over the head's vocabulary, from what `forward` gives.
+      scores: This rank's part of those over the head's vocabulary, from what `forward` gives.
+      vocabulary: The head's.
       columns: The target's token of each score; None where they are the same.
     """
 
@@ -54,11 +54,13 @@ class Head:
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Shown | None, Hidden, Pools], Hidden]
     scores: Callable[[Hidden], Logits]
+    vocabulary: Vocabulary
     columns: Int[Tensor, " draft_vocab"] | None = None
 
     def logits(self, hidden: Hidden) -> Logits:
         """The scores over the target's vocabulary."""
-        return over_tokens(self.scores(hidden), self.columns, self.config.vocab)
+        whole_rows = whole(self.scores(hidden), self.vocabulary)
+        return over_tokens(whole_rows, self.columns, self.config.vocab)
 
 
 def mtp(model: Model) -> Head:
@@ -79,7 +81,7 @@ def mtp(model: Model) -> Head:
         x = _decoder_layer(config, layer, feed, turns, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
-    return Head(config, (), _final_hidden, forward, partial(logits, model))
+    return Head(config, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
@@ -97,7 +99,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
         stream = Stream(x, group=group)
         return _decoder_layer(config, weights.layer, mlp, turns, qkv, stream, rows, kv)
 
-    return Head(config, (), _final_hidden, forward, partial(logits, model))
+    return Head(config, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
@@ -124,10 +126,13 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
             hidden = rms_norm(hidden, final_norm, eps)
         if weights.lm_head is None:
             return logits(model, hidden)
-        return scores_of(group, hidden, weights.lm_head, weights.config.draft_vocab)
+        return product_float32(hidden, weights.lm_head)
 
-    project, columns = partial(_project, group, weights), weights.draft_ids
-    return Head(config, weights.config.aux_streams, project, forward, scores, columns)
+    project, vocabulary = partial(_project, group, weights), model.vocabulary
+    if weights.lm_head is not None:
+        vocabulary = Vocabulary(weights.config.draft_vocab, group)
+    run = (weights.config.aux_streams, project, forward, scores)
+    return Head(config, *run, vocabulary, weights.draft_ids)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}

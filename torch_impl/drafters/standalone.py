@@ -1,6 +1,6 @@
 """As `shared.spec.standalone`, in torch: a whole small model drafts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -23,14 +23,9 @@ from torch_impl.ops.mamba_state import DeltaState
 
 @dataclass(frozen=True)
 class StandaloneDrafter:
-    """A `torch_impl.drafters.Drafter` made of a small model.
-
-    Attributes:
-      target_vocab: Of the model it drafts for.
-    """
+    """A `torch_impl.drafters.Drafter` made of a small model."""
 
     small: Model
-    target_vocab: int
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -86,6 +81,7 @@ class StandaloneDrafter:
         rank: Ranking,
     ) -> Drafted:
         draft_from = memory.draft_from[plan.slots]
+        rank = replace(rank, vocabulary=self.small.vocabulary)
         states = None if memory.delta is None else _context(memory, plan, lengths)
 
         def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
@@ -99,7 +95,7 @@ class StandaloneDrafter:
                 mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             hidden = self._forward(memory, rows, tokens, mixer)
             states = None if mixer is None else mixer.advanced
-            return over_target(model.logits(self.small, hidden), self.target_vocab)
+            return model.logits(self.small, hidden)
 
         can_draft = (draft_from < lengths).int()
         rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
@@ -132,8 +128,3 @@ def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> Delt
     held = delta_mix.take(memory.delta, plan.slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
     return DeltaState(recurrent, torch.where(is_whole, held.window, 0))
-
-
-def over_target(logits: Float[Tensor, "R draft_vocab"], vocab: int) -> Float[Tensor, "R vocab"]:
-    missing = max(vocab - logits.shape[1], 0)
-    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)[:, :vocab]

@@ -18,6 +18,7 @@ from torch_impl.ops.sampling import (
     probabilities,
     processed,
 )
+from torch_impl.ops.vocabulary import ALL, Vocabulary, all_of, any_of, at, mass, spread, whole
 
 
 def force(
@@ -149,11 +150,11 @@ def certain_law(tokens: Int[Tensor, "B N"], vocab: int) -> Float[Tensor, "B S vo
 
 
 def sampled_law(
-    scores: Float[Tensor, "B S vocab"], tokens: Int[Tensor, "B N"]
+    scores: Float[Tensor, "B S vocab"], tokens: Int[Tensor, "B N"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "B S vocab"]:
-    q = probabilities(scores.flatten(0, 1)).view_as(scores)
-    is_law = q.isfinite().all(dim=2, keepdim=True)
-    return torch.where(is_law, q, certain_law(tokens, scores.shape[2]))
+    q = probabilities(scores.flatten(0, 1), vocabulary)
+    is_law = all_of(q.isfinite().all(dim=1), vocabulary).view(*scores.shape[:2], 1)
+    return torch.where(is_law, q.view_as(scores), certain_law(tokens, scores.shape[2]))
 
 
 def rejection_choices(
@@ -164,10 +165,12 @@ def rejection_choices(
     q: Float[Tensor, "B S vocab"],
     sampling: Sampling,
     lengths: Int[Tensor, " B"],
+    vocabulary: Vocabulary = ALL,
 ) -> Int[Tensor, "B N"]:
     chance = uniforms(sampling.seed, lengths, q.shape[1])
-    accepted = chance * _of_drafts(q, tokens) < _of_drafts(p, tokens)
-    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, sampling, lengths)
+    p_of, q_of = _of_drafts(p, tokens, vocabulary), _of_drafts(q, tokens, vocabulary)
+    given = (tokens, num_nodes, choices, chance * q_of < p_of, p, p[:, :-1] - q)
+    return _decided(*given, sampling, lengths, vocabulary)
 
 
 def block_choices(
@@ -178,9 +181,10 @@ def block_choices(
     q: Float[Tensor, "B S vocab"],
     sampling: Sampling,
     lengths: Int[Tensor, " B"],
+    vocabulary: Vocabulary = ALL,
 ) -> Int[Tensor, "B N"]:
     S = q.shape[1]
-    p_of, q_of = _of_drafts(p, tokens), _of_drafts(q, tokens)
+    p_of, q_of = _of_drafts(p, tokens, vocabulary), _of_drafts(q, tokens, vocabulary)
     weight, passes, residuals = torch.ones_like(p_of[:, 0]), [], []
     chance = uniforms(sampling.seed, lengths, S)
     for level in range(S):
@@ -190,7 +194,7 @@ def block_choices(
         share = weight
         if level + 1 < S:
             after = weight[:, None] * p[:, level + 1] - q[:, level + 1]
-            left = after.clamp(min=0).sum(dim=1)
+            left = mass(after, vocabulary)
             total = left + 1 - weight
             passing = torch.where(total > 0, left / torch.where(total > 0, total, 1), 1)
             share = torch.where(level + 2 < num_nodes, passing, weight)
@@ -198,7 +202,8 @@ def block_choices(
     # A draft is accepted where a prefix passes that reaches it.
     accepted = torch.stack(passes[::-1], dim=1).int().cumsum(dim=1).flip(1) > 0
     residual = torch.stack(residuals, dim=1)
-    return _decided(tokens, num_nodes, choices, accepted, p, residual, sampling, lengths)
+    given = (tokens, num_nodes, choices, accepted, p, residual)
+    return _decided(*given, sampling, lengths, vocabulary)
 
 
 JUDGES = {"rejection": rejection_choices, "block": block_choices}
@@ -206,7 +211,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 
 
 def plain_judge(
-    logits: Float[Tensor, "R vocab"],
+    logits: Float[Tensor, "R share"],
     seen: Seen,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
@@ -218,25 +223,28 @@ def plain_judge(
     drafted: Float[Tensor, "B S vocab"],
     allowed: Bool[Tensor, "R vocab"] | None,
     rule: str,
+    vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
     """As the specification, but that only a chain's last node gets the target's noise.
 
-    The others are judged, and their own choices are not asked for.
+    The others are judged, and their own choices are not asked for. Of several ranks, logits and
+    what drafts were sampled from are this one's part.
     """
-    scores = processed(logits, seen, positions, sampling, request, allowed)[row_of]
+    scores = spread(logits, vocabulary)
+    scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)[row_of]
     after = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
-    choices = best(after.flatten(0, 1)).view_as(tokens)
+    choices = best(after.flatten(0, 1), vocabulary).view_as(tokens)
     if not any_row(sampling.temperature > 0):
-        return choices, is_finite(logits)
-    p = probabilities(scores.flatten(0, 1)).view_as(scores)
-    law = sampled_law(drafted, tokens)
-    choices = JUDGES[rule](tokens, num_nodes, choices, p, law, sampling, lengths)
-    return choices, is_finite(logits)
+        return choices, is_finite(logits, vocabulary)
+    p = probabilities(scores.flatten(0, 1), vocabulary).view_as(scores)
+    law = sampled_law(drafted, tokens, vocabulary)
+    choices = JUDGES[rule](tokens, num_nodes, choices, p, law, sampling, lengths, vocabulary)
+    return choices, is_finite(logits, vocabulary)
 
 
 def kernel_judge(
     kernels: Kernels,
-    logits: Float[Tensor, "R vocab"],
+    logits: Float[Tensor, "R share"],
     seen: Seen,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
@@ -248,10 +256,11 @@ def kernel_judge(
     drafted: Float[Tensor, "B S vocab"],
     allowed: Bool[Tensor, "R vocab"] | None,
     rule: str,
+    vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
-    """As `plain_judge`, with its kernels, to which both laws come as scores."""
+    """As `plain_judge`, with its kernels, to which both laws come as scores, and whole."""
     chosen, is_finite, scores = kernels.sampling.score(
-        *(logits, seen, positions, sampling, request, allowed),
+        *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
@@ -269,10 +278,11 @@ judge = kernel_or_plain(kernel_judge, plain_judge)
 
 
 def _of_drafts(
-    probability: Float[Tensor, "B places vocab"], tokens: Int[Tensor, "B N"]
+    probability: Float[Tensor, "B places vocab"], tokens: Int[Tensor, "B N"], vocabulary: Vocabulary
 ) -> Float[Tensor, "B S"]:
-    drafts = tokens[:, 1:, None].long()
-    return probability[:, : drafts.shape[1]].gather(2, drafts)[:, :, 0]
+    drafts = tokens[:, 1:]
+    after = probability[:, : drafts.shape[1]].flatten(0, 1)
+    return at(after, drafts.reshape(-1, 1), vocabulary).view(drafts.shape)
 
 
 def _decided(
@@ -284,12 +294,13 @@ def _decided(
     residual: Float[Tensor, "B S vocab"],
     sampling: Sampling,
     lengths: Int[Tensor, " B"],
+    vocabulary: Vocabulary,
 ) -> Int[Tensor, "B N"]:
     B, S, _ = residual.shape
-    is_left = residual > 0
-    left = torch.where(is_left.any(dim=2, keepdim=True), residual.clamp(min=0), p[:, :S])
+    is_left = any_of((residual > 0).any(dim=2).flatten(), vocabulary).view(B, S, 1)
+    left = torch.where(is_left, residual.clamp(min=0), p[:, :S])
     noisy = perturbed_alike(left.log(), sampling, lengths, RESIDUAL_STREAM)
-    drawn = best(noisy.flatten(0, 1)).view(B, S)
+    drawn = best(noisy.flatten(0, 1), vocabulary).view(B, S)
     decided = torch.where(accepted, tokens[:, 1:], drawn)
     place = torch.arange(S, dtype=torch.int32, device=tokens.device)
     is_judged = (place + 1 < num_nodes[:, None]) & (sampling.temperature > 0)[:, None]

@@ -9,12 +9,23 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.boundary.ranks import ALONE, Ranks
-from shared.models.ranks import vocab_section
 from shared.spec.noise import TARGET_STREAM
 from shared.spec.sampling import DRAFT_TAU
-from torch_impl.ops import Kernels, any_row, draft_tree, kernel_or_plain, ranks
+from torch_impl.ops import Kernels, any_row, draft_tree, kernel_or_plain
 from torch_impl.ops.noise import gumbel
+from torch_impl.ops.vocabulary import (
+    ALL,
+    Vocabulary,
+    all_of,
+    best_of,
+    log_probabilities,
+    moved,
+    norm,
+    over_tokens,
+    spread,
+    support,
+    whole,
+)
 
 
 @dataclass(frozen=True)
@@ -97,24 +108,6 @@ def penalized(
     return logits - sampling.frequency[:, None] * counts
 
 
-def support(
-    logits: Float[Tensor, "R vocab"],
-    top_k: Int[Tensor, " R"],
-    top_p: Float[Tensor, " R"],
-    min_p: Float[Tensor, " R"],
-) -> Bool[Tensor, "R vocab"]:
-    vocab = logits.shape[1]
-    order = logits.sort(dim=1, descending=True, stable=True).indices
-    ranked = log_softmax(logits).exp().gather(1, order)
-    before = ranked.cumsum(1) - ranked
-    rank = torch.arange(vocab, device=logits.device)[None, :]
-    stays = (rank < top_k[:, None]) | (top_k >= vocab)[:, None]
-    stays &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
-    stays &= (ranked >= min_p[:, None] * ranked[:, :1]) | (min_p <= 0)[:, None]
-    stays |= rank == 0
-    return torch.zeros_like(stays).scatter(1, order, stays)
-
-
 def processed(
     logits: Float[Tensor, "R vocab"],
     seen: Seen,
@@ -122,7 +115,22 @@ def processed(
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
+    vocabulary: Vocabulary = ALL,
 ) -> Float[Tensor, "R vocab"]:
+    """As the specification; of several ranks, of the tokens of one, the others excluded."""
+    logits = _edited(logits, seen, positions, sampling, request, allowed)
+    return _supported(logits, sampling, request, vocabulary)
+
+
+def _edited(
+    logits: Float[Tensor, "R vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+) -> Float[Tensor, "R vocab"]:
+    """What is done to each token by itself, before the division by the temperature."""
     if any_row(sampling.has_penalty):
         logits = penalized(logits, seen_rows(seen), sampling.rows(request))
     if any_row(sampling.bias_values != 0):
@@ -131,13 +139,7 @@ def processed(
     too_short = positions < sampling.min_length[request]
     if any_row(too_short):
         logits = _without_stops(logits, sampling.stop_ids[request], too_short)
-    if allowed is not None:
-        logits = logits.masked_fill(~allowed, -torch.inf)
-    sampled = sampling.temperature > 0
-    if not any_row(sampled):
-        return logits
-    scaled = logits / torch.where(sampled, sampling.temperature, 1)[request, None]
-    return _supported(scaled, sampling, request)
+    return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
 
 
 def _without_stops(
@@ -149,18 +151,21 @@ def _without_stops(
 
 
 def _supported(
-    scaled: Float[Tensor, "R vocab"], sampling: Sampling, request: Int[Tensor, " R"]
+    logits: Float[Tensor, "R vocab"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    vocabulary: Vocabulary,
 ) -> Float[Tensor, "R vocab"]:
+    """Logits over the temperature; what is not of the support is excluded."""
     sampled, top_k, top_p = sampling.temperature > 0, sampling.top_k, sampling.top_p
-    if not any_row(_is_filtered(sampling, scaled.shape[1])):
+    if not any_row(sampled):
+        return logits
+    scaled = logits / torch.where(sampled, sampling.temperature, 1)[request, None]
+    filters = (top_k < scaled.shape[1]) | (top_p < 1) | (sampling.min_p > 0)
+    if not any_row(filters & sampled):
         return scaled
-    keep = support(scaled, top_k[request], top_p[request], sampling.min_p[request])
+    keep = support(scaled, top_k[request], top_p[request], sampling.min_p[request], vocabulary)
     return scaled.masked_fill(~keep & sampled[request, None], -torch.inf)
-
-
-def _is_filtered(sampling: Sampling, vocab: int) -> Bool[Tensor, " B"]:
-    filters = (sampling.top_k < vocab) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    return filters & (sampling.temperature > 0)
 
 
 def perturbed(
@@ -211,71 +216,34 @@ class Chosen:
 
 
 def plain_choose(
-    logits: Float[Tensor, "R vocab"],
+    logits: Float[Tensor, "R share"],
     seen: Seen,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
-    group: Ranks = ALONE,
+    vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As the specification, of whole logits or of a rank's part of them.
-
-    Args:
-      logits: Of several ranks, the part of the one that calls; all parts are equally wide.
-      group: The ranks. What a part leaves of a row, its best token and whether all of it is finite,
-        is gathered; the parts themselves are only where a row has a filter.
-    """
-    if not group.is_alone:
-        vocab = seen.counts.shape[1]
-        if not any_row(_is_filtered(sampling, vocab)):
-            how = (seen, positions, sampling, request, allowed)
-            return _chosen_of_parts(logits, vocab, group, *how)
-        logits = ranks.gathered(group, logits)[:, :vocab]
-    scores = processed(logits, seen, positions, sampling, request, allowed)
-    ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
-    return Chosen(ids, is_finite(logits))
-
-
-def _chosen_of_parts(
-    part: Float[Tensor, "R share"],
-    vocab: int,
-    group: Ranks,
-    seen: Seen,
-    positions: Int[Tensor, " R"],
-    sampling: Sampling,
-    request: Int[Tensor, " R"],
-    allowed: Bool[Tensor, "R vocab"] | None,
-) -> Chosen:
-    """The best of what the parts leave; of equals the first, whose id is lower."""
-    first, end = vocab_section(vocab).run(group.rank, group.count)
-    own = part[:, : end - first]
-    # Tokens of others are none here: they stay below any of the part, whatever is added.
-    logits = part.new_full((len(part), vocab), -torch.inf)
-    logits[:, first:end] = own
-    scores = processed(logits, seen, positions, sampling, request, allowed)
+    """As the specification, of whole logits or of a rank's part of them."""
+    scores = spread(logits, vocabulary)
+    scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
     noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
-    ids = best(noisy)
-    value = noisy.gather(1, ids.long()[:, None])[:, 0]
-    left = torch.stack([value.view(torch.int32), ids, is_finite(own).int()], dim=1)
-    left = ranks.gathered(group, left).unflatten(1, (group.count, 3))
-    values, ids, finite = (x.contiguous() for x in left.unbind(2))
-    winner = values.view(torch.float32).argmax(dim=1, keepdim=True)  # a NaN before all others
-    return Chosen(ids.gather(1, winner)[:, 0], finite.bool().all(dim=1))
+    return Chosen(best(noisy, vocabulary), is_finite(logits, vocabulary))
 
 
 def kernel_choose(
     kernels: Kernels,
-    logits: Float[Tensor, "R vocab"],
+    logits: Float[Tensor, "R share"],
     seen: Seen,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
-    group: Ranks = ALONE,
+    vocabulary: Vocabulary = ALL,
 ) -> Chosen:
+    """As `plain_choose`; kernels choose from whole logits."""
     chosen = kernels.sampling.choose(
-        *(logits, seen, positions, sampling, request, allowed),
+        *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
@@ -285,13 +253,13 @@ def kernel_choose(
 choose = kernel_or_plain(kernel_choose, plain_choose)
 
 
-def is_finite(logits: Float[Tensor, "R vocab"]) -> Bool[Tensor, " R"]:
-    return logits.isfinite().all(dim=1)
+def is_finite(logits: Float[Tensor, "R share"], vocabulary: Vocabulary = ALL) -> Bool[Tensor, " R"]:
+    return all_of(logits.isfinite().all(dim=1), vocabulary)
 
 
-def best(perturbed: Float[Tensor, "R vocab"]) -> Int[Tensor, " R"]:
+def best(perturbed: Float[Tensor, "R vocab"], vocabulary: Vocabulary = ALL) -> Int[Tensor, " R"]:
     """The first maximum of each row, which is the one that `torch.argmax` gives."""
-    return perturbed.argmax(dim=1).int()
+    return best_of(perturbed, 1, vocabulary)[1][:, 0]
 
 
 @dataclass(frozen=True)
@@ -304,7 +272,7 @@ class Ranked:
 
 
 def plain_rank(
-    logits: Float[Tensor, "B k vocab"],
+    logits: Float[Tensor, "B k share"],
     seen: Seen,
     positions: Int[Tensor, " B"],
     sampling: Sampling,
@@ -312,23 +280,34 @@ def plain_rank(
     stream: int,
     width: int,
     is_sampled: bool,
-    columns: Int[Tensor, " vocab"] | None,
+    columns: Int[Tensor, " size"] | None,
+    vocabulary: Vocabulary = ALL,
 ) -> Ranked:
-    B, k, _ = logits.shape
+    """As the specification, of whole logits or of a rank's part of a head's.
+
+    What drafts are sampled from is this rank's part of the target's vocabulary.
+    """
+    (B, k, _), vocab = logits.shape, seen.counts.shape[1]
     request = torch.arange(B, device=logits.device).repeat_interleave(k)
-    flat = over_tokens(logits.flatten(0, 1), columns, seen.counts.shape[1])
-    scores = processed(flat, seen, positions[request], sampling, request, None)
-    noisy = perturbed_alike(scores.unflatten(0, (B, k)), sampling, keys, stream).flatten(0, 1)
-    ids = top_candidates(noisy if columns is None else noisy[:, columns], width)
+    tokens = over_tokens(spread(logits.flatten(0, 1), vocabulary), columns, vocab)
+    edited = _edited(tokens, seen, positions[request], sampling, request, None)
+    edited = edited if columns is None else edited[:, columns]
+    scores = _supported(edited, sampling, request, vocabulary)
+    by_node = over_tokens(scores, columns, vocab).unflatten(0, (B, k))
+    noisy = perturbed_alike(by_node, sampling, keys, stream).flatten(0, 1)
+    noisy = noisy if columns is None else noisy[:, columns]
+    values, ids = best_of(noisy, width, vocabulary)
+    warmth = sampling.temperature[request]
+    weights = draft_weights(noisy, values, warmth, DRAFT_TAU, vocabulary)
     ids = ids if columns is None else columns[ids]
-    weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU).gather(1, ids.long())
-    kept = scores if is_sampled else None
+    target = Vocabulary(vocab, vocabulary.group)
+    kept = moved(scores, columns, vocabulary, target) if is_sampled else None
     return Ranked(ids.view(B, k, width), weights.view(B, k, width), kept)
 
 
 def kernel_rank(
     kernels: Kernels,
-    logits: Float[Tensor, "B k vocab"],
+    logits: Float[Tensor, "B k share"],
     seen: Seen,
     positions: Int[Tensor, " B"],
     sampling: Sampling,
@@ -336,10 +315,15 @@ def kernel_rank(
     stream: int,
     width: int,
     is_sampled: bool,
-    columns: Int[Tensor, " vocab"] | None,
+    columns: Int[Tensor, " size"] | None,
+    vocabulary: Vocabulary = ALL,
 ) -> Ranked:
+    """As `plain_rank`; kernels rank by whole logits, and what they leave is whole."""
+    tokens = whole(logits, vocabulary)
+    if columns is None:
+        tokens = over_tokens(tokens, None, seen.counts.shape[1])
     ranked = kernels.sampling.rank(
-        *(logits, seen, positions, sampling, keys, stream, width, is_sampled, columns),
+        *(tokens, seen, positions, sampling, keys, stream, width, is_sampled, columns),
         tau=DRAFT_TAU,
         tiles=kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1]),
     )
@@ -349,42 +333,26 @@ def kernel_rank(
 rank = kernel_or_plain(kernel_rank, plain_rank)
 
 
-def over_tokens(
-    logits: Float[Tensor, "R columns"], columns: Int[Tensor, " columns"] | None, vocab: int
-) -> Float[Tensor, "R vocab"]:
-    if columns is None:
-        return logits
-    scores = logits.new_full((len(logits), vocab), -torch.inf)
-    return scores.index_copy_(1, columns.long(), logits)
-
-
 def draft_weights(
-    perturbed: Float[Tensor, "R vocab"], temperature: Float[Tensor, " R"], tau: float
+    perturbed: Float[Tensor, "R size"],
+    some: Float[Tensor, "R some"],
+    temperature: Float[Tensor, " R"],
+    tau: float,
+    vocabulary: Vocabulary = ALL,
+) -> Float[Tensor, "R some"]:
+    """As the specification, of some of the scores."""
+    softness = torch.where(temperature > 0, tau, 1.0)[:, None]
+    return log_probabilities(some / softness, norm(perturbed / softness, vocabulary))
+
+
+def log_softmax(
+    logits: Float[Tensor, "R vocab"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "R vocab"]:
-    softness = torch.where(temperature > 0, tau, 1.0)
-    return log_softmax(perturbed / softness[:, None])
+    return log_probabilities(logits, norm(logits, vocabulary))
 
 
-def top_candidates(perturbed: Float[Tensor, "R vocab"], k: int) -> Int[Tensor, "R k"]:
-    """As the specification; one candidate needs no ranking."""
-    if k == 1:
-        return perturbed.argmax(dim=1, keepdim=True).int()
-    return _ranked(perturbed).topk(k, dim=1).indices.int()
-
-
-def _ranked(x: Float[Tensor, "R vocab"]) -> Int[Tensor, "R vocab"]:
-    """Whole numbers in the order of the values, NaN first, the lower id before its equals.
-
-    `torch.topk` breaks ties in any order, and here are none; a stable sort of all takes longer.
-    """
-    bits = torch.where(x.isnan(), torch.nan, x + 0.0).view(torch.int32)  # one NaN, one zero
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
-    return (ordered << 32) - torch.arange(x.shape[1], device=x.device)
-
-
-def log_softmax(logits: Float[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
-    return torch.log_softmax(logits, dim=1)
-
-
-def probabilities(processed: Float[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
-    return torch.softmax(processed, dim=1)
+def probabilities(
+    processed: Float[Tensor, "R vocab"], vocabulary: Vocabulary = ALL
+) -> Float[Tensor, "R vocab"]:
+    highest, total = norm(processed, vocabulary)
+    return (processed - highest[:, None]).exp() / total[:, None]
