@@ -11,7 +11,7 @@ from jax_impl.model import Forward
 from jax_impl.ops import attention, sampling, scan
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.sampling import Ranked, Sampling, Seen
-from jax_impl.ops.vocabulary import Vocabulary
+from jax_impl.ops.vocabulary import ALL, Vocabulary
 from shared.boundary.program import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -91,7 +91,7 @@ class Ranking(NamedTuple):
     lengths: Int[jax.Array, " B"]
     width: int
     is_sampled: bool
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary = ALL
     columns: Int[jax.Array, " draft_vocab"] | None = None
 
     def __call__(

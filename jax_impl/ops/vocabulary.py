@@ -208,8 +208,9 @@ def _top(x: Float[jax.Array, "R some"], k: int) -> Int[jax.Array, "R k"]:
     """The places of the k largest numbers, NaN first; `jnp.argmax` takes nine times as long."""
     if k > 1:
         return lax.top_k(x, k)[1].astype(jnp.int32)
-    keys, size = _keys(x), x.shape[1]  # a maximum of floats may lose NaN where most are -inf
-    is_first = keys == keys.max(axis=1, keepdims=True)
+    # XLA's maximum may lose NaN where the others are -inf.
+    plain, size = jnp.where(jnp.isnan(x), jnp.inf, x), x.shape[1]
+    is_first = plain == plain.max(axis=1, keepdims=True)
     return jnp.where(is_first, jnp.arange(size, dtype=jnp.int32), size).min(axis=1)[:, None]
 
 
@@ -238,14 +239,16 @@ def support(
         counts, *words = jnp.split(added(left, vocabulary), 4, axis=1)
         return counts, _of_units(_carried(*words))
 
-    ways = jnp.arange(1, 2**DIGIT, dtype=jnp.uint32)
+    # A question costs ranks an exchange, and one rank a pass over its tokens for each border.
+    digit = 1 if vocabulary.group.is_alone else DIGIT
+    ways = jnp.arange(1, 2**digit, dtype=jnp.uint32)
 
     def find(border: Border, shift: UInt32[jax.Array, ""]) -> tuple[Border, None]:
         counts, masses = above(border + (ways << shift) - 1)
         reaches = (counts >= most) | (masses >= bound)
         return border + (reaches.sum(axis=1, keepdims=True, dtype=jnp.uint32) << shift), None
 
-    shifts = jnp.arange(32 - DIGIT, -1, -DIGIT).astype(jnp.uint32)
+    shifts = jnp.arange(32 - digit, -1, -digit).astype(jnp.uint32)
     border, _ = scan(find, jnp.zeros((len(scores), 1), jnp.uint32), shifts)
     counts, masses = above(border)
     is_tie = keys == border

@@ -27,7 +27,7 @@ from shared.models.ranks import VOCAB_GROUP
 from shared.spec import sampling
 
 DIGIT = 4
-"""Bits of a border that one question to all parts finds."""
+"""Bits of a border that one question to all parts finds; the border is the same for any number."""
 
 GROUP_BITS = 24
 """A unit of a group's mass is 2^-24 of its best token's weight."""

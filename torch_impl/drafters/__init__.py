@@ -16,7 +16,7 @@ from torch_impl.model import Forward
 from torch_impl.ops import attention, sampling
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.sampling import Ranked, Sampling, Seen
-from torch_impl.ops.vocabulary import Vocabulary
+from torch_impl.ops.vocabulary import ALL, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Ranking:
     lengths: Int[Tensor, " B"]
     width: int
     is_sampled: bool
-    vocabulary: Vocabulary
+    vocabulary: Vocabulary = ALL
     columns: Int[Tensor, " draft_vocab"] | None = None
 
     def __call__(

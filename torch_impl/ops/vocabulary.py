@@ -226,8 +226,10 @@ def support(
         return counts, _of_units(units)
 
     border = keys.new_zeros(R, 1)
-    ways = torch.arange(1, 2**DIGIT, device=keys.device)
-    for shift in range(32 - DIGIT, -1, -DIGIT):
+    # Ranks send each other what lies above all borders of a question; one rank only looks it up.
+    digit = 8 if vocabulary.group.is_alone else DIGIT
+    ways = torch.arange(1, 2**digit, device=keys.device)
+    for shift in range(32 - digit, -1, -digit):
         counts, masses = above(border + (ways << shift) - 1)
         border += ((counts >= most) | (masses >= bound)).sum(dim=1, keepdim=True) << shift
     counts, masses = above(border)
