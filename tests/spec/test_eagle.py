@@ -26,7 +26,7 @@ class Drafting:
         hidden = rng.standard_normal((LENGTHS.sum(), self.config.hidden)).astype(np.float32)
         rows = attention.causal_rows(starts, np.zeros(2, int), draft_from, TABLE, len(self.tokens))
         kv = model.new_kv(self.config, 1, 10, PAGE_SIZE)
-        out, logits, self.kv = self.head(rows, self.tokens, hidden, kv)
+        out, logits, self.kv = self.head(rows, self.tokens, None, hidden, kv)
         self.ranked: list[tuple[np.ndarray, np.ndarray]] = []
         self.relay = eagle.relay_of(out, logits, starts[1:] - 1, self.rank)
 
@@ -53,7 +53,7 @@ class Drafting:
             rows = attention.causal_rows(
                 np.array([0, 1]), first, self.draft_from[[request]], TABLE[[request]], 1
             )
-            hidden, logits, kv = self.head(rows, np.array([token]), hidden, kv)
+            hidden, logits, kv = self.head(rows, np.array([token]), None, hidden, kv)
         return logits[0]
 
 
