@@ -347,7 +347,6 @@ ONE_SIDED_NAMES = {
 
 
 OTHER_OPS = {
-    "ops/sampling.py::kernel_choose": "JAX gathers whole logits, torch what parts of them leave",
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::count_tokens": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",
