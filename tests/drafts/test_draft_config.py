@@ -300,7 +300,7 @@ def one_row(head, reads):
     drafter, table = eagle.Drafter.of_head(head, WEIGHTS), np.array([[1]])
     rows = attention.causal_rows(np.array([0, 1]), np.zeros(1, int), np.zeros(1, int), table, 1)
     kv = model.new_kv(drafter.layer, 1, 2, 4)
-    hidden, logits, _ = drafter.run(rows, np.array([7]), reads, kv)
+    hidden, logits, _ = drafter.run(rows, np.array([7]), None, reads, kv)
     return hidden, logits
 
 
