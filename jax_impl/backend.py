@@ -35,7 +35,7 @@ from jax_impl.workspace import workspace
 from kernels.mail import BLOCK_BYTES, LOOKS, Boxes
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
-from shared.boundary.checks import check_capacity, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_one_rank, check_plan, to_prepare
 from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import Program
@@ -77,6 +77,7 @@ class JaxBackend:
         quick_compile: bool,
         kept_in: Path | None = None,
         group: Ranks = ALONE,
+        tower: Loaded | None = None,
     ) -> None:
         """Allocates the pools of `capacity`; nothing is compiled yet.
 
@@ -97,6 +98,7 @@ class JaxBackend:
           kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
           group: How many ranks have the model between them: the devices of this process from the
             first on, which run every step together.
+          tower: Of a model that sees, loaded already.
 
         Raises:
           ValueError: There are fewer devices than ranks, or a model does not divide among them. Or
@@ -104,32 +106,29 @@ class JaxBackend:
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
+        check_one_rank(group, tower is not None)
         self._together = Together.of(where, group)
         read = partial(weights.from_arrays, config=config, dtype=kind)
         models = _of_ranks(arrays, read, self._together)
         own = _of_ranks(draft_arrays, partial(_placed, drafts=drafts, dtype=kind), self._together)
         model = models[0]
         assert model is not None  # there are arrays
-        check_capacity(capacity, drafts, model.has_mtp)
+        check_capacity(capacity, drafts, model.has_mtp, tower is not None)
         config, drafts = local(config, group.count), drafts.local(group.count)
         in_stacks = weights.are_read_in_stacks(model, where)
-        sizes = drafts.sizes
         self.capacity, self.compiles = capacity, 0
+        on_gpu = where.platform == "gpu"
         self._blueprint = Blueprint(
-            config=config,
-            drafts=drafts,
-            capacity=capacity,
-            dtype=dtype,
-            on_gpu=where.platform == "gpu",
+            config=config, drafts=drafts, capacity=capacity, dtype=dtype, on_gpu=on_gpu
         )
         kernels = ops.kernels_on(where)
         if kernels is not None:
             plain_operations(self._blueprint, KERNEL_LIMITS)
         self._group, self._bind = group, _binding(config, drafts, in_stacks)
-        self._tree = jax.tree.structure((model, own[0]))
+        self._tree = jax.tree.structure((model, own[0], tower))
         devices = self._together.devices
-        each = [_leaves_of(*of_rank) for of_rank in zip(models, own, devices, strict=True)]
-        allocate = partial(device_state.allocate, config, capacity, sizes, kind)
+        each = [_leaves_of(on, *x, tower) for on, *x in zip(devices, models, own, strict=True)]
+        allocate = partial(device_state.allocate, config, capacity, drafts.sizes, kind)
         is_here = all(isinstance(leaf, jax.Array | list) for leaf in each[0])
         if is_here:
             states = [allocate(device) for device in devices]
@@ -275,8 +274,9 @@ class JaxBackend:
     def _machine(self, leaves: list[Leaf], exchange: DeviceMailboxes | None) -> Machine:
         """What a step works with, of the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
-        loaded, own = jax.tree.unflatten(self._tree, leaves)
-        return Machine(*self._bind(loaded, own, self._group.on(exchange)), self.capacity)
+        loaded, own, seeing = jax.tree.unflatten(self._tree, leaves)
+        tower = seeing and weights.tower_of(seeing)
+        return Machine(*self._bind(loaded, own, self._group.on(exchange)), tower, self.capacity)
 
 
 def _of_ranks(
@@ -293,8 +293,8 @@ def _of_ranks(
     return [read(given, device=device, group=rank) for device, rank in ranks]
 
 
-def _leaves_of(model: Loaded | None, own: Loaded | None, device: jax.Device) -> list[Leaf]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path((model, own))
+def _leaves_of(device: jax.Device, *loaded: Loaded | None) -> list[Leaf]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(loaded)
     return [_leaf(path, array, device) for path, array in leaves]
 
 

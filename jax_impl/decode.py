@@ -11,7 +11,7 @@ from jax_impl.device_state import DeviceState, Fields, Mask, Plan
 from jax_impl.drafters import Drafted, Fed
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
-from jax_impl.machine import Machine, logprobs_of, ranking
+from jax_impl.machine import Machine, behind_pictures, logprobs_of, ranking
 from jax_impl.ops import acceptance, attention, draft_tree, masks, sampling, slots, verify_rows
 from jax_impl.ops.acceptance import Followed
 from jax_impl.ops.attention import Rows
@@ -93,7 +93,9 @@ def grow(
     assert machine.drafter is not None  # a program that drafts has one
     assert state.draft is not None
     rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
-    drafted, memory = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
+    deltas = None if state.pictures is None else state.pictures.deltas[plan.slots]
+    given = (state.draft, plan, newest, lengths, deltas)
+    drafted, memory = machine.drafter.draft(*given, shape, rank)
     state = state._replace(draft=memory)
     if program.shares_rows:
         return Trees(*_share(drafted, plan, shape.rows), None, None), state
@@ -123,6 +125,7 @@ def verify(
     rows, node = attention.tree_rows(
         trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, program.is_chain
     )
+    rows = behind_pictures(machine, state, plan, rows)
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
@@ -302,7 +305,8 @@ def extend(
     rank = ranking(machine, state, plan, lengths + counts, machine.capacity.max_width, False)
     tokens = jnp.take_along_axis(trees.tokens, verified.accepted.path, axis=1).reshape(-1)
     passed = verified.passed.at(verified.accepted.rows.reshape(-1))
-    fed = Fed(rows, tokens, verified.accepted.tokens.reshape(-1), passed, last)
+    rows = behind_pictures(machine, state, plan, rows)
+    fed = Fed(rows, tokens, verified.accepted.tokens.reshape(-1), None, passed, last)
     memory = machine.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
     return state._replace(draft=memory)
 

@@ -15,6 +15,7 @@ from jax_impl.ops import slots
 from jax_impl.ops.attention import KV
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.ops.sampling import Sampling
+from jax_impl.tower import Patches
 from shared.boundary.backend import Capacity
 from shared.boundary.buffers import Field, plan_layout, result_layout
 from shared.boundary.program import Extra, Program, Work
@@ -58,6 +59,18 @@ class DraftState(NamedTuple):
     snapshots: DeltaState | None
 
 
+class PictureState(NamedTuple):
+    """What a model that sees keeps beside.
+
+    Attributes:
+      pool: Rows of pictures that wait for their prompts; row 0 is the sink.
+      deltas: By slot, what the turns of later tokens are above their positions.
+    """
+
+    pool: Float[jax.Array, "rows hidden"]
+    deltas: Int[jax.Array, " slots"]
+
+
 class DeviceState(NamedTuple):
     """The donated state of all slots; slot, page and snapshot 0 are sinks.
 
@@ -68,6 +81,7 @@ class DeviceState(NamedTuple):
       kv: The target's pools.
       delta, snapshots: Recurrent states by slot and by snapshot; None without such layers.
       draft: None without a drafter.
+      pictures: None where the model sees none.
     """
 
     lengths: Int[jax.Array, " slots"]
@@ -77,6 +91,7 @@ class DeviceState(NamedTuple):
     delta: DeltaState | None
     snapshots: DeltaState | None
     draft: DraftState | None
+    pictures: PictureState | None
 
 
 def allocate(
@@ -105,9 +120,20 @@ def allocate(
             delta=new_states(config, slots, dtype),
             snapshots=new_states(config, capacity.num_snapshots, dtype),
             draft=None if drafter is None else _new_draft(drafter, capacity, dtype),
+            pictures=_new_pictures(capacity, dtype),
         )
 
     return zeros()
+
+
+def _new_pictures(capacity: Capacity, dtype: np.dtype | type) -> PictureState | None:
+    pictures = capacity.pictures
+    if pictures is None:
+        return None
+    return PictureState(
+        pool=jnp.zeros((pictures.num_rows, pictures.vision.out), dtype),
+        deltas=jnp.zeros(capacity.num_slots, np.int32),
+    )
 
 
 def _new_draft(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) -> DraftState:
@@ -159,6 +185,24 @@ def new_kv(
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """What pictures bring to a prefill; see `shared.boundary.pictures.Pictures`."""
+
+    sources: Int[jax.Array, " T"]
+    turns: Int[jax.Array, "T 3"]
+    next_sources: Int[jax.Array, " B"]
+    deltas: Int[jax.Array, " B"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture to be encoded; see `shared.boundary.pictures.Encode`."""
+
+    patches: Patches
+    place: Int[jax.Array, " 1"]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """The prompt chunks of a plan; see `shared.boundary.backend.Prefill`.
 
@@ -170,6 +214,7 @@ class Prompt:
     first_positions: Int[jax.Array, " B"]
     ends_prompt: Bool[jax.Array, " B"]
     next_tokens: Int[jax.Array, " B"]
+    pictures: Pictures | None
 
 
 @dataclass(frozen=True)
@@ -202,6 +247,7 @@ class Plan:
       prompt: The chunks that are fed or counted; None in other work.
       drafts: The trees that the plan brings; None where it brings none.
       mask: What grammars allow; None where the program takes no mask.
+      picture: What is encoded; None in other work.
     """
 
     slots: Int[jax.Array, " B"]
@@ -216,6 +262,7 @@ class Plan:
     prompt: Prompt | None
     drafts: HostDraft | None
     mask: Mask | None
+    picture: Picture | None
 
 
 def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
@@ -235,6 +282,7 @@ def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
         prompt=_read_prompt(at, program),
         drafts=_read_drafts(at) if program.has(Extra.HOST_DRAFT) else None,
         mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
+        picture=_read_picture(at) if program.work is Work.ENCODE else None,
     )
 
 
@@ -255,7 +303,31 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
         first_positions=at["first_positions"],
         ends_prompt=at.get("ends_prompt", nothing) != 0,
         next_tokens=at.get("next_tokens", nothing),
+        pictures=_read_pictures(at),
     )
+
+
+def _read_pictures(at: Fields) -> Pictures | None:
+    if "picture_sources" not in at:
+        return None
+    return Pictures(
+        sources=at["picture_sources"],
+        turns=at["picture_turns"],
+        next_sources=at["picture_next_sources"],
+        deltas=at["picture_deltas"],
+    )
+
+
+def _read_picture(at: Fields) -> Picture:
+    patches = Patches(
+        pixels=at["picture_pixels"],
+        corners=at["picture_corners"],
+        shares=at["picture_shares"],
+        cos=at["picture_cos"],
+        sin=at["picture_sin"],
+        count=at["picture_count"],
+    )
+    return Picture(patches, at["place"])
 
 
 def _read_drafts(at: Fields) -> HostDraft:

@@ -9,6 +9,8 @@ from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
 from jax_impl.ops import logprobs
+from jax_impl.ops.attention import Rows, turned
+from jax_impl.records import TowerWeights
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
 
@@ -19,11 +21,13 @@ class Machine(NamedTuple):
     Attributes:
       model: The target.
       drafter: None without one.
+      tower: Of a model that sees; None without one.
       capacity: What exists.
     """
 
     model: Model
     drafter: Drafter | None
+    tower: TowerWeights | None
     capacity: Capacity
 
     def feeds(self, program: Program) -> bool:
@@ -72,3 +76,10 @@ def logprobs_of(
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
+
+
+def behind_pictures(machine: Machine, state: DeviceState, plan: Plan, rows: Rows) -> Rows:
+    """Rows of text, turned as those of a model that sees, behind the pictures of their slots."""
+    if state.pictures is None:
+        return rows
+    return turned(rows, state.pictures.deltas[plan.slots])

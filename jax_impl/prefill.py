@@ -14,6 +14,7 @@ from jax_impl.layers import PrefillMixer
 from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.model import Forward
 from jax_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
+from jax_impl.ops.layers import Shown
 from jax_impl.ops.logprobs import Scored
 from shared.boundary.buffers import SCORES
 from shared.boundary.program import Extra, Program
@@ -41,6 +42,9 @@ def prefill(
     state, prompt = start(state, plan), plan.prompt
     assert prompt is not None  # a prefill has one
     prompts = Prompts.of(plan, program)
+    if prompt.pictures is not None and state.pictures is not None:
+        deltas = state.pictures.deltas.at[plan.slots].set(prompt.pictures.deltas)
+        state = state._replace(pictures=state.pictures._replace(deltas=deltas))
     passed, state, saved = _read_prompts(machine, state, plan, program, prompts)
     state = _count_prompts(machine, state, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
@@ -71,6 +75,22 @@ def _following(prompts: Prompts, newest: Int[jax.Array, " B"]) -> Int[jax.Array,
     request = prompts.rows.request
     is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
     return jnp.where(is_last, newest[request], jnp.roll(prompts.tokens, -1))
+
+
+def _following_sources(plan: Plan, prompts: Prompts) -> Int[jax.Array, " T"] | None:
+    """The sources of those tokens."""
+    if prompts.sources is None or plan.prompt is None or plan.prompt.pictures is None:
+        return None
+    request = prompts.rows.request
+    is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
+    next_sources = plan.prompt.pictures.next_sources
+    return jnp.where(is_last, next_sources[request], jnp.roll(prompts.sources, -1))
+
+
+def _shown(state: DeviceState, sources: Int[jax.Array, " T"] | None) -> Shown | None:
+    """The rows of pictures that stand in the place of tokens'; None where the model sees none."""
+    pictures = state.pictures
+    return None if sources is None or pictures is None else Shown(pictures.pool, sources)
 
 
 def _scores(
@@ -135,7 +155,8 @@ def _feed_prompts(
     rows, draft_from = prompts.rows, state.draft.draft_from[plan.slots]
     rows = rows._replace(first=draft_from[rows.request])
     rank = ranking(machine, state, plan, prompts.lengths, machine.capacity.max_width, False)
-    fed = Fed(rows, prompts.tokens, following, passed, prompts.last)
+    shown = _shown(state, _following_sources(plan, prompts))
+    fed = Fed(rows, prompts.tokens, following, shown, passed, prompts.last)
     memory = machine.drafter.prefill(state.draft, plan, prompts, fed, rank)
     return state._replace(draft=memory)
 
@@ -153,7 +174,7 @@ def _read_prompts(
         where = (plan.slots, prompts.row_starts, prompts.rows.request)
         pools, save = (state.delta, state.snapshots), jnp.where(is_saved, plan.save, 0)
         mixer = PrefillMixer(machine.model.config, *pools, *where, save_after, save)
-    given = (prompts.tokens, None, prompts.rows, state.kv)
+    given = (prompts.tokens, _shown(state, prompts.sources), prompts.rows, state.kv)
     passed = model.forward(machine.model, *given, mixer, streams)
     state = state._replace(kv=passed.kv)
     if mixer is not None:

@@ -6,6 +6,7 @@ from jaxtyping import Bool, Int
 
 from jax_impl.decode import decode, draft
 from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
+from jax_impl.encode import encode
 from jax_impl.machine import Machine
 from jax_impl.prefill import count_tokens, prefill
 from shared.boundary.buffers import SCORES
@@ -22,6 +23,7 @@ def step(
         Work.DECODE: decode,
         Work.DRAFT: draft,
         Work.COUNT: count_tokens,
+        Work.ENCODE: encode,
     }[program.work]
     state, values = work(machine, state, plan, program)
     return _end(machine, state, plan, values, program)

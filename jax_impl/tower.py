@@ -9,11 +9,10 @@ from jaxtyping import Float, Int
 from jax_impl.ops import Place, attention, layers, linear, scan
 from jax_impl.records import LayerNorm, TowerBlock, TowerWeights
 from shared.models.vision import EPS, VisionConfig
-from shared.spec import tower as spec
 
 
 class Patches(NamedTuple):
-    """As the specification's; pixels have the type of the weights."""
+    """As the specification's."""
 
     pixels: Float[jax.Array, "R numbers"]
     corners: Int[jax.Array, "R 4"]
@@ -22,18 +21,13 @@ class Patches(NamedTuple):
     sin: Float[jax.Array, "R half"]
     count: Int[jax.Array, " 1"]
 
-    @classmethod
-    def of(cls, picture: spec.Patches, dtype: jnp.dtype, device: jax.Device) -> "Patches":
-        """Brings a picture to a device."""
-        given = vars(picture) | {"pixels": picture.pixels.astype(dtype)}
-        return cls(**jax.device_put(given, device))
-
 
 def encoded(
     config: VisionConfig, weights: TowerWeights, picture: Patches
 ) -> Float[jax.Array, "tokens out"]:
     """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
-    x = linear.product(picture.pixels, weights.patches)
+    pixels = picture.pixels.astype(weights.places.dtype)
+    x = linear.product(pixels, weights.patches)
     x = x + _placed(weights.places, picture.corners, picture.shares)
 
     def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:

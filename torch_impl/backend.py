@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
-from shared.boundary.checks import check_capacity, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_one_rank, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import CAPTURED, Program, Work
 from shared.boundary.ranks import ALONE, Ranks
@@ -37,7 +37,7 @@ from torch_impl.mailboxes import DeviceMailboxes, on_device
 from torch_impl.model import Model
 from torch_impl.operations import KERNEL_LIMITS
 from torch_impl.ops import kernels_on
-from torch_impl.records import BlockWeights, HeadWeights, Weights
+from torch_impl.records import BlockWeights, HeadWeights, TowerWeights, Weights
 from torch_impl.step import step
 from torch_impl.workspace import workspace
 
@@ -64,6 +64,7 @@ class TorchBackend:
         device: torch.device | str,
         captured: Collection[Work] = (),
         group: Ranks = ALONE,
+        tower: TowerWeights | None = None,
     ) -> None:
         """Allocates a rank's share of the pools of `capacity` on the device.
 
@@ -78,6 +79,7 @@ class TorchBackend:
           captured: Works whose steps are captured and replayed.
           group: The ranks that have the model between them. All get the same plans in the same
             order, and give the same results.
+          tower: Of a model that sees, loaded already.
 
         Raises:
           ValueError: A model does not divide among the ranks, or graphs are asked for where there
@@ -88,7 +90,8 @@ class TorchBackend:
             where = torch.device(device)
             weights = weights_module.from_arrays(config, dict(weights), dtype, where, group)
         device = weights.embed.device
-        check_capacity(capacity, drafts, weights.mtp is not None)
+        check_one_rank(group, tower is not None)
+        check_capacity(capacity, drafts, weights.mtp is not None, tower is not None)
         if captured and device.type != "cuda":
             raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
         if isinstance(draft_weights, Mapping):
@@ -110,7 +113,8 @@ class TorchBackend:
         group = on_device(group, kernels_on(device), device)
         model = Model.of(config, weights, group)
         self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
-        machine = Machine(model, _drafter(model, drafts, draft_weights), capacity, self._state)
+        drafter = _drafter(model, drafts, draft_weights)
+        machine = Machine(model, drafter, tower, capacity, self._state)
         self._queue = (
             _Stream(machine, device, captured) if device.type == "cuda" else _Worker(machine)
         )

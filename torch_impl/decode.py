@@ -12,7 +12,7 @@ from torch_impl.device_state import Fields, HostDraft, Mask, Plan
 from torch_impl.drafters import Drafted, Fed
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import VerifyMixer
-from torch_impl.machine import Machine, logprobs_of, ranking
+from torch_impl.machine import Machine, behind_pictures, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops import acceptance, attention, draft_tree, masks, sampling, slots, verify_rows
 from torch_impl.ops.acceptance import Followed
@@ -75,7 +75,8 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
     assert machine.drafter is not None  # it has the program
     assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
-    drafted = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
+    deltas = None if state.pictures is None else state.pictures.deltas[plan.slots]
+    drafted = machine.drafter.draft(state.draft, plan, newest, lengths, deltas, shape, rank)
     if program.shares_rows:
         return Trees(*_share(drafted, plan, shape.rows), None, None)
     return Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, drafted.processed)
@@ -128,6 +129,7 @@ def verify(
         shape.rows,
         program.is_chain,
     )
+    rows = behind_pictures(machine, plan, rows)
     row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = _mixer(machine, plan, program, trees, row_of, rows, node)
     tokens = trees.tokens[rows.request, node]
@@ -294,9 +296,10 @@ def extend(
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     rank = ranking(machine, plan, lengths + counts, machine.capacity.max_width, False)
     fed = Fed(
-        rows=rows,
+        rows=behind_pictures(machine, plan, rows),
         tokens=trees.tokens.gather(1, verified.accepted.path.long()).flatten(),
         following=verified.accepted.tokens.flatten(),
+        shown=None,
         passed=verified.passed.at(verified.accepted.rows.flatten()),
         last=rows.row_starts[:-1] + (counts - 1).clamp(min=0),
     )

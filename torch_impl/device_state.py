@@ -15,6 +15,7 @@ from shared.models.kept import Plane
 from torch_impl.ops import slots
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
+from torch_impl.tower import Patches
 
 Fields = dict[str, Tensor]
 """Fields of a result by name."""
@@ -53,6 +54,19 @@ class DraftState:
 
 
 @dataclass(frozen=True)
+class PictureState:
+    """What a model that sees keeps beside.
+
+    Attributes:
+      pool: Rows of pictures that wait for their prompts; row 0 is the sink.
+      deltas: By slot, what the turns of later tokens are above their positions.
+    """
+
+    pool: Float[Tensor, "rows hidden"]
+    deltas: Int[Tensor, " slots"]
+
+
+@dataclass(frozen=True)
 class DeviceState:
     """All memory that outlives a step. It is allocated once and written in place.
 
@@ -65,6 +79,7 @@ class DeviceState:
       kv: Keys and values of each attention layer's page pool.
       delta, snapshots: Recurrent states by slot and by snapshot; None without such layers.
       draft: None without a drafter.
+      pictures: None where the model sees none.
     """
 
     lengths: Int[Tensor, " slots"]
@@ -74,6 +89,7 @@ class DeviceState:
     delta: DeltaState | None
     snapshots: DeltaState | None
     draft: DraftState | None
+    pictures: PictureState | None
 
 
 def allocate(
@@ -98,6 +114,20 @@ def allocate(
         delta=new_states(config, slots, dtype, device),
         snapshots=new_states(config, capacity.num_snapshots, dtype, device),
         draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
+        pictures=_new_pictures(capacity, dtype, device),
+    )
+
+
+def _new_pictures(
+    capacity: Capacity, dtype: torch.dtype, device: torch.device
+) -> PictureState | None:
+    pictures = capacity.pictures
+    if pictures is None:
+        return None
+    pool = (pictures.num_rows, pictures.vision.out)
+    return PictureState(
+        pool=torch.zeros(pool, dtype=dtype, device=device),
+        deltas=torch.zeros(capacity.num_slots, dtype=torch.int32, device=device),
     )
 
 
@@ -158,6 +188,24 @@ def new_kv(
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """What pictures bring to a prefill; see `shared.boundary.pictures.Pictures`."""
+
+    sources: Int[Tensor, " T"]
+    turns: Int[Tensor, "T 3"]
+    next_sources: Int[Tensor, " B"]
+    deltas: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture to be encoded; see `shared.boundary.pictures.Encode`."""
+
+    patches: Patches
+    place: Int[Tensor, " 1"]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """The prompt chunks of a plan; see `shared.boundary.backend.Prefill`.
 
@@ -169,6 +217,7 @@ class Prompt:
     first_positions: Int[Tensor, " B"]
     ends_prompt: Bool[Tensor, " B"]
     next_tokens: Int[Tensor, " B"]
+    pictures: Pictures | None
 
 
 @dataclass(frozen=True)
@@ -201,6 +250,7 @@ class Plan:
       prompt: The chunks that are fed or counted; None in other work.
       drafts: The trees that the plan brings; None where it brings none.
       mask: What grammars allow; None where the program takes no mask.
+      picture: What is encoded; None in other work.
     """
 
     slots: Int[Tensor, " B"]
@@ -215,6 +265,7 @@ class Plan:
     prompt: Prompt | None
     drafts: HostDraft | None
     mask: Mask | None
+    picture: Picture | None
 
 
 def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity) -> Plan:
@@ -238,6 +289,7 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity
         prompt=_read_prompt(at, program),
         drafts=_read_drafts(at) if program.has(Extra.HOST_DRAFT) else None,
         mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
+        picture=_read_picture(at) if program.work is Work.ENCODE else None,
     )
 
 
@@ -251,7 +303,31 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
         first_positions=at["first_positions"],
         ends_prompt=at.get("ends_prompt", nothing) != 0,
         next_tokens=at.get("next_tokens", nothing),
+        pictures=_read_pictures(at),
     )
+
+
+def _read_pictures(at: Fields) -> Pictures | None:
+    if "picture_sources" not in at:
+        return None
+    return Pictures(
+        sources=at["picture_sources"],
+        turns=at["picture_turns"],
+        next_sources=at["picture_next_sources"],
+        deltas=at["picture_deltas"],
+    )
+
+
+def _read_picture(at: Fields) -> Picture:
+    patches = Patches(
+        pixels=at["picture_pixels"],
+        corners=at["picture_corners"],
+        shares=at["picture_shares"],
+        cos=at["picture_cos"],
+        sin=at["picture_sin"],
+        count=at["picture_count"],
+    )
+    return Picture(patches, at["place"])
 
 
 def _read_drafts(at: Fields) -> HostDraft:

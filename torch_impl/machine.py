@@ -11,6 +11,8 @@ from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
 from torch_impl.ops import logprobs
+from torch_impl.ops.attention import Rows, turned
+from torch_impl.records import TowerWeights
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,14 @@ class Machine:
     Attributes:
       model: The target.
       drafter: None without one.
+      tower: Of a model that sees; None without one.
       capacity: What exists.
       state: The memory of all slots and pages.
     """
 
     model: Model
     drafter: Drafter | None
+    tower: TowerWeights | None
     capacity: Capacity
     state: DeviceState
 
@@ -74,3 +78,9 @@ def logprobs_of(
     given = (logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     reported = logprobs.reported(*given)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
+
+
+def behind_pictures(machine: Machine, plan: Plan, rows: Rows) -> Rows:
+    """Rows of text, turned as those of a model that sees, behind the pictures of their slots."""
+    pictures = machine.state.pictures
+    return rows if pictures is None else turned(rows, pictures.deltas[plan.slots])

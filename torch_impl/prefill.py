@@ -16,6 +16,7 @@ from torch_impl.layers import PrefillMixer
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
+from torch_impl.ops.layers import Shown
 
 
 def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -36,6 +37,8 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     assert prompt is not None  # a prefill has one
     start(state, plan)
     prompts = Prompts.of(plan, program)
+    if prompt.pictures is not None and state.pictures is not None:
+        state.pictures.deltas[plan.slots] = prompt.pictures.deltas
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
@@ -71,6 +74,22 @@ def _following(prompts: Prompts, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]
     request = prompts.rows.request
     is_last = draft_tree.is_last(prompts.row_starts, request)
     return torch.where(is_last, newest[request], prompts.tokens.roll(-1))
+
+
+def _following_sources(plan: Plan, prompts: Prompts) -> Int[Tensor, " T"] | None:
+    """The sources of those tokens."""
+    if prompts.sources is None or plan.prompt is None or plan.prompt.pictures is None:
+        return None
+    request = prompts.rows.request
+    is_last = draft_tree.is_last(prompts.row_starts, request)
+    next_sources = plan.prompt.pictures.next_sources
+    return torch.where(is_last, next_sources[request], prompts.sources.roll(-1))
+
+
+def _shown(machine: Machine, sources: Int[Tensor, " T"] | None) -> Shown | None:
+    """The rows of pictures that stand in the place of tokens'; None where the model sees none."""
+    pictures = machine.state.pictures
+    return None if sources is None or pictures is None else Shown(pictures.pool, sources)
 
 
 def _scores(
@@ -109,8 +128,9 @@ def _read_prompts(
 ) -> tuple[Forward, Bool[Tensor, " B"]]:
     """Runs the target over prompt chunks and carries its states on; says what was saved."""
     state, config, rows = machine.state, machine.model.config, prompts.rows
+    shown = _shown(machine, prompts.sources)
     if state.delta is None:
-        passed = model.forward(machine.model, prompts.tokens, None, rows, state.kv, None, streams)
+        passed = model.forward(machine.model, prompts.tokens, shown, rows, state.kv, None, streams)
         return passed, torch.zeros_like(plan.starts)
     assert state.snapshots is not None  # slots with states have snapshots
     save_after = plan.save_at - prompts.first
@@ -119,7 +139,7 @@ def _read_prompts(
     save = torch.where(is_saved, plan.save, 0)
     pools, where = (state.delta, state.snapshots), (prompts.row_starts, rows.request)
     mixer = PrefillMixer(config, *pools, plan.slots, *where, save_after, save)
-    passed = model.forward(machine.model, prompts.tokens, None, rows, state.kv, mixer, streams)
+    passed = model.forward(machine.model, prompts.tokens, shown, rows, state.kv, mixer, streams)
     return passed, is_saved
 
 
@@ -161,6 +181,7 @@ def _feed_prompts(
         rows=replace(rows, first=draft.draft_from[plan.slots][rows.request]),
         tokens=prompts.tokens,
         following=following,
+        shown=_shown(machine, _following_sources(plan, prompts)),
         passed=passed,
         last=prompts.last,
     )

@@ -10,6 +10,7 @@ from torch import Tensor
 from shared.boundary.program import Program, Work
 from torch_impl.decode import decode, draft
 from torch_impl.device_state import Fields, pack, read_plan
+from torch_impl.encode import encode
 from torch_impl.machine import Machine
 from torch_impl.prefill import count_tokens, prefill
 
@@ -18,6 +19,7 @@ WORK = {
     Work.DECODE: decode,
     Work.DRAFT: draft,
     Work.COUNT: count_tokens,
+    Work.ENCODE: encode,
 }
 
 

@@ -2,19 +2,17 @@
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.models.vision import EPS, VisionConfig
-from shared.spec import tower as spec
 from torch_impl.ops import attention, layers, linear
 from torch_impl.records import LayerNorm, TowerBlock, TowerWeights
 
 
 @dataclass(frozen=True)
 class Patches:
-    """As the specification's; pixels have the type of the weights."""
+    """As the specification's."""
 
     pixels: Float[Tensor, "R numbers"]
     corners: Int[Tensor, "R 4"]
@@ -23,18 +21,12 @@ class Patches:
     sin: Float[Tensor, "R half"]
     count: Int[Tensor, " 1"]
 
-    @classmethod
-    def of(cls, picture: spec.Patches, dtype: torch.dtype, device: torch.device) -> "Patches":
-        """Brings a picture to a device."""
-        placed = {x: torch.from_numpy(y).to(device) for x, y in vars(picture).items()}
-        return cls(**placed | {"pixels": placed["pixels"].to(dtype)})
-
 
 def encoded(
     config: VisionConfig, weights: TowerWeights, picture: Patches
 ) -> Float[Tensor, "tokens out"]:
     """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
-    x = linear.product(picture.pixels, weights.patches)
+    x = linear.product(picture.pixels.to(weights.places.dtype), weights.patches)
     x = x + _placed(weights.places, picture.corners, picture.shares)
     for block in weights.blocks:
         x = _block(config, block, x, picture)

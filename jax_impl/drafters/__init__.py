@@ -10,6 +10,7 @@ from jax_impl.device_state import DraftState, Plan
 from jax_impl.model import Forward
 from jax_impl.ops import attention, sampling, scan
 from jax_impl.ops.attention import Rows
+from jax_impl.ops.layers import Shown
 from jax_impl.ops.sampling import Ranked, Sampling, Seen
 from jax_impl.ops.vocabulary import ALL, Vocabulary
 from shared.boundary.program import Program
@@ -44,6 +45,7 @@ class Prompts(NamedTuple):
       lengths: Of the slots after the chunks.
       last: The flat row of each chunk's last token.
       rows: Where the tokens stand and what they see.
+      sources: Of the pool of pictures, the row in the place of each token's; None: there is none.
     """
 
     tokens: Int[jax.Array, " T"]
@@ -52,22 +54,25 @@ class Prompts(NamedTuple):
     lengths: Int[jax.Array, " B"]
     last: Int[jax.Array, " B"]
     rows: Rows
+    sources: Int[jax.Array, " T"] | None
 
     @classmethod
     def of(cls, plan: Plan, program: Program) -> "Prompts":
         prompt = plan.prompt
         assert prompt is not None  # a prefill has one
         row_starts, first = prompt.row_starts, prompt.first_positions
-        no_bound = jnp.zeros_like(first)
+        no_bound, sources = jnp.zeros_like(first), None
+        rows = attention.causal_rows(row_starts, first, no_bound, plan.page_table, program.tokens)
+        if prompt.pictures is not None:
+            rows, sources = rows._replace(turns=prompt.pictures.turns), prompt.pictures.sources
         return cls(
             tokens=prompt.tokens,
             row_starts=row_starts,
             first=first,
             lengths=first + row_starts[1:] - row_starts[:-1],
             last=jnp.maximum(row_starts[1:] - 1, 0),
-            rows=attention.causal_rows(
-                row_starts, first, no_bound, plan.page_table, program.tokens
-            ),
+            rows=rows,
+            sources=sources,
         )
 
 
@@ -182,6 +187,7 @@ class Fed(NamedTuple):
       rows: Where they stand; they see draft KV from `draft_from` on.
       tokens: Each row's own token.
       following: The token after each row's.
+      shown: What stands in the place of some of those; None of text.
       passed: The target's pass over the rows, with the streams that the drafter reads.
       last: The flat row that is each request's last.
     """
@@ -189,6 +195,7 @@ class Fed(NamedTuple):
     rows: Rows
     tokens: Int[jax.Array, " R"]
     following: Int[jax.Array, " R"]
+    shown: Shown | None
     passed: Forward
     last: Int[jax.Array, " B"]
 
@@ -239,11 +246,15 @@ class Drafter(Protocol):
         plan: Plan,
         newest: Int[jax.Array, " B"],
         lengths: Int[jax.Array, " B"],
+        deltas: Int[jax.Array, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:
         """Drafts a tree for each request; one whose `draft_from` is its length gets its root.
 
         The memory's committed rows stay as they are.
+
+        Args:
+          deltas: What the turns of rows are above their positions; None: the model sees nothing.
         """
         ...

@@ -63,6 +63,7 @@ class BlockDrafter(NamedTuple):
         plan: Plan,
         newest: Int[jax.Array, " B"],
         lengths: Int[jax.Array, " B"],
+        deltas: Int[jax.Array, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:

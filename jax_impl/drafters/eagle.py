@@ -16,7 +16,7 @@ from jax_impl.device_state import DraftState, Plan, Relay
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.drafters.heads import Head, Logits, Tokens
 from jax_impl.ops import draft_tree, scan, verify_rows
-from jax_impl.ops.attention import KV, Rows
+from jax_impl.ops.attention import KV, Rows, turned
 from jax_impl.ops.draft_tree import Level
 from jax_impl.ops.sampling import Ranked
 from shared.drafts.config import DraftSizes
@@ -82,6 +82,7 @@ class EagleDrafter(NamedTuple):
         plan: Plan,
         newest: Int[jax.Array, " B"],
         lengths: Int[jax.Array, " B"],
+        deltas: Int[jax.Array, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:
@@ -92,6 +93,7 @@ class EagleDrafter(NamedTuple):
             relay=relay,
             newest=newest,
             lengths=lengths,
+            deltas=deltas,
             draft_from=memory.draft_from[plan.slots],
             max_drafts=plan.sampling.max_drafts,
             page_table=plan.page_table,
@@ -103,7 +105,7 @@ class EagleDrafter(NamedTuple):
 
 def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
-    out, kv = head.forward(fed.rows, fed.following, None, head.read(fed.passed), kv)
+    out, kv = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)
     ends = out[fed.last]
     rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
     ranked = rank.roots(head.scores(ends))
@@ -143,6 +145,7 @@ def draft(
     relay: Relay,
     newest: Int[jax.Array, " B"],
     lengths: Int[jax.Array, " B"],
+    deltas: Int[jax.Array, " B"] | None,
     draft_from: Int[jax.Array, " B"],
     max_drafts: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
@@ -152,6 +155,7 @@ def draft(
     """Grows one draft tree per request: the relay is its first level, then S - 1 expansions."""
 
     def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
+        rows = rows if deltas is None else turned(rows, deltas)
         out, kv = head.forward(rows, tokens, None, hidden, kv)
         return head.scores(out), out, kv
 

@@ -77,6 +77,7 @@ class StandaloneDrafter(NamedTuple):
         plan: Plan,
         newest: Int[jax.Array, " B"],
         lengths: Int[jax.Array, " B"],
+        deltas: Int[jax.Array, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:
@@ -123,6 +124,7 @@ class StandaloneDrafter(NamedTuple):
 
     def _forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
+        rows = rows._replace(turns=None)  # a small model sees nothing, whatever its target does
         return model.forward(self.small, known, None, rows, kv, mixer, ())
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, layers
+from shared.spec.attention import QUERIES
 
 KV = Float[jax.Array, "L 2 P page Hk D"]
 """Keys and values of the page pools of a stack of attention layers."""
@@ -352,10 +353,6 @@ def _with_block(
         so_far.values * kept[..., None] + out,
         so_far.sees_spoiled | (seen & spoiled[:, None]).any(axis=2),
     )
-
-
-QUERIES = 256
-"""Rows of a picture whose scores lie in memory at once."""
 
 
 def attend_all(

@@ -18,8 +18,10 @@ Promises of every backend, each a test of `tests/boundary/test_backend_contract.
 - isolation: NaN in a row fails that row, not the step, and harms no later owner of its pages.
 - readiness: `submit` compiles and captures nothing; a program that is not prepared is refused.
 - beginnings: a row starts in a prefill or a count; no decode and no draft resets or restores one.
+- pictures: an encoding writes the pool's rows from its place on, as many as the picture has; they
+  are the same whatever else is in the pool, and a prefill reads those that its plan names.
 
-Page, slot and snapshot 0 are sinks for padding; nothing reads them.
+Page, slot, snapshot and picture row 0 are sinks for padding; nothing reads them.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int32
 
+from shared.boundary.pictures import Encode, PicturePool, Pictures
 from shared.boundary.program import CAPTURED, Extra, Program, Work
 from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.drafts import Drafts
@@ -75,6 +78,7 @@ class Capacity:
         chains.
       accept_rates: Where they are given, drafts are accepted by lot instead, each level's first
         with the rate of its level; see `shared.spec.acceptance.simulate`.
+      pictures: None where the model sees no pictures; then no plan has any.
 
     Raises:
       ValueError: A program drafts trees, and the rule is for chains; or a lot and another rule
@@ -95,6 +99,7 @@ class Capacity:
     max_scores: int = 0
     accept_rule: str = "match"
     accept_rates: tuple[float, ...] | None = None
+    pictures: PicturePool | None = None
 
     def __post_init__(self) -> None:
         widest = max(
@@ -204,6 +209,7 @@ class Prefill:
       first_positions: Position of each row's first token; its slot's length so far.
       ends_prompt: 1 where the row's next token is chosen; 0 where the prompt goes on.
       next_tokens: The newest token of a row that goes on; not read where `ends_prompt`.
+      pictures: None where the model sees none.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -211,6 +217,7 @@ class Prefill:
     first_positions: Int32[np.ndarray, " B"]
     ends_prompt: Int32[np.ndarray, " B"]
     next_tokens: Int32[np.ndarray, " B"]
+    pictures: Pictures | None
 
 
 @dataclass(frozen=True)
@@ -313,7 +320,7 @@ class StepPlan:
 
     program: Program
     buffer: Int32[np.ndarray, " words"]
-    work: Prefill | Decode | Draft | Count
+    work: Prefill | Decode | Draft | Count | Encode
     slots: Int32[np.ndarray, " B"]
     page_table: Int32[np.ndarray, "B P"]
     starts: Int32[np.ndarray, " B"]

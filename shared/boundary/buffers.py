@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import get_type_hints
+from typing import TypeVar, get_type_hints
 
 import numpy as np
 from jaxtyping import Int32
@@ -25,9 +25,11 @@ from shared.boundary.backend import (
     StepPlan,
     StepResult,
 )
+from shared.boundary.pictures import Encode, Pictures
 from shared.boundary.program import Extra, Program, Work
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
+from shared.spec.tower import Patches
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
     """Where each field of a plan of `program` lies in its buffer.
 
     Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`, one of
-    `Mask` the prefix `mask_`.
+    `Mask` the prefix `mask_`, one of `Pictures` and of `Patches` the prefix `picture_`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
     work = {
@@ -129,10 +131,12 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
             ("first_positions", (B,)),
             ("ends_prompt", (B,)),
             ("next_tokens", (B,)),
+            *_picture_fields(program, capacity),
         ],
         Work.DECODE: [],
         Work.DRAFT: [],
         Work.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,)), ("first_positions", (B,))],
+        Work.ENCODE: [("picture_corners", (T, 4)), ("picture_count", (1,)), ("place", (1,))],
     }[program.work]
     if program.has(Extra.HOST_DRAFT):
         work = [
@@ -153,7 +157,33 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
     ]
     ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
     pages = ("page_table", (B, program.pages), np.int32)
-    return _lay_out([*ints, *sampling, pages, *((name, shape, np.int32) for name, shape in masks)])
+    patches = _patch_floats(program, capacity)
+    return _lay_out(
+        [*ints, *sampling, *patches, pages, *((name, shape, np.int32) for name, shape in masks)]
+    )
+
+
+def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...]]]:
+    """Of a prefill, where the model sees."""
+    if capacity.pictures is None:
+        return []
+    B, T = program.batch, program.tokens
+    return [
+        ("picture_sources", (T,)),
+        ("picture_turns", (T, 3)),
+        ("picture_next_sources", (B,)),
+        ("picture_deltas", (B,)),
+    ]
+
+
+def _patch_floats(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...], type]]:
+    """The numbers of an encoding."""
+    if program.work is not Work.ENCODE or capacity.pictures is None:
+        return []
+    vision = capacity.pictures.vision
+    half = vision.head_size // 2
+    widths = {"pixels": vision.patch_numbers, "shares": 4, "cos": half, "sin": half}
+    return [(f"picture_{x}", (program.tokens, y), np.float32) for x, y in widths.items()]
 
 
 @cache
@@ -213,18 +243,30 @@ def plan_in(buffer: Int32[np.ndarray, " words"], program: Program, capacity: Cap
     return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask)
 
 
-def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Draft | Count:
+def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Draft | Count | Encode:
     match program.work:
         case Work.PREFILL:
-            return Prefill(**{f.name: at[f.name] for f in fields(Prefill)})
+            sees = "picture_sources" in at
+            pictures = _prefixed(Pictures, "picture_", at) if sees else None
+            names = (f.name for f in fields(Prefill) if f.name != "pictures")
+            return Prefill(**{name: at[name] for name in names}, pictures=pictures)
+        case Work.ENCODE:
+            return Encode(_prefixed(Patches, "picture_", at), at["place"])
         case Work.COUNT:
             return Count(**{f.name: at[f.name] for f in fields(Count)})
         case Work.DRAFT:
             return Draft(program.shape)
     if not program.has(Extra.HOST_DRAFT):
         return Decode(program.shape, None)
-    trees = HostDraft(**{f.name: at[f"draft_tree_{f.name}"] for f in fields(HostDraft)})
-    return Decode(program.shape, trees)
+    return Decode(program.shape, _prefixed(HostDraft, "draft_tree_", at))
+
+
+Record = TypeVar("Record", Pictures, Patches, HostDraft)
+
+
+def _prefixed(kind: type[Record], prefix: str, at: dict[str, np.ndarray]) -> Record:
+    """The record whose fields have a prefix in the buffer."""
+    return kind(**{f.name: at[f"{prefix}{f.name}"] for f in fields(kind)})
 
 
 def read_result(

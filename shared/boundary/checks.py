@@ -6,23 +6,29 @@ import numpy as np
 
 from shared.boundary.backend import Capacity, Decode, StepPlan
 from shared.boundary.program import Extra, Program, Work
+from shared.boundary.ranks import Ranks
 from shared.drafts.drafts import Drafts
 
 
-def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool) -> None:
+def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool, has_tower: bool) -> None:
     """Holds the programs that are asked of a backend against what drafts on it.
 
     Args:
       drafts: What drafts on the backend.
       has_mtp: Whether the target's weights hold an mtp layer.
+      has_tower: Whether a vision tower was loaded.
 
     Raises:
       ValueError: A program cannot exist; one sentence that names it.
     """
     if drafts.with_mtp and not has_mtp:
         raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
+    if has_tower != (capacity.pictures is not None):
+        raise ValueError("a vision tower and a pool for its rows need each other")
     for program in capacity.programs:
         _check_program(program, drafts, capacity.max_scores)
+        if program.work is Work.ENCODE:
+            _check_encoding(program, capacity)
         if program.shares_rows and capacity.accept_rule != "match":
             raise ValueError(
                 f"the accept rule {capacity.accept_rule} verifies every draft, fewer does {program}"
@@ -45,6 +51,28 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
         raise ValueError(f"a drafter is needed by {program}")
     if drafts.block is not None:
         drafts.block.check_shape(shape.nodes, shape.width, shape.scratch)
+
+
+def _check_encoding(program: Program, capacity: Capacity) -> None:
+    pictures = capacity.pictures
+    if pictures is None:
+        raise ValueError(f"a model that sees is needed by {program}")
+    merged = pictures.vision.merged
+    if program.tokens % merged or program.tokens // merged >= pictures.num_rows:
+        raise ValueError(
+            f"{merged} patches make a row of {pictures.num_rows}, one of them the sink, and they "
+            f"do not hold {program}"
+        )
+
+
+def check_one_rank(ranks: Ranks, sees: bool) -> None:
+    """Refuses ranks that would have a model between them that sees pictures.
+
+    Raises:
+      ValueError: They are several.
+    """
+    if sees and not ranks.is_alone:
+        raise ValueError(f"{ranks.count} ranks are asked for, and a model that sees has one")
 
 
 def to_prepare(

@@ -36,6 +36,10 @@ class KernelLimits:
     experts_unit: int
 
 
+WITHOUT_LAYERS = (Work.COUNT, Work.ENCODE)
+"""Works that run no layer of the text model. Of a tower the products alone have kernels, which take
+what those of the text model's layers take."""
+
 Fault = Callable[[KernelLimits, Blueprint, Program], str | None]
 
 
@@ -73,7 +77,7 @@ class PlainOperation:
 def _attention_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
     for model in _models(blueprint):
         size = model.attention.head_size
-        if program.work is not Work.COUNT and size not in takes.head_sizes:
+        if program.work not in WITHOUT_LAYERS and size not in takes.head_sizes:
             return f"attention heads of {_listed(takes.head_sizes)}, not of {size}"
     return None
 
@@ -81,7 +85,7 @@ def _attention_fault(takes: KernelLimits, blueprint: Blueprint, program: Program
 def _delta_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
     for model in _models(blueprint):
         delta = model.gated_delta
-        if delta is None or program.work is Work.COUNT:
+        if delta is None or program.work in WITHOUT_LAYERS:
             continue
         for name, size in (("keys", delta.key_size), ("values", delta.value_size)):
             if size not in takes.delta_sizes:
@@ -92,7 +96,7 @@ def _delta_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) ->
 
 
 def _dtype_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
-    if program.work is Work.COUNT or blueprint.dtype == takes.product_dtype:
+    if program.work in WITHOUT_LAYERS or blueprint.dtype == takes.product_dtype:
         return None
     return f"{takes.product_dtype}, not {blueprint.dtype}"
 
@@ -109,7 +113,7 @@ def _experts_dtype_fault(takes: KernelLimits, blueprint: Blueprint, program: Pro
 
 
 def _experts_size_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
-    if _dtype_fault(takes, blueprint, program) or program.work is Work.COUNT:
+    if _dtype_fault(takes, blueprint, program) or program.work in WITHOUT_LAYERS:
         return None
     for model in _models(blueprint):
         if (experts := model.experts) is None:

@@ -16,6 +16,7 @@ class Work(Enum):
     DECODE = "decode"
     DRAFT = "draft"
     COUNT = "count"
+    ENCODE = "encode"
 
 
 CAPTURED = (Work.DECODE, Work.DRAFT, Work.PREFILL)
@@ -52,7 +53,7 @@ class Program:
       work: What the step does.
       batch: B, rows of the plan.
       pages: P, columns of the page table.
-      tokens: T, flat tokens of a prefill or a count; 0 elsewhere.
+      tokens: T, flat tokens of a prefill or a count, patches of an encoding; 0 elsewhere.
       shape: Draft tree of a decode or a draft; the one-node tree elsewhere.
       extras: What its plans and results have that not all of its work have.
     """
@@ -94,7 +95,8 @@ class Program:
     def __str__(self) -> str:
         """The sizes in words."""
         sizes = [f"{self.batch} rows"]
-        sizes += [f"{self.tokens} tokens"] * bool(self.tokens)
+        of = "patches" if self.work is Work.ENCODE else "tokens"
+        sizes += [f"{self.tokens} {of}"] * bool(self.tokens)
         sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
         sizes += [f"{self.shape.rows} verify rows"] * self.shape.shares_rows(self.batch)
         sizes += [f"{self.pages} pages"]

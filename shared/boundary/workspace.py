@@ -13,6 +13,7 @@ from shared.models import fp8_words
 from shared.models.config import ModelConfig
 from shared.models.kept import kept_bytes
 from shared.models.layers import DenseConfig, ExpertsConfig
+from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.numerics import ATTENTION
 
@@ -50,6 +51,8 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     """Bytes that a step of the program needs beyond weights and pools."""
     if program.work is Work.COUNT:
         return 4 * program.batch * blueprint.capacity.vocab
+    if program.work is Work.ENCODE:
+        return _tower_bytes(program, blueprint)
     sizes, small = blueprint.config, blueprint.drafts.model
     model_bytes = _model_bytes(program, sizes, blueprint, costs)
     kept = _logit_bytes(program, blueprint, costs) + _stream_bytes(program, blueprint)
@@ -60,6 +63,16 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     nodes = program.batch * program.shape.width * small.num_gated_delta_layers
     states = 3 * nodes * state_layer_bytes(small, blueprint.item_bytes)
     return max(model_bytes, _model_bytes(program, small, blueprint, costs) + states) + kept
+
+
+def _tower_bytes(program: Program, blueprint: Blueprint) -> int:
+    """Of a picture: its patches, the widest part of a block, and the scores of some of its rows."""
+    pictures = blueprint.capacity.pictures
+    assert pictures is not None  # a model that sees has the program
+    vision, rows = pictures.vision, program.tokens
+    widest = max(8 * vision.hidden, 2 * vision.hidden + 2 * vision.intermediate)
+    scores = vision.num_heads * min(rows, QUERIES) * rows * 12  # with weights, and their type's
+    return rows * ((vision.patch_numbers + 2 * vision.head_size) * 4 + widest * 4) + scores
 
 
 def gathered_attention(program: Program, model: ModelConfig, capacity: Capacity, item: int) -> int:

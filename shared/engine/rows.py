@@ -161,6 +161,8 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
         work.row_starts[row + 1] = end
         work.first_positions[row] = chunk.first
         work.ends_prompt[row] = chunk.ends_prompt
+        if work.pictures is not None:  # of text
+            work.pictures.turns[start:end] = np.arange(chunk.first, chunk.end)[:, None]
         # Drafters learn of a chunk's last token together with the one that follows it.
         work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
         if chunk.starts:

@@ -28,11 +28,13 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
+from shared.boundary.pictures import Encode
 from shared.boundary.program import Extra, Program
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
+from shared.reference.pictures import Seeing, encode
 from shared.reference.rows import (
     Batch,
     Fed,
@@ -62,22 +64,25 @@ class ReferenceBackend:
         capacity: Capacity,
         drafts: Drafts,
         draft_weights: Weights | None,
+        tower_weights: Weights | None = None,
     ) -> None:
         """Allocates the pools of `capacity`.
 
         Args:
           drafts: What drafts.
           draft_weights: Of a head or a small model; None of the other kinds.
+          tower_weights: Of a model that sees, under the names of `shared.models.tower`.
 
         Raises:
           ValueError: See `shared.boundary.checks.check_capacity`.
         """
-        check_capacity(capacity, drafts, "mtp.fc" in weights)
+        check_capacity(capacity, drafts, "mtp.fc" in weights, tower_weights is not None)
         self.capacity = capacity
         self._blueprint = Blueprint(
             config=config, drafts=drafts, capacity=capacity, dtype="float32", on_gpu=False
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
+        self._tower = tower_weights
         self._drafter = drafter_of(self._blueprint, weights, draft_weights)
         self._columns = (draft_weights or {}).get("draft_ids")
         self._worker = ThreadPoolExecutor(max_workers=1)
@@ -117,8 +122,11 @@ class ReferenceBackend:
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
         words = np.zeros(result_layout(plan.program, self.capacity).size, np.int32)
-        batch = Batch.of(plan)
-        if len(batch.index):
+        sees = self.capacity.pictures is not None
+        batch = Batch.of(plan, self.state.turn_deltas if sees else None)
+        if isinstance(plan.work, Encode):
+            encode(plan.work, self.capacity.pictures, self._tower, self.state.pool)
+        elif len(batch.index):
             if isinstance(plan.work, Prefill | Count):
                 self._start(batch)
             for name, values in self._step(batch, plan).items():
@@ -139,6 +147,8 @@ class ReferenceBackend:
                 return tree_fields(trees)
             case Count():
                 return self._count_prompt(batch, plan.work)
+            case Encode():
+                return {}
 
     # A row's first step
 
@@ -171,23 +181,32 @@ class ReferenceBackend:
     # Prefill
 
     def _prefill(self, batch: Batch, work: Prefill, scores: bool) -> dict[str, np.ndarray]:
-        chunks = [work.tokens[work.row_starts[i] : work.row_starts[i + 1]] for i in batch.index]
+        spans = [slice(*work.row_starts[i : i + 2]) for i in batch.index]
+        chunks = [work.tokens[span] for span in spans]
+        seen = [Seeing.of(work.pictures, self.state.pool, span) for span in spans]
+        if work.pictures is not None:
+            self.state.turn_deltas[batch.slots] = work.pictures.deltas[batch.index]
         first, ends = work.first_positions[batch.index], work.ends_prompt[batch.index] != 0
-        passes = [self._prefill_row(batch, b, chunk, first[b]) for b, chunk in enumerate(chunks)]
+        passes = [
+            self._prefill_row(batch, b, chunk, first[b], seen[b]) for b, chunk in enumerate(chunks)
+        ]
         lengths = first + np.array([len(chunk) for chunk in chunks], np.int32)
         for b, chunk in enumerate(chunks):
             skipped = 0 if batch.starts[b] else 1  # the token before said that it would be next
             self._count(batch, b, chunk[skipped:], first[b] + skipped)
         logits = self._logits(np.stack([read.hidden[-1] for read, _ in passes]))
-        seen = sampling.seen_alone(self.state.seen, batch.slots)
+        counted = sampling.seen_alone(self.state.seen, batch.slots)
         everyone = np.arange(len(lengths))
-        chosen = sampling.choose(logits, seen, lengths, batch.sampling, everyone, None)
+        chosen = sampling.choose(logits, counted, lengths, batch.sampling, everyone, None)
         newest = np.where(ends, chosen.ids, work.next_tokens[batch.index]).astype(np.int32)
         self.state.lengths[batch.slots], self.state.newest[batch.slots] = lengths, newest
         for b in range(len(newest)):
             self._count(batch, b, newest[b : b + 1], lengths[b])
         if self._drafter is not None:
-            self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest)
+            if work.pictures is not None:
+                following = work.pictures.next_sources[batch.index]
+                seen = [each.before(int(x)) for each, x in zip(seen, following, strict=True)]
+            self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest, seen)
         failed = ~chosen.is_finite
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
@@ -202,7 +221,7 @@ class ReferenceBackend:
         return fields_of | tree_fields(roots(newest)) | reported
 
     def _prefill_row(
-        self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int
+        self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int, seen: Seeing
     ) -> tuple[model.Forward, bool]:
         """Runs one row's chunk, cut where its snapshot is taken.
 
@@ -213,8 +232,8 @@ class ReferenceBackend:
         passed = bool(batch.snapshots.save[b] != 0) and takes_snapshot(save_after, len(chunk))
         pieces: list[model.Forward] = []
         for piece in cut(chunk, save_after):
-            pieces.append(self._prefill_piece(batch, b, piece, first))
-            first += len(piece)
+            pieces.append(self._prefill_piece(batch, b, piece, first, seen.part(0, len(piece))))
+            first, seen = first + len(piece), seen.part(len(piece), None)
             if passed and len(pieces) == 1:
                 at = batch.snapshots.save[b : b + 1]
                 put(self.state.snapshots, at, take(self.state.delta, batch.slots[b : b + 1]))
@@ -223,7 +242,7 @@ class ReferenceBackend:
         return model.Forward(hidden, streams, self.state.kv), passed
 
     def _prefill_piece(
-        self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int
+        self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int, seen: Seeing
     ) -> model.Forward:
         slot, table = batch.slots[b : b + 1], batch.page_table[b : b + 1]
         forward, state = model.prefill(
@@ -235,8 +254,8 @@ class ReferenceBackend:
             np.array([0, len(tokens)], np.int32),
             np.array([first], np.int32),
             table,
-            None,
-            None,
+            seen.shown,
+            seen.turns,
         )
         self.state.kv = forward.kv
         put(self.state.delta, slot, state)
@@ -249,11 +268,12 @@ class ReferenceBackend:
         passes: list[model.Forward],
         first: Int[np.ndarray, " B"],
         newest: Int[np.ndarray, " B"],
+        seen: list[Seeing],
     ) -> None:
         """Extends the drafter over the chunks: each row with the token after it."""
         assert self._drafter is not None
         fed = [
-            Fed(int(first[b]), chunk, np.append(chunk[1:], newest[b]), passes[b])
+            Fed(int(first[b]), chunk, np.append(chunk[1:], newest[b]), passes[b], seen[b])
             for b, chunk in enumerate(chunks)
         ]
         draft_from = self.state.draft_from[batch.slots]
@@ -275,7 +295,7 @@ class ReferenceBackend:
             lengths,
             batch.page_table,
             work.shape.rows,
-            None,
+            batch.deltas,
         )
         row_starts, *_ = draft_tree.flatten(trees.num_nodes, work.shape.rows)
         row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, work.shape.nodes)
@@ -300,7 +320,7 @@ class ReferenceBackend:
         saved = self._commit(batch, work.shape, forward.kv, kept, path, counts, tokens)
         passed = forward.at(accepted.rows.reshape(-1))
         path_tokens = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
-        fed = Fed(0, path_tokens, tokens.reshape(-1), passed)
+        fed = Fed(0, path_tokens, tokens.reshape(-1), passed, Seeing())
         self._extend(batch, work.shape, lengths, fed, counts)
         fields_of = {"tokens": tokens, "counts": counts, "failed": accepted.failed, "saved": saved}
         K = self.capacity.max_logprobs

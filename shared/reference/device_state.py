@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float32, Int32
 
 from shared.boundary.backend import Capacity
 from shared.models.config import ModelConfig
@@ -27,6 +27,8 @@ class DeviceState:
       draft_from: Where a slot's whole draft KV begins, after a cache hit.
       kv: Keys and values of each attention layer's page pool.
       delta, snapshots: Recurrent states by slot and by snapshot.
+      pool: Rows of pictures; without rows where the model sees none.
+      turn_deltas: By slot, what the turns of later tokens are above their positions.
     """
 
     lengths: Int32[np.ndarray, " slots"]
@@ -36,11 +38,14 @@ class DeviceState:
     kv: KV
     delta: DeltaState
     snapshots: DeltaState
+    pool: Float32[np.ndarray, "rows hidden"]
+    turn_deltas: Int32[np.ndarray, " slots"]
 
 
 def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
     """Memory for all slots, pages and snapshots, zeroed."""
     num_slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
+    pictures = capacity.pictures
     return DeviceState(
         lengths=np.zeros(num_slots, np.int32),
         newest=np.zeros(num_slots, np.int32),
@@ -49,4 +54,6 @@ def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
         kv=model.new_kv(config, config.num_attention_layers, *pool),
         delta=model.new_state(config, num_slots),
         snapshots=model.new_state(config, capacity.num_snapshots),
+        pool=np.zeros((pictures.num_rows if pictures else 0, config.hidden), np.float32),
+        turn_deltas=np.zeros(num_slots, np.int32),
     )

@@ -1,6 +1,7 @@
 """Drafters of the reference backend: each holds its own memory of all slots and pages."""
 
-from typing import Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Int
@@ -10,6 +11,7 @@ from shared.drafts.config import DraftHead
 from shared.models.config import ModelConfig
 from shared.reference.rows import Batch, Fed, Ranking, Trees, put, take
 from shared.spec import attention, dflash, eagle, model, standalone
+from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Rank
 from shared.spec.gated_delta import CHUNK
@@ -97,9 +99,10 @@ class HeadDrafter:
             T = len(chunk.tokens)
             bounds = (np.array([chunk.first]), draft_from[b : b + 1], batch.page_table[b : b + 1])
             rows = attention.causal_rows(np.array([0, T]), *bounds, T)
+            rows = replace(rows, turns=chunk.seen.turns)
             reads = self._drafter.reads(chunk.passed)
             hidden, scores, self._kv = self._drafter.run(
-                rows, chunk.following, None, reads, self._kv
+                rows, chunk.following, chunk.seen.shown, reads, self._kv
             )
             out.append(hidden[-1])
             logits.append(scores[-1])
@@ -121,9 +124,11 @@ class HeadDrafter:
             ids, weights = rank(self._relay_logits[batch.slots][:, None], no_path)
             relay = eagle.Relay(ids[:, 0], weights[:, 0], relay.hidden)
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tree, self._kv = eagle.draft(
-            self._drafter.run, self._kv, relay, newest, *bounds, shape, rank
-        )
+
+        def run(rows: Rows, *given: Any) -> tuple[model.Hidden, eagle.Logits, model.KV]:
+            return self._drafter.run(batch.turned(rows), *given)
+
+        tree, self._kv = eagle.draft(run, self._kv, relay, newest, *bounds, shape, rank)
         return Trees.drafted_as(tree)
 
     def extend(
@@ -138,6 +143,7 @@ class HeadDrafter:
         """See `ReferenceDrafter`."""
         W = len(fed.tokens) // len(counts)
         rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, W - 1)
+        rows = batch.turned(rows)
         reads = self._drafter.reads(fed.passed)
         out, logits, self._kv = self._drafter.run(rows, fed.following, None, reads, self._kv)
         last = np.arange(len(counts)) * W + np.maximum(counts - 1, 0)

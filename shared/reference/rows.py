@@ -8,7 +8,9 @@ from jaxtyping import Bool, Float, Int, Int32, UInt32
 
 from shared.boundary.backend import Mask, Prefill, Snapshots, StepPlan
 from shared.boundary.buffers import SCORES
-from shared.spec import acceptance, logprobs, masks, noise, sampling, slots, verify_rows
+from shared.reference.pictures import Seeing
+from shared.spec import acceptance, attention, logprobs, masks, noise, sampling, slots, verify_rows
+from shared.spec.attention import Rows
 from shared.spec.eagle import Tree
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import Forward
@@ -22,6 +24,8 @@ class Batch:
     Attributes:
       index: Their place in the plan.
       num_padding: Rows of the plan that are left out.
+      deltas: What the turns of each row's text are above its positions, before the step; None: the
+        model sees no pictures.
     """
 
     index: Int[np.ndarray, " B"]
@@ -33,9 +37,10 @@ class Batch:
     sampling: Sampling
     snapshots: Snapshots
     num_padding: int
+    deltas: Int32[np.ndarray, " B"] | None
 
     @classmethod
-    def of(cls, plan: StepPlan) -> "Batch":
+    def of(cls, plan: StepPlan, turn_deltas: Int32[np.ndarray, " slots"] | None) -> "Batch":
         """The rows that name a slot."""
         index = np.flatnonzero(plan.slots)
         snapshots = plan.snapshots
@@ -49,7 +54,12 @@ class Batch:
             plan.sampling.rows(index),
             Snapshots(snapshots.restore[index], snapshots.save[index], snapshots.save_at[index]),
             len(plan.slots) - len(index),
+            None if turn_deltas is None else turn_deltas[plan.slots[index]],
         )
+
+    def turned(self, rows: Rows) -> Rows:
+        """Rows of text, turned as those of a model that sees."""
+        return rows if self.deltas is None else attention.turned(rows, self.deltas)
 
     def restored(self, state: DeltaState, snapshots: DeltaState) -> DeltaState:
         """The states of all slots, where those of starting rows are their snapshots'."""
@@ -69,12 +79,14 @@ class Fed:
       tokens: Each row's own token.
       following: The token after each row's.
       passed: The target's pass over the rows.
+      seen: Of a chunk, how its rows turn, and what stands in the place of the tokens that follow.
     """
 
     first: int
     tokens: Int[np.ndarray, " R"]
     following: Int[np.ndarray, " R"]
     passed: Forward
+    seen: Seeing
 
 
 @dataclass(frozen=True)

@@ -220,6 +220,10 @@ def attend(
     return np.einsum("rhgp,rphd->rhgd", weights / total, v, optimize=True).reshape(R, Hq, D)
 
 
+QUERIES = 256
+"""Rows of a picture whose scores a device has in memory at once."""
+
+
 def attend_all(
     q: Float[np.ndarray, "R H D"],
     k: Float[np.ndarray, "R H D"],

@@ -139,7 +139,7 @@ def test_masks_for_trees_that_the_host_does_not_know_are_refused(work):
     masked = found.having({Extra.MASK: True})
     broken = Capacity(**vars_of(capacity) | {"programs": (masked,)})
     with pytest.raises(ValueError, match="masks are for trees that the host knows"):
-        check_capacity(broken, Drafts.of_mtp(config), True)
+        check_capacity(broken, Drafts.of_mtp(config), True, False)
 
 
 def vars_of(capacity: Capacity) -> dict:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import CAPTURED
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
-from shared.models.checkpoint import Weights
+from shared.models.checkpoint import Weights, open_checkpoint
 from shared.models.config import ModelConfig
+from shared.models.tower import check_tower
 from shared.reference.backend import ReferenceBackend
 from shared.spec.standalone import SmallModel
 from tests.support.ranks import MAKERS, side_by_side
@@ -69,6 +73,43 @@ def make_backend(
     from jax_impl.backend import JaxBackend
 
     how = {"dtype": "float32", "device": "cpu", "quick_compile": True}
+    backend = JaxBackend(*made_from, **how)
+    JAX_BACKENDS.append(backend)
+    return PreparedOnUse(backend)
+
+
+def make_seeing_backend(
+    framework: str, tower: Path | None, config: ModelConfig, weights: Weights, capacity: Capacity
+) -> PreparedOnUse:
+    """As `make_backend` with NEXTN, of a model that sees by the tower in a folder."""
+    made_from = (config, weights, capacity, *drafts_of("NEXTN", config))
+    checkpoint, sees = (None if tower is None else open_checkpoint(tower)), capacity.pictures
+    if framework == "reference":
+        read = None
+        if checkpoint is not None and sees is not None:
+            wanted = check_tower(checkpoint, sees.vision)
+            read = {p.name: checkpoint.load(p, np.float32) for p in wanted}
+        return PreparedOnUse(ReferenceBackend(*made_from, read))
+    assert checkpoint is not None
+    assert sees is not None
+    if framework == "torch":
+        import torch
+
+        from torch_impl import weights as torch_weights
+        from torch_impl.backend import TorchBackend
+
+        where = ("float32", torch.device("cpu"), lambda num_bytes: None)
+        seeing = torch_weights.load_tower(checkpoint, sees.vision, *where)
+        how = {"dtype": "float32", "device": "cpu", "captured": (), "tower": seeing}
+        return PreparedOnUse(TorchBackend(*made_from, **how))
+    import jax
+
+    from jax_impl import weights as jax_weights
+    from jax_impl.backend import JaxBackend
+
+    where = (np.float32, jax.devices("cpu")[0], lambda num_bytes: None)
+    seeing = jax_weights.load_tower(checkpoint, sees.vision, *where)
+    how = {"dtype": "float32", "device": "cpu", "quick_compile": True, "tower": seeing}
     backend = JaxBackend(*made_from, **how)
     JAX_BACKENDS.append(backend)
     return PreparedOnUse(backend)

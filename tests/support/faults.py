@@ -177,11 +177,10 @@ def sink_grows(patch: Patch) -> None:
 
 
 def pages_of_a_neighbour(patch: Patch) -> None:
-    def spoil(batch: Batch, plan: StepPlan) -> Batch:
+    def spoil(batch: Batch, *given: Any) -> Batch:
         return replace(batch, page_table=np.roll(batch.page_table, 1, axis=0))
 
-    healthy = Batch.of
-    patch.setattr(Batch, "of", staticmethod(lambda plan: spoil(healthy(plan), plan)))
+    after(patch, Batch, "of", spoil)
 
 
 def old_pages_in_table_rows_past_the_batch(patch: Patch) -> None:

@@ -227,10 +227,10 @@ class JaxHead:
         ends, table = jnp.append(slot, length), ints(TABLE)
         rows = attention.causal_rows(ends, slot, slot, table, len(tokens))
         rank = greedy_ranking(length, shape)
-        fed = Fed(rows, tokens, tokens, passed, length - 1)
+        fed = Fed(rows, tokens, tokens, None, passed, length - 1)
         relay, kv = eagle.relay_of(self._head, kv, fed, rank)
         capacity = (rank.sampling.max_drafts, table, shape, rank)
-        where = (tokens[-1:], length, slot, *capacity)
+        where = (tokens[-1:], length, None, slot, *capacity)
         drafted, _ = eagle.draft(self._head, kv, relay, *where)
         return drafted.tokens, drafted.parents, drafted.num_nodes
 

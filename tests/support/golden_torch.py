@@ -178,9 +178,9 @@ class TorchHead:
             is_sampled=False,
         )
         rows = causal_rows(self._table, len(tokens), 0)
-        fed = Fed(rows, ints(tokens), ints(tokens), self._passed(reads), length - 1)
+        fed = Fed(rows, ints(tokens), ints(tokens), None, self._passed(reads), length - 1)
         relay = eagle.relay_of(self._head, self._kv, fed, rank)
-        where = (ints(tokens[-1:]), length, none, ints([shape.nodes - 1]), self._table)
+        where = (ints(tokens[-1:]), length, None, none, ints([shape.nodes - 1]), self._table)
         drafted = eagle.draft(self._head, self._kv, relay, *where, shape, rank)
         return drafted.tokens.numpy(), drafted.parents.numpy(), drafted.num_nodes.numpy()
 

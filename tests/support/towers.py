@@ -39,7 +39,7 @@ def of_torch() -> Tower:
     weights = torch_weights.load_tower(open_checkpoint(MODEL), config, "float32", cpu, _unseen)
 
     def encoded(picture: Patches) -> np.ndarray:
-        given = torch_tower.Patches.of(picture, torch.float32, cpu)
+        given = torch_tower.Patches(**{x: torch.from_numpy(y) for x, y in vars(picture).items()})
         return torch_tower.encoded(config, weights, given).numpy()
 
     return encoded
@@ -55,7 +55,7 @@ def of_jax() -> Tower:
         return jax_tower.encoded(config, jax_weights.tower_of(arrays), picture)
 
     def encoded(picture: Patches) -> np.ndarray:
-        return np.asarray(program(loaded, jax_tower.Patches.of(picture, np.float32, cpu)))
+        return np.asarray(program(loaded, jax_tower.Patches(**vars(picture))))
 
     return encoded
 

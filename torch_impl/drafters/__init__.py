@@ -1,6 +1,6 @@
 """How drafts are made; all drafters rank their candidates in the same way."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
 from torch_impl.ops import attention, sampling
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.layers import Shown
 from torch_impl.ops.sampling import Ranked, Sampling, Seen
 from torch_impl.ops.vocabulary import ALL, Vocabulary
 
@@ -121,6 +122,7 @@ class Prompts:
       lengths: Of the slots after the chunks.
       last: The flat row of each chunk's last token.
       rows: Where the tokens stand and what they see.
+      sources: Of the pool of pictures, the row in the place of each token's; None: there is none.
     """
 
     tokens: Int[Tensor, " T"]
@@ -129,6 +131,7 @@ class Prompts:
     lengths: Int[Tensor, " B"]
     last: Int[Tensor, " B"]
     rows: Rows
+    sources: Int[Tensor, " T"] | None
 
     @classmethod
     def of(cls, plan: Plan, program: Program) -> "Prompts":
@@ -138,13 +141,18 @@ class Prompts:
         rows = attention.causal_rows(
             row_starts, first, torch.zeros_like(first), plan.page_table, program.tokens
         )
+        count, sources = len(rows.request), None
+        if prompt.pictures is not None:
+            rows = replace(rows, turns=prompt.pictures.turns[:count])
+            sources = prompt.pictures.sources[:count]
         return cls(
-            tokens=prompt.tokens[: len(rows.request)],
+            tokens=prompt.tokens[:count],
             row_starts=row_starts,
             first=first,
             lengths=first + row_starts[1:] - row_starts[:-1],
             last=(row_starts[1:] - 1).clamp(min=0),
             rows=rows,
+            sources=sources,
         )
 
 
@@ -156,6 +164,7 @@ class Fed:
       rows: Where they stand; they see draft KV from `draft_from` on.
       tokens: Each row's own token.
       following: The token after each row's.
+      shown: What stands in the place of some of those; None of text.
       passed: The target's pass over the rows, with the streams that the drafter reads.
       last: The flat row that is each request's last.
     """
@@ -163,6 +172,7 @@ class Fed:
     rows: Rows
     tokens: Int[Tensor, " R"]
     following: Int[Tensor, " R"]
+    shown: Shown | None
     passed: Forward
     last: Int[Tensor, " B"]
 
@@ -229,8 +239,13 @@ class Drafter(Protocol):
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
+        deltas: Int[Tensor, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
-        """Drafts a tree for each request; one whose `draft_from` is its length gets its root."""
+        """Drafts a tree for each request; one whose `draft_from` is its length gets its root.
+
+        Args:
+          deltas: What the turns of rows are above their positions; None: the model sees nothing.
+        """
         ...

@@ -81,6 +81,7 @@ class BlockDrafter:
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
+        deltas: Int[Tensor, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:

@@ -14,7 +14,7 @@ from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.drafters.heads import Head, Logits, Tokens
 from torch_impl.layers import Pools
 from torch_impl.ops import draft_tree, verify_rows
-from torch_impl.ops.attention import Rows
+from torch_impl.ops.attention import Rows, turned
 from torch_impl.ops.draft_tree import Level
 from torch_impl.ops.sampling import Ranked
 
@@ -65,6 +65,7 @@ class EagleDrafter:
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
+        deltas: Int[Tensor, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
@@ -77,6 +78,7 @@ class EagleDrafter:
             relay,
             newest,
             lengths,
+            deltas,
             memory.draft_from[slots],
             plan.sampling.max_drafts,
             plan.page_table,
@@ -112,7 +114,7 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
 
 def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
-    ends = head.forward(fed.rows, fed.following, None, head.read(fed.passed), kv)[fed.last]
+    ends = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)[fed.last]
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
     ranked = rank.roots(head.scores(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
@@ -124,6 +126,7 @@ def draft(
     relay: Relay,
     newest: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
+    deltas: Int[Tensor, " B"] | None,
     draft_from: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
@@ -134,6 +137,7 @@ def draft(
 
     def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
         nonlocal hidden
+        rows = rows if deltas is None else turned(rows, deltas)
         hidden = head.forward(rows, tokens, None, hidden[parent], kv)
         return head.scores(hidden)
 

@@ -77,6 +77,7 @@ class StandaloneDrafter:
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
+        deltas: Int[Tensor, " B"] | None,
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
@@ -118,6 +119,7 @@ class StandaloneDrafter:
         self, memory: DraftState, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None
     ) -> Float[Tensor, "R hidden"]:
         known = tokens.clamp(max=self.small.config.vocab - 1)
+        rows = replace(rows, turns=None)  # a small model sees nothing, whatever its target does
         return model.forward(self.small, known, None, rows, memory.kv, mixer, ()).hidden
 
 

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shared.spec.attention import QUERIES
 from shared.spec.gated_delta import CHUNK
 from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, layers
 
@@ -280,10 +281,6 @@ def _softmax_attention(
     out = torch.stack(shares, dim=2)
     out = out.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
-
-
-QUERIES = 256
-"""Rows of a picture whose scores lie in memory at once."""
 
 
 def attend_all(

@@ -1,0 +1,52 @@
+"""What plans say of pictures, and where their rows wait."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.models.vision import VisionConfig
+from shared.spec.tower import Patches
+
+
+@dataclass(frozen=True)
+class PicturePool:
+    """Where rows of pictures wait until prompts have read them.
+
+    Attributes:
+      vision: The tower that makes them.
+      num_rows: Of all pictures, with row 0, the sink.
+    """
+
+    vision: VisionConfig
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What the pictures of prompts bring to a prefill; of text, turns that are its positions.
+
+    Attributes:
+      sources: The row of the pool that stands in the place of each token's own; 0: none does.
+      turns: By which each token's row is rotated; see `shared.spec.turns`.
+      next_sources: As `sources`, of the token after each row's last, which drafters read.
+      deltas: What the turns of each row's later tokens are above their positions; kept by slot.
+    """
+
+    sources: Int32[np.ndarray, " T"]
+    turns: Int32[np.ndarray, "T 3"]
+    next_sources: Int32[np.ndarray, " B"]
+    deltas: Int32[np.ndarray, " B"]
+
+
+@dataclass(frozen=True)
+class Encode:
+    """Makes the rows of one picture; no row of the plan is read.
+
+    Attributes:
+      patches: The picture's, with padding behind.
+      place: The pool's row that gets the first of them; 0: the sink gets all.
+    """
+
+    patches: Patches
+    place: Int32[np.ndarray, " 1"]

@@ -1,0 +1,62 @@
+"""Pictures of the reference backend: their rows in its pool, and what prompts see of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Float32, Int
+
+from shared.boundary.pictures import Encode, PicturePool, Pictures
+from shared.spec import tower
+from shared.spec.layers import Shown
+from shared.spec.model import Weights
+
+
+def encode(
+    work: Encode,
+    pictures: PicturePool | None,
+    weights: Weights | None,
+    pool: Float32[np.ndarray, "rows hidden"],
+) -> None:
+    """Writes a picture's rows into the pool."""
+    assert pictures is not None  # a model that sees has the program
+    assert weights is not None
+    place, count = int(work.place[0]), int(work.patches.count[0]) // pictures.vision.merged
+    rows = tower.encoded(pictures.vision, weights, work.patches)[:count]
+    if place:
+        pool[place : place + count] = rows
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """What pictures bring to some rows of a prompt; nothing where the model sees none.
+
+    Attributes:
+      turns: By which they turn.
+      shown: What stands in the place of their tokens.
+    """
+
+    turns: Int[np.ndarray, "R 3"] | None = None
+    shown: Shown | None = None
+
+    @classmethod
+    def of(
+        cls, pictures: Pictures | None, pool: Float[np.ndarray, "rows hidden"], at: slice
+    ) -> "Seeing":
+        """Of a chunk's tokens."""
+        if pictures is None:
+            return cls()
+        return cls(pictures.turns[at], Shown(pool, pictures.sources[at]))
+
+    def part(self, first: int, end: int | None) -> "Seeing":
+        """Of some of the rows; None: to the last."""
+        if self.turns is None or self.shown is None:
+            return self
+        shown = Shown(self.shown.pool, self.shown.sources[first:end])
+        return Seeing(self.turns[first:end], shown)
+
+    def before(self, next_source: int) -> "Seeing":
+        """Of the same rows, with what stands in the place of the tokens that follow theirs."""
+        if self.shown is None:
+            return self
+        sources = np.append(self.shown.sources[1:], next_source)
+        return Seeing(self.turns, Shown(self.shown.pool, sources))

@@ -1,0 +1,24 @@
+"""Steps that make the rows of a picture."""
+
+import torch
+
+from shared.boundary.program import Program
+from torch_impl import tower
+from torch_impl.device_state import Fields, Plan
+from torch_impl.machine import Machine
+
+
+def encode(machine: Machine, plan: Plan, program: Program) -> Fields:
+    """Writes a picture's rows into the pool; those of its padding go to the sink."""
+    picture, held, pictures = plan.picture, machine.state.pictures, machine.capacity.pictures
+    assert picture is not None  # an encoding has one
+    assert held is not None  # and a model that sees
+    assert pictures is not None
+    assert machine.tower is not None
+    vision = pictures.vision
+    rows = tower.encoded(vision, machine.tower, picture.patches)
+    number = torch.arange(len(rows), device=rows.device)
+    is_real = number * vision.merged < picture.patches.count
+    place = torch.where(is_real & (picture.place > 0), picture.place + number, 0)
+    held.pool[place] = rows
+    return {"counts": torch.zeros_like(plan.save_at)}
