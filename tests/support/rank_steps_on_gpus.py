@@ -15,7 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -203,19 +205,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--part", nargs=2, metavar=("BACKEND", "MODEL"), help="this one, here")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--at-once", type=int, default=1, help="parts: they mostly compile")
     given = parser.parse_args(argv)
     if given.part:
         backend, name = given.part
         print(f"{PARTS[backend](name)} steps have the bits of one GPU")
         return 0
-    is_right = True
-    for backend in given.backends:
-        for name in given.models:
-            began = time.monotonic()
-            said = run_part(backend, name)
-            is_right &= said[0].isdigit()
-            print(f"{backend:6}{name:16}{time.monotonic() - began:6.0f} s  {said}", flush=True)
-    return 0 if is_right else 1
+
+    def run(part: tuple[str, str]) -> bool:
+        began, said = time.monotonic(), run_part(*part)
+        print(f"{part[0]:6}{part[1]:16}{time.monotonic() - began:6.0f} s  {said}", flush=True)
+        return said[0].isdigit()
+
+    with ThreadPoolExecutor(given.at_once) as pool:
+        are_right = list(pool.map(run, product(given.backends, given.models)))
+    return 0 if all(are_right) else 1
 
 
 if __name__ == "__main__":
