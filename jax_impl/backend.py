@@ -133,8 +133,8 @@ class JaxBackend:
         if is_here:
             states = [allocate(device) for device in devices]
         else:
-            each = [jax.tree.map(partial(_shape_on, where), leaves) for leaves in each]
             states = [jax.eval_shape(partial(allocate, device)) for device in devices]
+            each, states = jax.tree.map(partial(_shape_on, where), (each, states))
         self._leaves, self._state = self._together.joined(each), self._together.joined(states)
         self._exchange = self._meet = None
         if kernels is not None and not group.is_alone:
