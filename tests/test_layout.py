@@ -312,6 +312,7 @@ ONE_SIDED_NAMES = {
     "ops/linear.py::Matrix": "JAX reads a stack of weights where it lies, torch has views of it",
     "ops/linear.py::Matrix.alone": "as above",
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "in_stack")},
+    "ops/ranks.py::number": "the program of JAX is that of all ranks",
     "ops/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
     "ops/mamba_state.py::DeltaWeights.alone": "the same",
     "ops/mix.py::HeadNorms.alone": "the same",

@@ -43,7 +43,7 @@ def own_keys(
     if ranks.is_alone:
         return rows
     share = rows.shape[-1] * num_copies // ranks.count
-    first = _number(ranks) // num_copies * share
+    first = number(ranks) // num_copies * share
     return lax.dynamic_slice_in_dim(rows, first, share, axis=-1)
 
 
@@ -88,6 +88,6 @@ def norm_beside(
     return own(ranks, norm)
 
 
-def _number(ranks: Ranks) -> Int[jax.Array, ""]:
+def number(ranks: Ranks) -> Int[jax.Array, ""]:
     """Which rank runs the program; on a GPU nothing of XLA's, which no command buffer takes."""
     return lax.axis_index(AXIS) if ranks.on_device is None else ranks.on_device.rank

@@ -42,7 +42,7 @@ class Vocabulary:
 
 
 # It decides what is traced, as the ranks do.
-jax.tree_util.register_static(Vocabulary)
+jax.tree_util.register_dataclass(Vocabulary, data_fields=["group"], meta_fields=["size"])
 
 ALL = Vocabulary(0, ALONE)
 """Of rows that one rank has whole, however many tokens there are."""
@@ -79,7 +79,7 @@ def moved(
 
     Whole rows are gathered only where a drafter's vocabulary is not the target's.
     """
-    if columns is None and vocabulary == target:
+    if columns is None and vocabulary.size == target.size:
         return rows
     group = vocabulary.group
     if group.is_alone:
@@ -114,7 +114,7 @@ def _resized(rows: Float[jax.Array, "... size"], size: int) -> Float[jax.Array, 
 
 def _first(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
     """The first token of this rank's part, if there were as many as places."""
-    return lax.axis_index(ranks.AXIS) * vocabulary.share
+    return ranks.number(vocabulary.group) * vocabulary.share
 
 
 def all_of(flags: Bool[jax.Array, " R"], vocabulary: Vocabulary = ALL) -> Bool[jax.Array, " R"]:
@@ -278,7 +278,7 @@ def _before(own: Int[jax.Array, "R 1"], vocabulary: Vocabulary) -> Int[jax.Array
     group = vocabulary.group
     if group.is_alone:
         return jnp.zeros_like(own)
-    is_before = jnp.arange(group.count) < lax.axis_index(ranks.AXIS)
+    is_before = jnp.arange(group.count) < ranks.number(group)
     return jnp.where(is_before, ranks.gathered(group, own), 0).sum(axis=1, keepdims=True)
 
 
