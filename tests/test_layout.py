@@ -347,7 +347,9 @@ ONE_SIDED_NAMES = {
 """What stands in one twin only, or with other parameters, and why."""
 
 
+_ASKING = ("moved", "spread", "support")
 OTHER_OPS = {
+    **{f"ops/vocabulary.py::{x}": "its program asks which rank it is" for x in _ASKING},
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::count_tokens": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",
