@@ -76,6 +76,7 @@ class HeadWeights(NamedTuple):
     """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
 
     Attributes:
+      layers: Of an EAGLE-3 head the first has the norm of the embedding as its input norm.
       draft_ids: The target's id of each token of the draft vocabulary.
     """
 
@@ -85,7 +86,7 @@ class HeadWeights(NamedTuple):
     aux_norm: Float[jax.Array, "streams target_hidden"] | None
     input_norm: Float[jax.Array, " inputs"] | None
     hidden_norm: Float[jax.Array, " hidden"] | None
-    layer: Layer
+    layers: tuple[Layer, ...]
     final_norm: Float[jax.Array, " hidden"] | None
     lm_head: Matrix | None
     embed: Float[jax.Array, "vocab hidden"] | None
@@ -93,13 +94,20 @@ class HeadWeights(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """A DFlash head; embedding and `lm_head` are its target's."""
+    """A DFlash head; what is None it shares with its target.
+
+    Attributes:
+      draft_ids: The target's id of each token of the draft vocabulary.
+    """
 
     config: DraftConfig
     fc: Matrix
     hidden_norm: Float[jax.Array, " hidden"]
     layers: tuple[Layer, ...]
     final_norm: Float[jax.Array, " hidden"]
+    lm_head: Matrix | None
+    embed: Float[jax.Array, "vocab hidden"] | None
+    draft_ids: Int[jax.Array, " draft_vocab"] | None
 
 
 class LayerNorm(NamedTuple):

@@ -410,7 +410,30 @@ def _block(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> BlockWeights
         hidden_norm=loaded.alone["hidden_norm"],
         layers=_layers(loaded.stacks, "layer.", config.layer.layers, in_stacks),
         final_norm=loaded.alone["final_norm"],
+        lm_head=_own_head(loaded),
+        embed=loaded.alone.get("embed"),
+        draft_ids=loaded.alone.get("draft_ids"),
     )
+
+
+def _own_head(loaded: Loaded) -> Matrix | None:
+    return Matrix(loaded.alone["lm_head"]) if "lm_head" in loaded.alone else None
+
+
+def _later_layers(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> tuple[Layer, ...]:
+    """A head's layers behind its first.
+
+    Norms of their queries and keys stand alone: an operation would take those of the layer's place
+    in the pools, which counts the first one too.
+    """
+    layers = _layers(loaded.stacks, "later.", config.layer.layers[1:], in_stacks)
+    alone = []
+    for place, layer in enumerate(layers):
+        norms = {x: loaded.stacks.get(f"later.attention.{x}") for x in ("q_norm", "k_norm")}
+        own = {x: None if stack is None else stack[place] for x, stack in norms.items()}
+        assert isinstance(layer.mixer, Attention)  # a head has no other layers
+        alone.append(layer._replace(mixer=layer.mixer._replace(**own)))
+    return tuple(alone)
 
 
 def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
@@ -422,9 +445,12 @@ def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
         aux_norm=loaded.stacks.get("aux_norm"),
         input_norm=alone.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
-        layer=_layers(loaded.stacks, "layer.", config.layer.layers, in_stacks)[0],
+        layers=(
+            *_layers(loaded.stacks, "layer.", config.layer.layers[:1], in_stacks),
+            *_later_layers(config, loaded, in_stacks),
+        ),
         final_norm=alone.get("final_norm"),
-        lm_head=Matrix(alone["lm_head"]) if "lm_head" in alone else None,
+        lm_head=_own_head(loaded),
         embed=alone.get("embed"),
         draft_ids=alone.get("draft_ids"),
     )

@@ -82,6 +82,7 @@ class HeadWeights:
     """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
 
     Attributes:
+      layers: Of an EAGLE-3 head the first has the norm of the embedding as its input norm.
       draft_ids: The target's id of each token of the draft vocabulary.
     """
 
@@ -91,7 +92,7 @@ class HeadWeights:
     aux_norm: Float[Tensor, "streams target_hidden"] | None
     input_norm: Float[Tensor, " inputs"] | None
     hidden_norm: Float[Tensor, " hidden"] | None
-    layer: Layer
+    layers: tuple[Layer, ...]
     final_norm: Float[Tensor, " hidden"] | None
     lm_head: Matrix | None
     embed: Float[Tensor, "vocab hidden"] | None
@@ -100,13 +101,20 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """A DFlash head; embedding and `lm_head` are its target's."""
+    """A DFlash head; what is None it shares with its target.
+
+    Attributes:
+      draft_ids: The target's id of each token of the draft vocabulary.
+    """
 
     config: DraftConfig
     fc: Matrix
     hidden_norm: Float[Tensor, " hidden"]
     layers: tuple[Layer, ...]
     final_norm: Float[Tensor, " hidden"]
+    lm_head: Matrix | None
+    embed: Float[Tensor, "vocab hidden"] | None
+    draft_ids: Int[Tensor, " draft_vocab"] | None
 
 
 @dataclass(frozen=True)

@@ -339,11 +339,18 @@ def _block(config: DraftConfig, tensors: dict[str, Tensor]) -> BlockWeights:
         hidden_norm=tensors["hidden_norm"],
         layers=_layers(config.layer, tensors, "layer.", config.layer.layers),
         final_norm=tensors["final_norm"],
+        lm_head=_own_head(tensors),
+        embed=tensors.get("embed"),
+        draft_ids=tensors.get("draft_ids"),
     )
 
 
+def _own_head(tensors: dict[str, Tensor]) -> Matrix | None:
+    return Matrix(tensors["lm_head"]) if "lm_head" in tensors else None
+
+
 def _eagle(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
-    hidden_norm = tensors.get("layer.hidden_norm")
+    hidden_norm, like = tensors.get("layer.hidden_norm"), config.layer.layers
     return HeadWeights(
         config=config,
         fc=Matrix(tensors["fc"]),
@@ -351,9 +358,12 @@ def _eagle(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
         aux_norm=tensors.get("aux_norm"),
         input_norm=tensors.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
-        layer=_layers(config.layer, tensors, "layer.", config.layer.layers)[0],
+        layers=(
+            *_layers(config.layer, tensors, "layer.", like[:1]),
+            *_layers(config.layer, tensors, "later.", like[1:]),
+        ),
         final_norm=tensors.get("final_norm"),
-        lm_head=Matrix(tensors["lm_head"]) if "lm_head" in tensors else None,
+        lm_head=_own_head(tensors),
         embed=tensors.get("embed"),
         draft_ids=tensors.get("draft_ids"),
     )

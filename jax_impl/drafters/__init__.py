@@ -170,11 +170,12 @@ class Ranking(NamedTuple):
         positions = (self.lengths[:, None] + 1 + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
         seen = sampling.seen_alone(self.counts, self.slots[request])
         flat = logits.reshape(B * S, share)
-        if is_weighed:
+        if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
             given = (flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1)
-            ranked = sampling.rank(*given, False, None, self.vocabulary)
-            return ranked.ids.reshape(B, S), ranked.weights.reshape(B, S), None
+            ranked = sampling.rank(*given, False, self.columns, self.vocabulary)
+            weights = ranked.weights.reshape(B, S) if is_weighed else None
+            return ranked.ids.reshape(B, S), weights, None
         given = (flat, seen, positions, self.sampling, request, None, self.vocabulary)
         ids = sampling.choose(*given).ids
         return ids.reshape(B, S), None, None

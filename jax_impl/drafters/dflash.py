@@ -8,13 +8,15 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
+from jax_impl.drafters.heads import embedding
 from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import draft_tree, linear, ranks, verify_rows
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import embedded, rms_norm
-from jax_impl.ops.linear import normed_product, product
+from jax_impl.ops.linear import normed_product, product, product_float32
 from jax_impl.ops.mix import PagedKV
+from jax_impl.ops.vocabulary import Vocabulary
 from jax_impl.records import BlockWeights
 from shared.boundary.ranks import Ranks
 from shared.drafts.block import BlockConfig
@@ -70,17 +72,35 @@ class BlockDrafter(NamedTuple):
         """The tree is a chain of the block's first drafts; rows past the lengths hold its KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
-        embed = self.target.weights.embed
+        embed = embedding(self.target, self.weights)
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv, self.target.group)
         taken = hidden[:, 1 : 1 + shape.depth]
-        scores = logits(self.target, taken.reshape(-1, hidden.shape[2]))
-        scores = scores.reshape(len(newest), shape.depth, -1)
-        drafts, edges, processed = rank.chain(scores, shape.shares_rows(len(newest)))
+        scored = scores(self.target, self.weights, taken.reshape(-1, hidden.shape[2]))
+        scored = scored.reshape(len(newest), shape.depth, -1)
+        rank = own_ranking(self.target, self.weights, rank)
+        drafts, edges, processed = rank.chain(scored, shape.shares_rows(len(newest)))
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
         weights = None if edges is None else verify_rows.chain_weights(edges)
         return Drafted(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)
+
+
+def scores(
+    target: Model, weights: BlockWeights, hidden: Float[jax.Array, "R hidden"]
+) -> Float[jax.Array, "R share"]:
+    """Of the head's tokens that this rank scores, by its own `lm_head` or the target's."""
+    if weights.lm_head is None:
+        return logits(target, hidden)
+    return product_float32(hidden, weights.lm_head)
+
+
+def own_ranking(target: Model, weights: BlockWeights, rank: Ranking) -> Ranking:
+    """For scores over the head's vocabulary."""
+    if weights.lm_head is None:
+        return rank
+    vocabulary = Vocabulary(weights.config.draft_vocab, target.group)
+    return rank._replace(columns=weights.draft_ids, vocabulary=vocabulary)
 
 
 def _block_of(config: DraftConfig) -> BlockConfig:
@@ -124,7 +144,9 @@ def block_rows(
         first, until = draft_from[request], lengths[request] + size
         if is_causal:
             until = positions + 1
-        if window is not None:
+        if window is not None and block.from_anchor:
+            first = jnp.maximum(first, lengths[request] - window)
+        elif window is not None:
             first = jnp.maximum(first, positions - window + 1)
             until = jnp.minimum(until, positions + window)
         rows = Rows(
@@ -154,7 +176,7 @@ def fill(
     """Runs the blocks: their hidden states after the final norm, and the pools with their rows.
 
     Args:
-      embed: The target's.
+      embed: The head's own, or the target's.
       newest: The token of slot 0; the others hold masks.
       rows: Of `block_rows`.
       group: The ranks that have the head between them.

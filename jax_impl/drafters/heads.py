@@ -4,7 +4,7 @@ They differ in what they read of the target, in how a row's embedding and hidden
 one layer, and in whose matrix gives their logits. How they draft is in `jax_impl.drafters.eagle`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.layers import FEEDS, Feed, Hidden, Sight, attention, finished, mlp
+from jax_impl.layers import FEEDS, Hidden, Sight, attention, finished
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import alone, linear, ranks
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import Shown, embedded, rms_norm
 from jax_impl.ops.linear import Stream, normed_product, product, product_float32
 from jax_impl.ops.vocabulary import Vocabulary, over_tokens, whole
-from jax_impl.records import HeadWeights, Layer
+from jax_impl.records import BlockWeights, HeadWeights, Layer
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
+from shared.models.layers import AttentionConfig, LayerConfig
 
 Inputs = Float[jax.Array, "R inputs"]
 Tokens = Int[jax.Array, " R"]
@@ -32,7 +33,8 @@ class Head(NamedTuple):
     """A head bound to its weights and its target.
 
     Attributes:
-      config: Settings of its one decoder layer, which also size the draft KV and the relay.
+      config: Settings of its decoder layers, which also size the draft KV and the relay.
+      num_layers: How many it has.
       streams: Residual streams of the target that `read` needs, ascending.
       read: From a pass of the target, the hidden states of its rows as the head reads them.
       forward: Runs the head over rows, each with its next token, what stands in the place of some,
@@ -44,6 +46,7 @@ class Head(NamedTuple):
     """
 
     config: ModelConfig
+    num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Shown | None, Hidden, KV], tuple[Hidden, KV]]
@@ -61,7 +64,7 @@ def mtp(model: Model) -> Head:
     """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model."""
     config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
     assert weights is not None  # the checkpoint was read with its MTP layer
-    layer, feed = weights.layer, FEEDS[config.draft_layer.feed.kind]
+    like = (config.draft_layer,)
 
     def forward(
         rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
@@ -70,38 +73,47 @@ def mtp(model: Model) -> Head:
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         joined = product(jnp.concatenate([fed, normed], axis=1), weights.fc)
         joined = ranks.gathered(group, joined)
-        stream = linear.stream(joined, layer.input_norm, None, group)
-        qkv = normed_product(stream, eps, layer.mixer.inputs)
-        x, kv = _decoder_layer(config, layer, feed, qkv, stream, rows, kv)
+        stream = linear.stream(joined, weights.layer.input_norm, None, group)
+        qkv = normed_product(stream, eps, weights.layer.mixer.inputs)
+        x, kv = _through(config, like, (weights.layer,), qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
 
-    return Head(config, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
+    return Head(config, 1, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
-    """An EAGLE-1 or EAGLE-2 head: one layer without an input norm, no final norm.
+    """An EAGLE-1 or EAGLE-2 head: its first layer has no input norm, and none stands at its end.
 
-    It shares embedding and head with the target.
+    It shares the `lm_head` of the target.
     """
-    config, embed, group = weights.config.layer, _embedding(model, weights), model.group
+    config, embed, group = weights.config.layer, embedding(model, weights), model.group
 
     def forward(
         rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: KV
     ) -> tuple[Hidden, KV]:
         x = _fc(group, weights, jnp.concatenate([embedded(embed, tokens, shown), hidden], axis=1))
-        qkv = product(x, weights.layer.mixer.inputs)
+        qkv = product(x, weights.layers[0].mixer.inputs)
         stream = Stream(x, group=group)
-        return _decoder_layer(config, weights.layer, mlp, qkv, stream, rows, kv)
+        return _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
 
-    return Head(config, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
+    return Head(
+        config,
+        config.num_layers,
+        (),
+        _final_hidden,
+        forward,
+        partial(logits, model),
+        model.vocabulary,
+    )
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
-    """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side."""
-    config, embed, group = weights.config.layer, _embedding(model, weights), model.group
+    """An EAGLE-3 head: its first layer attends by embedding and hidden state side by side."""
+    config, embed, group = weights.config.layer, embedding(model, weights), model.group
     eps, norm_output = config.rms_eps, weights.config.norm_output
-    input_norm, hidden_norm = weights.layer.input_norm, weights.hidden_norm
-    final_norm = weights.final_norm
+    norm_residual, first = weights.config.norm_residual, weights.layers[0]
+    hidden_norm, final_norm = weights.hidden_norm, weights.final_norm
+    input_norm = first.input_norm
     assert input_norm is not None  # an EAGLE-3 head has all three
     assert hidden_norm is not None
     assert final_norm is not None
@@ -111,9 +123,9 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     ) -> tuple[Hidden, KV]:
         fed = rms_norm(embedded(embed, tokens, shown), alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
-        qkv = product(jnp.concatenate([fed, normed], axis=1), weights.layer.mixer.inputs)
-        stream = Stream(hidden, group=group)
-        x, kv = _decoder_layer(config, weights.layer, mlp, qkv, stream, rows, kv)
+        qkv = product(jnp.concatenate([fed, normed], axis=1), first.mixer.inputs)
+        stream = Stream(normed if norm_residual else hidden, group=group)
+        x, kv = _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x, kv
 
     def scores(hidden: Hidden) -> Logits:
@@ -127,7 +139,7 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     if weights.lm_head is not None:
         vocabulary = Vocabulary(weights.config.draft_vocab, group)
     run = (weights.config.aux_streams, project, forward, scores)
-    return Head(config, *run, vocabulary, weights.draft_ids)
+    return Head(config, config.num_layers, *run, vocabulary, weights.draft_ids)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
@@ -155,20 +167,37 @@ def _fc(group: Ranks, weights: HeadWeights, x: Inputs) -> Hidden:
     return x if weights.fc_bias is None else x + weights.fc_bias
 
 
-def _embedding(model: Model, weights: HeadWeights) -> Float[jax.Array, "vocab hidden"]:
+def embedding(
+    model: Model, weights: HeadWeights | BlockWeights
+) -> Float[jax.Array, "vocab hidden"]:
+    """A head's own, or its target's."""
     return model.weights.embed if weights.embed is None else weights.embed
 
 
-def _decoder_layer(
+def _through(
     config: ModelConfig,
-    layer: Layer,
-    feed: Feed,
+    like: Sequence[LayerConfig],
+    layers: Sequence[Layer],
     qkv: Float[jax.Array, "R outputs"],
     stream: Stream,
     rows: Rows,
     kv: KV,
 ) -> tuple[Hidden, KV]:
-    """The head's one layer, from its projection on; angles are the head's own."""
-    sight = Sight.of(config.attention, rows, kv, stream.group)
-    mixed, paged = attention(config, sight, 0, layer.mixer, qkv, sight.kv)
-    return finished(config, layer, feed, mixed, stream).whole, paged.pools
+    """The head's layers, of which the first has made its projection; angles are the head's own.
+
+    Args:
+      like: What they are like, each with attention.
+    """
+    sights: dict[object, Sight] = {
+        each.mixer: Sight.of(each.mixer, rows, kv, stream.group)
+        for each in like
+        if isinstance(each.mixer, AttentionConfig)
+    }
+    paged = sights[like[0].mixer].kv
+    norms = [*(layer.input_norm for layer in layers[1:]), None]
+    for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
+        if place:
+            qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
+        mixed, paged = attention(config, sights[each.mixer], place, layer.mixer, qkv, paged)
+        stream = finished(config, layer, FEEDS[each.feed.kind], mixed, stream, norm)
+    return stream.whole, paged.pools

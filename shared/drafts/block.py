@@ -1,25 +1,16 @@
 """What the config.json of a DFlash draft model says beside its layers' sizes.
 
-The model is a small Qwen3 that fills a whole block of mask tokens in one pass. Relatives with more
-modules share its architecture and most of its tensors' names; they are refused by their own names.
+The model is a small Qwen3 that fills a whole block of mask tokens in one pass.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
+from shared.drafts.formats import LEFT_OUT, Stated
 from shared.models.config import ModelConfig
-from shared.models.fields import Json
+from shared.models.fields import Json, object_of
 
 MAX_BLOCK = 17
 """One more than the levels that a draft tree may have."""
-
-RELATIVES = {
-    "conv_kernel_size": "DFlash2",
-    "selector_rank": "DFlash2",
-    "markov_rank": "DSpark",
-}
-"""Fields of other models that a DFlash draft model has not."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -34,12 +25,15 @@ class BlockConfig:
       windows: For each layer how near a key must be to be seen, None where any is; a key that is
         `window` positions away is not.
       causal: For each layer whether a row of the block sees none of those behind it.
+      from_anchor: A window is counted once for the whole block, which sees all of itself and so
+        many positions before it; else from each row.
     """
 
     size: int
     mask_id: int
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
+    from_anchor: bool
 
     def check_shape(self, nodes: int, width: int, scratch: int) -> None:
         """Refuses a draft shape that is no chain of the block's first drafts.
@@ -68,51 +62,24 @@ class BlockConfig:
         return replace(self, windows=(window,) * len(self.windows))
 
 
-def settings_of(config: Json) -> dict[str, Any]:
-    """The fields of config.json with those of `dflash_config`, which may hold any of them."""
-    dflash = config.get("dflash_config") or {}
-    if not isinstance(dflash, Mapping):
-        raise ValueError("the draft model's dflash_config must be an object")
-    return {**config, **dflash}
-
-
 def stated_block(config: Json) -> int | None:
     """The size of the block that a config.json states, right or not; None where there is none."""
-    size = settings_of(config).get("block_size")
+    left_out = LEFT_OUT["DFLASH"] if config.get("speculators_model_type") else {}
+    size = {**left_out, **config, **object_of(config, "dflash_config")}.get("block_size")
     return size if isinstance(size, int) else None
 
 
-def refuse_relatives(settings: Json) -> None:
-    """Refuses a model that shares the architecture's name and is another one.
-
-    Raises:
-      ValueError: It is; one sentence that names the field.
-    """
-    for field, name in RELATIVES.items():
-        if settings.get(field):
-            raise ValueError(
-                f"the draft model's {field} makes it a {name} model, which is not supported; "
-                "use a plain DFlash draft model"
-            )
-    projector = settings.get("projector_type")
-    if projector not in (None, "dflash"):
-        name = "a Domino model" if projector == "domino" else "another model"
-        raise ValueError(
-            f"the draft model's projector_type {projector} makes it {name}, which is not "
-            "supported; use a plain DFlash draft model"
-        )
-
-
-def block_of(settings: Json, layer: ModelConfig) -> BlockConfig:
+def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
     """The block of a DFlash draft model.
 
     Args:
-      settings: See `settings_of`.
+      stated: What its config.json says.
       layer: Sizes of the draft model's layers.
 
     Raises:
       ValueError: A field is missing or out of range; one sentence that names it.
     """
+    settings = stated.settings
     size, mask_id = (_whole(settings, name) for name in ("block_size", "mask_token_id"))
     if not 2 <= size <= MAX_BLOCK:
         raise ValueError(f"the draft model's block_size must be 2 to {MAX_BLOCK}, got {size}")
@@ -120,49 +87,40 @@ def block_of(settings: Json, layer: ModelConfig) -> BlockConfig:
         raise ValueError(
             f"the draft model's mask_token_id must be below {layer.vocab}, got {mask_id}"
         )
-    kinds = _kinds(settings, layer.num_layers)
-    is_sliding = [kind == SLIDING for kind in kinds]
-    window = _whole(settings, "sliding_window") if any(is_sliding) else None
-    if window is not None and window < 1:
-        raise ValueError(f"the draft model's sliding_window must be positive, got {window}")
-    stated = settings.get("is_causal")
+    windows = windows_of(settings, layer.num_layers)
+    is_causal = settings.get("is_causal")
+    if settings.get("sliding_window_non_causal"):
+        is_causal = False
     return BlockConfig(
         size=size,
         mask_id=mask_id,
-        windows=tuple(window if each else None for each in is_sliding),
-        causal=tuple(each if stated is None else bool(stated) for each in is_sliding),
+        windows=windows,
+        causal=tuple(
+            each is not None if is_causal is None else bool(is_causal) for each in windows
+        ),
+        from_anchor=stated.is_speculators,
     )
 
 
-def streams_of(settings: Json, layer: ModelConfig, target: ModelConfig) -> tuple[int, ...]:
-    """Which residual streams of the target are read; listed ids name layers whose output it is.
+def default_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
+    """Layers of the target whose output is read: from the second to the third last, evenly."""
+    if num_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    return tuple(round(1 + i * span / (num_layers - 1)) for i in range(num_layers))
+
+
+def windows_of(settings: Json, num_layers: int) -> tuple[int | None, ...]:
+    """For each layer how near a key must be to be seen, None where any is.
 
     Raises:
-      ValueError: They are no ascending layers of this target.
+      ValueError: A field is missing or out of range; one sentence that names it.
     """
-    L = target.num_layers
-    stated = settings.get("num_target_layers")
-    if stated not in (None, L):
-        raise ValueError(
-            f"the draft model's num_target_layers is {stated}, this model has {L} layers; use a "
-            "draft model that was trained for this model"
-        )
-    listed = settings.get("target_layer_ids")
-    ids = _default_ids(layer.num_layers, L) if listed is None else [int(i) for i in listed]
-    if not ids or ids != sorted(set(ids)) or ids[0] < 0 or ids[-1] >= L:
-        raise ValueError(
-            f"the draft model's target_layer_ids are {ids}; they must ascend and name layers of "
-            f"the target's {L}"
-        )
-    return tuple(i + 1 for i in ids)
-
-
-def _default_ids(num_layers: int, num_target_layers: int) -> list[int]:
-    """Spread evenly from the second layer to the third last."""
-    if num_layers == 1:
-        return [num_target_layers // 2]
-    span = num_target_layers - 4
-    return [round(1 + i * span / (num_layers - 1)) for i in range(num_layers)]
+    is_sliding = [kind == SLIDING for kind in _kinds(settings, num_layers)]
+    window = _whole(settings, "sliding_window") if any(is_sliding) else None
+    if window is not None and window < 1:
+        raise ValueError(f"the draft model's sliding_window must be positive, got {window}")
+    return tuple(window if each else None for each in is_sliding)
 
 
 def _kinds(settings: Json, num_layers: int) -> list[str]:

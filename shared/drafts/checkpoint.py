@@ -28,6 +28,7 @@ from shared.models.parameters import (
     Parameter,
     attention_parameters,
     by_columns,
+    decoder_parameters,
     head_of,
     mlp_parameters,
     norms_of,
@@ -45,6 +46,9 @@ PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt")
 STREAM_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 """The older names of the norms of the target's streams; the newer are `fc_norm.0` and on."""
 
+SPECULATORS_MTP = "mtp_layers."
+"""How tensors of an MTP layer begin in the speculators format."""
+
 MARKS = {
     "a Medusa head": ("medusa_head.", "0.linear.weight", "0.0.linear.weight"),
     "an MTP layer": ("mtp.",),
@@ -53,16 +57,19 @@ MARKS = {
 """How tensors of other drafters begin."""
 
 DFLASH_MARKS = ("hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
-"""Tensors that a DFlash model has beside `fc`, with or without `model.` before their names."""
+"""Tensors that a DFlash model has beside `fc`."""
 
 RELATIVES = {
+    "a P-EAGLE head": ("mask_hidden",),
     "a DFlash2 draft model": ("conv", "selector"),
     "a Domino draft model": ("domino", "projector"),
     "a DSpark draft model": ("markov", "confidence"),
 }
 """Words in names of tensors of models that have all tensors of a DFlash model and more."""
 
-COPIES = ("embed_tokens.weight", "lm_head.weight")
+EMBEDDING = "embed_tokens.weight"
+
+COPIES = (EMBEDDING, "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that a head's files may repeat."""
 
 IGNORED = (*COPIES, "t2d", "d2t")
@@ -114,19 +121,22 @@ def draft_parameters(drafts: Drafts, names: Collection[str] | None) -> list[Para
 
 def is_head(names: Collection[str]) -> bool:
     """Whether tensors of these names are a draft head's, of any kind, and not a whole model's."""
-    return any(f"{prefix}fc.weight" in names for prefix in ("", "model."))
+    return "fc.weight" in names or any(name.startswith(SPECULATORS_MTP) for name in names)
 
 
 def kind_of(names: Collection[str]) -> str:
-    """What the names of its tensors say about a draft model: "EAGLE", "EAGLE3" or "DFLASH".
+    """What the names of its tensors say about a draft model: "EAGLE", "EAGLE3" or "DFLASH", or
+    "NEXTN" of an MTP layer in the speculators format.
 
     Raises:
       CheckpointError: It is another drafter, or a whole model; one sentence.
     """
-    if all(f"{_prefix(names)}{mark}" in names for mark in ("fc.weight", *DFLASH_MARKS)):
-        _refuse_relatives(names)
-        return "DFLASH"
+    if any(name.startswith(SPECULATORS_MTP) for name in names):
+        return "NEXTN"
     if "fc.weight" in names:
+        _refuse_relatives(names)
+        if all(mark in names for mark in DFLASH_MARKS):
+            return "DFLASH"
         if any(name.endswith("hidden_norm.weight") for name in names if name.count(".") > 1):
             return "EAGLE3"
         if "hidden_norm.weight" not in names:
@@ -139,18 +149,13 @@ def kind_of(names: Collection[str]) -> str:
     )
 
 
-def _prefix(names: Collection[str]) -> str:
-    """What stands before the names of a DFlash model's tensors."""
-    return "model." if "model.fc.weight" in names else ""
-
-
 def _refuse_relatives(names: Collection[str]) -> None:
     for what, words in RELATIVES.items():
         for name in sorted(names):
             if any(word in name for word in words):
                 raise CheckpointError(
                     f"the draft model is {what}, as it has the tensor {name}, which is not "
-                    "supported; give a plain DFlash model as --speculative-draft-model-path"
+                    "supported; give a plain head as --speculative-draft-model-path"
                 )
 
 
@@ -158,33 +163,43 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     """Parameters of a head in the order they are loaded.
 
     Args:
-      names: Tensors of its checkpoint, which spell some names in two ways and may leave out the
-        bias; None before it is opened.
+      names: Tensors of its checkpoint, which spell some names in two ways; None before it is
+        opened.
     """
     names = frozenset() if names is None else names
-    if config.kind == "DFLASH":
-        return _dflash_parameters(config, _prefix(names))
-    hidden = config.layer.hidden
-    older = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
-    layer = ["layers.0" if older else "midlayer"]
-    tensors = [by_columns("fc", "fc.weight", (hidden, config.fc_inputs))]
-    if config.has_bias and (not names or "fc.bias" in names):
-        tensors.append(single("fc_bias", "fc.bias", (hidden,)))
+    tensors = [by_columns("fc", "fc.weight", (config.layer.hidden, config.fc_inputs))]
+    if config.has_bias:
+        tensors.append(single("fc_bias", "fc.bias", (config.layer.hidden,)))
+    is_block = config.kind == "DFLASH"
+    tensors += _dflash_parameters(config) if is_block else _eagle_parameters(config, names)
+    if config.own_embed:
+        table = (config.layer.vocab, config.layer.hidden)
+        tensors.append(single("embed", EMBEDDING, table))
+    if config.own_lm_head:
+        table = (config.draft_vocab, config.layer.hidden)
+        tensors.append(head_of("lm_head", "lm_head.weight", table))
+    return tensors
+
+
+def _eagle_parameters(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
+    """The first layer's apart from those behind it: what it reads is wider."""
+    hidden, sizes = config.layer.hidden, config.layer
+    in_list = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
+    layer = ["layers.0" if in_list else "midlayer"]
+    tensors: list[Parameter] = []
     if config.kind == "EAGLE3":
         tensors += _stream_norms(config, names)
         tensors.append(_norms("layer.input_norm", layer, "input_layernorm.weight", hidden))
         tensors.append(_norms("layer.hidden_norm", layer, "hidden_norm.weight", hidden))
     tensors += [
         _norms("layer.post_attention_norm", layer, "post_attention_layernorm.weight", hidden),
-        *mlp_parameters("layer.mlp.", config.layer, layer),
-        *attention_parameters("layer.attention.", config.layer, layer, config.attention_inputs),
+        *mlp_parameters("layer.mlp.", sizes, layer),
+        *attention_parameters("layer.attention.", sizes, layer, config.attention_inputs),
     ]
+    if later := [f"layers.{i}" for i in range(1, sizes.num_layers)]:
+        tensors += decoder_parameters("later.", sizes, later, sizes.layers[1:])
     if config.kind == "EAGLE3":
         tensors.append(_norm("final_norm", "norm.weight", hidden))
-    if config.own_embed:
-        tensors.append(single("embed", "embed_tokens.weight", (config.layer.vocab, hidden)))
-    if config.own_lm_head:
-        tensors.append(head_of("lm_head", "lm_head.weight", (config.draft_vocab, hidden)))
     return tensors
 
 
@@ -192,17 +207,16 @@ _norm, _norms = partial(single_norm, centre=0.0), partial(norms_of, centre=0.0)
 """Heads' norms scale by what is stored."""
 
 
-def _dflash_parameters(config: DraftConfig, prefix: str) -> list[Parameter]:
+def _dflash_parameters(config: DraftConfig) -> list[Parameter]:
     sizes, hidden = config.layer, config.layer.hidden
-    folders = [f"{prefix}layers.{i}" for i in range(sizes.num_layers)]
+    folders = [f"layers.{i}" for i in range(sizes.num_layers)]
     return [
-        by_columns("fc", f"{prefix}fc.weight", (hidden, config.fc_inputs)),
-        _norm("hidden_norm", f"{prefix}hidden_norm.weight", hidden),
+        _norm("hidden_norm", "hidden_norm.weight", hidden),
         _norms("layer.input_norm", folders, "input_layernorm.weight", hidden),
         _norms("layer.post_attention_norm", folders, "post_attention_layernorm.weight", hidden),
         *mlp_parameters("layer.mlp.", sizes, folders),
         *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
-        _norm("final_norm", f"{prefix}norm.weight", hidden),
+        _norm("final_norm", "norm.weight", hidden),
     ]
 
 
@@ -210,7 +224,7 @@ def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter
     norms, width = [], config.target_hidden
     if config.norm_aux:
         older = f"{STREAM_NORMS[0]}.weight" in names
-        chunks = STREAM_NORMS if older else [f"fc_norm.{i}" for i in range(len(STREAM_NORMS))]
+        chunks = STREAM_NORMS if older else [f"fc_norm.{i}" for i in range(len(config.aux_streams))]
         norms.append(_norms("aux_norm", chunks, "weight", width))
     if config.norm_input:
         norms.append(_norm("input_norm", "input_norm.weight", config.fc_inputs))
@@ -270,12 +284,20 @@ def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:
             )
     if config.has_draft_vocab:
         draft_ids(checkpoint, config)
-    elif checkpoint.has("d2t") and checkpoint.tensor("d2t").any():
-        raise CheckpointError(
-            "the tensor d2t maps a draft vocabulary, and the draft model's config.json has no "
-            "draft_vocab_size below vocab_size"
-        )
+    else:
+        _check_whole(checkpoint)
     return wanted
+
+
+def _check_whole(checkpoint: Stored) -> None:
+    """Maps of a vocabulary that is the target's keep every token where it is."""
+    is_moved = checkpoint.has("d2t") and checkpoint.tensor("d2t").any()
+    is_cut = checkpoint.has("t2d") and not checkpoint.tensor("t2d").astype(bool).all()
+    if is_moved or is_cut:
+        raise CheckpointError(
+            f"the tensor {'d2t' if is_moved else 't2d'} maps a draft vocabulary, and the draft "
+            "model's config.json has no draft_vocab_size below vocab_size"
+        )
 
 
 def _named(kind: str) -> str:
@@ -284,6 +306,9 @@ def _named(kind: str) -> str:
 
 def draft_ids(checkpoint: Stored, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:
     """The target's token id of each draft token: `d2t` stores how far it lies above the draft id.
+
+    Ids themselves in place of differences are no such map, as ids this far above themselves would
+    leave the vocabulary.
 
     Raises:
       CheckpointError: `d2t` is missing or no map into the vocabulary, or `t2d` contradicts it.

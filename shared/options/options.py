@@ -44,6 +44,9 @@ ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_AL
 
 ACCEPT_RULES = ("match", "rejection")
 
+LAYER_IDS = ("inputs", "outputs")
+"""What layers that a head lists may mean; see `shared.drafts.streams`."""
+
 CHAIN_SHAPE = (3, 1, 4)
 TREE_SHAPE = (5, 4, 8)
 NAIVE_SHAPE = (1, 1, 2)
@@ -97,7 +100,10 @@ class SpeculativeConfig:
         aliases=("--speculative-algo",),
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
-        None, "folder of a draft head or of a small model", aliases=("--speculative-draft-model",)
+        None,
+        "folder of a draft head, of a small model, or with NEXTN of an mtp layer in the "
+        "speculators format",
+        aliases=("--speculative-draft-model",),
     )
     speculative_num_steps: int | None = flag(
         None, "S, levels of a draft tree (default: 3; 5 for a Llama model with a head)",
@@ -114,6 +120,10 @@ class SpeculativeConfig:
     speculative_draft_window_size: int | None = flag(
         None, "positions that a DFLASH head looks back, at least its block (default: what its "
         "config.json says)", low=2, high=1 << 24,
+    )  # fmt: skip
+    speculative_draft_layer_ids: str | None = flag(
+        None, "whether a head that lists layers of its target reads their inputs or their outputs "
+        "(default: what its list tells)", choices=LAYER_IDS, metavar="WHICH",
     )  # fmt: skip
     accept_rule: str | None = flag(
         None, "match keeps the text of plain decoding, rejection its law only, and accepts more of "
@@ -176,13 +186,19 @@ class SpeculativeConfig:
 
     @property
     def with_mtp(self) -> bool:
-        """Whether the checkpoint's own mtp layer drafts."""
+        """Whether an mtp layer drafts, the checkpoint's own or that of the draft model."""
         has_path = self.speculative_draft_model_path is not None
-        return self.drafts and not (has_path or self.drafts_on_host)
+        is_own = self.drafts and not (has_path or self.drafts_on_host)
+        return is_own or self.speculative_algorithm == "NEXTN"
+
+    @property
+    def mtp_path(self) -> str | None:
+        """Folder of an mtp layer that drafts in place of the checkpoint's own; None without one."""
+        return self.speculative_draft_model_path if self.speculative_algorithm == "NEXTN" else None
 
     @property
     def head_path(self) -> str | None:
-        """Folder of the draft model; None of a drafter that has none."""
+        """Folder of a head or a small model; None of a drafter that has none."""
         has_none = self.speculative_algorithm in ("NEXTN", HOST_ALGORITHM)
         return None if has_none else self.speculative_draft_model_path
 

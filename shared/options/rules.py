@@ -105,12 +105,14 @@ RULES = (
     ),
     Rule(
         refuses=lambda s: (
-            s.algorithm == "NEXTN" and s.draft.speculative_draft_model_path is not None
+            s.algorithm == "NEXTN"
+            and s.draft.speculative_draft_model_path is not None
+            and s.head_kind != "NEXTN"
         ),
-        reason="--speculative-draft-model-path contradicts --speculative-algorithm NEXTN, which "
-        "drafts with the checkpoint's own mtp layer",
-        way_out="leave the flag out",
-        example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-model-path head")),
+        reason="--speculative-draft-model-path with --speculative-algorithm NEXTN takes an mtp "
+        "layer in the speculators format, and the draft model is none",
+        way_out="give one, or leave the flag out for the checkpoint's own",
+        example=None,
     ),
     Rule(
         refuses=lambda s: (
@@ -171,6 +173,16 @@ RULES = (
         reason="--speculative-draft-window-size is for --speculative-algorithm DFLASH",
         way_out="leave the flag out",
         example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-window-size 512")),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.draft.speculative_draft_layer_ids is not None
+            and (s.head_kind or s.algorithm) not in ("EAGLE3", BLOCK_ALGORITHM)
+        ),
+        reason="--speculative-draft-layer-ids is for heads that list layers of their target, those "
+        "of EAGLE3 and DFLASH",
+        way_out="leave the flag out",
+        example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-layer-ids inputs")),
     ),
     Rule(
         refuses=lambda s: (

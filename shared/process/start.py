@@ -24,7 +24,11 @@ from shared.drafts.checkpoint import (
 )
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
+from shared.drafts.fitting import fitted
+from shared.drafts.mtp import with_mtp_of
+from shared.drafts.streams import Ids
 from shared.drafts.tokenizer import check_same_tokenizer
+from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.families import config_from_folder, stated_granularity
@@ -166,6 +170,11 @@ def prepare(options: Options, platform: Platform) -> Start:
     stored = _open_draft(options, path, model) if path else None
     is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
     head_kind = kind_of(stored.names) if stored and not is_model else None
+    if draft.mtp_path and not is_dummy:
+        layer = open_head(draft.mtp_path)
+        head_kind = kind_of(layer.names)
+        if head_kind == "NEXTN" and isinstance(checkpoint, Checkpoint):
+            model, checkpoint = with_mtp_of(draft.mtp_path, layer, model, checkpoint)
     setup = Setup(
         options=options,
         model=model,
@@ -182,7 +191,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
-    draft_files = DraftFiles(_drafts(options, model, stored), stored)
+    draft_files = DraftFiles(_drafts(options, model, stored, checkpoint), stored)
     _check_shares(model, draft_files.drafts, options.ranks.tp_size)
     grammars = Grammars.of_options(options, model.vocab)
     wanted = parameters(model, draft.with_mtp)
@@ -272,10 +281,17 @@ def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
         return open_head(path)
     if options.speculative.drafts_with_a_model:
         return _dummy(_small_config(options, path), path)
-    return dummy_head(DraftConfig.from_folder(path, model))
+    return dummy_head(_head_config(options, path, model))
 
 
-def _drafts(options: Options, model: ModelConfig, stored: Stored | None) -> Drafts:
+def _head_config(options: Options, path: str, model: ModelConfig) -> DraftConfig:
+    told = options.speculative.speculative_draft_layer_ids
+    return DraftConfig.from_folder(path, model, None if told is None else Ids(told))
+
+
+def _drafts(
+    options: Options, model: ModelConfig, stored: Stored | None, checkpoint: Weights
+) -> Drafts:
     """What drafts on the device; its files are held against its settings and the target."""
     draft, path = options.speculative, options.speculative.head_path
     if stored is None or path is None:
@@ -285,7 +301,10 @@ def _drafts(options: Options, model: ModelConfig, stored: Stored | None) -> Draf
         stored.check(small, with_mtp=False)
         check_same_tokenizer(options.model.model_path, model, path, small)
         return Drafts.of_model(small)
-    config = DraftConfig.from_folder(path, model)
+    config = _head_config(options, path, model)
+    if isinstance(stored, Checkpoint):
+        own = checkpoint if isinstance(checkpoint, Checkpoint) else None
+        config = fitted(config, stored, own)
     check_head(stored, config)
     return Drafts.of_head(config.with_window(draft.speculative_draft_window_size))
 

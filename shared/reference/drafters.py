@@ -77,7 +77,8 @@ class HeadDrafter:
     def __init__(self, drafter: eagle.Drafter, capacity: Capacity) -> None:
         slots, width = capacity.num_slots, capacity.max_width
         self._drafter, self._width = drafter, width
-        self._kv = model.new_kv(drafter.layer, 1, capacity.num_pages, capacity.page_size)
+        pool = (capacity.num_pages, capacity.page_size)
+        self._kv = model.new_kv(drafter.layer, drafter.num_layers, *pool)
         self._relay_arrays = (  # of `eagle.Relay`, by slot
             np.zeros((slots, width), np.int32),
             np.zeros((slots, width), np.float32),

@@ -18,10 +18,11 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.spec import draft_tree, layers, linear, model, verify_rows
 from shared.spec.attention import Rows
-from shared.spec.eagle import HeadWeights, Tree
+from shared.spec.eagle import HeadWeights, Tree, embedding
 from shared.spec.linear import Stream
 from shared.spec.mix import Heads, mix_keys
 from shared.spec.model import KV, Hidden, Weights
+from shared.spec.sampling import over_tokens
 
 Choose = Callable[
     [Float[np.ndarray, "B S vocab"]], tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]
@@ -87,7 +88,9 @@ def block_rows(
     for window, is_causal in zip(block.windows, block.causal, strict=True):
         until = positions + 1 if is_causal else end
         first = start
-        if window is not None:
+        if window is not None and block.from_anchor:
+            first = np.maximum(start, lengths[request] - window)
+        elif window is not None:
             first = np.maximum(start, positions - window + 1)
             until = np.minimum(until, positions + window)
         until = np.where(is_real, until, 0)
@@ -107,7 +110,7 @@ def fill(
     """Runs the blocks: the hidden states after the final norm, and the KV with the blocks' rows.
 
     Args:
-      target: The target's weights, for the embedding.
+      target: The target's weights, for the embedding where the head has none.
       newest: The token of slot 0; the others hold masks.
       rows: Of `block_rows`.
       kv: Whole from `draft_from` to the length.
@@ -118,14 +121,30 @@ def fill(
     assert block is not None  # a DFlash head has a block
     tokens = np.full((len(newest), block.size), block.mask_id)
     tokens[:, 0] = newest
-    stream = Stream(layers.embedded(target["embed"], tokens.reshape(-1), None))
+    stream = Stream(layers.embedded(embedding(weights, target), tokens.reshape(-1), None))
     for layer, seen in enumerate(rows):
         y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
-        stream, kv = model.attention_layer(sizes, weights, "layer.", layer, y, stream, seen, kv)
+        given = (sizes.attention, weights, "layer.", layer, y, stream, seen, kv)
+        stream, kv = model.attention_layer(sizes, *given)
         fed = sizes.layers[layer].feed
         stream = model.feed(sizes, fed, weights, "layer.", layer, layer, stream)
     out = model.norm(sizes, stream.rows, weights["final_norm"])
     return out.reshape(len(newest), block.size, -1), kv
+
+
+def scores(
+    config: DraftConfig, weights: HeadWeights, target: Weights, hidden: Hidden
+) -> Float[np.ndarray, "R vocab"]:
+    """Scores of the target's tokens, -inf where the head has no token.
+
+    Args:
+      weights: The head's; without an `lm_head` it is the target's that scores.
+      hidden: Of `fill`.
+    """
+    if "lm_head" not in weights:
+        return model.logits(config.layer, target, hidden)
+    scored = layers.linear(hidden, weights["lm_head"])
+    return over_tokens(scored, weights.get("draft_ids"), config.layer.vocab)
 
 
 @dataclass(frozen=True)
@@ -173,7 +192,8 @@ class Drafter:
         rows = block_rows(config.block, lengths, draft_from, page_table)
         hidden, _ = fill(config, weights, self.target, newest, rows, kv)
         slots = range(1, 1 + depth)
-        scores = [model.logits(self.layer, self.target, hidden[:, slot]) for slot in slots]
-        drafts, edges = choose(np.stack(scores, axis=1))
+        given = (config, weights, self.target)
+        scored = [scores(*given, hidden[:, slot]) for slot in slots]
+        drafts, edges = choose(np.stack(scored, axis=1))
         chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
         return (*chains, verify_rows.chain_weights(edges))

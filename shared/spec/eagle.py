@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
+from shared.models.layers import AttentionConfig
 from shared.spec import draft_tree, layers, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import Level, TreeShape
@@ -77,23 +78,23 @@ def eagle(
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
-    """An EAGLE-1 or EAGLE-2 head: one layer without an input norm, no final norm.
+    """An EAGLE-1 or EAGLE-2 head: its first layer has no input norm, and none stands at its end.
 
     Args:
-      weights: The head's; `fc_bias` may be missing.
+      weights: The head's; what it lacks of `fc_bias` and `embed` is zero, or the target's.
       target: The model's, for the embedding and `lm_head`.
       hidden: After the model's final norm; of a draft step, the head's own output.
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077.
     """
-    fed = layers.embedded(target["embed"], tokens, shown)
+    fed = layers.embedded(embedding(weights, target), tokens, shown)
     x = _fc(weights, np.concatenate([fed, hidden], axis=1))
-    x, kv = _decoder_layer(config.layer, weights, "layer.", x, x, rows, kv)
+    x, kv = _layers(config.layer, weights, x, x, rows, kv)
     return x, model.logits(config.layer, target, x), kv
 
 
 def eagle3_project(
-    config: DraftConfig, weights: HeadWeights, aux: Float[np.ndarray, "R thrice_hidden"]
+    config: DraftConfig, weights: HeadWeights, aux: Float[np.ndarray, "R streams"]
 ) -> Float[np.ndarray, "R hidden"]:
     """The hidden state of target rows for an EAGLE-3 head.
 
@@ -121,7 +122,10 @@ def eagle3(
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
-    """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side.
+    """An EAGLE-3 head: its first layer's attention reads embedding and hidden state side by side.
+
+    With `config.norm_residual` what that layer adds to is the hidden state as its attention reads
+    it, after the norm; else it is the hidden state itself.
 
     Args:
       weights: The head's; what it lacks of `embed` and `lm_head` it shares with the target.
@@ -135,11 +139,11 @@ def eagle3(
     Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840.
     """
     layer = config.layer
-    embed = weights["embed"] if config.own_embed else target["embed"]
-    fed = model.norm(layer, layers.embedded(embed, tokens, shown), weights["layer.input_norm"][0])
+    fed = layers.embedded(embedding(weights, target), tokens, shown)
+    fed = model.norm(layer, fed, weights["layer.input_norm"][0])
     normed = model.norm(layer, hidden, weights["layer.hidden_norm"][0])
-    y = np.concatenate([fed, normed], axis=1)
-    x, kv = _decoder_layer(layer, weights, "layer.", hidden, y, rows, kv)
+    y, x = np.concatenate([fed, normed], axis=1), normed if config.norm_residual else hidden
+    x, kv = _layers(layer, weights, x, y, rows, kv)
     out = model.norm(layer, x, weights["final_norm"])
     if config.own_lm_head:
         logits = layers.linear(out, weights["lm_head"])
@@ -154,19 +158,21 @@ class Drafter:
     """A draft head bound to its weights and its target's.
 
     Attributes:
-      layer: Sizes of the head's layer and of its hidden state.
+      layer: Sizes of the head's layers and of its hidden state.
+      num_layers: How many it has.
       run: The head.
       reads: The hidden states that the head reads of rows of the target.
     """
 
     layer: ModelConfig
+    num_layers: int
     run: Head
     reads: Callable[[Forward], Hidden]
 
     @classmethod
     def nextn(cls, config: ModelConfig, weights: Weights) -> "Drafter":
         """The model's own MTP layer."""
-        return cls(config, partial(mtp, config, weights), lambda passed: passed.hidden)
+        return cls(config, 1, partial(mtp, config, weights), lambda passed: passed.hidden)
 
     @classmethod
     def of_head(cls, head: DraftHead, target: Weights) -> "Drafter":
@@ -174,18 +180,48 @@ class Drafter:
         config, weights = head.config, head.weights
         if config.kind == "EAGLE":
             run = partial(eagle, config, weights, target)
-            return cls(config.layer, run, lambda passed: passed.hidden)
+            return cls(config.layer, config.layer.num_layers, run, lambda passed: passed.hidden)
 
         def project(passed: Forward) -> Hidden:
             aux = np.concatenate([passed.streams[i] for i in config.aux_streams], axis=1)
             return eagle3_project(config, weights, aux)
 
-        return cls(config.layer, partial(eagle3, config, weights, target), project)
+        run = partial(eagle3, config, weights, target)
+        return cls(config.layer, config.layer.num_layers, run, project)
+
+
+def embedding(weights: HeadWeights, target: Weights) -> Float[np.ndarray, "vocab hidden"]:
+    """A head's own, or its target's."""
+    return weights.get("embed", target["embed"])
 
 
 def _fc(weights: HeadWeights, x: Float[np.ndarray, "R inputs"]) -> Hidden:
     projected = layers.linear(x, weights["fc"])
     return projected + weights["fc_bias"] if "fc_bias" in weights else projected
+
+
+def _layers(
+    config: ModelConfig,
+    weights: Weights,
+    x: Hidden,
+    y: Float[np.ndarray, "R inputs"],
+    rows: Rows,
+    kv: KV,
+) -> tuple[Hidden, KV]:
+    """All layers of a head: the first reads `y` and adds to `x`, the later ones read the stream."""
+    first, pools = KV(kv.k[:1], kv.v[:1]), KV(kv.k[1:], kv.v[1:])
+    x, first = _decoder_layer(config, weights, "layer.", x, y, rows, first)
+    stream = Stream(x)
+    for place, each in enumerate(config.layers[1:]):
+        y = model.norm(config, stream.rows, weights["later.input_norm"][place])
+        attention, where = each.mixer, ("later.", place)
+        assert isinstance(attention, AttentionConfig)  # a head has no other layers
+        stream, pools = model.attention_layer(
+            config, attention, weights, *where, y, stream, rows, pools
+        )
+        stream = model.feed(config, each.feed, weights, *where, place, stream)
+    k, v = (np.concatenate(pair) for pair in ((first.k, pools.k), (first.v, pools.v)))
+    return stream.rows, KV(k, v)
 
 
 def _decoder_layer(
@@ -198,7 +234,8 @@ def _decoder_layer(
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """One layer with the residual `x`, whose attention reads `y`."""
-    stream, kv = model.attention_layer(config, weights, prefix, 0, y, Stream(x), rows, kv)
+    given = (config.attention, weights, prefix, 0, y, Stream(x), rows, kv)
+    stream, kv = model.attention_layer(config, *given)
     fed = config.draft_layer.feed
     return model.feed(config, fed, weights, prefix, 0, 0, stream).rows, kv
 

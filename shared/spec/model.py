@@ -261,6 +261,7 @@ def mix(
 
 def attention_layer(
     config: ModelConfig,
+    attention: AttentionConfig,
     weights: Weights,
     prefix: str,
     layer: int,
@@ -269,10 +270,14 @@ def attention_layer(
     rows: Rows,
     kv: KV,
 ) -> tuple[Stream, KV]:
-    """One attention layer of a draft head, whose projection reads `x` and not the stream."""
+    """One attention layer of a draft head, whose projection reads `x` and not the stream.
+
+    Args:
+      attention: Of the layer.
+    """
     name = f"{prefix}attention."
     qkv = linear.product(x, matrix(weights, f"{name}inputs", layer))
-    out, kv = mix(config, config.attention, weights, prefix, layer, qkv, rows, kv)
+    out, kv = mix(config, attention, weights, prefix, layer, qkv, rows, kv)
     between = norm_between(config, weights, prefix, layer)
     added = linear.added_product(out, matrix(weights, f"{name}out", layer), stream, norm=between)
     return added, kv

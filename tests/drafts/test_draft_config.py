@@ -10,6 +10,8 @@ from safetensors.numpy import load_file, save_file
 from shared.drafts.checkpoint import DraftFiles, check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.drafts import Drafts
+from shared.drafts.fitting import fitted
+from shared.drafts.streams import Ids
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.spec import attention, eagle, layers, model
 from tests.support.tiny_heads import tiny_head, tiny_head_config, write_tiny_head
@@ -78,6 +80,8 @@ def test_streams_are_outputs_where_they_are_listed_and_inputs_by_default():
     second = {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}
     assert parsed("EAGLE3", eight, eagle_config=second).aux_streams == (2, 4, 6)
     assert parsed("EAGLE3", eight, eagle_config={}, **second).aux_streams == (2, 4, 6)
+    inputs = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+    assert parsed("EAGLE3", eight, eagle_config=inputs).aux_streams == (2, 4, 5)
     assert parsed("EAGLE").aux_streams == ()
 
 
@@ -91,15 +95,28 @@ def test_a_list_that_names_the_number_of_layers_is_of_streams_themselves(nested)
 
 @pytest.mark.parametrize(
     ("ids", "nested"),
-    [([2, 4, 5], True), ([2, 4, 5], False), ([0, 3, 6], False), ([3, 4, 6], True)],
+    [([0, 3, 6], False), ([3, 4, 6], True), ([3, 4, 6], False)],
 )
-def test_ids_that_may_be_inputs_or_outputs_of_layers_are_refused(ids, nested):
+def test_ids_that_may_be_inputs_or_outputs_of_layers_are_refused_until_a_flag_tells(ids, nested):
     """Read by the wrong one of the two, a head loads and drafts badly without a word."""
     eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     listed = {"eagle_aux_hidden_state_layer_ids": ids}
     fields = {"eagle_config": listed} if nested else {"eagle_config": {}, **listed}
     with pytest.raises(ValueError, match="whether outputs or inputs of these layers are read"):
         parsed("EAGLE3", eight, **fields)
+    config = tiny_head_config(eight, "EAGLE3", **fields)
+    told = [DraftConfig.from_dict(config, eight, which).aux_streams for which in Ids]
+    assert told == [tuple(ids), tuple(i + 1 for i in ids)]
+
+
+def test_a_flag_about_listed_layers_is_refused_where_none_are_listed():
+    eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
+    for config in (
+        tiny_head_config(eight, "EAGLE3", eagle_config={}),
+        tiny_head_config(eight, "EAGLE"),
+    ):
+        with pytest.raises(ValueError, match="leave --speculative-draft-layer-ids out"):
+            DraftConfig.from_dict(config, eight, Ids.INPUTS)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +133,8 @@ def test_the_kind_is_told_by_architecture_and_draft_vocabulary(architecture, fie
     config = tiny_head_config(TARGET, "EAGLE3")
     del config["draft_vocab_size"]
     config |= {"architectures": [architecture], **fields}
+    if kind == "EAGLE":
+        del config["eagle_config"]
     assert DraftConfig.from_dict(config, TARGET).kind == kind
 
 
@@ -131,8 +150,10 @@ def test_rotation_and_bias_are_the_heads_own():
 
 REFUSED_CONFIGS = {
     "another architecture": ("EAGLE", {"architectures": ["MedusaModel"]}, "MedusaModel"),
-    "two layers": ("EAGLE", {"num_hidden_layers": 2}, "num_hidden_layers 2"),
-    "biased projections": ("EAGLE", {"qkv_bias": True}, "qkv_bias"),
+    "streams of EAGLE": ("EAGLE", {"eagle_aux_hidden_state_layer_ids": [1]}, "layer_ids"),
+    "an unknown field": ("EAGLE", {"unheard_of": 1}, "unheard_of"),
+    "drafts at once": ("EAGLE3", {"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft"),
+    "another norm": ("EAGLE3", {"eagle_config": {"use_last_layernorm": False}}, "use_last"),
     "token map": ("EAGLE", {"hot_vocab_size": 64}, "hot_vocab_size"),
     "quantised": ("EAGLE3", {"quantization_config": {"bits": 4}}, "quantization_config"),
     "vision": ("EAGLE3", {"vision_config": {}, "text_config": {"a": 1}}, "text_config"),
@@ -155,8 +176,8 @@ REFUSED_CONFIGS = {
     "no streams": ("EAGLE3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux"),
     "a stream of no layer": (
         "EAGLE3",
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}},
-        "eagle_aux_hidden_state_layer_ids are [0, 1, 3]",
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4]}},
+        "eagle_aux_hidden_state_layer_ids are [0, 1, 4]",
     ),
     "a stream twice": (
         "EAGLE3",
@@ -164,12 +185,12 @@ REFUSED_CONFIGS = {
         "eagle_aux_hidden_state_layer_ids",
     ),
     "default streams of a shallow target": ("EAGLE3", {"eagle_config": {}}, "are not given"),
-    "the speculators format": (
+    "a relative": ("EAGLE3", {"speculators_model_type": "peagle"}, "peagle"),
+    "latent attention": (
         "EAGLE3",
-        {"speculators_model_type": "eagle3"},
-        "speculators_model_type",
+        {"architectures": ["Eagle3DeepseekV2ForCausalLM"]},
+        "DeepseekV2",
     ),
-    "normed residual": ("EAGLE3", {"norm_before_residual": True}, "norm_before_residual"),
 }
 
 
@@ -255,7 +276,8 @@ def test_other_spellings_of_tensors_are_accepted(tmp_path):
 def test_a_bias_that_is_not_stored_is_zero(tmp_path):
     write_tiny_head(tmp_path / "head", TARGET, WEIGHTS, "EAGLE", 1)
     rewrite(tmp_path / "head", lambda tensors: tensors.pop("fc.bias"))
-    head = load_head(open_head(tmp_path / "head"), parsed("EAGLE"), np.float32)
+    files = open_head(tmp_path / "head")
+    head = load_head(files, fitted(parsed("EAGLE"), files, None), np.float32)
     assert "fc_bias" not in head.weights
 
 

@@ -204,7 +204,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     parts = PARTS.keys() - {"ngram"}
     found = {k: v for part in parts for k, v in vars(getattr(options, part)).items()}
     switches = {name for name, value in found.items() if value is False}
-    none = ("draft_model_path", "draft_window_size", "simulate_accept_length")
+    none = ("draft_model_path", "draft_window_size", "draft_layer_ids", "simulate_accept_length")
     absent = {f"speculative_{name}": None for name in none} | dict.fromkeys(switches, False)
     assert found == given | absent
 

@@ -40,7 +40,10 @@ def block_of(request):
     return made
 
 
-@pytest.mark.parametrize("folder", ["dflash", "dflash_sliding"])
+FOLDERS = ["dflash", "dflash_sliding", "dflash_speculators", "dflash_speculators_sliding"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_a_block_gives_the_golden_numbers_wherever_it_starts(folder, block_of):
     assert_golden_numbers(folder, block_of)
 
@@ -67,12 +70,15 @@ ROWS = {
 
 
 @pytest.mark.parametrize("implementation", ROWS)
+@pytest.mark.parametrize("from_anchor", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_a_row_sees_the_context_and_the_block_as_far_as_its_layer_lets_it(
-    window, is_causal, implementation
+    window, is_causal, from_anchor, implementation
 ):
-    block = BlockConfig(size=SIZE, mask_id=9, windows=(window,), causal=(is_causal,))
+    block = BlockConfig(
+        size=SIZE, mask_id=9, windows=(window,), causal=(is_causal,), from_anchor=from_anchor
+    )
     lengths, draft_from = np.array([9, 5, 3]), np.array([2, 5, 0])
     (rows,) = ROWS[implementation](block, lengths, draft_from, np.zeros((3, 4), int))
     seen = attention.visible(
@@ -84,7 +90,8 @@ def test_a_row_sees_the_context_and_the_block_as_far_as_its_layer_lets_it(
         position, place = length + slot, np.arange(16)
         want = (place >= start) & (place < length + SIZE) & (start < length)
         if window is not None:
-            want &= abs(place - position) < window
+            in_reach = place >= length - window if from_anchor else abs(place - position) < window
+            want &= in_reach
         if is_causal:
             want &= place <= position
         np.testing.assert_array_equal(sees, want)

@@ -16,12 +16,12 @@ from jax_impl.backend import compiler_options
 from jax_impl.drafters import dflash as jax_dflash
 from jax_impl.model import Forward as JaxForward
 from jax_impl.model import Model as JaxModel
-from jax_impl.model import logits as jax_logits
 from jax_impl.ops import attention as jax_attention
 from shared.boundary.ranks import ALONE
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import load_all
+from shared.drafts.fitting import fitted
+from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.spec import attention, dflash, model
@@ -43,11 +43,18 @@ close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 
 def golden_block_head(folder: Path, target: Path) -> tuple[DraftHead, dict[str, Array]]:
-    """The head of a folder, which may have its weights in `dflash` beside it, and its target."""
+    """The head of a folder, whose weights may be in the one of the shorter name, and its target."""
     sizes = config_from_folder(target)
     config = DraftConfig.from_folder(folder, sizes)
-    head = load_head(open_head(folder.parent / "dflash"), config, np.float32)
+    checkpoint = files_of(folder)
+    config = fitted(config, checkpoint, open_checkpoint(target))
+    head = load_head(checkpoint, config, np.float32)
     return head, dict(load_all(target, sizes, False))
+
+
+def files_of(folder: Path) -> Checkpoint:
+    """The weights of a head that slides are those of one that does not."""
+    return open_head(folder.parent / folder.name.removesuffix("_sliding"))
 
 
 class GoldenBlock(Protocol):
@@ -60,7 +67,8 @@ class GoldenBlock(Protocol):
         ...
 
     def fill(self, newest: int) -> tuple[Array, Array]:
-        """The block behind the context: hidden states of all slots, logits of all but the first."""
+        """The block behind the context: hidden states of all slots, and scores of all but the first
+        over the head's vocabulary."""
         ...
 
     def context(self) -> tuple[Array, Array]:
@@ -89,7 +97,8 @@ class SpecBlock:
         length = np.array([self._length])
         rows = dflash.block_rows(config.block, length, np.zeros(1, int), TABLE)
         hidden, _ = dflash.fill(config, weights, self._target, np.array([newest]), rows, self._kv)
-        return hidden[0], model.logits(config.layer, self._target, hidden[0, 1:])
+        scored = dflash.scores(config, weights, self._target, hidden[0, 1:])
+        return hidden[0], scored[:, weights.get("draft_ids", slice(None))]
 
     def context(self) -> tuple[Array, Array]:
         pools = (self._kv.k[0], self._kv.v[0])
@@ -125,7 +134,8 @@ class TorchBlock:
         rows = torch_dflash.block_rows(block, none + self._length, none, self._table)
         given = (embed, self._frequencies, none + newest, rows, self._kv, ALONE)
         hidden = torch_dflash.fill(self._weights, *given)[0]
-        return hidden.numpy(), torch_model.logits(self._target, hidden[1:]).numpy()
+        scored = torch_dflash.scores(self._target, self._weights, hidden[1:])
+        return hidden.numpy(), scored.numpy()
 
     def context(self) -> tuple[Array, Array]:
         k, v = self._kv[0][:, self._table[0]].flatten(1, 2)[:, : self._length].numpy()
@@ -175,7 +185,7 @@ class JaxBlock:
         rows = jax_dflash.block_rows(block, none + length, none, self._table)
         given = (embed, none + newest, rows, kv, ALONE)
         hidden, kv = jax_dflash.fill(self._weights, *given)
-        return hidden[0], jax_logits(self._target, hidden[0, 1:]), kv
+        return hidden[0], jax_dflash.scores(self._target, self._weights, hidden[0, 1:]), kv
 
     def context(self) -> tuple[Array, Array]:
         k, v = (np.asarray(jax_attention.read(self._kv[0, i], self._table))[0] for i in (0, 1))
@@ -194,3 +204,6 @@ def assert_golden_numbers(folder: str, block_of: Callable[[str], GoldenBlock]) -
         hidden, logits = block.fill(int(want["tokens"][start]))
         close(hidden, want[f"hidden_{start}"])
         close(logits, want[f"logits_{start}"])
+        if (ids := f"draft_ids_{start}") in want:
+            mapped = np.arange(logits.shape[1]) + files_of(GOLDEN / folder).tensor("d2t")
+            np.testing.assert_array_equal(mapped[logits.argmax(1)], want[ids])

@@ -17,15 +17,21 @@ from jax_impl.ops import attention, delta_mix, draft_tree
 from jax_impl.ops.layers import Shown
 from jax_impl.ops.sampling import Sampling
 from shared.boundary.ranks import ALONE
-from shared.drafts.checkpoint import open_head
-from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
-from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass, Pictures
+from tests.support.golden_models import (
+    NUM_PAGES,
+    PAGE_SIZE,
+    TABLE,
+    Array,
+    Pass,
+    Pictures,
+    golden_head_files,
+)
 
 TOKENS = 160  # of the longest prompt, and padding
 NODES = 8
@@ -186,12 +192,13 @@ class JaxHead:
     def __init__(self, folder: Path, target: Path) -> None:
         cpu, config = jax.devices("cpu")[0], config_from_folder(target)
         loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
-        own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
-        read = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
+        own, files = golden_head_files(folder, target)
+        read = weights.load_head(files, own, np.float32, cpu, lambda num_bytes: None)
         whole = model.Model.of(config, weights.weights_of(config, loaded, False), ALONE)
         self._head = heads.HEADS[own.kind](whole, weights.head_of(own, read, False))
         self._aux = own.aux_streams
-        self._kv = device_state.new_kv(own.layer, 1, (NUM_PAGES, PAGE_SIZE), np.float32, cpu)
+        pool = (NUM_PAGES, PAGE_SIZE)
+        self._kv = device_state.new_kv(own.layer, own.layer.num_layers, pool, np.float32, cpu)
         self._jit = partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
         self._forward = self._jit(self._rows)
 

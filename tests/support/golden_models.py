@@ -13,7 +13,8 @@ import numpy as np
 
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import load_all
+from shared.drafts.fitting import fitted
+from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.spec import attention, eagle, layers, mamba_state, model, sampling
 from shared.spec.draft_tree import TreeShape
@@ -222,8 +223,17 @@ class SpecModel:
 
 def load_golden_head(folder: Path, target: Path) -> DraftHead:
     """A head of the golden folder and its settings for the target there."""
-    config = DraftConfig.from_folder(folder, config_from_folder(target))
-    return load_head(open_head(folder), config, np.float32)
+    config, checkpoint = golden_head_files(folder, target)
+    return load_head(checkpoint, config, np.float32)
+
+
+def golden_head_files(folder: Path, target: Path) -> tuple[DraftConfig, Checkpoint]:
+    """A head's settings as its files have them, and the files."""
+    config, checkpoint = (
+        DraftConfig.from_folder(folder, config_from_folder(target)),
+        open_head(folder),
+    )
+    return fitted(config, checkpoint, open_checkpoint(target)), checkpoint
 
 
 class SpecHead:
@@ -236,7 +246,7 @@ class SpecHead:
         self._head, self._read = drafter.run, lambda reads: reads
         if loaded.config.kind == "EAGLE3":
             self._read = partial(eagle.eagle3_project, loaded.config, loaded.weights)
-        self._kv = model.new_kv(drafter.layer, 1, NUM_PAGES, PAGE_SIZE)
+        self._kv = model.new_kv(drafter.layer, drafter.num_layers, NUM_PAGES, PAGE_SIZE)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
         return self._rows(tokens, self._read(reads), 0)

@@ -7,8 +7,6 @@ import numpy as np
 import torch
 
 from shared.boundary.ranks import ALONE
-from shared.drafts.checkpoint import open_head
-from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.config import ModelConfig
@@ -16,7 +14,15 @@ from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
-from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass, Pictures
+from tests.support.golden_models import (
+    NUM_PAGES,
+    PAGE_SIZE,
+    TABLE,
+    Array,
+    Pass,
+    Pictures,
+    golden_head_files,
+)
 from torch_impl import device_state, model, weights
 from torch_impl.drafters import Fed, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
@@ -155,11 +161,11 @@ class TorchHead:
     def __init__(self, folder: Path, target: Path) -> None:
         config = config_from_folder(target)
         loaded = weights.from_arrays(config, load_all(target, config, False), "float32", CPU)
-        settings = (DraftConfig.from_folder(folder, config), "float32", CPU)
-        head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)
+        own, files = golden_head_files(folder, target)
+        head = weights.load_head(files, own, "float32", CPU, progress=lambda num_bytes: None)
         self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded, ALONE), head)
         layer, self._vocab = self._head.config, config.vocab
-        self._kv, self._table = new_pools(layer, 1), ints(TABLE)
+        self._kv, self._table = new_pools(layer, self._head.num_layers), ints(TABLE)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
         return self._rows(tokens, self._head.read(self._passed(reads)), 0)

@@ -101,11 +101,12 @@ class Ranking:
         place = torch.arange(1, S + 1, dtype=torch.int32, device=logits.device)
         positions = (self.lengths[:, None] + place).flatten()
         seen, flat = sampling.seen_alone(self.counts, self.slots[request]), logits.flatten(0, 1)
-        if is_weighed:
+        if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
             given = (flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1)
-            ranked = sampling.rank(*given, False, None, self.vocabulary)
-            return ranked.ids.view(B, S), ranked.weights.view(B, S), None
+            ranked = sampling.rank(*given, False, self.columns, self.vocabulary)
+            weights = ranked.weights.view(B, S) if is_weighed else None
+            return ranked.ids.view(B, S), weights, None
         given = (flat, seen, positions, self.sampling, request, None, self.vocabulary)
         ids = sampling.choose(*given).ids
         return ids.view(B, S), None, None

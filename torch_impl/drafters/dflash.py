@@ -1,6 +1,6 @@
 """As `shared.spec.dflash`, in torch: fills a block of masks in one pass and drafts a chain."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
+from torch_impl.drafters.heads import embedding
 from torch_impl.layers import (
     Pools,
     Sight,
@@ -26,8 +27,9 @@ from torch_impl.model import Forward, Model, logits
 from torch_impl.ops import draft_tree, linear, ranks, verify_rows
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import embedded, rms_norm
-from torch_impl.ops.linear import normed_product, product
+from torch_impl.ops.linear import normed_product, product, product_float32
 from torch_impl.ops.mix import PagedKV
+from torch_impl.ops.vocabulary import Vocabulary
 from torch_impl.records import BlockWeights
 
 
@@ -89,16 +91,36 @@ class BlockDrafter:
         hold the whole block's KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
-        embed, kv = self.target.weights.embed, memory.kv
+        embed, kv = embedding(self.target, self.weights), memory.kv
         filled = fill(self.weights, embed, self.frequencies, newest, rows, kv, self.target.group)
         hidden = filled[:, 1 : 1 + shape.depth]
-        scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, shape.depth))
-        drafts, edges, processed = rank.chain(scores, shape.shares_rows(len(newest)))
+        scored = scores(self.target, self.weights, hidden.flatten(0, 1))
+        rank = own_ranking(self.target, self.weights, rank)
+        drafts, edges, processed = rank.chain(
+            scored.unflatten(0, (-1, shape.depth)), shape.shares_rows(len(newest))
+        )
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
         weights = None if edges is None else verify_rows.chain_weights(edges)
         return Drafted(tokens, parents, num_nodes, weights, processed)
+
+
+def scores(
+    target: Model, weights: BlockWeights, hidden: Float[Tensor, "R hidden"]
+) -> Float[Tensor, "R share"]:
+    """Of the head's tokens that this rank scores, by its own `lm_head` or the target's."""
+    if weights.lm_head is None:
+        return logits(target, hidden)
+    return product_float32(hidden, weights.lm_head)
+
+
+def own_ranking(target: Model, weights: BlockWeights, rank: Ranking) -> Ranking:
+    """For scores over the head's vocabulary."""
+    if weights.lm_head is None:
+        return rank
+    vocabulary = Vocabulary(weights.config.draft_vocab, target.group)
+    return replace(rank, columns=weights.draft_ids, vocabulary=vocabulary)
 
 
 def _block_of(weights: BlockWeights) -> BlockConfig:
@@ -144,7 +166,9 @@ def block_rows(
     rows_of = []
     for window, is_causal in zip(block.windows, block.causal, strict=True):
         first, until = start, positions + 1 if is_causal else end
-        if window is not None:
+        if window is not None and block.from_anchor:
+            first = torch.maximum(first, lengths[request] - window)
+        elif window is not None:
             first = torch.maximum(first, positions - window + 1)
             until = torch.minimum(until, positions + window)
         rows = Rows(
@@ -175,7 +199,7 @@ def fill(
     """Runs the blocks, whose KV is written; gives their hidden states after the final norm.
 
     Args:
-      embed: The target's.
+      embed: The head's own, or the target's.
       newest: The token of slot 0; the others hold masks.
       rows: Of `block_rows`.
       group: The ranks that have the head between them.

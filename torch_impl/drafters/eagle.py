@@ -34,7 +34,7 @@ class EagleDrafter:
 
     @property
     def sizes(self) -> DraftSizes:
-        return DraftSizes(self.head.config, 1, 0, True)
+        return DraftSizes(self.head.config, self.head.num_layers, 0, True)
 
     def prefill(
         self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking

@@ -1,6 +1,6 @@
 """As the heads of `shared.spec.eagle`, in torch: NEXTN (MTP), EAGLE and EAGLE-3."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -10,15 +10,14 @@ from torch import Tensor
 
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
+from shared.models.layers import AttentionConfig, LayerConfig
 from torch_impl.layers import (
     FEEDS,
-    Feed,
     Hidden,
     Pools,
     Sight,
     attention,
     finished,
-    mlp,
     rotary_frequencies,
 )
 from torch_impl.model import Forward, Model, logits
@@ -27,7 +26,7 @@ from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import Shown, embedded, rms_norm
 from torch_impl.ops.linear import Stream, normed_product, product, product_float32
 from torch_impl.ops.vocabulary import Vocabulary, over_tokens, whole
-from torch_impl.records import HeadWeights, Layer
+from torch_impl.records import BlockWeights, HeadWeights, Layer
 
 Tokens = Int[Tensor, " R"]
 Logits = Float[Tensor, "R vocab"]
@@ -38,7 +37,8 @@ class Head:
     """A head bound to its weights and its target.
 
     Attributes:
-      config: Settings of its one decoder layer, which also size the draft KV and the relay.
+      config: Settings of its decoder layers, which also size the draft KV and the relay.
+      num_layers: How many it has.
       streams: Residual streams of the target that `read` needs, ascending.
       read: From a pass of the target, the hidden states of its rows as the head reads them.
       forward: Runs the head over rows, each with its next token, what stands in the place of some,
@@ -50,6 +50,7 @@ class Head:
     """
 
     config: ModelConfig
+    num_layers: int
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Shown | None, Hidden, Pools], Hidden]
@@ -67,8 +68,7 @@ def mtp(model: Model) -> Head:
     """As the specification; embedding and `lm_head` are the model's."""
     config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
     assert weights is not None  # the checkpoint was read with its MTP layer
-    layer, turns = weights.layer, model.frequencies[config.attention]
-    feed = FEEDS[config.draft_layer.feed.kind]
+    turns, like = model.frequencies[config.attention], (config.draft_layer,)
 
     def forward(
         rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
@@ -76,16 +76,16 @@ def mtp(model: Model) -> Head:
         fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         joined = ranks.gathered(group, product(torch.cat([fed, normed], dim=1), weights.fc))
-        stream = linear.stream(joined, layer.input_norm, None, group)
-        qkv = normed_product(stream, eps, layer.mixer.inputs)
-        x = _decoder_layer(config, layer, feed, turns, qkv, stream, rows, kv)
+        stream = linear.stream(joined, weights.layer.input_norm, None, group)
+        qkv = normed_product(stream, eps, weights.layer.mixer.inputs)
+        x = _through(config, like, (weights.layer,), turns, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
-    return Head(config, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
+    return Head(config, 1, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
-    config, embed, group = weights.config.layer, _embedding(model, weights), model.group
+    config, embed, group = weights.config.layer, embedding(model, weights), model.group
     turns = rotary_frequencies(config.attention, embed.device)
 
     def forward(
@@ -95,30 +95,38 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
         x = ranks.gathered(group, x)
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
-        qkv = product(x, weights.layer.mixer.inputs)
+        qkv = product(x, weights.layers[0].mixer.inputs)
         stream = Stream(x, group=group)
-        return _decoder_layer(config, weights.layer, mlp, turns, qkv, stream, rows, kv)
+        return _through(config, config.layers, weights.layers, turns, qkv, stream, rows, kv)
 
-    return Head(config, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
+    return Head(
+        config,
+        config.num_layers,
+        (),
+        _final_hidden,
+        forward,
+        partial(logits, model),
+        model.vocabulary,
+    )
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
-    config, embed, group = weights.config.layer, _embedding(model, weights), model.group
+    config, embed, group = weights.config.layer, embedding(model, weights), model.group
     turns, eps = rotary_frequencies(config.attention, embed.device), config.rms_eps
-    norm_output, input_norm = weights.config.norm_output, weights.layer.input_norm
-    hidden_norm, final_norm = weights.hidden_norm, weights.final_norm
-    assert input_norm is not None  # an EAGLE-3 head has all three
+    norm_output, norm_residual = weights.config.norm_output, weights.config.norm_residual
+    first, hidden_norm, final_norm = weights.layers[0], weights.hidden_norm, weights.final_norm
+    assert first.input_norm is not None  # an EAGLE-3 head has all three
     assert hidden_norm is not None
     assert final_norm is not None
 
     def forward(
         rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
-        fed = rms_norm(embedded(embed, tokens, shown), input_norm, eps)
+        fed = rms_norm(embedded(embed, tokens, shown), first.input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
-        qkv = product(torch.cat([fed, normed], dim=1), weights.layer.mixer.inputs)
-        stream = Stream(hidden, group=group)
-        x = _decoder_layer(config, weights.layer, mlp, turns, qkv, stream, rows, kv)
+        qkv = product(torch.cat([fed, normed], dim=1), first.mixer.inputs)
+        stream = Stream(normed if norm_residual else hidden, group=group)
+        x = _through(config, config.layers, weights.layers, turns, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x
 
     def scores(hidden: Hidden) -> Logits:
@@ -132,7 +140,7 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     if weights.lm_head is not None:
         vocabulary = Vocabulary(weights.config.draft_vocab, group)
     run = (weights.config.aux_streams, project, forward, scores)
-    return Head(config, *run, vocabulary, weights.draft_ids)
+    return Head(config, config.num_layers, *run, vocabulary, weights.draft_ids)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
@@ -156,21 +164,35 @@ def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
     return projected if weights.fc_bias is None else projected + weights.fc_bias
 
 
-def _embedding(model: Model, weights: HeadWeights) -> Float[Tensor, "vocab hidden"]:
+def embedding(model: Model, weights: HeadWeights | BlockWeights) -> Float[Tensor, "vocab hidden"]:
+    """A head's own, or its target's."""
     return model.weights.embed if weights.embed is None else weights.embed
 
 
-def _decoder_layer(
+def _through(
     config: ModelConfig,
-    layer: Layer,
-    feed: Feed,
+    like: Sequence[LayerConfig],
+    layers: Sequence[Layer],
     turns: Float[Tensor, " half"],
     qkv: Float[Tensor, "R outputs"],
     stream: Stream,
     rows: Rows,
     kv: Pools,
 ) -> Hidden:
-    """The head's one layer, from its projection on."""
-    sight = Sight.of(config.attention, turns, rows, kv, stream.group)
-    mixed = attention(config, sight, 0, layer.mixer, qkv)
-    return finished(config, layer, feed, mixed, stream).whole
+    """The head's layers, of which the first has made its projection.
+
+    Args:
+      like: What they are like, each with attention; all turn alike.
+    """
+    sights: dict[object, Sight] = {
+        each.mixer: Sight.of(each.mixer, turns, rows, kv, stream.group)
+        for each in like
+        if isinstance(each.mixer, AttentionConfig)
+    }
+    norms = [*(layer.input_norm for layer in layers[1:]), None]
+    for place, (each, layer, norm) in enumerate(zip(like, layers, norms, strict=True)):
+        if place:
+            qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
+        mixed = attention(config, sights[each.mixer], place, layer.mixer, qkv)
+        stream = finished(config, layer, FEEDS[each.feed.kind], mixed, stream, norm)
+    return stream.whole

@@ -187,7 +187,9 @@ def block_case(
     window: int | None, is_causal: bool, lengths: Sequence[int], draft_from: Sequence[int]
 ) -> MixCase:
     """Blocks of a DFlash head; one that cannot draft has rows that nothing is written for."""
-    block = BlockConfig(size=7, mask_id=0, windows=(window,), causal=(is_causal,))
+    block = BlockConfig(
+        size=7, mask_id=0, windows=(window,), causal=(is_causal,), from_anchor=False
+    )
     table = table_of(len(lengths), 8, 0)
     (rows,) = block_rows(block, np.array(lengths), np.array(draft_from), table)
     return mix_case(rows, 7 * np.arange(len(lengths) + 1), 7)

@@ -1,0 +1,62 @@
+"""What a head's tensors decide, whatever its config.json says or leaves out."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+
+from shared.drafts.checkpoint import EMBEDDING
+from shared.drafts.config import DraftConfig
+from shared.models.checkpoint import Checkpoint
+from shared.models.parameters import single
+
+
+def fitted(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | None) -> DraftConfig:
+    """A head's settings as its files have them: biases, head norms, an embedding and `lm_head`.
+
+    An embedding that the files hold is the target's once more, and then shared, or it was trained,
+    and then the head's own. To know, both are read, up to the first difference.
+
+    Args:
+      target: The target's files; None: an embedding of the target's width is its copy.
+
+    Raises:
+      CheckpointError: An embedding has another shape than config.json says.
+    """
+    names = checkpoint.names
+    return replace(
+        _with_layers(config, names),
+        has_bias="fc.bias" in names,
+        own_lm_head=config.own_lm_head or (config.kind == "EAGLE3" and "lm_head.weight" in names),
+        own_embed=config.own_embed or _is_trained(config, checkpoint, target),
+    )
+
+
+def _with_layers(config: DraftConfig, names: Collection[str]) -> DraftConfig:
+    def has(tensor: str) -> bool:
+        folders = ("layers.", "midlayer.")
+        return any(x.startswith(folders) and x.endswith(f".{tensor}") for x in names)
+
+    attention = config.layer.attention
+    config = config.with_attention(
+        input_bias=has("self_attn.q_proj.bias"),
+        out_bias=has("self_attn.o_proj.bias"),
+        qk_norm=attention.qk_norm or has("self_attn.q_norm.weight"),
+    )
+    fed = config.layer.dense
+    assert fed is not None  # a head's layers are
+    feed = replace(fed, bias=has("mlp.down_proj.bias"))
+    layers = tuple(replace(each, feed=feed) for each in config.layer.layers)
+    return replace(config, layer=replace(config.layer, layers=layers))
+
+
+def _is_trained(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | None) -> bool:
+    if target is None or EMBEDDING not in checkpoint.names:
+        return False
+    table = single("embed", EMBEDDING, (config.layer.vocab, config.layer.hidden))
+    own, theirs = (files.pieces(table, lambda num_bytes: None) for files in (checkpoint, target))
+    # In the head's own type, as a copy in a narrower one is a copy too.
+    return any(
+        not np.array_equal(mine, whole.astype(mine.dtype))
+        for (_, mine), (_, whole) in zip(own, theirs, strict=True)
+    )

@@ -1,0 +1,126 @@
+"""An MTP layer in the speculators format, which drafts in place of the checkpoint's own.
+
+It is one that was taken out of a checkpoint, and mostly trained further. Its tensors have names of
+their own; embedding and `lm_head` are the target's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shared.drafts.checkpoint import IGNORED, SPECULATORS_MTP
+from shared.drafts.config import head_json
+from shared.drafts.formats import stated
+from shared.models.checkpoint import Checkpoint, CheckpointError
+from shared.models.config import ModelConfig
+from shared.models.fields import object_of
+from shared.models.rotary import settings_of
+
+MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Models whose MTP layers are served, by the `model_type` of the layer."""
+
+RENAMED = {
+    "input_proj.": "mtp.fc.",
+    "token_layernorm.": "mtp.pre_fc_norm_embedding.",
+    "hidden_layernorm.": "mtp.pre_fc_norm_hidden.",
+    "final_layernorm.": "mtp.norm.",
+}
+"""How tensors begin behind the number of their layer, and what a checkpoint calls them."""
+
+FIRST = f"{SPECULATORS_MTP}0."
+
+
+class WithMtp(Checkpoint):
+    """A model's checkpoint with the MTP layer of another folder in place of its own."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: Checkpoint) -> None:
+        """Opens no file anew.
+
+        Raises:
+          CheckpointError: The layer's folder has a tensor that is no part of one MTP layer.
+        """
+        super().__init__(())
+        for name, owner in checkpoint._owners.items():
+            if not name.startswith("mtp."):
+                self._owners[name] = owner
+        for name, owner in layer._owners.items():
+            if name.startswith(FIRST):
+                self._owners[_renamed(name)] = owner
+            elif name not in IGNORED:
+                raise CheckpointError(
+                    f"the tensor {name} has no place in an MTP layer; use a draft model without it"
+                )
+
+
+def with_mtp_of(
+    folder: str | Path, layer: Checkpoint, model: ModelConfig, checkpoint: Checkpoint
+) -> tuple[ModelConfig, Checkpoint]:
+    """A model and its files with the MTP layer of a draft model's folder.
+
+    Args:
+      folder: Of the draft model, with its config.json.
+      layer: Its files.
+      model, checkpoint: The target.
+
+    Raises:
+      ValueError: The layer is of another model, by its config.json or its tensors; one sentence.
+    """
+    said = stated(head_json(folder))
+    if said.kind != "NEXTN":
+        raise ValueError(
+            f"the draft model's config.json describes {said.kind}, its tensors are those of an MTP "
+            "layer; use a config.json that belongs to the tensors"
+        )
+    number = said.settings.get("num_nextn_predict_layers", 1)
+    if number != 1:
+        raise ValueError(f"the draft model's num_nextn_predict_layers must be 1, got {number}")
+    own = object_of(said.settings, "transformer_layer_config")
+    if own.get("model_type") not in MODEL_TYPES:
+        raise ValueError(
+            f"the draft model is an MTP layer of a {own.get('model_type')} model, which is not "
+            f"supported; use one of {' or '.join(MODEL_TYPES)}"
+        )
+    if not model.zero_centered_norms:
+        raise ValueError(
+            f"the draft model is an MTP layer, and a {model.name} model has none; use an EAGLE or "
+            "DFlash head"
+        )
+    for field, value in _sizes(model):
+        if own.get(field) not in (None, value):
+            raise ValueError(
+                f"the draft model's {field} ({own[field]}) is not the target's ({value}); use a "
+                "layer that was trained for this model"
+            )
+    theta = settings_of(own).get("rope_theta", own.get("rope_theta"))
+    if theta not in (None, model.attention.rotary.theta):
+        raise ValueError(
+            f"the draft model's rope_theta ({theta}) is not the target's "
+            f"({model.attention.rotary.theta}); use a layer that was trained for this model"
+        )
+    return replace(model, has_mtp=True), WithMtp(checkpoint, layer)
+
+
+def _sizes(model: ModelConfig) -> Iterator[tuple[str, Any]]:
+    """What the layer shares with its target, by the names of fields."""
+    yield "vocab_size", model.vocab
+    yield "hidden_size", model.hidden
+    yield "rms_norm_eps", model.rms_eps
+    yield "num_attention_heads", model.attention.num_heads
+    yield "num_key_value_heads", model.attention.num_kv_heads
+    yield "head_dim", model.attention.head_size
+    yield "attn_output_gate", model.attention.has_gate
+    if model.dense is not None:
+        yield "intermediate_size", model.dense.intermediate
+    if model.experts is not None:
+        yield "num_experts", model.experts.num_experts
+        yield "num_experts_per_tok", model.experts.num_chosen
+        yield "moe_intermediate_size", model.experts.intermediate
+
+
+def _renamed(name: str) -> str:
+    part = name.removeprefix(FIRST)
+    for begin, other in RENAMED.items():
+        if part.startswith(begin):
+            return other + part.removeprefix(begin)
+    return f"mtp.layers.0.{part}"

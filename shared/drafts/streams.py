@@ -1,0 +1,149 @@
+"""Which residual streams of its target a head reads.
+
+Stream i is what enters layer i, the embedding for i = 0; stream L is what leaves the last of L
+layers, before the final norm. Makers list layers under one name and mean two things by it: layers
+whose input is read (stream i), or layers whose output is (stream i + 1). A head read by the wrong
+one of the two loads and drafts badly without a word, so a list that may be either is refused.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from shared.drafts.formats import Stated
+
+IDS_FLAG = "--speculative-draft-layer-ids"
+"""The flag that says what a list means."""
+
+NESTED = "eagle_aux_hidden_state_layer_ids"
+OUTER = "aux_hidden_state_layer_ids"
+BLOCK = "target_layer_ids"
+"""Fields with a list: of an EAGLE-3 head, of a DFlash head in the speculators format, and in that
+of its authors."""
+
+
+class Ids(Enum):
+    """What listed layers mean, by the word of the flag."""
+
+    INPUTS = "inputs"
+    OUTPUTS = "outputs"
+
+
+def eagle3_streams(stated: Stated, num_layers: int, told: Ids | None) -> tuple[int, ...]:
+    """Those of an EAGLE-3 head; by default the inputs of layers 2, L/2 and L-3.
+
+    Args:
+      num_layers: L, of the target.
+      told: What the flag says of the list; None: the list has to tell.
+
+    Raises:
+      ValueError: They are no streams of this target, or the list may be read in two ways.
+    """
+    field = NESTED if NESTED in stated.settings else OUTER
+    count = stated.settings.get("num_aux_hidden_states")
+    listed = _listed(stated, field)
+    if listed is None:
+        _refuse_flag(told, field)
+        listed, told = (2, num_layers // 2, num_layers - 3), Ids.INPUTS
+        if not listed[0] < listed[1] < listed[2]:
+            raise ValueError(
+                f"the draft model's {field} are not given, and a target of {num_layers} layers has "
+                "no default; use a config.json that lists them"
+            )
+    if count is not None and count != len(listed):
+        raise ValueError(
+            f"the draft model's num_aux_hidden_states is {count}, and its {field} "
+            f"{_said(stated, field)} {len(listed)}; use a config.json whose fields agree"
+        )
+    means = told or _meant(stated, field, listed, num_layers)
+    return _checked(stated, field, listed, means, num_layers)
+
+
+def block_streams(
+    stated: Stated, default: tuple[int, ...], num_layers: int, told: Ids | None
+) -> tuple[int, ...]:
+    """Those of a DFlash head.
+
+    Args:
+      default: Layers whose output is read where none are listed.
+      num_layers, told: As of `eagle3_streams`.
+
+    Raises:
+      ValueError: They are no streams of this target.
+    """
+    field = OUTER if stated.is_speculators else BLOCK
+    listed = _listed(stated, field)
+    if listed is None:
+        if stated.is_speculators:
+            raise ValueError(
+                f"the draft model's {field} are not given, and its layers are not to be guessed; "
+                "use a config.json that lists them"
+            )
+        _refuse_flag(told, field)
+        listed = default
+    means = told or (Ids.INPUTS if stated.is_speculators else Ids.OUTPUTS)
+    return _checked(stated, field, listed, means, num_layers)
+
+
+def doubts(stated: Stated) -> Iterator[str]:
+    """What is read in one way and could mean another, a sentence for each."""
+    listed = _listed(stated, NESTED) or _listed(stated, OUTER) or ()
+    if stated.is_speculators and listed[:1] == (1,):
+        yield (
+            "the draft model lists layers from 1 on, which are read as inputs as its format says; "
+            f"where few drafts are accepted, try {IDS_FLAG} outputs"
+        )
+    settings = stated.settings
+    if settings.get("norm_output") and not (stated.is_speculators or settings.get("fc_norm")):
+        yield (
+            "the draft model's norm_output is read as: the next draft step reads the hidden state "
+            "after the last norm; some trainers write it and mean the scores alone"
+        )
+
+
+def _listed(stated: Stated, field: str) -> tuple[int, ...] | None:
+    listed = stated.settings.get(field)
+    if listed is None:
+        return None
+    is_list = isinstance(listed, list) and listed
+    if not is_list or not all(type(each) is int for each in listed):
+        raise ValueError(f"the draft model's {field} must list whole numbers, got {listed!r}")
+    return tuple(sorted(listed))
+
+
+def _meant(stated: Stated, field: str, ids: tuple[int, ...], num_layers: int) -> Ids:
+    """Only inputs can name the number of layers, and only outputs have been seen to begin at 1.
+
+    Outside the speculators format, that is; there a list is always one of inputs. The default
+    inputs begin at 2.
+    """
+    if stated.is_speculators or num_layers in ids or ids[0] == 2:
+        return Ids.INPUTS
+    if ids[0] == 1 or (ids[0] == 0 and field in stated.nested):
+        return Ids.OUTPUTS
+    raise ValueError(
+        f"the draft model's {field} {list(ids)} do not say whether outputs or inputs of these "
+        f"layers are read; give {IDS_FLAG} outputs or {IDS_FLAG} inputs"
+    )
+
+
+def _checked(
+    stated: Stated, field: str, ids: tuple[int, ...], means: Ids, num_layers: int
+) -> tuple[int, ...]:
+    streams = tuple(i + (means is Ids.OUTPUTS) for i in ids)
+    lowest = 1 if means is Ids.OUTPUTS else 0
+    if len(set(ids)) != len(ids) or streams[0] < lowest or streams[-1] > num_layers:
+        raise ValueError(
+            f"the draft model's {field} {_said(stated, field)}; they must be different layers of "
+            f"the target's {num_layers}, whose {means.value} are read"
+        )
+    return streams
+
+
+def _said(stated: Stated, field: str) -> str:
+    listed = stated.settings.get(field)
+    return "are not given" if listed is None else f"are {list(listed)}"
+
+
+def _refuse_flag(told: Ids | None, field: str) -> None:
+    if told is not None:
+        raise ValueError(f"the draft model's {field} are not given; leave {IDS_FLAG} out")
