@@ -7,6 +7,9 @@ from rich.console import Console
 from rich.table import Table
 
 from shared.boundary.operations import PlainOperation
+from shared.drafts.config import head_json
+from shared.drafts.formats import stated
+from shared.drafts.streams import doubts
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
@@ -29,6 +32,7 @@ def start_notes(
     if told.model.is_dummy:
         yield "the weights are dummies (--load-format dummy): the texts mean nothing"
     yield from tokenizer_notes(Path(told.model.model_path))
+    yield from head_notes(told)
     simulated = told.speculative.speculative_simulate_accept_length
     if simulated is not None:
         yield (
@@ -44,6 +48,13 @@ def tokenizer_notes(folder: Path) -> Iterator[str]:
             "the model folder has tokenizer.model and no tokenizer.json: prompts are token ids, "
             "and answers have no text"
         )
+
+
+def head_notes(told: Options) -> Iterator[str]:
+    """What a draft head's config.json may mean otherwise, where no flag tells."""
+    draft = told.speculative
+    if draft.head_path and not draft.drafts_with_a_model and not draft.speculative_draft_layer_ids:
+        yield from doubts(stated(head_json(draft.head_path)))
 
 
 def step_notes(told: Options, controller: Controller) -> Iterator[str]:

@@ -84,6 +84,13 @@ def tiny_head(
 ) -> DraftHead:
     """A head for an untied tiny model, in float32; `fields` as in `tiny_head_config`."""
     config = DraftConfig.from_dict(tiny_head_config(target, kind, **fields), target)
+    return drawn_head(config, target, target_weights, seed)
+
+
+def drawn_head(
+    config: DraftConfig, target: ModelConfig, target_weights: Weights, seed: int
+) -> DraftHead:
+    """A head of these settings; see `tiny_head`."""
     rng = np.random.default_rng(seed)
     weights = {p.name: _random(p, rng) for p in head_parameters(config, None)}
     if config.has_draft_vocab:
@@ -93,7 +100,7 @@ def tiny_head(
         embed = weights.get("embed", target_weights["embed"])
         follows = _cycle(target_weights)[weights.get("draft_ids", slice(None))]
         weights["lm_head"] = np.float32(HEAD_SCALE) * _unit(embed)[follows]
-    if kind == "EAGLE":
+    if config.kind == "EAGLE":
         weights["fc"][:, : target.hidden] = np.eye(target.hidden) / EMBEDDING_SCALE
         weights["fc"][:, target.hidden :] *= 2
     else:
@@ -165,7 +172,12 @@ def tiny_block_config(target: ModelConfig, **fields: Any) -> dict[str, Any]:
 
 def tiny_block_head(target: ModelConfig, seed: int, **fields: Any) -> DraftHead:
     """A DFlash head for a `cyclic` model, in float32; `fields` as in `tiny_block_config`."""
-    config = DraftConfig.from_dict(tiny_block_config(target, **fields), target)
+    return drawn_block(DraftConfig.from_dict(tiny_block_config(target, **fields), target), seed)
+
+
+def drawn_block(config: DraftConfig, seed: int) -> DraftHead:
+    """A DFlash head of these settings; see `tiny_block_head`."""
+    target = config.layer
     rng = np.random.default_rng(seed)
     weights = {p.name: _random(p, rng) for p in head_parameters(config, None)}
     for name in ("layer.attention.out", "layer.mlp.down"):

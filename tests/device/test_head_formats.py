@@ -1,0 +1,122 @@
+"""A head of any maker's format drafts as well as it was made to; read wrong it drafts badly."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Capacity
+from shared.boundary.program import Extra, Program, Work
+from shared.drafts.checkpoint import load_head, open_head
+from shared.drafts.config import DraftConfig, DraftHead
+from shared.drafts.fitting import fitted
+from shared.drafts.streams import Ids
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import make_backend
+from tests.support.driving import drive
+from tests.support.head_formats import FORMATS, LAYERS, still_target, write_format
+
+BATCH, PAGES = 2, 8
+FRAMEWORKS = ("reference", "torch", pytest.param("jax", marks=pytest.mark.matrix))
+
+
+target_of = lru_cache(still_target)
+
+
+def read(folder: Path, name: str, told: Ids | None) -> DraftHead:
+    """As a start reads it."""
+    files, (target, _) = open_head(folder), target_of(name)
+    config = fitted(DraftConfig.from_folder(folder, target, told), files, None)
+    return load_head(files, config, np.float32)
+
+
+def first_drafts(framework: str, name: str, head: DraftHead) -> float:
+    """How often the first draft of a step is accepted."""
+    target, weights = target_of(name)
+    shape = TreeShape.chain(3, BATCH)
+    programs = [
+        Program(
+            work=work,
+            batch=BATCH,
+            pages=PAGES,
+            tokens=tokens,
+            shape=each,
+            extras=Extra.NONE,
+        )
+        for work, each, tokens in (
+            (Work.PREFILL, TreeShape.plain(BATCH), 64),
+            (Work.DECODE, shape, 0),
+        )
+    ]
+    capacity = Capacity(
+        page_size=16,
+        num_pages=1 + BATCH * PAGES,
+        num_slots=1 + BATCH,
+        num_snapshots=1,
+        programs=tuple(programs),
+        overlap=1,
+        context_length=100,
+        vocab=target.vocab,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=1,
+    )
+    backend = make_backend(framework, target, weights, capacity, head)
+    controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=1)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
+    rng, greedy = np.random.default_rng(4), SamplingParams(temperature=0.0, max_tokens=24, seed32=1)
+    prompts = [tuple(rng.integers(2, 250, 12).tolist()) for _ in range(BATCH)]
+    requests = [
+        Request(request_id=i, prompt=prompt, sampling=greedy) for i, prompt in enumerate(prompts)
+    ]
+    outcomes = drive(engine, requests)
+    backend.close()
+    steps = [count for outcome in outcomes.values() for count in outcome.accepted]
+    return sum(count > 0 for count in steps) / len(steps)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_folder_of_each_format_is_read_as_what_was_written(name, tmp_path):
+    want = write_format(tmp_path / "head", name, *target_of(name))
+    got = read(tmp_path / "head", name, None)
+    assert got.config == want.config
+    assert got.config.aux_streams[:3] == (1, 2, 3)
+    assert got.weights.keys() == want.weights.keys()
+    for key, array in want.weights.items():
+        np.testing.assert_array_equal(got.weights[key], array, err_msg=key)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_head_of_each_format_drafts_well_only_if_it_is_read_right(name, framework, tmp_path):
+    write_format(tmp_path / "head", name, *target_of(name))
+    right = first_drafts(framework, name, read(tmp_path / "head", name, None))
+    assert right > 0.5
+    other = Ids.OUTPUTS if "speculators" in name else Ids.INPUTS
+    if LAYERS in FORMATS[name].config(target_of(name)[0]).get(
+        "eagle_aux_hidden_state_layer_ids", ()
+    ):
+        with pytest.raises(ValueError, match="whose outputs are read"):
+            read(tmp_path / "head", name, Ids.OUTPUTS)
+        return
+    if switch := FORMATS[name].switch:
+        path = tmp_path / "head" / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {switch: False}))
+        other = None
+    wrong = first_drafts(framework, name, read(tmp_path / "head", name, other))
+    assert wrong < right / 3
+
+
+@pytest.mark.parametrize("name", ["speculators", "speculators DFlash"])
+def test_ranks_draft_with_the_bits_of_one(name, tmp_path):
+    """Of several layers, and of a block with a vocabulary of its own."""
+    write_format(tmp_path / "head", name, *target_of(name))
+    assert first_drafts("torch ranks 2", name, read(tmp_path / "head", name, None)) > 0.5

@@ -1,0 +1,82 @@
+"""A head's files decide about its biases, its head norms and whose embedding it reads."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shared.drafts.checkpoint import check_head, load_head, open_head
+from shared.drafts.config import DraftConfig
+from shared.drafts.drafts import Drafts
+from shared.drafts.fitting import fitted
+from shared.models.checkpoint import SINGLE_FILE, open_checkpoint
+from shared.options.options import parse
+from shared.process.device import Device
+from shared.process.memory_plan import plan
+from tests.support.reference_serve import PLATFORM
+from tests.support.tiny_heads import write_tiny_block, write_tiny_head
+from tests.support.tiny_models import tiny_model, write_tiny
+
+TARGET, WEIGHTS = tiny_model("llama", 0)
+CPU = Device("cpu", "CPU", 8 << 30)
+
+
+@pytest.fixture
+def target(tmp_path):
+    write_tiny(tmp_path / "target", "llama", 0)
+    return open_checkpoint(tmp_path / "target")
+
+
+def write(folder, kind: str, more: dict[str, np.ndarray]) -> None:
+    if kind == "DFLASH":
+        write_tiny_block(folder, TARGET, 1)
+    else:
+        write_tiny_head(folder, TARGET, WEIGHTS, kind, 1)
+    path = folder / SINGLE_FILE
+    save_file(load_file(path) | more, path)
+
+
+def found(folder, target) -> DraftConfig:
+    files = open_head(folder)
+    config = fitted(DraftConfig.from_folder(folder, TARGET), files, target)
+    check_head(files, config)
+    return config
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3", "DFLASH"])
+def test_an_embedding_that_differs_is_the_heads_own_and_a_copy_is_shared(kind, target, tmp_path):
+    embed = WEIGHTS["embed"]
+    copies = {"same": embed, "rounded": embed.astype(np.float16)}
+    for name, copy in copies.items():
+        write(tmp_path / name, kind, {"embed_tokens.weight": copy})
+        assert not found(tmp_path / name, target).own_embed
+    trained = embed.copy()
+    trained[-1, -1] += 1
+    write(tmp_path / "trained", kind, {"embed_tokens.weight": trained})
+    config = found(tmp_path / "trained", target)
+    assert config.own_embed
+    head = load_head(open_head(tmp_path / "trained"), config, np.float32)
+    np.testing.assert_array_equal(head.weights["embed"], trained)
+    # What it holds of its own is in the memory plan.
+    flags = ["--speculative-algorithm", kind, "--speculative-draft-model-path", "head"]
+    planned = plan(parse(flags), TARGET, Drafts.of_head(config), CPU, PLATFORM.costs)
+    (line,) = (each for each in planned.lines if each.name == "draft weights")
+    assert line.num_bytes == 4 * sum(array.size for array in head.weights.values())
+
+
+def test_biases_and_norms_of_heads_are_those_that_the_files_have(tmp_path):
+    D, queries, keys = 16, 6 * 16, 3 * 16
+    sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "o_proj": TARGET.hidden}
+    layer = {f"midlayer.self_attn.{x}.bias": np.ones(n, np.float32) for x, n in sizes.items()}
+    layer |= {f"midlayer.self_attn.{x}_norm.weight": np.ones(D, np.float32) for x in "qk"}
+    wide = {"gate": 40, "up": 40, "down": TARGET.hidden}
+    layer |= {f"midlayer.mlp.{x}_proj.bias": np.ones(n, np.float32) for x, n in wide.items()}
+    write(tmp_path / "head", "EAGLE3", layer | {"fc.bias": np.ones(TARGET.hidden, np.float32)})
+    config = found(tmp_path / "head", None)
+    attention, fed = config.layer.attention, config.layer.dense
+    assert (attention.input_bias, attention.out_bias, attention.qk_norm) == (True, True, True)
+    assert (config.has_bias, fed.bias) == (True, True)
+    write(tmp_path / "plain", "EAGLE3", {})
+    config = found(tmp_path / "plain", None)
+    attention, fed = config.layer.attention, config.layer.dense
+    assert (attention.input_bias, attention.out_bias, attention.qk_norm) == (False, False, False)
+    assert (config.has_bias, fed.bias) == (False, False)
