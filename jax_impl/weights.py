@@ -364,8 +364,10 @@ def _attention(
     stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool
 ) -> Attention:
     norms = [stacks.get(f"{prefix}{x}_norm") for x in "qk"]
-    # As with the weights: kernels take their layer's of a stack.
-    norms = [x if x is None or in_stacks else x[place] for x in norms]
+    # As with the weights: kernels take their layer's of a stack, by its place in the pools. That of
+    # a head's later layers counts the first one, which is in no stack with them.
+    are_alone = not in_stacks or prefix == "later.attention."
+    norms = [x if x is None or not are_alone else x[place] for x in norms]
     inputs, out = (_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
     return Attention(inputs, out, *norms)
 
@@ -420,24 +422,9 @@ def _own_head(loaded: Loaded) -> Matrix | None:
     return Matrix(loaded.alone["lm_head"]) if "lm_head" in loaded.alone else None
 
 
-def _later_layers(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> tuple[Layer, ...]:
-    """A head's layers behind its first.
-
-    Norms of their queries and keys stand alone: an operation would take those of the layer's place
-    in the pools, which counts the first one too.
-    """
-    layers = _layers(loaded.stacks, "later.", config.layer.layers[1:], in_stacks)
-    alone = []
-    for place, layer in enumerate(layers):
-        norms = {x: loaded.stacks.get(f"later.attention.{x}") for x in ("q_norm", "k_norm")}
-        own = {x: None if stack is None else stack[place] for x, stack in norms.items()}
-        assert isinstance(layer.mixer, Attention)  # a head has no other layers
-        alone.append(layer._replace(mixer=layer.mixer._replace(**own)))
-    return tuple(alone)
-
-
 def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
     alone, hidden_norm = loaded.alone, loaded.stacks.get("layer.hidden_norm")
+    like = config.layer.layers
     return HeadWeights(
         config=config,
         fc=Matrix(alone["fc"]),
@@ -446,8 +433,8 @@ def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
         input_norm=alone.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
         layers=(
-            *_layers(loaded.stacks, "layer.", config.layer.layers[:1], in_stacks),
-            *_later_layers(config, loaded, in_stacks),
+            *_layers(loaded.stacks, "layer.", like[:1], in_stacks),
+            *_layers(loaded.stacks, "later.", like[1:], in_stacks),
         ),
         final_norm=alone.get("final_norm"),
         lm_head=_own_head(loaded),

@@ -6,9 +6,11 @@ import json
 from functools import lru_cache
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+from jax_impl import weights
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.checkpoint import load_head, open_head
@@ -22,6 +24,8 @@ from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.driving import drive
+from tests.support.golden_blocks import GOLDEN
+from tests.support.golden_models import load_golden_head
 from tests.support.head_formats import FORMATS, LAYERS, still_target, write_format
 
 BATCH, PAGES = 2, 8
@@ -40,7 +44,7 @@ def read(folder: Path, name: str, told: Ids | None) -> DraftHead:
 
 def first_drafts(framework: str, name: str, head: DraftHead) -> float:
     """How often the first draft of a step is accepted."""
-    target, weights = target_of(name)
+    target, target_weights = target_of(name)
     shape = TreeShape.chain(3, BATCH)
     programs = [
         Program(
@@ -69,7 +73,7 @@ def first_drafts(framework: str, name: str, head: DraftHead) -> float:
         max_bias=1,
         max_logprobs=1,
     )
-    backend = make_backend(framework, target, weights, capacity, head)
+    backend = make_backend(framework, target, target_weights, capacity, head)
     controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=1)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
     rng, greedy = np.random.default_rng(4), SamplingParams(temperature=0.0, max_tokens=24, seed32=1)
@@ -120,3 +124,13 @@ def test_ranks_draft_with_the_bits_of_one(name, tmp_path):
     """Of several layers, and of a block with a vocabulary of its own."""
     write_format(tmp_path / "head", name, *target_of(name))
     assert first_drafts("torch ranks 2", name, read(tmp_path / "head", name, None)) > 0.5
+
+
+def test_head_norms_of_later_layers_stand_alone_where_matrices_are_in_stacks():
+    """A kernel takes a layer's of a stack by its place in the pools, which counts the first too."""
+    head = load_golden_head(GOLDEN / "eagle3_sliding", GOLDEN / "qwen3")
+    loaded = weights.head_from_arrays(head, np.float32, jax.devices("cpu")[0])
+    layers = weights.head_of(head.config, loaded, True).layers
+    for place, layer in enumerate(layers[1:]):
+        for mine, name in ((layer.mixer.q_norm, "q_norm"), (layer.mixer.k_norm, "k_norm")):
+            np.testing.assert_array_equal(mine, head.weights[f"later.attention.{name}"][place])
