@@ -23,10 +23,10 @@ from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.driving import drive
+from tests.support.driving import Outcome, drive
 from tests.support.golden_blocks import GOLDEN
 from tests.support.golden_models import load_golden_head
-from tests.support.head_formats import FORMATS, LAYERS, still_target, write_format
+from tests.support.head_formats import FORMATS, LAYERS, made_head, still_target, write_format
 
 BATCH, PAGES = 2, 8
 FRAMEWORKS = ("reference", "torch", pytest.param("jax", marks=pytest.mark.matrix))
@@ -44,6 +44,13 @@ def read(folder: Path, name: str, told: Ids | None) -> DraftHead:
 
 def first_drafts(framework: str, name: str, head: DraftHead) -> float:
     """How often the first draft of a step is accepted."""
+    outcomes = served(framework, name, head, "match", {"temperature": 0.0})
+    steps = [count for outcome in outcomes.values() for count in outcome.accepted]
+    return sum(count > 0 for count in steps) / len(steps)
+
+
+def served(framework: str, name: str, head: DraftHead, rule: str, how: dict) -> dict[int, Outcome]:
+    """What two requests get."""
     target, target_weights = target_of(name)
     shape = TreeShape.chain(3, BATCH)
     programs = [
@@ -72,19 +79,19 @@ def first_drafts(framework: str, name: str, head: DraftHead) -> float:
         max_stop_ids=1,
         max_bias=1,
         max_logprobs=1,
+        accept_rule=rule,
     )
     backend = make_backend(framework, target, target_weights, capacity, head)
     controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=1)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
-    rng, greedy = np.random.default_rng(4), SamplingParams(temperature=0.0, max_tokens=24, seed32=1)
+    rng, sampling = np.random.default_rng(4), SamplingParams(max_tokens=24, seed32=1, **how)
     prompts = [tuple(rng.integers(2, 250, 12).tolist()) for _ in range(BATCH)]
     requests = [
-        Request(request_id=i, prompt=prompt, sampling=greedy) for i, prompt in enumerate(prompts)
+        Request(request_id=i, prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts)
     ]
     outcomes = drive(engine, requests)
     backend.close()
-    steps = [count for outcome in outcomes.values() for count in outcome.accepted]
-    return sum(count > 0 for count in steps) / len(steps)
+    return outcomes
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -134,3 +141,22 @@ def test_head_norms_of_later_layers_stand_alone_where_matrices_are_in_stacks():
     for place, layer in enumerate(layers[1:]):
         for mine, name in ((layer.mixer.q_norm, "q_norm"), (layer.mixer.k_norm, "k_norm")):
             np.testing.assert_array_equal(mine, head.weights[f"later.attention.{name}"][place])
+
+
+SAMPLED = {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 40, "logit_bias": {5: 2.0}}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS[1:])
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_a_block_with_a_vocabulary_of_its_own_is_drafted_and_judged_as_by_the_reference(
+    rule, framework
+):
+    name = "speculators DFlash"
+    head = made_head(name, *target_of(name))
+    want, got = (served(each, name, head, rule, SAMPLED) for each in ("reference", framework))
+    assert {key: each.tokens for key, each in got.items()} == {
+        key: each.tokens for key, each in want.items()
+    }
+    counts = [count for key in want for count in want[key].accepted]
+    assert counts == [count for key in got for count in got[key].accepted]
+    assert {0, 1} <= {*counts}
