@@ -205,10 +205,12 @@ def _train_head(given: argparse.Namespace) -> None:
         export.save_mtp(given.out, given.target, config, _run(given, made, rows))
         return
     head_json = _head_json(given, config)
+    draft_config = DraftConfig.from_dict(head_json, config)
+    tasks.check_head_trained(draft_config)
     _note(given, {"target": mark, "config": dict(head_json)})
-    made = _head_task(given, DraftConfig.from_dict(head_json, config), target, rows)
+    made = _head_task(given, draft_config, target, rows)
     head = _run(given, made, rows)
-    export.save_head(given.out, head_json, DraftConfig.from_dict(head_json, config), head)
+    export.save_head(given.out, head_json, draft_config, head)
 
 
 def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:

@@ -214,6 +214,31 @@ def block_task(
     return _trainable(head, target.model, loss)
 
 
+def check_head_trained(config: DraftConfig) -> None:
+    """Refuses a head that drafts as no pass of training does.
+
+    Raises:
+      ValueError: One sentence that names what it has.
+    """
+    layer, is_block = config.layer, config.block is not None
+    windows = [each.window for each in layer.attentions]
+    windows += config.block.windows if config.block else ()
+    found = {
+        "norm_before_residual": config.norm_residual,
+        "several layers": layer.num_layers > 1 and not is_block,
+        "layers that slide": any(windows),
+        "norms of queries and keys": layer.attention.qk_norm and not is_block,
+        "biases in its layers": layer.attention.input_bias or layer.attention.out_bias,
+        "a vocabulary of its own": is_block and config.has_draft_vocab,
+    }
+    named = [what for what, is_there in found.items() if is_there]
+    if named:
+        raise ValueError(
+            f"a {config.kind} head with {named[0]} is served, and not trained further; leave "
+            "--start out"
+        )
+
+
 def load_head(folder: Path, config: DraftConfig) -> DraftModel:
     """A draft head's parameters in float32."""
     device = jax.devices()[0]

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from jax_impl.training import forward, heads, init, losses
+from jax_impl.training.tasks import check_head_trained
 from shared.drafts.config import DraftConfig
 from tests.support.golden_models import SpecHead, SpecModel
-from tests.support.tiny_heads import tiny_head_config
+from tests.support.tiny_heads import tiny_block_config, tiny_head_config
+from tests.support.tiny_models import tiny_model
 from tests.support.training import (
     GOLDEN,
     golden_head,
@@ -152,3 +154,22 @@ def test_acceptance_counts_chains_that_agree_from_their_first_draft_on():
     assert metrics["agreement_2"] == pytest.approx(6 / 8)  # nor that from row 7
     assert metrics["agreement_3"] == pytest.approx(4 / 7)  # nor that from row 6
     assert metrics["acceptance_length"] == pytest.approx(1 + 8 / 9 + 6 / 8 + 4 / 7)
+
+
+UNTRAINED = {
+    "norm_before_residual": ("EAGLE3", {"norm_before_residual": True}),
+    "several layers": ("EAGLE", {"num_hidden_layers": 2}),
+    "biases": ("EAGLE", {"qkv_bias": True}),
+    "layers that slide": ("DFLASH", {}),
+    "vocabulary": ("DFLASH", {"layer_types": None, "draft_vocab_size": 60}),
+}
+
+
+@pytest.mark.parametrize("named", UNTRAINED)
+def test_a_head_that_no_pass_of_training_knows_is_refused_by_name(named):
+    kind, fields = UNTRAINED[named]
+    target, _ = tiny_model("llama", 0)
+    config_of = tiny_block_config if kind == "DFLASH" else partial(tiny_head_config, kind=kind)
+    config = DraftConfig.from_dict(config_of(target, **fields), target)
+    with pytest.raises(ValueError, match=named):
+        check_head_trained(config)
