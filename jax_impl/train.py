@@ -22,6 +22,13 @@ import jax
 from jax_impl.devices import find_device
 from jax_impl.training import export, outputs, tasks
 from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
+from jax_impl.training.formats import (
+    AUTHORS,
+    FORMATS,
+    SPECULATORS,
+    check_format,
+    speculators_json,
+)
 from jax_impl.training.forward import check_drafted_for, check_trained
 from jax_impl.training.loop import Schedule, train
 from jax_impl.training.modules import DraftModel
@@ -80,6 +87,9 @@ def _add_subject(group: Any) -> None:
     group.add_argument("--out", type=Path, required=True, help="folder to write")
     group.add_argument("--start", type=Path, help="folder whose weights to start from")
     group.add_argument("--shards", type=int, default=1, help="files that a model is written in")
+    group.add_argument(
+        "--format", choices=FORMATS, default=AUTHORS, help="that a head is written in"
+    )
 
 
 def _add_run(group: Any) -> None:
@@ -147,6 +157,7 @@ def _check(given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    check_format(given.format, given.draft)
     for path in given.data:
         if not path.is_file():
             raise ValueError(f"the data file {path} does not exist")
@@ -210,6 +221,8 @@ def _train_head(given: argparse.Namespace) -> None:
     _note(given, {"target": mark, "config": dict(head_json)})
     made = _head_task(given, draft_config, target, rows)
     head = _run(given, made, rows)
+    if given.format == SPECULATORS and not head_json.get("speculators_model_type"):
+        head_json = speculators_json(head_json, draft_config, given.target, given.depth)
     export.save_head(given.out, head_json, draft_config, head)
 
 

@@ -65,7 +65,9 @@ def save_head(folder: Path, config_json: Json, config: DraftConfig, head: DraftM
     """Writes a draft head of a checkpoint of its own."""
     arrays = arrays_of(head)
     tensors: Tensors = {}
-    for parameter in head_parameters(config, None):
+    in_speculators = bool(config_json.get("speculators_model_type"))
+    # Some names are spelled in two ways; those of the format begin as a whole model's.
+    for parameter in head_parameters(config, ("layers.0.",) if in_speculators else None):
         stored = _stored(parameter, arrays[parameter.name])
         tensors |= split(parameter, stored, "")
     if config.has_draft_vocab:

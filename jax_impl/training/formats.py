@@ -1,0 +1,87 @@
+"""The config.json of a trained head in the speculators format, which vLLM and others load.
+
+Its fields are those of `shared.drafts.formats`, which reads it again.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from shared.drafts.config import DraftConfig
+from shared.models.fields import Json, read_json
+
+AUTHORS, SPECULATORS = "authors", "speculators"
+FORMATS = (AUTHORS, SPECULATORS)
+"""In which a head is written: that of its kind's authors, or the speculators format."""
+
+TYPES = {"EAGLE3": ("eagle3", "Eagle3Speculator"), "DFLASH": ("dflash", "DFlashSpeculator")}
+"""The format's name of a kind of head, and its architecture."""
+
+_LAYER = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "model_type"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
+    *("max_position_embeddings", "attention_bias", "tie_word_embeddings"),
+)
+
+
+def check_format(name: str, draft: str | None) -> None:
+    """Refuses a format that has no place for a kind of head.
+
+    Raises:
+      ValueError: One sentence.
+    """
+    if name == SPECULATORS and (draft or "").upper() not in TYPES:
+        raise ValueError("--format speculators is for --draft eagle3 and dflash; leave it out")
+
+
+def speculators_json(head_json: Json, config: DraftConfig, target: Path, depth: int) -> Json:
+    """A head's config.json in the speculators format.
+
+    Args:
+      head_json: Its contents in the format of the authors.
+      config: What it says.
+      target: Folder of the model that it drafts for.
+      depth: Draft tokens that are suggested; of a block it is all of them.
+    """
+    named, architecture = TYPES[config.kind]
+    layer = {name: head_json[name] for name in _LAYER if name in head_json}
+    theta = config.layer.attention.rotary.theta
+    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.block.size - 1 if config.block else depth,
+        "accept_tolerance": 0.0,
+        "verifier_accept_k": 1,
+    }
+    verifier = {
+        "name_or_path": str(target),
+        "architectures": read_json(target / "config.json").get("architectures") or [],
+    }
+    return {
+        "architectures": [architecture],
+        "speculators_model_type": named,
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": named,
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": verifier,
+        },
+        "draft_vocab_size": config.draft_vocab,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": layer,
+        **_of_kind(config),
+    }
+
+
+def _of_kind(config: DraftConfig) -> dict[str, Any]:
+    inputs = list(config.aux_streams)
+    if (block := config.block) is not None:
+        size = {"block_size": block.size, "mask_token_id": block.mask_id}
+        return {**size, "aux_hidden_state_layer_ids": inputs}
+    switches = {
+        "fc_norm": config.norm_aux,
+        "norm_before_fc": config.norm_input,
+        "norm_output": config.norm_output,
+        "norm_before_residual": config.norm_residual,
+    }
+    return {"eagle_aux_hidden_state_layer_ids": inputs, **switches}

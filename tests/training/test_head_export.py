@@ -1,0 +1,61 @@
+"""A trained head that is written in the speculators format is read again as what it is."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jax_impl.train import main
+from jax_impl.training import export, init, tasks
+from jax_impl.training.block import Block
+from jax_impl.training.formats import speculators_json
+from shared.drafts.checkpoint import check_head, load_head, open_head
+from shared.drafts.config import DraftConfig
+from shared.drafts.fitting import fitted
+from shared.models.checkpoint import open_checkpoint
+from tests.support.training import GOLDEN, golden_model
+
+TARGETS = {"eagle3": "llama", "dflash": "qwen3"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft_vocab"), [("eagle3", None), ("eagle3", 64), ("dflash", None)]
+)
+def test_a_head_in_the_speculators_format_is_the_one_in_the_authors(kind, draft_vocab, tmp_path):
+    folder = GOLDEN / TARGETS[kind]
+    target, model = golden_model(TARGETS[kind])
+    authors = tasks.head_json(kind, target, draft_vocab, 2, 4, 255)
+    config = DraftConfig.from_dict(authors, target)
+    if (block := config.block) is None:
+        ids = None if draft_vocab is None else np.arange(0, 4 * draft_vocab, 4)
+        head = init.fresh_head(config, target, model, 0, ids)
+    else:
+        shape = Block(config.layer, config.aux_streams, block.size, block.mask_id)
+        head = init.fresh_block(shape, target, model, 0)
+    export.save_head(tmp_path / "authors", authors, config, head)
+    other = speculators_json(authors, config, folder, 4)
+    export.save_head(tmp_path / "speculators", other, config, head)
+    read, files = {}, open_checkpoint(folder)
+    for name in ("authors", "speculators"):
+        opened = open_head(tmp_path / name)
+        own = fitted(DraftConfig.from_folder(tmp_path / name, target), opened, files)
+        check_head(opened, own)
+        read[name] = load_head(opened, own, np.float32)
+    want, got = read["authors"], read["speculators"]
+    if block is not None:
+        got = replace(got, config=replace(got.config, block=block))  # without windows the same
+    assert got.config == want.config
+    assert got.weights.keys() == want.weights.keys()
+    for name, array in want.weights.items():
+        np.testing.assert_array_equal(got.weights[name], array, err_msg=name)
+    written = json.loads((tmp_path / "speculators" / "config.json").read_text(encoding="utf-8"))
+    assert "draft_vocab_size" in written
+    names = {*open_head(tmp_path / "speculators").names}
+    assert ("d2t" in names) == ("t2d" in names) == (draft_vocab is not None)
+
+
+def test_a_kind_that_the_format_has_no_place_for_is_refused(capsys, tmp_path):
+    words = ["--target", str(tmp_path), "--draft", "eagle", "--data", "none", "--out", "out"]
+    assert main([*words, "--steps", "1", "--format", "speculators"]) == 2
+    assert "--format speculators is for --draft eagle3 and dflash" in capsys.readouterr().err
