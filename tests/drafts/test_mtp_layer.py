@@ -123,7 +123,10 @@ def test_a_start_with_nextn_gives_the_layer_to_the_backend(tmp_path):
     )
     line = ["--port", "0", "--model-path", str(tmp_path / "target")]
     line += ["--speculative-algorithm", "NEXTN"]
-    assert launch([*line, "--speculative-draft-model-path", str(tmp_path / "layer")], platform) == 2
+    assert (
+        launch([*line, "--speculative-draft-model-path", str(tmp_path / "layer")], lambda: platform)
+        == 2
+    )
     ((with_mtp, fc),) = reached
     assert with_mtp
     np.testing.assert_array_equal(fc, want["mtp.fc.weight"])

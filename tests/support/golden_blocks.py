@@ -152,7 +152,7 @@ class JaxBlock:
         self._target = JaxModel.of(target, jax_weights.weights_of(target, loaded, False), ALONE)
         own = jax_weights.head_from_arrays(head, np.float32, cpu)
         self._weights = jax_weights.head_of(head.config, own, False)
-        self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32, cpu)
+        self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32)
         self._table = jnp.asarray(TABLE, jnp.int32)
         how = {"compiler_options": compiler_options(cpu, quick_compile=True)}
         self._write, self._run = jax.jit(self._written, **how), jax.jit(self._filled, **how)

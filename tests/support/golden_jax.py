@@ -58,11 +58,11 @@ class JaxModel:
     ) -> None:
         self._config = config_from_folder(folder, context_length)
         self._passes = passes(folder, context_length, quantises)
-        cpu, pool = jax.devices("cpu")[0], (NUM_PAGES, PAGE_SIZE)
+        pool = (NUM_PAGES, PAGE_SIZE)
         num_layers = self._config.num_attention_layers
-        self._kv = device_state.new_kv(self._config, num_layers, pool, np.float32, cpu)
-        self._mtp_kv = device_state.new_kv(self._config, 1, pool, np.float32, cpu)
-        self._state = device_state.new_states(self._config, 1, np.float32, cpu)
+        self._kv = device_state.new_kv(self._config, num_layers, pool, np.float32)
+        self._mtp_kv = device_state.new_kv(self._config, 1, pool, np.float32)
+        self._state = device_state.new_states(self._config, 1, np.float32)
         self._length, self._delta = 0, None
 
     def prefill(
@@ -198,7 +198,7 @@ class JaxHead:
         self._head = heads.HEADS[own.kind](whole, weights.head_of(own, read, False))
         self._aux = own.aux_streams
         pool = (NUM_PAGES, PAGE_SIZE)
-        self._kv = device_state.new_kv(own.layer, own.layer.num_layers, pool, np.float32, cpu)
+        self._kv = device_state.new_kv(own.layer, own.layer.num_layers, pool, np.float32)
         self._jit = partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
         self._forward = self._jit(self._rows)
 
