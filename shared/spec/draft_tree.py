@@ -11,7 +11,7 @@ Because a child's weight is never above its parent's and the sort is stable, wha
 is a tree, and ascending numbers put parents before children.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -28,6 +28,9 @@ class TreeShape:
       rows: R, flat verify rows of the whole batch.
       block: Positions behind the length that the drafter fills in one pass, where these may be more
         than the tree has nodes; 0 where it drafts otherwise.
+      grown: Where copies of seen text join what is drafted: the drafter's own shape. N and S are
+        those of the joined tree then, and k the drafter's. None: nothing joins.
+      copied: M, nodes of the trees of copies; see `shared.spec.copies`.
 
     Raises:
       ValueError: No tree has this shape, or there is not even a row.
@@ -38,6 +41,8 @@ class TreeShape:
     width: int
     rows: int
     block: int = 0
+    grown: "TreeShape | None" = None
+    copied: int = 0
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width) < 0 or (self.depth == 0) != (self.width == 0):
@@ -48,6 +53,14 @@ class TreeShape:
             )
         if self.rows < 1:
             raise ValueError(f"rows must be positive, got {self}")
+        if (self.grown is None) != (self.copied == 0):
+            raise ValueError(f"copies join what a drafter grows, and have nodes, got {self}")
+        if self.grown is not None and (
+            self.grown.width != self.width
+            or self.grown.depth > self.depth
+            or self.grown.nodes > self.nodes
+        ):
+            raise ValueError(f"a joined tree holds what is drafted, got {self}")
 
     @classmethod
     def chain(cls, depth: int, batch: int) -> "TreeShape":
@@ -65,8 +78,18 @@ class TreeShape:
         return self.nodes, self.depth, self.width
 
     @property
+    def drafter(self) -> "TreeShape":
+        """The shape of what the drafter grows.
+
+        Where copies join, drafts compete with them for verify rows, so they are weighed.
+        """
+        return self if self.grown is None else replace(self.grown, rows=1)
+
+    @property
     def num_candidates(self) -> int:
-        """Nodes that a dynamic tree weighs before it keeps the best: k + (S - 1) k^2."""
+        """Nodes that a tree weighs before it keeps the best: k + (S - 1) k^2 of a dynamic one."""
+        if self.grown is not None:
+            return self.grown.nodes - 1 + self.copied
         return self.width + max(self.depth - 1, 0) * self.width**2
 
     @property
@@ -86,6 +109,8 @@ class TreeShape:
     @property
     def scratch(self) -> int:
         """Positions past the length that a step may write, in the target's or the draft's KV."""
+        if self.grown is not None:
+            return max(self.nodes, self.grown.scratch)
         return max(self.nodes, self.width * (self.depth - 1) + 1, self.block)
 
 
