@@ -12,9 +12,19 @@ from jax_impl.drafters import Drafted, Fed
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
 from jax_impl.machine import Machine, behind_pictures, logprobs_of, ranking
-from jax_impl.ops import acceptance, attention, draft_tree, masks, sampling, slots, verify_rows
+from jax_impl.ops import (
+    acceptance,
+    attention,
+    copies,
+    draft_tree,
+    masks,
+    sampling,
+    slots,
+    verify_rows,
+)
 from jax_impl.ops.acceptance import Followed
 from jax_impl.ops.attention import Rows
+from jax_impl.ops.copies import Copies, Grown, Joined
 from jax_impl.ops.delta_mix import Nodes
 from shared.boundary.program import Program
 
@@ -25,6 +35,7 @@ class Trees(NamedTuple):
     Attributes:
       forced: Rows that force theirs; None: no row can.
       drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
+      origins: Where the nodes come from; None where no copies join.
     """
 
     tokens: Int[jax.Array, "B N"]
@@ -32,9 +43,13 @@ class Trees(NamedTuple):
     num_nodes: Int[jax.Array, " B"]
     forced: Bool[jax.Array, " B"] | None
     drafted: Float[jax.Array, "B S vocab"] | None
+    origins: Joined | None = None
 
     def fields(self) -> Fields:
-        return {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
+        trees = {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
+        if self.origins is None:
+            return trees
+        return trees | {"drafted": self.origins.drafted, "copied": self.origins.copied}
 
 
 class Verified(NamedTuple):
@@ -95,8 +110,10 @@ def grow(
     rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
     deltas = None if state.pictures is None else state.pictures.deltas[plan.slots]
     given = (state.draft, plan, newest, lengths, deltas)
-    drafted, memory = machine.drafter.draft(*given, shape, rank)
+    drafted, memory = machine.drafter.draft(*given, shape.drafter, rank)
     state = state._replace(draft=memory)
+    if plan.copies is not None:
+        return _joined(drafted, plan, program, plan.copies, lengths), state
     if program.shares_rows:
         return Trees(*_share(drafted, plan, shape.rows), None, None), state
     trees = (drafted.tokens, drafted.parents, drafted.num_nodes)
@@ -110,6 +127,18 @@ def _share(
     assert drafted.weights is not None  # of a program that shares rows
     ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     return verify_rows.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
+
+
+def _joined(
+    drafted: Drafted, plan: Plan, program: Program, given: Copies, lengths: Int[jax.Array, " B"]
+) -> Trees:
+    """The best nodes of what was drafted and of the plan's copies."""
+    assert drafted.weights is not None  # of a shape that copies join
+    ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    grown = Grown(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
+    shape, most = program.shape, plan.sampling.max_drafts
+    joined = copies.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
+    return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
 
 
 def verify(

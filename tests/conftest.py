@@ -87,6 +87,7 @@ HOST_FILES = (
     "test_backend_start.py",
     "test_grammar_masks.py",
     "test_shared_rows.py",
+    "test_joined_trees.py",
     "test_cross_backend_ngram.py",
     "test_tree_behaviour.py",
 )

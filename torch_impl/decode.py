@@ -14,9 +14,19 @@ from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import VerifyMixer
 from torch_impl.machine import Machine, behind_pictures, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import acceptance, attention, draft_tree, masks, sampling, slots, verify_rows
+from torch_impl.ops import (
+    acceptance,
+    attention,
+    copies,
+    draft_tree,
+    masks,
+    sampling,
+    slots,
+    verify_rows,
+)
 from torch_impl.ops.acceptance import Followed
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.copies import Copies, Grown, Joined
 from torch_impl.ops.delta_mix import Nodes
 
 
@@ -27,6 +37,7 @@ class Trees:
     Attributes:
       forced: Rows that force theirs; None: no row can.
       drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
+      origins: Where the nodes come from; None where no copies join.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -34,9 +45,13 @@ class Trees:
     num_nodes: Int[Tensor, " B"]
     forced: Bool[Tensor, " B"] | None
     drafted: Float[Tensor, "B S vocab"] | None
+    origins: Joined | None = None
 
     def fields(self) -> Fields:
-        return {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
+        trees = {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
+        if self.origins is None:
+            return trees
+        return trees | {"drafted": self.origins.drafted, "copied": self.origins.copied}
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,9 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
     assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
     deltas = None if state.pictures is None else state.pictures.deltas[plan.slots]
-    drafted = machine.drafter.draft(state.draft, plan, newest, lengths, deltas, shape, rank)
+    drafted = machine.drafter.draft(state.draft, plan, newest, lengths, deltas, shape.drafter, rank)
+    if plan.copies is not None:
+        return _joined(drafted, plan, program, plan.copies, lengths)
     if program.shares_rows:
         return Trees(*_share(drafted, plan, shape.rows), None, None)
     return Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, drafted.processed)
@@ -89,6 +106,18 @@ def _share(
     assert drafted.weights is not None  # of a program that shares rows
     ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     return verify_rows.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
+
+
+def _joined(
+    drafted: Drafted, plan: Plan, program: Program, given: Copies, lengths: Int[Tensor, " B"]
+) -> Trees:
+    """The best nodes of what was drafted and of the plan's copies."""
+    assert drafted.weights is not None  # of a shape that copies join
+    ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    grown = Grown(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
+    shape, most = program.shape, plan.sampling.max_drafts
+    joined = copies.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
+    return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
 
 
 def _host_trees(drafts: HostDraft, newest: Int[Tensor, " B"]) -> Trees:

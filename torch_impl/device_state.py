@@ -13,6 +13,7 @@ from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
 from shared.models.kept import Plane
 from torch_impl.ops import slots
+from torch_impl.ops.copies import Copies
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
 from torch_impl.tower import Patches
@@ -249,6 +250,7 @@ class Plan:
       sampling: Parameters of the rows.
       prompt: The chunks that are fed or counted; None in other work.
       drafts: The trees that the plan brings; None where it brings none.
+      copies: Copies of seen text that join what is drafted; None where none do.
       mask: What grammars allow; None where the program takes no mask.
       picture: What is encoded; None in other work.
     """
@@ -264,6 +266,7 @@ class Plan:
     sampling: Sampling
     prompt: Prompt | None
     drafts: HostDraft | None
+    copies: Copies | None
     mask: Mask | None
     picture: Picture | None
 
@@ -288,6 +291,7 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity
         sampling=Sampling(**{field.name: at[field.name] for field in fields(Sampling)}),
         prompt=_read_prompt(at, program),
         drafts=_read_drafts(at) if program.has(Extra.HOST_DRAFT) else None,
+        copies=_read_copies(at) if program.has(Extra.COPIES) else None,
         mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
         picture=_read_picture(at) if program.work is Work.ENCODE else None,
     )
@@ -336,6 +340,16 @@ def _read_drafts(at: Fields) -> HostDraft:
         parents=at["draft_tree_parents"],
         num_nodes=at["draft_tree_num_nodes"],
         forced=at["draft_tree_forced"] != 0,
+    )
+
+
+def _read_copies(at: Fields) -> Copies:
+    return Copies(
+        tokens=at["copies_tokens"],
+        parents=at["copies_parents"],
+        num_nodes=at["copies_num_nodes"],
+        weights=at["copies_weights"],
+        at=at["copies_at"],
     )
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Int32
@@ -43,6 +43,7 @@ from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.fp8_words import InWords
 from shared.models.ranks import local
+from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
@@ -81,8 +82,8 @@ class Capacity:
       pictures: None where the model sees no pictures; then no plan has any.
 
     Raises:
-      ValueError: A program drafts trees, and the rule is for chains; or a lot and another rule
-        than "match" are asked for, or a lot without rates.
+      ValueError: A program drafts trees, or joins two sources in one, and the rule is for chains;
+        or a lot and another rule than "match" are asked for, or a lot without rates.
     """
 
     page_size: int
@@ -105,6 +106,8 @@ class Capacity:
         widest = max(
             (p.shape.width for p in self.programs if not p.has(Extra.HOST_DRAFT)), default=0
         )
+        if any(p.has(Extra.COPIES) for p in self.programs):
+            widest = max(widest, 2)  # copies stand beside what is drafted
         if self.accept_rule != "match" and widest > 1:
             raise ValueError(f"the accept rule {self.accept_rule} is for chains, not for trees")
         if self.accept_rule != "match" and self.accept_rates is not None:
@@ -236,10 +239,15 @@ class HostDraft:
 
 @dataclass(frozen=True)
 class Decode:
-    """One step of drafting (unless `drafts` brings the trees), verifying and committing."""
+    """One step of drafting (unless `drafts` brings the trees), verifying and committing.
+
+    Attributes:
+      copies: Copies of seen text that join what is drafted; None where none do.
+    """
 
     shape: TreeShape
     drafts: HostDraft | None
+    copies: Copies | None = None
 
 
 @dataclass(frozen=True)
@@ -331,6 +339,18 @@ class StepPlan:
     mask: Mask | None
 
 
+class Origins(NamedTuple):
+    """Where the nodes of joined trees come from; a node may come from both sources.
+
+    Attributes:
+      drafted: 1 where the device's drafter grew the node.
+      copied: The node of the plan's copies that it is; 0: of none.
+    """
+
+    drafted: Int32[np.ndarray, "B N"]
+    copied: Int32[np.ndarray, "B N"]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What a step gave.
@@ -341,6 +361,7 @@ class StepResult:
       failed: 1 where a row's logits were not finite.
       saved: 1 where the row's snapshot was taken.
       drafts, parents, num_nodes: The draft trees.
+      origins: Of their nodes; None where the plan brought no copies.
       logprobs: Of each emitted token of the rows that report, 0 elsewhere; None where the program
         has none.
       scores: Row t of the token that follows flat token t of a prefill, be it the newest one; 0 of
@@ -358,6 +379,7 @@ class StepResult:
     logprobs: Logprobs | None
     scores: Scores | None
     device_seconds: float | None
+    origins: Origins | None = None
 
 
 class StepFuture(Protocol):

@@ -20,6 +20,7 @@ from shared.boundary.backend import (
     Draft,
     HostDraft,
     Mask,
+    Origins,
     Prefill,
     Snapshots,
     StepPlan,
@@ -27,6 +28,7 @@ from shared.boundary.backend import (
 )
 from shared.boundary.pictures import Encode, Pictures
 from shared.boundary.program import Extra, Program, Work
+from shared.spec.copies import Copies
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
 from shared.spec.tower import Patches
@@ -121,7 +123,8 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
     """Where each field of a plan of `program` lies in its buffer.
 
     Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`, one of
-    `Mask` the prefix `mask_`, one of `Pictures` and of `Patches` the prefix `picture_`.
+    `Mask` the prefix `mask_`, one of `Pictures` and of `Patches` the prefix `picture_`, one of
+    `Copies` the prefix `copies_`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
     work = {
@@ -158,9 +161,9 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
     ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
     pages = ("page_table", (B, program.pages), np.int32)
     patches = _patch_floats(program, capacity)
-    return _lay_out(
-        [*ints, *sampling, *patches, pages, *((name, shape, np.int32) for name, shape in masks)]
-    )
+    copies = _copies_layout(B, program.shape.copied) if program.has(Extra.COPIES) else []
+    bits = [(name, shape, np.int32) for name, shape in masks]
+    return _lay_out([*ints, *sampling, *patches, pages, *copies, *bits])
 
 
 def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...]]]:
@@ -186,6 +189,19 @@ def _patch_floats(program: Program, capacity: Capacity) -> list[tuple[str, tuple
     return [(f"picture_{x}", (program.tokens, y), np.float32) for x, y in widths.items()]
 
 
+def _copies_layout(B: int, M: int) -> list[tuple[str, tuple[int, ...], type]]:
+    """The fields of `Copies`."""
+    shape_of = {"num_nodes": (B,), "at": (B,)}
+    return [
+        (
+            f"copies_{f.name}",
+            shape_of.get(f.name, (B, M)),
+            np.float32 if f.name == "weights" else np.int32,
+        )
+        for f in fields(Copies)
+    ]
+
+
 @cache
 def result_layout(program: Program, capacity: Capacity) -> Layout:
     """Where each field of a result of `program` lies in its array; `SCORES` are those of `Scores`.
@@ -195,6 +211,8 @@ def result_layout(program: Program, capacity: Capacity) -> Layout:
     B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, capacity.max_logprobs
     ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("saved", (B,))]
     ints += [("drafts", (B, N)), ("parents", (B, N)), ("num_nodes", (B,))]
+    if program.has(Extra.COPIES):
+        ints += [(name, (B, N)) for name in Origins._fields]
     arrays = [(name, shape, np.int32) for name, shape in ints]
     if program.has(Extra.LOGPROBS):
         arrays += [
@@ -256,6 +274,9 @@ def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Dra
             return Count(**{f.name: at[f.name] for f in fields(Count)})
         case Work.DRAFT:
             return Draft(program.shape)
+    if program.has(Extra.COPIES):
+        copies = Copies(**{f.name: at[f"copies_{f.name}"] for f in fields(Copies)})
+        return Decode(program.shape, None, copies)
     if not program.has(Extra.HOST_DRAFT):
         return Decode(program.shape, None)
     return Decode(program.shape, _prefixed(HostDraft, "draft_tree_", at))
@@ -277,9 +298,13 @@ def read_result(
 ) -> StepResult:
     """The result that a backend's one int32 array holds."""
     at = result_layout(program, capacity).views(words)
-    logprobs = scores = None
+    logprobs = scores = origins = None
+    if program.has(Extra.COPIES):
+        origins = Origins(*map(at.pop, Origins._fields))
     if program.has(Extra.LOGPROBS):
         logprobs = Logprobs(at.pop("chosen"), at.pop("top_ids"), at.pop("top_values"))
     if program.has(Extra.SCORES):
         scores = Scores(*map(at.pop, SCORES))
-    return StepResult(**at, logprobs=logprobs, scores=scores, device_seconds=device_seconds)
+    return StepResult(
+        **at, logprobs=logprobs, scores=scores, device_seconds=device_seconds, origins=origins
+    )

@@ -41,6 +41,8 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
         raise ValueError(f"masks are for trees that the host knows, and not for {program}")
     if program.has(Extra.SCORES) and (program.work is not Work.PREFILL or not most_scores):
         raise ValueError(f"scores are of prompts, of one token each at least, not of {program}")
+    if program.has(Extra.COPIES) is not bool(shape.copied):
+        raise ValueError(f"copies come with a plan that has room for them, not with {program}")
     if program.work not in (Work.DECODE, Work.DRAFT):
         return
     if shape.rows < program.batch:
@@ -50,7 +52,8 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
     if not drafts.on_device:
         raise ValueError(f"a drafter is needed by {program}")
     if drafts.block is not None:
-        drafts.block.check_shape(shape.nodes, shape.width, shape.scratch)
+        own = shape.drafter
+        drafts.block.check_shape(own.nodes, own.width, own.scratch)
 
 
 def _check_encoding(program: Program, capacity: Capacity) -> None:

@@ -28,6 +28,7 @@ class Extra(Flag):
 
     Attributes:
       HOST_DRAFT: The tree comes with the plan (`HostDraft`), not from the device's drafter.
+      COPIES: Copies of seen text come with the plan, and join what the device's drafter grows.
       MASK: Masks of grammars come with the plan (`Mask`).
       LOGPROBS: The result holds logprobs; which rows report them, the plan says.
       SCORES: Of a prefill: the result holds the scores of all its tokens.
@@ -38,9 +39,10 @@ class Extra(Flag):
     MASK = 2
     LOGPROBS = 4
     SCORES = 8
+    COPIES = 16
 
 
-OF_A_PLAN = Extra.HOST_DRAFT | Extra.MASK
+OF_A_PLAN = Extra.HOST_DRAFT | Extra.MASK | Extra.COPIES
 """What a plan brings, so that a program with it takes no plan without; the others a result has,
 where it may be more than was asked for."""
 
@@ -79,7 +81,8 @@ class Program:
     @property
     def is_chain(self) -> bool:
         """Whether every tree is a chain; a plan's own trees may be anything."""
-        return self.shape.width <= 1 and not self.has(Extra.HOST_DRAFT)
+        brings_nodes = bool(self.extras & (Extra.HOST_DRAFT | Extra.COPIES))
+        return self.shape.width <= 1 and not brings_nodes
 
     @property
     def drafts_on_device(self) -> bool:

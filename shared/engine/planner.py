@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, fields
+from functools import reduce
 
 import numpy as np
 from jaxtyping import Int32
@@ -159,8 +160,12 @@ def _sizes(program: Program) -> tuple[int, ...]:
 
 def _brought(rows: Rows) -> Extra:
     """The extras of the plan that these rows will have."""
-    drafts = Extra.NONE if rows.drafts is None else Extra.HOST_DRAFT
-    return drafts if rows.masks is None else drafts | Extra.MASK
+    brought = {
+        Extra.HOST_DRAFT: rows.drafts,
+        Extra.COPIES: rows.copies,
+        Extra.MASK: rows.masks,
+    }
+    return reduce(operator.or_, (e for e, of in brought.items() if of is not None), Extra.NONE)
 
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))

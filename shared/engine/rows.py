@@ -13,10 +13,12 @@ from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan
 from shared.boundary.program import Work
 from shared.engine.grammar import Masks
 from shared.engine.request import Request
+from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 
 _TREE = tuple(field.name for field in fields(HostDraft))
+_COPIES = tuple(field.name for field in fields(Copies))
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Rows:
       counted: What a count adds to `seen`, for penalties: tokens that no prefill will feed.
       shape: The draft shape of a decode and of a draft.
       drafts: The host's tree of each row of a decode; None where the device or nobody drafts.
+      copies: Copies of seen text for each row, to join what the device drafts; None: none join.
       calibration: How often each row's path is accepted as far as each depth, as
         `shared.spec.sampling.Sampling` says; None: nothing is known of any row.
       corpus_nodes: Of trees of n-grams, gives the nodes of a row's that come from an external
@@ -74,6 +77,7 @@ class Rows:
     counted: Chunk | None = None
     shape: TreeShape | None = None
     drafts: HostDraft | None = None
+    copies: Copies | None = None
     calibration: Float32[np.ndarray, "B S_max"] | None = None
     corpus_nodes: Callable[[int], list[int]] | None = None
     masks: Masks | None = None
@@ -95,6 +99,7 @@ class Rows:
         shape: TreeShape,
         *,
         drafts: HostDraft | None = None,
+        copies: Copies | None = None,
         calibration: Float32[np.ndarray, "B S_max"] | None = None,
         corpus_nodes: Callable[[int], list[int]] | None = None,
         masks: Masks | None = None,
@@ -105,6 +110,7 @@ class Rows:
             requests=requests,
             shape=shape,
             drafts=drafts,
+            copies=copies,
             calibration=calibration,
             corpus_nodes=corpus_nodes,
             masks=masks,
@@ -187,18 +193,22 @@ def _start(plan: StepPlan, row: int, request: Request) -> None:
 
 
 def _copy_known(plan: StepPlan, rows: Rows) -> None:
-    """Copies what a decode knows of its rows, and the host's trees; a draft has neither."""
+    """Copies what a decode knows of its rows, and what the host drafts; a draft has neither."""
     if rows.calibration is not None:
         plan.sampling.calibration[: len(rows.calibration)] = rows.calibration
     if rows.masks is not None:
         assert plan.mask is not None  # the program was picked for it
         plan.mask.bits[1 : 1 + len(rows.masks.bits)] = rows.masks.bits
         plan.mask.index[: len(rows.masks.index)] = rows.masks.index
-    if rows.drafts is None or not isinstance(plan.work, Decode) or plan.work.drafts is None:
+    if not isinstance(plan.work, Decode):
         return
-    for name in _TREE:
-        values = getattr(rows.drafts, name)
-        getattr(plan.work.drafts, name)[: len(values)] = values
+    brought = ((rows.drafts, plan.work.drafts, _TREE), (rows.copies, plan.work.copies, _COPIES))
+    for given, laid, names in brought:
+        if given is None or laid is None:
+            continue
+        for name in names:
+            values = getattr(given, name)
+            getattr(laid, name)[: len(values)] = values
 
 
 def _check_prefilled(requests: Sequence[Request]) -> None:

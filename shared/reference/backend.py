@@ -50,6 +50,7 @@ from shared.reference.rows import (
 )
 from shared.reference.workspace import workspace
 from shared.spec import acceptance, attention, draft_tree, mamba_state, model, sampling, slots
+from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV, Weights
 
@@ -334,22 +335,36 @@ class ReferenceBackend:
             tokens[:, 0] = self.state.newest[batch.slots]
             forced = drafts.forced[index] != 0
             return Trees(tokens, drafts.parents[index], drafts.num_nodes[index], forced)
-        return self._draft(batch, work.shape)
+        if work.copies is None:
+            return self._draft(batch, work.shape)
+        given = Copies(**{name: each[batch.index] for name, each in vars(work.copies).items()})
+        return self._grown(batch, work.shape.drafter).joined(
+            given,
+            batch.sampling.calibration,
+            self.state.lengths[batch.slots],
+            batch.sampling.max_drafts,
+            work.shape,
+            work.shape.rows - batch.num_padding,
+        )
 
     def _draft(self, batch: Batch, shape: TreeShape) -> Trees:
         """The trees that the drafter grows; the root alone for a plain shape."""
-        newest = self.state.newest[batch.slots]
         if shape.is_plain:
-            return roots(newest)
+            return roots(self.state.newest[batch.slots])
+        trees = self._grown(batch, shape)
+        if self.capacity.accept_rule != "match":
+            return trees
+        return trees.shared(batch.sampling.calibration, shape.rows - batch.num_padding)
+
+    def _grown(self, batch: Batch, shape: TreeShape) -> Trees:
+        """What the drafter grows, before the verify rows are given out."""
         assert self._drafter is not None  # a program that drafts has one
-        rank = self._rank(batch, shape.width)
+        is_sampled = self.capacity.accept_rule != "match"
+        rank = replace(self._rank(batch, shape.width), kept=[] if is_sampled else None)
         bounds = (self.state.lengths[batch.slots], self.state.draft_from[batch.slots])
-        if self.capacity.accept_rule == "match":
-            trees = self._drafter.draft(batch, newest, *bounds, shape, rank)
-            return trees.shared(batch.sampling.calibration, shape.rows - batch.num_padding)
-        rank = replace(rank, kept=[])
+        newest = self.state.newest[batch.slots]
         trees = self._drafter.draft(batch, newest, *bounds, shape, rank)
-        return replace(trees, drafted=rank.drafted)
+        return replace(trees, drafted=rank.drafted) if is_sampled else trees
 
     def _commit(
         self,

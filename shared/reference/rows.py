@@ -9,8 +9,20 @@ from jaxtyping import Bool, Float, Int, Int32, UInt32
 from shared.boundary.backend import Mask, Prefill, Snapshots, StepPlan
 from shared.boundary.buffers import SCORES
 from shared.reference.pictures import Seeing
-from shared.spec import acceptance, attention, logprobs, masks, noise, sampling, slots, verify_rows
+from shared.spec import (
+    acceptance,
+    attention,
+    copies,
+    logprobs,
+    masks,
+    noise,
+    sampling,
+    slots,
+    verify_rows,
+)
 from shared.spec.attention import Rows
+from shared.spec.copies import Copies, Grown, Joined
+from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Tree
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import Forward
@@ -96,6 +108,7 @@ class Trees:
     Attributes:
       weights: The path weights of nodes that were drafted; None of others.
       drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
+      origins: Where nodes come from, as `shared.spec.copies.Joined` says; None of one source.
     """
 
     tokens: Int[np.ndarray, "B N"]
@@ -104,6 +117,7 @@ class Trees:
     forced: Bool[np.ndarray, " B"]
     weights: Float[np.ndarray, "B N"] | None = None
     drafted: Float[np.ndarray, "B S vocab"] | None = None
+    origins: Joined | None = None
 
     @classmethod
     def drafted_as(cls, tree: Tree) -> "Trees":
@@ -117,6 +131,23 @@ class Trees:
         ranked = verify_rows.rank_weights(self.parents, self.weights, calibration)
         kept = verify_rows.share(self.tokens, self.parents, self.num_nodes, ranked, rows)
         return Trees(*kept, self.forced)
+
+    def joined(
+        self,
+        given: Copies,
+        calibration: Float[np.ndarray, "B S_max"],
+        lengths: Int[np.ndarray, " B"],
+        max_drafts: Int[np.ndarray, " B"],
+        shape: TreeShape,
+        rows: int,
+    ) -> "Trees":
+        """The best nodes of these trees and of copies of seen text."""
+        assert self.weights is not None  # they were drafted
+        ranked = verify_rows.rank_weights(self.parents, self.weights, calibration)
+        grown = Grown(self.tokens, self.parents, self.num_nodes, ranked)
+        found = copies.join(grown, given, lengths, max_drafts, shape.nodes, shape.depth, rows)
+        trees = (found.tokens, found.parents, found.num_nodes)
+        return Trees(*trees, self.forced, origins=found)
 
     def accepting(
         self,
@@ -241,7 +272,10 @@ def roots(newest: Int32[np.ndarray, " B"]) -> Trees:
 
 def tree_fields(trees: Trees) -> dict[str, np.ndarray]:
     """As the result names them."""
-    return {"drafts": trees.tokens, "parents": trees.parents, "num_nodes": trees.num_nodes}
+    found = {"drafts": trees.tokens, "parents": trees.parents, "num_nodes": trees.num_nodes}
+    if trees.origins is not None:
+        found |= {"drafted": trees.origins.drafted, "copied": trees.origins.copied}
+    return found
 
 
 def logprob_fields(

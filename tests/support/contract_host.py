@@ -36,6 +36,8 @@ SHARED = TreeShape(nodes=4, depth=3, width=1, rows=2 * BATCH)
 """The same chain, in half as many verify rows as nodes."""
 
 TREE = TreeShape(nodes=4, depth=2, width=2, rows=4 * BATCH)
+JOINED = TreeShape(nodes=7, depth=5, width=1, rows=5 * BATCH, grown=CHAIN, copied=9)
+"""The chain of `CHAIN`, joined by copies of seen text, in fewer verify rows than nodes."""
 
 POISON = 7
 """The token whose embedding is NaN: what it touches is NaN from then on."""
@@ -71,6 +73,7 @@ def contract_capacity(config: ModelConfig) -> Capacity:
             {
                 Extra.HOST_DRAFT: host_draft,
                 Extra.MASK: mask,
+                Extra.COPIES: shape.copied > 0,
                 Extra.LOGPROBS: work in (Work.PREFILL, Work.DECODE) and not host_draft,
                 Extra.SCORES: work is Work.PREFILL,
             }
@@ -86,6 +89,7 @@ def contract_capacity(config: ModelConfig) -> Capacity:
             program(Work.DECODE, PLAIN),
             program(Work.DECODE, CHAIN),
             program(Work.DECODE, SHARED),
+            program(Work.DECODE, JOINED),
             program(Work.DECODE, TREE, host_draft=True),
             program(Work.DECODE, TREE, host_draft=True, mask=True),
             program(Work.DRAFT, CHAIN),

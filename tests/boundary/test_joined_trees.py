@@ -1,0 +1,151 @@
+"""Copies of seen text join what the device drafts: the text is the plain one, on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import StepResult
+from shared.engine.request import Request
+from shared.engine.rows import Rows
+from shared.spec.copies import Copies
+from tests.support.contract_host import (
+    BATCH,
+    CHAIN,
+    JOINED,
+    PLAIN,
+    SAMPLED,
+    Host,
+    either_sampling,
+    emitted,
+    prompt,
+)
+
+M = JOINED.copied
+
+
+def copies_of(*paths: list[int], at: list[int], edge: float = -0.01) -> Copies:
+    """A chain of tokens for each row, behind the token at its position."""
+    B = len(paths)
+    tokens, place = np.zeros((B, M), np.int32), np.arange(M)
+    for row, path in enumerate(paths):
+        tokens[row, 1 : 1 + len(path)] = path[: M - 1]
+    return Copies(
+        tokens=tokens,
+        parents=np.tile(np.maximum(place - 1, 0).astype(np.int32), (B, 1)),
+        num_nodes=np.array([1 + min(len(path), M - 1) for path in paths], np.int32),
+        weights=np.tile((edge * place).astype(np.float32), (B, 1)),
+        at=np.array(at, np.int32),
+    )
+
+
+def step(host: Host, rows: list[Request], copies: Copies) -> StepResult:
+    return host.run(host.planner.plan(Rows.decode(rows, JOINED, copies=copies)))
+
+
+@either_sampling
+def test_copies_that_are_right_or_wrong_or_late_give_the_plain_text(host, how):
+    """Of every age: made of the text two tokens ago at most, as with steps in flight."""
+    prompts = [prompt(30 + n, 10 + 7 * n) for n in range(3)]
+    hows = [how, {**how, "seed32": 5}, {**how, "max_draft_tokens": 2}]
+    rows = [host.request(p, **h) for p, h in zip(prompts, hows, strict=True)]
+    want = [host.alone(p, 24, **h) for p, h in zip(prompts, hows, strict=True)]
+    result = host.prefill(*rows)
+    texts, accepted, by_copies = [emitted(result, row) for row in range(3)], set(), 0
+    for number in range(3):
+        paths, at = [], []
+        for row, text in enumerate(texts):
+            known = max(len(text) - (number + row) % 3, 1)
+            path = want[row][known : known + M - 1]
+            if (number + row) % 4 == 3:
+                path = [*path[:4], *[20] * len(path[4:])]
+            paths.append(path)
+            at.append(len(prompts[row]) + known - 1)
+        result = step(host, rows, copies_of(*paths, at=at))
+        for row, text in enumerate(texts):
+            count = int(result.counts[row])
+            assert count >= 1
+            text += emitted(result, row)
+            accepted.add(count - 1)
+            by_copies += int((result.origins.copied[row] > 0).sum())
+    assert max(accepted) > CHAIN.depth
+    assert by_copies > 9
+    for text, plain in zip(texts, want, strict=True):
+        assert text == plain[: len(text)]
+
+
+def test_without_copies_the_drafts_are_the_chain_of_the_drafter(host):
+    rows, twins = ([host.request(prompt(40 + n, 12)) for n in range(BATCH)] for _ in range(2))
+    host.prefill(*rows)
+    host.prefill(*twins)
+    none = copies_of(*[[]] * BATCH, at=[11] * BATCH)
+    joined, chain = step(host, rows, none), host.decode(*twins, shape=CHAIN)
+    N = CHAIN.nodes
+    for name in ("drafts", "parents"):
+        of_both, alone = getattr(joined, name), getattr(chain, name)
+        np.testing.assert_array_equal(of_both[:, :N], alone)
+        assert not of_both[:, N:].any()
+    np.testing.assert_array_equal(joined.num_nodes, chain.num_nodes)
+    assert joined.origins.drafted[:, 1:N].all()
+    assert not joined.origins.copied.any()
+
+
+def test_a_row_whose_drafter_was_not_fed_verifies_its_copies_alone(host):
+    tokens = prompt(50, 12)
+    want = host.alone(tokens, 12)
+    row = host.request(tokens)
+    text = emitted(host.prefill(row), 0)
+    text += emitted(host.decode(row, shape=PLAIN), 0)
+    result = step(host, [row], copies_of(want[2:8], at=[len(tokens) + 1]))
+    assert result.counts[0] == 1 + JOINED.depth
+    assert not result.origins.drafted.any()
+    assert text + emitted(result, 0) == want[:8]
+    result = step(host, [row], copies_of([], at=[0]))
+    assert result.origins.drafted[0].sum() == CHAIN.depth, "the accepted copies fed the drafter"
+
+
+def test_a_request_that_may_have_no_drafts_verifies_no_copies(host):
+    tokens = prompt(51, 12)
+    want = host.alone(tokens, 12)
+    row = host.request(tokens, max_draft_tokens=0)
+    text = emitted(host.prefill(row), 0)
+    result = step(host, [row], copies_of(want[1:8], at=[len(tokens)]))
+    assert (result.num_nodes[0], result.counts[0]) == (1, 1)
+    assert text + emitted(result, 0) == want[:2]
+
+
+def test_backends_join_and_accept_alike(host, recorded):
+    """Copies right up to a word, in a batch with a padded row, with the numpy backend's results."""
+    rows = [host.request(prompt(60 + n, 15), **{**SAMPLED, "seed32": n}) for n in range(3)]
+    texts = [emitted(host.prefill(*rows), row) for row in range(3)]
+    want = [host.alone(prompt(60 + n, 15), 24, **{**SAMPLED, "seed32": n}) for n in range(3)]
+    for number in range(4):
+        ends = [len(text) for text in texts]
+        paths = [
+            [*plain[end : end + 1 + row + number], 20, *plain[end + 2 + row + number :]]
+            for row, (plain, end) in enumerate(zip(want, ends, strict=True))
+        ]
+        result = step(host, rows, copies_of(*paths, at=[14 + end for end in ends], edge=-0.5))
+        for row, text in enumerate(texts):
+            text += emitted(result, row)
+        fields = (result.tokens, result.counts, result.drafts, result.parents, result.num_nodes)
+        recorded(number, [each[:3] for each in (*fields, *result.origins)])
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[int, list[np.ndarray]]:
+    """What the first backend gave, by step."""
+    return {}
+
+
+@pytest.fixture
+def recorded(known) -> Callable[[int, list[np.ndarray]], None]:
+    """Holds a step's fields against those of the backend that came first."""
+
+    def compare(number: int, fields: list[np.ndarray]) -> None:
+        for mine, theirs in zip(fields, known.setdefault(number, fields), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+    return compare
