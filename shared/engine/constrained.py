@@ -44,7 +44,7 @@ class GrammarController:
       index: What drafts on the host; None where the device drafts, or nobody.
 
     Attributes:
-      index: As above.
+      inner, index: As above.
 
     Raises:
       ValueError: The backend has no decode program that takes masks.
@@ -58,7 +58,7 @@ class GrammarController:
         self._plain = _widest(capacity, host_draft=False)
         drafts = [program for program in capacity.programs if program.work is Work.DRAFT]
         self._drafts = {program.batch: program.shape for program in drafts}
-        self._inner, self.index, self._words = inner, index, mask_words(capacity.vocab)
+        self.inner, self.index, self._words = inner, index, mask_words(capacity.vocab)
         self._decoded_last: Sequence[Request] = []
         self._drafted: dict[int, Tree] = {}
         self.max_rows = min(inner.max_rows, max(program.batch for program in masked))
@@ -67,13 +67,13 @@ class GrammarController:
     @property
     def waits(self) -> bool:
         """Whether tokens or drafts of the step before are still on their way."""
-        return not all(request.is_settled for request in self._decoded_last) or self._inner.waits
+        return not all(request.is_settled for request in self._decoded_last) or self.inner.waits
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request whose tokens are known, once those of the step before are."""
         if all(request.constraint is None for request in ready):
             self._decoded_last, self._drafted = [], {}
-            return self._inner.rows_for(ready, reserve)
+            return self.inner.rows_for(ready, reserve)
         if not all(request.is_settled for request in self._decoded_last):
             return None
         known = [request for request in ready if request.is_settled]
@@ -154,12 +154,12 @@ class GrammarController:
 
     def submitted(self, rows: Rows) -> None:
         """The other controller has the time that the device takes."""
-        self._inner.submitted(rows)
+        self.inner.submitted(rows)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Keeps the trees of a step that drafted."""
         if rows.work is not Work.DRAFT:
-            self._inner.learned(rows, result)
+            self.inner.learned(rows, result)
             return
         for row, request in enumerate(rows.requests):
             count = max(1, int(result.num_nodes[row]))
@@ -168,16 +168,16 @@ class GrammarController:
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
         """Tokens were committed to a request's output."""
-        self._inner.saw(request, tokens)
+        self.inner.saw(request, tokens)
 
     def ended(self, request: Request) -> None:
         """Forgets the tree that was drafted for the request, if any."""
         self._drafted.pop(request.request_id, None)
-        self._inner.ended(request)
+        self.inner.ended(request)
 
     def cut(self, request_id: int, num_tokens: int) -> None:
         """The output of a request that ended turned out to end after `num_tokens` tokens."""
-        self._inner.cut(request_id, num_tokens)
+        self.inner.cut(request_id, num_tokens)
 
 
 def _widest(capacity: Capacity, *, host_draft: bool) -> dict[int, TreeShape]:

@@ -83,7 +83,8 @@ class StepTrace(NamedTuple):
       drafts: Tokens of nodes 1, 2, ... of the tree that was verified; none where nothing was.
       parents: The node above each of them.
       path: The nodes that were accepted, from the root on; the text may end before.
-      corpus_nodes: Nodes that come from an external corpus.
+      origins: Where each of them comes from: `DRAFT`, `NGRAM` or `CORPUS`. What the drafter grew is
+        its own, whether copies of seen text have it too or not.
     """
 
     number: int
@@ -95,11 +96,14 @@ class StepTrace(NamedTuple):
     drafts: list[int]
     parents: list[int]
     path: list[int]
-    corpus_nodes: list[int]
+    origins: list[str]
 
 
-PREFILL, PLAIN, DRAFT, NGRAM = SOURCES = ("prefill", "plain", "draft", "ngram")
-"""Of a step's tokens: a prompt, a step that drafts nothing, the device's drafter, n-grams."""
+PREFILL, PLAIN, DRAFT, NGRAM, JOINED = SOURCES = ("prefill", "plain", "draft", "ngram", "joined")
+"""Of a step's tokens: a prompt, a step that drafts nothing, the device's drafter, n-grams, both."""
+
+CORPUS = "corpus"
+"""Of a node that comes from an external corpus."""
 
 
 class Event(NamedTuple):

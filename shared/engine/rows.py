@@ -66,8 +66,8 @@ class Rows:
       copies: Copies of seen text for each row, to join what the device drafts; None: none join.
       calibration: How often each row's path is accepted as far as each depth, as
         `shared.spec.sampling.Sampling` says; None: nothing is known of any row.
-      corpus_nodes: Of trees of n-grams, gives the nodes of a row's that come from an external
-        corpus; None of all other trees.
+      corpus_nodes: Of trees of n-grams, which `drafts` or `copies` bring, gives the nodes of a
+        row's that come from an external corpus; None of all other trees.
       masks: What grammars allow at each node; None: no row has one.
     """
 

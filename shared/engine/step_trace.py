@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shared.boundary.backend import StepResult
 from shared.boundary.program import Work
-from shared.engine.request import DRAFT, NGRAM, PLAIN, PREFILL, StepTrace
+from shared.engine.request import CORPUS, DRAFT, JOINED, NGRAM, PLAIN, PREFILL, StepTrace
 from shared.engine.rows import Rows
 
 
@@ -23,16 +23,14 @@ def trace_of(
     """
     now, request = time.monotonic(), rows.requests[row]
     device = result.device_seconds
-    source, drafts, parents, corpus_nodes = PREFILL, [], [], []
+    source, drafts, parents, origins = PREFILL, [], [], []
     if rows.work is Work.DECODE:
         count = int(result.num_nodes[row])
         drafts = result.drafts[row, 1:count].tolist()
         parents = result.parents[row, 1:count].tolist()
-        source = PLAIN
+        source, origins = PLAIN, origins_of(rows, result, row)
         if drafts:
-            source = DRAFT if rows.corpus_nodes is None else NGRAM
-        if rows.corpus_nodes is not None:
-            corpus_nodes = rows.corpus_nodes(row)
+            source = DRAFT if rows.corpus_nodes is None else NGRAM if rows.drafts else JOINED
     return StepTrace(
         number=number,
         source=source,
@@ -43,8 +41,24 @@ def trace_of(
         drafts=drafts,
         parents=parents,
         path=accepted_path(drafts, parents, tokens[:-1]),
-        corpus_nodes=corpus_nodes,
+        origins=origins,
     )
+
+
+def origins_of(rows: Rows, result: StepResult, row: int) -> list[str]:
+    """Where each draft of a row's tree comes from, as `StepTrace` has it."""
+    count = int(result.num_nodes[row])
+    if rows.corpus_nodes is None:
+        return [DRAFT] * (count - 1)
+    of_corpora, copied = set(rows.corpus_nodes(row)), list(range(count))
+    drafted = [0] * count
+    if result.origins is not None:  # the plan's trees are joined with what was drafted
+        copied = result.origins.copied[row, :count].tolist()
+        drafted = result.origins.drafted[row, :count].tolist()
+    return [
+        DRAFT if drafted[node] else CORPUS if copied[node] in of_corpora else NGRAM
+        for node in range(1, count)
+    ]
 
 
 def accepted_path(

@@ -6,16 +6,18 @@
 import json
 from typing import Any
 
-from shared.options.options import ALGORITHMS
+from shared.options.options import ALGORITHMS, JOINED_ALGORITHMS
 from shared.options.request_fields import NOT_SERVED, NotServed
 from shared.options.rules import RULES
 from shared.options.setup import WORDS, Example
+
+DRAFTERS = (*ALGORITHMS, *JOINED_ALGORITHMS)
 
 
 def to_json() -> dict[str, Any]:
     """What `GET /capabilities` answers."""
     listed = [rule.to_json() for rule in RULES if rule.example is not None]
-    return {"drafters": list(ALGORITHMS), "refused": [*listed, *map(_field_json, NOT_SERVED)]}
+    return {"drafters": list(DRAFTERS), "refused": [*listed, *map(_field_json, NOT_SERVED)]}
 
 
 def _field_json(field: NotServed) -> dict[str, Any]:
@@ -26,7 +28,7 @@ def _field_json(field: NotServed) -> dict[str, Any]:
 
 def to_markdown() -> str:
     """The page `docs/capabilities.md`."""
-    lines = [_HEAD.format(drafters=", ".join(f"`{name}`" for name in ALGORITHMS))]
+    lines = [_HEAD.format(drafters=", ".join(f"`{name}`" for name in DRAFTERS))]
     for rule in RULES:
         lines.append(f"- {rule.reason.format(**WORDS)}; {rule.way_out.format(**WORDS)}.")
         example = rule.example

@@ -14,6 +14,10 @@ DEFAULT_NODES = 12
 class NgramConfig:
     """What the drafter NGRAM remembers, and how it grows a tree of it."""
 
+    speculative_ngram_draft_tokens: int = flag(
+        12, "nodes of seen text that a tree has beside the drafter's, where both draft "
+        "(NAME+NGRAM)", low=1, high=32,
+    )  # fmt: skip
     speculative_ngram_min_bfs_breadth: int = flag(
         1, "nodes that a level of the longest match may have below each other one", low=1, high=64
     )
@@ -46,6 +50,11 @@ class NgramConfig:
 
     def __post_init__(self) -> None:
         check_rules(self)
+
+    @property
+    def num_copies(self) -> int:
+        """C, nodes of seen text beside the drafter's."""
+        return self.speculative_ngram_draft_tokens
 
     @property
     def sam_budget(self) -> int:

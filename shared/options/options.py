@@ -42,6 +42,13 @@ MODEL_ALGORITHM = "STANDALONE"
 
 ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_ALGORITHM)
 
+WITH_COPIES = f"+{HOST_ALGORITHM}"
+"""Behind the name of a drafter: copies of seen text join what it drafts."""
+
+JOINED_ALGORITHMS = tuple(
+    f"{name}{WITH_COPIES}" for name in ("NEXTN", *HEAD_ALGORITHMS, MODEL_ALGORITHM)
+)
+
 ACCEPT_RULES = ("match", "rejection")
 
 LAYER_IDS = ("inputs", "outputs")
@@ -96,7 +103,8 @@ class SpeculativeConfig:
     speculative_algorithm: str | None = flag(
         None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE, EAGLE3 and DFLASH with a "
         "head, NAIVE_EAGLE one token with either, STANDALONE with a small model, NGRAM from seen "
-        "text and corpora (default: no drafts)",
+        "text and corpora; NEXTN+NGRAM, and so with a head or a model, both in one tree "
+        "(default: no drafts)",
         aliases=("--speculative-algo",),
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
@@ -154,9 +162,10 @@ class SpeculativeConfig:
 
     def _check_algorithm(self) -> None:
         name = self.speculative_algorithm
-        if name not in ALGORITHMS:
+        known = (*ALGORITHMS, *JOINED_ALGORITHMS)
+        if name not in known:
             raise ConfigError(
-                f"--speculative-algorithm must be one of {', '.join(ALGORITHMS)}, got {name}"
+                f"--speculative-algorithm must be one of {', '.join(known)}, got {name}"
             )
 
     def settled(self, drafts_trees: bool, block: int | None) -> Self:
@@ -172,7 +181,7 @@ class SpeculativeConfig:
             return replace(self, speculative_num_draft_tokens=self.num_draft_tokens)
         shape = (self.num_steps, self.topk, self.num_draft_tokens)
         is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
-        has_trees = self.speculative_algorithm in HEAD_ALGORITHMS and self.verification == "match"
+        has_trees = self.drafter in HEAD_ALGORITHMS and self.verification == "match"
         if is_open and drafts_trees and has_trees:
             shape = TREE_SHAPE
         if block is not None:
@@ -185,32 +194,48 @@ class SpeculativeConfig:
         return self.speculative_algorithm is not None
 
     @property
+    def drafter(self) -> str | None:
+        """What drafts, without the copies that join; None without drafts."""
+        name = self.speculative_algorithm
+        return None if name is None else name.removesuffix(WITH_COPIES)
+
+    @property
+    def joins_copies(self) -> bool:
+        """Whether copies of seen text join what the device drafts."""
+        return self.speculative_algorithm in JOINED_ALGORITHMS
+
+    @property
     def with_mtp(self) -> bool:
         """Whether an mtp layer drafts, the checkpoint's own or that of the draft model."""
         has_path = self.speculative_draft_model_path is not None
         is_own = self.drafts and not (has_path or self.drafts_on_host)
-        return is_own or self.speculative_algorithm == "NEXTN"
+        return is_own or self.drafter == "NEXTN"
 
     @property
     def mtp_path(self) -> str | None:
         """Folder of an mtp layer that drafts in place of the checkpoint's own; None without one."""
-        return self.speculative_draft_model_path if self.speculative_algorithm == "NEXTN" else None
+        return self.speculative_draft_model_path if self.drafter == "NEXTN" else None
 
     @property
     def head_path(self) -> str | None:
         """Folder of a head or a small model; None of a drafter that has none."""
-        has_none = self.speculative_algorithm in ("NEXTN", HOST_ALGORITHM)
+        has_none = self.drafter in ("NEXTN", HOST_ALGORITHM)
         return None if has_none else self.speculative_draft_model_path
 
     @property
     def drafts_with_a_model(self) -> bool:
         """Whether the draft model is a whole model."""
-        return self.speculative_algorithm == MODEL_ALGORITHM
+        return self.drafter == MODEL_ALGORITHM
 
     @property
     def drafts_on_host(self) -> bool:
-        """Whether drafts come from text that was seen, not from a model."""
+        """Whether drafts come from text that was seen alone, not from a model."""
         return self.speculative_algorithm == HOST_ALGORITHM
+
+    @property
+    def copies_text(self) -> bool:
+        """Whether drafts come from text that was seen, alone or beside a drafter's."""
+        return self.drafts_on_host or self.joins_copies
 
     @property
     def verification(self) -> str:

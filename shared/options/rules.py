@@ -9,6 +9,7 @@ refused by `shared.options.options`, and what a request may not ask for is
 from collections.abc import Sequence
 
 from shared.options.adaptive import MOST_STEPS, TREE_ALGORITHMS
+from shared.options.joined_rules import JOINED_RULES
 from shared.options.options import (
     ACCEPT_RULES,
     BLOCK_ALGORITHM,
@@ -217,7 +218,7 @@ RULES = (
         example=Example(drafter="NGRAM", flags=_flags("--speculative-num-steps 3")),
     ),
     Rule(
-        refuses=lambda s: s.ngram_flag is not None and not s.draft.drafts_on_host,
+        refuses=lambda s: s.ngram_flag is not None and not s.draft.copies_text,
         reason="{ngram_flag} belongs to another drafter",
         way_out="add --speculative-algorithm NGRAM or leave the flag out",
         example=Example(drafter="NEXTN", flags=_flags("--speculative-ngram-capacity 4096")),
@@ -441,6 +442,7 @@ RULES = (
         way_out="give a smaller one or leave the flag out",
         example=Example(drafter="NEXTN", flags=_flags("--context-length 16777216")),
     ),
+    *JOINED_RULES,
 )
 
 

@@ -37,8 +37,8 @@ class Setup:
 
     @property
     def algorithm(self) -> str | None:
-        """What `--speculative-algorithm` names; None without drafts."""
-        return self.draft.speculative_algorithm
+        """The drafter that `--speculative-algorithm` names; None without drafts."""
+        return self.draft.drafter
 
     @property
     def adaptive(self) -> AdaptiveConfig:
@@ -56,6 +56,16 @@ class Setup:
         """Nodes of the largest tree with the S and k of the setup."""
         k = self.draft.topk
         return 1 + k + (self.draft.num_steps - 1) * k * k
+
+    @property
+    def num_copies(self) -> int:
+        """C, nodes of seen text that join what is drafted."""
+        return self.options.ngram.num_copies
+
+    @property
+    def num_drafted_nodes(self) -> int:
+        """N of what is drafted, with the root."""
+        return self.draft.settled(self.model.drafts_trees, self.block).num_draft_tokens
 
     @property
     def num_levels(self) -> int:
@@ -94,6 +104,8 @@ class Setup:
             "max_breadth": self.options.ngram.speculative_ngram_max_bfs_breadth,
             "budget": self.options.ngram.sam_budget,
             "most_budget": self.draft.num_draft_tokens - 1,
+            "copies": self.options.ngram.speculative_ngram_draft_tokens,
+            "both": self.draft.speculative_algorithm,
             "context": self.options.model.context_length,
             "model_context": self.model.context_length,
         }
@@ -121,6 +133,8 @@ WORDS = {
     "max_breadth": "M",
     "budget": "N",
     "most_budget": "N - 1",
+    "copies": "C",
+    "both": "NAME+NGRAM",
     "context": "N",
     "model_context": "own",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.boundary.backend import Backend
+from shared.boundary.backend import Backend, Capacity
 from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Shapes
@@ -16,6 +16,7 @@ from shared.engine.engine import Engine
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.joined import JoinedController
 from shared.engine.shadow import ShadowCheck
 from shared.options.options import ConfigError, Options
 from shared.process.caching import cache_policy
@@ -24,6 +25,7 @@ from shared.process.memory_plan import MemoryPlan
 from shared.process.profiling import step_seconds
 from shared.process.programs import draft_shape
 from shared.process.settled import Settled
+from shared.spec.draft_tree import TreeShape
 
 SHORTEST_STEP_S = 1e-3
 """Of a plain step on a GPU, for NGRAM's adaptive choice to earn its time.
@@ -62,7 +64,9 @@ def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | Shado
 
 def index_of(controller: Controller) -> NgramIndex | None:
     """What drafts from text that was seen; None where nothing does."""
-    if isinstance(controller, NgramController | AdaptiveNgramController | GrammarController):
+    if isinstance(controller, GrammarController):
+        return index_of(controller.inner)
+    if isinstance(controller, NgramController | AdaptiveNgramController | JoinedController):
         return controller.index
     return None
 
@@ -74,7 +78,9 @@ def make_controller(
     controller = _controller_of_drafts(backend, settled, on_gpu, has_experts)
     if not settled.told.engine.has_grammars:
         return controller
-    return GrammarController(backend.capacity, controller, index_of(controller))
+    # Beside a drafter of the device, copies join no tree that is held to a grammar.
+    index = None if settled.draft.joins_copies else index_of(controller)
+    return GrammarController(backend.capacity, controller, index)
 
 
 def _controller_of_drafts(
@@ -93,6 +99,8 @@ def _controller_of_drafts(
         if not settled.draft.drafts_on_host:
             trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
             return AdaptiveController(capacity, BestValue(), table, trace, has_experts=has_experts)
+    if settled.draft.joins_copies:
+        return _joined(capacity, settled, shape)
     if not settled.draft.drafts_on_host:
         return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:
@@ -109,6 +117,23 @@ def _controller_of_drafts(
         tiers = (*Shapes.of(capacity, host_draft=True).tiers, "asleep")
         return AdaptiveNgramController(capacity, index, table, trace=_trace(options, tiers, table))
     return NgramController(capacity, index)
+
+
+def _joined(capacity: Capacity, settled: Settled, shape: TreeShape) -> JoinedController:
+    copies = settled.told.ngram.num_copies
+    ahead = max(0, shape.copied - 1 - 2 * copies)
+    index = NgramIndex(
+        settled.told.ngram,
+        nodes=shape.copied,
+        depth=shape.copied - 1,
+        vocab=capacity.vocab,
+        chain=False,
+        ahead=ahead,
+        path=ahead + copies,
+    )
+    controller = JoinedController(capacity, index)
+    controller.warm_up()
+    return controller
 
 
 def is_host_bound(table: Mapping[int, Sequence[float]]) -> bool:

@@ -230,7 +230,7 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     if blueprint.on_gpu and not blueprint.ranks.is_alone:
         num_bytes = costs.device_mailbox_bytes(blueprint.ranks.count)
         yield MemoryLine("mailboxes", "in which the other ranks write", num_bytes)
-    if options.speculative.drafts_on_host and not blueprint.on_gpu:
+    if options.speculative.copies_text and not blueprint.on_gpu:
         yield from _text_lines(options)
     yield from _workspace_lines(blueprint, costs)
 

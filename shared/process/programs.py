@@ -7,7 +7,7 @@ from itertools import product
 from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.program import CAPTURED, Extra, Program, Work
 from shared.models.config import ModelConfig
-from shared.options.adaptive import Candidate
+from shared.options.adaptive import MOST_NODES, Candidate
 from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
 from shared.options.options import Options
 from shared.process.device import Device
@@ -18,6 +18,8 @@ SMALLEST_PAGE_TABLE = 16
 MOST_PREFILL_ROWS = 8
 MAX_STOP_IDS = 16
 MAX_BIAS = 64
+FEW_ROWS = 64
+"""Verify rows that a step takes in little more time than half of them."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ def capacity_for(
         programs += _scoring(rows, _chunks(settled.chunk), buckets.tables)
     plain = TreeShape.plain(1)
     if engine.has_grammars:
-        masked = _masked(settled, [p for p in programs if p.work is Work.DECODE])
+        # Copies join no tree that comes to the host before it is verified.
+        own = [p for p in programs if p.work is Work.DECODE and not p.has(Extra.COPIES)]
+        masked = _masked(settled, own)
         programs += _few(masked) if device.kind == "gpu" or settled.are_few else masked
     if not engine.disable_radix_cache:
         programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, Extra.NONE))
@@ -165,6 +169,7 @@ def _programs(settled: Settled, buckets: Buckets) -> list[Program]:
     ]
     if on_host:
         decodes = [p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
+    decodes = [p.having({Extra.COPIES: p.shape.copied > 0}) for p in decodes]
     return decodes + prefills
 
 
@@ -254,7 +259,30 @@ def decode_shapes(settled: Settled, batch: int) -> list[TreeShape]:
     if settled.candidates:
         return [plain, *(_shape(each, batch) for each in settled.candidates)]
     drafting = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
+    if draft.joins_copies:
+        return [drafting, joined_shape(settled, drafting, batch)]
     return [plain, drafting] if draft.drafts_on_host else [drafting]
+
+
+def joined_shape(settled: Settled, own: TreeShape, batch: int) -> TreeShape:
+    """What the drafter grows, joined by copies of seen text.
+
+    One path of copies reaches as far ahead as the steps in flight may get, and as many nodes more
+    are branches. Half of those that a tree has room for have verify rows; where rows are few all
+    have, as they cost next to nothing.
+    """
+    copies = settled.told.ngram.num_copies
+    nodes, depth = own.nodes + copies, max(own.depth, copies)
+    rows = max(FEW_ROWS, batch * own.nodes + batch * copies // 2)
+    ahead = settled.overlap * (depth + 1)
+    return TreeShape(
+        nodes=nodes,
+        depth=depth,
+        width=own.width,
+        rows=min(batch * nodes, rows),
+        grown=own,
+        copied=min(MOST_NODES, 1 + ahead + 2 * copies),
+    )
 
 
 def _shape(candidate: Candidate, batch: int) -> TreeShape:

@@ -102,7 +102,7 @@ def _candidates(
     candidates = told.candidates or default_candidates(
         steps=draft.num_steps,
         nodes=draft.num_draft_tokens,
-        has_trees=draft.speculative_algorithm in TREE_ALGORITHMS,
+        has_trees=draft.drafter in TREE_ALGORITHMS,
         block=block,
         on_host=draft.drafts_on_host,
         are_few=are_few,

@@ -138,7 +138,7 @@ class TracedStep(Answer):
     """
 
     step: int
-    source: Literal["prefill", "plain", "draft", "ngram"]
+    source: Literal["prefill", "plain", "draft", "ngram", "joined"]
     batch_size: int
     time_ms: float
     host_ms: float

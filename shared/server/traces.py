@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from shared.engine.request import NGRAM, PLAIN, PREFILL, StepTrace
+from shared.engine.request import PLAIN, PREFILL, StepTrace
 from shared.server.logprobs import TokenNames
 
 MAX_TRACES = 64
@@ -16,7 +16,7 @@ MAX_TRACES = 64
 MAX_TRACE_BYTES = 32 << 20
 """Of all traces in JSON; a step of a tree of 16 nodes has about 1.5 KB."""
 
-FIRST, BONUS, CORPUS = "first", "bonus", "corpus"
+FIRST, BONUS = "first", "bonus"
 
 
 class Trace:
@@ -178,11 +178,7 @@ def step_json(
 def _origins(step: StepTrace) -> list[str]:
     """Where the token of each node comes from; in place of the root, the target's own token."""
     origin = {PREFILL: FIRST, PLAIN: PLAIN}.get(step.source, BONUS)
-    origins = [origin] + [step.source] * len(step.drafts)
-    if step.source == NGRAM:
-        for node in step.corpus_nodes:
-            origins[node] = CORPUS
-    return origins
+    return [origin, *step.origins]
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

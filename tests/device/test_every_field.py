@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shared.engine.request import SamplingParams
-from shared.options.options import ALGORITHMS
+from shared.options.options import ALGORITHMS, JOINED_ALGORITHMS, WITH_COPIES
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.sampling import make_sampling
 from tests.support.http_fixtures import END
@@ -134,7 +134,7 @@ def test_every_field_of_a_request_has_a_case():
 
 
 def test_every_drafter_is_there():
-    assert DRAFTS.keys() == set(ALGORITHMS)
+    assert DRAFTS.keys() == {*ALGORITHMS, *JOINED_ALGORITHMS}
 
 
 def with_field(name: str, plain: Callable[[Body], Body]) -> tuple[Body, Body]:
@@ -181,18 +181,25 @@ PRODUCT = [(name, limit) for name in CASES for limit in LIMITS]
 
 
 def some_of(algorithm: str) -> list[tuple[str, int | None]]:
-    """A share of the product, another one for each drafter."""
-    names = list(DRAFTS)
-    return PRODUCT[names.index(algorithm) :: len(names)]
+    """A share of the product, another one for each drafter; with copies that of the drafter."""
+    place = ALGORITHMS.index(algorithm.removesuffix(WITH_COPIES))
+    return PRODUCT[place :: len(ALGORITHMS)]
 
 
 def test_a_default_run_asks_for_every_field_and_every_limit_of_each_drafter():
-    asked = [pair for algorithm in DRAFTS for pair in some_of(algorithm)]
+    asked = [pair for algorithm in ALGORITHMS for pair in some_of(algorithm)]
     assert sorted(asked, key=str) == sorted(PRODUCT, key=str)
     assert all({limit for _, limit in some_of(each)} == set(LIMITS) for each in DRAFTS)
 
 
-@pytest.mark.parametrize("algorithm", DRAFTS)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(name for name in DRAFTS if name not in JOINED_ALGORITHMS),
+        "NEXTN+NGRAM",
+        *(pytest.param(n, marks=pytest.mark.matrix) for n in JOINED_ALGORITHMS[1:]),
+    ],
+)
 def test_every_field_keeps_its_plain_answer(algorithm, backends):
     check(House(backends, "reference", algorithm), some_of(algorithm))
 

@@ -20,7 +20,9 @@ from shared.options.options import (
     BLOCK_ALGORITHM,
     HEAD_ALGORITHMS,
     HOST_ALGORITHM,
+    JOINED_ALGORITHMS,
     MODEL_ALGORITHM,
+    WITH_COPIES,
     ConfigError,
     parse,
 )
@@ -35,6 +37,10 @@ from tests.support.http_fixtures import save_tokenizer
 from tests.support.tiny_heads import BLOCK_SIZE, write_tiny_block, write_tiny_head
 from tests.support.tiny_models import tiny_model, write_tiny
 
+JOINED = [
+    "NEXTN+NGRAM",
+    *(pytest.param(n, marks=pytest.mark.matrix) for n in JOINED_ALGORITHMS if n != "NEXTN+NGRAM"),
+]
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY = "qwen3_5"
 
@@ -51,8 +57,9 @@ class House:
         line += ["--context-length", "128", "--chunked-prefill-size", "64"]
         if drafter != "none":
             line += ["--speculative-algorithm", drafter]
-        if drafter in (*HEAD_ALGORITHMS, MODEL_ALGORITHM):
-            line += ["--speculative-draft-model-path", str(self.folder / drafter)]
+        own = drafter.removesuffix(WITH_COPIES)
+        if own in (*HEAD_ALGORITHMS, MODEL_ALGORITHM):
+            line += ["--speculative-draft-model-path", str(self.folder / own)]
         given = {flag for flag in flags if flag.startswith("--")}
         pairs = zip(line[::2], line[1::2], strict=True)
         return [word for pair in pairs if pair[0] not in given for word in pair] + list(flags)
@@ -154,7 +161,7 @@ def plain(house: House) -> dict[int, Outcome]:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("drafter", ALGORITHMS)
+@pytest.mark.parametrize("drafter", [*ALGORITHMS, *JOINED])
 def test_what_is_not_refused_is_served(
     drafter: str, setting: str, house: House, plain: dict[int, Outcome]
 ) -> None:
@@ -172,7 +179,7 @@ def test_what_is_not_refused_is_served(
         assert number not in same or served[number].tokens == plain[number].tokens
 
 
-@pytest.mark.parametrize("drafter", ["none", *ALGORITHMS])
+@pytest.mark.parametrize("drafter", ["none", *ALGORITHMS, *JOINED])
 def test_every_drafter_has_the_plain_steps_of_a_shadow_check(drafter: str, house: House) -> None:
     parity = house.parity(house.start(drafter, ("--shadow-check", "1")))
     assert parity["checks_total"] == 3
@@ -187,7 +194,8 @@ def blocked(drafter: str, line: list[str]) -> list[str]:
 
 def drafting(drafter: str) -> dict:
     """What the files of a drafter's plain start tell."""
-    head_kind = drafter if drafter in HEAD_ALGORITHMS else None
+    own = drafter.removesuffix(WITH_COPIES)
+    head_kind = own if own in HEAD_ALGORITHMS else None
     return {"head_kind": head_kind, "block": BLOCK_SIZE if head_kind == BLOCK_ALGORITHM else None}
 
 
@@ -237,9 +245,9 @@ def test_the_page_of_capabilities_is_up_to_date() -> None:
 
 def test_the_answer_of_the_server_names_only_drafters_that_exist() -> None:
     answer = capabilities.to_json()
-    assert answer["drafters"] == list(ALGORITHMS)
+    assert answer["drafters"] == [*ALGORITHMS, *JOINED_ALGORITHMS]
     for entry in answer["refused"]:
         assert entry["reason"]
         assert entry["way_out"]
-        assert entry["example"]["drafter"] in ALGORITHMS
+        assert entry["example"]["drafter"] in answer["drafters"]
         assert {"flags", "request"} <= entry["example"].keys()

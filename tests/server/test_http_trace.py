@@ -199,7 +199,7 @@ def test_a_token_tells_where_its_draft_came_from():
         drafts=[10, 11, 12],
         parents=[0, 0, 2],
         path=[2, 3],
-        corpus_nodes=[3],
+        origins=["ngram", "ngram", "corpus"],
     )
     told = step_json(tree, [11, 12, 13], ["a", "b", "c"], TokenNames(None))
     answers.TracedStep.model_validate(told)

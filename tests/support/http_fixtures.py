@@ -228,7 +228,7 @@ def _step(request: Request, tokens: list[int], accepted: int | None) -> StepTrac
         drafts=drafts,
         parents=parents,
         path=list(range(1, len(right) + 1)),
-        corpus_nodes=[],
+        origins=[DRAFT] * len(drafts),
     )
 
 

@@ -32,9 +32,10 @@ from tests.support.random_requests import (
     NARROW,
     PLAIN,
     TREE,
+    WITH_COPIES,
     Server,
 )
-from tests.support.random_serving import LOGPROB_TOLERANCE, Backends, index_of
+from tests.support.random_serving import LOGPROB_TOLERANCE, Backends, controller_of, index_of
 
 DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
     "NEXTN": (HYBRID, "NEXTN", TREE),
@@ -44,6 +45,11 @@ DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
     "STANDALONE": (HYBRID, "STANDALONE", CHAIN),
     "DFLASH": ("llama", "DFLASH", CHAIN),
     "NGRAM": (HYBRID, "NGRAM", LONG),
+    "NEXTN+NGRAM": (HYBRID, "NEXTN+NGRAM", TREE),
+    "EAGLE+NGRAM": ("llama", "EAGLE+NGRAM", TREE),
+    "EAGLE3+NGRAM": ("llama", "EAGLE3+NGRAM", CHAIN),
+    "STANDALONE+NGRAM": (HYBRID, "STANDALONE+NGRAM", CHAIN),
+    "DFLASH+NGRAM": ("llama", "DFLASH+NGRAM", CHAIN),
 }
 """The model's family, what drafts for it, and the shape, by `--speculative-algorithm`."""
 
@@ -67,7 +73,7 @@ class House:
             framework=framework,
             family=family,
             drafter=drafter,
-            shape=None,
+            shape=self._shape if drafter.endswith(WITH_COPIES) else None,
             rule="match",
             page_size=16,
             overlap=1,
@@ -77,9 +83,10 @@ class House:
             caches=True,
         )
         self._backend = backends.get(self._server)
-        self._policy = policy_of(drafter, is_hybrid=family == HYBRID)
+        self._policy = policy_of(self._server.own_drafter, is_hybrid=family == HYBRID)
         self._plain = self._served(self._static(PLAIN), cached=False)
-        self.facts, self.depth = self._plain.facts, self._shape.depth
+        self.facts = self._plain.facts
+        self.depth = max(shape.depth for shape in self._server.taken)
 
     def plainly(self, body: Body) -> Body:
         """The answer of plain steps to a request that is alone."""
@@ -89,9 +96,11 @@ class House:
         return self._served(self._drafter(), cached=cached)
 
     def _drafter(self) -> Controller:
+        capacity = self._backend.capacity
+        if self._server.joins:
+            return controller_of(self._server, capacity)
         if not self._server.drafts_on_host:
             return self._static(self._shape)
-        capacity = self._backend.capacity
         return NgramController(capacity, index_of(self._server, self._shape, capacity.vocab))
 
     def _static(self, shape: TreeShape) -> StaticController:

@@ -36,7 +36,13 @@ BLOCKS = (CHAIN, SHORT, FEW_SHORT, PLAIN)
 BLOCK_CHAINS = (CHAIN, SHORT, PLAIN)
 HYBRID = "qwen3_5"
 FAMILIES = (HYBRID, "llama")
-DRAFTERS = ("NEXTN", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH", "EAGLE", "none")
+DRAFTERS = (
+    *("NEXTN", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH", "EAGLE", "none"),
+    *("NEXTN+NGRAM", "EAGLE3+NGRAM", "STANDALONE+NGRAM", "DFLASH+NGRAM"),
+)
+WITH_COPIES = "+NGRAM"
+COPIES = 4
+"""Nodes of seen text beside those of a drafter."""
 RULES = ("match", "match", "match", "rejection", "block")
 PAGE_SIZES = (1, 4, 16)
 
@@ -69,14 +75,42 @@ class Server:
         return self.drafter == "NGRAM"
 
     @property
+    def own_drafter(self) -> str:
+        """What drafts, without copies."""
+        return self.drafter.removesuffix(WITH_COPIES)
+
+    @property
+    def joins(self) -> bool:
+        """Whether copies join what is drafted."""
+        return self.drafter != self.own_drafter
+
+    @property
+    def joined(self) -> tuple[TreeShape, TreeShape]:
+        """The drafter's own shape, and with copies, which reach over the steps in flight."""
+        own = self.shape or shapes_of(self.drafter, self.rule)[0]
+        depth = max(own.depth, COPIES)
+        return own, TreeShape(
+            nodes=own.nodes + COPIES,
+            depth=depth,
+            width=own.width,
+            rows=BATCH * (own.nodes + COPIES // 2),
+            grown=own,
+            copied=1 + self.overlap * (depth + 1) + 2 * COPIES,
+        )
+
+    @property
     def taken(self) -> list[TreeShape]:
         """Shapes that its steps take, as the programs have them."""
+        if self.joins:
+            return list(self.joined)
         shapes = shapes_of(self.drafter, self.rule) if self.shape is None else (self.shape,)
         return self._as_programs(shapes)
 
     @property
     def existing(self) -> list[TreeShape]:
         """Shapes that its backend has; with JAX all, since each backend compiles its own."""
+        if self.joins:
+            return [PLAIN, *self.joined]
         if self.framework == "jax":
             return self._as_programs(shapes_of(self.drafter, self.rule))
         return self._as_programs((PLAIN,)) + self.taken if self.drafts_on_host else self.taken
@@ -113,6 +147,9 @@ def shapes_of(drafter: str, rule: str) -> tuple[TreeShape, ...]:
     """The shapes that a drafter has under a rule of acceptance."""
     if drafter == "none":
         return (PLAIN,)
+    if drafter.endswith(WITH_COPIES):
+        own = shapes_of(drafter.removesuffix(WITH_COPIES), "match")
+        return tuple(shape for shape in own if not shape.is_plain)
     if drafter == "DFLASH":
         return BLOCKS if rule == "match" else BLOCK_CHAINS
     return SHAPES if rule == "match" else CHAINS
@@ -132,10 +169,10 @@ def servers(
 ) -> Server:
     """Ways to start one framework."""
     drafter = draw(st.sampled_from(drafters))
-    rule = draw(st.sampled_from(rules))
+    rule = "match" if drafter.endswith(WITH_COPIES) else draw(st.sampled_from(rules))
     return Server(
         framework=framework,
-        family=HYBRID if drafter == "NEXTN" else draw(st.sampled_from(families)),
+        family=HYBRID if drafter.startswith("NEXTN") else draw(st.sampled_from(families)),
         drafter=drafter,
         shape=draw(st.sampled_from((*shapes_of(drafter, rule), None))),
         rule=rule,

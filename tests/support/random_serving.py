@@ -20,6 +20,7 @@ from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.joined import JoinedController
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
@@ -35,6 +36,7 @@ from tests.support.random_requests import (
     BATCH,
     CHUNK,
     CONTEXT,
+    COPIES,
     OVERLAP,
     PLAIN,
     Asked,
@@ -123,7 +125,7 @@ def _drafter(family: str, drafter: str, heads: dict[str, int], small: dict[str, 
 
 def capacity_of(server: Server) -> Capacity:
     """One prefill, plain steps where NGRAM finds nothing, and one program per shape."""
-    vocab = target_of(server.family, server.drafter)[0].vocab
+    vocab = target_of(server.family, server.own_drafter)[0].vocab
     bare = Capacity(
         page_size=server.page_size,
         num_pages=1,
@@ -153,7 +155,13 @@ def _programs(server: Server, pages: int) -> tuple[Program, ...]:
             tokens=tokens,
             shape=shape,
             extras=Extra.LOGPROBS,
-        ).having({Extra.HOST_DRAFT: from_host, Extra.SCORES: work is Work.PREFILL})
+        ).having(
+            {
+                Extra.HOST_DRAFT: from_host,
+                Extra.SCORES: work is Work.PREFILL,
+                Extra.COPIES: shape.copied > 0,
+            }
+        )
 
     decodes = [program(Work.DECODE, shape, 0) for shape in dict.fromkeys(server.existing)]
     count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1, extras=Extra.NONE)
@@ -168,12 +176,12 @@ class Backends:
 
     def get(self, server: Server) -> Backend:
         capacity = capacity_of(server)
-        key = (server.framework, server.family, server.drafter, server.page_size, server.rule)
+        key = (server.framework, server.family, server.own_drafter, server.page_size, server.rule)
         key += (capacity.programs, capacity.num_snapshots)
         if key not in self._made:
-            made = (*target_of(server.family, server.drafter), capacity)
+            made = (*target_of(server.family, server.own_drafter), capacity)
             of = divided_drafter_of if server.framework in RANK_MAKERS else drafter_of
-            head = of(server.family, server.drafter)
+            head = of(server.family, server.own_drafter)
             self._made[key] = make_backend(server.framework, *made, head)
         return self._made[key]
 
@@ -226,8 +234,18 @@ class InTurns(StaticController):
         return self._rng.choice(self._taken)
 
 
+class JoinedInTurns(JoinedController):
+    """Copies join in every other step, whether they pay or not."""
+
+    _joins = False
+
+    def pays(self, gain: float, num_rows: int) -> bool:
+        self._joins = not self._joins
+        return self._joins
+
+
 def engine_of(server: Server, backend: Watched) -> Engine:
-    kept = policy_of(server.drafter, is_hybrid=server.family in WITH_MTP)
+    kept = policy_of(server.own_drafter, is_hybrid=server.family in WITH_MTP)
     return Engine(
         backend,
         controller_of(server, backend.capacity),
@@ -241,6 +259,8 @@ def controller_of(server: Server, capacity: Capacity) -> Controller:
     """A controller that takes the server's shapes in turns, or an index where the host drafts."""
     # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
     widest = max(server.taken, key=lambda shape: shape.nodes)
+    if server.joins:
+        return JoinedInTurns(capacity, joined_index_of(server, widest, capacity.vocab))
     if not server.drafts_on_host:
         return InTurns(capacity, server.taken)
     if widest == PLAIN:
@@ -250,14 +270,25 @@ def controller_of(server: Server, capacity: Capacity) -> Controller:
 
 def index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
     """An index that holds little, so that it forgets as well."""
-    config = NgramConfig(
+    config = _remembering(server)
+    is_chain = server.rule != "match"
+    return NgramIndex(config, nodes=shape.nodes, depth=shape.depth, vocab=vocab, chain=is_chain)
+
+
+def joined_index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
+    """The same for copies that join what is drafted."""
+    nodes, ahead = shape.copied, shape.copied - 1 - 2 * COPIES
+    sizes = {"nodes": nodes, "depth": nodes - 1, "vocab": vocab}
+    return NgramIndex(_remembering(server), **sizes, chain=False, ahead=ahead, path=ahead + COPIES)
+
+
+def _remembering(server: Server) -> NgramConfig:
+    return NgramConfig(
         speculative_ngram_scope=server.scope,
         speculative_ngram_match_type=server.match_type,
         speculative_ngram_capacity=1024,
         speculative_ngram_max_trie_depth=6,
     )
-    is_chain = server.rule != "match"
-    return NgramIndex(config, nodes=shape.nodes, depth=shape.depth, vocab=vocab, chain=is_chain)
 
 
 def num_pages_of(server: Server, capacity: Capacity, visits: list[Visit]) -> int:
@@ -314,7 +345,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert engine.cache.usage == 0.0, "a page is lost"
     assert engine.allocator.num_free_slots == engine.allocator.capacity.num_slots - 1
     assert not engine.allocator.page_table.any()
-    if isinstance(engine.controller, NgramController):
+    if isinstance(engine.controller, NgramController | JoinedController):
         assert not engine.controller.index.texts, "a text is held for nobody"
 
 
@@ -333,7 +364,7 @@ def check(server: Server, visit: Visit) -> None:
     if params.logprobs is not None:
         assert len(outcome.logprobs) == len(tokens)
     if tokens and is_text_kept(server, params):
-        oracle = oracle_of(server.family, server.drafter)
+        oracle = oracle_of(server.family, server.own_drafter)
         oracle.check(visit.request.prompt, tokens, params)
         check_logprobs(oracle, visit)
         check_scores(oracle, visit)

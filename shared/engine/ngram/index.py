@@ -105,6 +105,10 @@ class NgramIndex:
       depth: S, levels below the root.
       vocab: Tokens of the target's vocabulary.
       chain: Every tree is a chain, as some rules of acceptance need it.
+      ahead: Tokens by which a text may have gone on when its tree is verified: what bounds its
+        drafts counts from there.
+      path: Nodes of the path that a tree begins with, however long the n-grams are; 0: it begins
+        with none. See `tree.go_on`.
 
     Attributes:
       nodes, depth: N and S.
@@ -116,12 +120,20 @@ class NgramIndex:
     """
 
     def __init__(
-        self, config: NgramConfig, *, nodes: int, depth: int, vocab: int, chain: bool
+        self,
+        config: NgramConfig,
+        *,
+        nodes: int,
+        depth: int,
+        vocab: int,
+        chain: bool,
+        ahead: int = 0,
+        path: int = 0,
     ) -> None:
         self._config, self.nodes, self.depth, self._vocab = config, nodes, depth, vocab
-        self._chain = chain
+        self._chain, self._ahead, self._path = chain, ahead, path
         self._growth = tree.Growth(
-            corpus_nodes=config.sam_budget,
+            corpus_nodes=config.sam_budget and config.sam_budget + ahead,
             by_frequency=config.speculative_ngram_match_type == FREQUENCY,
             min_breadth=config.speculative_ngram_min_bfs_breadth,
             max_breadth=config.speculative_ngram_max_bfs_breadth,
@@ -159,6 +171,7 @@ class NgramIndex:
             depth=self.depth,
             vocab=self._vocab,
             chain=self._chain,
+            path=self._path,
         )
         words = np.array([0, 0, SEPARATOR], np.int32)
         index.add_corpus("", Corpus.build(words))
@@ -321,6 +334,10 @@ class NgramIndex:
         """The draft trees of requests; one node, the root, where nothing matches."""
         return host_draft_of(self.trees(requests))
 
+    def ends(self, requests: Sequence[Request]) -> Int32[np.ndarray, " B"]:
+        """The position of each text's last token that is known."""
+        return np.array([self._text(request).length - 1 for request in requests], np.int32)
+
     def trees(self, requests: Sequence[Request]) -> tree.Trees:
         """The draft trees of requests, and what speaks for each node."""
         B, N = len(requests), self.nodes
@@ -331,8 +348,14 @@ class NgramIndex:
         self._drafted_from = unread
         advance(self.trie.nodes, self.trie.buckets, anchors, *unread)
         most = [request.sampling.max_draft_tokens for request in requests]
-        limits = np.array([N if m is None else min(N, 1 + m) for m in most], np.int32)
+        bounds = [N if m is None else 1 + m + self._ahead * (m > 0) for m in most]
+        limits = np.minimum(bounds, N).astype(np.int32)
         trees = tree.roots_of(B, N)
+        if self._path:
+            paths = np.minimum(limits - 1, self._path)
+            tree.go_on(
+                self.trie.nodes, self.trie.buckets, anchors, rows, paths, self._growth, trees
+            )
         tree.draft(
             self.trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
         )

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
 from shared.engine.compiled import compiled
-from shared.engine.ngram.trie import BORN, COUNT, FIRST, NEXT, TOKEN, Nodes
+from shared.engine.ngram.trie import BORN, COUNT, FIRST, NEXT, TOKEN, Buckets, Nodes, find
 
 SCANNED_CHILDREN = 64
 """Newest children of a node that are weighed by how often they were seen."""
@@ -294,6 +294,74 @@ def _add_by_frequency(
 
 
 @compiled
+def go_on(
+    nodes: Nodes,
+    buckets: Buckets,
+    anchors: Int32[np.ndarray, "texts D 2"],
+    texts: Int32[np.ndarray, " n"],
+    most: Int32[np.ndarray, " n"],
+    growth: Growth,
+    trees: Trees,
+) -> None:
+    """Begins each tree with one path that takes what it has itself for text, so that it goes on.
+
+    Each token is the newest child of the longest match, or the most frequent one, and moves the
+    match on. So a path is longer than any n-gram that is remembered.
+
+    Args:
+      most: [n] nodes of each path.
+      trees: Roots alone, to which the paths are added; the other arguments are those of `draft`.
+    """
+    D = anchors.shape[1]
+    at, moved = np.empty((D, 2), np.int64), np.empty((D, 2), np.int64)
+    for row in range(len(texts)):
+        at[:] = anchors[texts[row]]
+        tree = _Tree(
+            trees.tokens[row],
+            trees.parents[row],
+            trees.evidence[row],
+            most[row] + 1,
+            growth.depth,
+            growth.chain,
+        )
+        size = 1
+        while size < tree.limit and size <= tree.depth:
+            child, matched = 0, 0
+            for match in range(D - 1, 0, -1):
+                anchor = at[match, 0]
+                if anchor and nodes[anchor, BORN] == at[match, 1] and nodes[anchor, FIRST]:
+                    child, matched = nodes[anchor, FIRST], match
+                    break
+            if child == 0:
+                break
+            if growth.by_frequency:
+                child = _most_frequent(nodes, child)
+            token, times = nodes[child, TOKEN], max(1, nodes[child, COUNT])
+            size = _add(tree, size, size - 1, token, matched, times) + 1
+            moved[0] = at[0]
+            for depth in range(D - 1):
+                node, after = at[depth, 0], 0
+                if node and nodes[node, BORN] == at[depth, 1]:
+                    after = find(nodes, buckets, node, token)
+                moved[depth + 1, 0], moved[depth + 1, 1] = after, nodes[after, BORN]
+            at[:] = moved
+        trees.num_nodes[row] = size
+
+
+@compiled
+def _most_frequent(nodes: Nodes, first: int) -> int:
+    """The child of a node that was seen most often, of equals the newest; `first` is the newest."""
+    best, child = first, first
+    for _ in range(SCANNED_CHILDREN):
+        if child == 0:
+            break
+        if nodes[child, COUNT] > nodes[best, COUNT]:
+            best = child
+        child = nodes[child, NEXT]
+    return best
+
+
+@compiled
 def draft(
     nodes: Nodes,
     anchors: Int32[np.ndarray, "texts D 2"],
@@ -310,7 +378,7 @@ def draft(
       limits: [n] most nodes of each tree with its root.
       continuations: Of the corpora.
       growth: The same for all trees.
-      trees: Zeros, filled.
+      trees: Roots, or what they begin with; filled.
     """
     D, N = anchors.shape[1], trees.tokens.shape[1]
     fall = (growth.max_breadth - growth.min_breadth) / max(1, D - 1)
@@ -329,7 +397,9 @@ def draft(
             growth.chain,
         )
         most = min(growth.corpus_nodes, limit - 1)
-        size, best = _add_corpora(tree, 1, most, paths, lengths, continuations.matched[row])
+        matched_of, begun = continuations.matched[row], trees.num_nodes[row]
+        most = min(most, limit - begun)
+        size, best = _add_corpora(tree, begun, most, paths, lengths, matched_of)
         at = anchors[texts[row]]
         for match in range(D - 1, 0, -1):
             anchor = at[match, 0]

@@ -1,0 +1,209 @@
+"""Two sources in one tree: the device's drafter, joined by copies of seen text where these pay.
+
+Unlike NGRAM alone, nothing waits: a step's copies are made of the text that is known when the step
+is planned, while the one before runs. They reach as far ahead as the steps in flight may get, and
+the device finds the place where the text stands by then (`shared.spec.copies`). A step in which no
+copy is worth its verify rows is the drafter's own, in the program that it has without copies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from shared.boundary.backend import Capacity, StepResult
+from shared.boundary.program import Work
+from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_that_holds
+from shared.engine.ngram.controller import index_gauges
+from shared.engine.ngram.evidence import Evidence
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.tree import Trees, corpus_nodes
+from shared.engine.ngram.worth import Worth, drafter_levels
+from shared.engine.request import CORPUS, DRAFT, NGRAM, Request
+from shared.engine.rows import Rows
+from shared.engine.step_trace import accepted_path, origins_of
+from shared.spec.copies import Copies
+
+ROW_COST = 1 / 256
+"""Of a step's time, what a verify row more takes where the weights of a model are read for few: of
+Qwen3-8B on an H200 a step of 32 rows takes 5.0 ms, of 96 rows 6.3 (`bench/results`)."""
+
+
+KINDS = "alone", "joined"
+"""Of decode steps: without copies, and with them."""
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A decode step on its way.
+
+    Attributes:
+      trees: The copies that were made for it, whether they were verified or not.
+      known: Tokens of output of each request when they were made.
+    """
+
+    trees: Trees
+    known: list[int]
+
+
+class JoinedController:
+    """Drafts on the device, and joins copies of what the index has seen.
+
+    Args:
+      capacity: The backend's.
+      index: What was seen; its trees have the nodes of a program that copies join.
+
+    Raises:
+      ValueError: The backend has no decode program that copies join, or none without them.
+    """
+
+    def __init__(self, capacity: Capacity, index: NgramIndex) -> None:
+        self._joined = shapes_by_batch(
+            capacity, host_draft=False, is_wanted=lambda s: s.copied == index.nodes
+        )
+        own = {shape.drafter.tree for shape in self._joined.values()}
+        self._alone = shapes_by_batch(
+            capacity, host_draft=False, is_wanted=lambda s: not s.copied and s.tree in own
+        )
+        if not (self._joined and self._alone):
+            raise ValueError(
+                f"no decode programs for what is drafted with {index.nodes} copies and without"
+            )
+        widest = next(iter(self._joined.values()))
+        self.index, self.evidence = index, Evidence()
+        self.worth = Worth(widest.drafter.depth, widest.depth)
+        self.max_rows = min(max(self._joined), max(self._alone))
+        self._planned: _Flight | None = None
+        self._flights = deque[_Flight]()
+        self.steps, self.drafts, self.accepted = Counter[str](), Counter[str](), Counter[str]()
+        self.gauges: Gauges = {**index_gauges(index), **_gauges(self)}
+
+    def warm_up(self) -> None:
+        """Compiles what no step shall wait for."""
+        self.index.warm_up()
+        self.evidence.warm_up()
+        none = np.zeros((1, 1), np.int32)
+        root = Trees(none, none, np.ones(1, np.int32), none)
+        self.worth.gains(root, np.ones((1, 1)), np.zeros(1, np.int64))
+
+    @property
+    def waits(self) -> bool:
+        """A row goes on from what the device holds."""
+        return False
+
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+        """Every ready request that has room, with the copies of the batch if they pay."""
+        shape = smallest_that_holds(self._joined, len(ready))
+        requests = reserve(ready, shape.scratch)
+        if not requests:
+            return None
+        trees = self.index.trees(requests)
+        chances = self.evidence.weights(trees, np.full(len(requests), trees.tokens.shape[1]))
+        self._planned = _Flight(trees, [len(request.output) for request in requests])
+        alone = smallest_that_holds(self._alone, len(requests))
+        shape = smallest_that_holds(self._joined, len(requests))
+        ahead = np.array([self._ahead(request) for request in requests])
+        gain = float(self.worth.gains(trees, chances, ahead).mean())
+        if not self.pays(gain, shape.rows - alone.rows):
+            return Rows.decode(requests, alone)
+        return Rows.decode(
+            requests,
+            shape,
+            copies=Copies(
+                tokens=trees.tokens,
+                parents=trees.parents,
+                num_nodes=trees.num_nodes,
+                weights=np.log(np.maximum(chances, np.exp(-60.0))).astype(np.float32),
+                at=self.index.ends(requests),
+            ),
+            corpus_nodes=partial(corpus_nodes, trees),
+        )
+
+    def pays(self, gain: float, num_rows: int) -> bool:
+        """Whether copies are worth their verify rows.
+
+        Args:
+          gain: Drafts that a request is expected to accept more in a step.
+          num_rows: Verify rows that the step has more.
+        """
+        return gain > self.worth.alone * ROW_COST * num_rows
+
+    def _ahead(self, request: Request) -> int:
+        """Tokens that the steps in flight are expected to add."""
+        if request.most_growth <= 1:
+            return request.most_growth
+        steps = request.least_growth  # each adds one at least
+        return max(1, round(steps * self.worth.tokens(request.request_id)))
+
+    def submitted(self, rows: Rows) -> None:
+        """Enters prompts and outputs into the index while the device runs."""
+        for chunk in rows.chunks:
+            self.index.see_prompt(chunk.request, chunk.end)
+        self.index.learn()
+        if _is_own(rows):
+            assert self._planned is not None  # it gave the rows
+            self._flights.append(self._planned)
+            self.steps[KINDS[rows.copies is not None]] += 1
+
+    def learned(self, rows: Rows, result: StepResult) -> None:
+        """Learns how texts went on, and what the drafter was worth."""
+        if not _is_own(rows):
+            return
+        flight = self._flights.popleft()
+        counts, texts = result.counts.tolist(), result.tokens.tolist()
+        alive = [i for i, r in enumerate(rows.requests) if r.finish_reason is None and counts[i]]
+        for row in alive:
+            self._learn_row(rows, result, row, texts[row][: counts[row]])
+        if not alive:
+            return
+        said = [
+            [*rows.requests[i].output[flight.known[i] :], *texts[i][: counts[i]]] for i in alive
+        ]
+        longest = max(map(len, said))
+        padded = np.array([text + [0] * (longest - len(text)) for text in said], np.int32)
+        lengths = np.array([len(text) for text in said], np.int32)
+        self.evidence.learn(flight.trees, np.array(alive), padded, lengths)
+
+    def _learn_row(self, rows: Rows, result: StepResult, row: int, tokens: list[int]) -> None:
+        count, request = int(result.num_nodes[row]), rows.requests[row].request_id
+        parents, drafts = (each[row, 1:count].tolist() for each in (result.parents, result.drafts))
+        path, origins = accepted_path(drafts, parents, tokens[:-1]), origins_of(rows, result, row)
+        levels = drafter_levels(parents, [origin == DRAFT for origin in origins], path)
+        self.worth.learn(request, len(path), *levels)
+        self.drafts.update(origins)
+        self.accepted.update(origins[node - 1] for node in path)
+
+    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+        """Notes new tokens of a text."""
+        self.index.see(request, tokens)
+
+    def ended(self, request: Request) -> None:
+        """Keeps the text, and lets go of the request."""
+        self.index.end(request, is_learnt=True)
+        self.worth.forget(request.request_id)
+
+    def cut(self, request_id: int, num_tokens: int) -> None:
+        """Forgets what does not belong to the text."""
+        self.index.cut(request_id, num_tokens)
+
+
+def _gauges(controller: JoinedController) -> dict[str, Callable[[], float]]:
+    """What `/metrics` shows: steps of each kind, and drafts of each source with those accepted."""
+    gauges: dict[str, Callable[[], float]] = {}
+    for kind in KINDS:
+        name = f'spec_decode_joined_steps_total{{kind="{kind}"}}'
+        gauges[name] = partial(controller.steps.__getitem__, kind)
+    for source in (DRAFT, NGRAM, CORPUS):
+        for what, counter in (("draft", controller.drafts), ("accepted", controller.accepted)):
+            name = f'spec_decode_source_{what}_tokens_total{{source="{source}"}}'
+            gauges[name] = partial(counter.__getitem__, source)
+    return gauges
+
+
+def _is_own(rows: Rows) -> bool:
+    """Whether the controller chose them: with a grammar among them another one did."""
+    return rows.work is Work.DECODE and rows.masks is None

@@ -1,0 +1,124 @@
+"""What the drafts of two sources were worth lately, and so whether copies pay beside a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from shared.engine.compiled import compiled
+from shared.engine.ngram.tree import Trees
+
+MEMORY = 1 / 64
+"""The part of what is known of a depth that a draft of it replaces."""
+
+STEP_MEMORY = 1 / 4
+"""The same of a request's tokens in a step, which change where a copy begins and ends."""
+
+PRIOR_RATE = 0.7
+"""How often a draft is accepted where its parent is, before anything was seen."""
+
+
+@compiled
+def _best_by_level(
+    trees: Trees, chances: Float64[np.ndarray, "B N"], best: Float64[np.ndarray, "B N"]
+) -> None:
+    """Fills the best chance of each level; zeros beyond the last."""
+    levels = np.zeros(chances.shape[1], np.int64)
+    for row in range(len(chances)):
+        for node in range(int(trees.num_nodes[row])):
+            levels[node] = levels[trees.parents[row, node]] + 1 if node else 0
+            best[row, levels[node]] = max(best[row, levels[node]], chances[row, node])
+
+
+class Worth:
+    """How far the drafter's paths were accepted lately, and how many tokens a request's steps gave.
+
+    Args:
+      drafted_depth: Levels that the drafter drafts.
+      depth: Levels of a tree.
+
+    Attributes:
+      rates: How often the drafter's draft of each level is accepted where its parent is.
+    """
+
+    def __init__(self, drafted_depth: int, depth: int) -> None:
+        self.rates = np.full(drafted_depth, PRIOR_RATE)
+        self._depth, self._tokens = depth, dict[int, float]()
+
+    @property
+    def survivals(self) -> Float64[np.ndarray, " depth"]:
+        """How often a path of the drafter is accepted as far as each level of a tree."""
+        reached = np.zeros(self._depth)
+        reached[: len(self.rates)] = np.cumprod(self.rates)
+        return reached
+
+    def learn(self, request_id: int, accepted: int, drafted: int, by_drafter: int) -> None:
+        """Learns from a row of a step.
+
+        Args:
+          accepted: Drafts of both sources.
+          drafted: Levels that the drafter's nodes reach; 0 shows nothing of it.
+          by_drafter: Levels of the accepted path whose nodes are the drafter's, from the root on.
+        """
+        before = self._tokens.get(request_id, float(1 + accepted))
+        self._tokens[request_id] = before + STEP_MEMORY * (1 + accepted - before)
+        for level in range(min(by_drafter + 1, drafted)):
+            won = 1.0 if level < by_drafter else 0.0
+            self.rates[level] += MEMORY * (won - self.rates[level])
+
+    @property
+    def alone(self) -> float:
+        """Tokens that a step of the drafter gives a request."""
+        return 1 + float(self.survivals.sum())
+
+    def tokens(self, request_id: int) -> float:
+        """Tokens that a step of a request gives."""
+        return self._tokens.get(request_id, self.alone)
+
+    def forget(self, request_id: int) -> None:
+        """Lets go of a request that ended."""
+        self._tokens.pop(request_id, None)
+
+    def gains(
+        self, trees: Trees, chances: Float64[np.ndarray, "B N"], ahead: Int64[np.ndarray, " B"]
+    ) -> Float64[np.ndarray, " B"]:
+        """Drafts of copies that each row is expected to accept beyond what the drafter gives.
+
+        Args:
+          trees, chances: The copies, and how often a text goes on as far as each.
+          ahead: Tokens by which each text is expected to have gone on by then.
+        """
+        best = np.zeros(chances.shape)
+        _best_by_level(trees, chances, best)
+        most = chances.shape[1]
+        levels = ahead[:, None] + 1 + np.arange(self._depth)
+        within = np.take_along_axis(best, np.minimum(levels, most - 1), axis=1)
+        within = np.where(levels < most, within, 0.0)
+        return np.maximum(within - self.survivals, 0).sum(axis=1)
+
+
+def drafter_levels(
+    parents: Sequence[int], drafted: Sequence[bool], path: Sequence[int]
+) -> tuple[int, int]:
+    """What a tree shows of the drafter.
+
+    Args:
+      parents, drafted: Of the nodes behind the root, and whether the drafter grew each.
+      path: The accepted nodes.
+
+    Returns:
+      Levels that the drafter's nodes reach, and how many of the accepted path's, from the root on,
+      are its own.
+    """
+    levels = [0]
+    for parent in parents:
+        levels.append(levels[parent] + 1)
+    own = [level for level, is_own in zip(levels[1:], drafted, strict=True) if is_own]
+    by_drafter = 0
+    for node in path:
+        if not drafted[node - 1]:
+            break
+        by_drafter += 1
+    return max(own, default=0), by_drafter
