@@ -26,6 +26,7 @@ OURS = {"corpus": ("none", "own"), "most": None}
 `corpus=own` gives NGRAM what the model said in another run of the same prompts
 (`bench.quality.own_corpus`), and `most` is the requests' `max_draft_tokens`.
 """
+WITH_COPIES = "+NGRAM"
 WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH")
 """Algorithms whose drafter has files of its own."""
 
@@ -66,9 +67,14 @@ class Draft:
         return " ".join([self.algorithm, *(f"{name}={value}" for name, value in self.settings)])
 
     @property
+    def of_files(self) -> str:
+        """What drafts, without the copies of seen text that join."""
+        return self.algorithm.removesuffix(WITH_COPIES)
+
+    @property
     def remembers(self) -> bool:
         """Whether it drafts from texts that the engine has served before."""
-        return self.algorithm == "NGRAM"
+        return self.algorithm.endswith("NGRAM")
 
     @property
     def has_own_corpus(self) -> bool:
@@ -90,8 +96,8 @@ class Draft:
         if self.algorithm == PLAIN:
             return []
         found = ["--speculative-algorithm", self.algorithm]
-        if self.algorithm in WITH_FOLDER:
-            found += ["--speculative-draft-model-path", str(folders[self.algorithm])]
+        if self.of_files in WITH_FOLDER:
+            found += ["--speculative-draft-model-path", str(folders[self.of_files])]
         for name, value in self.settings:
             if name in OURS:
                 continue

@@ -1,0 +1,269 @@
+"""Two sources in one tree beside each of them alone: tokens of a step, and of a second.
+
+    python -m bench.choice.joined --backend torch --model models/demo/target \
+        --drafts NEXTN NGRAM NEXTN+NGRAM --batch 1 8 --out bench/results/FILE.json
+
+Each start serves the held-out tasks of each kind, word problems, copying and code greedily, chats
+at temperature 1. Texts are compared: they are the same whatever drafts. What is counted are the
+steps of each decode program and the tokens that they give. On the machine that serves, tokens a
+second are those of its own small model; so the same steps are added up at the costs of larger ones
+too, as they were measured on a GPU (`SIMULATED`). A choice between programs follows from texts
+alone, so the steps are those that a GPU would take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.ground.drafting import Draft, named_folder
+from bench.ground.machine import versions
+from bench.ground.session import folders_of
+from models.demo.data import KINDS
+from shared.boundary.backend import StepFuture, StepPlan
+from shared.boundary.program import Extra, Program, Work
+from shared.engine.request import Request, SamplingParams
+from shared.models.families import config_from_folder
+from shared.spec.noise import derive_seed
+from shared.text.tokenizer import Tokenizer
+from tests.support import started
+
+Line = dict[str, Any]
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+TEMPERATURES = {"problems": 0.0, "copying": 0.0, "code": 0.0, "chats": 1.0}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of decode steps on a GPU.
+
+    Attributes:
+      drafted: Of a step that a drafter's chain is verified in, by batch.
+      verified: Of a step that drafts nothing, by verify rows.
+      waits: That a step takes longer which is planned when the one before has ended.
+    """
+
+    drafted: Mapping[int, float]
+    verified: Mapping[int, float]
+    waits: float
+
+    def of(self, program: Program) -> float:
+        """What a step of a decode program costs; copies cost the rows that they have more."""
+        shape = program.shape
+        if shape.is_plain or program.has(Extra.HOST_DRAFT):
+            return self._rows(shape.rows) + self.waits
+        own = program.batch * shape.drafter.nodes
+        seconds = _between(self.drafted, program.batch)
+        return seconds + self._rows(shape.rows) - self._rows(own)
+
+    def _rows(self, rows: int) -> float:
+        return _between(self.verified, rows)
+
+
+def _between(table: Mapping[int, float], size: int) -> float:
+    """The value at a size, on the line between the two that are known."""
+    return float(np.interp(size, list(table), list(table.values())))
+
+
+def _tiers(file: str, tier: str) -> dict[int, float]:
+    """Seconds of a tier by batch, of a report of `bench.choice.adaptive`."""
+    (start,) = json.loads((RESULTS / file).read_text(encoding="utf-8"))["starts"]
+    return {int(batch): seconds[tier] for batch, seconds in start["seconds"].items()}
+
+
+def _lines(file: str, drafts: str) -> dict[int, float]:
+    """Seconds of a drafter's steps by batch, of a report of `bench.steps.offline`."""
+    lines = json.loads((RESULTS / file).read_text(encoding="utf-8"))["lines"]
+    return {line["batch"]: line["ms"] / 1e3 for line in lines if line["drafts"] == drafts}
+
+
+def _qwen3_8b(file: str, tier: str) -> Costs:
+    """With a head of its own; rows are those of NGRAM's trees, whose steps wait."""
+    ngram, head = "adaptive_h200_qwen3_8b_ngram_torch.json", _tiers(file, tier)
+    waiting, asleep = _tiers(ngram, "off"), _tiers(ngram, "asleep")
+    by_rows = {
+        batch * nodes: seconds
+        for nodes, name in ((1, "off"), (4, "S3"), (12, "S11"))
+        for batch, seconds in _tiers(ngram, name).items()
+    }
+    waits = float(np.mean([waiting[batch] - asleep[batch] for batch in waiting]))
+    ascending = dict(sorted(by_rows.items()))
+    steady = np.maximum.accumulate([seconds - waits for seconds in ascending.values()])
+    return Costs(head, dict(zip(ascending, steady.tolist(), strict=True)), waits)
+
+
+def _qwen3_5_9b() -> Costs:
+    """With its mtp layer; rows beyond 32 as a tree has more of them than a chain."""
+    plain = _lines("compare_h200_qwen3_5_9b_torch_after.json", "none")
+    head = _lines("compare_h200_qwen3_5_9b_torch_after.json", "NEXTN S=3 L=2.5")
+    chain = _lines("offline_h200_qwen3_5_9b_wide_torch.json", "NEXTN S=5 L=2.5")
+    tree = _lines("offline_h200_qwen3_5_9b_deep_torch.json", "NEXTN S=5 k=4 N=16 L=2.5")
+    late = _lines("offline_h200_qwen3_5_9b_overlap0_torch.json", "NEXTN S=3 L=2.5")
+    verified, last = dict(plain), max(plain)
+    for batch in tree:
+        slope = (tree[batch] - chain[batch]) / (batch * (16 - 6))
+        rows = batch * 16
+        verified[rows] = verified[last] + slope * (rows - last)
+        last = rows
+    return Costs(head, verified, late[8] - head[8])
+
+
+SIMULATED: dict[str, dict[str, Callable[[], Costs]]] = {
+    "NEXTN": {
+        "Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_torch.json", "S3"),
+        "Qwen3.5-9B": _qwen3_5_9b,
+    },
+    "DFLASH": {"Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_dflash_torch.json", "S7")},
+}
+"""By drafter the models at whose costs its steps are added up, all on an H200. A layer of the
+target's, as NEXTN is in the model that ships, costs what an EAGLE-3 head does at Qwen3-8B."""
+
+
+class Steps:
+    """Counts the decode steps that a started engine submits, by program."""
+
+    def __init__(self, served: started.Served) -> None:
+        self.counts = Counter[Program]()
+        self._submit = served.last.submit
+        vars(served.last)["submit"] = self
+
+    def __call__(self, plan: StepPlan) -> StepFuture:
+        if plan.program.work is Work.DECODE:
+            self.counts[plan.program] += 1
+        return self._submit(plan)
+
+
+def tasks_of(model: Path, kind: str, batch: int, count: int, most: int) -> list[Request]:
+    """Held-out tasks of a kind, other ones for each batch."""
+    tokenizer = Tokenizer.from_folder(model)
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise ValueError(f"{model} has no tokenizer with a chat template")
+    ends, requests = config_from_folder(model).eos_ids, []
+    for number, example in enumerate(islice(KINDS[kind]("held_out", batch), count)):
+        sampling = SamplingParams(
+            temperature=TEMPERATURES[kind], seed32=derive_seed(number, 0), max_tokens=most,
+            stop_token_ids=ends,
+        )  # fmt: skip
+        prompt = tuple(tokenizer.encode_chat(example.messages))
+        requests.append(Request(request_id=number, prompt=prompt, sampling=sampling))
+    return requests
+
+
+def serve(
+    backend: str,
+    draft: Draft,
+    batch: int,
+    simulated: Mapping[str, Costs],
+    given: argparse.Namespace,
+) -> list[Line]:
+    """A line for each kind of task that one start serves, the index new for each start."""
+    folders = folders_of(given.model, dict(map(named_folder, given.folders)))
+    tasks = {
+        kind: tasks_of(given.model, kind, batch, max(given.count, 4 * batch), given.max_tokens)
+        for kind in TEMPERATURES
+    }
+    longest = max(len(request.prompt) for requests in tasks.values() for request in requests)
+    served = started.start(
+        backend, ["--model-path", str(given.model), *draft.flags(folders)], batch=batch,
+        context=-(-(longest + given.max_tokens) // 64) * 64, radix_cache=False,
+    )  # fmt: skip
+    steps, lines = Steps(served), []
+    for kind, requests in tasks.items():
+        before, began = steps.counts.copy(), time.perf_counter()
+        outcomes = started.serve_all(served.engine, requests)
+        seconds, counts = time.perf_counter() - began, steps.counts - before
+        tokens = sum(len(outcome.tokens) for outcome in outcomes)
+        accepted = [count for outcome in outcomes for count in outcome.accepted]
+        line: Line = {"backend": backend, "drafts": str(draft), "batch": batch, "kind": kind}
+        line["tokens_per_step"] = round(1 + sum(accepted) / len(accepted), 3)
+        line["tokens"], line["seconds"] = tokens, round(seconds, 2)
+        line["steps"] = {str(program): count for program, count in counts.items()}
+        line["simulated_tokens_per_s"] = {
+            name: round(tokens / sum(costs.of(p) * n for p, n in counts.items()), 1)
+            for name, costs in simulated.items()
+        }
+        line["texts"] = hash_of([outcome.tokens for outcome in outcomes])
+        lines.append(line)
+        print(f"{backend:6}{draft!s:14} batch {batch} {kind:9}{_told(line)}", flush=True)
+    served.engine.close()
+    return lines
+
+
+def hash_of(texts: Sequence[Sequence[int]]) -> int:
+    """A number by which texts are told apart."""
+    return hash(tuple(map(tuple, texts))) & 0xFFFFFFFF  # of whole numbers: the same in every run
+
+
+def _told(line: Line) -> str:
+    simulated = ", ".join(f"{name} {n:.0f}/s" for name, n in line["simulated_tokens_per_s"].items())
+    return f"{line['tokens_per_step']:7.3f} tokens a step; {simulated}"
+
+
+def compared(lines: Sequence[Line]) -> list[Line]:
+    """For each kind what both sources give against the better of the two alone."""
+    found = []
+    for both in (line for line in lines if "+" in line["drafts"]):
+        same = {key: both[key] for key in ("backend", "batch", "kind")}
+        alone = [
+            line
+            for line in lines
+            if line["drafts"].split()[0] in both["drafts"].split()[0].split("+")
+            and same.items() <= line.items()
+        ]
+        best = max(line["tokens_per_step"] for line in alone)
+        ratios: Line = {**same, "drafts": both["drafts"]}
+        ratios["texts_equal"] = len({line["texts"] for line in (both, *alone)}) == 1
+        ratios["tokens_per_step"] = round(both["tokens_per_step"] / best, 3)
+        for name, speed in both["simulated_tokens_per_s"].items():
+            best = max(line["simulated_tokens_per_s"][name] for line in alone)
+            ratios[name] = round(speed / best, 3)
+        found.append(ratios)
+        print(" ".join(f"{key} {value}" for key, value in ratios.items()), flush=True)
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m bench.choice.joined")
+    found.add_argument("--backend", nargs="+", choices=("torch", "jax"), default=["torch"])
+    found.add_argument("--model", type=Path, required=True, help="folder with a chat template")
+    found.add_argument("--drafts", nargs="+", default=["NEXTN", "NGRAM", "NEXTN+NGRAM"])
+    found.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
+    found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    found.add_argument("--count", type=int, default=16, help="tasks of a kind, or four a row")
+    found.add_argument("--max-tokens", type=int, default=200)
+    found.add_argument("--out", type=Path, help="JSON file, written after every start")
+    return found
+
+
+def main() -> int:
+    """Measures what the options say."""
+    given = parser().parse_args()
+    report: Line = {"command": shlex.join(["python", "-m", "bench.choice.joined", *sys.argv[1:]])}
+    report["lines"] = []
+    names = {text.partition(":")[0].partition("+")[0] for text in given.drafts}
+    (costs,) = [made for name, made in SIMULATED.items() if name in names] or [{}]
+    simulated = {name: made() for name, made in costs.items()}
+    report["simulated"] = {name: vars(costs) for name, costs in simulated.items()}
+    for backend, batch, text in product(given.backend, given.batch, given.drafts):
+        report |= {backend: versions(backend, "cpu")}
+        report["lines"] += serve(backend, Draft.parse(text), batch, simulated, given)
+        report["compared"] = compared(report["lines"])
+        if given.out:
+            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
