@@ -105,6 +105,8 @@ def grow(
     if shape.is_plain:
         nothing = jnp.zeros_like(newest)
         return Trees(newest[:, None], nothing[:, None], nothing + 1, None, None), state
+    if plan.copies is not None and shape.drafter.is_plain:
+        return _joined(_no_drafts(newest), plan, program, plan.copies, lengths), state
     assert machine.drafter is not None  # a program that drafts has one
     assert state.draft is not None
     rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
@@ -127,6 +129,13 @@ def _share(
     assert drafted.weights is not None  # of a program that shares rows
     ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     return verify_rows.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
+
+
+def _no_drafts(newest: Int[jax.Array, " B"]) -> Drafted:
+    """What a drafter that is not asked has drafted."""
+    nothing = jnp.zeros_like(newest)
+    weights = jnp.zeros((len(newest), 1), jnp.float32)
+    return Drafted(newest[:, None], nothing[:, None], nothing + 1, weights, None)
 
 
 def _joined(

@@ -87,6 +87,8 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
         return _host_trees(plan.drafts, newest)
     if shape.is_plain:
         return _roots(newest)
+    if plan.copies is not None and shape.drafter.is_plain:
+        return _joined(_no_drafts(newest), plan, program, plan.copies, lengths)
     assert machine.drafter is not None  # it has the program
     assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
@@ -106,6 +108,13 @@ def _share(
     assert drafted.weights is not None  # of a program that shares rows
     ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     return verify_rows.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
+
+
+def _no_drafts(newest: Int[Tensor, " B"]) -> Drafted:
+    """What a drafter that is not asked has drafted."""
+    roots = _roots(newest)
+    weights = torch.zeros(len(newest), 1, dtype=torch.float32, device=newest.device)
+    return Drafted(roots.tokens, roots.parents, roots.num_nodes, weights, None)
 
 
 def _joined(

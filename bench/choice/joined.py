@@ -50,12 +50,16 @@ class Costs:
 
     Attributes:
       drafted: Of a step that a drafter's chain is verified in, by batch.
+      fed: Of a step of as many verify rows in which the drafter is fed, and drafts nothing.
       verified: Of a step that drafts nothing, by verify rows.
+      nodes: Of the chain.
       waits: That a step takes longer which is planned when the one before has ended.
     """
 
     drafted: Mapping[int, float]
+    fed: Mapping[int, float]
     verified: Mapping[int, float]
+    nodes: int
     waits: float
 
     def of(self, program: Program) -> float:
@@ -63,9 +67,9 @@ class Costs:
         shape = program.shape
         if shape.is_plain or program.has(Extra.HOST_DRAFT):
             return self._rows(shape.rows) + self.waits
-        own = program.batch * shape.drafter.nodes
-        seconds = _between(self.drafted, program.batch)
-        return seconds + self._rows(shape.rows) - self._rows(own)
+        table = self.fed if shape.drafter.is_plain else self.drafted
+        more = self._rows(shape.rows) - self._rows(program.batch * self.nodes)
+        return _between(table, program.batch) + more
 
     def _rows(self, rows: int) -> float:
         return _between(self.verified, rows)
@@ -88,8 +92,14 @@ def _lines(file: str, drafts: str) -> dict[int, float]:
     return {line["batch"]: line["ms"] / 1e3 for line in lines if line["drafts"] == drafts}
 
 
-def _qwen3_8b(file: str, tier: str) -> Costs:
-    """With a head of its own; rows are those of NGRAM's trees, whose steps wait."""
+def _qwen3_8b(file: str, tier: str, nodes: int, fed: str) -> Costs:
+    """With a head of its own; rows are those of NGRAM's trees, whose steps wait.
+
+    Args:
+      file, tier, nodes: Of the chain.
+      fed: The tier whose drafter makes no pass but the one that feeds it, of two nodes; the
+        chain's own where no such one was measured.
+    """
     ngram, head = "adaptive_h200_qwen3_8b_ngram_torch.json", _tiers(file, tier)
     waiting, asleep = _tiers(ngram, "off"), _tiers(ngram, "asleep")
     by_rows = {
@@ -100,7 +110,10 @@ def _qwen3_8b(file: str, tier: str) -> Costs:
     waits = float(np.mean([waiting[batch] - asleep[batch] for batch in waiting]))
     ascending = dict(sorted(by_rows.items()))
     steady = np.maximum.accumulate([seconds - waits for seconds in ascending.values()])
-    return Costs(head, dict(zip(ascending, steady.tolist(), strict=True)), waits)
+    rows = dict(zip(ascending, steady.tolist(), strict=True))
+    of_fed, own = _tiers(file, fed), nodes if fed == tier else 2
+    of_rows = {b: _between(rows, b * nodes) - _between(rows, b * own) for b in of_fed}
+    return Costs(head, {b: of_fed[b] + of_rows[b] for b in of_fed}, rows, nodes, waits)
 
 
 def _qwen3_5_9b() -> Costs:
@@ -116,15 +129,19 @@ def _qwen3_5_9b() -> Costs:
         rows = batch * 16
         verified[rows] = verified[last] + slope * (rows - last)
         last = rows
-    return Costs(head, verified, late[8] - head[8])
+    more = {b: _between(verified, 6 * b) - _between(verified, 4 * b) for b in head}
+    fed = {b: head[b] - (chain[b] - head[b] - more[b]) for b in head}  # less two passes
+    return Costs(head, fed, verified, 4, late[8] - head[8])
 
 
 SIMULATED: dict[str, dict[str, Callable[[], Costs]]] = {
     "NEXTN": {
-        "Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_torch.json", "S3"),
+        "Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_torch.json", "S3", 4, "S1"),
         "Qwen3.5-9B": _qwen3_5_9b,
     },
-    "DFLASH": {"Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_dflash_torch.json", "S7")},
+    "DFLASH": {
+        "Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_dflash_torch.json", "S7", 8, "S7")
+    },
 }
 """By drafter the models at whose costs its steps are added up, all on an H200. A layer of the
 target's, as NEXTN is in the model that ships, costs what an EAGLE-3 head does at Qwen3-8B."""
@@ -170,7 +187,7 @@ def serve(
     """A line for each kind of task that one start serves, the index new for each start."""
     folders = folders_of(given.model, dict(map(named_folder, given.folders)))
     tasks = {
-        kind: tasks_of(given.model, kind, batch, max(given.count, 4 * batch), given.max_tokens)
+        kind: tasks_of(given.model, kind, batch, max(given.count, 2 * batch), given.max_tokens)
         for kind in TEMPERATURES
     }
     longest = max(len(request.prompt) for requests in tasks.values() for request in requests)
@@ -241,7 +258,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--drafts", nargs="+", default=["NEXTN", "NGRAM", "NEXTN+NGRAM"])
     found.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
     found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    found.add_argument("--count", type=int, default=16, help="tasks of a kind, or four a row")
+    found.add_argument("--count", type=int, default=16, help="tasks of a kind, or two a row")
     found.add_argument("--max-tokens", type=int, default=200)
     found.add_argument("--out", type=Path, help="JSON file, written after every start")
     return found

@@ -53,7 +53,8 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
         raise ValueError(f"a drafter is needed by {program}")
     if drafts.block is not None:
         own = shape.drafter
-        drafts.block.check_shape(own.nodes, own.width, own.scratch)
+        if not own.is_plain:
+            drafts.block.check_shape(own.nodes, own.width, own.scratch)
 
 
 def _check_encoding(program: Program, capacity: Capacity) -> None:

@@ -30,7 +30,7 @@ def trace_of(
         parents = result.parents[row, 1:count].tolist()
         source, origins = PLAIN, origins_of(rows, result, row)
         if drafts:
-            source = DRAFT if rows.corpus_nodes is None else NGRAM if rows.drafts else JOINED
+            source = DRAFT if rows.corpus_nodes is None else JOINED if DRAFT in origins else NGRAM
     return StepTrace(
         number=number,
         source=source,

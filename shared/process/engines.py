@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shared.boundary.backend import Backend, Capacity
+from shared.boundary.backend import Backend, Blueprint, Capacity
+from shared.drafts.checkpoint import draft_parameters
 from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Shapes
@@ -18,6 +20,8 @@ from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.joined import JoinedController
 from shared.engine.shadow import ShadowCheck
+from shared.models.parameters import parameters
+from shared.models.pieces import Parameter
 from shared.options.options import ConfigError, Options
 from shared.process.caching import cache_policy
 from shared.process.logs import log
@@ -25,7 +29,6 @@ from shared.process.memory_plan import MemoryPlan
 from shared.process.profiling import step_seconds
 from shared.process.programs import draft_shape
 from shared.process.settled import Settled
-from shared.spec.draft_tree import TreeShape
 
 SHORTEST_STEP_S = 1e-3
 """Of a plain step on a GPU, for NGRAM's adaptive choice to earn its time.
@@ -46,6 +49,7 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
             settled,
             on_gpu=memory.blueprint.on_gpu,
             has_experts=memory.blueprint.config.experts is not None,
+            draft_share=draft_share(memory.blueprint, settled),
         ),
         overlap=settled.overlap,
         chunked_prefill_size=settled.chunk,
@@ -71,11 +75,35 @@ def index_of(controller: Controller) -> NgramIndex | None:
     return None
 
 
+def draft_share(blueprint: Blueprint, settled: Settled) -> float:
+    """What a drafter's passes take of the time of a step that drafts nothing.
+
+    Both are taken for what they read: each pass its own layers and a matrix of the vocabulary. What
+    has a relay makes its first draft when it is fed, and a block is filled in one pass.
+    """
+    model, drafts = blueprint.config, blueprint.drafts
+    table = model.vocab * model.hidden
+    target = _numbers(parameters(model, False)) - table * (not model.tied)
+    if drafts.model is not None:
+        return settled.draft.num_steps * _numbers(parameters(drafts.model, False)) / target
+    own = parameters(model, True) if drafts.with_mtp else draft_parameters(drafts, None)
+    layers = _numbers(own) - (_numbers(parameters(model, False)) if drafts.with_mtp else 0)
+    passes = 1 if drafts.block else settled.draft.num_steps - 1
+    return passes * (layers + table) / target
+
+
+def _numbers(wanted: Sequence[Parameter]) -> int:
+    return sum(math.prod(parameter.shape) for parameter in wanted)
+
+
 def make_controller(
-    backend: Backend, settled: Settled, *, on_gpu: bool, has_experts: bool
+    backend: Backend, settled: Settled, *, on_gpu: bool, has_experts: bool, draft_share: float
 ) -> Controller:
     """What chooses how requests decode; what it has to compile or to measure is done."""
-    controller = _controller_of_drafts(backend, settled, on_gpu, has_experts)
+    if settled.draft.joins_copies:
+        controller = _joined(backend.capacity, settled, draft_share)
+    else:
+        controller = _controller_of_drafts(backend, settled, on_gpu, has_experts)
     if not settled.told.engine.has_grammars:
         return controller
     # Beside a drafter of the device, copies join no tree that is held to a grammar.
@@ -99,8 +127,6 @@ def _controller_of_drafts(
         if not settled.draft.drafts_on_host:
             trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
             return AdaptiveController(capacity, BestValue(), table, trace, has_experts=has_experts)
-    if settled.draft.joins_copies:
-        return _joined(capacity, settled, shape)
     if not settled.draft.drafts_on_host:
         return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:
@@ -119,8 +145,8 @@ def _controller_of_drafts(
     return NgramController(capacity, index)
 
 
-def _joined(capacity: Capacity, settled: Settled, shape: TreeShape) -> JoinedController:
-    copies = settled.told.ngram.num_copies
+def _joined(capacity: Capacity, settled: Settled, draft_share: float) -> JoinedController:
+    shape, copies = draft_shape(settled, 1), settled.told.ngram.num_copies
     ahead = max(0, shape.copied - 1 - 2 * copies)
     index = NgramIndex(
         settled.told.ngram,
@@ -131,7 +157,7 @@ def _joined(capacity: Capacity, settled: Settled, shape: TreeShape) -> JoinedCon
         ahead=ahead,
         path=ahead + copies,
     )
-    controller = JoinedController(capacity, index)
+    controller = JoinedController(capacity, index, draft_share)
     controller.warm_up()
     return controller
 

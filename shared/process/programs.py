@@ -260,25 +260,26 @@ def decode_shapes(settled: Settled, batch: int) -> list[TreeShape]:
         return [plain, *(_shape(each, batch) for each in settled.candidates)]
     drafting = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
     if draft.joins_copies:
-        return [drafting, joined_shape(settled, drafting, batch)]
+        own = TreeShape.plain(batch), drafting
+        return [drafting, *(joined_shape(settled, each, batch) for each in own)]
     return [plain, drafting] if draft.drafts_on_host else [drafting]
 
 
 def joined_shape(settled: Settled, own: TreeShape, batch: int) -> TreeShape:
-    """What the drafter grows, joined by copies of seen text.
+    """What the drafter grows, joined by copies of seen text; it may grow nothing.
 
     One path of copies reaches as far ahead as the steps in flight may get, and as many nodes more
     are branches. Half of those that a tree has room for have verify rows; where rows are few all
     have, as they cost next to nothing.
     """
     copies = settled.told.ngram.num_copies
-    nodes, depth = own.nodes + copies, max(own.depth, copies)
+    nodes, depth = own.nodes + copies, max(settled.draft.num_steps, copies)
     rows = max(FEW_ROWS, batch * own.nodes + batch * copies // 2)
     ahead = settled.overlap * (depth + 1)
     return TreeShape(
         nodes=nodes,
         depth=depth,
-        width=own.width,
+        width=max(own.width, 1),
         rows=min(batch * nodes, rows),
         grown=own,
         copied=min(MOST_NODES, 1 + ahead + 2 * copies),

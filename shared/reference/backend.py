@@ -338,7 +338,11 @@ class ReferenceBackend:
         if work.copies is None:
             return self._draft(batch, work.shape)
         given = Copies(**{name: each[batch.index] for name, each in vars(work.copies).items()})
-        return self._grown(batch, work.shape.drafter).joined(
+        own, newest = work.shape.drafter, self.state.newest[batch.slots]
+        weights = np.zeros((len(newest), 1), np.float32)
+        alone = replace(roots(newest), weights=weights)
+        grown = alone if own.is_plain else self._grown(batch, own)
+        return grown.joined(
             given,
             batch.sampling.calibration,
             self.state.lengths[batch.slots],

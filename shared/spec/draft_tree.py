@@ -28,8 +28,9 @@ class TreeShape:
       rows: R, flat verify rows of the whole batch.
       block: Positions behind the length that the drafter fills in one pass, where these may be more
         than the tree has nodes; 0 where it drafts otherwise.
-      grown: Where copies of seen text join what is drafted: the drafter's own shape. N and S are
-        those of the joined tree then, and k the drafter's. None: nothing joins.
+      grown: Where copies of seen text join what is drafted: the drafter's own shape, plain where
+        the copies stand alone. N and S are those of the joined tree then, and k is the drafter's,
+        or 1. None: nothing joins.
       copied: M, nodes of the trees of copies; see `shared.spec.copies`.
 
     Raises:
@@ -56,7 +57,7 @@ class TreeShape:
         if (self.grown is None) != (self.copied == 0):
             raise ValueError(f"copies join what a drafter grows, and have nodes, got {self}")
         if self.grown is not None and (
-            self.grown.width != self.width
+            self.grown.width not in (0, self.width)
             or self.grown.depth > self.depth
             or self.grown.nodes > self.nodes
         ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,10 @@ JOINED = TreeShape(
     copied=1 + AHEAD + 2 * DEPTH,
 )  # fmt: skip
 
+COPIED = replace(JOINED, nodes=1 + DEPTH, grown=PLAIN)
+SHARE = 0.2
+"""Of a step that drafts nothing, what the drafter's passes take."""
+
 
 def capacity_of(vocab: int) -> Capacity:
     def program(work: Work, shape: TreeShape, tokens: int = 0) -> Program:
@@ -41,7 +46,7 @@ def capacity_of(vocab: int) -> Capacity:
         )
         return made.having({Extra.COPIES: shape.copied > 0})
 
-    decodes = (program(Work.DECODE, shape) for shape in (PLAIN, CHAIN, JOINED))
+    decodes = (program(Work.DECODE, shape) for shape in (PLAIN, CHAIN, JOINED, COPIED))
     return Capacity(
         page_size=4, num_pages=1 + 64 * BATCH, num_slots=1 + BATCH, num_snapshots=1,
         programs=(program(Work.PREFILL, PLAIN, 64), *decodes), overlap=2, context_length=160,
@@ -138,7 +143,7 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[sampled], wrong=9)
     late = Late(backend)
-    controller = JoinedController(late.capacity, index)
+    controller = JoinedController(late.capacity, index, SHARE)
     found = served(late, controller, overlap, sampled)
     for number, outcome in found.items():
         assert outcome.tokens == plain[sampled][number].tokens
@@ -146,7 +151,7 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
         assert number != 2 or max(outcome.accepted) <= 5
     longest = max(count for outcome in found.values() for count in outcome.accepted)
     assert longest > CHAIN.depth
-    assert controller.steps["joined"] > 3
+    assert controller.steps["joined"] + controller.steps["copied"] > 3
     assert controller.accepted[CORPUS] > 20
     assert max(late.in_flight) == overlap, "a step waited for the one before"
     for source in (DRAFT, NGRAM, CORPUS):
@@ -160,13 +165,13 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
 
 def test_where_nothing_was_seen_the_steps_are_the_drafters_own(backend, plain):
     """A new text is no reason to verify anything beside it."""
-    controller = JoinedController(backend.capacity, index_of(backend.capacity))
+    controller = JoinedController(backend.capacity, index_of(backend.capacity), SHARE)
     found = served(backend, controller, 1, True)
     alone = StaticController(
         backend.capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width
     )
     own = served(backend, alone, 1, True)
-    assert controller.steps["alone"] > 4 * controller.steps["joined"]
+    assert controller.steps["drafted"] > 4 * controller.steps["joined"]
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in own.items()}
 
 
@@ -194,10 +199,11 @@ def test_copies_are_worth_what_they_give_beyond_the_drafter():
     worth.rates[:] = 0.9, 0.5
     chances = np.array([[1.0, 0.8, 0.7, 0.3, 0.6]])
     fork = trees_of([0, 1, 1, 2])  # two children at the second level, of which 0.7 is the better
-    now, later, never = (worth.gains(fork, chances, np.array([n]))[0] for n in (0, 1, 3))
-    assert now == pytest.approx((0.7 - 0.45) + 0.6)
-    assert later == pytest.approx(0.6 - 0.45)
-    assert never == 0.0
+    now, later, never = (worth.tokens_of(fork, chances, np.array([n])) for n in (0, 1, 3))
+    own = 1 + 0.9 + 0.45
+    assert now == pytest.approx((own, own + (0.7 - 0.45) + 0.6, 1 + 0.8 + 0.7 + 0.6))
+    assert later == pytest.approx((own, own + (0.6 - 0.45), 1 + 0.7 + 0.6))
+    assert never == pytest.approx((own, own, 1))
 
 
 def test_what_the_drafter_is_worth_follows_the_steps_that_show_it():
@@ -220,5 +226,5 @@ def test_the_drafters_part_of_a_path_ends_with_the_first_copy():
 
 def test_programs_without_copies_or_of_another_size_are_refused(backend):
     index = NgramIndex(NgramConfig(), nodes=5, depth=4, vocab=backend.capacity.vocab, chain=False)
-    with pytest.raises(ValueError, match="with 5 copies and without"):
-        JoinedController(backend.capacity, index)
+    with pytest.raises(ValueError, match="with trees of 5 copies"):
+        JoinedController(backend.capacity, index, SHARE)

@@ -42,7 +42,7 @@ def test_ngram_chooses_unless_a_gpus_step_is_too_short_for_the_host(
     table = {1: [*[2 * plain_s] * tiers, plain_s]}
     monkeypatch.setattr(engines, "step_seconds", lambda *_, **__: table)
     controller = engines.make_controller(
-        backend, start.memory.settled, on_gpu=on_gpu, has_experts=False
+        backend, start.memory.settled, on_gpu=on_gpu, has_experts=False, draft_share=0.0
     )
     expected = AdaptiveNgramController if chooses else StaticController
     assert isinstance(controller, expected)

@@ -150,7 +150,7 @@ def drawn(seed: int, B: int, D: int, M: int) -> tuple[Grown, Copies, np.ndarray]
 
 
 drawn_trees = given(
-    seed=st.integers(0, 10_000), B=st.integers(1, 4), D=st.integers(2, 6), M=st.integers(1, 9)
+    seed=st.integers(0, 10_000), B=st.integers(1, 4), D=st.integers(1, 6), M=st.integers(1, 9)
 )
 
 
@@ -195,7 +195,7 @@ def test_with_room_for_all_every_node_of_each_source_is_there(seed, B, D, M):
 
 
 @each_implementation
-@pytest.mark.parametrize(("B", "D", "M", "N"), [(3, 4, 9, 8), (2, 2, 1, 3)])
+@pytest.mark.parametrize(("B", "D", "M", "N"), [(3, 4, 9, 8), (2, 2, 1, 3), (2, 1, 7, 5)])
 def test_implementations_join_alike(
     B: int, D: int, M: int, N: int, implementation: Implementation
 ) -> None:
@@ -210,4 +210,4 @@ def test_implementations_join_alike(
             for name in ("tokens", "parents", "num_nodes", "drafted", "copied"):
                 np.testing.assert_array_equal(getattr(got, name), getattr(want, name), name)
             both += int((want.drafted & (want.copied > 0)).sum())
-    assert both > 3 or M == 1
+    assert both > 3 or min(D, M) == 1

@@ -85,18 +85,25 @@ class Server:
         return self.drafter != self.own_drafter
 
     @property
-    def joined(self) -> tuple[TreeShape, TreeShape]:
-        """The drafter's own shape, and with copies, which reach over the steps in flight."""
+    def joined(self) -> tuple[TreeShape, TreeShape, TreeShape]:
+        """The drafter's own shape, with copies, and these alone.
+
+        They reach over the steps in flight.
+        """
         own = self.shape or shapes_of(self.drafter, self.rule)[0]
         depth = max(own.depth, COPIES)
-        return own, TreeShape(
-            nodes=own.nodes + COPIES,
-            depth=depth,
-            width=own.width,
-            rows=BATCH * (own.nodes + COPIES // 2),
-            grown=own,
-            copied=1 + self.overlap * (depth + 1) + 2 * COPIES,
-        )
+
+        def with_copies(grown: TreeShape) -> TreeShape:
+            return TreeShape(
+                nodes=grown.nodes + COPIES,
+                depth=depth,
+                width=own.width,
+                rows=BATCH * (grown.nodes + COPIES // 2),
+                grown=grown,
+                copied=1 + self.overlap * (depth + 1) + 2 * COPIES,
+            )
+
+        return own, with_copies(own), with_copies(PLAIN)
 
     @property
     def taken(self) -> list[TreeShape]:

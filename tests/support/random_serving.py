@@ -7,7 +7,7 @@ of the text's own prefixes (`tests/support/equality.py`).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -20,7 +20,7 @@ from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.joined import JoinedController
+from shared.engine.ngram.joined import KINDS, JoinedController
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
@@ -235,13 +235,13 @@ class InTurns(StaticController):
 
 
 class JoinedInTurns(JoinedController):
-    """Copies join in every other step, whether they pay or not."""
+    """Steps of all kinds in turns, whether they pay or not."""
 
-    _joins = False
+    _number = 0
 
-    def pays(self, gain: float, num_rows: int) -> bool:
-        self._joins = not self._joins
-        return self._joins
+    def kind_of(self, tokens: Mapping[str, float], num_requests: int) -> str:
+        self._number += 1
+        return KINDS[self._number % len(KINDS)]
 
 
 def engine_of(server: Server, backend: Watched) -> Engine:
@@ -260,7 +260,7 @@ def controller_of(server: Server, capacity: Capacity) -> Controller:
     # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
     widest = max(server.taken, key=lambda shape: shape.nodes)
     if server.joins:
-        return JoinedInTurns(capacity, joined_index_of(server, widest, capacity.vocab))
+        return JoinedInTurns(capacity, joined_index_of(server, widest, capacity.vocab), 0.0)
     if not server.drafts_on_host:
         return InTurns(capacity, server.taken)
     if widest == PLAIN:

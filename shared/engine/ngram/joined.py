@@ -2,14 +2,16 @@
 
 Unlike NGRAM alone, nothing waits: a step's copies are made of the text that is known when the step
 is planned, while the one before runs. They reach as far ahead as the steps in flight may get, and
-the device finds the place where the text stands by then (`shared.spec.copies`). A step in which no
-copy is worth its verify rows is the drafter's own, in the program that it has without copies.
+the device finds the place where the text stands by then (`shared.spec.copies`). Each step is of the
+kind that is expected to give the most tokens for what it costs: the drafter's own, in the program
+that it has without copies; both sources in one tree; or copies alone, where the drafter drafts
+nothing, which spares its passes, but is fed as ever.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,14 +29,15 @@ from shared.engine.request import CORPUS, DRAFT, NGRAM, Request
 from shared.engine.rows import Rows
 from shared.engine.step_trace import accepted_path, origins_of
 from shared.spec.copies import Copies
+from shared.spec.draft_tree import TreeShape
 
 ROW_COST = 1 / 256
 """Of a step's time, what a verify row more takes where the weights of a model are read for few: of
 Qwen3-8B on an H200 a step of 32 rows takes 5.0 ms, of 96 rows 6.3 (`bench/results`)."""
 
 
-KINDS = "alone", "joined"
-"""Of decode steps: without copies, and with them."""
+KINDS = "drafted", "joined", "copied"
+"""Of decode steps: the drafter's own, both sources in one tree, and copies alone."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +58,36 @@ class JoinedController:
 
     Args:
       capacity: The backend's.
-      index: What was seen; its trees have the nodes of a program that copies join.
+      index: What was seen; its trees have the nodes of the programs that take copies.
+      draft_share: What the drafter's passes take of the time of a step that drafts nothing.
 
     Raises:
-      ValueError: The backend has no decode program that copies join, or none without them.
+      ValueError: The backend lacks decode programs of one of the `KINDS`.
     """
 
-    def __init__(self, capacity: Capacity, index: NgramIndex) -> None:
-        self._joined = shapes_by_batch(
-            capacity, host_draft=False, is_wanted=lambda s: s.copied == index.nodes
-        )
-        own = {shape.drafter.tree for shape in self._joined.values()}
-        self._alone = shapes_by_batch(
-            capacity, host_draft=False, is_wanted=lambda s: not s.copied and s.tree in own
-        )
-        if not (self._joined and self._alone):
+    def __init__(self, capacity: Capacity, index: NgramIndex, draft_share: float) -> None:
+        def shapes(is_wanted: Callable[[TreeShape], bool]) -> dict[int, TreeShape]:
+            return shapes_by_batch(capacity, host_draft=False, is_wanted=is_wanted)
+
+        joined = shapes(lambda s: s.copied == index.nodes and not s.drafter.is_plain)
+        own = {shape.drafter.tree for shape in joined.values()}
+        drafted = shapes(lambda s: not s.copied and s.tree in own)
+        copied = shapes(lambda s: s.copied == index.nodes and s.drafter.is_plain)
+        if not (joined and drafted and copied):
             raise ValueError(
-                f"no decode programs for what is drafted with {index.nodes} copies and without"
+                f"no decode programs for what is drafted, with trees of {index.nodes} copies, "
+                "without them, and for these alone"
             )
-        widest = next(iter(self._joined.values()))
-        self.index, self.evidence = index, Evidence()
+        widest = next(iter(joined.values()))
+        self._shapes: dict[str, dict[int, TreeShape]] = {
+            "drafted": drafted,
+            "joined": joined,
+            "copied": copied,
+        }
+        self.index, self.evidence, self._draft_share = index, Evidence(), draft_share
         self.worth = Worth(widest.drafter.depth, widest.depth)
-        self.max_rows = min(max(self._joined), max(self._alone))
+        self.max_rows = min(max(of_kind) for of_kind in self._shapes.values())
+        self._kind = "drafted"
         self._planned: _Flight | None = None
         self._flights = deque[_Flight]()
         self.steps, self.drafts, self.accepted = Counter[str](), Counter[str](), Counter[str]()
@@ -88,7 +99,7 @@ class JoinedController:
         self.evidence.warm_up()
         none = np.zeros((1, 1), np.int32)
         root = Trees(none, none, np.ones(1, np.int32), none)
-        self.worth.gains(root, np.ones((1, 1)), np.zeros(1, np.int64))
+        self.worth.tokens_of(root, np.ones((1, 1)), np.zeros(1, np.int64))
 
     @property
     def waits(self) -> bool:
@@ -97,19 +108,19 @@ class JoinedController:
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request that has room, with the copies of the batch if they pay."""
-        shape = smallest_that_holds(self._joined, len(ready))
-        requests = reserve(ready, shape.scratch)
+        widest = smallest_that_holds(self._shapes["joined"], len(ready))
+        requests = reserve(ready, widest.scratch)
         if not requests:
             return None
         trees = self.index.trees(requests)
         chances = self.evidence.weights(trees, np.full(len(requests), trees.tokens.shape[1]))
         self._planned = _Flight(trees, [len(request.output) for request in requests])
-        alone = smallest_that_holds(self._alone, len(requests))
-        shape = smallest_that_holds(self._joined, len(requests))
         ahead = np.array([self._ahead(request) for request in requests])
-        gain = float(self.worth.gains(trees, chances, ahead).mean())
-        if not self.pays(gain, shape.rows - alone.rows):
-            return Rows.decode(requests, alone)
+        tokens = self.worth.tokens_of(trees, chances, ahead)
+        self._kind = self.kind_of(dict(zip(KINDS, tokens, strict=True)), len(requests))
+        shape = smallest_that_holds(self._shapes[self._kind], len(requests))
+        if not shape.copied:
+            return Rows.decode(requests, shape)
         return Rows.decode(
             requests,
             shape,
@@ -123,14 +134,19 @@ class JoinedController:
             corpus_nodes=partial(corpus_nodes, trees),
         )
 
-    def pays(self, gain: float, num_rows: int) -> bool:
-        """Whether copies are worth their verify rows.
+    def kind_of(self, tokens: Mapping[str, float], num_requests: int) -> str:
+        """The kind of step that gives the most for its cost, of equals the first.
 
         Args:
-          gain: Drafts that a request is expected to accept more in a step.
-          num_rows: Verify rows that the step has more.
+          tokens: That a request is expected to get in a step of each kind.
         """
-        return gain > self.worth.alone * ROW_COST * num_rows
+
+        def speed(kind: str) -> float:
+            rows = smallest_that_holds(self._shapes[kind], num_requests).rows
+            seconds = 1 + ROW_COST * rows + self._draft_share * (kind != "copied")
+            return tokens[kind] / seconds
+
+        return max(KINDS, key=speed)
 
     def _ahead(self, request: Request) -> int:
         """Tokens that the steps in flight are expected to add."""
@@ -147,7 +163,7 @@ class JoinedController:
         if _is_own(rows):
             assert self._planned is not None  # it gave the rows
             self._flights.append(self._planned)
-            self.steps[KINDS[rows.copies is not None]] += 1
+            self.steps[self._kind] += 1
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Learns how texts went on, and what the drafter was worth."""

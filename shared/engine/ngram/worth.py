@@ -81,14 +81,17 @@ class Worth:
         """Lets go of a request that ended."""
         self._tokens.pop(request_id, None)
 
-    def gains(
+    def tokens_of(
         self, trees: Trees, chances: Float64[np.ndarray, "B N"], ahead: Int64[np.ndarray, " B"]
-    ) -> Float64[np.ndarray, " B"]:
-        """Drafts of copies that each row is expected to accept beyond what the drafter gives.
+    ) -> tuple[float, float, float]:
+        """Tokens that a step is expected to give a request, on average over a batch.
 
         Args:
           trees, chances: The copies, and how often a text goes on as far as each.
           ahead: Tokens by which each text is expected to have gone on by then.
+
+        Returns:
+          Of the drafter's own step, of one of both sources, and of copies alone.
         """
         best = np.zeros(chances.shape)
         _best_by_level(trees, chances, best)
@@ -96,7 +99,9 @@ class Worth:
         levels = ahead[:, None] + 1 + np.arange(self._depth)
         within = np.take_along_axis(best, np.minimum(levels, most - 1), axis=1)
         within = np.where(levels < most, within, 0.0)
-        return np.maximum(within - self.survivals, 0).sum(axis=1)
+        copied, drafted = within.sum(axis=1), self.survivals
+        joined = np.maximum(within, drafted).sum(axis=1)
+        return self.alone, 1 + float(joined.mean()), 1 + float(copied.mean())
 
 
 def drafter_levels(
