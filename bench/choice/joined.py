@@ -6,9 +6,9 @@
 Each start serves the held-out tasks of each kind, word problems, copying and code greedily, chats
 at temperature 1. Texts are compared: they are the same whatever drafts. What is counted are the
 steps of each decode program and the tokens that they give. On the machine that serves, tokens a
-second are those of its own small model; so the same steps are added up at the costs of larger ones
-too, as they were measured on a GPU (`SIMULATED`). A choice between programs follows from texts
-alone, so the steps are those that a GPU would take.
+second are those of its own small model; so its steps are added up at the costs of larger ones, as
+they were measured on a GPU (`SIMULATED`). A choice between programs follows from the texts and from
+the share of a step that drafting takes: with a larger model's share, steps are those of that model.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ from bench.ground.session import folders_of
 from models.demo.data import KINDS
 from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
+from shared.process import engines
 from shared.spec.noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support import started
@@ -70,6 +73,11 @@ class Costs:
         table = self.fed if shape.drafter.is_plain else self.drafted
         more = self._rows(shape.rows) - self._rows(program.batch * self.nodes)
         return _between(table, program.batch) + more
+
+    def draft_share(self, batch: int) -> float:
+        """What the drafter's passes take of the time of a step that drafts nothing."""
+        fed = _between(self.fed, batch)
+        return _between(self.drafted, batch) / fed - 1
 
     def _rows(self, rows: int) -> float:
         return _between(self.verified, rows)
@@ -195,10 +203,14 @@ def serve(
         backend, ["--model-path", str(given.model), *draft.flags(folders)], batch=batch,
         context=-(-(longest + given.max_tokens) // 64) * 64, radix_cache=False,
     )  # fmt: skip
-    steps, lines = Steps(served), []
-    for kind, requests in tasks.items():
+    steps, lines, engine = Steps(served), list[Line](), served.engine
+    models = [{name: simulated[name]} for name in simulated] if joins(draft) else [simulated]
+    for costs, (kind, requests) in product(models, tasks.items()):
+        if joins(draft) and kind == next(iter(tasks)):
+            (one,) = costs.values()
+            engine = _begun_anew(served, one.draft_share(batch))
         before, began = steps.counts.copy(), time.perf_counter()
-        outcomes = started.serve_all(served.engine, requests)
+        outcomes = started.serve_all(engine, requests)
         seconds, counts = time.perf_counter() - began, steps.counts - before
         tokens = sum(len(outcome.tokens) for outcome in outcomes)
         accepted = [count for outcome in outcomes for count in outcome.accepted]
@@ -207,14 +219,32 @@ def serve(
         line["tokens"], line["seconds"] = tokens, round(seconds, 2)
         line["steps"] = {str(program): count for program, count in counts.items()}
         line["simulated_tokens_per_s"] = {
-            name: round(tokens / sum(costs.of(p) * n for p, n in counts.items()), 1)
-            for name, costs in simulated.items()
+            name: round(tokens / sum(each.of(p) * n for p, n in counts.items()), 1)
+            for name, each in costs.items()
         }
         line["texts"] = hash_of([outcome.tokens for outcome in outcomes])
         lines.append(line)
         print(f"{backend:6}{draft!s:14} batch {batch} {kind:9}{_told(line)}", flush=True)
     served.engine.close()
     return lines
+
+
+def joins(draft: Draft) -> bool:
+    """Whether two sources draft."""
+    return draft.algorithm != draft.of_files
+
+
+def _begun_anew(served: started.Served, draft_share: float) -> Engine:
+    """An engine like the one of the start, which has seen no text, with another share."""
+    controller = engines.make_controller(
+        served.backend, served.memory.settled, on_gpu=False, has_experts=False,
+        draft_share=draft_share,
+    )  # fmt: skip
+    settled = served.memory.settled
+    return Engine(
+        served.last, controller, overlap=settled.overlap,
+        chunked_prefill_size=settled.chunk, cache=NO_CACHE,
+    )  # fmt: skip
 
 
 def hash_of(texts: Sequence[Sequence[int]]) -> int:

@@ -61,6 +61,11 @@ class JoinedController:
       index: What was seen; its trees have the nodes of the programs that take copies.
       draft_share: What the drafter's passes take of the time of a step that drafts nothing.
 
+    Attributes:
+      index, draft_share: As above.
+      evidence, worth: What was learnt of copies, and of the drafter.
+      steps, drafts, accepted: Steps of each kind, and drafts of each source with those accepted.
+
     Raises:
       ValueError: The backend lacks decode programs of one of the `KINDS`.
     """
@@ -84,7 +89,7 @@ class JoinedController:
             "joined": joined,
             "copied": copied,
         }
-        self.index, self.evidence, self._draft_share = index, Evidence(), draft_share
+        self.index, self.evidence, self.draft_share = index, Evidence(), draft_share
         self.worth = Worth(widest.drafter.depth, widest.depth)
         self.max_rows = min(max(of_kind) for of_kind in self._shapes.values())
         self._kind = "drafted"
@@ -143,7 +148,7 @@ class JoinedController:
 
         def speed(kind: str) -> float:
             rows = smallest_that_holds(self._shapes[kind], num_requests).rows
-            seconds = 1 + ROW_COST * rows + self._draft_share * (kind != "copied")
+            seconds = 1 + ROW_COST * rows + self.draft_share * (kind != "copied")
             return tokens[kind] / seconds
 
         return max(KINDS, key=speed)
