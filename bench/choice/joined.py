@@ -14,6 +14,7 @@ the share of a step that drafting takes: with a larger model's share, steps are 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shlex
 import sys
@@ -210,7 +211,7 @@ def serve(
             (one,) = costs.values()
             engine = _begun_anew(served, one.draft_share(batch))
         before, began = steps.counts.copy(), time.perf_counter()
-        outcomes = started.serve_all(engine, requests)
+        outcomes = started.serve_all(engine, copy.deepcopy(requests))
         seconds, counts = time.perf_counter() - began, steps.counts - before
         tokens = sum(len(outcome.tokens) for outcome in outcomes)
         accepted = [count for outcome in outcomes for count in outcome.accepted]
