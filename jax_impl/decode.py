@@ -132,10 +132,13 @@ def _share(
 
 
 def _no_drafts(newest: Int[jax.Array, " B"]) -> Drafted:
-    """What a drafter that is not asked has drafted."""
-    nothing = jnp.zeros_like(newest)
-    weights = jnp.zeros((len(newest), 1), jnp.float32)
-    return Drafted(newest[:, None], nothing[:, None], nothing + 1, weights, None)
+    """What a drafter that is not asked has drafted: roots, with a node of padding each.
+
+    Kernels take trees of several nodes.
+    """
+    tokens = jnp.pad(newest[:, None], ((0, 0), (0, 1)))
+    weights = jnp.zeros(tokens.shape, jnp.float32)
+    return Drafted(tokens, jnp.zeros_like(tokens), jnp.ones_like(newest), weights, None)
 
 
 def _joined(

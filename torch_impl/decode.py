@@ -111,10 +111,13 @@ def _share(
 
 
 def _no_drafts(newest: Int[Tensor, " B"]) -> Drafted:
-    """What a drafter that is not asked has drafted."""
-    roots = _roots(newest)
-    weights = torch.zeros(len(newest), 1, dtype=torch.float32, device=newest.device)
-    return Drafted(roots.tokens, roots.parents, roots.num_nodes, weights, None)
+    """What a drafter that is not asked has drafted: roots, with a node of padding each.
+
+    Kernels take trees of several nodes.
+    """
+    tokens = torch.stack([newest, torch.zeros_like(newest)], dim=1)
+    weights = torch.zeros_like(tokens, dtype=torch.float32)
+    return Drafted(tokens, torch.zeros_like(tokens), torch.ones_like(newest), weights, None)
 
 
 def _joined(
