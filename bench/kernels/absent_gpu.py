@@ -208,13 +208,15 @@ def lowered_step(
         ),
     )
     blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
-    (program,) = (
+    fitting = (
         program
         for program in blueprint.capacity.programs
         if program.work is (Work.PREFILL if tokens else Work.DECODE)
         if (program.batch, program.tokens, program.has(Extra.SCORES)) == (batch, tokens, scores)
         if program.has(Extra.LOGPROBS) is scores
     )
+    # Two sources have programs of one each beside that of both.
+    program = max(fitting, key=lambda each: each.shape.nodes)
     with gpu.traced():
         group = blueprint.ranks
         together = Together.of(gpu.devices[0], group)
