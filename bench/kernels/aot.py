@@ -80,7 +80,6 @@ STEPS = (
     Step("qwen3-8b", "none", 1, 2**20),
     Step("qwen3-8b", "EAGLE3:S=3,k=1,N=4", 1, 2**20),
     Step("qwen3-8b", "EAGLE3:S=3,L=2.5", 8, 2**20),
-    Step("qwen3-8b", "EAGLE3+NGRAM:S=3,k=1,N=4", 8, 2**20),
     # The rule takes the scores of 15 drafts in one array, which is 9 MiB.
     Step("qwen3-8b", "DFLASH:rule=rejection", 1, 10 * 2**20),
     Step("qwen3.5-9b", "NEXTN:S=5,k=4,N=16", 8, 2**20),
