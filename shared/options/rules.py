@@ -1,9 +1,9 @@
 """What is refused, and why: a short list of rules that the start holds a setup against.
 
 `GET /capabilities`, `docs/capabilities.md` and the test that tries every combination read the same
-list. A flag whose value alone is wrong is
-refused by `shared.options.options`, and what a request may not ask for is
-`shared.options.request_fields`. Nothing is refused for the fields that choose tokens.
+list. A flag whose value alone is wrong is refused by `shared.options.options`, and what a request
+may not ask for is `shared.options.request_fields`. Nothing is refused for the fields that choose
+tokens.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,8 @@ def _differ(given: Sequence[int | None], fixed: Sequence[int]) -> bool:
 
 
 def _shapes_naive(s: Setup) -> bool:
-    draft = s.draft
-    given = (
-        draft.speculative_num_steps,
-        draft.speculative_eagle_topk,
-        draft.speculative_num_draft_tokens,
-    )
+    names = ("num_steps", "eagle_topk", "num_draft_tokens")
+    given = [getattr(s.draft, f"speculative_{name}") for name in names]
     return s.algorithm == "NAIVE_EAGLE" and _differ(given, NAIVE_SHAPE)
 
 

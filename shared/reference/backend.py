@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Int
 
 from shared.boundary.backend import (
     Blueprint,
@@ -32,6 +32,7 @@ from shared.boundary.pictures import Encode
 from shared.boundary.program import Extra, Program
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
+from shared.reference.choosing import chosen
 from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
 from shared.reference.pictures import Seeing, encode
@@ -303,7 +304,7 @@ class ReferenceBackend:
         flat_logits = self._logits(forward.hidden)
         logits = flat_logits[row_of]  # [B, N, vocab]
         allowed = allowed_of(mask, batch.index, logits.shape[2])
-        choices = self._choose(batch, trees, logits, allowed)
+        choices = chosen(batch, trees, logits, allowed, self.state, self.capacity.accept_rule)
         choices, walked = trees.accepting(
             choices, self.capacity.accept_rates, batch.sampling.seed, lengths
         )
@@ -430,36 +431,6 @@ class ReferenceBackend:
             self._drafter.extend(batch, fed, lengths, counts, draft_from, rank)
 
     # Choosing
-
-    def _choose(
-        self,
-        batch: Batch,
-        trees: Trees,
-        logits: Float[np.ndarray, "B N vocab"],
-        allowed: Bool[np.ndarray, "B N vocab"] | None,
-    ) -> Int32[np.ndarray, "B N"]:
-        """The token after each node."""
-        B, N, vocab = logits.shape
-        request, node = np.repeat(np.arange(B), N), np.tile(np.arange(N), B)
-        seen = sampling.seen_in_trees(
-            self.state.seen, batch.slots, trees.tokens, trees.parents, request, node
-        )
-        positions = self.state.lengths[batch.slots, None] + draft_tree.depths(trees.parents) + 1
-        rows = (logits.reshape(B * N, vocab), seen, positions.reshape(-1), batch.sampling, request)
-        mask = None if allowed is None else allowed.reshape(B * N, vocab)
-        if trees.drafted is None:
-            return sampling.choose(*rows, mask).ids.reshape(B, N)
-        choices, _ = acceptance.judge(
-            *rows,
-            row_of=np.arange(B * N).reshape(B, N),
-            tokens=trees.tokens,
-            num_nodes=trees.num_nodes,
-            lengths=self.state.lengths[batch.slots],
-            drafted=trees.drafted,
-            allowed=mask,
-            rule=self.capacity.accept_rule,
-        )
-        return choices
 
     def _rank(self, batch: Batch, width: int) -> Ranking:
         """The drafter's choice of children, with the noise and the penalties of the target."""

@@ -1,0 +1,41 @@
+"""The token after each node of a batch's trees, as the reference backend chooses it."""
+
+import numpy as np
+from jaxtyping import Bool, Float, Int32
+
+from shared.reference.device_state import DeviceState
+from shared.reference.rows import Batch, Trees
+from shared.spec import acceptance, draft_tree, sampling
+
+
+def chosen(
+    batch: Batch,
+    trees: Trees,
+    logits: Float[np.ndarray, "B N vocab"],
+    allowed: Bool[np.ndarray, "B N vocab"] | None,
+    state: DeviceState,
+    rule: str,
+) -> Int32[np.ndarray, "B N"]:
+    """The target's tokens, or of drafts that are judged what the rule leaves of them."""
+    B, N, vocab = logits.shape
+    request, node = np.repeat(np.arange(B), N), np.tile(np.arange(N), B)
+    seen = sampling.seen_in_trees(
+        state.seen, batch.slots, trees.tokens, trees.parents, request, node
+    )
+    lengths = state.lengths[batch.slots]
+    positions = lengths[:, None] + draft_tree.depths(trees.parents) + 1
+    rows = (logits.reshape(B * N, vocab), seen, positions.reshape(-1), batch.sampling, request)
+    mask = None if allowed is None else allowed.reshape(B * N, vocab)
+    if trees.drafted is None:
+        return sampling.choose(*rows, mask).ids.reshape(B, N)
+    choices, _ = acceptance.judge(
+        *rows,
+        row_of=np.arange(B * N).reshape(B, N),
+        tokens=trees.tokens,
+        num_nodes=trees.num_nodes,
+        lengths=lengths,
+        drafted=trees.drafted,
+        allowed=mask,
+        rule=rule,
+    )
+    return choices
