@@ -3,12 +3,9 @@
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from shared.process.launch import launch
 from shared.process.start import Platform
-
-MODULE = "jax_impl.platform"
 
 GPU_SHARE = "0.95"
 """Of a GPU's memory that JAX takes at its first use, where the environment names no other share;
@@ -17,7 +14,9 @@ JAX's own default is 0.75."""
 
 def platform() -> Platform:
     """It brings JAX, once flags are right."""
-    return import_module(MODULE).PLATFORM
+    from jax_impl.platform import PLATFORM
+
+    return PLATFORM
 
 
 def main(argv: Sequence[str]) -> int:

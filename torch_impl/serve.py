@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 from shared.process.launch import launch
 from shared.process.start import Platform
@@ -12,7 +11,9 @@ MODULE = "torch_impl.platform"
 
 def platform() -> Platform:
     """It brings torch, once flags are right and other ranks have begun."""
-    return import_module(MODULE).PLATFORM
+    from torch_impl.platform import PLATFORM
+
+    return PLATFORM
 
 
 def main(argv: Sequence[str]) -> int:

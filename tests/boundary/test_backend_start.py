@@ -9,7 +9,7 @@ import pytest
 
 from shared.boundary.backend import Backend, Capacity
 from shared.boundary.buffers import empty_plan
-from shared.boundary.program import Program, Work
+from shared.boundary.program import Extra, Program, Work
 from tests.support.backends import make_backend
 from tests.support.contract_host import contract_capacity, contract_model
 
@@ -87,5 +87,11 @@ def test_a_verify_with_fewer_rows_than_requests_is_refused(framework):
 
 def test_a_rule_that_judges_sampled_drafts_verifies_all_of_them(framework):
     """Whether a draft is verified would depend on the token that was drawn."""
+    chains = tuple(p for p in with_rows(15) if not p.has(Extra.COPIES))
     with pytest.raises(ValueError, match="rejection verifies every draft, fewer does decode"):
-        made(framework, programs=with_rows(15), accept_rule="rejection")
+        made(framework, programs=chains, accept_rule="rejection")
+
+
+def test_a_rule_that_judges_sampled_drafts_has_no_copies(framework):
+    with pytest.raises(ValueError, match="rejection is for chains, not for trees"):
+        made(framework, accept_rule="rejection")
