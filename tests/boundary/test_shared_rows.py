@@ -81,8 +81,9 @@ def test_what_is_verified_are_the_first_drafts_of_the_whole_chain(host):
 
 
 def shared_nodes(host: Host, rows: list[Request], calibration: list[list[float]]) -> list[int]:
-    """How many nodes each row of a step gets."""
-    known = np.array(calibration, np.float32)
+    """How many nodes each row of a step gets; deeper than the chain nothing is known."""
+    known = np.zeros((len(rows), host.capacity.max_calibrated), np.float32)
+    known[:, : len(calibration[0])] = calibration
     plan = host.planner.plan(Rows.decode(rows, SHARED, calibration=known))
     return host.run(plan).num_nodes[: len(rows)].tolist()
 
