@@ -153,7 +153,9 @@ def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
     line = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
     line += [word for name, v in given.items() for word in (spelling(name), str(v))]
     options = parse(line)
-    assert vars(options.ngram) == given
+    assert vars(options.ngram) == given | {"speculative_ngram_draft_tokens": 12}
+    both = ["--speculative-algorithm", "NEXTN+NGRAM", "--speculative-ngram-draft-tokens", "5"]
+    assert parse(both).ngram.num_copies == 5
     shape = options.speculative.settled(drafts_trees=True, block=None)
     assert (shape.num_steps, shape.topk, shape.num_draft_tokens) == (5, 1, 6)
 
