@@ -1,0 +1,194 @@
+"""Milliseconds of a vision tower, beside what its products take, and where backends agree.
+
+    python -m bench.steps.pictures --tokens 256 1024 4096 --out bench/results/FILE.json
+
+A tower of Qwen3.5-9B's shape with dummy weights, in bfloat16, encodes square pictures one by one.
+The limit counts its products and those of attention at the rate that a large product of the
+framework sustains. Numbers are counted that have the same bits on both backends.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from bench.ground import card
+from shared.models.dummy import DummyCheckpoint
+from shared.models.pictures import PictureConfig
+from shared.models.tower import tower_parameters
+from shared.models.vision import VisionConfig
+from shared.spec import tower
+from shared.spec.tower import Patches
+from tests.support.op_sides import SIDES
+
+QWEN3_5 = VisionConfig(
+    depth=27,
+    hidden=1152,
+    num_heads=16,
+    intermediate=4304,
+    channels=3,
+    patch_size=16,
+    frames=2,
+    merge_size=2,
+    table_side=48,
+    out=4096,
+    image_token=0,
+)
+PICTURES = PictureConfig(
+    factor=32, least=1 << 16, most=1 << 24, mean=(0.5,) * 3, deviation=(0.5,) * 3
+)
+SEED = 1
+
+Line = dict[str, Any]
+Rows = Float[np.ndarray, "tokens out"]
+Encoder = Callable[[], Rows]
+
+
+def picture_of(tokens: int, vision: VisionConfig) -> Patches:
+    """The patches of a random picture that takes so many tokens, a square number of them."""
+    side = math.isqrt(tokens) * vision.patch_size * vision.merge_size
+    pixels = np.random.default_rng(SEED).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    return tower.patches(pixels, vision, PICTURES)
+
+
+def products_of(patches: int, vision: VisionConfig) -> int:
+    """Multiplications for one picture, with those of every patch's attention to all."""
+    weights = [p for p in tower_parameters(vision) if len(p.shape) - p.stacked == 2]
+    of_merger = sum(math.prod(p.shape) for p in weights if "merger" in p.name) // vision.merged
+    of_patch = sum(
+        math.prod(p.shape) for p in weights if "merger" not in p.name and p.name != "vision.places"
+    )
+    attended = 2 * vision.depth * patches * vision.hidden
+    return patches * (of_patch + of_merger + attended)
+
+
+def torch_encoder(vision: VisionConfig) -> Callable[[Patches], Encoder]:
+    """Loads the tower in torch; gives what encodes a picture that lies on the device."""
+    torch, of_torch = import_module("torch"), import_module("torch_impl.tower")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights = import_module("torch_impl.weights").load_tower(
+        _dummy(vision), vision, "bfloat16", device, _unseen
+    )
+
+    def of(picture: Patches) -> Encoder:
+        placed = {name: torch.from_numpy(x).to(device) for name, x in vars(picture).items()}
+        own = of_torch.Patches(**placed)
+
+        def encode() -> Rows:
+            with torch.inference_mode():
+                return of_torch.encoded(vision, weights, own).float().cpu().numpy()
+
+        return encode
+
+    return of
+
+
+def jax_encoder(vision: VisionConfig) -> Callable[[Patches], Encoder]:
+    """As `torch_encoder`, in JAX."""
+    jax, jnp = import_module("jax"), import_module("jax.numpy")
+    of_jax, loading = import_module("jax_impl.tower"), import_module("jax_impl.weights")
+    device = jax.devices()[0]
+    loaded = loading.load_tower(_dummy(vision), vision, jnp.bfloat16, device, _unseen)
+
+    @jax.jit
+    def encoded(loaded: Any, picture: Any) -> Any:
+        return of_jax.encoded(vision, loading.tower_of(loaded), picture).astype(jnp.float32)
+
+    def of(picture: Patches) -> Encoder:
+        own = of_jax.Patches(**jax.device_put(vars(picture), device))
+        return lambda: np.asarray(encoded(loaded, own))
+
+    return of
+
+
+ENCODERS = {"torch": torch_encoder, "jax": jax_encoder}
+
+
+def _dummy(vision: VisionConfig) -> DummyCheckpoint:
+    return DummyCheckpoint(tower_parameters(vision), {}, None)
+
+
+def _unseen(num_bytes: int) -> None:
+    pass
+
+
+def measure(encode: Encoder, rounds: int, on_gpu: bool) -> tuple[Line, Rows]:
+    """Times of one picture, until its rows are in main memory, and the rows."""
+    encode()
+    rows, seconds = encode(), []
+    with card.watched(on_gpu) as watched:
+        for _ in range(rounds):
+            began = time.perf_counter()
+            encode()
+            seconds.append(time.perf_counter() - began)
+    times = {"ms": statistics.median(seconds), "ms_low": min(seconds), "ms_high": max(seconds)}
+    return {name: round(1e3 * x, 3) for name, x in times.items()} | {"card": watched}, rows
+
+
+def run(options: argparse.Namespace, command: str) -> Line:
+    """Encodes the pictures that the options name on each backend."""
+    found: Line = {"command": command, "versions": {}, "sides": {}, "lines": []}
+    vision = replace(QWEN3_5, depth=options.depth)
+    known: dict[int, Rows] = {}
+    for name in options.backend:
+        side = SIDES[name]()
+        rate = side.product_rate()
+        found["versions"][name] = side.version
+        found["sides"][name] = {"device": side.device, "teraflops": 2 * rate / 1e12}
+        side.release()
+        print(f"{name} on {side.device}, products {2 * rate / 1e12:.3g} TFLOP/s")
+        encoder = ENCODERS[name](vision)
+        for tokens in options.tokens:
+            picture = picture_of(tokens, vision)
+            line, rows = measure(encoder(picture), options.rounds, side.is_gpu)
+            limit = 1e3 * products_of(len(picture.pixels), vision) / rate
+            line |= {"backend": name, "tokens": len(rows), "products_ms": round(limit, 3)}
+            first = known.setdefault(tokens, rows)
+            line["equal_share"] = None if first is rows else round(float(np.mean(first == rows)), 4)
+            found["lines"].append(line)
+            print(told(line), flush=True)
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def told(line: Line) -> str:
+    """A line for a terminal."""
+    equal = line["equal_share"]
+    return (
+        f"{line['backend']:6}{line['tokens']:6} tokens {line['ms']:9.3f} ms "
+        f"({line['ms_low']:.3f} to {line['ms_high']:.3f}), products {line['products_ms']:.3f} ms"
+        f"{card.told_card(line['card'])}" + ("" if equal is None else f", equal {equal:.2%}")
+    )
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backend", nargs="+", choices=list(ENCODERS), default=list(ENCODERS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 4096])
+    parser.add_argument("--depth", type=int, default=QWEN3_5.depth, help="blocks of the tower")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="JSON file, written after every line")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Prints and writes the lines."""
+    run(options(), shlex.join(["python", "-m", "bench.steps.pictures", *sys.argv[1:]]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The bench of the vision tower."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bench.steps import pictures
+
+TINY = replace(
+    pictures.QWEN3_5, depth=2, hidden=32, num_heads=2, intermediate=48, table_side=4, out=24
+)
+
+
+def test_products_are_of_every_patch_and_of_all_pairs():
+    patches = 64
+    of_patch = 1536 * 32 + 2 * (4 * 32 * 32 + 2 * 32 * 48)
+    of_merger = (128 * 128 + 128 * 24) // 4
+    attended = 2 * 2 * patches * 32
+    found = pictures.products_of(patches, TINY)
+    assert found == patches * (of_patch + of_merger + attended)
+    assert len(pictures.picture_of(16, TINY).pixels) == 64
+
+
+def test_both_backends_encode_the_same_pictures(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(pictures, "QWEN3_5", TINY)
+    out = tmp_path / "found.json"
+    words = ["--depth", "2", "--tokens", "4", "16", "--rounds", "2", "--out", str(out)]
+    pictures.run(pictures.options(words), "the command")
+    lines = json.loads(out.read_text())["lines"]
+    assert [(x["backend"], x["tokens"]) for x in lines] == [
+        *(("torch", 4), ("torch", 16)),
+        *(("jax", 4), ("jax", 16)),
+    ]
+    for line in lines:
+        assert 0 < line["ms_low"] <= line["ms"] <= line["ms_high"]
+        assert line["products_ms"] > 0
+        assert line["card"] == {}
+    assert [x["equal_share"] for x in lines[:2]] == [None, None]
+    assert all(0 < x["equal_share"] <= 1 for x in lines[2:])
+    assert "equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_rows_are_near_those_of_the_specification(name):
+    picture = pictures.picture_of(4, TINY)
+    dummy = pictures.DummyCheckpoint(pictures.tower_parameters(TINY), {}, None)
+    weights = {p.name: dummy.load(p, "float32") for p in pictures.tower_parameters(TINY)}
+    want = pictures.tower.encoded(TINY, weights, picture)
+    got = pictures.ENCODERS[name](TINY)(picture)()
+    assert abs(got - want).max() < 0.1 * abs(want).max()  # bfloat16 has 8 bits
