@@ -366,7 +366,9 @@ def test_every_ranking_is_the_kernels_on_a_gpu(ops, monkeypatch) -> None:
 
     bind_kernels(monkeypatch, ops, {"sampling": SimpleNamespace(rank=rank)})
     logits = np.zeros((1, 2, 16), np.float32)
-    call: Callable = partial(ops.sampling.kernel_rank, ops.KERNELS, logits, *(None,) * 5)
+    seen = SimpleNamespace(counts=np.zeros((1, 16), np.int32))
+    given = (logits, seen, *(None,) * 4)
+    call: Callable = partial(ops.sampling.kernel_rank, ops.KERNELS, *given)
     assert call(MOST_WIDTH, False, "columns").ids == "ids"
     assert call(1, True, None).processed == "scores"
     assert asked_for == [(MOST_WIDTH, False, "columns"), (1, True, None)]
