@@ -97,7 +97,9 @@ def over_tokens(
 
 
 def _resized(rows: Float[Tensor, "... size"], size: int) -> Float[Tensor, "... resized"]:
-    return torch.nn.functional.pad(rows, (0, size - rows.shape[-1]), value=-torch.inf)
+    """Filled up with what is excluded, or cut; rows of that size are not copied."""
+    spare = size - rows.shape[-1]
+    return torch.nn.functional.pad(rows, (0, spare), value=-torch.inf) if spare else rows
 
 
 def all_of(flags: Bool[Tensor, " R"], vocabulary: Vocabulary = ALL) -> Bool[Tensor, " R"]:
