@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -35,11 +36,12 @@ from torch_impl.backend import TorchBackend
 
 HYBRID = DIVIDED["qwen3_5"]
 FRAMEWORKS = ("torch ranks 2", "torch ranks 4")
-MOST_USED = [*(("torch ranks 4", each) for each in DRAFTERS), ("torch ranks 2", "NEXTN")]
-OTHERS = [
-    pytest.param("torch ranks 2", each, marks=pytest.mark.matrix)
-    for each in DRAFTERS
-    if each != "NEXTN"
+MOST_USED = {("torch ranks 2", "NEXTN")} | {
+    ("torch ranks 4", each) for each in DRAFTERS if "+" not in each or each == "NEXTN+NGRAM"
+}
+EVERY = [
+    pytest.param(*pair, marks=() if pair in MOST_USED else pytest.mark.matrix)
+    for pair in product(FRAMEWORKS, DRAFTERS)
 ]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=18, logprobs=2, prompt_logprobs=2)
 LOOSE = SamplingParams(
@@ -106,7 +108,7 @@ def serve_on(
     serve(server, traffic, backends)
 
 
-@pytest.mark.parametrize(("framework", "drafter"), MOST_USED + OTHERS)
+@pytest.mark.parametrize(("framework", "drafter"), EVERY)
 def test_every_drafter_over_hits_and_preemptions(drafter, framework, backends):
     begun = TALLY.preemptions
     serve_on(backends, framework, HYBRID, drafter, "match", TRAFFIC)
