@@ -18,6 +18,7 @@ from shared.boundary.program import Program
 CHECK_S = 0.5
 EXIT_FAILED = 1
 STOP_WAIT_S = 2.0  # for the step in flight when a signal came; all in all the end takes below 5 s
+END_WAIT_S = 8.0  # for an end that no step holds up
 
 
 class Watchdog:
@@ -88,8 +89,11 @@ class Watchdog:
                 faulthandler.dump_traceback(file=sys.stderr)
                 self.fail(f"{self.doing} has not ended after {self.timeout_s:g} s{self.standing()}")
                 return
-        while self._lasts() < STOP_WAIT_S:
+        told = time.monotonic()
+        while self._lasts() < STOP_WAIT_S and time.monotonic() - told < END_WAIT_S:
             time.sleep(CHECK_S / 5)
+        if self._began is None:  # what stands still is no step: the traceback says what
+            faulthandler.dump_traceback(file=sys.stderr)
         end(None)
 
     def _lasts(self) -> float:

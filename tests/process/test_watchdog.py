@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shared.boundary.buffers import empty_plan
+from shared.process import watchdog as watchdog_module
 from shared.process.watchdog import STOP_WAIT_S, NamedSteps, Watchdog
 from tests.support.toy_backend import ToyBackend, toy_capacity
 
@@ -97,6 +98,14 @@ def test_a_stop_gives_the_step_in_flight_a_little_time():
         ended.told.set()
         assert ended.reasons.get(timeout=10) is None
     assert STOP_WAIT_S <= time.monotonic() - began < STOP_WAIT_S + 2
+
+
+def test_an_end_that_no_step_holds_up_comes_too(monkeypatch):
+    monkeypatch.setattr(watchdog_module, "END_WAIT_S", 0.5)
+    ended, began = Ended(Watchdog(3600)), time.monotonic()
+    ended.told.set()
+    assert ended.reasons.get(timeout=10) is None
+    assert time.monotonic() - began >= 0.5
 
 
 PREPARES_FOR_EVER = """
