@@ -175,7 +175,7 @@ def _trees(
         weights = np.take_along_axis(weights, ids, axis=1)
         return ids.reshape(*logits.shape[:2], -1), weights.reshape(*logits.shape[:2], -1)
 
-    def head(rows, tokens, hidden, kv):
+    def head(rows, tokens, shown, hidden, kv):
         return hidden, pair.head[tokens], kv
 
     no_hidden, no_kv = np.zeros((B, 1), np.float32), np.zeros((1, 1, 1, 1, 1), np.float32)
