@@ -273,12 +273,12 @@ def joined_shape(settled: Settled, own: TreeShape, batch: int) -> TreeShape:
     have, as they cost next to nothing.
     """
     copies = settled.told.ngram.num_copies
-    nodes, depth = own.nodes + copies, max(settled.draft.num_steps, copies)
+    nodes, deepest = own.nodes + copies, max(settled.draft.num_steps, copies)
     rows = max(FEW_ROWS, batch * own.nodes + batch * copies // 2)
-    ahead = settled.overlap * (depth + 1)
+    ahead = settled.overlap * (deepest + 1)
     return TreeShape(
         nodes=nodes,
-        depth=depth,
+        depth=max(own.depth, copies),
         width=max(own.width, 1),
         rows=min(batch * nodes, rows),
         grown=own,

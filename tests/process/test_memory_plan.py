@@ -287,6 +287,19 @@ def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes)
     assert Shapes.of(capacity, host_draft=on_host) == Shapes.of(without, host_draft=on_host)
 
 
+@pytest.mark.parametrize("copies", [4, 12])
+def test_copies_stand_beside_a_chain_that_is_deeper_and_one_that_is_not(copies):
+    flags = "--speculative-algorithm NEXTN+NGRAM --speculative-num-steps 6 "
+    flags += f"--speculative-ngram-draft-tokens {copies}"
+    programs = planned("torch", 140 * GB, flags).capacity.programs
+    joined = {p.shape for p in programs if p.has(Extra.COPIES)}
+    assert {(x.nodes, x.depth) for x in joined} == {
+        (7 + copies, max(6, copies)),  # the chain with copies
+        (1 + copies, copies),  # copies alone
+    }
+    assert len({x.copied for x in joined}) == 1  # one tree of copies serves both
+
+
 def test_masks_take_memory_of_rings_and_steps():
     flags = "--max-total-tokens 4096"
     without, with_masks = (planned("torch", 140 * GB, more + flags) for more in ("", GRAMMARS))

@@ -91,16 +91,16 @@ class Server:
         They reach over the steps in flight.
         """
         own = self.shape or shapes_of(self.drafter, self.rule)[0]
-        depth = max(own.depth, COPIES)
+        deepest = max(own.depth, COPIES)
 
         def with_copies(grown: TreeShape) -> TreeShape:
             return TreeShape(
                 nodes=grown.nodes + COPIES,
-                depth=depth,
+                depth=max(grown.depth, COPIES),
                 width=own.width,
                 rows=BATCH * (grown.nodes + COPIES // 2),
                 grown=grown,
-                copied=1 + self.overlap * (depth + 1) + 2 * COPIES,
+                copied=1 + self.overlap * (deepest + 1) + 2 * COPIES,
             )
 
         return own, with_copies(own), with_copies(PLAIN)
