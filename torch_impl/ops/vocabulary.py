@@ -227,13 +227,23 @@ def support(
         counts, units = added(left, vocabulary).chunk(2, dim=1)
         return counts, _of_units(units)
 
+    def reaches(
+        counts: Int[Tensor, "#R some"], masses: Float[Tensor, "R some"]
+    ) -> Int[Tensor, "R 1"]:
+        """How often too much lies above."""
+        return ((counts >= most) | (masses >= bound)).sum(dim=1, keepdim=True)
+
     border = keys.new_zeros(R, 1)
-    # Ranks send each other what lies above all borders of a question; one rank only looks it up.
-    digit = 8 if vocabulary.group.is_alone else DIGIT
-    ways = torch.arange(1, 2**digit, device=keys.device)
-    for shift in range(32 - digit, -1, -digit):
-        counts, masses = above(border + (ways << shift) - 1)
-        border += ((counts >= most) | (masses >= bound)).sum(dim=1, keepdim=True) << shift
+    if vocabulary.group.is_alone:
+        # The lowest token with room, if not all have. Equals count as above those before them here,
+        # which changes the place and not the number that is found there. Without any mass none has.
+        counts = torch.arange(size - 1, -1, -1, device=keys.device)[None]
+        lowest = reaches(counts, _of_units(behind[:, :-1].flip(1))).clamp(max=size - 1)
+        border = torch.where(reaches(*above(border)) > 0, ascending.gather(1, lowest), border)
+    else:
+        ways = torch.arange(1, 2**DIGIT, device=keys.device)
+        for shift in range(32 - DIGIT, -1, -DIGIT):
+            border += reaches(*above(border + (ways << shift) - 1)) << shift
     counts, masses = above(border)
     is_tie = keys == border
     earlier = is_tie.cumsum(1) - is_tie.int() + _before(is_tie.sum(1, keepdim=True), vocabulary)
