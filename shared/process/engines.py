@@ -78,16 +78,19 @@ def index_of(controller: Controller) -> NgramIndex | None:
 def draft_share(blueprint: Blueprint, settled: Settled) -> float:
     """What a drafter's passes take of the time of a step that drafts nothing.
 
-    Both are taken for what they read: each pass its own layers and a matrix of the vocabulary. What
-    has a relay makes its first draft when it is fed, and a block is filled in one pass.
+    It is 0 where no copies stand beside the drafter's nodes, as nothing weighs it there. Both are
+    taken for what they read: each pass its own layers and a matrix of the vocabulary. What has a
+    relay makes its first draft when it is fed, and a block is filled in one pass.
     """
+    if not settled.draft.joins_copies:
+        return 0.0
     model, drafts = blueprint.config, blueprint.drafts
-    table = model.vocab * model.hidden
-    target = _numbers(parameters(model, False)) - table * (not model.tied)
+    table, every = model.vocab * model.hidden, _numbers(parameters(model, False))
+    target = every - table * (not model.tied)
     if drafts.model is not None:
         return settled.draft.num_steps * _numbers(parameters(drafts.model, False)) / target
     own = parameters(model, True) if drafts.with_mtp else draft_parameters(drafts, None)
-    layers = _numbers(own) - (_numbers(parameters(model, False)) if drafts.with_mtp else 0)
+    layers = _numbers(own) - (every if drafts.with_mtp else 0)
     passes = 1 if drafts.block else settled.draft.num_steps - 1
     return passes * (layers + table) / target
 
