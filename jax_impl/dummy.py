@@ -90,15 +90,19 @@ class _Form:
 
     @classmethod
     def of(cls, parameter: Parameter, shape: tuple[int, ...]) -> "_Form":
-        axis = max(len(shape) + parameter.axis, int(parameter.stacked))
+        axis = _axis_of(parameter)
         whole = shape[axis] if parameter.whole is None else parameter.whole.shape[axis]
         return cls(shape, parameter.stacked, axis, whole)
 
 
+def _axis_of(parameter: Parameter) -> int:
+    """The axis that ranks divide, or any behind the layers of what they do not."""
+    return max(len(parameter.shape) + parameter.axis, int(parameter.stacked))
+
+
 def _outputs(parameter: Parameter) -> Int32[np.ndarray, " outputs"]:
     """Which of the whole's outputs each is; -1 where nothing fills a rank's."""
-    axis = max(len(parameter.shape) + parameter.axis, int(parameter.stacked))
-    outputs = np.full(parameter.shape[axis], -1, np.int32)
+    outputs = np.full(parameter.shape[_axis_of(parameter)], -1, np.int32)
     taken = np.arange(len(outputs)) if parameter.whole is None else parameter.outputs
     outputs[: len(taken)] = taken
     return outputs

@@ -50,13 +50,13 @@ def ask_once(served: Served, load: Load) -> Answer:
     return ask(served, request)
 
 
-def measure(served: Served, load: Load, rounds: int, products: float, on_gpu: bool) -> Line:
+def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
     """One size of prompt, whose products take so many seconds.
 
     The line's `answer` is what was answered, and what of it was drafted.
     """
     ask_once(served, load)
-    with card.watched(on_gpu) as watched:
+    with card.watched(served.device == "gpu") as watched:
         answers = [ask_once(served, load) for _ in range(rounds)]
     seconds = [each.seconds for each in answers]
     counts, kind = served.engine.metrics.snapshot(), Work.PREFILL.value
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                     sizes = {"batch": 1, "prompt": prompt, "output": options.output}
                     load = Load(**sizes, temperature=0.0, top_p=1.0)
                     line = {"backend": backend, "drafts": str(draft), "flags": own}
-                    line |= measure(served, load, options.rounds, products[prompt], side.is_gpu)
+                    line |= measure(served, load, options.rounds, products[prompt])
                     known = answers.setdefault((f"{backend} {draft}", prompt), line["answer"])
                     line["is_same"] = line["answer"] == known
                     if options.kernels:
