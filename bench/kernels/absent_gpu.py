@@ -204,7 +204,6 @@ def lowered_step(
             platform.PLATFORM,
             find_device=lambda: device,
             take_devices=lambda count: None,
-            ranks_on_gpus=True,
         ),
     )
     blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)

@@ -2,12 +2,14 @@
 
     python -m bench.quality.logit_bits --model models/demo/target --dtype bfloat16 --count 100
     python -m bench.quality.logit_bits --model models/demo/target --families granite mistral
+    python -m bench.quality.logit_bits --model models/demo/target --tp-size 2
 
 The tasks of `bench.quality.accuracy`, each by itself and without drafts. The numbers that a token
 is chosen from give one of 32 bits: the sum of their bits as whole numbers, each times an odd one of
 its place, which no order of adding changes. Where both backends have gone the same way these are
 compared; the exit code is 1 where two differ. With families, random checkpoints of them are asked
-instead of the model, whose tokenizer they get.
+instead of the model, whose tokenizer they get. With several ranks, on as many GPUs, each backend is
+also compared with itself on so many.
 """
 
 import argparse
@@ -76,19 +78,28 @@ def _jax_sum(logits: Any) -> Any:
 
 
 @contextmanager
-def noted(backend: str) -> Iterator[Callable[[], Sums]]:
-    """Within it every choice notes the sum of its first row; gives what reads them in order."""
+def noted(backend: str, ranks: int) -> Iterator[Callable[[], Sums]]:
+    """Within it every choice notes the sum of its first row; gives what reads them in order.
+
+    Kernels choose from whole rows, which several ranks gather for them.
+    """
     sampling, found = import_module(f"{backend}_impl.ops.sampling"), []
-    choose = sampling.choose
+    name = "choose" if ranks == 1 else "whole"
+    replaced = getattr(sampling, name)
 
     def in_torch(logits: Any, *rest: Any) -> Any:
-        found.append(_torch_sum(logits)[0])
-        return choose(logits, *rest)
+        whole = logits if ranks == 1 else replaced(logits, *rest)
+        found.append(_torch_sum(whole)[0])
+        return replaced(logits, *rest) if ranks == 1 else whole
 
     def in_jax(logits: Any, *rest: Any) -> Any:
-        note = lambda sums: found.append(sums[0])  # noqa: E731
-        import_module("jax").debug.callback(note, _jax_sum(logits))
-        return choose(logits, *rest)
+        jax, rank = import_module("jax"), 0
+        if ranks > 1:
+            rank = import_module("jax_impl.ops.ranks").number(rest[0].group)
+        whole = logits if ranks == 1 else replaced(logits, *rest)
+        note = lambda sums, rank: rank or found.append(sums[0])  # noqa: E731
+        jax.debug.callback(note, _jax_sum(whole), rank)
+        return replaced(logits, *rest) if ranks == 1 else whole
 
     def read() -> Sums:
         if backend == "jax":
@@ -97,7 +108,7 @@ def noted(backend: str) -> Iterator[Callable[[], Sums]]:
 
     with ExitStack() as patches:
         noting = in_torch if backend == "torch" else in_jax
-        patches.enter_context(patch.object(sampling, "choose", noting))
+        patches.enter_context(patch.object(sampling, name, noting))
         if backend == "jax":  # programs that an earlier start has kept note nothing, nor can these
             kept = import_module("jax_impl.kept").KeptPrograms
             for name in ("find", "keep"):
@@ -118,16 +129,16 @@ def write_random(folder: Path, family: str, model: Path) -> None:
 
 
 def sums_of(
-    backend: str, model: Path, options: argparse.Namespace
+    backend: str, model: Path, options: argparse.Namespace, ranks: int = 1
 ) -> dict[str, list[tuple[list[int], Sums]]]:
     """The output of each task and the sum behind each of its tokens, by the tasks' kind."""
     words = ["--model-path", str(model), "--dtype", options.dtype, "--overlap", "0"]
     words += ["--disable-cuda-graph"] if backend == "torch" else []
-    words += options.flags.split()
+    words += [*options.flags.split(), "--tp-size", str(ranks)]
     tokenizer = Tokenizer.from_folder(model)
     assert tokenizer is not None, f"{model} has no tokenizer"
     found: dict[str, list[tuple[list[int], Sums]]] = {}
-    with noted(backend) as read:
+    with noted(backend, ranks) as read:
         served = start(backend, words, batch=1, context=CONTEXT, radix_cache=False)
         for kind in options.kinds.split(","):
             for prompt in Tasks.of(kind, options.count, 0, tokenizer).prompts:
@@ -164,6 +175,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, help="tasks of each kind")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[], metavar="NAME",
                         help=f"random checkpoints instead, of {', '.join(FAMILIES)}")  # fmt: skip
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks, a GPU each")
     parser.add_argument("--flags", default="", help="more flags of the server, in one word")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(words)
@@ -193,13 +205,20 @@ def main() -> int:
 
 def differing(model: Path, options: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
     """What `compared` gives of each kind; the report is told what ran where."""
-    sums = {}
+    sums, found = {}, {}
     for backend, make in SIDES.items():
         side = make()
         report["versions"][backend], report["devices"][backend] = side.version, side.device
         sums[backend] = sums_of(backend, model, options)
+        if options.tp_size > 1:
+            parted = sums_of(backend, model, options, options.tp_size)
+            for kind, ours in sums[backend].items():
+                name = f"{kind}, {backend} on {options.tp_size} ranks and on one"
+                found[name] = compared(ours, parted[kind])
         side.release()
-    return {kind: compared(ours, sums["jax"][kind]) for kind, ours in sums["torch"].items()}
+    for kind, ours in sums["torch"].items():
+        found[kind] = compared(ours, sums["jax"][kind])
+    return found
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shared.boundary.backend import Capacity
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
 from shared.process import engines
-from shared.process.start import prepare
+from shared.process.ranks.starting import ranked_start
 from tests.support.started import made_programs, serve_all
 
 
@@ -48,12 +48,15 @@ def mixed_requests(count: int, capacity: Capacity) -> list[Request]:
 def measure(framework: str, flags: list[str], requests: int) -> dict:
     """One start; raises AssertionError where something was made after it."""
     began = time.perf_counter()
-    platform = import_module(f"{framework}_impl.platform").PLATFORM
-    start = prepare(parse(flags), platform)
-    backend = start.load(platform, lambda num_bytes: None)
-    loaded = time.perf_counter()
-    programs = backend.capacity.programs
-    backend.prepare(programs, lambda program: None)
+    module = f"{framework}_impl.platform"
+    of_ranks = module if framework == "torch" else None
+    platform = lambda: import_module(module).PLATFORM  # noqa: E731
+    with ranked_start(parse(flags), platform, of_ranks, print) as ranks:
+        start = ranks.prepare()
+        backend = ranks.load(start, lambda num_bytes: None)
+        loaded = time.perf_counter()
+        programs = backend.capacity.programs
+        backend.prepare(programs, lambda program: None)
     ready = time.perf_counter()
     engine, made = engines.make_engine(backend, start.memory), made_programs(backend)
     outcomes = serve_all(engine, mixed_requests(requests, backend.capacity))

@@ -99,8 +99,6 @@ class Platform:
       captures: Whether it has steps on a GPU that it may capture or not.
       take_devices: Where one process has all devices, called with their number before the first
         is asked for.
-      ranks_on_gpus: Whether several ranks may be on GPUs. A server refuses them, until their steps
-        have been compared with those of one: what compares them may.
     """
 
     find_device: Callable[[], Device]
@@ -110,7 +108,6 @@ class Platform:
     load: LoadCall
     captures: bool = False
     take_devices: Callable[[int], None] = lambda count: None
-    ranks_on_gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,8 +196,6 @@ def prepare(options: Options, platform: Platform) -> Start:
     in_words = partial(checkpoint.in_words, wanted)
     platform.take_devices(options.ranks.tp_size)
     device = platform.find_device()
-    if device.kind == "gpu" and not platform.ranks_on_gpus:
-        _refuse_ranks(options.ranks.tp_size)
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
     drafts = draft_files.drafts
@@ -209,15 +204,6 @@ def prepare(options: Options, platform: Platform) -> Start:
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
     return Start(checkpoint, draft_files, memory, plain, defaults, grammars)
-
-
-def _refuse_ranks(count: int) -> None:
-    """Refuses ranks where their steps were not compared with those of one."""
-    if count > 1:
-        raise ConfigError(
-            f"{count} ranks are asked for, and on GPUs their steps have not been compared with "
-            "those of one yet; use one rank, or hide the GPUs (CUDA_VISIBLE_DEVICES=)"
-        )
 
 
 def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:

@@ -1,4 +1,4 @@
-"""`python -m tests.support.rank_steps_on_gpus`: whole steps of two GPUs have the bits of one.
+"""`python -m tests.support.rank_steps_on_gpus`: whole steps of several GPUs have the bits of one.
 
 In bfloat16 with the kernels, on both backends. One GPU serves prompts and texts first, and its
 plans and results are kept. Ranks then make all their programs ready, so that none waits for one
@@ -49,15 +49,14 @@ PATIENCE_S = 240.0
 """Of a part: it compiles for most of that."""
 TEXT = 10
 """Tokens of each text."""
-COUNT = 2
-"""Of ranks."""
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+_WIDE_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 MODELS = {
     "dense": ("qwen3", _WIDE, "none"),
     "fed by EAGLE3": ("llama", _WIDE, "EAGLE3"),
     "fed by DFLASH": ("qwen3", {}, "DFLASH"),
     "hybrid": (DIVIDED["qwen3_5"], {}, "NEXTN"),
-    "experts": (DIVIDED["qwen3_5_moe"], {"hidden_size": 256}, "NEXTN"),
+    "experts": (DIVIDED["qwen3_5_moe"], {"hidden_size": 256} | _WIDE_EXPERTS, "NEXTN"),
 }
 """Families, what is changed of them, and what drafts: squares of whole chunks on a rank, or not."""
 BACKENDS = ("torch", "jax")
@@ -161,33 +160,34 @@ def _on_torch(rank: Rank, name: str) -> int:
     return len(steps)
 
 
-def _torch_part(name: str) -> int:
-    return in_processes(COUNT, _on_torch, name, seconds=PATIENCE_S)[0]
+def _torch_part(name: str, count: int) -> int:
+    return in_processes(count, _on_torch, name, seconds=PATIENCE_S)[0]
 
 
-def _jax_part(name: str) -> int:
+def _jax_part(name: str, count: int) -> int:
     from jax_impl.backend import JaxBackend
 
     made, device = made_from(name), "gpu" if torch.cuda.is_available() else "cpu"
     how: dict[str, Any] = {"dtype": DTYPE, "device": device, "quick_compile": True}
     steps = of_one_gpu(JaxBackend(*made, **how), name)
-    compare(JaxBackend(*made, **how, group=Ranks(0, COUNT, None)), steps)
+    compare(JaxBackend(*made, **how, group=Ranks(0, count, None)), steps)
     return len(steps)
 
 
-PARTS: dict[str, Callable[[str], int]] = {"torch": _torch_part, "jax": _jax_part}
+PARTS: dict[str, Callable[[str, int], int]] = {"torch": _torch_part, "jax": _jax_part}
 
 
-def run_part(backend: str, name: str) -> str:
-    """Compares a model on a backend, in a process of its own.
+def run_part(backend: str, name: str, count: int = 2) -> str:
+    """Compares a model on a backend among some ranks, in a process of its own.
 
     Returns:
       What it says; it begins with a number of steps where all have the bits of one GPU.
     """
     command = [sys.executable, "-m", "tests.support.rank_steps_on_gpus", "--part", backend, name]
+    command += ["--ranks", str(count)]
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if not torch.cuda.is_available():
-        env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={COUNT}"}
+        env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
     how: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **how)
     try:
@@ -205,15 +205,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--part", nargs=2, metavar=("BACKEND", "MODEL"), help="this one, here")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--ranks", type=int, default=2, help="how many, a GPU each if there are")
     parser.add_argument("--at-once", type=int, default=1, help="parts: they mostly compile")
     given = parser.parse_args(argv)
     if given.part:
         backend, name = given.part
-        print(f"{PARTS[backend](name)} steps have the bits of one GPU")
+        print(f"{PARTS[backend](name, given.ranks)} steps have the bits of one GPU")
         return 0
 
     def run(part: tuple[str, str]) -> bool:
-        began, said = time.monotonic(), run_part(*part)
+        began, said = time.monotonic(), run_part(*part, given.ranks)
         print(f"{part[0]:6}{part[1]:16}{time.monotonic() - began:6.0f} s  {said}", flush=True)
         return said[0].isdigit()
 

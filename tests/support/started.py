@@ -183,9 +183,8 @@ def started(
       narrow: Which of a server's programs are made ready.
     """
     heap.unsettle()
-    module = "tests.support.ranked_torch" if framework == "torch" else None
+    module = "torch_impl.platform" if framework == "torch" else None
     platform = import_module(module or "jax_impl.platform").PLATFORM
-    platform = replace(platform, ranks_on_gpus=True)
     with ranked_start(parse(flags), lambda: platform, module, print) as ranks:
         begun = ranks.prepare()
         memory, blueprint = begun.memory, begun.memory.blueprint
