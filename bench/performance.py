@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.performance_ranks import ranked_steps
 from bench.quality.accuracy_table import MISSING, insert, markdown
 from tests.support.op_sides import SIDES
 
@@ -27,8 +28,8 @@ File = dict[str, Any]
 HEAD = """# Performance
 
 Made by `python -m bench.performance` of `bench/results/offline_*.json`, `long_*.json`,
-`prefill_*.json`, `hits_*.json`, `fused_*.json`, `adaptive_*.json` and `host_*.json`, which hold
-commands and versions, and where steps were traced the kernels that take the most of one.
+`tp_*.json`, `prefill_*.json`, `hits_*.json`, `fused_*.json`, `adaptive_*.json` and `host_*.json`,
+which hold commands and versions, and where steps were traced the kernels that take the most of one.
 
 Weights are random, so drafts are accepted by lot: `L` is the mean of the tokens that a step gives.
 A step's limit is the time that its bytes take at the rate of a large copy on the same device. Texts
@@ -88,6 +89,7 @@ class Found:
     Attributes:
       offline: As `bench.steps.offline` writes them, of prompts of one length.
       long: The same of longer prompts.
+      tp: The same on several GPUs, and on one of them.
       prefill, hits, adaptive, host: As the bench of the name writes them.
       fused: Of steps in one program and in three.
       peers: Steps of other engines, a file for each engine and model.
@@ -95,6 +97,7 @@ class Found:
 
     offline: Sequence[File]
     long: Sequence[File] = ()
+    tp: Sequence[File] = ()
     prefill: Sequence[File] = ()
     hits: Sequence[File] = ()
     fused: Sequence[File] = ()
@@ -123,7 +126,8 @@ class Found:
 def render(found: Found) -> str:
     """The page: a chapter for each model and card of decode steps, or of prompts alone."""
     parts = [HEAD.strip()]
-    for subject in dict.fromkeys(map(subject_of, [*found.offline, *found.prefill])):
+    files = [*found.offline, *found.prefill, *found.tp]
+    for subject in dict.fromkeys(map(subject_of, files)):
         lines = _lines_of(found.offline, subject)
         by_key = _by_key(lines)
         sizes = {(line["dtype"], line["prompt"]) for line in lines}
@@ -149,6 +153,10 @@ def render(found: Found) -> str:
         parts += _table(
             "Milliseconds a decode step behind long prompts, greedy; no draft is accepted.",
             list(_behind(_lines_of(found.long, subject))),
+        )
+        parts += _table(
+            "Milliseconds a decode step on one GPU and on several, greedy.",
+            list(ranked_steps(_lines_of(found.tp, subject))),
         )
         lines = _lines_of(found.fused, subject)
         parts += _table(

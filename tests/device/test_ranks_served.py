@@ -12,13 +12,16 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from tests.support.http_fixtures import COMPLETIONS, ROOT, Server, serving
 from tests.support.ranked import OpenStream, ended, ranks_of, steps_of
 
+IS_ON_GPUS = torch.cuda.device_count() > 1
+MODEL = ROOT / "models" / ("demo/target" if IS_ON_GPUS else "random")
 FLAGS = [
     "--model-path",
-    str(ROOT / "models" / "random"),
+    str(MODEL),
     "--port",
     "0",
     "--context-length",
@@ -27,6 +30,7 @@ FLAGS = [
     "8",
 ]
 FLAGS += ["--max-total-tokens", "2048"]
+FLAGS += ["--dtype", "bfloat16"] * IS_ON_GPUS
 DRAFTING = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2"]
 PROMPTS = ("The weather in", "Once upon a time", "1 2 3 4", "def f(x):")
 CLIENTS, KINDS, MOST_TOKENS = 12, 12, 10
@@ -86,7 +90,7 @@ def test_ranks_of_hosts_that_share_no_memory_have_the_text_of_one_too(wanted):
 
 def test_two_ranks_of_jax_have_the_text_of_one_of_torch(wanted):
     """They are devices of one process, which a CPU makes as many of as are asked for."""
-    few = ["--max-running-requests", "1", "--context-length", "256", "--port", "0", *FLAGS[:2]]
+    few = ["--max-running-requests", "1", *FLAGS[:6], *FLAGS[10:]]
     with serving(["-m", "jax_impl.serve", *few, "--tp-size", "2"]) as server:
         assert len(server.pids()) == 2, "the engine and the HTTP server"
         assert server.metrics()["tandem:ranks"] == 2
