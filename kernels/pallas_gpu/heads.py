@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.columns import columns_of, in_head, is_in_head, load_kept
-from kernels.pallas_gpu.linear import let_next_start
+from kernels.pallas_gpu.linear_sums import let_next_start
 from kernels.pallas_gpu.squares import add_up
 
 _ROWS = 16  # of a program

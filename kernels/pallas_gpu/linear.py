@@ -17,13 +17,12 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int, Int32
 
 from kernels.mail import is_joined
-from kernels.pallas_gpu.codes import add_codes, load_codes
-from kernels.pallas_gpu.fp8 import four, widened
+from kernels.pallas_gpu.fp8 import widened
 from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
+from kernels.pallas_gpu.linear_sums import Block, Factors, sums_of
 from kernels.pallas_gpu.ranks import Gather, Link, Tile, gathered, share_tiles
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
-from shared.models.fp8_words import FP8_BLOCK, shares_of
 from shared.spec.numerics import SquaresOrder
 
 _LOG2_E = 1.4426950408889634
@@ -229,22 +228,6 @@ def _gathered(out, scaled, sums, gather):
     return (every, None, None) if sums is None else (out, every, all_sums)
 
 
-def let_next_start(x):
-    """Lets the next kernel begin its launch; every kernel waits for those before it anyway.
-
-    The assembly counts as free of effects, so a value that is needed must pass through it.
-    """
-    kind = "f" if x.dtype == jnp.float32 else "r"
-    (same,) = pltriton.elementwise_inline_asm(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[x],
-        constraints=f"={kind},{kind}",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return same
-
-
 def _product_kernel(
     x_ref, weights_ref, layer_ref, given, out_ref, scaled_ref, sums_ref, *, outputs, first, eps,
     is_gated, factor, num_rows, row_blocks, rows, order, tiles, boxes, is_compiled,
@@ -255,7 +238,7 @@ def _product_kernel(
     block = lax.div(pl.program_id(0), row_blocks)
     row = lax.rem(pl.program_id(0), row_blocks) * rows + lax.iota(jnp.int32, rows)
     column = block * tiles.columns + lax.iota(jnp.int32, tiles.columns)
-    step, layer = lax.iota(jnp.int32, tiles.depth), layer_ref[0]
+    layer = layer_ref[0]
     is_row, is_column = row < R, column < outputs
     is_inside = is_row[:, None] & is_column[None, :]
     # A row that is not written gets an index outside, for the interpreter.
@@ -274,95 +257,20 @@ def _product_kernel(
     if given.norms is not None and is_early:
         norm = _norm_of(given, at_column, is_column)
 
-    def tile(ref, at, is_one, has_all):
-        inside = (at + step)[None, :] < K
-        masks = [] if has_all else [is_one[:, None]]
-        masks += [] if K % tiles.depth == 0 else [inside]
-        shape = (is_one.shape[0], tiles.depth)
-        mask = functools.reduce(jnp.logical_and, [jnp.broadcast_to(m, shape) for m in masks], True)
-        masked = {"mask": mask, "other": 0.0} if masks else {}
-        return lambda *where: pltriton.load(ref.at[(*where, (at + step)[None, :])], **masked)
-
-    def add(i, sums):
-        at = i * tiles.depth
-        x = tile(x_ref, at, is_row, R % rows == 0)(row[:, None])
-        part = tile(weights_ref, at, is_column, outputs % tiles.columns == 0)
-        sums_after = [
-            _add_product(sums[0], x, part(layer, (first + column)[:, None]), tiles.swapped)
-        ]
-        if is_gated:
-            weight = part(layer, (first + outputs + column)[:, None])
-            sums_after.append(_add_product(sums[1], x, weight, tiles.swapped))
-        return tuple(sums_after)
-
-    # Blocks of gate and up in words are multiplied as one: the rows are read once.
-    is_in_words = given.scales is not None and given.row_scales is None
-    is_joined = is_gated and is_in_words
-    width = 2 * tiles.columns if is_joined else tiles.columns
-    both = lax.iota(jnp.int32, width)
-    in_result = block * tiles.columns + lax.rem(both, tiles.columns)
-    output = (first + lax.div(both, tiles.columns) * outputs + in_result)[:, None]
-    is_output = None if outputs % tiles.columns == 0 else in_result < outputs
-
-    def scale_at(i):
-        share, _ = shares_of(weights_ref.shape, given.scales.shape)
-        at = (layer, lax.div(output, share), jnp.full(output.shape, i))
-        return _load(given.scales, at, is_output)
-
-    def add_words(i, sums):
-        lane = lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :]
-        words = _load(weights_ref, (layer, output, i * lane.size + lane), is_output)
-        scale = scale_at(i) if only_scale is None else only_scale
-        is_real = None if R % rows == 0 else is_row
-        total = sums[0]
-        for number, weight in enumerate(four(words, scale, is_compiled)):
-            at = i * FP8_BLOCK + number * lane.size + lane
-            x = _load(x_ref, (row[:, None], at), is_real)
-            total = _add_product(total, x, weight.astype(x.dtype), is_swapped=True)
-        return (total,)
-
-    def scales_of(number):
-        """Those of a block of the rows, and of a block of each weight."""
-        number = jnp.minimum(number, blocks - 1)
-        at = [first + i * outputs + block * tiles.columns for i in range(len(nothing))]
-        of_weights = [
-            pltriton.load(given.scales.at[layer, lax.div(x, FP8_BLOCK), number]) for x in at
-        ]
-        return pltriton.load(given.row_scales.at[jnp.full(row.shape, number), row]), of_weights
-
-    def add_blocks(i, carried):
-        sums, (scale, of_weights) = carried
-        for number in range(tiles.depth // FP8_BLOCK):
-            number += i * (tiles.depth // FP8_BLOCK)
-            after = scales_of(number + 1)  # asked for ahead: they come from memory
-            at = (number * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[None, :]
-            x = _load(x_ref, (at_row[:, None], at), None if R % rows == 0 else is_row)
-            added = []
-            for weight, total in enumerate(sums):
-                output = first + weight * outputs + block * tiles.columns
-                codes = load_codes(weights_ref, layer, output, tiles.columns, number, is_compiled)
-                both = scale * of_weights[weight]
-                added.append(add_codes(total, x, codes, both, tiles.swapped, is_compiled))
-            sums, (scale, of_weights) = tuple(added), after
-        return sums, (scale, of_weights)
-
-    only_scale = None
-    if is_in_words and given.scales.shape[-1] == 1:  # read once for all inputs
-        only_scale = scale_at(0)
-    shape = (width, rows) if tiles.swapped else (rows, width)
-    nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated and not is_joined else 1)
-    steps, blocks = pl.cdiv(K, tiles.depth), K // FP8_BLOCK
-    if given.row_scales is not None:
-        sums, _ = lax.fori_loop(0, steps, add_blocks, (nothing, scales_of(0)))
-    else:
-        sums = lax.fori_loop(0, steps, add if given.scales is None else add_words, nothing)
-    sums = list(sums)
-    if is_compiled:
-        sums[0] = let_next_start(sums[0])
-    if tiles.swapped:
-        sums = [x.T for x in sums]
-    if is_joined:
-        sums = list(lax.split(sums[0], (tiles.columns, tiles.columns), axis=1))
+    sums = sums_of(
+        Factors(x_ref, weights_ref, given.scales, given.row_scales, layer),
+        Block(
+            number=block,
+            row=row,
+            column=column,
+            num_rows=R,
+            outputs=outputs,
+            first=first,
+            weights=2 if is_gated else 1,
+            tiles=tiles,
+        ),
+        is_compiled,
+    )
 
     if is_normed:
         if squares is None:
@@ -411,26 +319,10 @@ def _product_kernel(
             pltriton.store(sums_ref.at[at_row, at], sums, mask=is_inside)
 
 
-def _load(ref, at, is_one):
-    """Some rows of a reference, zero where none is; all are where `is_one` is None."""
-    if is_one is None:
-        return pltriton.load(ref.at[at])
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in at))
-    other = 0 if ref.dtype == jnp.int32 else 0.0
-    return pltriton.load(ref.at[at], mask=jnp.broadcast_to(is_one[:, None], shape), other=other)
-
-
 def _norm_of(given, at_column, is_column):
     """The scale of the next norm of some columns."""
     at = given.norms.at[given.norm_layer[0], at_column]
     return pltriton.load(at, mask=is_column, other=0.0)
-
-
-def _add_product(total, x, weight, is_swapped):
-    exact = {"precision": lax.Precision.HIGHEST}
-    if is_swapped:  # the outputs are the wide side of the matrix unit, the rows its narrow one
-        return total + pltriton.dot(weight, x.T, **exact)
-    return total + pltriton.dot(x, weight.T, **exact)
 
 
 def _squares(out, column, block, outputs, parts, order):

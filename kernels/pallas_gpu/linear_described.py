@@ -11,8 +11,6 @@ norms are computed before it and what stands beside the result after it, by kern
 """
 
 import functools
-from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,105 +21,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Float32, Int
 
 from kernels.pallas_gpu.layers import beside
-from kernels.pallas_gpu.linear_result import PARTS, WIDE, Result, multiplied_sum, scales_of
+from kernels.pallas_gpu.linear_result import WIDE, Result, scales_of
+from kernels.pallas_gpu.linear_ring import (
+    LINE_BYTES,
+    LINES,
+    WARPS,
+    Refs,
+    Shared,
+    Work,
+    copy_blocks,
+    ring_of,
+    sums_of,
+    sums_of_codes,
+)
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK, first_scale
 from shared.spec.numerics import SquaresOrder
 
-_WARPS = 4
-"""Of a warpgroup."""
-_LINE_BYTES, _LINES = 128, 8
-"""Blocks lie in shared memory in lines of so many bytes, and the pieces of lines are exchanged
-within so many lines, so that the matrix units read all banks at once. A descriptor counts such
-groups of lines."""
 _PROGRAMS = 2
 """At once on a multiprocessor, of codes and one warpgroup that multiplies."""
 _COPYING_REGISTERS, _REGISTERS = 40, 512
 """Of a thread that copies; and of all that are at one place in their warpgroups."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """What is multiplied, and how it is cut.
-
-    Attributes:
-      operands: Their names, in order.
-      outputs, first, is_gated, factor: As of `product`.
-      row_blocks, blocks: Blocks of the result in a column, and in all.
-      steps: Along the inputs.
-    """
-
-    operands: tuple[str, ...]
-    outputs: int
-    first: int
-    is_gated: bool
-    factor: float
-    row_blocks: int
-    blocks: int
-    steps: int
-    tiles: LinearTiles
-
-    @property
-    def groups(self) -> int:
-        """Warpgroups that multiply."""
-        return self.tiles.warps // _WARPS
-
-    @property
-    def weights(self) -> int:
-        """Blocks of the weight that belong to one of the result: a gate's, and that of up."""
-        return 2 if self.is_gated else 1
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether rows and weights are codes of FP8."""
-        return "row_scales" in self.operands
-
-    @property
-    def is_normed(self) -> bool:
-        """Whether each row has a scale."""
-        return "scale" in self.operands
-
-    @property
-    def is_biased(self) -> bool:
-        """Whether there is a bias."""
-        return "bias" in self.operands
-
-    @property
-    def is_added(self) -> bool:
-        """Whether something is added."""
-        return "added" in self.operands
-
-
-class _Refs(NamedTuple):
-    """What a program reads and writes in the GPU's memory; None for what is not there."""
-
-    x: Any
-    weights: Any
-    layer: Any
-    out: Any
-    scales: Any = None
-    row_scales: Any = None
-    scale: Any = None
-    bias: Any = None
-    added: Any = None
-
-
-class _Shared(NamedTuple):
-    """What a program has in shared memory.
-
-    Attributes:
-      rows, weight: Rings of blocks; those of gate and up stand one below the other.
-      parts: Of the result, for each warpgroup.
-      full, free: Barriers of the rings: a block has come, and all have multiplied it.
-      come: Barriers of the parts: what is added has come.
-    """
-
-    rows: Any
-    weight: Any
-    parts: Any
-    full: Any
-    free: Any
-    come: Any
 
 
 def takes(
@@ -139,8 +59,8 @@ def takes(
     And only on a Hopper, whose matrix units no other GPU has. Not with a norm before and a sum
     after it: a compiler may make one rounding of a product and a sum here.
     """
-    line = _LINE_BYTES // x.dtype.itemsize
-    is_whole = not (x.shape[1] % line or outputs % line or first % _LINES)
+    line = LINE_BYTES // x.dtype.itemsize
+    is_whole = not (x.shape[1] % line or outputs % line or first % LINES)
     is_addable = added is None or (added.dtype == np.dtype(out_type) and not is_normed)
     is_taken = is_whole and is_addable and x.dtype == weights.dtype
     is_taken &= x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
@@ -199,14 +119,14 @@ def described_product(
         _check_codes(tiles, first)
         operands |= {"scales": scales, "row_scales": row_scales}
         # With one warpgroup that multiplies there is room for more than one program.
-        programs = _PROGRAMS if tiles.warps == _WARPS else 1
+        programs = _PROGRAMS if tiles.warps == WARPS else 1
     if squares is not None:
         operands["scale"] = scales_of(squares, row_blocks * tiles.rows, K, eps, order)
     if bias is not None:
         operands["bias"] = bias
     if added is not None:
         operands["added"] = _in_lines(added)
-    work = _Work(
+    work = Work(
         operands=tuple(operands),
         outputs=N,
         first=first,
@@ -224,7 +144,7 @@ def described_product(
         grid_names=("program",),
         num_threads=work.groups + 1,
         thread_name="group",
-        scratch_types=_shared(work, x.dtype, np.dtype(out_type))._asdict(),
+        scratch_types=ring_of(work, x.dtype, np.dtype(out_type))._asdict(),
         compiler_params=plgpu.CompilerParams(),
         kernel_name="described_product",
     )(*operands.values())[:R]
@@ -234,14 +154,14 @@ def described_product(
 
 
 def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
-    groups, line = tiles.warps // _WARPS, _LINE_BYTES // out_type.itemsize
+    groups, line = tiles.warps // WARPS, LINE_BYTES // out_type.itemsize
     wrong = {
         "not be swapped": tiles.swapped,
         "be persistent": not tiles.persistent,
-        f"have {_WARPS} warps or more": not groups,
-        f"have {WIDE} rows or more for {_WARPS} warps": groups * WIDE > tiles.rows,
+        f"have {WARPS} warps or more": not groups,
+        f"have {WIDE} rows or more for {WARPS} warps": groups * WIDE > tiles.rows,
         f"have {line} columns or more": tiles.columns < line,
-        "have a depth of 64 or more": tiles.depth < _LINE_BYTES // 2,
+        "have a depth of 64 or more": tiles.depth < LINE_BYTES // 2,
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
@@ -262,7 +182,7 @@ def _check_codes(tiles: LinearTiles, first: int) -> None:
 
 def _in_lines(x):
     """With as many rows more as whole groups of lines take."""
-    spare = -len(x) % _LINES
+    spare = -len(x) % LINES
     return jnp.pad(x, ((0, spare), (0, 0))) if spare else x
 
 
@@ -280,29 +200,10 @@ def _gpu():
     return jax.devices()[0]
 
 
-def _shared(work, dtype, out_type):
-    tiles = work.tiles
-
-    def block(shape, dtype):
-        line = _LINE_BYTES // dtype.itemsize
-        layout = plgpu.TilingTransform((_LINES, line)), plgpu.SwizzleTransform(_LINE_BYTES)
-        return plgpu.SMEM(shape, dtype, transforms=layout)
-
-    parts = (work.groups, PARTS, WIDE, _LINE_BYTES // out_type.itemsize)
-    return _Shared(
-        rows=block((tiles.stages, tiles.rows, tiles.depth), dtype),
-        weight=block((tiles.stages, work.weights * tiles.columns, tiles.depth), dtype),
-        parts=block(parts, out_type),
-        full=plgpu.Barrier(num_arrivals=1 + work.weights, num_barriers=tiles.stages),
-        free=plgpu.Barrier(num_arrivals=work.groups, num_barriers=tiles.stages),
-        come=plgpu.Barrier(num_barriers=work.groups * PARTS),
-    )
-
-
 def _product_kernel(*refs, work, **shared):
     """A program for each multiprocessor, of blocks that lie so many apart; the rows come first."""
-    refs = _Refs(**dict(zip((*work.operands, "out"), refs, strict=True)))
-    shared = _Shared(**shared)
+    refs = Refs(**dict(zip((*work.operands, "out"), refs, strict=True)))
+    shared = Shared(**shared)
     program, group = lax.axis_index("program"), lax.axis_index("group")
     programs = lax.axis_size("program")
     count = pl.cdiv(work.blocks - program, programs)
@@ -322,7 +223,7 @@ def _product_kernel(*refs, work, **shared):
         layer = refs.layer[0]
 
         def copy(i, _):
-            _copy_blocks(refs.x, refs.weights.at[layer], shared, work, i * work.steps, *place(i))
+            copy_blocks(refs.x, refs.weights.at[layer], shared, work, i * work.steps, *place(i))
 
         lax.fori_loop(0, count, copy, None)
 
@@ -337,9 +238,9 @@ def _product_kernel(*refs, work, **shared):
             result = Result(refs, shared, work, group, row, column)
             result.prepare()
             if work.is_quantised:
-                sums = _sums_of_codes(refs, shared, work, group, i * work.steps, row, column)
+                sums = sums_of_codes(refs, shared, work, group, i * work.steps, row, column)
             else:
-                sums = _sums(shared, work, group, i * work.steps)
+                sums = sums_of(shared, work, group, i * work.steps)
             result.store(sums)
 
         lax.fori_loop(0, count, multiply, None)
@@ -349,93 +250,3 @@ def _product_kernel(*refs, work, **shared):
 def _multiplying_registers(groups):
     """Of a thread; a warpgroup can ask for some multiple of 8."""
     return min(240, (_REGISTERS - _COPYING_REGISTERS) // groups // 8 * 8)
-
-
-def _copy_blocks(x_ref, weight_ref, shared, work, done, row, column):
-    """Copies all that a block of the result is the product of; what lies outside is zero."""
-    tiles = work.tiles
-
-    def copy(k, _):
-        slot, at = lax.rem(done + k, tiles.stages), pl.ds(k * tiles.depth, tiles.depth)
-
-        @pl.when(done + k >= tiles.stages)
-        def _wait():
-            plgpu.barrier_wait(shared.free.at[slot])
-
-        full = shared.full.at[slot]
-        rows = x_ref.at[pl.ds(row, tiles.rows), at]
-        plgpu.copy_gmem_to_smem(rows, shared.rows.at[slot], full)
-        for number in range(work.weights):
-            # A last block of the gate goes on with rows of up, whose columns nothing stores.
-            first = work.first + number * work.outputs + column
-            weight = weight_ref.at[pl.ds(first, tiles.columns), at]
-            to = shared.weight.at[slot, pl.ds(number * tiles.columns, tiles.columns)]
-            plgpu.copy_gmem_to_smem(weight, to, full)
-
-    lax.fori_loop(0, work.steps, copy, None)
-
-
-def _sums(shared, work, group, done):
-    """The product of a warpgroup's rows with the blocks of the weight."""
-    tiles = work.tiles
-    rows = tiles.rows // work.groups
-
-    def add_all(sums_ref):
-        def add(k, _):
-            slot = lax.rem(done + k, tiles.stages)
-            plgpu.barrier_wait(shared.full.at[slot])
-            group_rows = shared.rows.at[slot, pl.ds(group * rows, rows)]
-            plgpu.wgmma(sums_ref, group_rows, shared.weight.at[slot].transpose((1, 0)))
-            plgpu.wgmma_wait(1)
-
-            @pl.when(k > 0)  # the product before this one is done
-            def _free():
-                plgpu.barrier_arrive(shared.free.at[lax.rem(done + k - 1, tiles.stages)])
-
-        lax.fori_loop(0, work.steps, add, None)
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(shared.free.at[lax.rem(done + work.steps - 1, tiles.stages)])
-        sums, columns = sums_ref[...], tiles.columns
-        return [sums[:, i * columns : (i + 1) * columns] for i in range(work.weights)]
-
-    return pl.run_scoped(add_all, plgpu.ACC((rows, shared.weight.shape[1]), jnp.float32))
-
-
-def _sums_of_codes(refs, shared, work, group, done, row, column):
-    """As `_sums`, of codes: those of a block are added from zero, and times both scales."""
-    tiles, layer = work.tiles, refs.layer[0]
-    shape = (tiles.rows // work.groups, tiles.columns)
-    outputs = [work.first + i * work.outputs + column for i in range(work.weights)]
-
-    def scales_at(k):
-        k = jnp.minimum(k, work.steps - 1)
-        at = refs.row_scales.at[k, pl.ds(row, shape[0])]
-        of_rows = plgpu.load(at, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return [of_rows * refs.scales[layer, lax.div(o, FP8_BLOCK), k] for o in outputs]
-
-    def multiply(group_rows, weight, part_ref):
-        plgpu.wgmma(part_ref, group_rows, weight.transpose((1, 0)))
-        plgpu.wgmma_wait(0)
-        return part_ref[...]
-
-    def add(k, carried):
-        sums, scales = carried
-        after = scales_at(k + 1)  # asked for a step ahead: they come from memory
-        slot = lax.rem(done + k, tiles.stages)
-        plgpu.barrier_wait(shared.full.at[slot])
-
-        group_rows = shared.rows.at[slot, pl.ds(group * shape[0], shape[0])]
-        sums_after = []
-        for i, (total, scale) in enumerate(zip(sums, scales, strict=True)):
-            weight = shared.weight.at[slot, pl.ds(i * tiles.columns, tiles.columns)]
-            part = pl.run_scoped(
-                functools.partial(multiply, group_rows, weight), plgpu.ACC(shape, jnp.float32)
-            )
-            across = lax.broadcast_in_dim(scale, shape, [0])
-            sums_after.append(multiplied_sum(part, across, total))
-        plgpu.barrier_arrive(shared.free.at[slot])
-        return sums_after, after
-
-    nothing = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    carried = [nothing] * work.weights, scales_at(0)
-    return lax.fori_loop(0, work.steps, add, carried)[0]
