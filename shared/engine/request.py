@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.grammar import Constraint
+from shared.engine.pictures import Picture, Sight
 from shared.spec.logprobs import Scores
 from shared.text.grammar_faults import OF_THE_REQUEST
 
@@ -147,11 +148,13 @@ class Request:
     Attributes:
       request_id: Name of the request, unique in the engine.
       prompt: Prompt tokens.
+      pictures: Those of the prompt, in their order; each has an image token for each of its rows.
       sampling: How its tokens are chosen.
       tenant: Whom it belongs to; what is kept of its text, to draft from or as a cached prefix, no
         other tenant reads.
       priority: Lower ones get a slot first, and give way last.
       constraint: What its grammar allows; None without one.
+      sight: How the rows of its prompt turn; None without pictures.
       arrival: Its number in the order of arrival.
       began: When it was made, by the monotonic clock.
       output: Tokens committed so far.
@@ -177,6 +180,8 @@ class Request:
     tenant: str = ""
     priority: int = 0
     constraint: Constraint | None = None
+    pictures: tuple[Picture, ...] = ()
+    sight: Sight | None = None
     arrival: int = 0
     began: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
