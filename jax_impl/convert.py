@@ -51,6 +51,11 @@ class OrbaxCheckpoint:
         """Whether the folder holds an MTP layer; a config may name one that is not there."""
         return any(name.startswith("mtp.") for name in self._arrays)
 
+    @property
+    def has_tower(self) -> bool:
+        """Never: a folder of Orbax is made of the text model alone."""
+        return False
+
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
         """How many stored bytes loading these parameters reads."""
         return sum(map(self._num_bytes, wanted))

@@ -12,7 +12,7 @@ from jax_impl.backend import JaxBackend
 from jax_impl.devices import find_device
 from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.together import Together, take_devices
-from jax_impl.weights import Loaded, load, load_head
+from jax_impl.weights import Loaded, load, load_head, load_tower
 from jax_impl.workspace import workspace
 from kernels.mail import device_mailbox_bytes
 from shared.boundary.backend import Blueprint
@@ -46,6 +46,11 @@ def load_backend(
         read_weights(blueprint, checkpoint, draft_files, each, progress, rank)
         for each, rank in zip(together.devices, together.ranks, strict=True)
     ]
+    tower, pictures = None, blueprint.capacity.pictures
+    if pictures is not None:
+        assert not isinstance(checkpoint, convert.OrbaxCheckpoint)  # it has none
+        placement = (jnp.dtype(blueprint.dtype), device, progress)
+        tower = load_tower(checkpoint, pictures.vision, *placement)
     of_drafts = [own for _, own in loaded if own is not None]
     return JaxBackend(
         blueprint.config,
@@ -58,6 +63,7 @@ def load_backend(
         quick_compile=False,
         kept_in=CACHE_FOLDER,
         group=group,
+        tower=tower,
     )
 
 

@@ -144,7 +144,7 @@ def load_head(
 
 
 def load_tower(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     config: VisionConfig,
     dtype: np.dtype | type,
     device: jax.Device,

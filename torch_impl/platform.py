@@ -20,7 +20,7 @@ from shared.process.start import Platform
 from torch_impl.backend import TorchBackend
 from torch_impl.devices import find_device
 from torch_impl.operations import KERNEL_LIMITS
-from torch_impl.weights import load, load_head
+from torch_impl.weights import load, load_head, load_tower
 from torch_impl.workspace import workspace
 
 ALL_THREADS = torch.get_num_threads()
@@ -53,6 +53,9 @@ def load_backend(
         lambda files, config: load_head(files, config, *placement, group=group),
         lambda files, config: load(files, config, False, *placement, {}, group=group),
     )
+    pictures, tower = blueprint.capacity.pictures, None
+    if pictures is not None:
+        tower = load_tower(checkpoint, pictures.vision, *placement)
     if device.type == "cpu":
         take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
     return TorchBackend(
@@ -65,6 +68,7 @@ def load_backend(
         device=device,
         captured=blueprint.captured if blueprint.on_gpu else (),
         group=group,
+        tower=tower,
     )
 
 

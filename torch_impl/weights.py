@@ -12,7 +12,6 @@ from torch import Tensor
 from shared.boundary.ranks import ALONE, Ranks
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
@@ -117,7 +116,7 @@ def load_head(
 
 
 def load_tower(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     config: VisionConfig,
     dtype: str,
     device: torch.device,

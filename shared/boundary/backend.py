@@ -130,6 +130,14 @@ class Capacity:
         return tuple(sorted({p.tokens for p in self.programs if p.work is Work.PREFILL}))
 
     @cached_property
+    def max_picture_tokens(self) -> int:
+        """Most rows of a prompt that one picture may take; 0 where the model sees none."""
+        if self.pictures is None:
+            return 0
+        most = max((p.tokens for p in self.programs if p.work is Work.ENCODE), default=0)
+        return most // self.pictures.vision.merged
+
+    @cached_property
     def shapes(self) -> tuple[TreeShape, ...]:
         """Draft shapes, the smallest first."""
         return tuple(sorted({p.shape for p in self.programs}, key=lambda s: (s.nodes, s.rows)))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32
 
+from shared.models.pictures import PictureConfig
 from shared.models.vision import VisionConfig
 from shared.spec.tower import Patches
 
@@ -15,10 +16,12 @@ class PicturePool:
 
     Attributes:
       vision: The tower that makes them.
+      processor: What pixels become before the tower reads them; no backend asks.
       num_rows: Of all pictures, with row 0, the sink.
     """
 
     vision: VisionConfig
+    processor: PictureConfig
     num_rows: int
 
 

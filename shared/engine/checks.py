@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra
+from shared.engine.pictures import Picture
 from shared.engine.request import Refusal, SamplingParams
 
 TOO_LONG = "context_length_exceeded"
@@ -33,6 +34,8 @@ class RequestLimits:
       max_prompt_logprobs: Most tokens that can be shown beside each token of the prompt; 0 where
         logprobs of prompts were not enabled at the start.
       has_grammars: Whether a text can be held to a grammar.
+      image_token: The token in whose place pictures stand; None where the model sees none.
+      max_picture_tokens: Most of them that one picture may take; 0 where the model sees none.
     """
 
     context_length: int
@@ -43,11 +46,14 @@ class RequestLimits:
     max_logprobs: int | None
     max_prompt_logprobs: int = 0
     has_grammars: bool = False
+    image_token: int | None = None
+    max_picture_tokens: int = 0
 
     @classmethod
     def of(cls, capacity: Capacity, max_request_tokens: int) -> RequestLimits:
         """The bounds that a backend's capacity sets."""
         has_logprobs = any(program.has(Extra.LOGPROBS) for program in capacity.programs)
+        pictures = capacity.pictures
         return cls(
             context_length=capacity.context_length,
             max_request_tokens=max_request_tokens,
@@ -57,6 +63,8 @@ class RequestLimits:
             max_logprobs=capacity.max_logprobs if has_logprobs else None,
             max_prompt_logprobs=capacity.max_scores,
             has_grammars=any(program.has(Extra.MASK) for program in capacity.programs),
+            image_token=None if pictures is None else pictures.vision.image_token,
+            max_picture_tokens=capacity.max_picture_tokens,
         )
 
     @property
@@ -72,6 +80,7 @@ def check(
     sampling: SamplingParams,
     limits: RequestLimits,
     names: Mapping[str, str] = OWN_NAMES,
+    pictures: Sequence[Picture] = (),
 ) -> None:
     """Refuses a request that cannot be served, whatever else is served.
 
@@ -79,11 +88,13 @@ def check(
       prompt, sampling: What the request asks.
       limits: Bounds of the model and the engine.
       names: What the caller calls these fields; refusals name them so.
+      pictures: Those of the prompt.
 
     Raises:
       Refusal: Names the field.
     """
     _check_prompt(prompt, limits, names["prompt"])
+    _check_pictures(prompt, pictures, limits, names["prompt"])
     _check_length(len(prompt), sampling, limits, names["max_tokens"])
     if sampling.min_tokens > sampling.max_tokens:
         raise Refusal(
@@ -98,6 +109,9 @@ def check(
     _check_prompt_logprobs(sampling.prompt_logprobs, limits, names["prompt_logprobs"])
     if sampling.grammar is not None:
         _check_grammar(len(prompt), sampling, limits, names)
+        if pictures and pictures[-1].end == len(prompt):
+            name = names["prompt"]
+            raise Refusal(name, f"{name} ends in a picture, and a text with a grammar may not")
 
 
 def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> None:
@@ -111,6 +125,32 @@ def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> No
             TOO_LONG,
         )
     check_ids(name, prompt, limits.vocab)
+
+
+def _check_pictures(
+    prompt: Sequence[int], pictures: Sequence[Picture], limits: RequestLimits, name: str
+) -> None:
+    """Holds the image tokens of a prompt against its pictures."""
+    if limits.image_token is None:
+        if pictures:
+            raise Refusal(name, f"{name} has a picture, and this server serves text alone")
+        return
+    if not pictures and limits.image_token not in prompt:
+        return
+    for number, each in enumerate(pictures, start=1):
+        if each.count > limits.max_picture_tokens:
+            raise Refusal(
+                name,
+                f"picture {number} of {name} takes {each.count} tokens, and one picture may have "
+                f"at most {limits.max_picture_tokens}",
+            )
+    shown = [place for each in pictures for place in range(each.first, each.end)]
+    if shown != [place for place, token in enumerate(prompt) if token == limits.image_token]:
+        raise Refusal(
+            name,
+            f"the image tokens ({limits.image_token}) of {name} are not those of its "
+            f"{len(pictures)} pictures; a text may not hold the image token",
+        )
 
 
 def _check_length(

@@ -12,6 +12,8 @@ from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, Gauges
 from shared.engine.metrics import Metrics
+from shared.engine.picture_rows import PictureRows
+from shared.engine.pictures import Sight
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Event, FinishReason, Refusal, Request
@@ -68,11 +70,13 @@ class Engine:
         self.allocator = Allocator(capacity)
         self.planner = Planner(capacity, self.allocator)
         self.cache = PrefixCache(capacity, self.allocator, cache, overlap)
+        self.pictures = None if capacity.pictures is None else PictureRows(capacity.pictures)
         self.scheduler = Scheduler(
             capacity,
             self.allocator,
             self.cache,
             controller,
+            self.pictures,
             overlap=overlap,
             chunked_prefill_size=chunked_prefill_size,
         )
@@ -90,6 +94,7 @@ class Engine:
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
                 **controller.gauges,
                 **_lot(capacity),
+                **_picture_gauges(self.pictures),
             },
             capacity.max_depth,
         )
@@ -110,7 +115,11 @@ class Engine:
         """
         if request.request_id in self._requests:
             raise Refusal("request_id", f"request_id {request.request_id} is taken")
-        check(request.prompt, request.sampling, self._request_limits)
+        limits = self._request_limits
+        check(request.prompt, request.sampling, limits, pictures=request.pictures)
+        if request.pictures:
+            assert limits.image_token is not None  # checked above
+            request.sight = Sight.of(request.prompt, limits.image_token, request.pictures)
         self.scheduler.add(request)
         self._requests[request.request_id] = request
 
@@ -310,6 +319,15 @@ def _logprobs(
         )
         for index in range(count)
     ]
+
+
+def _picture_gauges(pictures: PictureRows | None) -> Gauges:
+    if pictures is None:
+        return {}
+    return {
+        "pictures_encoded_total": lambda: pictures.num_encoded,
+        "picture_rows_held": lambda: pictures.num_held,
+    }
 
 
 def _lot(capacity: Capacity) -> Gauges:

@@ -83,6 +83,16 @@ def touched(pictures: Sequence[Picture], first: int, end: int) -> Iterator[Pictu
     return (each for each in pictures if each.first < end and first < each.end)
 
 
+def without(
+    pictures: Sequence[Picture], tokens: Int32[np.ndarray, " n"], first: int
+) -> Int32[np.ndarray, " some"]:
+    """Tokens that begin at position `first`, but for those in whose place pictures stand."""
+    is_text = np.ones(len(tokens), bool)
+    for each in touched(pictures, first, first + len(tokens)):
+        is_text[max(0, each.first - first) : each.end - first] = False
+    return tokens[is_text]
+
+
 def key_of(pictures: Sequence[Picture], first: int, end: int) -> bytes:
     """What tells positions with pictures from others with the same tokens; of text it is empty.
 

@@ -120,7 +120,7 @@ class Planner:
           LookupError: No program is large enough.
         """
         held, requests = self._allocator.num_pages, rows.requests
-        num_pages = max(held.item(request.slot) for request in requests)
+        num_pages = max((held.item(request.slot) for request in requests), default=0)
         verified = 0 if rows.shape is None else rows.shape.rows
         asked = any(request.sampling.logprobs is not None for request in requests)
         logprobs = asked and rows.work in (Work.PREFILL, Work.DECODE)

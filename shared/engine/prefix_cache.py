@@ -12,8 +12,7 @@ keeps the last two, as a stop string may still cut the text before the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -21,67 +20,19 @@ from jaxtyping import Int32
 
 from shared.boundary.backend import Capacity, StepPlan
 from shared.boundary.program import Work
-from shared.engine.allocator import NO_PAGES, Allocator
+from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy, track_unit
+from shared.engine.pictures import parting
 from shared.engine.radix_cache import NO_SNAPSHOT, Node, RadixCache
 from shared.engine.request import FinishReason, Request
 from shared.engine.rows import Chunk, Rows
+from shared.engine.standing import Prefix, Standing, snapshots_of
 
 WORTH_WAITING = 64
 """Positions that a request must be spared for it to wait until another one has fed them."""
 
 KEPT_STATES = 2
 """Of a running request's output."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """What is there of a request's context.
-
-    Attributes:
-      node: Node of the last page; None where nothing is there.
-      pages: Full pages, in the order of positions.
-      length: Positions that they hold.
-      draft_from: Position from which on their draft KV is whole.
-      snapshot: State at their end; 0: none.
-      branch: Position up to which pages are there too, but without a state; 0: none.
-    """
-
-    node: Node | None = None
-    pages: Int32[np.ndarray, " n"] = field(default_factory=lambda: NO_PAGES, compare=False)
-    length: int = 0
-    draft_from: int = 0
-    snapshot: int = NO_SNAPSHOT
-    branch: int = 0
-
-
-@dataclass
-class _Standing:
-    """What the cache knows of a running request.
-
-    Attributes:
-      request: Which.
-      node: The last of its pages that is in the cache; None: none is.
-      pinned: Snapshot that its first step is yet to restore; 0: none.
-      branch: See `Prefix`.
-      fed: Positions of its context that steps have fed, as far as their results are known.
-      is_broken: Whether there is a hole in its draft KV.
-      holes: Positions from and to which steps did not feed the drafter, since it got its slot.
-      saving: Snapshots by the position at which chunks in flight may take them.
-      pending: Position and snapshot that decode steps in flight may take; they pass one at most.
-      kept: Position and snapshot of each state that was taken, the oldest first.
-    """
-
-    request: Request
-    node: Node | None
-    pinned: int
-    branch: int
-    fed: int
-    is_broken: bool
-    holes: list[tuple[int, int]] = field(default_factory=list)
-    saving: dict[int, int] = field(default_factory=dict)
-    pending: tuple[int, int] = (0, NO_SNAPSHOT)
-    kept: list[tuple[int, int]] = field(default_factory=list)
 
 
 class PrefixCache:
@@ -110,7 +61,7 @@ class PrefixCache:
         self._counts = any(program.work is Work.COUNT for program in capacity.programs)
         self._interval = policy.track_interval if policy.is_on else 0
         self.tree = RadixCache(allocator, policy.key_reach)
-        self._standing: dict[int, _Standing] = {}
+        self._standing: dict[int, Standing] = {}
         self._asked, self._answer = None, Prefix()  # the last lookup
         self.num_queried = self.num_hit = 0
 
@@ -165,7 +116,7 @@ class PrefixCache:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
             return Prefix()
         most = request.most_found // self._page_size
-        path = self.tree.path(request.tenant, request.tokens())[:most]
+        path = self.tree.path(request.tenant, request.tokens(), request.pictures)[:most]
         if not self._interval:
             return self._prefix(path, 0)
         deepest = next((i for i in range(len(path), 0, -1) if path[i - 1].snapshot), 0)
@@ -204,7 +155,7 @@ class PrefixCache:
         if request.cached_tokens is None:
             self.num_queried += len(request.prompt)
             self.num_hit += prefix.length
-        self._standing[request.request_id] = _Standing(
+        self._standing[request.request_id] = Standing(
             request=request,
             node=prefix.node,
             pinned=prefix.snapshot,
@@ -232,17 +183,20 @@ class PrefixCache:
                     return True
         return False
 
-    def _common(self, request: Request, other: _Standing) -> int:
+    def _common(self, request: Request, other: Standing) -> int:
         """Positions that a request could take over from another one, once that has been fed."""
         tokens, context = request.tokens(), other.request.context
         most = min(request.most_found, len(context) - self._policy.key_reach)
         differs = np.flatnonzero(tokens[:most] != context[:most])
-        equal = int(differs[0]) - self._policy.key_reach if len(differs) else most
+        parted = int(differs[0]) if len(differs) else most + self._policy.key_reach
+        seen = parting(request.pictures, other.request.pictures)
+        parted = parted if seen is None else min(parted, seen)
+        equal = min(most, parted - self._policy.key_reach)
         unit = self._unit if self._interval else self._page_size
         return max(0, equal) // unit * unit
 
     @staticmethod
-    def _is_fed(standing: _Standing) -> bool:
+    def _is_fed(standing: Standing) -> bool:
         return standing.fed == standing.request.prefill_length
 
     # Steps
@@ -263,19 +217,19 @@ class PrefixCache:
             count = len(saves)
             plan.snapshots.save_at[:count], plan.snapshots.save[:count] = zip(*saves, strict=True)
 
-    def _unpin(self, standing: _Standing) -> None:
+    def _unpin(self, standing: Standing) -> None:
         if standing.pinned:
             self.tree.snapshots.unpin(standing.pinned)
             standing.pinned = NO_SNAPSHOT
 
-    def _save_of_chunk(self, standing: _Standing, chunk: Chunk) -> tuple[int, int]:
+    def _save_of_chunk(self, standing: Standing, chunk: Chunk) -> tuple[int, int]:
         at = _last_tracked(chunk, standing.branch, self._unit)
         snapshot = self.tree.snapshots.take() if at else NO_SNAPSHOT
         if snapshot:
             standing.saving[at] = snapshot
         return at, snapshot
 
-    def _save_of_decode(self, standing: _Standing) -> tuple[int, int]:
+    def _save_of_decode(self, standing: Standing) -> tuple[int, int]:
         """The tracked position that the steps in flight, and this one, may pass; there is one."""
         request, (at, snapshot) = standing.request, standing.pending
         known = self._filled(request, standing, prefilled=request.prefill_length)
@@ -302,15 +256,15 @@ class PrefixCache:
             else:
                 self.tree.snapshots.give(snapshot)
 
-    def _keep_state(self, request: Request, standing: _Standing, at: int, snapshot: int) -> None:
+    def _keep_state(self, request: Request, standing: Standing, at: int, snapshot: int) -> None:
         """Hangs a prompt's state where its text is in the tree, or keeps it until it is."""
-        path = self.tree.path(request.tenant, request.context[: at + 1])
+        path = self.tree.path(request.tenant, request.context[: at + 1], request.pictures)
         if len(path) * self._page_size == at:
             self.tree.snapshots.hang(snapshot, path[-1])
         else:
             self._hold_state(standing, at, snapshot)
 
-    def _hold_state(self, standing: _Standing, at: int, snapshot: int) -> None:
+    def _hold_state(self, standing: Standing, at: int, snapshot: int) -> None:
         standing.kept.append((at, snapshot))
         if len(standing.kept) > KEPT_STATES:
             self.tree.snapshots.give(standing.kept.pop(0)[1])
@@ -337,7 +291,7 @@ class PrefixCache:
             self._hold_state(standing, *standing.pending)
             standing.pending = (0, NO_SNAPSHOT)
 
-    def _note_hole(self, standing: _Standing, start: int, end: int) -> None:
+    def _note_hole(self, standing: Standing, start: int, end: int) -> None:
         standing.is_broken = True
         if standing.holes and standing.holes[-1][1] >= start:
             standing.holes[-1] = standing.holes[-1][0], end
@@ -357,13 +311,13 @@ class PrefixCache:
             self._insert(request, standing, request.tokens(), filled, is_running=False)
             while standing.kept:
                 self._hang(standing.node, *standing.kept.pop())
-        for snapshot in _snapshots(standing):
+        for snapshot in snapshots_of(standing):
             self.tree.snapshots.give(snapshot)
         self._unpin(standing)
         if locked is not None:
             self.tree.unlock(locked)
 
-    def _filled(self, request: Request, standing: _Standing, prefilled: int) -> int:
+    def _filled(self, request: Request, standing: Standing, prefilled: int) -> int:
         """Positions with KV, as far as results are known; `prefilled` while its prompt is fed."""
         is_fed = self._is_fed(standing) and bool(request.output)
         return request.length - 1 if is_fed else prefilled
@@ -371,7 +325,7 @@ class PrefixCache:
     def _insert(
         self,
         request: Request,
-        standing: _Standing,
+        standing: Standing,
         tokens: Int32[np.ndarray, " T"],
         end: int,
         *,
@@ -383,10 +337,10 @@ class PrefixCache:
             return
         pages = self.allocator.page_table[request.slot, :count]
         whole = self._whole_pages(standing, count)
-        known = (request.tenant, standing.node, tokens, pages, whole)
+        known = (request.tenant, standing.node, tokens, pages, whole, request.pictures)
         standing.node = self.tree.insert(*known, is_running=is_running)
 
-    def _whole_pages(self, standing: _Standing, count: int) -> list[bool]:
+    def _whole_pages(self, standing: Standing, count: int) -> list[bool]:
         """Which pages have no hole in their draft KV; those that were found are not asked for."""
         if not standing.is_broken:
             return [True] * count
@@ -416,7 +370,7 @@ class PrefixCache:
         """
         nodes = list(self.tree.nodes())
         self.allocator.check([node.page for node in nodes])
-        held = [snapshot for one in self._standing.values() for snapshot in _snapshots(one)]
+        held = [snapshot for one in self._standing.values() for snapshot in snapshots_of(one)]
         self.tree.snapshots.check(held)
         known = {request.request_id for request in running} if self._policy.is_on else set()
         assert set(self._standing) == known, "the cache stands by requests that do not run"
@@ -431,11 +385,6 @@ class PrefixCache:
         assert self.tree.num_evictable == free, "evictable pages are miscounted"
         if (asked := self._asked) and asked == self._key(asked[0]):
             assert self._answer == self._look_up(asked[0]), "a lookup that is kept is not there"
-
-
-def _snapshots(standing: _Standing) -> Iterator[int]:
-    named = [standing.pending, *standing.kept, *standing.saving.items()]
-    yield from (snapshot for _, snapshot in named if snapshot)
 
 
 def _last_tracked(chunk: Chunk, branch: int, unit: int) -> int:

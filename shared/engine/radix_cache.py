@@ -25,6 +25,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.allocator import Allocator
+from shared.engine.pictures import Picture, key_of
 
 NO_SNAPSHOT = 0
 MOST_STALE = 4
@@ -37,7 +38,8 @@ class Node:
 
     Attributes:
       parent: The page before it; None of a root, which is no page.
-      key: Its tokens, as bytes; with the one after them where draft KV depends on that.
+      key: Its tokens, as bytes; with the one after them where draft KV depends on that. Behind
+        them, of each picture that these touch, its digest and where in it the page begins.
       page: Its page.
       num_pages: Pages from the root to it, its own included.
       is_whole: Whether each row of its draft KV was written.
@@ -105,29 +107,35 @@ class RadixCache:
 
     # Reading
 
-    def path(self, salt: str, tokens: Int32[np.ndarray, " T"]) -> list[Node]:
+    def path(
+        self, salt: str, tokens: Int32[np.ndarray, " T"], pictures: Sequence[Picture] = ()
+    ) -> list[Node]:
         """The nodes of the longest beginning of a text that is there, first to last.
 
         Args:
           salt: Texts of another salt are not seen.
           tokens: The text; whether a page is full and known to its last row follows from it.
+          pictures: Those of the text.
         """
         node, nodes = self.roots.get(salt), []
         if node is None:
             return nodes
-        for key in self._keys(tokens, 0):
+        for key in self._keys(tokens, pictures, 0):
             node = node.children.get(key)
             if node is None:
                 break
             nodes.append(node)
         return nodes
 
-    def _keys(self, tokens: Int32[np.ndarray, " T"], first: int) -> Iterator[bytes]:
+    def _keys(
+        self, tokens: Int32[np.ndarray, " T"], pictures: Sequence[Picture], first: int
+    ) -> Iterator[bytes]:
         """The keys of a text's full pages from page `first` on."""
         raw, size = tokens.astype(np.int32, copy=False).tobytes(), 4 * self._page_size
         reach = 4 * self._key_reach
         for start in range(first * size, len(raw) - size - reach + 1, size):
-            yield raw[start : start + size + reach]
+            key = raw[start : start + size + reach]
+            yield key + key_of(pictures, start // 4, (start + size + reach) // 4)
 
     # Running requests
 
@@ -157,6 +165,7 @@ class RadixCache:
         tokens: Int32[np.ndarray, " T"],
         pages: Int32[np.ndarray, " n"],
         is_whole: Sequence[bool],
+        pictures: Sequence[Picture] = (),
         *,
         is_running: bool,
     ) -> Node | None:
@@ -167,6 +176,7 @@ class RadixCache:
           tokens: The text from its beginning.
           pages: Its pages from its beginning, each of which has an owner.
           is_whole: Of each of them, see `Node`.
+          pictures: Those of the text.
           is_running: They stay pages of a slot too, so none is put behind another's page.
 
         Returns:
@@ -175,7 +185,9 @@ class RadixCache:
         node = self._root(salt) if below is None else below
         self._clock += 1
         added = []
-        for place, key in enumerate(self._keys(tokens, node.num_pages), start=node.num_pages):
+        for place, key in enumerate(
+            self._keys(tokens, pictures, node.num_pages), start=node.num_pages
+        ):
             if place == len(pages):
                 break
             child = node.children.get(key)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from shared.boundary.backend import Backend, Capacity, StepResult
 from shared.boundary.program import Extra, Work
 from shared.engine.allocator import Allocator
+from shared.engine.picture_rows import PictureRows
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request
@@ -58,6 +59,7 @@ class PlainRunner:
       backend: The device.
       planner, allocator, cache: Of the engine that serves on it. A replay finds nothing in the
         cache and leaves nothing to it; what is cached gives way to it.
+      pictures: Of the engine too, where the model sees: a replay's pictures are its request's.
 
     Raises:
       ValueError: The backend has no programs for plain steps that give logprobs, or its steps give
@@ -65,10 +67,15 @@ class PlainRunner:
     """
 
     def __init__(
-        self, backend: Backend, planner: Planner, allocator: Allocator, cache: PrefixCache
+        self,
+        backend: Backend,
+        planner: Planner,
+        allocator: Allocator,
+        cache: PrefixCache,
+        pictures: PictureRows | None,
     ) -> None:
         self._backend, self._planner = backend, planner
-        self._allocator, self._cache = allocator, cache
+        self._allocator, self._cache, self._pictures = allocator, cache, pictures
         self._most_tokens = _check_programs(backend.capacity)
         self._request: Request | None = None
 
@@ -88,7 +95,14 @@ class PlainRunner:
             prompt_logprobs=None,
             max_draft_tokens=0,
         )
-        replay = Request(request_id=request.request_id, prompt=request.prompt, sampling=sampling)
+        replay = Request(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            sampling=sampling,
+            tenant=request.tenant,
+            pictures=request.pictures,
+            sight=request.sight,
+        )
         replay.place(self._allocator.take_slot())
         self._planner.bind(replay)
         self._request = replay
@@ -121,6 +135,10 @@ class PlainRunner:
             self._reserve(request, request.length + PLAIN.scratch)
             return Rows.decode([request], PLAIN)
         chunk = Chunk(request, request.prefilled, chunk_end(request, self._most_tokens))
+        if self._pictures is not None and request.pictures:
+            chunk = self._pictures.chunk_of(request, chunk.end)
+        if isinstance(chunk, Rows):
+            return chunk
         self._reserve(request, chunk.end)
         request.prefill(chunk.end)
         return Rows.prefill((chunk,))

@@ -10,12 +10,15 @@ import numpy as np
 from jaxtyping import Float32
 
 from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan
+from shared.boundary.pictures import Encode, Pictures
 from shared.boundary.program import Work
 from shared.engine.grammar import Masks
+from shared.engine.pictures import Picture
 from shared.engine.request import Request
 from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
+from shared.spec.tower import Patches
 
 _TREE = tuple(field.name for field in fields(HostDraft))
 _COPIES = tuple(field.name for field in fields(Copies))
@@ -23,11 +26,17 @@ _COPIES = tuple(field.name for field in fields(Copies))
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions `first` up to `end` of a request's context, to be prefilled in one step."""
+    """Positions `first` up to `end` of a request's context, to be prefilled in one step.
+
+    Attributes:
+      pictures: Those of which a row stands in it or right behind it, with the place of their first
+        row in the pool.
+    """
 
     request: Request
     first: int
     end: int
+    pictures: tuple[tuple[Picture, int], ...] = ()
 
     @property
     def starts(self) -> bool:
@@ -54,13 +63,15 @@ def chunk_end(request: Request, budget: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of one step, made by `prefill`, `count`, `decode` or `draft`.
+    """The rows of one step, made by `prefill`, `count`, `decode`, `draft` or `encode`.
 
     Attributes:
       work: What the step does.
-      requests: The request of each row.
+      requests: The request of each row; an encoding has none.
       chunks: The chunk of each row of a prefill; empty in any other step.
       counted: What a count adds to `seen`, for penalties: tokens that no prefill will feed.
+      patches: Of the picture that an encoding reads.
+      place: Of its first row in the pool.
       shape: The draft shape of a decode and of a draft.
       drafts: The host's tree of each row of a decode; None where the device or nobody drafts.
       copies: Copies of seen text for each row, to join what the device drafts; None: none join.
@@ -75,6 +86,8 @@ class Rows:
     requests: Sequence[Request]
     chunks: Sequence[Chunk] = ()
     counted: Chunk | None = None
+    patches: Patches | None = None
+    place: int = 0
     shape: TreeShape | None = None
     drafts: HostDraft | None = None
     copies: Copies | None = None
@@ -91,6 +104,11 @@ class Rows:
     def count(cls, counted: Chunk) -> Self:
         """A step that counts tokens of one request; the first of its steps starts the row."""
         return cls(work=Work.COUNT, requests=[counted.request], counted=counted)
+
+    @classmethod
+    def encode(cls, patches: Patches, place: int) -> Self:
+        """A step that makes the rows of one picture."""
+        return cls(work=Work.ENCODE, requests=[], patches=patches, place=place)
 
     @classmethod
     def decode(
@@ -123,7 +141,9 @@ class Rows:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens that the step feeds or counts; 0 in a decode and a draft."""
+        """Prompt tokens that the step feeds or counts, or patches; 0 in a decode and a draft."""
+        if self.patches is not None:
+            return len(self.patches.pixels)
         chunks = self.chunks if self.counted is None else (self.counted,)
         return sum(chunk.end - chunk.first for chunk in chunks)
 
@@ -152,6 +172,9 @@ class Rows:
         elif isinstance(plan.work, Count):
             assert self.counted is not None
             _lay_counted(plan, plan.work, self.counted)
+        elif isinstance(plan.work, Encode):
+            assert self.patches is not None
+            _lay_patches(plan.work, self.patches, self.place)
         else:
             _check_prefilled(self.requests)
             _copy_known(plan, self)
@@ -167,13 +190,37 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
         work.row_starts[row + 1] = end
         work.first_positions[row] = chunk.first
         work.ends_prompt[row] = chunk.ends_prompt
-        if work.pictures is not None:  # of text
-            work.pictures.turns[start:end] = np.arange(chunk.first, chunk.end)[:, None]
+        if work.pictures is not None:
+            _lay_pictures(work.pictures, row, start, chunk)
         # Drafters learn of a chunk's last token together with the one that follows it.
         work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
         if chunk.starts:
             _start(plan, row, chunk.request)
     work.row_starts[len(chunks) + 1 :] = end
+
+
+def _lay_pictures(pictures: Pictures, row: int, start: int, chunk: Chunk) -> None:
+    """Lays how the tokens of a chunk turn, and which rows of the pool stand in their place."""
+    first, end, sight = chunk.first, chunk.end, chunk.request.sight
+    turns = pictures.turns[start : start + end - first]
+    if sight is None:
+        turns[:] = np.arange(first, end)[:, None]
+        return
+    turns[:] = sight.between(first, end)
+    pictures.deltas[row] = sight.delta
+    for picture, place in chunk.pictures:
+        from_, to = max(first, picture.first), min(end, picture.end)
+        at = place - picture.first
+        pictures.sources[start + from_ - first : start + to - first] = np.arange(from_, to) + at
+        if picture.first <= end < picture.end:
+            pictures.next_sources[row] = end + at
+
+
+def _lay_patches(work: Encode, patches: Patches, place: int) -> None:
+    count = len(patches.pixels)
+    for name, values in vars(patches).items():
+        getattr(work.patches, name)[:count] = values
+    work.place[0] = place
 
 
 def _lay_counted(plan: StepPlan, work: Count, counted: Chunk) -> None:

@@ -9,6 +9,7 @@ from shared.boundary.backend import Capacity
 from shared.boundary.program import Work
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
+from shared.engine.picture_rows import PictureRows
 from shared.engine.prefix_cache import Prefix, PrefixCache
 from shared.engine.request import Refusal, Request
 from shared.engine.rows import Chunk, Rows, chunk_end
@@ -25,6 +26,7 @@ class Scheduler:
 
     Args:
       cache: Finds the beginnings of contexts, and gives way where pages are short.
+      pictures: Where rows of pictures are; None where the model sees none.
       overlap: Steps in flight while the next one is planned.
       chunked_prefill_size: Most prompt tokens of a step.
 
@@ -38,12 +40,13 @@ class Scheduler:
         allocator: Allocator,
         cache: PrefixCache,
         controller: Controller,
+        pictures: PictureRows | None,
         *,
         overlap: int,
         chunked_prefill_size: int,
     ) -> None:
         self._capacity, self.allocator, self._controller = capacity, allocator, controller
-        self._cache = cache
+        self._cache, self._pictures = cache, pictures
         counts = (p.tokens for p in capacity.programs if p.work is Work.COUNT)
         self._most_counted = max(counts, default=0)
         self._num_arrived = 0
@@ -149,12 +152,23 @@ class Scheduler:
             first, end = request.prefilled, chunk_end(request, budget)
             if first == end or not self._make_room(request, end):
                 continue
-            chunks.append(Chunk(request, first, end))
-            request.prefill(end)
-            budget -= end - first
+            chunk = self._chunk(request, end)
+            if isinstance(chunk, Rows):
+                if not chunks:
+                    return chunk
+                continue  # its picture is encoded when it is the first that is left
+            chunks.append(chunk)
+            request.prefill(chunk.end)
+            budget -= chunk.end - first
             if len(chunks) == self._max_prefill_rows:
                 break
         return Rows.prefill(tuple(chunks)) if chunks else None
+
+    def _chunk(self, request: Request, end: int) -> Chunk | Rows:
+        """A chunk that ends there or, where pictures are many, before; or an encoding for it."""
+        if self._pictures is None or not request.pictures:
+            return Chunk(request, request.prefilled, end)
+        return self._pictures.chunk_of(request, end)
 
     def _decode_rows(self) -> Rows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]

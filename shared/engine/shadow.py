@@ -82,7 +82,9 @@ class ShadowCheck:
         report: Callable[[Divergence], None],
     ) -> None:
         self._engine, self._rate, self._report = engine, rate, report
-        self._runner = PlainRunner(backend, engine.planner, engine.allocator, engine.cache)
+        self._runner = PlainRunner(
+            backend, engine.planner, engine.allocator, engine.cache, engine.pictures
+        )
         self._may_redraw = backend.capacity.accept_rule != "match"
         self._open: dict[int, Request] = {}
         self._waiting: deque[_Case] = deque()

@@ -17,6 +17,7 @@ from shared.models import fp8, fp8_words
 from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, Source, parameters
+from shared.models.vision import TENSORS
 
 Array = Shaped[np.ndarray, "..."]
 Weights = dict[str, Array]
@@ -24,7 +25,7 @@ Weights = dict[str, Array]
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What released checkpoints put before the names used here; the first that fits is cut off."""
 
-IGNORED = ("visual.", "vision_tower.", "multi_modal_projector.", "rotary_emb.inv_freq")
+IGNORED = (TENSORS, "vision_tower.", "multi_modal_projector.", "rotary_emb.inv_freq")
 """Parts of names of tensors that a text model does without."""
 
 DTYPES = {
@@ -75,6 +76,11 @@ class Checkpoint:
     def has_mtp(self) -> bool:
         """Whether the files hold an MTP layer; a config may name one that is not there."""
         return any(name.startswith("mtp.") for name in self._owners)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether the files hold a vision tower; a config may name one that is not there."""
+        return any(name.startswith(TENSORS) for name in self._owners)
 
     def has(self, name: str) -> bool:
         """Whether a tensor is there, by its name without prefix."""

@@ -24,6 +24,8 @@ from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, parameters
 from shared.models.pieces import Source
+from shared.models.tower import tower_parameters
+from shared.models.vision import TENSORS, VisionConfig
 
 ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 """Shift and factor of each round of `mixed`."""
@@ -188,14 +190,25 @@ class DummyCheckpoint:
         self.granularity = granularity and fp8_words.kept_granularity(granularity)
 
     @classmethod
-    def of_model(cls, config: ModelConfig, granularity: Granularity | None) -> Self:
-        """Of a whole model, with an MTP layer where its config names one."""
-        return cls(parameters(config, config.has_mtp), {}, granularity)
+    def of_model(
+        cls,
+        config: ModelConfig,
+        granularity: Granularity | None,
+        vision: VisionConfig | None = None,
+    ) -> Self:
+        """Of a whole model, with an MTP layer and a vision tower where its config names them."""
+        tower = [] if vision is None else tower_parameters(vision)
+        return cls([*parameters(config, config.has_mtp), *tower], {}, granularity)
 
     @property
     def has_mtp(self) -> bool:
         """Whether there is an MTP layer."""
         return any(name.startswith("mtp.") for name in self.names)
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether there is a vision tower."""
+        return any(name.startswith(TENSORS) for name in self.names)
 
     def has(self, name: str) -> bool:
         """Whether a tensor is there."""

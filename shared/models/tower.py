@@ -1,14 +1,29 @@
 """Which tensors of a checkpoint the parameters of a vision tower are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from shared.models.checkpoint import Checkpoint, CheckpointError
+from shared.models.checkpoint import CheckpointError
 from shared.models.parameters import BIAS, Parameter, single, stack
-from shared.models.vision import VisionConfig
+from shared.models.vision import TENSORS, VisionConfig
 
-TENSORS = "visual."
-"""Begins the name of each tensor of a tower."""
+
+class Files(Protocol):
+    """Files that may hold a tower, as a `shared.models.checkpoint.Checkpoint` has them."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors, without prefix."""
+        ...
+
+    def known(self, wanted: Sequence[Parameter]) -> set[str]:
+        """The tensors that these parameters are made of."""
+        ...
+
+    def check_parameters(self, wanted: Sequence[Parameter]) -> None:
+        """Raises `CheckpointError` for the first tensor that is missing or has another form."""
+        ...
 
 
 def tower_parameters(config: VisionConfig) -> list[Parameter]:
@@ -33,7 +48,7 @@ def tower_parameters(config: VisionConfig) -> list[Parameter]:
     ]
 
 
-def check_tower(checkpoint: Checkpoint, config: VisionConfig) -> list[Parameter]:
+def check_tower(checkpoint: Files, config: VisionConfig) -> list[Parameter]:
     """Checks presence, dtype and shape of a tower's tensors, and that there are no others.
 
     Returns:

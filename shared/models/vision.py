@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from shared.models.fields import Json, count, object_of, positive
 
+TENSORS = "visual."
+"""Begins the name of each tensor of a tower."""
+
 EPS = 1e-6
 """Added to the variance of every layer norm; no field says it."""
 

@@ -60,6 +60,15 @@ class EngineConfig:
         "refused",
         low=0, high=MAX_LOGPROBS, metavar="N",
     )  # fmt: skip
+    max_picture_tokens: int | None = flag(
+        None, "most tokens that a picture of a prompt takes; larger pictures are shrunk, as the "
+        "checkpoint shrinks those beyond its own bound (default: 1024 on a CPU, 4096 on a GPU, or "
+        "the checkpoint's)", low=1, high=1 << 16,
+    )  # fmt: skip
+    picture_pool_tokens: int | None = flag(
+        None, "tokens of pictures that stay encoded on the device, so that the next turn of a chat "
+        "encodes nothing (default: four times the largest picture)", low=1, high=1 << 24,
+    )  # fmt: skip
     disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
     disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts alone")
 

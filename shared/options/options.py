@@ -86,6 +86,7 @@ class ModelOptions:
     context_length: int | None = flag(
         None, "most tokens of prompt and output (default: the model's)", low=2, high=1 << 24
     )
+    language_only: bool = flag(False, "leave a model's vision tower out, and serve its text alone")
 
     def __post_init__(self) -> None:
         check_rules(self)

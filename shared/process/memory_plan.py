@@ -11,6 +11,7 @@ from math import prod
 from shared.boundary.backend import ITEM_BYTES, Blueprint, Capacity
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.mailboxes import mailbox_bytes
+from shared.boundary.pictures import PicturePool
 from shared.boundary.program import Work
 from shared.boundary.ranks import Ranks
 from shared.boundary.workspace import state_layer_bytes
@@ -21,8 +22,10 @@ from shared.models.fp8_words import InWords, bytes_of_codes, bytes_of_words
 from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.models.ranks import local
+from shared.models.tower import tower_parameters
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device
+from shared.process.pictures import Tower, picture_pool
 from shared.process.programs import ProgramCosts, capacity_for, captured_works, pages_for
 from shared.process.settled import Settled, settle
 
@@ -93,6 +96,7 @@ def plan(
     costs: ProgramCosts,
     in_words: Callable[[], InWords] = dict,
     in_codes: frozenset[str] = frozenset(),
+    tower: Tower | None = None,
 ) -> MemoryPlan:
     """Divides the device's memory.
 
@@ -102,6 +106,7 @@ def plan(
       in_words: Finds the parameters that can stay FP8. They do where kernels run, for bfloat16 on a
         GPU and without `in_codes`; elsewhere it is not called, since it reads all scales.
       in_codes: Parameters that stay FP8 and quantise their rows.
+      tower: Of a model that sees; None: text alone is served.
 
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
@@ -114,7 +119,8 @@ def plan(
         )
     keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not in_codes
     found = in_words() if keeps_words else {}
-    sizing = _Sizing(settled, model, drafts, device, costs, found, in_codes)
+    pictures = None if tower is None else picture_pool(tower, settled)
+    sizing = _Sizing(settled, model, drafts, device, costs, found, in_codes, pictures)
     largest = sizing.with_pages(sizing.most_pages())
     if largest.total_bytes > device.free_bytes:
         raise ConfigError(
@@ -130,6 +136,7 @@ class _Sizing:
 
     Attributes:
       in_words: The parameters that stay FP8.
+      pictures: The pool of a model that sees.
     """
 
     settled: Settled
@@ -139,6 +146,7 @@ class _Sizing:
     costs: ProgramCosts
     in_words: InWords
     in_codes: frozenset[str]
+    pictures: PicturePool | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """The whole plan with so many pages."""
@@ -147,7 +155,7 @@ class _Sizing:
             config=self.model,
             drafts=self.drafts,
             capacity=replace(
-                capacity_for(settled, pages, self.model, self.device, self.costs),
+                capacity_for(settled, pages, self.model, self.device, self.costs, self.pictures),
                 num_snapshots=1 + self._num_snapshots(),
             ),
             dtype=settled.dtype,
@@ -223,6 +231,8 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     yield from _weight_lines(blueprint)
     yield from _page_lines(share)
     yield from _slot_lines(share)
+    if blueprint.capacity.pictures is not None:
+        yield _picture_line(blueprint, blueprint.capacity.pictures)
     yield _buffer_line(blueprint.capacity)
     if costs.has_mailboxes and not (blueprint.ranks.is_alone or blueprint.on_gpu):
         num_bytes = mailbox_bytes(blueprint.ranks.count)
@@ -252,6 +262,13 @@ def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
     if of_drafts := _of_rank(draft_parameters(drafts, None), blueprint):
         line = _weights_line("draft weights", blueprint.dtype, of_drafts, {})
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
+    if blueprint.capacity.pictures is not None:
+        yield _tower_line(blueprint, blueprint.capacity.pictures)
+
+
+def _tower_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
+    """The tower's, which every rank has whole."""
+    return _weights_line("vision tower", blueprint.dtype, tower_parameters(pictures.vision), {})
 
 
 def _of_rank(wanted: Sequence[Parameter], blueprint: Blueprint) -> list[Parameter]:
@@ -309,6 +326,13 @@ def _slot_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
     yield MemoryLine("relay", f"{slots} slots", relay)
 
 
+def _picture_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
+    """Rows that wait for their prompts, and how later tokens of each slot turn."""
+    rows = pictures.num_rows * pictures.vision.out * blueprint.item_bytes
+    detail = f"{pictures.num_rows - 1} tokens of pictures, and a sink"
+    return MemoryLine("picture rows", detail, rows + 4 * blueprint.capacity.num_slots)
+
+
 def _state_lines(
     whose: str, model: ModelConfig, num_layers: int, blueprint: Blueprint
 ) -> Iterator[MemoryLine]:
@@ -346,7 +370,7 @@ def _workspace_lines(blueprint: Blueprint, costs: ProgramCosts) -> Iterator[Memo
     A captured decode keeps its memory in a pool of its own, beside that of prompts, which run
     without a capture.
     """
-    prompts = (Work.PREFILL, Work.COUNT)
+    prompts = (Work.PREFILL, Work.COUNT, Work.ENCODE)
     for name, is_prompt in (("prompt workspace", True), ("decode workspace", False)):
         programs = [p for p in blueprint.capacity.programs if (p.work in prompts) is is_prompt]
         widest = max((costs.workspace(p, blueprint) for p in programs), default=0)

@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from shared.boundary.backend import Blueprint, Capacity
+from shared.boundary.pictures import PicturePool
 from shared.boundary.program import CAPTURED, Extra, Program, Work
 from shared.models.config import ModelConfig
 from shared.options.adaptive import MOST_NODES, Candidate
 from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
 from shared.options.options import Options
 from shared.process.device import Device
+from shared.process.pictures import encodings
 from shared.process.settled import Settled
 from shared.spec.draft_tree import TreeShape
 
@@ -41,7 +43,12 @@ class ProgramCosts:
 
 
 def capacity_for(
-    settled: Settled, pages: int, model: ModelConfig, device: Device, costs: ProgramCosts
+    settled: Settled,
+    pages: int,
+    model: ModelConfig,
+    device: Device,
+    costs: ProgramCosts,
+    pictures: PicturePool | None = None,
 ) -> Capacity:
     """What a backend provides: so many pages, other pools, and one program per bucket.
 
@@ -66,6 +73,8 @@ def capacity_for(
         programs += _few(masked) if device.kind == "gpu" or settled.are_few else masked
     if not engine.disable_radix_cache:
         programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, Extra.NONE))
+    if pictures is not None:
+        programs += encodings(pictures, settled.are_few)
     if engine.shadow_check and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(Work.DECODE, 1, table, 0, plain, Extra.LOGPROBS))
     return Capacity(
@@ -83,6 +92,7 @@ def capacity_for(
         max_scores=engine.max_prompt_logprobs,
         accept_rule=settled.draft.verification,
         accept_rates=settled.draft.accept_rates,
+        pictures=pictures,
     )
 
 

@@ -21,6 +21,7 @@ class Settled:
       page_size: KV positions of a page.
       most_requests: That run at once.
       chunk: Most tokens of a prompt in one step.
+      most_picture_tokens: Of a prompt that one picture takes; a checkpoint may bound them further.
       track_interval: Tokens between the states that the prefix cache keeps.
       overlap: Steps that may be in flight.
       draft: What drafts, with its shape.
@@ -34,6 +35,7 @@ class Settled:
     page_size: int
     most_requests: int
     chunk: int
+    most_picture_tokens: int
     track_interval: int
     overlap: int
     draft: SpeculativeConfig
@@ -46,12 +48,13 @@ class _Defaults:
     page_size: int
     max_running_requests: int
     chunked_prefill_size: int
+    max_picture_tokens: int
     dtype: str
 
 
 DEFAULTS = {
-    "cpu": _Defaults(16, 8, 256, "float32"),
-    "gpu": _Defaults(64, 48, 2048, "bfloat16"),
+    "cpu": _Defaults(16, 8, 256, 1024, "float32"),
+    "gpu": _Defaults(64, 48, 2048, 4096, "bfloat16"),
 }
 
 
@@ -79,6 +82,7 @@ def settle(
         page_size=page_size,
         most_requests=engine.max_running_requests or defaults.max_running_requests,
         chunk=engine.chunked_prefill_size or defaults.chunked_prefill_size,
+        most_picture_tokens=engine.max_picture_tokens or defaults.max_picture_tokens,
         track_interval=engine.mamba_track_interval or _interval(page_size, in_flight),
         overlap=engine.overlap_depth,
         draft=draft,

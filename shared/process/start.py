@@ -31,13 +31,14 @@ from shared.drafts.tokenizer import check_same_tokenizer
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.families import config_from_folder, stated_granularity
+from shared.models.families import config_from_folder, stated_granularity, vision_from_folder
 from shared.models.fields import read_json
 from shared.models.fp8 import BLOCK, are_whole_blocks
 from shared.models.fp8_words import EXPERTS, InWords
 from shared.models.parameters import Parameter, parameters
 from shared.models.ranks import local
 from shared.models.sampling import SamplingDefaults
+from shared.models.tower import check_tower, tower_parameters
 from shared.options.adaptive import read_candidates
 from shared.options.flags import spelling
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options
@@ -47,6 +48,7 @@ from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.grammars import Grammars
 from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.pictures import find_tower
 from shared.process.programs import ProgramCosts
 from shared.text.tokenizer import Tokenizer
 
@@ -57,6 +59,11 @@ class Weights(Protocol):
     @property
     def has_mtp(self) -> bool:
         """Whether the files hold an mtp layer."""
+        ...
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether the files hold a vision tower."""
         ...
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
@@ -135,6 +142,8 @@ class Start:
         """Stored bytes that loading reads."""
         blueprint = self.memory.blueprint
         wanted = parameters(blueprint.config, blueprint.drafts.with_mtp)
+        if blueprint.capacity.pictures is not None:
+            wanted += tower_parameters(blueprint.capacity.pictures.vision)
         return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
 
     def of_rank(self, ranks: Ranks) -> "Start":
@@ -185,6 +194,9 @@ def prepare(options: Options, platform: Platform) -> Start:
     if corpus and not os.path.isfile(corpus):
         raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
     checkpoint.check(model, draft.with_mtp)
+    tower = find_tower(options, folder, checkpoint.has_tower)
+    if tower is not None and isinstance(checkpoint, Checkpoint):
+        check_tower(checkpoint, tower.vision)
     Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
@@ -199,7 +211,8 @@ def prepare(options: Options, platform: Platform) -> Start:
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
     drafts = draft_files.drafts
-    memory = plan(options, model, drafts, device, platform.costs, in_words, in_codes)
+    costs = platform.costs
+    memory = plan(options, model, drafts, device, costs, in_words, in_codes, tower)
     cache_policy(memory)  # what it refuses is refused before memory is taken
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
@@ -249,7 +262,7 @@ def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> No
 
 
 def _dummy(model: ModelConfig, folder: str) -> DummyCheckpoint:
-    return DummyCheckpoint.of_model(model, stated_granularity(folder))
+    return DummyCheckpoint.of_model(model, stated_granularity(folder), vision_from_folder(folder))
 
 
 def _refuse_graph_flags(options: Options) -> None:

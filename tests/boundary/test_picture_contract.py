@@ -62,7 +62,7 @@ def capacity() -> Capacity:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=0,
-        pictures=PicturePool(vision(), ROWS),
+        pictures=PicturePool(vision(), picture_config(), ROWS),
     )
 
 
@@ -234,6 +234,6 @@ def test_a_start_without_a_tower_has_no_program_that_encodes():
         make_seeing_backend("reference", None, config, weights, capacity())
     with pytest.raises(ValueError, match="a model that sees is needed by encode of"):
         make_seeing_backend("reference", None, config, weights, replace(capacity(), pictures=None))
-    small = replace(capacity(), pictures=PicturePool(vision(), PATCHES // 4))
+    small = replace(capacity(), pictures=replace(capacity().pictures, num_rows=PATCHES // 4))
     with pytest.raises(ValueError, match="do not hold encode of 1 rows, 128 patches"):
         make_seeing_backend("reference", MODEL, config, weights, small)

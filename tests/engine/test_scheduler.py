@@ -21,6 +21,7 @@ def make(num_pages: int = 400, overlap: int = 0, chunked_prefill_size: int = 128
         allocator,
         PrefixCache(capacity, allocator, NO_CACHE, overlap),
         StaticController(capacity, nodes=4, depth=3, width=1),
+        None,
         overlap=overlap,
         chunked_prefill_size=chunked_prefill_size,
     )

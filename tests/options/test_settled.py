@@ -118,7 +118,13 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
     allocator = Allocator(capacity)
     cache = PrefixCache(capacity, allocator, NO_CACHE, capacity.overlap)
     scheduler = Scheduler(
-        capacity, allocator, cache, drafting, overlap=capacity.overlap, chunked_prefill_size=chunk
+        capacity,
+        allocator,
+        cache,
+        drafting,
+        None,
+        overlap=capacity.overlap,
+        chunked_prefill_size=chunk,
     )
     longest = Request(request_id=1, prompt=(2,), sampling=SamplingParams(max_tokens=most - 1))
     scheduler.add(longest)

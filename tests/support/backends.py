@@ -79,10 +79,15 @@ def make_backend(
 
 
 def make_seeing_backend(
-    framework: str, tower: Path | None, config: ModelConfig, weights: Weights, capacity: Capacity
+    framework: str,
+    tower: Path | None,
+    config: ModelConfig,
+    weights: Weights,
+    capacity: Capacity,
+    drafter: Drafter = "NEXTN",
 ) -> PreparedOnUse:
-    """As `make_backend` with NEXTN, of a model that sees by the tower in a folder."""
-    made_from = (config, weights, capacity, *drafts_of("NEXTN", config))
+    """As `make_backend`, of a model that sees by the tower in a folder."""
+    made_from = (config, weights, capacity, *drafts_of(drafter, config))
     checkpoint, sees = (None if tower is None else open_checkpoint(tower)), capacity.pictures
     if framework == "reference":
         read = None

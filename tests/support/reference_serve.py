@@ -12,6 +12,7 @@ from shared.drafts.checkpoint import DraftFiles, load_head
 from shared.models.checkpoint import Checkpoint, Weights, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
+from shared.models.tower import tower_parameters
 from shared.process.device import Device
 from shared.process.launch import launch
 from shared.process.programs import ProgramCosts
@@ -37,7 +38,11 @@ def load(
         lambda files, config: load_head(files, config, np.float32, progress).weights, read_model
     )
     made_for = (blueprint.capacity, blueprint.drafts, draft_weights)
-    return ReferenceBackend(model, read_model(checkpoint, model), *made_for)
+    pictures, tower = blueprint.capacity.pictures, None
+    if pictures is not None:
+        wanted = tower_parameters(pictures.vision)
+        tower = {p.name: checkpoint.load(p, np.float32, progress) for p in wanted}
+    return ReferenceBackend(model, read_model(checkpoint, model), *made_for, tower)
 
 
 PLATFORM = Platform(

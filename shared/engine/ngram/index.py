@@ -21,6 +21,7 @@ from shared.engine.checks import check_ids
 from shared.engine.ngram import tree
 from shared.engine.ngram.corpus import SEPARATOR, Corpus, continuations, follow
 from shared.engine.ngram.trie import BORN, FIRST, Trie, advance, extend, forget
+from shared.engine.pictures import without
 from shared.engine.request import Refusal, Request, SamplingParams
 from shared.options.ngram import FREQUENCY, REQUEST, NgramConfig
 
@@ -192,10 +193,14 @@ class NgramIndex:
         return self.trie.num_nodes - len(self.scopes)
 
     def see_prompt(self, request: Request, end: int) -> None:
-        """Takes in the context of a request up to position `end`, as far as it is new."""
+        """Takes in the context of a request up to position `end`, as far as it is new.
+
+        The text goes on behind a picture as if there were none: a run of one token is no text.
+        """
         text = self._text(request)
         if end > text.length:
-            self._prompts.append((text.row, request.context[text.length : end].tolist()))
+            new = without(request.pictures, request.context[text.length : end], text.length)
+            self._prompts.append((text.row, new.tolist()))
             text.length = end
 
     def see(self, request: Request, tokens: Sequence[int]) -> None:
@@ -259,7 +264,8 @@ class NgramIndex:
             del self.scopes[text.scope]
 
     def _keep(self, request: Request, name: str, scope: Scope, num_left_out: int) -> None:
-        before = request.prompt[-self._anchors.shape[1] :]
+        prompt = without(request.pictures, np.array(request.prompt, np.int32), 0)
+        before = prompt[-self._anchors.shape[1] :]
         learnt = request.output[: len(request.output) - num_left_out]
         tokens = np.array([*before, *learnt], np.int32)
         self._forget_ended(request.request_id)

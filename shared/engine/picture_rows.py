@@ -1,0 +1,102 @@
+"""Which rows of the device's pool hold which picture, and which pictures a step needs there.
+
+A picture keeps its rows until others need them, those that were read longest ago first: so the
+second turn of a chat encodes nothing, and a prompt that is read in chunks encodes each picture
+once. Nothing is held for a running request. Steps take effect in the order of their submission, so
+rows may go to another picture as soon as the last prefill that names them is submitted, and what a
+later chunk, or a prompt that lost its pages, no longer finds is encoded anew.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from shared.boundary.pictures import PicturePool
+from shared.engine.pictures import Picture, touched
+from shared.engine.request import Request
+from shared.engine.rows import Chunk, Rows
+from shared.spec import tower
+from shared.spec.gated_delta import CHUNK
+
+Key = tuple[str, bytes]
+"""Whose picture, and its digest: nobody reads what another one's tower has made."""
+
+
+def least_rows(largest: int) -> int:
+    """Rows of a pool, without the sink, that hold what any chunk of `CHUNK` tokens names.
+
+    Of the tokens, and the one behind them, the first and the last may lie in a largest picture.
+    """
+    return 2 * largest + CHUNK
+
+
+class PictureRows:
+    """The host's side of a picture pool.
+
+    Args:
+      pool: The backend's.
+
+    Attributes:
+      num_encoded: Pictures that were encoded, those anew included.
+    """
+
+    def __init__(self, pool: PicturePool) -> None:
+        self._pool = pool
+        self._held: OrderedDict[Key, range] = OrderedDict()
+        self.num_encoded = 0
+
+    @property
+    def num_held(self) -> int:
+        """Rows that hold pictures."""
+        return sum(map(len, self._held.values()))
+
+    def chunk_of(self, request: Request, end: int) -> Chunk | Rows:
+        """The next chunk of a prompt, up to `end` or before, or what must be encoded before it.
+
+        Args:
+          end: As `chunk_end` says.
+        """
+        first = request.prefilled
+        named = list(touched(request.pictures, first, end + 1))
+        while sum(each.count for each in named) >= self._pool.num_rows:
+            end = (named.pop().first - 1) // CHUNK * CHUNK
+            named = list(touched(named, first, end + 1))
+        assert end > first, "the pool holds what the shortest chunk names"
+        keys = [(request.tenant, each.digest) for each in named]
+        for key, each in zip(keys, named, strict=True):
+            if key not in self._held:
+                return self._encode(key, each, keys)
+        for key in keys:
+            self._held.move_to_end(key)
+        places = [self._held[key].start for key in keys]
+        return Chunk(request, first, end, tuple(zip(named, places, strict=True)))
+
+    def _encode(self, key: Key, picture: Picture, beside: Collection[Key]) -> Rows:
+        place = self._take(picture.count, beside)
+        self._held[key] = range(place, place + picture.count)
+        self.num_encoded += 1
+        patches = tower.patches(picture.pixels, self._pool.vision, self._pool.processor)
+        return Rows.encode(patches, place)
+
+    def _take(self, count: int, beside: Collection[Key]) -> int:
+        """The first of `count` rows that nobody has any more; row 0 is the sink.
+
+        Where the pictures of one chunk lie so that there is no room between them they all go, and
+        are encoded one behind the other.
+        """
+        while (place := self._gap(count)) is None:
+            oldest = next((key for key in self._held if key not in beside), None)
+            if oldest is None:
+                self._held.clear()
+            else:
+                del self._held[oldest]
+        return place
+
+    def _gap(self, count: int) -> int | None:
+        place = 1
+        for taken in sorted(self._held.values(), key=lambda rows: rows.start):
+            if taken.start - place >= count:
+                return place
+            place = taken.stop
+        return place if self._pool.num_rows - place >= count else None

@@ -1,0 +1,111 @@
+"""What a start makes of a checkpoint's vision tower: bounds of pictures, and the pool's rows."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shared.boundary.pictures import PicturePool
+from shared.boundary.program import Extra, Program, Work
+from shared.engine.picture_rows import least_rows
+from shared.models.families import vision_from_folder
+from shared.models.pictures import PictureConfig, pictures_from_folder
+from shared.models.vision import VisionConfig
+from shared.options.flags import spelling
+from shared.options.options import ConfigError, Options
+from shared.process.settled import Settled
+from shared.spec.draft_tree import TreeShape
+
+KEPT_PICTURES = 4
+"""Of the largest size, for which a pool has rows where no flag says how many it has."""
+
+FEW_SIZES = 8
+"""Where programs are few, a picture up to this part of the largest has one of its own."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A vision tower that a start serves with.
+
+    Attributes:
+      vision: What it is like.
+      processor: What the checkpoint makes of pictures.
+    """
+
+    vision: VisionConfig
+    processor: PictureConfig
+
+
+def find_tower(options: Options, folder: str | Path, has_tensors: bool) -> Tower | None:
+    """The tower of a model folder; None where there is none, or where text alone is served.
+
+    Args:
+      has_tensors: Whether the checkpoint's files hold a tower.
+
+    Raises:
+      ValueError: The tower is none that is computed here, or lacks its settings of pictures, or
+        flags speak of pictures where there is no tower; one sentence with the way out.
+    """
+    has_tower = has_tensors and not options.model.language_only
+    vision = vision_from_folder(folder) if has_tower else None
+    if vision is None:
+        for name in ("max_picture_tokens", "picture_pool_tokens"):
+            if getattr(options.engine, name) is not None:
+                raise ConfigError(
+                    f"{spelling(name)} is for a model that sees, and this start serves text alone; "
+                    "leave the flag out"
+                )
+        return None
+    if options.ranks.tp_size > 1:
+        raise ConfigError(
+            f"--tp-size {options.ranks.tp_size} does not fit: a model that sees has one rank; add "
+            "--language-only to serve its text"
+        )
+    try:
+        return Tower(vision, pictures_from_folder(folder, vision))
+    except ValueError as error:
+        raise ConfigError(f"{error}; --language-only serves the model's text") from error
+
+
+def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
+    """The pool of a start, whose settings shrink pictures to what one may take.
+
+    Raises:
+      ConfigError: Flags leave no room for a picture.
+    """
+    processor, per_row = tower.processor, tower.processor.factor**2
+    most = min(settled.most_picture_tokens, processor.most // per_row)
+    if most * per_row < processor.least:
+        needed = -(-processor.least // per_row)
+        raise ConfigError(
+            f"--max-picture-tokens {most} is less than the {needed} tokens of the smallest "
+            "picture; give as many"
+        )
+    wanted = settled.told.engine.picture_pool_tokens
+    rows, least = wanted or KEPT_PICTURES * most, least_rows(most)
+    if wanted is not None and wanted < least:
+        raise ConfigError(
+            f"--picture-pool-tokens {wanted} has no room for what one step may need; give at least "
+            f"{least}, or lower --max-picture-tokens"
+        )
+    processor = replace(processor, most=most * per_row)
+    return PicturePool(tower.vision, processor, 1 + max(rows, least))
+
+
+def encodings(pool: PicturePool, are_few: bool) -> list[Program]:
+    """The programs that encode: for sizes that double, from the smallest picture's on."""
+    per_row = pool.processor.factor**2
+    most, size = pool.processor.most // per_row, -(-pool.processor.least // per_row)
+    sizes = {max(size, most // FEW_SIZES), most} if are_few else {most}
+    while not are_few and size < most:
+        sizes.add(size)
+        size *= 2
+    return [
+        Program(
+            work=Work.ENCODE,
+            batch=1,
+            pages=1,
+            tokens=rows * pool.vision.merged,
+            shape=TreeShape.plain(1),
+            extras=Extra.NONE,
+        )
+        for rows in sorted(sizes)
+    ]

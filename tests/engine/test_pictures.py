@@ -1,0 +1,252 @@
+"""Pictures through the engine: encoded when a prompt needs them, known apart by the prefix cache.
+
+On the golden model that sees, against its greedy texts and against the golden specification, which
+reads a whole prompt at once and has no pages, no pool and no drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.boundary.buffers import empty_plan
+from shared.boundary.program import Work
+from shared.engine.engine import Engine
+from shared.engine.picture_rows import PictureRows, least_rows
+from shared.engine.pictures import Picture, Sight, key_of, parting
+from shared.engine.request import Refusal, Request
+from shared.engine.rows import Chunk, Rows, chunk_end
+from shared.spec.turns import turns
+from tests.support.driving import Outcome, checked_step, drive
+from tests.support.golden_pictures import WANT, resized
+from tests.support.seeing import (
+    CHUNK,
+    FACTOR,
+    IMAGE,
+    LARGEST,
+    SHAPES,
+    Prompt,
+    backend_of,
+    engine_of,
+    pixels,
+    words,
+)
+
+GOLDEN = {"mm": (0, 1), "one": (2,)}
+LONG = Prompt(words(20, 1), pixels(8, 10, 1), words(20, 1), pixels(9, 5, 2), words(9, 2))
+"""Its chunks of 64 tokens begin and end inside pictures."""
+
+
+def golden(name: str) -> Prompt:
+    """A golden prompt, with the pixels that the golden pictures become here."""
+    tokens, numbers = WANT[f"{name}_ids"].tolist(), GOLDEN[name]
+    parts: list[list[int] | np.ndarray] = [[]]
+    left = [resized(WANT[f"image_{i}"]) for i in numbers]
+    for token in tokens:
+        if token != IMAGE:
+            parts[-1].append(token)
+        elif not (len(parts) > 1 and not parts[-1]):
+            parts += [left.pop(0), []]
+    made = Prompt(*parts)
+    assert made.tokens == tokens
+    return made
+
+
+def served(engine: Engine, *prompts: Prompt, tenant: str = "") -> list[list[int]]:
+    """The texts of prompts that come together."""
+    given = [prompt.request(number, tenant) for number, prompt in enumerate(prompts)]
+    return [outcome.tokens for outcome in drive(engine, given).values()]
+
+
+FRAMEWORKS = ["reference", "torch", pytest.param("jax", marks=pytest.mark.matrix)]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_golden_prompts_with_pictures_have_their_golden_texts_side_by_side(framework):
+    engine = engine_of(framework, "NEXTN")
+    texts = served(engine, golden("mm"), golden("one"))
+    assert [text[:10] for text in texts] == [WANT[f"{name}_greedy_ids"].tolist() for name in GOLDEN]
+    assert engine.pictures.num_encoded == 3
+
+
+def traffic() -> list[Prompt]:
+    """Prompts that share pictures and beginnings, and one of text."""
+    return [
+        LONG,
+        Prompt(words(70, 3), pixels(8, 10, 1), words(3, 1)),
+        Prompt(pixels(9, 5, 2), words(30, 1)),
+        Prompt(words(90, 2)),
+        Prompt(words(20, 1), pixels(8, 10, 3), words(20, 1), pixels(9, 5, 2), words(9, 2)),
+    ]
+
+
+CASES = [
+    pytest.param(
+        "NEXTN",
+        ["reference", "torch"],
+        id="NEXTN",
+    ),
+    *(
+        pytest.param(
+            drafter, ["reference", "torch", "jax"], id=f"{drafter} matrix", marks=pytest.mark.matrix
+        )
+        for drafter in SHAPES
+    ),
+]
+
+
+@pytest.mark.parametrize(("drafter", "frameworks"), CASES)
+def test_texts_with_pictures_are_plain_ones_cut_preempted_and_drafted(drafter, frameworks):
+    """Few pages: requests give way in the middle, and find what is left of their prefix."""
+    accepted = {}
+    for framework in frameworks:
+        engine, outcomes = engine_of(framework, drafter, num_pages=48), {}
+        for number, prompt in enumerate(traffic()):
+            engine.add(prompt.request(number))
+            outcomes[number] = Outcome()
+        is_sent_back = False
+        while engine.busy:
+            for event in checked_step(engine):
+                outcomes[event.request_id].take(event)
+            is_sent_back = is_sent_back or preempted_inside(engine)
+        assert is_sent_back, "a request has lost its pages in the middle of a picture"
+        assert [x.tokens for x in outcomes.values()] == [each.text() for each in traffic()]
+        accepted[framework] = [x.accepted for x in outcomes.values()]
+    assert len({str(each) for each in accepted.values()}) == 1, "acceptance differs"
+
+
+def preempted_inside(engine: Engine) -> bool:
+    """Sends back a settled request that is read up to the middle of a picture, if there is one."""
+    for request in engine.scheduler.running:
+        inside = any(each.first < request.prefilled < each.end for each in request.pictures)
+        if inside and request.is_settled and request.cached_tokens == 0:
+            engine.scheduler.preempt(request)
+            return True
+    return False
+
+
+@pytest.mark.parametrize("framework", ["reference", "torch"])
+def test_a_prompt_finds_the_same_picture_and_never_another_of_its_size(framework):
+    engine = engine_of(framework, "NEXTN")
+    other = Prompt(words(20, 1), pixels(8, 10, 3), words(20, 1), pixels(9, 5, 2), words(9, 2))
+    assert LONG.tokens == other.tokens
+    assert served(engine, LONG) == [LONG.text()]
+    assert engine.pictures.num_encoded == 2
+    found = cached(engine, LONG)
+    assert found > LONG.pictures[1].first, "its last state stands inside the second picture"
+    assert engine.pictures.num_encoded == 2, "the second turn encodes nothing"
+    assert cached(engine, other) == 0, "the first state stands behind the other picture's rows"
+    assert engine.pictures.num_encoded == 3
+    assert cached(engine, LONG, tenant="another") == 0
+    assert engine.pictures.num_encoded == 5, "no tenant reads what another one's tower has made"
+
+
+def cached(engine: Engine, prompt: Prompt, tenant: str = "") -> int:
+    """Tokens that a prompt finds, whose text is held against the specification's."""
+    request = prompt.request(7, tenant)
+    assert drive(engine, [request])[7].tokens == prompt.text()
+    return request.cached_tokens or 0
+
+
+def test_prompts_that_part_in_a_picture_do_not_wait_for_each_other():
+    """One waits for another's pages only where they are to hold the same pictures."""
+    other = Prompt(words(20, 1), pixels(8, 10, 3), words(40, 1))
+    same = Prompt(words(20, 1), pixels(8, 10, 1), words(40, 1))
+    engine = engine_of("reference", "none")
+    assert served(engine, same, other, same) == [same.text(), other.text(), same.text()]
+    assert engine.pictures.num_encoded == 2
+
+
+def test_a_pool_that_is_too_small_for_all_encodes_anew():
+    many = Prompt(*(part for i in range(5) for part in (words(3, i), pixels(4, 6, i))), words(9, 1))
+    large = Prompt(words(50, 1), pixels(8, 12, 8), pixels(8, 12, 9), words(5, 1))
+    fewer = replace(backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(96))
+    engine = engine_of("reference", "none", pictures=fewer)
+    assert served(engine, many, large, many) == [many.text(), large.text(), many.text()]
+    assert engine.pictures.num_held <= least_rows(96)
+
+
+def test_what_cannot_be_served_is_refused_by_name():
+    engine, picture = engine_of("reference", "none"), Picture.of(1, pixels(2, 3, 1), FACTOR)
+    given = Prompt([1], pixels(2, 3, 1), [2])
+
+    def refused(words: str, prompt: list[int], *pictures: Picture) -> None:
+        request = Request(
+            request_id=1,
+            prompt=tuple(prompt),
+            pictures=pictures,
+            sampling=given.request().sampling,
+        )
+        with pytest.raises(Refusal, match=words):
+            engine.add(request)
+
+    refused("not those of its 1 pictures", given.tokens[:-2], picture)
+    refused("not those of its 0 pictures", [1, IMAGE, 2])
+    refused("not those of its 1 pictures", [*given.tokens, IMAGE], picture)
+    too_large = Prompt([1], pixels(10, 10, 1), [2])
+    refused("picture 1 of prompt takes 100 tokens", too_large.tokens, *too_large.pictures)
+    assert not engine.busy
+
+
+# Rows of the pool
+
+
+def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
+    """Whatever was encoded before, and however it lies, the pictures of a chunk have rows apart."""
+    rng = np.random.default_rng(0)
+    pool = replace(
+        backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
+    )
+    rows, sizes = PictureRows(pool), [(1, 1), (3, 5), (8, 12), (6, 16), (2, 30)]
+    for number in range(60):
+        parts: list[list[int] | np.ndarray] = []
+        while sum(len(part) if isinstance(part, list) else 9 for part in parts) < 60:
+            size = sizes[rng.integers(len(sizes))]
+            parts += [words(int(rng.integers(0, 9)), 1), pixels(*size, int(rng.integers(9)))]
+        request = Prompt(*parts, [1]).request(number)
+        request.place(1)
+        encoded = 0
+        while not request.decodes:
+            chunk = rows.chunk_of(request, chunk_end(request, 2 * CHUNK))
+            if isinstance(chunk, Rows):
+                assert chunk.work is Work.ENCODE
+                encoded += 1
+                assert encoded < 40, "no progress"
+                continue
+            spans = {(place, place + each.count) for each, place in chunk.pictures}
+            bounds = [bound for span in sorted(spans) for bound in span]
+            assert bounds == sorted(bounds), "two pictures have a row"
+            assert all(0 < bound <= pool.num_rows for bound in bounds)
+            encoded = 0
+            request.prefill(chunk.end)
+
+
+def test_a_key_names_each_picture_and_the_place_in_it():
+    one, two = (Picture.of(3, pixels(2, 3, seed), FACTOR) for seed in (1, 2))
+    assert key_of([one], 0, 3) == key_of([one], 9, 12) == b""
+    keys = [key_of([each], first, first + 4) for each in (one, two) for first in (0, 3, 4, 8)]
+    assert len({*keys}) == len(keys)
+    assert parting([one], [one]) is None
+    assert parting([one], [two]) == parting([one], []) == 3
+    turned = Picture.of(3, pixels(2, 3, 1).reshape(pixels(3, 2, 1).shape), FACTOR)
+    assert turned.digest != one.digest, "the same bytes of other sides are another picture"
+
+
+@pytest.mark.parametrize("end", [4, 8, 10])
+def test_a_chunk_lays_the_rows_of_pictures_and_of_the_token_behind_it(end):
+    prompt = Prompt(words(2, 1), pixels(2, 3, 1), words(2, 1))
+    request, capacity = prompt.request(), backend_of("reference", "none").capacity
+    request.sight = Sight.of(prompt.tokens, IMAGE, prompt.pictures)
+    request.place(1)
+    program = next(p for p in capacity.programs if p.work is Work.PREFILL)
+    plan = empty_plan(program, capacity)
+    Rows.prefill([Chunk(request, 1, end, ((prompt.pictures[0], 7),))]).fill(plan)
+    sources = [0, 0, 7, 8, 9, 10, 11, 12, 0, 0, 0]
+    laid, count = plan.work.pictures, end - 1
+    assert laid.sources[: count + 1].tolist() == [*sources[1:end], 0]
+    assert laid.next_sources.tolist() == [sources[end], 0, 0]
+    found, delta = turns(np.array(prompt.tokens), IMAGE, [(2, 3)])
+    assert laid.turns[:count].tolist() == found[1:end].tolist()
+    assert laid.deltas.tolist() == [delta, 0, 0]

@@ -1,0 +1,205 @@
+"""Serves prompts with pictures on the golden model that sees, and says what their texts must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from shared.boundary.backend import Backend, Capacity
+from shared.boundary.pictures import PicturePool
+from shared.boundary.program import Extra, Program, Work
+from shared.engine.controller import Controller, StaticController
+from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.joined import JoinedController
+from shared.engine.pictures import Picture, Sight
+from shared.engine.request import Request, SamplingParams
+from shared.models.checkpoint import load_all
+from shared.models.families import config_from_folder
+from shared.options.ngram import NgramConfig
+from shared.spec import tower
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import Drafter, make_seeing_backend
+from tests.support.cache_policies import policy_of
+from tests.support.golden_models import Pictures as GoldenPictures
+from tests.support.golden_models import SpecModel
+from tests.support.golden_pictures import MODEL, picture_config, vision
+from tests.support.tiny_heads import tiny_block_head, tiny_head
+from tests.support.towers import of_specification
+
+IMAGE, FACTOR, PAGE = vision().image_token, picture_config().factor, 8
+CHUNK, BATCH, LARGEST = 64, 3, 96
+"""Tokens of a step's prompts, requests that run, and tokens of the largest picture."""
+
+TOKENS = 12
+CONTEXT = 320
+PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(3, BATCH)
+TREE = TreeShape(6, 3, 2, BATCH * 6)
+BLOCK = TreeShape(4, 3, 1, BATCH * 4, 4)
+SHAPES = {
+    "none": PLAIN,
+    "NEXTN": CHAIN,
+    "NEXTN tree": TREE,
+    "EAGLE3": TREE,
+    "DFLASH": BLOCK,
+    "NGRAM": TREE,
+    "NEXTN+NGRAM": CHAIN,
+}
+"""What drafts, and the shape that it drafts."""
+
+
+@cache
+def pixels(rows: int, columns: int, seed: int) -> np.ndarray:
+    """A picture that stands for so many rows and columns of a prompt."""
+    shape = (rows * FACTOR, columns * FACTOR, 3)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+class Prompt:
+    """A prompt of words and pictures, and the plain text that follows it."""
+
+    def __init__(self, *parts: list[int] | np.ndarray) -> None:
+        self.tokens: list[int] = []
+        self.pictures: tuple[Picture, ...] = ()
+        for part in parts:
+            if isinstance(part, list):
+                self.tokens += part
+                continue
+            picture = Picture.of(len(self.tokens), part, FACTOR)
+            self.tokens += [IMAGE] * picture.count
+            self.pictures += (picture,)
+
+    def request(self, number: int = 0, tenant: str = "", tokens: int = TOKENS) -> Request:
+        return Request(
+            request_id=number,
+            prompt=tuple(self.tokens),
+            pictures=self.pictures,
+            tenant=tenant,
+            sampling=SamplingParams(max_tokens=tokens, temperature=0.0),
+        )
+
+    def text(self, count: int = TOKENS) -> list[int]:
+        """By the golden specification alone, its pictures read in one go."""
+        made, encoded = tower.patches, of_specification()
+        rows = [encoded(made(each.pixels, vision(), picture_config())) for each in self.pictures]
+        tokens = np.array(self.tokens)
+        sight, is_image = Sight.of(self.tokens, IMAGE, self.pictures), tokens == IMAGE
+        pool = np.concatenate([np.zeros((1, vision().out), np.float32), *rows])
+        sources = np.where(is_image, np.cumsum(is_image), 0)
+        model = SpecModel(MODEL)
+        pictures = GoldenPictures(sight.turns, sight.delta, pool, sources)
+        logits, text = model.prefill(tokens, None, pictures).logits, []
+        while len(text) < count:
+            text.append(int(logits[-1].argmax()))
+            logits = model.verify(np.array(text[-1:]), np.zeros(1, np.int32)).logits
+            model.commit(np.arange(1))
+        return text
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Tokens without those of pictures, that repeat: so seen text has something to propose."""
+    return (np.random.default_rng(seed).integers(1, 240, 5).tolist() * count)[:count]
+
+
+def _drafter(name: str) -> Drafter:
+    config = config_from_folder(MODEL)
+    if name.startswith("NEXTN"):
+        return "NEXTN"
+    if name == "EAGLE3":
+        weights = dict(load_all(MODEL, config, False))
+        return tiny_head(config, weights | {"lm_head": weights["embed"]}, "EAGLE3", 5)
+    return tiny_block_head(config, 4) if name == "DFLASH" else "none"
+
+
+def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
+    """A prefill, plain steps, the drafter's, and encodings of two sizes."""
+
+    def program(work: Work, shape: TreeShape, tokens: int, extras: Extra = Extra.NONE) -> Program:
+        batch, pages = (1, 1) if work is Work.ENCODE else (BATCH, 1 + CONTEXT // PAGE)
+        return Program(
+            work=work, batch=batch, pages=pages, tokens=tokens, shape=shape, extras=extras
+        )
+
+    shape, single = SHAPES[drafter], TreeShape.plain(1)
+    decodes = [program(Work.DECODE, PLAIN, 0)]
+    if drafter == "NGRAM":
+        decodes.append(program(Work.DECODE, shape, 0, Extra.HOST_DRAFT))
+    elif drafter != "none":
+        decodes.append(program(Work.DECODE, shape, 0))
+    if drafter == "NEXTN+NGRAM":
+        for own in (PLAIN, CHAIN):
+            joined = TreeShape(own.nodes + 4, 4, 1, BATCH * (own.nodes + 4), grown=own, copied=9)
+            decodes.append(program(Work.DECODE, joined, 0, Extra.COPIES))
+    merged = vision().merged
+    return Capacity(
+        page_size=PAGE,
+        num_pages=1 + num_pages,
+        num_slots=1 + BATCH,
+        num_snapshots=9,
+        programs=(
+            program(Work.PREFILL, PLAIN, CHUNK),
+            *decodes,
+            program(Work.ENCODE, single, 32 * merged),
+            program(Work.ENCODE, single, LARGEST * merged),
+        ),
+        overlap=1,
+        context_length=CONTEXT - 40,
+        vocab=config_from_folder(MODEL).vocab,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=0,
+        pictures=PicturePool(vision(), picture_config(), 1 + pool_rows),
+    )
+
+
+MADE: dict[tuple[str, str], Backend] = {}
+"""Backends by framework and drafter: what they hold changes no text."""
+
+POOL_ROWS, NUM_PAGES = 2 * LARGEST + CHUNK, 96
+
+
+def backend_of(framework: str, drafter: str) -> Backend:
+    if (framework, drafter) not in MADE:
+        config = config_from_folder(MODEL)
+        weights = load_all(MODEL, config, drafter.startswith("NEXTN"))
+        capacity = capacity_of(drafter, POOL_ROWS, NUM_PAGES)
+        made_of = (MODEL, config, weights, capacity, _drafter(drafter))
+        MADE[framework, drafter] = make_seeing_backend(framework, *made_of)
+    return MADE[framework, drafter]
+
+
+class Fewer:
+    """A backend that admits to fewer pages, or rows of pictures, than it has."""
+
+    def __init__(self, backend: Backend, **fewer: object) -> None:
+        self.capacity = replace(backend.capacity, **fewer)
+        self.submit, self.launch = backend.submit, backend.launch
+
+    def close(self) -> None: ...
+
+
+def controller_of(drafter: str, capacity: Capacity) -> Controller:
+    shape = SHAPES[drafter]
+    if not drafter.endswith("NGRAM"):
+        return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    config = NgramConfig(speculative_ngram_min_bfs_breadth=1)
+    sizes = {"vocab": capacity.vocab, "chain": False}
+    if drafter == "NGRAM":
+        index = NgramIndex(config, nodes=shape.nodes, depth=shape.depth, **sizes)
+        return NgramController(capacity, index)
+    index = NgramIndex(config, nodes=9, depth=8, ahead=4, path=8, **sizes)
+    return JoinedController(capacity, index, 0.0)
+
+
+def engine_of(framework: str, drafter: str, **fewer: object) -> Engine:
+    backend = Fewer(backend_of(framework, drafter), **fewer)
+    return Engine(
+        backend,
+        controller_of(drafter, backend.capacity),
+        overlap=1,
+        chunked_prefill_size=CHUNK,
+        cache=policy_of(drafter.split()[0].removesuffix("+NGRAM"), is_hybrid=True),
+    )
