@@ -1,8 +1,7 @@
 """What the memory plan gives a real model on GPUs that nobody needs to have."""
 
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.start import prepare
 from shared.spec.numerics import ATTENTION
 from tests.support.house import House
+from tests.support.tensors import tensor_bytes
 from torch_impl import platform as torch_platform
 from torch_impl.weights import load
 
@@ -395,14 +395,14 @@ def test_every_rank_takes_what_the_plan_of_a_rank_says(drafter):
     mailboxes = Mailboxes.create(2)
     for rank in range(2):
         of_rank = start.of_rank(Ranks(rank, 2, mailboxes))
-        taken = _tensor_bytes(of_rank.load(cpu, lambda num_bytes: None).state)
+        taken = tensor_bytes(of_rank.load(cpu, lambda num_bytes: None).state)
         unused = 0 if drafter else 4 * start.memory.capacity.num_slots  # where draft memory begins
         assert taken == kept - unused
         blueprint = of_rank.memory.blueprint
         how = (blueprint.dtype, torch.device("cpu"), lambda num_bytes: None)
         model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
         loaded = load(of_rank.checkpoint, model, with_mtp, *how, {}, group=blueprint.ranks)
-        assert _tensor_bytes(loaded) == bytes_of["weights"]
+        assert tensor_bytes(loaded) == bytes_of["weights"]
     mailboxes.remove()
 
 
@@ -419,22 +419,3 @@ def test_the_plan_of_ranks_on_gpus_has_a_line_for_their_mailboxes(name):
     assert line.num_bytes == device_mailbox_bytes(2) > 2 * 2 * BLOCK_BYTES
     with pytest.raises(ValueError, match="ranks on GPUs must be 2, 4 or 8, got 16"):
         device_mailbox_bytes(16)
-
-
-def _tensor_bytes(record: Any) -> int:
-    """Of the memory of all tensors in a record, each part once."""
-    storages = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        elif is_dataclass(value):
-            for item in fields(value):
-                visit(getattr(value, item.name))
-        elif isinstance(value, tuple | list):
-            for each in value:
-                visit(each)
-
-    visit(record)
-    return sum(storages.values())

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +17,7 @@ from shared.boundary.program import Extra, Program, Work
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.joined import JoinedController
 from shared.engine.pictures import Picture, Sight
@@ -26,7 +31,8 @@ from tests.support.backends import Drafter, make_seeing_backend
 from tests.support.cache_policies import policy_of
 from tests.support.golden_models import Pictures as GoldenPictures
 from tests.support.golden_models import SpecModel
-from tests.support.golden_pictures import MODEL, picture_config, vision
+from tests.support.golden_pictures import MODEL, PICTURES, picture_config, vision
+from tests.support.http_fixtures import save_tokenizer
 from tests.support.tiny_heads import tiny_block_head, tiny_head
 from tests.support.towers import of_specification
 
@@ -78,7 +84,7 @@ class Prompt:
             prompt=tuple(self.tokens),
             pictures=self.pictures,
             tenant=tenant,
-            sampling=SamplingParams(max_tokens=tokens, temperature=0.0),
+            sampling=SamplingParams(max_tokens=tokens, temperature=0.0, traces=True),
         )
 
     def text(self, count: int = TOKENS) -> list[int]:
@@ -181,25 +187,45 @@ class Fewer:
     def close(self) -> None: ...
 
 
-def controller_of(drafter: str, capacity: Capacity) -> Controller:
+def controller_of(drafter: str, capacity: Capacity, texts: Sequence[list[int]]) -> Controller:
+    """What chooses; seen text is looked up in a corpus of `texts` too, so that some is accepted."""
     shape = SHAPES[drafter]
     if not drafter.endswith("NGRAM"):
         return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
-    config = NgramConfig(speculative_ngram_min_bfs_breadth=1)
+    config = NgramConfig(
+        speculative_ngram_min_bfs_breadth=1, speculative_ngram_external_sam_budget=2
+    )
     sizes = {"vocab": capacity.vocab, "chain": False}
     if drafter == "NGRAM":
         index = NgramIndex(config, nodes=shape.nodes, depth=shape.depth, **sizes)
-        return NgramController(capacity, index)
-    index = NgramIndex(config, nodes=9, depth=8, ahead=4, path=8, **sizes)
-    return JoinedController(capacity, index, 0.0)
+        controller = NgramController(capacity, index)
+    else:
+        index = NgramIndex(config, nodes=9, depth=8, ahead=4, path=8, **sizes)
+        controller = JoinedController(capacity, index, 0.0)
+    index.add_corpus("", Corpus.build(np.array([x for t in texts for x in [*t, SEPARATOR]])))
+    return controller
 
 
-def engine_of(framework: str, drafter: str, **fewer: object) -> Engine:
+def engine_of(
+    framework: str, drafter: str, texts: Sequence[list[int]] = ((1,),), **fewer: object
+) -> Engine:
     backend = Fewer(backend_of(framework, drafter), **fewer)
     return Engine(
         backend,
-        controller_of(drafter, backend.capacity),
+        controller_of(drafter, backend.capacity, texts),
         overlap=1,
         chunked_prefill_size=CHUNK,
         cache=policy_of(drafter.split()[0].removesuffix("+NGRAM"), is_hybrid=True),
     )
+
+
+def write_seeing(folder: Path) -> Path:
+    """The folder of the golden model, with what its processor is told and a tokenizer of bytes."""
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(MODEL / name, folder / name)
+    given = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
+    processor = json.dumps(given["preprocessor_config"])
+    (folder / "preprocessor_config.json").write_text(processor, encoding="utf-8")
+    save_tokenizer(folder)
+    return folder
