@@ -65,11 +65,17 @@ def patches(
     """
     size, merge = vision.patch_size, vision.merge_size
     height, width = (side // size for side in picture.shape[:2])
-    mean, deviation = (np.array(x, np.float32) for x in (pictures.mean, pictures.deviation))
-    values = (picture.astype(np.float32) / np.float32(255) - mean) / deviation
-    cut = values.reshape(height // merge, merge, size, width // merge, merge, size, 3)
-    ordered = cut.transpose(0, 3, 1, 4, 6, 2, 5)  # block, patch of the block, channel, pixel
-    frames = np.repeat(ordered.reshape(height * width, 3, 1, size**2), vision.frames, axis=2)
+    cut = picture.reshape(height // merge, merge, size, width // merge, merge, size, 3)
+    # By block, patch of the block, channel and pixel, while a value is one byte.
+    ordered = np.ascontiguousarray(cut.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3, 1, size**2)
+    values = ordered.astype(np.float32)
+    mean, deviation = (
+        np.array(x, np.float32)[:, None, None] for x in (pictures.mean, pictures.deviation)
+    )
+    values /= np.float32(255)
+    values -= mean
+    values /= deviation
+    frames = np.repeat(values, vision.frames, axis=2)
     row, column = _places(height, width, merge)
     corners, shares = _table_places(row, column, height, width, vision.table_side)
     cos, sin = _angles(row, column, vision)
