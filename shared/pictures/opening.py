@@ -14,6 +14,8 @@ import io
 import warnings
 from dataclasses import dataclass
 
+import numpy as np
+from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
 from shared.models.pictures import PictureConfig, PictureRefused
@@ -27,15 +29,20 @@ DEEP = "I;16"
 
 
 @dataclass(frozen=True)
-class Picture:
+class OpenedPicture:
     """A picture at the size that a model wants: red, green and blue of each pixel, row by row."""
 
     height: int
     width: int
     rgb: bytes
 
+    @property
+    def pixels(self) -> UInt8[np.ndarray, "height width 3"]:
+        """The same as an array, which cannot be written."""
+        return np.frombuffer(self.rgb, np.uint8).reshape(self.height, self.width, 3)
 
-def opened(data: bytes, config: PictureConfig) -> Picture:
+
+def opened(data: bytes, config: PictureConfig) -> OpenedPicture:
     """The picture in a file's bytes.
 
     Raises:
@@ -52,7 +59,7 @@ def opened(data: bytes, config: PictureConfig) -> Picture:
         raise PictureRefused(f"the picture is a broken {header.kind}: {error}") from error
     height, width = config.fitted(image.height, image.width)
     fitted = image.resize((width, height), Image.Resampling.BICUBIC)
-    return Picture(height, width, fitted.tobytes())
+    return OpenedPicture(height, width, fitted.tobytes())
 
 
 def _check(header: Header) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from shared.models.pictures import PictureConfig, PictureRefused
 from shared.pictures.address import data_of
-from shared.pictures.opening import Picture, opened
+from shared.pictures.opening import OpenedPicture, opened
 from shared.text import worker
 from shared.text.worker import WorkRefused
 
@@ -33,10 +33,10 @@ def pack_address(url: str) -> bytes:
     return worker.pack(url)
 
 
-def unpack_picture(answer: bytes) -> Picture:
+def unpack_picture(answer: bytes) -> OpenedPicture:
     """What a worker has answered."""
     height, width = SIDES.unpack_from(answer)
-    return Picture(height, width, answer[SIDES.size :])
+    return OpenedPicture(height, width, answer[SIDES.size :])
 
 
 def begin(given: Any) -> Callable[[Any], bytes]:

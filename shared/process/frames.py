@@ -7,9 +7,10 @@ A frame is a 4-byte little-endian length and a msgpack list whose first entry na
   server hears that the engine goes on), `corpora` (ticket, tokens by name, and sentence and field
   where it was refused), `drain` (seconds that it may take), `end` (sentence, whether it is a
   failure).
-- server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority), `abort`
-  (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32 tokens),
-  `corpus_remove` (ticket, name), `corpus_list` (ticket), `drained` (every answer has left).
+- server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority, pictures),
+  `abort` (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32
+  tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `drained` (every answer has
+  left).
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import msgpack
 import numpy as np
 
 from shared.engine.checks import RequestLimits
+from shared.engine.pictures import Picture
 from shared.engine.request import Event, FinishReason, Request, SamplingParams, StepTrace
+from shared.models.pictures import PictureConfig
 from shared.models.sampling import SamplingDefaults
 from shared.options.observing import ObservingOptions
 from shared.spec.logprobs import Scores
@@ -59,6 +62,7 @@ class ModelFacts:
       observing: What the server tells of its work.
       ranks: How many run the model together.
       silence_s: How long the engine may say nothing before it counts as frozen.
+      pictures: How the model wants pictures; None: it sees none.
     """
 
     model_name: str
@@ -81,6 +85,7 @@ class ModelFacts:
     observing: ObservingOptions = field(default_factory=ObservingOptions)
     ranks: int = 1
     silence_s: float = math.inf
+    pictures: PictureConfig | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -117,6 +122,9 @@ class ModelFacts:
             parts[name] = None if fields[name] is None else tuple(fields[name])
         parts["allowed_origins"] = tuple(fields["allowed_origins"])
         parts["observing"] = ObservingOptions(**fields["observing"])
+        if (config := fields["pictures"]) is not None:
+            lists = {name: tuple(config[name]) for name in ("mean", "deviation")}
+            parts["pictures"] = PictureConfig(**{**config, **lists})
         return cls(**{**fields, **parts})
 
 
@@ -131,6 +139,11 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
+
+    @property
+    def is_within(self) -> bool:
+        """Whether a part of a message has arrived, and not all of it."""
+        return bool(self._bytes)
 
     def feed(self, received: bytes) -> Iterator[list[Any]]:
         """Yields each message that is whole by now."""
@@ -187,15 +200,29 @@ def sampling_from_fields(fields: dict[str, Any], seed32: int) -> SamplingParams:
     return SamplingParams(**{**fields, "seed32": seed32, "stop_token_ids": stops})
 
 
+def picture_to_field(picture: Picture) -> list[Any]:
+    """A picture as it travels."""
+    pixels = np.ascontiguousarray(picture.pixels)
+    return [picture.first, picture.grid, pixels.shape, pixels.data, picture.digest]
+
+
+def picture_from_field(field: list[Any]) -> Picture:
+    """The inverse of `picture_to_field`."""
+    first, grid, shape, pixels, digest = field
+    array = np.frombuffer(pixels, np.uint8).reshape(shape)
+    return Picture(first=first, grid=tuple(grid), pixels=array, digest=digest)
+
+
 def requests_of(
     prompt: list[int],
     sampling: dict[str, Any],
     choices: list[list[int]],
     tenant: str,
     priority: int,
+    pictures: list[list[Any]],
 ) -> Iterator[Request]:
-    """The requests of an `add`, one a choice."""
-    tokens = tuple(prompt)
+    """The requests of an `add`, one a choice; they share its pictures."""
+    tokens, shown = tuple(prompt), tuple(map(picture_from_field, pictures))
     for request_id, seed32 in choices:
         yield Request(
             request_id=request_id,
@@ -203,4 +230,5 @@ def requests_of(
             sampling=sampling_from_fields(sampling, seed32),
             tenant=tenant,
             priority=priority,
+            pictures=shown,
         )

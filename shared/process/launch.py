@@ -122,4 +122,5 @@ def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> Model
         allowed_origins=server.origins,
         observing=options.observing,
         ranks=memory.blueprint.ranks.count,
+        pictures=capacity.pictures and capacity.pictures.processor,
     )

@@ -34,9 +34,10 @@ class Error(Answer):
 
 
 class PromptDetails(Answer):
-    """How much of the prompts the prefix cache had."""
+    """How much of the prompts the prefix cache had, and how much of them stands for pictures."""
 
     cached_tokens: int
+    image_tokens: int
 
 
 class Usage(Answer):
@@ -313,10 +314,27 @@ class Bounds(Answer):
     max_logprobs: int | None
     max_prompt_logprobs: int
     has_grammars: bool
+    max_picture_tokens: int
+    image_token: int | None
     max_open_requests: int | None
     max_draft_depth: int
     max_body_bytes: int
     max_head_bytes: int
+
+
+class PictureBounds(Answer):
+    """The bounds of the pictures of a request.
+
+    A picture may have `max_pixels` as it is sent; it is brought to `min_tokens` up to the limit
+    `max_picture_tokens`, each of `pixels_per_token`. All of a request have at most `max_bytes`
+    then, three for each pixel.
+    """
+
+    max_pictures: int
+    max_pixels: int
+    max_bytes: int
+    pixels_per_token: int
+    min_tokens: int
 
 
 class Capabilities(Answer):
@@ -326,6 +344,7 @@ class Capabilities(Answer):
     refused: list[Refusal]
     ranks: int
     limits: Bounds
+    pictures: PictureBounds | None
 
 
 class Version(Answer):

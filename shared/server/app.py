@@ -24,6 +24,7 @@ from shared.server.grammars import Grammars
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.openapi import Route, document
 from shared.server.origins import Origins
+from shared.server.pictures import PictureOpener
 from shared.server.prompts import PromptReader
 from shared.server.rendering import Renderer
 from shared.server.request_end import Watcher
@@ -92,6 +93,7 @@ def make_apps(
     client: EngineClient,
     tokenizer: Tokenizer | None,
     renderer: Renderer | None,
+    opener: PictureOpener | None,
     grammars: Grammars,
     tracing: Sequence[Watcher],
     has_admin_listener: bool,
@@ -99,15 +101,17 @@ def make_apps(
     """The applications over a connected engine.
 
     Args:
+      renderer: None where there is no chat template.
+      opener: None where the model does not see.
       tracing: Who is told of each end of a request, beside the log and the metrics.
       has_admin_listener: Whether metrics and the routes that change the server are apart.
     """
     facts = client.facts
     metrics = ServerMetrics(facts.model_name)
     watchers = (metrics, RequestLog(tokenizer, facts.observing.log_requests), *tracing)
-    reader = PromptReader(tokenizer, renderer, facts.limits, facts.max_open_requests)
+    reader = PromptReader(tokenizer, renderer, opener, facts.limits, facts.max_open_requests)
     generator = Generator(client, reader, grammars, tokenizer, metrics, watchers)
-    routes = Routes(generator, metrics)
+    routes = Routes(generator, metrics, opener)
     tokens = TokenRoutes(facts, reader, tokenizer)
     model = (*_model_routes(routes, tokens), *_state_routes(routes), *_page_routes())
     admin = (*_metrics_routes(routes), *_admin_routes(AdminRoutes(client, tokenizer)))

@@ -9,12 +9,14 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+from shared.engine.pictures import Picture
 from shared.engine.request import Event, SamplingParams
 from shared.process.frames import (
     FrameReader,
     ModelFacts,
     event_from_row,
     pack,
+    picture_to_field,
     sampling_to_fields,
 )
 from shared.process.stopping import stopped_by
@@ -23,6 +25,9 @@ from shared.server.server_metrics import TokenTimes
 RECEIVE_BYTES = 1 << 18
 METRICS_WAIT_S = 1.0  # a step may take long; the last snapshot is served then
 LOOK_S = 1.0  # between two looks whether the engine still says something
+MAX_OPEN_PICTURE_BYTES = 1 << 30
+"""Of the pixels of all requests that run and wait, which the engine's process keeps."""
+
 MAX_UNREAD_EVENTS = 4096
 """Of each choice: steps that a client may be behind before its requests are ended."""
 
@@ -84,13 +89,23 @@ class End:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with the choices that are made for it: one seed each, and whose turn they are."""
+    """A prompt with the choices that are made for it: one seed each, and whose turn they are.
+
+    Attributes:
+      pictures: Those whose rows stand in it.
+    """
 
     tokens: list[int]
     sampling: SamplingParams
     seeds32: list[int]
     tenant: str
     priority: int
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def picture_bytes(self) -> int:
+        """Of the pixels, which the engine keeps until its choices have ended."""
+        return sum(picture.pixels.nbytes for picture in self.pictures)
 
 
 class Submission:
@@ -100,10 +115,14 @@ class Submission:
       client: Knows which of them the engine still works on.
       ids: The request of each choice, in their order and without gaps.
       times: Told when tokens come.
+      picture_bytes: Of the pictures that the engine keeps for it.
     """
 
-    def __init__(self, client: EngineClient, ids: range, times: TokenTimes) -> None:
+    def __init__(
+        self, client: EngineClient, ids: range, times: TokenTimes, picture_bytes: int
+    ) -> None:
         self._client, self._ids, self._times = client, ids, times
+        self.picture_bytes = picture_bytes
         self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     async def next(self) -> tuple[int, Event]:
@@ -234,14 +253,27 @@ class EngineClient:
         count, most = sum(len(prompt.seeds32) for prompt in prompts), self.facts.max_open_requests
         if most is not None and len(self._submissions) + count > most:
             raise QueueFull(f"the server is full: at most {most} requests may run and wait")
+        num_bytes = sum(prompt.picture_bytes for prompt in prompts)
+        self._check_pictures(num_bytes)
         ids = self._take_ids(count)
-        submission, following = Submission(self, ids, times), iter(ids)
+        submission, following = Submission(self, ids, times, num_bytes), iter(ids)
         for prompt in prompts:
             choices = [[next(following), seed32] for seed32 in prompt.seeds32]
             sampling = sampling_to_fields(prompt.sampling)
-            self._send(["add", prompt.tokens, sampling, choices, prompt.tenant, prompt.priority])
+            pictures = list(map(picture_to_field, prompt.pictures))
+            whose = (prompt.tenant, prompt.priority)
+            self._send(["add", prompt.tokens, sampling, choices, *whose, pictures])
         self._submissions.update(dict.fromkeys(ids, submission))
         return submission
+
+    def _check_pictures(self, num_bytes: int) -> None:
+        """Refuses pictures for which there is no memory beside those of the open requests."""
+        if not num_bytes:
+            return
+        kept = sum(submission.picture_bytes for submission in set(self._submissions.values()))
+        if kept + num_bytes > MAX_OPEN_PICTURE_BYTES:
+            most = f"at most {MAX_OPEN_PICTURE_BYTES} bytes of pictures may run and wait"
+            raise QueueFull(f"the server is full: {most}")
 
     async def metrics(self) -> dict[str, float]:
         """The engine's counters now, or the last known ones while a step takes long."""

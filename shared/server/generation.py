@@ -29,7 +29,7 @@ from shared.server.grammars import Grammars
 from shared.server.logprobs import PromptText, TokenNames, offsets_in
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.parsers import Parsers
-from shared.server.prompts import PromptReader, check_model
+from shared.server.prompts import PromptReader, ReadPrompt, check_model
 from shared.server.request_end import RequestEnd, Watcher
 from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
@@ -87,6 +87,7 @@ class Generation:
             model=answer.model,
             prompt_tokens=answer.num_prompt_tokens,
             cached_tokens=answer.num_cached_tokens,
+            image_tokens=answer.num_image_tokens,
             output_tokens=answer.num_output_tokens,
             verify_steps=speculation.verify_steps,
             accept_length=speculation.accept_length,
@@ -211,13 +212,16 @@ class Generator:
         grammar = await self._grammars.settle(request, texts[0].text)
         whose = (request.user or "", request.priority or 0)
         prompts = [
-            Prompt(text.tokens, self._sampling(request, text.tokens, grammar), seeds, *whose)
+            Prompt(
+                text.tokens, self._sampling(request, text, grammar), seeds, *whose, text.pictures
+            )
             for text, seeds in zip(texts, _seeds(request, len(texts)), strict=True)
         ]
         answer = Answer(
             form=form,
             model=self._facts.model_name,
             num_prompt_tokens=sum(len(text.tokens) for text in texts),
+            num_image_tokens=sum(picture.count for text in texts for picture in text.pictures),
             choices=[
                 self._choice(request, prompt, text.text, prompt_text)
                 for prompt, text in zip(prompts, texts, strict=True)
@@ -250,13 +254,13 @@ class Generator:
             raise refusal from error
 
     def _sampling(
-        self, request: CompletionRequest | ChatRequest, prompt: list[int], grammar: str | None
+        self, request: CompletionRequest | ChatRequest, prompt: ReadPrompt, grammar: str | None
     ) -> SamplingParams:
         limits = self._facts.limits
-        sampling = make_sampling(request, len(prompt), self._facts)
+        sampling = make_sampling(request, len(prompt.tokens), self._facts)
         sampling = replace(sampling, grammar=grammar)
         try:
-            check(prompt, sampling, limits, request.names)
+            check(prompt.tokens, sampling, limits, request.names, prompt.pictures)
         except Refusal as refusal:
             raise ApiError(400, str(refusal), refusal.field, refusal.code) from refusal
         return sampling

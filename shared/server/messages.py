@@ -19,6 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from shared.server.call_reading import read_object
+from shared.server.content import AnswerContent, Content, without_pictures
 from shared.server.fields import Nested, Strict, Text, check_depth, is_text
 from shared.server.json_object import JsonObject
 
@@ -26,30 +27,6 @@ MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 128
 MAX_CALLS = 1024  # of one message
 MAX_ID_LENGTH = 256
-_CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
-
-
-def _read_content(value: Any) -> str | list[Any]:
-    """A message's content: a text, or parts of type text, which are left to the chat template."""
-    if is_text(value):
-        return value
-    parts: list[Any] = value if isinstance(value, list) else []
-    if not parts or not all(map(_is_text_part, parts)):
-        raise PydanticCustomError("content", "must be a text or a list of parts of type text")
-    if not all(is_text(part["text"]) for part in parts):
-        raise PydanticCustomError("content", "has a part whose text is not a string")
-    return [{key: part[key] for key in part if key not in _CACHE_HINTS} for part in parts]
-
-
-def _is_text_part(part: Any) -> bool:
-    if not isinstance(part, dict) or part.keys() - _CACHE_HINTS != {"type", "text"}:
-        return False
-    return part["type"] == "text"
-
-
-def _read_answer(value: Any) -> str | list[Any] | None:
-    """The content of an answer, which may have none beside its calls."""
-    return None if value is None else _read_content(value)
 
 
 def _read_arguments(value: Any) -> dict[str, Any]:
@@ -74,25 +51,6 @@ def _read_cut(text: str) -> Any:
 
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-_PART = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "text"},
-        "text": {"type": "string"},
-        **{hint: {} for hint in sorted(_CACHE_HINTS)},
-    },
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_CONTENT = [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]
-Content = Annotated[
-    str | list[Any], PlainValidator(_read_content), WithJsonSchema({"anyOf": _CONTENT})
-]
-AnswerContent = Annotated[
-    str | list[Any] | None,
-    PlainValidator(_read_answer),
-    WithJsonSchema({"anyOf": [*_CONTENT, {"type": "null"}]}),
-]
 Arguments = Annotated[
     dict[str, Any],
     PlainValidator(_read_arguments),
@@ -234,7 +192,8 @@ def for_template(message: PlainMessage | AssistantMessage | ToolMessage) -> dict
     What is null is left out, as transformers does, but for `content`: many templates put it into
     their text without a look, and an answer of calls or reasoning alone has none.
     """
-    fields = message.model_dump(exclude_none=True) | {"content": message.content or ""}
+    content = without_pictures(message.content or "")
+    fields = message.model_dump(exclude_none=True) | {"content": content}
     if isinstance(message, AssistantMessage) and message.reasoning is not None:
         fields["reasoning_content"] = message.reasoning
     return fields

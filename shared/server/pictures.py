@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
+from shared.engine.pictures import Picture
 from shared.models.pictures import PictureConfig
-from shared.pictures.opening import Picture
+from shared.pictures.opening import MAX_PIXELS, OpenedPicture
 from shared.pictures.worker import DEADLINE_S, PART, pack_address, pack_config, unpack_picture
-from shared.server.workers import Workers
+from shared.server.content import SentPicture
+from shared.server.errors import ApiError
+from shared.server.workers import NUM_WORKERS, Workers
 from shared.text.worker import WorkRefused
 
 MAX_PICTURES = 64
 """Of one request."""
 
+MAX_BYTES = 1 << 28
+"""Of the pixels of one request's pictures, once they have the size that the model wants."""
+
+MAX_S = 30.0
+"""In which all pictures of a request are opened, from when its turn has come."""
+
 
 class PictureOpener(Workers):
-    """Opens pictures in processes of their own, each picture within a deadline."""
+    """Opens pictures in processes of their own, each picture within a deadline.
+
+    Args:
+      config: How the model wants them.
+    """
 
     def __init__(self, config: PictureConfig) -> None:
         super().__init__(
@@ -25,15 +39,60 @@ class PictureOpener(Workers):
             deadline_s=DEADLINE_S,
             part=PART,
         )
+        self._config = config
+        # As many requests open pictures as there are workers: what those that wait have sent is
+        # small, and what has been opened is not.
+        self._turns = asyncio.Semaphore(NUM_WORKERS)
 
-    async def open(self, urls: Sequence[str]) -> list[Picture]:
-        """The pictures at some addresses, one after the other, so that a request has one worker.
+    @property
+    def bounds(self) -> dict[str, int]:
+        """What a client has to know; see `shared.server.answers.PictureBounds`."""
+        per_row = self._config.factor**2
+        return {
+            "max_pictures": MAX_PICTURES,
+            "max_pixels": MAX_PIXELS,
+            "max_bytes": MAX_BYTES,
+            "pixels_per_token": per_row,
+            "min_tokens": self._config.least // per_row,
+        }
+
+    def num_tokens(self, picture: OpenedPicture) -> int:
+        """Rows of the prompt that a picture takes."""
+        return self._config.num_tokens(picture.height, picture.width)
+
+    def placed(self, opened: Sequence[OpenedPicture], firsts: Sequence[int]) -> tuple[Picture, ...]:
+        """Pictures whose rows begin at these positions of a prompt; makes their digests."""
+        return tuple(
+            Picture.of(first, each.pixels, self._config.factor)
+            for each, first in zip(opened, firsts, strict=True)
+        )
+
+    async def open(self, sent: Sequence[SentPicture]) -> list[OpenedPicture]:
+        """The pictures of a request, one after the other, so that a request has one worker.
 
         Raises:
-          WorkRefused: There are too many; or one is refused, see `shared.pictures.opening`, or
-            takes too long.
+          ApiError: There are too many, or they take too long or too much memory together; or one
+            is refused, see `shared.pictures.opening`. Names it.
         """
-        if len(urls) > MAX_PICTURES:
-            reason = f"the request has {len(urls)} pictures, at most {MAX_PICTURES} are taken"
-            raise WorkRefused(reason, PART)
-        return [unpack_picture(await self.ask_bytes(pack_address(url))) for url in urls]
+        if len(sent) > MAX_PICTURES:
+            reason = f"the request has {len(sent)} pictures, at most {MAX_PICTURES} are taken"
+            raise ApiError(400, reason, "messages")
+        try:
+            async with self._turns, asyncio.timeout(MAX_S):
+                return await self._open_all(sent)
+        except TimeoutError:
+            reason = f"the pictures of the request take longer than {MAX_S:g} s to open"
+            raise ApiError(400, reason, "messages") from None
+
+    async def _open_all(self, sent: Sequence[SentPicture]) -> list[OpenedPicture]:
+        opened: list[OpenedPicture] = []
+        for each in sent:
+            try:
+                answer = await self.ask_bytes(pack_address(each.url))
+            except WorkRefused as error:
+                raise ApiError(400, str(error), each.place) from error
+            opened.append(unpack_picture(answer))
+            if sum(len(picture.rgb) for picture in opened) > MAX_BYTES:
+                reason = f"the pictures of the request take more than {MAX_BYTES} bytes as pixels"
+                raise ApiError(400, f"{reason}; send fewer or smaller ones", "messages")
+        return opened

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from shared.engine.checks import TOO_LONG, RequestLimits
+from shared.engine.pictures import Picture
+from shared.pictures.prompt import expanded
+from shared.server.content import SentPicture, pictures_in
 from shared.server.errors import ApiError
 from shared.server.fields import MAX_CHOICES
 from shared.server.messages import for_template
 from shared.server.openai_types import ChatPrompt, ChatRequest, CompletionRequest
+from shared.server.pictures import PictureOpener
 from shared.server.rendering import Renderer
 from shared.text.chat_template import Conversation
 from shared.text.tokenizer import Tokenizer
@@ -25,10 +32,12 @@ class ReadPrompt:
     Attributes:
       tokens: What the engine is given.
       text: What the tokens are of; "" of a prompt that came as tokens.
+      pictures: Those whose rows stand in it.
     """
 
     tokens: list[int]
     text: str
+    pictures: tuple[Picture, ...] = ()
 
 
 class PromptReader:
@@ -37,6 +46,7 @@ class PromptReader:
     Args:
       tokenizer: None where the checkpoint has none: prompts are token ids then.
       renderer: None where there is no chat template.
+      opener: None where the model does not see.
       limits: Bounds of a request.
       max_open_requests: Choices that the server takes at a time; None: any number.
     """
@@ -45,10 +55,12 @@ class PromptReader:
         self,
         tokenizer: Tokenizer | None,
         renderer: Renderer | None,
+        opener: PictureOpener | None,
         limits: RequestLimits,
         max_open_requests: int | None,
     ) -> None:
         self._tokenizer, self._renderer, self._limits = tokenizer, renderer, limits
+        self._opener = opener
         self._max_choices = min(MAX_CHOICES, max_open_requests or MAX_CHOICES)
 
     async def read(self, request: CompletionRequest | ChatRequest) -> list[ReadPrompt]:
@@ -59,7 +71,7 @@ class PromptReader:
         """
         if isinstance(request, ChatRequest):
             self._check_choices(request.num_choices, "n")
-            return [await self.read_chat(conversation_of(request))]
+            return [await self.read_chat(request)]
         self._check_choices(len(request.prompt) * request.num_choices, "prompt")
         return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
 
@@ -84,17 +96,56 @@ class PromptReader:
         encode = self._tokenizer.encode if with_special else self._tokenizer.encode_more
         return ReadPrompt(await asyncio.to_thread(encode, prompt), prompt)
 
-    async def read_chat(self, conversation: Conversation) -> ReadPrompt:
+    async def read_chat(self, request: ChatPrompt) -> ReadPrompt:
         """A conversation as the chat template writes it; raises as `read`."""
         if self._tokenizer is None or self._renderer is None:
             message = "the model folder has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
+        sent = pictures_in(message.content for message in request.messages)
+        if sent and self._opener is None:
+            reason = "is a picture, and the model that is served sees none; send text alone"
+            raise ApiError(400, f"{sent[0].place} {reason}", sent[0].place)
+        conversation = conversation_of(request)
+        self._check_texts(conversation, self._tokenizer)
         try:
             text = await self._renderer.render(conversation)
         except WorkRefused as error:
             raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
         self._check_length(text, "messages", self._tokenizer)
-        return ReadPrompt(await asyncio.to_thread(self._tokenizer.encode_more, text), text)
+        tokens = await asyncio.to_thread(self._tokenizer.encode_more, text)
+        if self._opener is None:
+            return ReadPrompt(tokens, text)
+        return await self._with_pictures(ReadPrompt(tokens, text), sent, self._opener)
+
+    def _check_texts(self, conversation: Conversation, tokenizer: Tokenizer) -> None:
+        """Refuses a text that would stand in the prompt as the place of a picture."""
+        token = self._limits.image_token
+        name = None if token is None else tokenizer.bytes_of(token)
+        if name is None:
+            return
+        given = (conversation.messages, conversation.tools, conversation.arguments)
+        if name.decode() in json.dumps(given, ensure_ascii=False):
+            reason = f"a text has {name.decode()} in it, by which the model marks its pictures"
+            raise ApiError(400, f"{reason}; write it otherwise", "messages")
+
+    async def _with_pictures(
+        self, prompt: ReadPrompt, sent: Sequence[SentPicture], opener: PictureOpener
+    ) -> ReadPrompt:
+        """A prompt in whose places for pictures these stand; raises as `read`."""
+        token = self._limits.image_token
+        assert token is not None, "a model that sees has one"
+        places = [at for at, each in enumerate(prompt.tokens) if each == token]
+        if len(places) != len(sent):
+            reason = f"the chat template of the model writes {len(places)} places for pictures"
+            raise ApiError(400, f"{reason}, and the messages have {len(sent)}", "messages")
+        if not sent:
+            return prompt
+        opened = await opener.open(sent)
+        counts = list(map(opener.num_tokens, opened))
+        grown = accumulate(counts, lambda rows, count: rows + count - 1, initial=0)
+        firsts = [place + more for place, more in zip(places, grown, strict=False)]
+        pictures = await asyncio.to_thread(opener.placed, opened, firsts)
+        return replace(prompt, tokens=expanded(prompt.tokens, token, counts), pictures=pictures)
 
     def _check_length(self, text: str, param: str, tokenizer: Tokenizer) -> None:
         """Refuses a text that cannot fit before the time is spent that encoding takes."""

@@ -17,7 +17,7 @@ class RequestEnd:
       request_id: As the answer names it.
       endpoint: "completions" or "chat".
       model: Served name of the model.
-      prompt_tokens, cached_tokens, output_tokens: Of all prompts and choices.
+      prompt_tokens, cached_tokens, image_tokens, output_tokens: Of all prompts and choices.
       verify_steps, accept_length: What speculation did, as the answer tells it.
       finish_reasons: Of the choices; "abort" of those that had not ended when the client left,
         "error" of those that the engine could not serve.
@@ -33,6 +33,7 @@ class RequestEnd:
     model: str
     prompt_tokens: int
     cached_tokens: int
+    image_tokens: int
     output_tokens: int
     verify_steps: int
     accept_length: float

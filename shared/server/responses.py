@@ -116,6 +116,7 @@ class Answer:
       form: Of the endpoint.
       model: Served name of the model.
       num_prompt_tokens: Of all prompts, each counted once.
+      num_image_tokens: Those of them that stand for pictures.
       choices: Grow while the response is made; those of a prompt lie side by side.
       choices_of_prompt: How many each prompt has.
       names: Writes the tokens of logprobs.
@@ -130,6 +131,7 @@ class Answer:
     form: Form
     model: str
     num_prompt_tokens: int
+    num_image_tokens: int
     choices: list[Choice]
     choices_of_prompt: int
     names: TokenNames
@@ -230,7 +232,10 @@ class Answer:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.num_prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": self.num_cached_tokens,
+                "image_tokens": self.num_image_tokens,
+            },
         }
         return {"usage": usage, "speculative": self.speculation.to_json()}
 

@@ -19,6 +19,7 @@ from shared.server.errors import ApiError
 from shared.server.gates import MAX_HEAD_BYTES
 from shared.server.generation import Generation, Generator
 from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.pictures import PictureOpener
 from shared.server.prompts import check_model
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
@@ -32,8 +33,10 @@ VERSION = "0.1.0"
 class Routes:
     """The handlers of the routes."""
 
-    def __init__(self, generator: Generator, metrics: ServerMetrics) -> None:
-        self._generator = generator
+    def __init__(
+        self, generator: Generator, metrics: ServerMetrics, opener: PictureOpener | None
+    ) -> None:
+        self._generator, self._opener = generator, opener
         self._client = generator.client
         self._metrics = metrics
 
@@ -67,7 +70,11 @@ class Routes:
 
     async def capabilities(self) -> Response:
         """GET /capabilities: the drafters, what is refused, the ranks, the bounds of a request."""
-        of_server = {"ranks": self._client.facts.ranks, "limits": self._limits()}
+        of_server = {
+            "ranks": self._client.facts.ranks,
+            "limits": self._limits(),
+            "pictures": self._opener and self._opener.bounds,
+        }
         return json_response({**capabilities.to_json(), **of_server})
 
     async def live(self) -> Response:

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -40,9 +40,11 @@ class ServerMetrics:
         self._latency = self._histogram("e2e_request_latency_seconds", _SECONDS)
         self._prompt_tokens = self._histogram("request_prompt_tokens", _TOKENS)
         self._output_tokens = self._histogram("request_generation_tokens", _TOKENS)
+        self._image_tokens = self._counter("prompt_image_tokens")
 
     def ended(self, end: RequestEnd) -> None:
         """A request has ended; one that was cut short says nothing of how long requests take."""
+        self._image_tokens.inc(end.image_tokens)
         if not {"abort", "error"} & set(end.finish_reasons):
             self._latency.observe(end.total_s)
             self._prompt_tokens.observe(end.prompt_tokens)
@@ -52,6 +54,12 @@ class ServerMetrics:
         """The page, with the engine's counters and gauges by name."""
         self._engine.snapshot = snapshot
         return generate_latest(self._registry)
+
+    def _counter(self, name: str) -> Counter:
+        made = Counter(
+            PREFIX + name, name.replace("_", " "), [MODEL_LABEL], registry=self._registry
+        )
+        return made.labels(self._model_name)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
         text = name.replace("_", " ")

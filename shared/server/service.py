@@ -25,6 +25,7 @@ from shared.server.app import make_apps
 from shared.server.connection import HttpConfig, Room
 from shared.server.engine_client import End, EngineClient, EngineLost
 from shared.server.grammars import Grammars
+from shared.server.pictures import PictureOpener
 from shared.server.rendering import Renderer
 from shared.server.request_end import ClosableWatcher
 from shared.text.tokenizer import Tokenizer
@@ -65,11 +66,12 @@ class Service:
         facts, templates = client.facts, tokenizer.templates if tokenizer else None
         self._client, self._listeners = client, listeners
         grammars, renderer = Grammars(facts), Renderer(templates) if templates else None
-        self._workers = [grammars] if renderer is None else [grammars, renderer]
+        opener = PictureOpener(facts.pictures) if facts.pictures else None
+        self._workers = [each for each in (grammars, renderer, opener) if each is not None]
         self._tracing = _tracing(facts.observing.otlp_traces_endpoint)
         watchers = (self._tracing,) if self._tracing else ()
         has_admin = bool(listeners.admin)
-        apps = make_apps(client, tokenizer, renderer, grammars, watchers, has_admin)
+        apps = make_apps(client, tokenizer, renderer, opener, grammars, watchers, has_admin)
         rooms = _rooms(listeners)
         self._servers = [
             _HttpServer(app, room, self._greet)

@@ -17,7 +17,7 @@ from shared.server.errors import ApiError
 from shared.server.fields import No, Strict, Text
 from shared.server.logprobs import TokenNames
 from shared.server.openai_types import ChatPrompt, TokenId
-from shared.server.prompts import PromptReader, check_model, conversation_of
+from shared.server.prompts import PromptReader, check_model
 from shared.server.transport import read_json
 from shared.text.tokenizer import Tokenizer
 
@@ -79,7 +79,7 @@ class TokenRoutes:
 
     async def _tokens(self, body: TokenizeText | TokenizeChat) -> list[int]:
         if isinstance(body, TokenizeChat):
-            return (await self._reader.read_chat(conversation_of(body))).tokens
+            return (await self._reader.read_chat(body)).tokens
         return (await self._reader.read_prompt(body.prompt, body.add_special_tokens)).tokens
 
     def _check_tokens(self, tokens: list[int]) -> None:

@@ -10,6 +10,7 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 
+from shared.process.logs import log
 from shared.text.worker import DONE, LENGTH, WorkRefused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,7 +95,9 @@ class Workers:
         code = await worker.wait() if worker else None
         if code == -signal.SIGALRM:
             return f"the {self._name} took longer than {self._deadline_s:g} s"
-        return f"the process of the {self._name} has ended"
+        reason = f"the process of the {self._name} has ended"
+        log.warning("%s with code %s; another one is started when it is needed", reason, code)
+        return reason
 
 
 def _kill(worker: Process) -> None:

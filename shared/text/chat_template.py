@@ -37,7 +37,7 @@ class Conversation:
 
     Attributes:
       messages: As the client wrote them: with `role`, and `content` that is a text or a list of
-        parts, each with `type` "text" and `text`.
+        parts: of `type` "text" with `text`, or of `type` "image", where a picture stands.
       tools: What the assistant may call, as OpenAI's API describes it.
       arguments: Values of the template's own variables, as of `enable_thinking`.
       without_reasoning: The model is to answer at once.
@@ -209,7 +209,7 @@ def _with_parts(message: dict[str, Any], are_read: bool) -> dict[str, Any]:
 def text_of(message: dict[str, Any]) -> str:
     """The text that a message's content ends with: all of it, or that of the last part."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else content[-1]["text"]
+    return content if isinstance(content, str) else content[-1].get("text", "")
 
 
 class _Parts(list[Any]):
@@ -219,6 +219,9 @@ class _Parts(list[Any]):
     """
 
     def __str__(self) -> str:
+        if any("text" not in part for part in self):
+            reason = "the chat template writes this content as a text, without places for pictures"
+            raise TemplateFailed(reason)
         return "\n".join(part["text"] for part in self)
 
     def __add__(self, text: str) -> str:

@@ -29,8 +29,9 @@ def left_out(
     """The first thing that is not in a prompt.
 
     Args:
-      messages: With `role`, `content` that is a text or a list of parts with `text`, and
-        `tool_calls` with `function`, whose `arguments` are an object or a text.
+      messages: With `role`, `content` that is a text or a list of parts, of which those with
+        `text` are looked for, and `tool_calls` with `function`, whose `arguments` are an object or
+        a text.
       tools: With `function`, which has a `name`.
       prompt: What the template has written.
 
@@ -63,7 +64,8 @@ def _names(given: Any) -> Iterator[str]:
 def _texts(message: dict[str, Any]) -> Iterator[str]:
     """The texts of a message's content that may not be left out."""
     content = "" if message.get("tool_calls") else message.get("content") or ""
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    parts = [{"text": content}] if isinstance(content, str) else content
+    texts = [part["text"] for part in parts if "text" in part]
     is_answer = message["role"] == "assistant"
     return (text.rpartition(THINK_END)[2] if is_answer else text for text in texts)
 

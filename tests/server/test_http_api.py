@@ -44,7 +44,7 @@ def usage(prompt: int, completion: int) -> dict:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "image_tokens": 0},
     }
 
 

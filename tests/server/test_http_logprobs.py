@@ -12,13 +12,13 @@ from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
     END,
-    FILLER,
     MAX_LOGPROBS,
     USER,
     Server,
     save_tokenizer,
     serving,
 )
+from tests.support.repeated import FILLER
 from tests.support.tiny_models import write_tiny
 
 CHAIN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"]

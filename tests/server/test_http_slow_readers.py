@@ -102,7 +102,7 @@ async def served() -> AsyncIterator[Served]:
     writer.write(pack(FACTS.to_message()))
     engine = Engine(reader, writer)
     client = await EngineClient.connect(theirs)
-    app = make_apps(client, None, None, Grammars(FACTS), (), has_admin_listener=False).clients
+    app = make_apps(client, None, None, None, Grammars(FACTS), (), has_admin_listener=False).clients
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         running = uvicorn.Server(HttpConfig(app, Room.of(500, 1), 1))

@@ -36,6 +36,7 @@ def end(**changed: Any) -> RequestEnd:
         "model": "it",
         "prompt_tokens": 5,
         "cached_tokens": 2,
+        "image_tokens": 0,
         "output_tokens": 7,
         "verify_steps": 3,
         "accept_length": 2.0,

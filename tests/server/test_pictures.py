@@ -7,14 +7,20 @@ from collections.abc import Awaitable, Callable
 import pytest
 from PIL import Image
 
+from shared.server import pictures
+from shared.server.content import SentPicture
+from shared.server.errors import ApiError
 from shared.server.pictures import MAX_PICTURES, PictureOpener
-from shared.text.worker import WorkRefused
 from tests.support.golden_pictures import picture_config
 from tests.support.pictures import PATTERN, REFUSED, rgb, stored, url_of
 
 GOOD = url_of(stored(rgb()))
 MAX_GAP_S = 0.05
 TRIES = 5  # a machine that is busy otherwise makes everybody wait, but not each time
+
+
+def sent(*urls: str) -> list[SentPicture]:
+    return [SentPicture(f"place {number}", url) for number, url in enumerate(urls)]
 
 
 def with_opener(work: Callable[[PictureOpener], Awaitable[None]]) -> None:
@@ -42,7 +48,7 @@ async def longest_gap(work: Awaitable[None]) -> float:
 def test_pictures_come_in_the_order_of_their_addresses():
     async def work(opener: PictureOpener) -> None:
         turned = url_of(stored(rgb().rotate(90, expand=True)))
-        first, second = await opener.open([GOOD, turned])
+        first, second = await opener.open(sent(GOOD, turned))
         assert (first.height, first.width, first.rgb) == (40, 48, PATTERN.tobytes())
         assert (second.height, second.width) == (48, 40)
 
@@ -52,14 +58,14 @@ def test_pictures_come_in_the_order_of_their_addresses():
 def test_bad_pictures_are_refused_and_hold_up_neither_the_loop_nor_other_requests():
     async def refused(opener: PictureOpener, name: str) -> None:
         url, words = REFUSED[name]
-        with pytest.raises(WorkRefused) as error:
-            await opener.open([GOOD, url])
+        with pytest.raises(ApiError) as error:
+            await opener.open(sent(GOOD, url))
         assert words in str(error.value)
-        assert error.value.part == "image_url"
+        assert (error.value.status, error.value.param) == (400, "place 1")
 
     async def all_of_them(opener: PictureOpener) -> None:
         refusals = (refused(opener, name) for name in REFUSED)
-        *_, (good,) = await asyncio.gather(*refusals, opener.open([GOOD]))
+        *_, (good,) = await asyncio.gather(*refusals, opener.open(sent(GOOD)))
         assert good.rgb == PATTERN.tobytes()
 
     async def work(opener: PictureOpener) -> None:
@@ -73,8 +79,22 @@ def test_ten_thousand_pictures_are_refused_before_one_is_opened():
     async def work(opener: PictureOpener) -> None:
         tiny = url_of(stored(Image.new("RGB", (1, 1))))
         began = time.monotonic()
-        with pytest.raises(WorkRefused, match=f"10000 pictures, at most {MAX_PICTURES} are taken"):
-            await opener.open([tiny] * 10_000)
+        with pytest.raises(ApiError, match=f"10000 pictures, at most {MAX_PICTURES} are taken"):
+            await opener.open(sent(*[tiny] * 10_000))
         assert time.monotonic() - began < 0.1  # a process takes longer to start
+
+    with_opener(work)
+
+
+def test_pictures_of_one_request_are_bounded_in_memory_and_time(monkeypatch):
+    async def work(opener: PictureOpener) -> None:
+        await opener.open(sent(GOOD, GOOD))
+        monkeypatch.setattr(pictures, "MAX_BYTES", 2 * PATTERN.nbytes - 1)
+        with pytest.raises(ApiError, match="more than 11519 bytes as pixels"):
+            await opener.open(sent(GOOD, GOOD))
+        monkeypatch.setattr(pictures, "MAX_S", 0.0)
+        with pytest.raises(ApiError, match="longer than 0 s to open"):
+            await opener.open(sent(GOOD))
+        await asyncio.sleep(0.1)  # the worker that was left ends
 
     with_opener(work)

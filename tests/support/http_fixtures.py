@@ -24,21 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shared.engine.checks import RequestLimits
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import (
-    DRAFT,
-    PLAIN,
-    PREFILL,
     Event,
     FinishReason,
     Refusal,
     Request,
-    StepTrace,
 )
+from shared.models.pictures import PictureConfig
 from shared.models.sampling import SamplingDefaults
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
@@ -47,13 +43,13 @@ from shared.process import loop
 from shared.process.address import Listeners, bind
 from shared.process.frames import ModelFacts
 from shared.process.watchdog import Watchdog
-from shared.spec.logprobs import Scores
+from tests.support.repeated import VOCAB, logprob_of, scores_of, step_of, token_of
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|image|>"]
 END = 256  # the id of <|end|>, which only the tokenizer names as the end
+IMAGE = 259  # the id of <|image|>, for a picture where the engine is to see
 CONFIG_END = 294  # the end that the model's settings name
-VOCAB = 300  # ids 260 to 299 are beyond the tokenizer
 CONTEXT = 512
 POOL_TOKENS = 400  # what the pages hold of one request
 TOKENS_PER_STEP = 3
@@ -65,13 +61,18 @@ ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
 # First tokens of a prompt; the last one also biased.
 CRASH, FAIL, SLOW, REFUSED, FREEZE = range(290, 295)
-FILLER, LIE = ord("-"), ord("!")
+LIE = ord("!")
 WATCHDOG_S = 5.0
 DRAIN_S = 20.0
 _SWITCH: dict[str, Any] = {"action": "store_true"}
 START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
+PICTURES = PictureConfig(
+    factor=8, least=8 * 8, most=64 * 64, mean=(0.5, 0.5, 0.5), deviation=(0.5, 0.5, 0.5)
+)
+"""How a `Repeater` that sees wants pictures."""
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
@@ -112,7 +113,8 @@ class Repeater:
     Token i of the output is token i of the prompt, but the first differs by seed: it is replaced by
     a letter of the seed, so that choices can be told apart. A positive bias makes its token every
     token, and FILLER stands for a stop token before `min_tokens`. A token's logprob is its id by
-    -256, and the ids from it on are the best.
+    -256, and the ids from it on are the best. The first token of a picture is how red its first
+    pixel is.
 
     Args:
       wrong_at: Number of a token of outputs that is LIE where drafts are allowed; None: none is.
@@ -194,7 +196,7 @@ class Repeater:
             drafts = min(drafts, request.sampling.max_draft_tokens)
         for _ in range(0 if reason else 1 if first else drafts + 1):
             is_wrong = drafts > 0 and len(request.output) == self._wrong_at
-            token = LIE if is_wrong else _token(request, len(request.output))
+            token = LIE if is_wrong else token_of(request, len(request.output))
             tokens.append(token)
             request.output.append(token)
             if token in request.sampling.stop_token_ids:
@@ -207,55 +209,10 @@ class Repeater:
             self._remove(request.request_id)
         accepted = None if first else drafts
         count = request.sampling.logprobs
-        logprobs = None if count is None else [_logprob(token, count) for token in tokens]
-        step = _step(request, tokens, accepted) if request.sampling.traces else None
-        more = (logprobs, 0, step, _scores(request) if first else None)
+        logprobs = None if count is None else [logprob_of(token, count) for token in tokens]
+        step = step_of(request, tokens, accepted) if request.sampling.traces else None
+        more = (logprobs, 0, step, scores_of(request) if first else None)
         return Event(request.request_id, tokens, accepted, reason, None, *more)
-
-
-def _step(request: Request, tokens: list[int], accepted: int | None) -> StepTrace:
-    """Drafts that were right, and two that were not: the root's other child, and the last one."""
-    right = tokens[:-1]
-    drafts = [*right, FILLER, FILLER] if accepted else []
-    parents = [*range(len(right)), 0, len(right)] if accepted else []
-    return StepTrace(
-        number=len(request.output),
-        source=PREFILL if accepted is None else DRAFT if accepted else PLAIN,
-        num_rows=1,
-        at_ms=1e3 * (time.monotonic() - request.began),
-        host_ms=2.0,
-        device_ms=1.5,
-        drafts=drafts,
-        parents=parents,
-        path=list(range(1, len(right) + 1)),
-        origins=[DRAFT] * len(drafts),
-    )
-
-
-def _token(request: Request, index: int) -> int:
-    sampling = request.sampling
-    token = request.prompt[index % len(request.prompt)]
-    if sampling.temperature and index == 0:
-        token = ord("a") + sampling.seed32 % 26
-    for biased, bias in sampling.logit_bias.items():
-        token = biased if bias > 0 else token
-    if index < sampling.min_tokens and token in sampling.stop_token_ids:
-        return FILLER
-    return token
-
-
-def _scores(request: Request) -> Scores | None:
-    """As logprobs of tokens; the ranks are the ids, from 1 on."""
-    ids, count = np.array(request.prompt[1:], np.int32), request.sampling.prompt_logprobs
-    if count is None or not len(ids):
-        return None
-    best = (ids[:, None] + np.arange(count, dtype=np.int32)) % VOCAB
-    return Scores(np.float32(-ids / 256), ids + 1, best, np.float32(-best / 256))
-
-
-def _logprob(token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
-    best = [(token + i) % VOCAB for i in range(count)]
-    return -token / 256, [(other, -other / 256) for other in best]
 
 
 @dataclass
@@ -398,6 +355,7 @@ def main() -> int:
     parser.add_argument("--wrong-at", type=int)
     parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
     parser.add_argument("--with-admin-listener", action="store_true")
+    parser.add_argument("--sees", action="store_true")
     parser.add_argument("--drain-timeout", type=float, default=DRAIN_S)
     for item in fields(ObservingOptions):
         is_switch = item.default is False
@@ -413,6 +371,8 @@ def main() -> int:
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+        max_picture_tokens=PICTURES.most // PICTURES.factor**2 if flags.sees else 0,
+        image_token=IMAGE if flags.sees else None,
     )
     facts = ModelFacts(
         model_name="repeater",
@@ -434,6 +394,7 @@ def main() -> int:
         observing=ObservingOptions(
             **{i.name: getattr(flags, i.name) for i in fields(ObservingOptions)}
         ),
+        pictures=PICTURES if flags.sees else None,
     )
     watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater(flags.wrong_at)

@@ -81,7 +81,7 @@ class InProcess:
     def _app(self, client: EngineClient) -> Any:
         templates = self._tokenizer.templates
         renders = templates and Renders(templates)
-        made = (client, self._tokenizer, renders, Grammars(client.facts))
+        made = (client, self._tokenizer, renders, None, Grammars(client.facts))
         return make_apps(*made, (), has_admin_listener=False).clients
 
 

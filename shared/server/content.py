@@ -1,0 +1,170 @@
+"""The content of a message: a text, or parts of text and pictures in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from shared.server.fields import is_text
+
+TEXT, PICTURE = "text", "image_url"
+"""The types of parts that there are."""
+
+_CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
+
+_DETAILS = (None, "auto", "high")
+"""What `detail` may be: all ask for the size that the model's settings give a picture."""
+
+_FOR_TEMPLATE = {"type": "image"}
+"""A picture as chat templates read it; they say where it stands, and see nothing of it."""
+
+_OTHER = {
+    "video": "video is not served; send single frames as parts of type image_url",
+    "audio": "audio is not served; send its text",
+    "image": "a picture is sent as a part of type image_url",
+    "file": "files are not served; send their text, or a picture as a part of type image_url",
+}
+"""Why a part whose type has this word in its name is not taken."""
+
+
+def _read_texts(value: Any) -> str | list[Any]:
+    return _read(value, (TEXT,))
+
+
+def _read_all(value: Any) -> str | list[Any]:
+    return _read(value, (TEXT, PICTURE))
+
+
+def _read_answer(value: Any) -> str | list[Any] | None:
+    """The content of an answer, which may have none beside its calls."""
+    return None if value is None else _read_texts(value)
+
+
+def _read(value: Any, kinds: tuple[str, ...]) -> str | list[Any]:
+    if is_text(value):
+        return value
+    parts: list[Any] = value if isinstance(value, list) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise _fault(kinds)
+    return [_read_part(part, kinds) for part in parts]
+
+
+def _read_part(part: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
+    """A part without hints for caches."""
+    kind = part.get("type")
+    if kind not in kinds:
+        raise _other_kind(kind, kinds)
+    if part.keys() - _CACHE_HINTS != {"type", kind}:
+        raise _fault(kinds)
+    if kind == TEXT and not is_text(part[TEXT]):
+        raise PydanticCustomError("content", "has a part whose text is not a string")
+    if kind == PICTURE:
+        _check_picture(part[PICTURE])
+    return {key: part[key] for key in part if key not in _CACHE_HINTS}
+
+
+def _check_picture(given: Any) -> None:
+    if not isinstance(given, dict) or given.keys() - {"detail"} != {"url"}:
+        raise PydanticCustomError("content", "has a part whose image_url is no object with a url")
+    if not is_text(given["url"]):
+        raise PydanticCustomError("content", "has a part whose url is not a string")
+    if given.get("detail") not in _DETAILS:
+        raise PydanticCustomError(
+            "content",
+            "has a picture whose detail is neither auto nor high; the model's settings alone say "
+            "how large it becomes, so leave detail out and send a smaller picture for fewer tokens",
+        )
+
+
+def _other_kind(kind: Any, kinds: tuple[str, ...]) -> PydanticCustomError:
+    if kind == PICTURE:
+        return PydanticCustomError(
+            "content", "has a picture; only messages of users and tools may have some"
+        )
+    reason = next((_OTHER[word] for word in _OTHER if isinstance(kind, str) and word in kind), None)
+    if reason is None:
+        return _fault(kinds)
+    return PydanticCustomError("content", "has a part of another type: {why}", {"why": reason})
+
+
+def _fault(kinds: tuple[str, ...]) -> PydanticCustomError:
+    named = " or ".join(kinds)
+    return PydanticCustomError(
+        "content", "must be a text or a list of parts of type {kinds}", {"kinds": named}
+    )
+
+
+def _part_schema(kind: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "type": {"const": kind},
+            kind: value,
+            **{hint: {} for hint in sorted(_CACHE_HINTS)},
+        },
+        "required": ["type", kind],
+        "additionalProperties": False,
+    }
+
+
+_PICTURE = {
+    "type": "object",
+    "properties": {
+        "url": {"type": "string", "description": "data:image/...;base64,..."},
+        "detail": {"enum": [*_DETAILS]},
+    },
+    "required": ["url"],
+    "additionalProperties": False,
+}
+_TEXT_PART, _PICTURE_PART = _part_schema(TEXT, {"type": "string"}), _part_schema(PICTURE, _PICTURE)
+
+
+def _schema(part: dict[str, Any], *others: dict[str, Any]) -> WithJsonSchema:
+    listed = {"type": "array", "items": part, "minItems": 1}
+    return WithJsonSchema({"anyOf": [{"type": "string"}, listed, *others]})
+
+
+Content = Annotated[
+    str | list[Any],
+    PlainValidator(_read_all),
+    _schema({"anyOf": [_TEXT_PART, _PICTURE_PART]}),
+]
+AnswerContent = Annotated[
+    str | list[Any] | None,
+    PlainValidator(_read_answer),
+    _schema(_TEXT_PART, {"type": "null"}),
+]
+
+
+@dataclass(frozen=True)
+class SentPicture:
+    """A picture as a client has sent it.
+
+    Attributes:
+      place: Where in the request it stands, as errors name it.
+      url: Its address, which carries it.
+    """
+
+    place: str
+    url: str
+
+
+def pictures_in(contents: Iterable[str | list[Any] | None]) -> list[SentPicture]:
+    """The pictures of messages, given by their contents, in their order."""
+    return [
+        SentPicture(f"messages[{number}].content[{index}].{PICTURE}", part[PICTURE]["url"])
+        for number, content in enumerate(contents)
+        for index, part in enumerate(content if isinstance(content, list) else ())
+        if part["type"] == PICTURE
+    ]
+
+
+def without_pictures(content: str | list[Any]) -> str | list[Any]:
+    """A message's content as chat templates read it: of a picture there is its place."""
+    if isinstance(content, str):
+        return content
+    return [_FOR_TEMPLATE if part["type"] == PICTURE else part for part in content]

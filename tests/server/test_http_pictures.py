@@ -1,0 +1,283 @@
+"""Pictures over HTTP: their places and their pixels reach the engine, and bad ones nobody else.
+
+The engine without a model answers with the prompt, and with a picture's first red in the place of
+its first token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.support.http_fixtures import (
+    CHAT,
+    COMPLETIONS,
+    IMAGE,
+    PICTURES,
+    POOL_TOKENS,
+    SLOW,
+    SPECIAL,
+    Server,
+    save_tokenizer,
+    serving,
+)
+from tests.support.pictures import REFUSED, bomb, rgb, stored, url_of
+
+TEMPLATE = """
+{%- for m in messages %}{{ '<|' + m.role + '|>' }}
+{%- if m.content is string %}{{ m.content }}{% else %}
+{%- for part in m.content %}
+{%- if part.type == 'image' %}
+{%- if m.role == 'system' %}{{ raise_exception('no pictures of the system') }}{% endif %}
+{{- '(<|image|>)' }}
+{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}
+{%- for t in tools or [] %}{{ t.function.name }}{% endfor %}
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
+SIDE = PICTURES.factor
+USER, ASSISTANT, NAME = 257, 258, SPECIAL[-1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(["-m", "tests.support.http_fixtures", str(folder), "--sees"]) as running:
+        yield running
+
+
+def picture(red: int, rows: int, columns: int) -> dict[str, Any]:
+    """A part with a picture of this red that takes so many rows and columns of the prompt."""
+    pixels = np.full((rows * SIDE, columns * SIDE, 3), (red, 0, 0), np.uint8)
+    return {"type": "image_url", "image_url": {"url": url_of(stored(rgb(pixels)))}}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def user(*content: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(content)}
+
+
+def asked(server: Server, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    answer = server.post(CHAT, messages=messages, temperature=0, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(server: Server, content: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    answer = server.post(CHAT, messages=[{"role": "user", "content": content}], **fields)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+TALK = [
+    user(text("a"), picture(7, 2, 3), text("b"), picture(9, 1, 1), text("c")),
+    {"role": "assistant", "content": "d"},
+    user(picture(11, 3, 1), text("e")),
+]
+EXPANDED = [
+    *(USER, *b"a(", *[IMAGE] * 6, *b")b(", IMAGE, *b")c", ASSISTANT, *b"d"),
+    *(USER, *b"(", *[IMAGE] * 3, *b")e", ASSISTANT),
+]
+
+
+def test_parts_stand_in_the_prompt_in_the_order_in_which_they_were_sent(server):
+    tokens = server.post("/tokenize", messages=TALK).json()
+    assert (tokens["tokens"], tokens["count"]) == (EXPANDED, len(EXPANDED))
+
+
+def test_pixels_reach_the_engine_at_their_places(server):
+    answer = asked(server, TALK, max_tokens=len(EXPANDED), n=2, return_token_ids=True)
+    reds = iter([7, 9, 11])
+    begins = [a != IMAGE and b == IMAGE for a, b in zip([0, *EXPANDED], EXPANDED, strict=False)]
+    want = [next(reds) if begin else t for begin, t in zip(begins, EXPANDED, strict=True)]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [want] * 2
+
+
+def test_usage_and_metrics_count_the_tokens_of_pictures(server):
+    before = server.metrics()["tandem:prompt_image_tokens_total"]
+    usage = asked(server, TALK, max_tokens=1)["usage"]
+    assert usage["prompt_tokens"] == len(EXPANDED)
+    assert usage["prompt_tokens_details"]["image_tokens"] == 10
+    assert server.metrics()["tandem:prompt_image_tokens_total"] == before + 10
+    assert asked(server, [user(text("a"))], max_tokens=1)["usage"]["prompt_tokens_details"] == {
+        "cached_tokens": 0,
+        "image_tokens": 0,
+    }
+
+
+def test_tools_stand_beside_pictures_and_show_some(server):
+    tool = {"type": "function", "function": {"name": "look"}}
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        user(text("look")),
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": [picture(5, 1, 2)]},
+    ]
+    answer = server.post("/tokenize", messages=messages, tools=[tool])
+    assert answer.json()["tokens"].count(IMAGE) == 2
+
+
+def test_the_bounds_are_told_and_kept(server):
+    capabilities = httpx.get(server.url + "/capabilities").json()
+    told, limits = capabilities["pictures"], capabilities["limits"]
+    assert (limits["max_picture_tokens"], limits["image_token"]) == (64, IMAGE)
+    assert told["pixels_per_token"] == SIDE**2
+    large = asked(server, [user(picture(1, 30, 30))], max_tokens=1)["usage"]
+    assert large["prompt_tokens_details"]["image_tokens"] <= limits["max_picture_tokens"]
+    many = refused(server, [picture(1, 1, 1)] * (told["max_pictures"] + 1))
+    assert f"at most {told['max_pictures']} are taken" in many["message"]
+    seven = refused(server, [picture(1, 8, 8)] * 7, max_tokens=1)
+    assert seven["code"] == "context_length_exceeded"
+    assert f"the {POOL_TOKENS} tokens" in seven["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "param", "words"),
+    [
+        ([{"type": "video_url", "video_url": {"url": "x"}}], "messages[0].content", "video is not"),
+        ([{"type": "input_audio", "input_audio": {}}], "messages[0].content", "audio is not"),
+        ([{"type": "file", "file": {}}], "messages[0].content", "files are not served"),
+        ([{"type": "input_image"}], "messages[0].content", "type image_url"),
+        ([{"type": "image_url", "image_url": "x"}], "messages[0].content", "no object with a url"),
+        ([picture(1, 1, 1) | {"more": 1}], "messages[0].content", "text or image_url"),
+        ([text("a"), text(f"the name {NAME}")], "messages", "write it otherwise"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_no_picture_or_no_text_is_refused_by_name(server, content, param, words):
+    error = refused(server, content)
+    assert error["param"] == param
+    assert words in error["message"]
+
+
+def test_a_size_that_the_client_wishes_is_refused_and_one_that_asks_for_nothing_is_taken(server):
+    for detail in ("auto", "high", None):
+        part = picture(1, 1, 1)
+        part["image_url"]["detail"] = detail
+        asked(server, [user(part)], max_tokens=1)
+    part["image_url"]["detail"] = "low"
+    assert "neither auto nor high" in refused(server, [part])["message"]
+
+
+def test_only_users_and_tools_show_pictures(server):
+    part = picture(1, 1, 1)
+    answer = server.post(CHAT, messages=[{"role": "assistant", "content": [part]}])
+    assert answer.status_code == 400
+    assert "only messages of users and tools" in answer.json()["error"]["message"]
+    answer = server.post(CHAT, messages=[{"role": "system", "content": [part]}])
+    assert answer.status_code == 400  # by the template
+    assert "no pictures of the system" in answer.json()["error"]["message"]
+
+
+BAD = {
+    **{name: url for name, (url, _) in REFUSED.items()},
+    "webp bomb": url_of(bomb("WEBP", 16_000)),
+}
+
+
+def stream(server: Server, told: list[float], started: threading.Event) -> None:
+    """A neighbour, who writes down when the events of its answer come."""
+    body = {"prompt": [SLOW, 97], "max_tokens": 200, "stream": True, "temperature": 0}
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                told.append(time.monotonic())
+                started.set()
+
+
+def test_bad_pictures_are_refused_where_they_stand_while_a_neighbour_is_served(server):
+    assert len(BAD) == 12
+    told: list[float] = []
+    started = threading.Event()
+    with ThreadPoolExecutor(1 + len(BAD)) as pool:
+        neighbour = pool.submit(stream, server, told, started)
+        started.wait(30)
+        sent = [
+            pool.submit(
+                refused, server, [text("a"), {"type": "image_url", "image_url": {"url": u}}]
+            )
+            for u in BAD.values()
+        ]
+        errors = [each.result(60) for each in sent]
+        answered = time.monotonic()
+        neighbour.result(60)
+    for name, error in zip(BAD, errors, strict=True):
+        assert error["param"] == "messages[0].content[1].image_url", name
+        assert REFUSED.get(name, ("", "16000 x 16000"))[1] in error["message"]
+    # It has gone on meanwhile: of its 70 events, 20 ms apart, some came before the last refusal.
+    assert sum(at < answered for at in told) > 1
+
+
+def workers(server: Server) -> list[int]:
+    """The processes that open pictures."""
+    _, child = server.pids()
+    children = Path(f"/proc/{child}/task/{child}/children").read_text().split()
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
+    return [int(pid) for pid, line in lines.items() if "shared.pictures.worker" in line]
+
+
+def test_a_picture_that_is_not_opened_holds_up_only_those_who_have_sent_some(server):
+    """Order, not time: a whole answer comes while nothing can be opened."""
+    asked(server, [user(picture(1, 1, 1))], max_tokens=1)
+    stopped = workers(server)
+    with ThreadPoolExecutor(1) as pool:
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            waiting = pool.submit(asked, server, [user(picture(2, 1, 1))], max_tokens=1)
+            for _ in range(2):
+                asked(server, [user(text("a"))], max_tokens=9)
+            assert not waiting.done()
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGCONT)
+        assert waiting.result(30)["usage"]["prompt_tokens_details"]["image_tokens"] == 1
+
+
+def test_the_death_of_what_opens_pictures_is_named_and_survived(server):
+    asked(server, [user(picture(1, 1, 1))], max_tokens=1)
+    (first, *others) = workers(server)
+    for pid in others:
+        os.kill(pid, signal.SIGKILL)
+    os.kill(first, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(refused, server, [picture(1, 1, 1)])
+        time.sleep(0.2)
+        os.kill(first, signal.SIGKILL)
+        assert "the process of the picture has ended" in waiting.result(30)["message"]
+    asked(server, [user(picture(3, 1, 1))], max_tokens=1)
+    assert any("process of the picture has ended" in line for line in server.lines)
+
+
+def test_a_model_that_does_not_see_refuses_pictures_and_starts_nothing_for_them(tmp_path):
+    save_tokenizer(tmp_path)
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as blind:
+        error = refused(blind, [text("a"), picture(1, 1, 1)])
+        assert error["param"] == "messages[0].content[1].image_url"
+        assert "sees none; send text alone" in error["message"]
+        assert httpx.get(blind.url + "/capabilities").json()["pictures"] is None
+        assert not workers(blind)
+        said = [text(f"the name {NAME}")]
+        assert json.dumps(asked(blind, [user(*said)], max_tokens=3))
+
+
+def test_a_template_that_writes_no_pictures_refuses_them(tmp_path):
+    save_tokenizer(tmp_path)
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path), "--sees"]) as server:
+        error = refused(server, [text("a"), picture(1, 1, 1)])
+    assert error["param"] == "messages"
+    assert "without places for pictures" in error["message"]

@@ -1,0 +1,62 @@
+"""What the engine without a model says: the prompt again, with what was asked for beside it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from shared.engine.request import DRAFT, PLAIN, PREFILL, Request, StepTrace
+from shared.spec.logprobs import Scores
+
+VOCAB = 300  # ids 260 to 299 are beyond the tokenizer
+FILLER = ord("-")
+
+
+def step_of(request: Request, tokens: list[int], accepted: int | None) -> StepTrace:
+    """Drafts that were right, and two that were not: the root's other child, and the last one."""
+    right = tokens[:-1]
+    drafts = [*right, FILLER, FILLER] if accepted else []
+    parents = [*range(len(right)), 0, len(right)] if accepted else []
+    return StepTrace(
+        number=len(request.output),
+        source=PREFILL if accepted is None else DRAFT if accepted else PLAIN,
+        num_rows=1,
+        at_ms=1e3 * (time.monotonic() - request.began),
+        host_ms=2.0,
+        device_ms=1.5,
+        drafts=drafts,
+        parents=parents,
+        path=list(range(1, len(right) + 1)),
+        origins=[DRAFT] * len(drafts),
+    )
+
+
+def token_of(request: Request, index: int) -> int:
+    """Token `index` of the output."""
+    sampling = request.sampling
+    at = index % len(request.prompt)
+    shown = {picture.first: int(picture.pixels[0, 0, 0]) for picture in request.pictures}
+    token = shown.get(at, request.prompt[at])
+    if sampling.temperature and index == 0:
+        token = ord("a") + sampling.seed32 % 26
+    for biased, bias in sampling.logit_bias.items():
+        token = biased if bias > 0 else token
+    if index < sampling.min_tokens and token in sampling.stop_token_ids:
+        return FILLER
+    return token
+
+
+def scores_of(request: Request) -> Scores | None:
+    """As logprobs of tokens; the ranks are the ids, from 1 on."""
+    ids, count = np.array(request.prompt[1:], np.int32), request.sampling.prompt_logprobs
+    if count is None or not len(ids):
+        return None
+    best = (ids[:, None] + np.arange(count, dtype=np.int32)) % VOCAB
+    return Scores(np.float32(-ids / 256), ids + 1, best, np.float32(-best / 256))
+
+
+def logprob_of(token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    """Of a token, and of the `count` best ones beside it."""
+    best = [(token + i) % VOCAB for i in range(count)]
+    return -token / 256, [(other, -other / 256) for other in best]
