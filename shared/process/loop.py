@@ -47,6 +47,8 @@ SILENCE_GRACE_S = 5.0  # the watchdog of this process speaks first
 FAREWELL_S = 1.0  # for the last frame to leave
 CHILD_END_S = 3.5  # for the server to end by itself; all in all below 5 s
 RECEIVE_BYTES = 1 << 18
+MOST_BYTES = 1 << 22  # read between two steps: pictures are large, and others have answers to get
+PART_WAIT_S = 0.001  # for more of a message that is longer than the socket holds
 EXIT_REFUSED = 2
 
 
@@ -178,21 +180,29 @@ class _Link:
         self._flush()
 
     def read(self) -> Iterator[list[Any]]:
-        """Messages that have arrived.
+        """Messages that have arrived; what is longer than `MOST_BYTES` takes several calls.
 
         Raises:
           _ServerEnded: Nothing will arrive any more.
         """
-        while True:
+        left = MOST_BYTES
+        while left > 0:
             try:
                 received = self._socket.recv(RECEIVE_BYTES)
             except BlockingIOError:
+                if self._reader.is_within and self._has_more():
+                    continue
                 return
             except OSError as error:
                 raise _ServerEnded from error
             if not received:
                 raise _ServerEnded
+            left -= len(received)
             yield from self._reader.feed(received)
+
+    def _has_more(self) -> bool:
+        """Whether more of a message comes at once; else it would come a socket's room a step."""
+        return bool(select.select([self._socket], [], [], PART_WAIT_S)[0])
 
     def send(self, message: list[Any]) -> None:
         """Sends what the socket takes now and keeps the rest."""
