@@ -41,16 +41,9 @@ def answered(page, server) -> Page:
     """A page on which a short answer stands."""
     page.open(server.url)
     page.driver.execute_script("localStorage.clear()")
-    set_most_tokens(page, 31)
+    page.set_most_tokens(31)
     page.ask("tokens and steps")
     return page
-
-
-def set_most_tokens(page: Page, number: int) -> None:
-    page.one("#open-settings").click()
-    page.one("#max-tokens").clear()
-    page.one("#max-tokens").send_keys(str(number))
-    page.one("#settings .primary").click()
 
 
 def test_tokens_are_coloured_by_how_they_came(answered, tmp_path):
@@ -163,7 +156,7 @@ def test_it_is_light_and_dark_and_fits_a_phone(answered):
 
 def test_what_is_refused_is_said_and_the_question_is_kept(page, server):
     page.open(server.url)
-    set_most_tokens(page, POOL_TOKENS + 1)
+    page.set_most_tokens(POOL_TOKENS + 1)
     page.one("#question").send_keys("hello", "\n")
     page.until(lambda: page.one("#alert").text)
     assert "max_tokens" in page.one("#alert").text
@@ -184,7 +177,7 @@ def test_a_key_opens_the_page_and_one_that_is_wrong_is_asked_for_again(page, fol
         assert page.one("#key-form").is_displayed()
         page.one("#key").send_keys(KEY, "\n")
         page.until(lambda: not page.one("#key-form").is_displayed())
-        set_most_tokens(page, 7)
+        page.set_most_tokens(7)
         page.ask("hello")
         assert len(page.all(".token")) == 7
         assert KEY not in page.driver.page_source

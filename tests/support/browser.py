@@ -70,6 +70,13 @@ class Page:
         self.until(lambda: self.one("#send").is_displayed())
         assert not self.one("#alert").text
 
+    def set_most_tokens(self, number: int) -> None:
+        """Of the answers that follow."""
+        self.one("#open-settings").click()
+        self.one("#max-tokens").clear()
+        self.one("#max-tokens").send_keys(str(number))
+        self.one("#settings .primary").click()
+
     def one(self, selector: str) -> WebElement:
         return self.driver.find_element(By.CSS_SELECTOR, selector)
 

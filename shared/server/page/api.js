@@ -33,15 +33,28 @@ export async function model() {
   return found.data[0];
 }
 
+/** What works with what, and within which bounds. */
+export async function capabilities() {
+  return (await ask("/capabilities")).json();
+}
+
+const asJson = (fields, signal) => ({
+  method: "POST",
+  headers: { "content-type": "application/json" },
+  body: JSON.stringify(fields),
+  signal,
+});
+
+/** The tokens of a chat, with those that stand for its pictures. */
+export async function tokens(messages, signal) {
+  const found = await (await ask("/tokenize", asJson({ messages }, signal))).json();
+  return found.tokens;
+}
+
 /** The events of an answer to messages or to a prompt, each with the step that made it. */
 export async function* answer(fields, signal) {
   const path = fields.messages ? "/v1/chat/completions" : "/v1/completions";
-  const response = await ask(path, {
-    method: "POST",
-    headers: { "content-type": "application/json" },
-    body: JSON.stringify({ ...fields, stream: true, trace: true }),
-    signal,
-  });
+  const response = await ask(path, asJson({ ...fields, stream: true, trace: true }, signal));
   for await (const line of lines(response.body)) {
     const data = line.startsWith("data: ") ? line.slice(6) : "";
     if (data === "[DONE]") return;

@@ -1,7 +1,8 @@
 // The page: a chat, and beside it what speculation did for each token.
 
-import { KeyNeeded, answer, model, rememberKey } from "./api.js";
+import { KeyNeeded, answer, capabilities, model, rememberKey, tokens } from "./api.js";
 import { drawStrip, showMeters, summary, title, told } from "./meters.js";
+import { Question, Tray, runsOf, takeFiles } from "./pictures.js";
 import { AnswerView, element } from "./tokens.js";
 import { drawTree } from "./tree.js";
 
@@ -12,12 +13,16 @@ const EXAMPLES = [
   "Extract the fields name, order, city as JSON. The order number is KT-4821. " +
     "The customer is Elena Moroz. It goes to Lisbon.",
 ];
+const TEXT_ALONE = "a text that the model continues has no pictures; let it be a part of the chat";
 const THEME = "tandem-theme", GHOSTS = "tandem-ghosts";
 const $ = (id) => document.getElementById(id);
 
 let turns = []; // messages, and the views of answers
 let running = null; // the AbortController of the answer that is under way
 let shown = { view: null, step: null, pinned: false };
+let imageToken = null; // that stands for pictures
+const say = (id) => (text) => ($(id).textContent = text);
+const tray = new Tray($("pictures"), say("status"), say("alert"));
 
 // The inspector
 
@@ -62,9 +67,8 @@ function fields() {
 async function send(question) {
   $("welcome").hidden = true;
   $("alert").textContent = "";
-  const asked = { message: { role: "user", content: question } };
+  const asked = new Question(question, tray.take());
   const view = new AnswerView(select);
-  asked.element = element("div", "turn user", question);
   turns.push(asked);
   $("log").append(asked.element, view.element);
   const body = fields();
@@ -72,6 +76,8 @@ async function send(question) {
   show(null, view);
   setRunning(new AbortController());
   try {
+    if (!body.messages && asked.pictures.length) throw new Error(TEXT_ALONE);
+    if (asked.pictures.length) showPlaces(body.messages, running.signal);
     for await (const event of answer(body, running.signal)) take(event, view);
     $("status").textContent = `Answer: ${view.said}`;
   } catch (error) {
@@ -80,6 +86,14 @@ async function send(question) {
     setRunning(null);
     note(view);
   }
+}
+
+/** Notes beside the chat's pictures where they stand; without an answer to this there is no note. */
+async function showPlaces(messages, signal) {
+  const runs = await tokens(messages, signal).then((found) => runsOf(found, imageToken), () => []);
+  const asked = turns.filter((turn) => turn.pictures?.length);
+  if (runs.length !== asked.reduce((sum, turn) => sum + turn.pictures.length, 0)) return;
+  for (const turn of asked) turn.place(runs.splice(0, turn.pictures.length));
 }
 
 function take(event, view) {
@@ -107,7 +121,8 @@ function fail(error, view, asked) {
   turns = turns.filter((turn) => turn !== view && turn !== asked);
   view.element.remove();
   asked.element.remove();
-  $("question").value = asked.message.content;
+  $("question").value = asked.text;
+  tray.putBack(asked.pictures);
   $("welcome").hidden = turns.length > 0;
 }
 
@@ -128,6 +143,7 @@ function newChat() {
   running?.abort();
   turns.forEach((turn) => turn.element.remove());
   turns = [];
+  tray.take();
   $("welcome").hidden = false;
   $("alert").textContent = "";
   show(null, null);
@@ -142,6 +158,10 @@ async function introduce() {
     const ranks = card.ranks > 1 ? ` · ${card.ranks} ranks` : "";
     $("model").textContent = `${card.id} · ${card.drafter ?? "no drafter"}${ranks}`;
     $("max-tokens").max = card.max_model_len;
+    const { limits, pictures } = await capabilities();
+    imageToken = limits.image_token;
+    Object.assign(tray, { bounds: pictures, mostBytes: limits.max_body_bytes });
+    $("add-picture").hidden = !pictures;
     $("key-form").hidden = true;
     $("alert").textContent = "";
   } catch (error) {
@@ -180,7 +200,7 @@ function begin() {
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     const question = $("question").value.trim();
-    if (!question || running) return;
+    if (!(question || tray.holds) || running) return;
     $("question").value = "";
     send(question);
   });
@@ -189,6 +209,12 @@ function begin() {
     event.preventDefault();
     $("ask").requestSubmit();
   });
+  $("add-picture").addEventListener("click", () => $("files").click());
+  $("files").addEventListener("change", () => {
+    tray.add([...$("files").files]);
+    $("files").value = ""; // the same file may be chosen again
+  });
+  takeFiles($("chat"), tray);
   $("stop").addEventListener("click", () => running?.abort());
   $("new-chat").addEventListener("click", newChat);
   $("open-settings").addEventListener("click", () => $("settings").showModal());
