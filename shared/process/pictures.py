@@ -14,6 +14,8 @@ from shared.options.options import ConfigError, Options
 from shared.process.settled import Settled
 from shared.spec.draft_tree import TreeShape
 
+TEXT_ALONE = "--language-only serves the model's text"
+
 KEPT_PICTURES = 4
 """Of the largest size, for which a pool has rows where no flag says how many it has."""
 
@@ -34,18 +36,30 @@ class Tower:
     processor: PictureConfig
 
 
-def find_tower(options: Options, folder: str | Path, has_tensors: bool) -> Tower | None:
-    """The tower of a model folder; None where there is none, or where text alone is served.
-
-    Args:
-      has_tensors: Whether the checkpoint's files hold a tower.
+def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
+    """The tower that a folder's config.json names, unless text alone is to be served.
 
     Raises:
-      ValueError: The tower is none that is computed here, or lacks its settings of pictures, or
-        flags speak of pictures where there is no tower; one sentence with the way out.
+      ConfigError: It is none that is computed here.
     """
-    has_tower = has_tensors and not options.model.language_only
-    vision = vision_from_folder(folder) if has_tower else None
+    if options.model.language_only:
+        return None
+    try:
+        return vision_from_folder(folder)
+    except ValueError as error:
+        raise ConfigError(f"{error}; {TEXT_ALONE}") from error
+
+
+def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None) -> Tower | None:
+    """The tower of a model folder; None where text alone is served.
+
+    Args:
+      vision: See `find_vision`; None too where the checkpoint's files hold no tower.
+
+    Raises:
+      ConfigError: The tower lacks its settings of pictures, or flags speak of pictures where there
+        is no tower.
+    """
     if vision is None:
         for name in ("max_picture_tokens", "picture_pool_tokens"):
             if getattr(options.engine, name) is not None:
@@ -62,7 +76,7 @@ def find_tower(options: Options, folder: str | Path, has_tensors: bool) -> Tower
     try:
         return Tower(vision, pictures_from_folder(folder, vision))
     except ValueError as error:
-        raise ConfigError(f"{error}; --language-only serves the model's text") from error
+        raise ConfigError(f"{error}; {TEXT_ALONE}") from error
 
 
 def picture_pool(tower: Tower, settled: Settled) -> PicturePool:

@@ -31,7 +31,7 @@ from shared.drafts.tokenizer import check_same_tokenizer
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.families import config_from_folder, stated_granularity, vision_from_folder
+from shared.models.families import config_from_folder, stated_granularity
 from shared.models.fields import read_json
 from shared.models.fp8 import BLOCK, are_whole_blocks
 from shared.models.fp8_words import EXPERTS, InWords
@@ -39,6 +39,7 @@ from shared.models.parameters import Parameter, parameters
 from shared.models.ranks import local
 from shared.models.sampling import SamplingDefaults
 from shared.models.tower import check_tower, tower_parameters
+from shared.models.vision import VisionConfig
 from shared.options.adaptive import read_candidates
 from shared.options.flags import spelling
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options
@@ -48,7 +49,7 @@ from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.grammars import Grammars
 from shared.process.memory_plan import MemoryPlan, plan
-from shared.process.pictures import find_tower
+from shared.process.pictures import find_tower, find_vision
 from shared.process.programs import ProgramCosts
 from shared.text.tokenizer import Tokenizer
 
@@ -172,7 +173,10 @@ def prepare(options: Options, platform: Platform) -> Start:
     draft, folder = options.speculative, options.model.model_path
     model = config_from_folder(folder, options.model.context_length)
     is_dummy, path = options.model.is_dummy, draft.head_path
-    checkpoint = _dummy(model, folder) if is_dummy else platform.open_checkpoint(folder)
+    if is_dummy:
+        checkpoint = _dummy(model, folder, find_vision(options, folder))
+    else:
+        checkpoint = platform.open_checkpoint(folder)
     stored = _open_draft(options, path, model) if path else None
     is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
     head_kind = kind_of(stored.names) if stored and not is_model else None
@@ -194,7 +198,8 @@ def prepare(options: Options, platform: Platform) -> Start:
     if corpus and not os.path.isfile(corpus):
         raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
     checkpoint.check(model, draft.with_mtp)
-    tower = find_tower(options, folder, checkpoint.has_tower)
+    vision = find_vision(options, folder) if checkpoint.has_tower else None
+    tower = find_tower(options, folder, vision)
     if tower is not None and isinstance(checkpoint, Checkpoint):
         check_tower(checkpoint, tower.vision)
     Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
@@ -261,8 +266,8 @@ def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> No
             )
 
 
-def _dummy(model: ModelConfig, folder: str) -> DummyCheckpoint:
-    return DummyCheckpoint.of_model(model, stated_granularity(folder), vision_from_folder(folder))
+def _dummy(model: ModelConfig, folder: str, vision: VisionConfig | None) -> DummyCheckpoint:
+    return DummyCheckpoint.of_model(model, stated_granularity(folder), vision)
 
 
 def _refuse_graph_flags(options: Options) -> None:
@@ -279,7 +284,7 @@ def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
     if not options.model.is_dummy:
         return open_head(path)
     if options.speculative.drafts_with_a_model:
-        return _dummy(_small_config(options, path), path)
+        return _dummy(_small_config(options, path), path, None)
     return dummy_head(_head_config(options, path, model))
 
 

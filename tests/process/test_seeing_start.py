@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +126,17 @@ def test_a_tower_without_settings_of_pictures_is_refused_and_its_text_served(fol
     with pytest.raises(ConfigError, match=r"no preprocessor_config.json.*--language-only serves"):
         started(blind)
     assert started(blind, "--language-only").memory.capacity.pictures is None
+
+
+@pytest.mark.parametrize("flags", ["", "--load-format dummy"])
+def test_a_tower_that_is_not_computed_is_refused_and_its_text_served(tmp_path, flags):
+    other = write_seeing(tmp_path / "model")
+    config = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"]["deepstack_visual_indexes"] = [1]
+    (other / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"deepstack_visual_indexes.*--language-only serves"):
+        started(other, flags)
+    assert started(other, f"{flags} --language-only").memory.capacity.pictures is None
 
 
 def test_a_dummy_has_a_tower_where_its_config_names_one(folder):
