@@ -35,7 +35,7 @@ from jax_impl.workspace import workspace
 from kernels.mail import BLOCK_BYTES, LOOKS, Boxes
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
-from shared.boundary.checks import check_capacity, check_one_rank, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import Program
@@ -77,7 +77,7 @@ class JaxBackend:
         quick_compile: bool,
         kept_in: Path | None = None,
         group: Ranks = ALONE,
-        tower: Loaded | None = None,
+        tower: Loaded | Sequence[Loaded] | None = None,
     ) -> None:
         """Allocates the pools of `capacity`; nothing is compiled yet.
 
@@ -98,7 +98,7 @@ class JaxBackend:
           kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
           group: How many ranks have the model between them: the devices of this process from the
             first on, which run every step together.
-          tower: Of a model that sees, loaded already.
+          tower: Of a model that sees, loaded already; of several ranks each has it whole.
 
         Raises:
           ValueError: There are fewer devices than ranks, or a model does not divide among them. Or
@@ -106,12 +106,11 @@ class JaxBackend:
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
-        check_one_rank(group, tower is not None)
         self._together = Together.of(where, group)
         read = partial(weights.from_arrays, config=config, dtype=kind)
         models = _of_ranks(arrays, read, self._together)
         own = _of_ranks(draft_arrays, partial(_placed, drafts=drafts, dtype=kind), self._together)
-        model = models[0]
+        towers, model = _of_ranks(tower, read, self._together), models[0]
         assert model is not None  # there are arrays
         check_capacity(capacity, drafts, model.has_mtp, tower is not None)
         config, drafts = local(config, group.count), drafts.local(group.count)
@@ -125,9 +124,10 @@ class JaxBackend:
         if kernels is not None:
             plain_operations(self._blueprint, KERNEL_LIMITS)
         self._group, self._bind = group, _binding(config, drafts, in_stacks)
-        self._tree = jax.tree.structure((model, own[0], tower))
+        self._tree = jax.tree.structure((model, own[0], towers[0]))
         devices = self._together.devices
-        each = [_leaves_of(on, *x, tower) for on, *x in zip(devices, models, own, strict=True)]
+        loaded = zip(devices, models, own, towers, strict=True)
+        each = [_leaves_of(on, *x) for on, *x in loaded]
         allocate = partial(device_state.allocate, config, capacity, drafts.sizes, kind)
         is_here = all(isinstance(leaf, jax.Array | list) for leaf in each[0])
         if is_here:

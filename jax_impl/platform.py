@@ -46,11 +46,12 @@ def load_backend(
         read_weights(blueprint, checkpoint, draft_files, each, progress, rank)
         for each, rank in zip(together.devices, together.ranks, strict=True)
     ]
-    tower, pictures = None, blueprint.capacity.pictures
+    towers, pictures = [], blueprint.capacity.pictures
     if pictures is not None:
         assert not isinstance(checkpoint, convert.OrbaxCheckpoint)  # it has none
-        placement = (jnp.dtype(blueprint.dtype), device, progress)
-        tower = load_tower(checkpoint, pictures.vision, *placement)
+        of_tower = (checkpoint, pictures.vision, jnp.dtype(blueprint.dtype))
+        for each in together.devices:  # the first's bytes are those that a start counts
+            towers.append(load_tower(*of_tower, each, _unseen if towers else progress))
     of_drafts = [own for _, own in loaded if own is not None]
     return JaxBackend(
         blueprint.config,
@@ -63,8 +64,12 @@ def load_backend(
         quick_compile=False,
         kept_in=CACHE_FOLDER,
         group=group,
-        tower=tower,
+        tower=towers or None,
     )
+
+
+def _unseen(num_bytes: int) -> None:
+    """Bytes that are read once more."""
 
 
 def read_weights(

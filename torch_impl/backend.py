@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
-from shared.boundary.checks import check_capacity, check_one_rank, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import CAPTURED, Program, Work
 from shared.boundary.ranks import ALONE, Ranks
@@ -79,7 +79,7 @@ class TorchBackend:
           captured: Works whose steps are captured and replayed.
           group: The ranks that have the model between them. All get the same plans in the same
             order, and give the same results.
-          tower: Of a model that sees, loaded already.
+          tower: Of a model that sees, loaded already; every rank has it whole.
 
         Raises:
           ValueError: A model does not divide among the ranks, or graphs are asked for where there
@@ -90,7 +90,6 @@ class TorchBackend:
             where = torch.device(device)
             weights = weights_module.from_arrays(config, dict(weights), dtype, where, group)
         device = weights.embed.device
-        check_one_rank(group, tower is not None)
         check_capacity(capacity, drafts, weights.mtp is not None, tower is not None)
         if captured and device.type != "cuda":
             raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")

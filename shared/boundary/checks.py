@@ -6,7 +6,6 @@ import numpy as np
 
 from shared.boundary.backend import Capacity, Decode, StepPlan
 from shared.boundary.program import Extra, Program, Work
-from shared.boundary.ranks import Ranks
 from shared.drafts.drafts import Drafts
 
 
@@ -67,16 +66,6 @@ def _check_encoding(program: Program, capacity: Capacity) -> None:
             f"{merged} patches make a row of {pictures.num_rows}, one of them the sink, and they "
             f"do not hold {program}"
         )
-
-
-def check_one_rank(ranks: Ranks, sees: bool) -> None:
-    """Refuses ranks that would have a model between them that sees pictures.
-
-    Raises:
-      ValueError: They are several.
-    """
-    if sees and not ranks.is_alone:
-        raise ValueError(f"{ranks.count} ranks are asked for, and a model that sees has one")
 
 
 def to_prepare(

@@ -68,11 +68,6 @@ def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None
                     "leave the flag out"
                 )
         return None
-    if options.ranks.tp_size > 1:
-        raise ConfigError(
-            f"--tp-size {options.ranks.tp_size} does not fit: a model that sees has one rank; add "
-            "--language-only to serve its text"
-        )
     try:
         return Tower(vision, pictures_from_folder(folder, vision))
     except ValueError as error:

@@ -19,6 +19,7 @@ from shared.engine.pictures import Picture, Sight, key_of, parting
 from shared.engine.request import Refusal, Request
 from shared.engine.rows import Chunk, Rows, chunk_end
 from shared.spec.turns import turns
+from tests.support import jax_seeing_ranks
 from tests.support.driving import Outcome, checked_step, drive
 from tests.support.golden_pictures import WANT, resized
 from tests.support.seeing import (
@@ -85,6 +86,7 @@ def traffic() -> list[Prompt]:
 CASES = [
     pytest.param("NEXTN", ["reference", "torch"], id="NEXTN"),
     pytest.param("NGRAM", ["torch"], id="NGRAM"),
+    pytest.param("NEXTN tree", ["torch ranks 2"], id="ranks", marks=pytest.mark.matrix),
     *(
         pytest.param(name, ["reference", "torch", "jax"], id=f"{name} x3", marks=pytest.mark.matrix)
         for name in SHAPES
@@ -186,6 +188,11 @@ def test_what_cannot_be_served_is_refused_by_name():
     too_large = Prompt([1], pixels(10, 10, 1), [2])
     refused("picture 1 of prompt takes 100 tokens", too_large.tokens, *too_large.pictures)
     assert not engine.busy
+
+
+@pytest.mark.matrix
+def test_ranks_in_jax_see_as_one_does():
+    jax_seeing_ranks.check()
 
 
 # Rows of the pool

@@ -87,6 +87,12 @@ def tower_bytes(start: Start) -> int:
     return tensor_bytes(load_tower(start.checkpoint, vision, *where, lambda num_bytes: None))
 
 
+def test_every_rank_has_the_tower_and_the_pool_whole(folder):
+    alone, shared = sizes(started(folder)), sizes(started(folder, "--tp-size 2"))
+    assert shared["weights"] < alone["weights"]
+    assert all(shared[line] == alone[line] for line in ("vision tower", "picture rows"))
+
+
 @pytest.mark.parametrize(("name", "kind"), [("torch", "gpu"), ("torch", "cpu"), ("jax", "cpu")])
 def test_encodings_have_sizes_that_double_and_a_cpu_that_compiles_has_few(folder, name, kind):
     capacity = started(folder, name=name, kind=kind).memory.capacity
@@ -110,7 +116,6 @@ REFUSED = {
     "--max-picture-tokens 7": "less than the 8 tokens of the smallest picture",
     "--picture-pool-tokens 100": "give at least 128, or lower --max-picture-tokens",
     "--language-only --max-picture-tokens 30": "this start serves text alone; leave the flag out",
-    "--tp-size 2": "a model that sees has one rank; add --language-only",
 }
 
 

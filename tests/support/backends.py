@@ -97,7 +97,7 @@ def make_seeing_backend(
         return PreparedOnUse(ReferenceBackend(*made_from, read))
     assert checkpoint is not None
     assert sees is not None
-    if framework == "torch":
+    if framework == "torch" or framework in MAKERS:
         import torch
 
         from torch_impl import weights as torch_weights
@@ -105,6 +105,8 @@ def make_seeing_backend(
 
         where = ("float32", torch.device("cpu"), lambda num_bytes: None)
         seeing = torch_weights.load_tower(checkpoint, sees.vision, *where)
+        if framework in MAKERS:
+            return PreparedOnUse(side_by_side(framework, made_from, tower=seeing))
         how = {"dtype": "float32", "device": "cpu", "captured": (), "tower": seeing}
         return PreparedOnUse(TorchBackend(*made_from, **how))
     import jax

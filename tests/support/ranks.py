@@ -93,11 +93,11 @@ class SideBySide:
         self._close()
 
 
-def torch_ranks(made_from: tuple, count: int) -> SideBySide:
+def torch_ranks(made_from: tuple, count: int, **more: Any) -> SideBySide:
     """One rank and `count` of them, in float32 on the CPU; the arguments are a backend's."""
     from torch_impl.backend import TorchBackend
 
-    how = {"dtype": "float32", "device": "cpu", "captured": ()}
+    how = {"dtype": "float32", "device": "cpu", "captured": (), **more}
     mailboxes = Mailboxes.create(count, wait_s=WAIT_S)
     ranks = [
         TorchBackend(*made_from, **how, group=Ranks(rank, count, mailboxes))
@@ -125,14 +125,14 @@ def steps_of_rank(
     return [dict(arrays_of(result)) for result in results]
 
 
-MAKERS: dict[str, tuple[Callable[[tuple, int], SideBySide], int]] = {
+MAKERS: dict[str, tuple[Callable[..., SideBySide], int]] = {
     "torch ranks 2": (torch_ranks, 2),
     "torch ranks 4": (torch_ranks, 4),
 }
 """Several ranks beside one, by the names of frameworks."""
 
 
-def side_by_side(framework: str, made_from: tuple) -> SideBySide:
+def side_by_side(framework: str, made_from: tuple, **more: Any) -> SideBySide:
     """Several ranks beside one; the arguments are a backend's."""
     make, count = MAKERS[framework]
-    return make(made_from, count)
+    return make(made_from, count, **more)
