@@ -14,10 +14,12 @@ import pytest
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Work
 from shared.engine.engine import Engine
+from shared.engine.ngram.index import NgramIndex
 from shared.engine.picture_rows import PictureRows, least_rows
 from shared.engine.pictures import Picture, Sight, key_of, parting
 from shared.engine.request import Refusal, Request
 from shared.engine.rows import Chunk, Rows, chunk_end
+from shared.options.ngram import NgramConfig
 from shared.spec.turns import turns
 from tests.support import jax_seeing_ranks
 from tests.support.driving import Outcome, checked_step, drive
@@ -154,8 +156,15 @@ def test_prompts_that_part_in_a_picture_do_not_wait_for_each_other():
     """One waits for another's pages only where they are to hold the same pictures."""
     other = Prompt(words(20, 1), pixels(8, 10, 3), words(40, 1))
     same = Prompt(words(20, 1), pixels(8, 10, 1), words(40, 1))
-    engine = engine_of("reference", "none")
-    assert served(engine, same, other, same) == [same.text(), other.text(), same.text()]
+    engine, outcomes = engine_of("reference", "none"), [Outcome() for _ in range(3)]
+    for number, prompt in enumerate((same, other, same)):
+        engine.add(prompt.request(number))
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == [0, 1]
+    while engine.busy:
+        for event in checked_step(engine):
+            outcomes[event.request_id].take(event)
+    assert [x.tokens for x in outcomes] == [same.text(), other.text(), same.text()]
     assert engine.pictures.num_encoded == 2
 
 
@@ -193,6 +202,25 @@ def test_what_cannot_be_served_is_refused_by_name():
 @pytest.mark.matrix
 def test_ranks_in_jax_see_as_one_does():
     jax_seeing_ranks.check()
+
+
+def test_seen_text_is_learnt_as_if_there_were_no_pictures():
+    indices = []
+    for parts in ((words(9, 1), words(5, 2)), (words(9, 1), pixels(2, 3, 1), words(5, 2))):
+        index = NgramIndex(NgramConfig(), nodes=4, depth=3, vocab=256, chain=False)
+        request = Prompt(*parts).request()
+        request.place(1)
+        for end in range(2, len(request.prompt) + 1, 2):  # some chunks end inside the picture
+            index.see_prompt(request, end)
+            index.learn()
+        index.see_prompt(request, len(request.prompt))
+        index.see(request, words(9, 1)[:4])
+        indices.append((index.draft([request]).tokens.tolist(), index.num_ngrams))
+        index.end(request, is_learnt=True)
+        index.cut(request.request_id, 0)
+        indices[-1] += (index.num_ngrams,)
+    assert indices[0] == indices[1]
+    assert any(indices[0][0][0])
 
 
 # Rows of the pool
