@@ -43,6 +43,7 @@ from shared.process import loop
 from shared.process.address import Listeners, bind
 from shared.process.frames import ModelFacts
 from shared.process.watchdog import Watchdog
+from tests.support.heard_signals import heard_signals
 from tests.support.repeated import VOCAB, logprob_of, scores_of, step_of, token_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -297,14 +298,15 @@ def serving(command: Sequence[str], threads: int | None = 1) -> Iterator[Server]
       threads: Of its libraries; None leaves them as they are elsewhere.
     """
     environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
+    with heard_signals():
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
     lines: list[str] = []
     found: queue.Queue[str] = queue.Queue()
     reader = threading.Thread(target=_read_lines, args=(process, lines, found), daemon=True)
