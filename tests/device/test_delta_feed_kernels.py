@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,14 @@ from tests.support.delta_feed_kernels import (
     specified,
 )
 from tests.support.delta_mix_kernels import EPS, LAYER, SHARED_KEYS, WEIGHTS
-from tests.support.kernels import KERNELS, ON_GPU, bind_kernels, share_arithmetic
+from tests.support.kernels import (
+    KERNELS,
+    ON_GPU,
+    bind_kernels,
+    in_languages,
+    in_pallas,
+    share_arithmetic,
+)
 from tests.support.op_case import OpCase, as_list
 from tests.support.op_sides import SIDES
 
@@ -72,10 +78,11 @@ def heads_of(case: Case, out: np.ndarray, request: int) -> np.ndarray:
     return np.moveaxis(own.reshape(len(own), *heads), 1, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "language"),
-    [each for each in product(CASES, KERNELS) if ON_GPU or each != ("a long prompt", "pallas")],
-)
+# Of Pallas: several requests, and one that forgets.
+COMPILED = ("ragged", "tokens that forget all")
+
+
+@pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
 def test_prompts_are_fed_as_the_specification_says(name: str, language: str) -> None:
     case, got, want = CASES[name], found(language, name), specified(CASES[name])
     for request in range(len(case.lengths)):
@@ -181,7 +188,7 @@ def test_tiles_leave_the_bits_as_they_are(language: str) -> None:
 
 
 @both_languages
-@pytest.mark.parametrize("name", ["ragged", "tokens that forget all"])
+@pytest.mark.parametrize("name", in_pallas(["ragged", "tokens that forget all"], COMPILED[1:]))
 def test_the_languages_have_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     share_arithmetic(monkeypatch)
     assert_equal(*(feed(language, CASES[name]) for language in KERNELS))

@@ -36,7 +36,14 @@ from tests.support.delta_mix_kernels import (
     replayed,
     specified,
 )
-from tests.support.kernels import INTERPRET, KERNELS, bind_kernels, share_arithmetic
+from tests.support.kernels import (
+    INTERPRET,
+    KERNELS,
+    bind_kernels,
+    in_languages,
+    in_pallas,
+    share_arithmetic,
+)
 from tests.support.op_case import OpCase, as_list
 from tests.support.op_sides import SIDES
 
@@ -49,10 +56,15 @@ HALF = {"rtol": 2**-8, "atol": 1e-5}
 each_language = pytest.mark.parametrize("language", KERNELS)
 SMALL_CASES = [case for case in TABLE if not case.is_large]
 each_case = pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+# Of Pallas: plain decoding, trees, and chains in the other sizes and precision.
+COMPILED = ("plain decoding", "trees", "chains of up to 4, own keys, in half precision")
 
 
-@each_language
-@pytest.mark.parametrize("name", CASES)
+def these(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("language", "name"), in_languages(names, COMPILED))
+
+
+@these(*CASES)
 def test_a_layer_is_mixed_as_the_specification(name: str, language: str) -> None:
     case, got = CASES[name], found(language, name)
     out, kept = specified(case)
@@ -94,8 +106,7 @@ def test_plain_decoding_advances_the_states_and_a_replay_their_windows(language:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@each_language
-@pytest.mark.parametrize("name", ["chains of up to 5", "trees"])
+@these("chains of up to 5", "trees")
 def test_what_is_no_number_in_one_request_leaves_the_others_bits(name: str, language: str) -> None:
     case, want = CASES[name], found(language, name)
     projected = case.projected.copy()
@@ -109,8 +120,7 @@ def test_what_is_no_number_in_one_request_leaves_the_others_bits(name: str, lang
         np.testing.assert_array_equal(mine[:, 1:], theirs[:, 1:])
 
 
-@each_language
-@pytest.mark.parametrize("name", ["chains of up to 5", "trees", "plain decoding"])
+@these("chains of up to 5", "trees", "plain decoding")
 def test_rows_bits_do_not_depend_on_the_other_requests(name: str, language: str) -> None:
     case, together = CASES[name], found(language, name)
     order = np.random.default_rng(3).permutation(len(case.counts))
@@ -126,6 +136,10 @@ def test_rows_bits_do_not_depend_on_the_other_requests(name: str, language: str)
         np.testing.assert_array_equal(mine, theirs[:, order])
 
 
+# A tree has paths that are chains.
+CHAIN_OF_A_TREE = pytest.param(False, marks=pytest.mark.matrix if INTERPRET else ())
+
+
 def paths_of(parents: Sequence[int]) -> list[list[int]]:
     """The path to each leaf of a tree."""
     paths = []
@@ -138,7 +152,7 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
 
 
 @each_language
-@pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("is_tree", [CHAIN_OF_A_TREE, True], ids=["chain", "tree"])
 def test_a_path_and_its_replay_have_the_bits_of_plain_decoding(is_tree: bool, language: str):
     parents = [0, 0, 1, 1, 2, 0, 5] if is_tree else [0, 0, 1, 2, 3]
     tree = make([len(parents)], 7, parents=[parents] if is_tree else None, padding=0)
@@ -230,17 +244,16 @@ def sum_by_halves(x: np.ndarray) -> np.ndarray:
     return x[..., 0, :]
 
 
-@each_language
-@pytest.mark.parametrize(
-    ("name", "tiles"),
-    [
-        ("chains of up to 4, own keys, in half precision", WHOLE),
-        *((name, APART) for name in ("plain decoding", "chains of up to 5", "trees")),
-        ("nodes of one, own keys", APART),
-    ],
-)
-def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name, tiles, language: str) -> None:
-    cut, other = found(language, name), mix(language, CASES[name], tiles)
+CUT_OTHERWISE = {
+    "chains of up to 4, own keys, in half precision": WHOLE,
+    **dict.fromkeys(("plain decoding", "chains of up to 5", "trees"), APART),
+    "nodes of one, own keys": APART,
+}
+
+
+@these(*CUT_OTHERWISE)
+def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name: str, language: str) -> None:
+    cut, other = found(language, name), mix(language, CASES[name], CUT_OTHERWISE[name])
     mine, theirs = ((x.out, x.recurrent, *x.kept) for x in (cut, other))
     for ours, others in zip(mine, theirs, strict=True):
         np.testing.assert_array_equal(ours, others)
@@ -271,7 +284,7 @@ def one_arithmetic(monkeypatch) -> None:
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-@pytest.mark.parametrize("name", [name for name in CASES if not CASES[name].half])
+@pytest.mark.parametrize("name", in_pallas([x for x in CASES if not CASES[x].half], COMPILED))
 def test_the_languages_have_the_same_bits(name: str, one_arithmetic) -> None:
     ours, theirs = found("pallas", name), mix("triton", CASES[name])
     np.testing.assert_array_equal(ours.out, theirs.out)

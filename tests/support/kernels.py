@@ -7,7 +7,7 @@ here and nowhere else in the tests.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cache
@@ -67,6 +67,27 @@ AS_WRITTEN = UNFUSED and UNFUSED | {
     "xla_disable_hlo_passes": "fusion,algsimp",
     "xla_allow_excess_precision": False,
 }
+
+
+def in_pallas(names: Iterable[Any], compiled: Container[Any]) -> list:
+    """The names; those of cases that Pallas has in the matrix alone are marked.
+
+    XLA compiles an interpreted kernel for seconds, while Triton's interpreter compiles nothing, and
+    the kernels of both are the same. On a GPU nothing is left to the matrix.
+    """
+    left = pytest.mark.matrix if INTERPRET else ()
+    return [pytest.param(name, marks=() if name in compiled else left) for name in names]
+
+
+def in_languages(names: Iterable[Any], compiled: Container[Any]) -> list:
+    """Each language with each name, of Pallas as `in_pallas` has them."""
+    by_name = zip(names, in_pallas(names, compiled), strict=True)
+    chosen = [(name, pallas.marks) for name, pallas in by_name]
+    return [
+        pytest.param(language, name, marks=marks if language == "pallas" else ())
+        for language in KERNELS
+        for name, marks in chosen
+    ]
 
 
 @contextmanager
