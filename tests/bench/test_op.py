@@ -10,7 +10,7 @@ import pytest
 
 from bench.kernels import op
 from kernels.tiles import MEASURED, Tiles
-from tests.support.kernels import bind_kernels
+from tests.support.kernels import ON_GPU, bind_kernels
 from tests.support.op_case import TOLERANCE, OpCase, table, tables
 from tests.support.op_sides import SIDES, Side
 
@@ -29,7 +29,20 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 SMALL = [case for name in tables() for case in table(name) if not case.is_large]
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+def first_of_each() -> list:
+    """Of each function the first case; the others are of the matrix where they run no kernel.
+
+    Without a GPU they are plain operations, which have tests of their own.
+    """
+    seen, found = set(), []
+    for case in SMALL:
+        is_first = (case.op, case.function) not in seen
+        seen.add((case.op, case.function))
+        found.append(pytest.param(case, marks=() if is_first or ON_GPU else pytest.mark.matrix))
+    return found
+
+
+@pytest.mark.parametrize("case", first_of_each(), ids=str)
 def test_every_small_case_gives_what_the_specification_says(case: OpCase, side: Side) -> None:
     arguments = case.arguments(seed=0)
     got = side.run(side.operation(case), side.placed(case, arguments))
