@@ -17,6 +17,10 @@ from tests.support.tree_cells import TREES, cell, head_of
 
 CHAIN, TREE = TREES[0], TREES[2]
 SHAPES = (CHAIN, TREE)
+# XLA compiles a family's two programs for ten seconds. These have norms behind layers, joined
+# tensors with long rotations, and biases with windows; JAX has all families in tests of golden
+# numbers, and here in the matrix.
+IN_JAX = ("olmo3", "phi3", "qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,13 @@ def backends() -> Iterator[Backends]:
 def test_backends_agree_with_each_other_and_with_the_specification(family, sampling, backends):
     overlap = 1 if sampling == GREEDY else 2
     one = cell(family, "STANDALONE", TREE, sampling, "mixed", overlap, 16)
+    assert_cell(one, backends, ("torch", "jax") if family in IN_JAX else ("torch",))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", [each for each in DENSE if each not in IN_JAX])
+def test_backends_agree_on_the_other_families(family, backends):
+    one = cell(family, "STANDALONE", TREE, SAMPLED, "mixed", 2, 16)
     assert_cell(one, backends, ("torch", "jax"))
 
 

@@ -41,7 +41,7 @@ DRAFTERS = (
 
 
 DEFAULT = {
-    ("qwen3_5", "NEXTN"): TREES[1:3],
+    ("qwen3_5", "NEXTN"): TREES[1:2],
     ("llama", "EAGLE"): TREES[4:],
     ("qwen3_5", "EAGLE3"): TREES[2:3],
     ("qwen3_5", "STANDALONE"): TREES[1:2],
@@ -52,8 +52,9 @@ CELLS = [
     cell(*drafter, shape, sampling, "mixed", overlap, 16)
     for drafter, shapes in DEFAULT.items()
     for shape in shapes
-    for sampling, overlap in ((GREEDY, 1), (SAMPLED, 0), (SAMPLED, 2))
+    for sampling, overlap in ((GREEDY, 1), (SAMPLED, 2))
 ]
+CELLS += [cell("qwen3_5", "NEXTN", TREES[1], SAMPLED, "mixed", 0, 16)]
 ALL = [
     cell(*drafter, shape, sampling, load, overlap, page_size)
     for drafter, shape, sampling, load, overlap, page_size in product(
@@ -88,9 +89,17 @@ def test_backends_agree_in_the_full_matrix(cell, all_backends):
     assert_cell(cell, all_backends, ("torch", "jax"))
 
 
+# The numpy backend is the slowest: an MTP layer's small tree, and a head's of many nodes.
+IN_NUMPY = ("NEXTN", "EAGLE3")
+
+
 @pytest.mark.parametrize(
     "cell",
-    [each for each in CELLS if each.overlap == 2 and each.tree.nodes < 64],
+    [
+        pytest.param(each, marks=() if each.drafter in IN_NUMPY else pytest.mark.matrix)
+        for each in CELLS
+        if each.overlap == 2
+    ],
     ids=str,
 )
 def test_backends_accept_what_the_numpy_backend_accepts(cell, backends):
@@ -114,7 +123,7 @@ def test_accepted_drafts_do_not_depend_on_the_overlap(sampling, backends):
     served = [
         serve(backends.get("torch", each), each)
         for overlap in OVERLAPS
-        for each in [cell("qwen3_5", "NEXTN", TREES[2], sampling, "mixed", overlap, 16)]
+        for each in [cell("qwen3_5", "NEXTN", TREES[1], sampling, "mixed", overlap, 16)]
     ]
     accepted = [{key: run[key].accepted for key in run} for run in served]
     assert accepted[0] == accepted[1] == accepted[2]

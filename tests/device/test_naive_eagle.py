@@ -6,6 +6,7 @@ Every text is the plain one of the same request, whatever ends it and whoever is
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 import pytest
@@ -37,10 +38,18 @@ def served() -> Iterator[Served]:
     made.close()
 
 
-@pytest.fixture(
-    params=[(f, d, s) for f in FRAMEWORKS for d in DRAFTED for s in (NAIVE, TREE)],
-    ids=lambda of: f"{of[0]}-{of[1]}-{name_of(of[2])}",
-)
+# Trees of JAX are compared in tests/device/test_cross_backend_trees.py.
+SUBJECTS = [
+    pytest.param(
+        each,
+        id=f"{each[0]}-{each[1]}-{name_of(each[2])}",
+        marks=pytest.mark.matrix if each[::2] == ("jax", TREE) else (),
+    )
+    for each in product(FRAMEWORKS, DRAFTED, (NAIVE, TREE))
+]
+
+
+@pytest.fixture(params=SUBJECTS)
 def server(request: pytest.FixtureRequest, served: Served) -> Server:
     framework, drafted, shape = request.param
     return Server(served, framework, drafted, shape)
