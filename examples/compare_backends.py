@@ -6,6 +6,13 @@
 from collections.abc import Sequence
 from importlib import import_module
 
+# One prompt at a time, in pieces of one size, of which nothing is kept: JAX compiles two programs.
+FEW_PROGRAMS = {
+    "max_running_requests": 1,
+    "context_length": 256,
+    "chunked_prefill_size": 64,
+    "disable_radix_cache": True,
+}
 QUESTIONS = ["Ann has 7 bags of 12 nuts. How many nuts?", "Tom reads 9 pages a day for 14 days."]
 
 
@@ -14,7 +21,7 @@ def tokens_of(backend: str, drafter: Sequence[str]) -> list[list[int]]:
     module = import_module(f"{backend}_impl")
     options = {"speculative_algorithm": drafter[0]} if drafter else {}
     sampling = module.SamplingParams(temperature=0.8, seed=1, max_tokens=48)
-    with module.LLM(max_running_requests=2, context_length=256, **options) as llm:
+    with module.LLM(**FEW_PROGRAMS, **options) as llm:
         chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
         return [answer.outputs[0].token_ids for answer in llm.chat(chats, sampling)]
 
