@@ -94,7 +94,7 @@ def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(phase):
     assert adaptive > 0.98 * static[OFF]
 
 
-@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.matrix), 32])
 def test_where_no_draft_is_accepted_little_is_lost_for_long(batch):
     """What trying costs is bounded by what it could gain."""
     work = imposed([("nothing", batch, batch, 3000, always(0.02))], part=1 << 20)

@@ -8,7 +8,6 @@ worth changes from place to place within one text. All tiers have the same texts
 from __future__ import annotations
 
 from functools import cache
-from itertools import product
 
 import pytest
 
@@ -45,7 +44,14 @@ def table_of(device: str) -> dict[int, list[float]]:
     return {batch: [ms / 1000 for ms in each] for batch, each in MILLISECONDS[device].items()}
 
 
-@pytest.mark.parametrize(("device", "phase"), [*product(MILLISECONDS, range(len(NAMES)))])
+def devices() -> list:
+    """A GPU's short steps and long ones; a CPU's are of the matrix."""
+    seldom = {"a CPU": pytest.mark.matrix}
+    return [pytest.param(name, marks=seldom.get(name, ())) for name in MILLISECONDS]
+
+
+@pytest.mark.parametrize("phase", range(len(NAMES)))
+@pytest.mark.parametrize("device", devices())
 def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(device, phase):
     found = runs(device)
     static = [found[str(tier)][phase].speed for tier in TIERS]
@@ -54,7 +60,7 @@ def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(device, phase):
     assert adaptive > 0.98 * static[0]
 
 
-@pytest.mark.parametrize("device", MILLISECONDS)
+@pytest.mark.parametrize("device", devices())
 def test_changing_work_is_served_faster_than_by_any_tier(device):
     """As much work of each phase as plain decoding had in it."""
     found = runs(device)

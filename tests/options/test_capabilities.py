@@ -44,6 +44,9 @@ JOINED = [
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY = "qwen3_5"
 
+FEW_SHAPES = ("NEXTN", "EAGLE", MODEL_ALGORITHM)
+"""Drafters of which an adaptive start measures two shapes; EAGLE3 has those of a default start."""
+
 
 @dataclass(frozen=True)
 class House:
@@ -60,6 +63,8 @@ class House:
         own = drafter.removesuffix(WITH_COPIES)
         if own in (*HEAD_ALGORITHMS, MODEL_ALGORITHM):
             line += ["--speculative-draft-model-path", str(self.folder / own)]
+        if "--speculative-adaptive" in flags and drafter in FEW_SHAPES:
+            flags = (*flags, "--speculative-adaptive-config", str(self.folder / "shapes.json"))
         given = {flag for flag in flags if flag.startswith("--")}
         pairs = zip(line[::2], line[1::2], strict=True)
         return [word for pair in pairs if pair[0] not in given for word in pair] + list(flags)
@@ -99,6 +104,7 @@ class House:
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     folder = tmp_path_factory.mktemp("house")
+    (folder / "shapes.json").write_text('{"candidate_steps": [1, 3]}')
     target, weights = tiny_model(FAMILY, 0)
     write_tiny(folder / "model", FAMILY, 0)
     for kind in ("EAGLE", "EAGLE3"):
