@@ -51,11 +51,13 @@ class PictureRows:
         """Rows that hold pictures."""
         return sum(map(len, self._held.values()))
 
-    def chunk_of(self, request: Request, end: int) -> Chunk | Rows:
+    def chunk_of(self, request: Request, end: int, may_encode: bool) -> Chunk | Rows | None:
         """The next chunk of a prompt, up to `end` or before, or what must be encoded before it.
 
         Args:
           end: As `chunk_end` says.
+          may_encode: Whether an encoding would be the next step; else there is None in its place,
+            as a picture counts as encoded from when it is given rows.
         """
         first = request.prefilled
         named = list(touched(request.pictures, first, end + 1))
@@ -66,7 +68,7 @@ class PictureRows:
         keys = [(request.tenant, each.digest) for each in named]
         for key, each in zip(keys, named, strict=True):
             if key not in self._held:
-                return self._encode(key, each, keys)
+                return self._encode(key, each, keys) if may_encode else None
         for key in keys:
             self._held.move_to_end(key)
         places = [self._held[key].start for key in keys]

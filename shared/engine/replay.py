@@ -136,7 +136,9 @@ class PlainRunner:
             return Rows.decode([request], PLAIN)
         chunk = Chunk(request, request.prefilled, chunk_end(request, self._most_tokens))
         if self._pictures is not None and request.pictures:
-            chunk = self._pictures.chunk_of(request, chunk.end)
+            found = self._pictures.chunk_of(request, chunk.end, may_encode=True)
+            assert found is not None, "it may encode"
+            chunk = found
         if isinstance(chunk, Rows):
             return chunk
         self._reserve(request, chunk.end)

@@ -152,10 +152,10 @@ class Scheduler:
             first, end = request.prefilled, chunk_end(request, budget)
             if first == end or not self._make_room(request, end):
                 continue
-            chunk = self._chunk(request, end)
+            chunk = self._chunk(request, end, is_first=not chunks)
             if isinstance(chunk, Rows):
-                if not chunks:
-                    return chunk
+                return chunk
+            if chunk is None:
                 continue  # its picture is encoded when it is the first that is left
             chunks.append(chunk)
             request.prefill(chunk.end)
@@ -164,11 +164,14 @@ class Scheduler:
                 break
         return Rows.prefill(tuple(chunks)) if chunks else None
 
-    def _chunk(self, request: Request, end: int) -> Chunk | Rows:
-        """A chunk that ends there or, where pictures are many, before; or an encoding for it."""
+    def _chunk(self, request: Request, end: int, is_first: bool) -> Chunk | Rows | None:
+        """A chunk that ends there or, where pictures are many, before; or an encoding for it.
+
+        None: it needs an encoding, and is not the first of the step.
+        """
         if self._pictures is None or not request.pictures:
             return Chunk(request, request.prefilled, end)
-        return self._pictures.chunk_of(request, end)
+        return self._pictures.chunk_of(request, end, may_encode=is_first)
 
     def _decode_rows(self) -> Rows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]

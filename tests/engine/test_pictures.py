@@ -177,6 +177,15 @@ def test_a_pool_that_is_too_small_for_all_encodes_anew():
     assert engine.pictures.num_held <= least_rows(96)
 
 
+def test_a_picture_is_encoded_though_another_prompt_goes_before_it():
+    """The first prompt of a step needs no encoding any more, and the second one's has to wait."""
+    engine = engine_of("reference", "none")
+    served(engine, Prompt(words(9, 1), pixels(3, 4, 1), words(5, 2)))
+    first = Prompt(words(9, 3), pixels(3, 4, 1), words(5, 4))
+    second = Prompt(words(9, 5), pixels(3, 4, 2), words(5, 6))
+    assert served(engine, first, second) == [first.text(), second.text()]
+
+
 def test_what_cannot_be_served_is_refused_by_name():
     engine, picture = engine_of("reference", "none"), Picture.of(1, pixels(2, 3, 1), FACTOR)
     given = Prompt([1], pixels(2, 3, 1), [2])
@@ -242,7 +251,8 @@ def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
         request.place(1)
         encoded = 0
         while not request.decodes:
-            chunk = rows.chunk_of(request, chunk_end(request, 2 * CHUNK))
+            chunk = rows.chunk_of(request, chunk_end(request, 2 * CHUNK), may_encode=True)
+            assert chunk is not None
             if isinstance(chunk, Rows):
                 assert chunk.work is Work.ENCODE
                 encoded += 1
