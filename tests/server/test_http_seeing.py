@@ -1,0 +1,133 @@
+"""A model that sees, over HTTP: its texts are those of the specification, with drafts too."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.support.golden_pictures import MODEL, PICTURES
+from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, byte_letters, serving
+from tests.support.pictures import rgb, stored, url_of
+from tests.support.seeing import IMAGE, Prompt, pixels
+
+TOKENS = 12
+SPECIAL = {"<|image|>": IMAGE, "<|user|>": IMAGE + 1, "<|assistant|>": IMAGE + 2}
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{{ '<|image|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+    "{% endfor %}<|assistant|>"
+)
+NEXTN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"]
+CHAIN = [*NEXTN, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
+TREE = [*NEXTN, "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
+SMALL = ["--max-running-requests", "2", "--context-length", "256", "--page-size", "8"]
+SMALL += ["--chunked-prefill-size", "64", "--dtype", "float32"]
+SERVERS = [
+    pytest.param(("torch_impl.serve", CHAIN), id="torch"),
+    pytest.param(("jax_impl.serve", CHAIN), id="jax"),
+    pytest.param(
+        ("tests.support.reference_serve", CHAIN), id="reference", marks=pytest.mark.matrix
+    ),
+    *(
+        pytest.param((f"{side}_impl.serve", flags), id=f"{side} {name}", marks=pytest.mark.matrix)
+        for side in ("torch", "jax")
+        for name, flags in (("plain", []), ("tree", TREE))
+    ),
+]
+
+
+def folder_with_a_tokenizer(folder: Path) -> Path:
+    """The golden model with a tokenizer of bytes, of which the last ones give way to the marks."""
+    shutil.copy(MODEL / "model.safetensors", folder)
+    shutil.copy(MODEL / "config.json", folder)
+    settings = json.loads((PICTURES / "config.json").read_text())["preprocessor_config"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    letters = {letter: byte for byte, letter in enumerate(byte_letters()) if byte < IMAGE}
+    tokenizer = Tokenizer(models.BPE(vocab=letters | SPECIAL, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return folder
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def server(request, tmp_path_factory) -> Iterator[Server]:
+    module, flags = request.param
+    folder = folder_with_a_tokenizer(tmp_path_factory.mktemp("sees"))
+    command = ["-m", module, "--model-path", str(folder), "--port", "0", *SMALL, *flags]
+    with serving(command) as running:
+        yield running
+
+
+def conversation(*parts: str | np.ndarray) -> tuple[list[dict[str, Any]], Prompt]:
+    """A message as a client sends it, and what it has to become."""
+    content = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": url_of(stored(rgb(part)))}}
+        for part in parts
+    ]
+    tokens = [list(part.encode()) if isinstance(part, str) else part for part in parts]
+    begun, ended = [SPECIAL["<|user|>"]], [SPECIAL["<|assistant|>"]]
+    return [{"role": "user", "content": content}], Prompt(begun, *tokens, ended)
+
+
+ONE, OTHER, LONG = pixels(3, 4, 1), pixels(3, 4, 2), pixels(2, 16, 3)
+
+
+def answer_to(server: Server, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    fields = {"temperature": 0, "max_tokens": TOKENS, "return_token_ids": True}
+    answer = server.post(CHAT, messages=messages, **fields)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_texts_of_pictures_are_those_of_the_specification(server):
+    """One and two pictures, some at the same time, one of which a chunk cuts."""
+    asked = [
+        conversation("what? ", ONE),
+        conversation("a" * 40, ONE, "b", LONG, "and so on, and so on"),
+        conversation("what? ", OTHER),
+        conversation("no picture"),
+    ]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = list(pool.map(lambda one: answer_to(server, one[0]), asked))
+    for answer, (_, prompt) in zip(answers, asked, strict=True):
+        assert answer["choices"][0]["token_ids"] == prompt.text(TOKENS)
+        usage = answer["usage"]
+        assert usage["prompt_tokens"] == len(prompt.tokens)
+        assert usage["prompt_tokens_details"]["image_tokens"] == prompt.tokens.count(IMAGE)
+
+
+def test_a_picture_is_encoded_once_and_never_taken_for_another(server):
+    rest = " and then some words, so that pages behind the picture are full"
+    (one, first), (two, second) = (conversation(each, rest) for each in (ONE, OTHER))
+    assert first.tokens == second.tokens
+    texts, cached = [], []
+    for messages in (one, two, one):
+        before = server.metrics()["tandem:pictures_encoded_total"]
+        answer = answer_to(server, messages)
+        texts.append(answer["choices"][0]["token_ids"])
+        cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert texts == [first.text(TOKENS), second.text(TOKENS), first.text(TOKENS)]
+    assert cached[1] < 8, "another picture's page"
+    assert cached[2] >= 16
+    assert server.metrics()["tandem:pictures_encoded_total"] == before
+
+
+def test_an_image_token_without_a_picture_is_refused(server):
+    answer = server.post(COMPLETIONS, prompt=[1, IMAGE, 2], max_tokens=1)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "prompt")
+    assert "may not hold the image token" in error["message"]
