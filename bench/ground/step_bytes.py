@@ -14,6 +14,7 @@ from math import prod
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import MODEL, MTP
+from shared.models.active import EMBEDDING, EXPERTS, active_numbers
 from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
 from shared.models.fp8_words import InWords, bytes_of_words
@@ -22,8 +23,6 @@ from shared.models.parameters import Parameter, parameters
 from shared.spec.draft_tree import TreeShape
 
 FLOAT32_BYTES = 4
-EMBEDDING = "embed"
-EXPERTS = ("experts.gate_up", "experts.down")
 
 
 def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
@@ -53,28 +52,17 @@ def step_products(blueprint: Blueprint, shape: TreeShape, batch: int, context: i
     """Multiplications of one step of a batch, each with its addition; arguments as `step_bytes`."""
     config, rows = blueprint.config, batch * shape.nodes
     wanted = parameters(config, False)
-    made = rows * (_active(wanted, config, config.tied) + context * _attended(config))
+    made = rows * (active_numbers(wanted, config, config.tied) + context * _attended(config))
     drafts = blueprint.drafts
     if drafts.sizes is None or shape.is_plain:
         return made
     own, is_tied = _draft_weights(blueprint)
-    each = _active(own, drafts.sizes.model, is_tied) + context * _attended(drafts.sizes.model)
+    each = active_numbers(own, drafts.sizes.model, is_tied) + context * _attended(
+        drafts.sizes.model
+    )
     each += _target_head(own, is_tied, config)
     passes, width = (1, shape.nodes) if drafts.block else (shape.depth, shape.width)
     return made + passes * batch * width * each
-
-
-def _active(wanted: list[Parameter], config: ModelConfig, is_tied: bool) -> int:
-    """Numbers of weights that one row is multiplied with."""
-    found, experts = 0, config.experts
-    for p in wanted:
-        if len(p.shape) - p.stacked < 2 or (p.name == EMBEDDING and not is_tied):
-            continue
-        size = prod(p.shape)
-        if experts is not None and p.name.endswith(EXPERTS):
-            size = size * (experts.num_chosen + experts.shares_stacks) // experts.num_stacked
-        found += size
-    return found
 
 
 def _attended(config: ModelConfig) -> int:

@@ -22,10 +22,10 @@ from typing import Any
 from bench.ground import card
 from bench.ground.drafting import Draft, named_folder
 from bench.ground.session import Load, folders_of, reset_peak
-from bench.ground.step_bytes import EXPERTS
 from bench.steps.offline import flags, kernels_of, model_options, side_options, with_lot
 from shared.boundary.backend import Launch
 from shared.boundary.program import Work
+from shared.models.active import EXPERTS
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters

@@ -1,6 +1,7 @@
 """What a start tells on the terminal: its memory plan, and what a user should know of the steps."""
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
 
 from rich.console import Console
@@ -13,9 +14,15 @@ from shared.drafts.streams import doubts
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.models.active import active_numbers
+from shared.models.parameters import parameters
 from shared.models.sampling import SamplingDefaults
 from shared.options.options import Options
 from shared.process.memory_plan import MemoryPlan
+
+READ_PER_S = 4.2e12
+"""Bytes of an H200's memory, and what several of them add to a layer: measured on two."""
+GATHERED_S = 22e-6
 
 
 def start_notes(
@@ -33,6 +40,7 @@ def start_notes(
         yield "the weights are dummies (--load-format dummy): the texts mean nothing"
     yield from tokenizer_notes(Path(told.model.model_path))
     yield from head_notes(told)
+    yield from rank_notes(memory)
     simulated = told.speculative.speculative_simulate_accept_length
     if simulated is not None:
         yield (
@@ -55,6 +63,22 @@ def head_notes(told: Options) -> Iterator[str]:
     draft = told.speculative
     if draft.head_path and not draft.drafts_with_a_model and not draft.speculative_draft_layer_ids:
         yield from doubts(stated(head_json(draft.head_path)))
+
+
+def rank_notes(memory: MemoryPlan) -> Iterator[str]:
+    """That several GPUs are not faster than one, where a row reads few weights."""
+    config, count = memory.blueprint.config, memory.blueprint.ranks.count
+    if count == 1 or not memory.blueprint.on_gpu:
+        return
+    wanted = parameters(config, False)
+    share = active_numbers(wanted, config, config.tied) / sum(prod(p.shape) for p in wanted)
+    (weights,) = (line.num_bytes for line in memory.lines if line.name == "weights")
+    layer = share * weights * count / config.num_layers
+    if layer * (1 - 1 / count) / READ_PER_S < GATHERED_S:
+        yield (
+            f"a row reads some {layer / 1e6:.0f} MB of weights a layer: a request alone takes "
+            f"{count} GPUs about as long as one; they hold more, and many requests gain"
+        )
 
 
 def step_notes(told: Options, controller: Controller) -> Iterator[str]:

@@ -26,6 +26,7 @@ from shared.models.parameters import parameters
 from shared.options.options import ConfigError, parse
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.notes import rank_notes
 from shared.process.start import prepare
 from shared.spec.numerics import ATTENTION
 from tests.support.house import House
@@ -417,5 +418,10 @@ def test_the_plan_of_ranks_on_gpus_has_a_line_for_their_mailboxes(name):
     start = prepare(parse(flags), gpu)
     (line,) = (line for line in start.memory.lines if line.name == "mailboxes")
     assert line.num_bytes == device_mailbox_bytes(2) > 2 * 2 * BLOCK_BYTES
+    (note,) = rank_notes(start.memory)
+    assert note.startswith("a row reads some 0 MB of weights a layer")
+    shape = ["--model-path", str(SHAPES / "qwen3-8b"), "--load-format", "dummy", "--tp-size", "2"]
+    large = replace(gpu, find_device=lambda: Device("gpu", "NVIDIA H200", 100 * GB))
+    assert list(rank_notes(prepare(parse(shape), large).memory)) == []
     with pytest.raises(ValueError, match="ranks on GPUs must be 2, 4 or 8, got 16"):
         device_mailbox_bytes(16)
