@@ -6,6 +6,7 @@ reads a whole prompt at once and has no pages, no pool and no drafts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -13,10 +14,12 @@ import pytest
 
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Work
+from shared.engine.allocator import Allocator
 from shared.engine.engine import Engine
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.picture_rows import PictureRows, least_rows
 from shared.engine.pictures import Picture, Sight, key_of, parting
+from shared.engine.radix_cache import RadixCache
 from shared.engine.request import Refusal, Request
 from shared.engine.rows import Chunk, Rows, chunk_end
 from shared.options.ngram import NgramConfig
@@ -29,6 +32,7 @@ from tests.support.seeing import (
     FACTOR,
     IMAGE,
     LARGEST,
+    PAGE,
     SHAPES,
     Prompt,
     backend_of,
@@ -105,12 +109,13 @@ def test_texts_with_pictures_are_plain_ones_cut_preempted_and_drafted(drafter, f
         for number, prompt in enumerate(traffic()):
             engine.add(prompt.request(number))
             outcomes[number] = Outcome()
-        is_sent_back = False
+        sent_back = {is_inside: False, has_text: False}
         while engine.busy:
             for event in checked_step(engine):
                 outcomes[event.request_id].take(event)
-            is_sent_back = is_sent_back or preempted_inside(engine)
-        assert is_sent_back, "a request has lost its pages in the middle of a picture"
+            for which, is_done in sent_back.items():
+                sent_back[which] = is_done or preempted(engine, which)
+        assert all(sent_back.values()), "requests lose their pages in a picture and behind one"
         assert [x.tokens for x in outcomes.values()] == texts
         steps = [event.step for x in outcomes.values() for event in x.traced]
         drafted[framework] = str([(step.drafts, step.parents, step.path) for step in steps if step])
@@ -119,11 +124,20 @@ def test_texts_with_pictures_are_plain_ones_cut_preempted_and_drafted(drafter, f
     assert len({*drafted.values()}) == 1, "drafts, or what is accepted of them, differ"
 
 
-def preempted_inside(engine: Engine) -> bool:
-    """Sends back a settled request that is read up to the middle of a picture, if there is one."""
+def is_inside(request: Request) -> bool:
+    """Whether it is read up to the middle of a picture."""
+    inside = any(each.first < request.prefilled < each.end for each in request.pictures)
+    return inside and request.cached_tokens == 0
+
+
+def has_text(request: Request) -> bool:
+    return bool(request.pictures) and len(request.output) > 3
+
+
+def preempted(engine: Engine, which: Callable[[Request], bool]) -> bool:
+    """Sends back a request none of whose steps is in flight, if there is such a one."""
     for request in engine.scheduler.running:
-        inside = any(each.first < request.prefilled < each.end for each in request.pictures)
-        if inside and request.is_settled and request.cached_tokens == 0:
+        if request.is_settled and which(request):
             engine.scheduler.preempt(request)
             return True
     return False
@@ -224,6 +238,7 @@ def test_seen_text_is_learnt_as_if_there_were_no_pictures():
             index.learn()
         index.see_prompt(request, len(request.prompt))
         index.see(request, words(9, 1)[:4])
+        request.commit(words(9, 1)[:4])
         indices.append((index.draft([request]).tokens.tolist(), index.num_ngrams))
         index.end(request, is_learnt=True)
         index.cut(request.request_id, 0)
@@ -264,6 +279,34 @@ def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
             assert all(0 < bound <= pool.num_rows for bound in bounds)
             encoded = 0
             request.prefill(chunk.end)
+
+
+def test_what_a_chunk_names_stays_for_its_other_pictures():
+    pool = replace(
+        backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
+    )
+    rows = PictureRows(pool)
+    first, other, last = (pixels(8, 12, seed) for seed in (1, 2, 3))
+    for parts, encoded in (((first, [1]), 1), ((other, [1]), 2), ((first, last, [1]), 3)):
+        request = Prompt(*parts).request()
+        request.place(1)
+        while isinstance(rows.chunk_of(request, min(len(request.prompt), 128)), Rows):
+            pass
+        assert rows.num_encoded == encoded
+
+
+def test_the_page_before_a_picture_is_another_where_a_head_reads_the_row_behind_it():
+    """Its last row of draft KV is made of the picture's first."""
+    prompts = [Prompt(words(PAGE, 1), pixels(4, 6, seed), [1, 2]) for seed in (1, 2)]
+    capacity = backend_of("reference", "none").capacity
+    for key_reach in (0, 1):
+        allocator = Allocator(capacity)
+        tree, slot = RadixCache(allocator, key_reach), allocator.take_slot()
+        allocator.reserve(slot, 4 * PAGE)
+        tokens, pages = np.array(prompts[0].tokens, np.int32), allocator.page_table[slot, :4]
+        tree.insert("", None, tokens, pages, [True] * 4, prompts[0].pictures, is_running=True)
+        found = [len(tree.path("", tokens, prompt.pictures)) for prompt in prompts]
+        assert found == [4, 1 - key_reach]
 
 
 def test_a_key_names_each_picture_and_the_place_in_it():
