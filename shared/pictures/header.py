@@ -10,6 +10,9 @@ from shared.models.pictures import PictureRefused
 
 PNG, JPEG, WEBP = "PNG", "JPEG", "WEBP"
 
+MAX_PIXELS = 1 << 25
+"""Of a picture as it is stored: 33.5 million, as of large cameras; no model sees half of them."""
+
 _PNG = b"\x89PNG\r\n\x1a\n"
 _SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """Markers of JPEG behind which the size stands; the others of the range are tables."""

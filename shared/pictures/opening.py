@@ -12,34 +12,15 @@ What a picture is brought to is decided by name:
 
 import io
 import warnings
-from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import UInt8
 from PIL import Image, ImageOps
 
 from shared.models.pictures import PictureConfig, PictureRefused
-from shared.pictures.header import Header, read_header
-
-MAX_PIXELS = 1 << 25
-"""Of a picture as it is stored: 33.5 million, as of large cameras; no model sees half of them."""
+from shared.pictures.exchange import OpenedPicture
+from shared.pictures.header import MAX_PIXELS, Header, read_header
 
 DEEP = "I;16"
 """Begins what Pillow calls 16 bits of grey; those of colours it reads as 8."""
-
-
-@dataclass(frozen=True)
-class OpenedPicture:
-    """A picture at the size that a model wants: red, green and blue of each pixel, row by row."""
-
-    height: int
-    width: int
-    rgb: bytes
-
-    @property
-    def pixels(self) -> UInt8[np.ndarray, "height width 3"]:
-        """The same as an array, which cannot be written."""
-        return np.frombuffer(self.rgb, np.uint8).reshape(self.height, self.width, 3)
 
 
 def opened(data: bytes, config: PictureConfig) -> OpenedPicture:

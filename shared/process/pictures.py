@@ -1,6 +1,7 @@
 """What a start makes of a checkpoint's vision tower: bounds of pictures, and the pool's rows."""
 
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from shared.boundary.pictures import PicturePool
@@ -15,6 +16,9 @@ from shared.process.settled import Settled
 from shared.spec.draft_tree import TreeShape
 
 TEXT_ALONE = "--language-only serves the model's text"
+
+DECODER = "PIL"
+"""The package that opens pictures in the server's workers, which would find out too late."""
 
 KEPT_PICTURES = 4
 """Of the largest size, for which a pool has rows where no flag says how many it has."""
@@ -57,8 +61,8 @@ def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None
       vision: See `find_vision`; None too where the checkpoint's files hold no tower.
 
     Raises:
-      ConfigError: The tower lacks its settings of pictures, or flags speak of pictures where there
-        is no tower.
+      ConfigError: The tower lacks its settings of pictures, or the start what decodes them; or
+        flags speak of pictures where there is no tower.
     """
     if vision is None:
         for name in ("max_picture_tokens", "picture_pool_tokens"):
@@ -68,6 +72,11 @@ def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None
                     "leave the flag out"
                 )
         return None
+    if find_spec(DECODER) is None:
+        raise ConfigError(
+            "a model that sees needs Pillow, which is not installed; install the extra images; "
+            f"{TEXT_ALONE}"
+        )
     try:
         return Tower(vision, pictures_from_folder(folder, vision))
     except ValueError as error:

@@ -7,8 +7,15 @@ from collections.abc import Sequence
 
 from shared.engine.pictures import Picture
 from shared.models.pictures import PictureConfig
-from shared.pictures.opening import MAX_PIXELS, OpenedPicture
-from shared.pictures.worker import DEADLINE_S, PART, pack_address, pack_config, unpack_picture
+from shared.pictures.exchange import (
+    DEADLINE_S,
+    PART,
+    OpenedPicture,
+    pack_address,
+    pack_config,
+    unpack_picture,
+)
+from shared.pictures.header import MAX_PIXELS
 from shared.server.content import SentPicture
 from shared.server.errors import ApiError
 from shared.server.workers import NUM_WORKERS, Workers

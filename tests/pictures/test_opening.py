@@ -1,8 +1,11 @@
 """A picture is opened as it was drawn and brought to size, or refused before it is decoded."""
 
 import io
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +31,7 @@ from tests.support.pictures import (
     stored,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 GREY = PATTERN[..., :1].repeat(3, axis=2)
 TRANSPARENT = np.concatenate([PATTERN, PATTERN[..., :1]], axis=2)
 PALETTE = rgb().quantize(200)
@@ -127,6 +131,12 @@ def test_a_file_that_is_cut_anywhere_is_refused_or_opened(kind):
     for end in [*range(0, 64), *range(64, len(data), 97)]:
         with suppress(PictureRefused):
             assert opened(data[:end], config).height
+
+
+def test_a_server_of_text_needs_no_decoder():
+    """Pillow is an extra; what opens pictures is a process of its own."""
+    code = "import sys; sys.modules['PIL'] = None; import shared.server.service"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_each_picture_has_its_rows_in_the_prompt():

@@ -15,7 +15,7 @@ from shared.engine.picture_rows import least_rows
 from shared.models.dummy import DummyCheckpoint
 from shared.models.families import config_from_folder
 from shared.options.options import ConfigError, parse
-from shared.process import engines
+from shared.process import engines, pictures
 from shared.process.device import Device
 from shared.process.start import Start, prepare
 from tests.support import reference_serve
@@ -131,6 +131,13 @@ def test_a_tower_without_settings_of_pictures_is_refused_and_its_text_served(fol
     with pytest.raises(ConfigError, match=r"no preprocessor_config.json.*--language-only serves"):
         started(blind)
     assert started(blind, "--language-only").memory.capacity.pictures is None
+
+
+def test_a_model_that_sees_is_refused_where_nothing_decodes_pictures(folder, monkeypatch):
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"install the extra images; --language-only serves"):
+        started(folder)
+    assert started(folder, "--language-only").memory.capacity.pictures is None
 
 
 @pytest.mark.parametrize("flags", ["", "--load-format dummy"])
