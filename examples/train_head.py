@@ -26,6 +26,7 @@ def main(out: str, steps: str, prompts: str) -> None:
     head = str(folder / "head")
     flags = ["--target", TARGET, "--draft", "eagle3", "--data", str(data), "--out", head]
     sizes = ["--steps", steps, "--prompts", prompts, "--output-tokens", "48", "--warmup", "1"]
+    sizes += ["--batch-tokens", "1024"]  # some ten short chats
     assert train([*flags, *sizes]) == 0
     drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
     with LLM(TARGET, max_running_requests=1, context_length=256, **drafting) as llm:

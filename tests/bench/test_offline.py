@@ -70,7 +70,7 @@ def both(model: Path) -> Report:
 def test_every_line_is_timed_told_and_written(model, tmp_path, capsys):
     out = tmp_path / "found.json"
     drafts = ["none", "EAGLE3:S=2", "NGRAM:N=3", "EAGLE:S=1"]
-    line = ["--backend", "torch", "--batch", "2", "--temperature", "0", "0.8"]
+    line = ["--backend", "torch", "--batch", "2", "--temperature", "0", "0.8", "--output", "24"]
     report = run(model, *line, "--top-p", "0.9", "--drafts", *drafts, "--out", str(out))
     found = json.loads(out.read_text())
     assert found == json.loads(json.dumps(report.found))

@@ -22,8 +22,8 @@ SERVERS = {
     "jax": "jax_impl.serve",
 }
 NUM_KINDS = 24  # different requests
-NUM_REQUESTS = 200
-ARRIVALS_S = 3.0
+NUM_REQUESTS = 100
+ARRIVALS_S = 1.5
 SHARE_LEAVING = 0.2
 # 16 pages of 8 tokens for up to 6 requests of up to 60 tokens: they cannot all stay.
 FEW_PAGES = ["--page-size", "8", "--max-total-tokens", "136", "--max-running-requests", "6"]
