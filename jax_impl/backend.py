@@ -107,7 +107,7 @@ class JaxBackend:
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
         self._together = Together.of(where, group)
-        read = partial(weights.from_arrays, config=config, dtype=kind)
+        read = partial(weights.from_arrays, config=config, dtype=kind, token_map=drafts.token_map)
         models = _of_ranks(arrays, read, self._together)
         own = _of_ranks(draft_arrays, partial(_placed, drafts=drafts, dtype=kind), self._together)
         towers, model = _of_ranks(tower, read, self._together), models[0]

@@ -83,7 +83,7 @@ class OrbaxCheckpoint:
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> Shaped[np.ndarray, "..."]:
         self._shape_and_dtype(parameter)
-        name = parameter.name
+        name = parameter.tied_to or parameter.name
         wanted = ocp.args.PyTreeRestore(
             item={name: 0},
             restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
@@ -94,7 +94,7 @@ class OrbaxCheckpoint:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"the array {name} in {self._folder} is damaged") from error
         progress(self._num_bytes(parameter))
-        return read.astype(np.float32 if parameter.float32 else dtype)
+        return parameter.share(read).astype(np.float32 if parameter.float32 else dtype)
 
     def in_words(self, wanted: Sequence[Parameter]) -> InWords:
         """None: what is FP8 was widened when the folder was made."""
@@ -107,9 +107,10 @@ class OrbaxCheckpoint:
     has_scales = in_codes
 
     def _shape_and_dtype(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
-        if parameter.name not in self._arrays:
-            raise CheckpointError(f"the checkpoint has no array {parameter.name}")
-        return self._arrays[parameter.name]
+        name = parameter.tied_to or parameter.name
+        if name not in self._arrays:
+            raise CheckpointError(f"the checkpoint has no array {name}")
+        return self._arrays[name]
 
     def _num_bytes(self, parameter: Parameter) -> int:
         shape, dtype = self._shape_and_dtype(parameter)

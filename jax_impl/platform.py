@@ -84,7 +84,8 @@ def read_weights(
     placement = (jnp.dtype(blueprint.dtype), device, progress)
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     stay = (blueprint.in_words, blueprint.in_codes)
-    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group)
+    token_map = blueprint.drafts.token_map
+    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group, token_map=token_map)
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement, group=group),
         lambda files, config: load(files, config, False, *placement, {}, group=group),

@@ -62,14 +62,26 @@ class Mtp(NamedTuple):
     layer: Layer
 
 
+class DraftRows(NamedTuple):
+    """The rows of a model's head that drafts are scored by, and the model's id of each."""
+
+    lm_head: Matrix
+    ids: Int[jax.Array, " draft_vocab"]
+
+
 class Weights(NamedTuple):
-    """A model's weights."""
+    """A model's weights.
+
+    Attributes:
+      draft_rows: None where drafts are of all tokens.
+    """
 
     embed: Float[jax.Array, "vocab hidden"]
     lm_head: Matrix
     final_norm: Float[jax.Array, " hidden"]
     layers: tuple[Layer, ...]
     mtp: Mtp | None
+    draft_rows: DraftRows | None
 
 
 class HeadWeights(NamedTuple):

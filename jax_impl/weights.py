@@ -6,7 +6,7 @@ by 1 more.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from jax_impl.ops.linear import Matrix
 from jax_impl.records import (
     Attention,
     BlockWeights,
+    DraftRows,
     GatedDelta,
     HeadWeights,
     Layer,
@@ -41,7 +42,7 @@ from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
-from shared.models.parameters import BIAS, Parameter, divided_parameters
+from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
 from shared.models.pieces import of_rank
 from shared.models.tower import check_tower
 from shared.models.vision import VisionConfig
@@ -93,6 +94,7 @@ def load(
     in_words: InWords,
     in_codes: Collection[str] = (),
     group: Ranks = ALONE,
+    token_map: Sequence[int] | None = None,
 ) -> Loaded:
     """Reads a rank's share of a checkpoint to the device, parameter by parameter.
 
@@ -102,11 +104,13 @@ def load(
       in_words, in_codes: Parameters that stay FP8; all are stacks. Those in codes quantise their
         rows.
       group: The ranks that have the model between them.
+      token_map: Tokens that are drafted; see `shared.drafts.drafts.Drafts`.
 
     Raises:
       CheckpointError: A tensor is missing or has another shape.
     """
-    wanted = of_rank(divided_parameters(config, with_mtp, group.count), group.rank, group.count)
+    wanted = divided_parameters(config, with_mtp, group.count, token_map)
+    wanted = of_rank(wanted, group.rank, group.count)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
     stay = {*in_words, *in_codes}
     loaded = _sorted_out([p for p in wanted if p.name not in stay], read, dtype, device)
@@ -119,7 +123,7 @@ def load(
             else:
                 both = words.read(checkpoint, parameter, in_words[name], device, progress)
             stacks[name], stacks[f"{name}{SCALES}"] = both
-    return loaded
+    return _with_ids(loaded, token_map, device)
 
 
 def load_head(
@@ -137,10 +141,8 @@ def load_head(
     """
     wanted = of_rank(check_head(checkpoint, config), group.rank, group.count)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
-    loaded = _sorted_out(wanted, read, dtype, device)
-    if config.has_draft_vocab:
-        loaded.alone["draft_ids"] = _placed_ids(draft_ids(checkpoint, config), device)
-    return loaded
+    ids = draft_ids(checkpoint, config) if config.has_draft_vocab else None
+    return _with_ids(_sorted_out(wanted, read, dtype, device), ids, device)
 
 
 def load_tower(
@@ -165,12 +167,14 @@ def from_arrays(
     dtype: np.dtype | type,
     device: jax.Device,
     group: Ranks = ALONE,
+    token_map: Sequence[int] | None = None,
 ) -> Loaded:
     """Brings a rank's share of arrays by the names of `shared.models.parameters` to the device."""
-    wanted = of_rank(
-        divided_parameters(config, "mtp.fc" in arrays, group.count), group.rank, group.count
+    wanted = divided_parameters(config, "mtp.fc" in arrays, group.count, token_map)
+    wanted = of_rank(wanted, group.rank, group.count)
+    return _with_ids(
+        _sorted_out(wanted, partial(_share_of, arrays), dtype, device), token_map, device
     )
-    return _sorted_out(wanted, partial(_share_of, arrays), dtype, device)
 
 
 def head_from_arrays(
@@ -180,8 +184,12 @@ def head_from_arrays(
     wanted = [p for p in head_parameters(head.config, None) if p.name in head.weights]
     read = partial(_share_of, head.weights)
     loaded = _sorted_out(of_rank(wanted, group.rank, group.count), read, dtype, device)
-    if head.config.has_draft_vocab:
-        loaded.alone["draft_ids"] = _placed_ids(head.weights["draft_ids"], device)
+    return _with_ids(loaded, head.weights.get("draft_ids"), device)
+
+
+def _with_ids(loaded: Loaded, ids: Iterable[int] | None, device: jax.Device) -> Loaded:
+    if ids is not None:
+        loaded.alone["draft_ids"] = jax.device_put(jnp.asarray(ids, np.int32), device)
     return loaded
 
 
@@ -256,10 +264,6 @@ def _placed(
     return jax.device_put(jnp.asarray(array, kind), device)
 
 
-def _placed_ids(ids: Shaped[np.ndarray, " draft_vocab"], device: jax.Device) -> jax.Array:
-    return jax.device_put(jnp.asarray(ids, np.int32), device)
-
-
 def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     """Whether a layer is given the stacks, as kernels read them, and not its own matrices."""
     stacks = loaded.stacks
@@ -275,13 +279,16 @@ def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
 
 def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
     """A model's records; `in_stacks` is that of `are_read_in_stacks`."""
-    alone = loaded.alone
+    alone, rows = loaded.alone, None
+    if DRAFT_HEAD in alone:
+        rows = DraftRows(Matrix(alone[DRAFT_HEAD]), alone["draft_ids"])
     return Weights(
         embed=alone["embed"],
         lm_head=Matrix(alone.get("lm_head", alone["embed"])),
         final_norm=alone["final_norm"],
         layers=_layers(loaded.stacks, "", config.layers, in_stacks),
         mtp=_mtp(config, loaded, in_stacks) if loaded.has_mtp else None,
+        draft_rows=rows,
     )
 
 

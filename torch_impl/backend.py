@@ -88,7 +88,8 @@ class TorchBackend:
         """
         if not isinstance(weights, Weights):
             where = torch.device(device)
-            weights = weights_module.from_arrays(config, dict(weights), dtype, where, group)
+            given, token_map = dict(weights), drafts.token_map
+            weights = weights_module.from_arrays(config, given, dtype, where, group, token_map)
         device = weights.embed.device
         check_capacity(capacity, drafts, weights.mtp is not None, tower is not None)
         if captured and device.type != "cuda":

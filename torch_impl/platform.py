@@ -48,7 +48,8 @@ def load_backend(
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
     placement = (blueprint.dtype, device, progress)
     stay, group = (blueprint.in_words, blueprint.in_codes), blueprint.ranks
-    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group)
+    token_map = blueprint.drafts.token_map
+    weights = load(checkpoint, model, with_mtp, *placement, *stay, group=group, token_map=token_map)
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement, group=group),
         lambda files, config: load(files, config, False, *placement, {}, group=group),

@@ -67,14 +67,27 @@ class Mtp:
 
 
 @dataclass(frozen=True)
+class DraftRows:
+    """The rows of a model's head that drafts are scored by, and the model's id of each."""
+
+    lm_head: Matrix
+    ids: Int[Tensor, " draft_vocab"]
+
+
+@dataclass(frozen=True)
 class Weights:
-    """A model's weights. All norm weights are float32 and scale by what they are, not by 1 more."""
+    """A model's weights. All norm weights are float32 and scale by what they are, not by 1 more.
+
+    Attributes:
+      draft_rows: None where drafts are of all tokens.
+    """
 
     embed: Float[Tensor, "vocab hidden"]
     lm_head: Matrix
     final_norm: Float[Tensor, " hidden"]
     layers: tuple[Layer, ...]
     mtp: Mtp | None
+    draft_rows: DraftRows | None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.fp8_words import SCALES, InWords
 from shared.models.layers import LayerConfig
-from shared.models.parameters import BIAS, Parameter, divided_parameters
+from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
 from shared.models.pieces import of_rank
 from shared.models.ranks import local
 from shared.models.tower import check_tower
@@ -27,6 +27,7 @@ from torch_impl.ops.linear import Matrix
 from torch_impl.records import (
     Attention,
     BlockWeights,
+    DraftRows,
     GatedDelta,
     HeadWeights,
     Layer,
@@ -54,6 +55,7 @@ def load(
     in_words: InWords,
     in_codes: Collection[str] = (),
     group: Ranks = ALONE,
+    token_map: Sequence[int] | None = None,
 ) -> Weights:
     """Reads a rank's share of a checkpoint's weights onto a device, parameter by parameter.
 
@@ -63,14 +65,14 @@ def load(
       progress: Called with the number of stored bytes read since the last call.
       in_words, in_codes: Parameters that stay FP8; those in codes quantise their rows.
       group: The ranks that have the model between them.
+      token_map: Tokens that are drafted; see `shared.drafts.drafts.Drafts`.
 
     Raises:
       CheckpointError: See `Checkpoint.load`.
     """
     tensors = {}
-    for parameter in of_rank(
-        divided_parameters(config, with_mtp, group.count), group.rank, group.count
-    ):
+    wanted = divided_parameters(config, with_mtp, group.count, token_map)
+    for parameter in of_rank(wanted, group.rank, group.count):
         name = parameter.name
         if name in in_codes:
             both = words.read_codes(checkpoint, parameter, device, progress)
@@ -80,7 +82,7 @@ def load(
             tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
             continue
         tensors[name], tensors[f"{name}{SCALES}"] = both
-    return _assemble(config, tensors)
+    return _assemble(config, tensors, token_map)
 
 
 def from_arrays(
@@ -89,10 +91,11 @@ def from_arrays(
     dtype: str,
     device: torch.device,
     group: Ranks = ALONE,
+    token_map: Sequence[int] | None = None,
 ) -> Weights:
     """A rank's share of arrays under the names of `shared.models.parameters`, which are copied."""
-    wanted = divided_parameters(config, "mtp.fc" in arrays, group.count)
-    return _assemble(config, _from_arrays(wanted, arrays, dtype, device, group))
+    wanted = divided_parameters(config, "mtp.fc" in arrays, group.count, token_map)
+    return _assemble(config, _from_arrays(wanted, arrays, dtype, device, group), token_map)
 
 
 def load_head(
@@ -201,13 +204,20 @@ def _on_host(array: Shaped[np.ndarray, "..."]) -> Tensor:
     return torch.from_numpy(array)
 
 
-def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
+def _assemble(
+    config: ModelConfig, tensors: dict[str, Tensor], token_map: Sequence[int] | None
+) -> Weights:
+    embed, draft_rows = tensors["embed"], None
+    if token_map is not None:
+        ids = torch.tensor(token_map, dtype=torch.int32, device=embed.device)
+        draft_rows = DraftRows(Matrix(tensors[DRAFT_HEAD]), ids)
     return Weights(
-        embed=tensors["embed"],
-        lm_head=Matrix(tensors.get("lm_head", tensors["embed"])),
+        embed=embed,
+        lm_head=Matrix(tensors.get("lm_head", embed)),
         final_norm=tensors["final_norm"],
         layers=_layers(config, tensors, "", config.layers),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
+        draft_rows=draft_rows,
     )
 
 

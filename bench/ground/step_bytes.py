@@ -60,7 +60,7 @@ def step_products(blueprint: Blueprint, shape: TreeShape, batch: int, context: i
     each = active_numbers(own, drafts.sizes.model, is_tied) + context * _attended(
         drafts.sizes.model
     )
-    each += _target_head(own, is_tied, config)
+    each += _target_head(own, is_tied, blueprint)
     passes, width = (1, shape.nodes) if drafts.block else (shape.depth, shape.width)
     return made + passes * batch * width * each
 
@@ -76,14 +76,14 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
 
     Of the S passes of an EAGLE kind one extends it, which also proposes the first level.
     """
-    drafts, item, config = blueprint.drafts, blueprint.item_bytes, blueprint.config
+    drafts, item = blueprint.drafts, blueprint.item_bytes
     if drafts.sizes is None or shape.is_plain:
         return 0
     passes = 1 if drafts.block else shape.depth
     own, is_tied = _draft_weights(blueprint)
     share = _read_share(drafts.sizes.model, batch * shape.width)
     once = _weight_bytes(own, item, is_tied, share, _in_fp8(blueprint) if drafts.with_mtp else {})
-    once += _target_head(own, is_tied, config) * item
+    once += _target_head(own, is_tied, blueprint) * item
     kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
     return passes * (once + kv)
 
@@ -98,10 +98,12 @@ def _draft_weights(blueprint: Blueprint) -> tuple[list[Parameter], bool]:
     return draft_parameters(drafts, None), is_tied
 
 
-def _target_head(own: list[Parameter], is_tied: bool, config: ModelConfig) -> int:
+def _target_head(own: list[Parameter], is_tied: bool, blueprint: Blueprint) -> int:
     """Numbers of the target's LM head, where it scores the drafts of a drafter without one."""
-    has_own = is_tied or any(p.name == "lm_head" for p in own)
-    return 0 if has_own else config.vocab * config.hidden
+    if is_tied or any(p.name == "lm_head" for p in own):
+        return 0
+    config, token_map = blueprint.config, blueprint.drafts.token_map
+    return config.hidden * (config.vocab if token_map is None else len(token_map))
 
 
 def _in_fp8(blueprint: Blueprint) -> InWords:

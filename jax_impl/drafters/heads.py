@@ -78,7 +78,7 @@ def mtp(model: Model) -> Head:
         x, kv = _through(config, like, (weights.layer,), qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
 
-    return Head(config, 1, (), _final_hidden, forward, partial(logits, model), model.vocabulary)
+    return Head(config, 1, (), _final_hidden, forward, *_scores(model))
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
@@ -96,15 +96,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
         stream = Stream(x, group=group)
         return _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
 
-    return Head(
-        config,
-        config.num_layers,
-        (),
-        _final_hidden,
-        forward,
-        partial(logits, model),
-        model.vocabulary,
-    )
+    return Head(config, config.num_layers, (), _final_hidden, forward, *_scores(model))
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
@@ -128,22 +120,31 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
         x, kv = _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x, kv
 
-    def scores(hidden: Hidden) -> Logits:
-        if not norm_output:
-            hidden = rms_norm(hidden, final_norm, eps)
-        if weights.lm_head is None:
-            return logits(model, hidden)
-        return product_float32(hidden, weights.lm_head)
-
-    project, vocabulary = partial(_project, group, weights), model.vocabulary
+    score, vocabulary, columns = _scores(model)
     if weights.lm_head is not None:
+        score = partial(product_float32, weight=weights.lm_head)
         vocabulary = Vocabulary(weights.config.draft_vocab, group)
-    run = (weights.config.aux_streams, project, forward, scores)
-    return Head(config, config.num_layers, *run, vocabulary, weights.draft_ids)
+        columns = weights.draft_ids
+
+    def scores(hidden: Hidden) -> Logits:
+        return score(hidden if norm_output else rms_norm(hidden, final_norm, eps))
+
+    run = (weights.config.aux_streams, partial(_project, group, weights), forward, scores)
+    return Head(config, config.num_layers, *run, vocabulary, columns)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
 """Heads with a checkpoint of their own, by the kind that `DraftConfig` names."""
+
+
+def _scores(
+    model: Model,
+) -> tuple[Callable[[Hidden], Logits], Vocabulary, Int[jax.Array, " draft_vocab"] | None]:
+    """A head's scores by its target's matrix, or by the rows of it that drafts are made of."""
+    if (rows := model.weights.draft_rows) is None:
+        return partial(logits, model), model.vocabulary, None
+    score = partial(product_float32, weight=rows.lm_head, factor=model.config.logits_factor)
+    return score, Vocabulary(len(rows.ids), model.group), rows.ids
 
 
 def _final_hidden(passed: Forward) -> Hidden:

@@ -25,6 +25,7 @@ from jax_impl.workspace import workspace
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
+from shared.drafts.token_map import most_frequent
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -202,7 +203,4 @@ def frequent_tokens(rows: Rows, vocab: int, count: int) -> Int32[np.ndarray, " d
     Raises:
       ValueError: There are no so many tokens.
     """
-    if not 0 < count <= vocab:
-        raise ValueError(f"--draft-vocab must be 1 to {vocab}, got {count}")
-    often = np.bincount(rows.tokens[rows.is_answer], minlength=vocab)
-    return np.sort(np.argsort(-often, kind="stable")[:count]).astype(np.int32)
+    return most_frequent(np.bincount(rows.tokens[rows.is_answer], minlength=vocab), count)

@@ -22,12 +22,15 @@ class Drafts:
       sizes: What is kept on the device between steps; None where nothing drafts.
       head: Settings of a head; None of the other kinds.
       model: Settings of a whole model that drafts; None of the other kinds.
+      token_map: The target's ids of the tokens that are drafted, ascending, where the rows of the
+        target's head that score them are read in place of all; None: all tokens are drafted.
     """
 
     kind: str
     sizes: DraftSizes | None
     head: DraftConfig | None
     model: ModelConfig | None
+    token_map: tuple[int, ...] | None = None
 
     @classmethod
     def none(cls) -> Self:
@@ -84,5 +87,5 @@ class Drafts:
 
     @property
     def num_draft_ids(self) -> int:
-        """Tokens of a vocabulary of its own, each of which has an id of the target's."""
+        """Tokens of a head's own vocabulary, each of which has an id of the target's."""
         return self.head.draft_vocab if self.head and self.head.has_draft_vocab else 0

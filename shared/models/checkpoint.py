@@ -17,6 +17,7 @@ from shared.models import fp8, fp8_words
 from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, Source, parameters
+from shared.models.pieces import within
 from shared.models.vision import TENSORS
 
 Array = Shaped[np.ndarray, "..."]
@@ -254,15 +255,15 @@ class Checkpoint:
 
     def _in_parts(self, source: Source) -> Iterator[Source]:
         """A tensor, or of a large one that is not FP8 its rows in runs."""
-        runs = source.runs or ((0, source.shape[0]),)
-        are_rows = source.runs is None or (source.axis == 0 and len(source.runs) == 1)
+        shape = source.taken_shape
+        are_rows = source.runs is None or source.axis == 0
         is_fp8 = self._scale_of(source.name) is not None
-        if math.prod(source.shape) <= LARGE or not are_rows or is_fp8:
+        if math.prod(shape) <= LARGE or not are_rows or is_fp8:
             yield source
             return
-        ((first, end),), rows = runs, max(1, LARGE // math.prod(source.shape[1:]))
-        for begin in range(first, end, rows):
-            yield replace(source, axis=0, runs=((begin, min(begin + rows, end)),))
+        runs, rows = source.runs or ((0, shape[0]),), max(1, LARGE // math.prod(shape[1:]))
+        for begin in range(0, shape[0], rows):
+            yield replace(source, axis=0, runs=within(runs, ((begin, begin + rows),)))
 
     def _values(self, source: Source) -> Array:
         """What is taken of a tensor."""

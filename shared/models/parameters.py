@@ -18,6 +18,10 @@ BIAS = "_bias"
 """Ends the name of what a product adds, behind the name of its weight."""
 
 
+DRAFT_HEAD = "draft_lm_head"
+"""Our name of the parameter of `draft_head`."""
+
+
 def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     """Every parameter of a model in the order they are loaded; `lm_head` is absent when tied.
 
@@ -35,16 +39,36 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     return tensors + (_mtp_parameters(config) if with_mtp else [])
 
 
-def divided_parameters(config: ModelConfig, with_mtp: bool, count: int) -> list[Parameter]:
+def divided_parameters(
+    config: ModelConfig, with_mtp: bool, count: int, token_map: Sequence[int] | None
+) -> list[Parameter]:
     """Every parameter of a model that `count` ranks divide; see `Parameter.of_rank`.
 
     Of a tied model each rank has the whole embedding, and a share of it once more as its head.
+
+    Args:
+      token_map: See `draft_head`; None: drafts are of all tokens.
     """
     wanted = parameters(config, with_mtp)
+    if token_map is not None:
+        wanted.append(draft_head(config, token_map))
     if count > 1 and config.tied:
         head = head_of("lm_head", "embed_tokens.weight", (config.vocab, config.hidden))
         wanted.append(replace(head, tied_to="embed"))
     return wanted
+
+
+def draft_head(config: ModelConfig, ids: Sequence[int]) -> Parameter:
+    """The rows of a model's head that score a drafter's own vocabulary, a second time in memory.
+
+    They lie one behind the other, so that a draft reads them alone.
+
+    Args:
+      ids: The model's ids of those tokens, ascending.
+    """
+    name, source = ("embed", "embed_tokens") if config.tied else ("lm_head", "lm_head")
+    whole = head_of(name, f"{source}.weight", (config.vocab, config.hidden))
+    return whole.rows(DRAFT_HEAD, ids)
 
 
 def decoder_parameters(

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from shared.models.ranks import Section
+from shared.models.ranks import Section, vocab_section
 
 Array = Shaped[np.ndarray, "..."]
 
@@ -71,8 +72,8 @@ class Parameter:
       tied_to: The parameter whose numbers it has, where it is that one once more.
       axis: The one of its outputs, counted from the end, along which ranks divide it.
       sections: How they do; nothing: each has all of it.
-      whole, runs: Of a rank's share what it is a share of, and from which of the whole's outputs to
-        before which each part of it reaches; None: it is whole.
+      whole, runs: Of a rank's share, or of rows that stand again, what it is a share of, and from
+        which of the whole's outputs to before which each part of it reaches; None: it is whole.
     """
 
     name: str
@@ -120,9 +121,29 @@ class Parameter:
         if count == 1 or not self.sections:
             return self
         runs = self._runs(rank, count)
+        if self.whole is None:
+            return self._taking(runs, self._local_shape(count))
+        share = self.whole._taking(within(self.runs, runs), self._local_shape(count))
+        return replace(share, name=self.name, tied_to=self.tied_to)
+
+    def rows(self, name: str, ids: Sequence[int]) -> "Parameter":
+        """Rows of the whole weight of a head, which score a vocabulary of their own.
+
+        Args:
+          name: Theirs.
+          ids: Tokens of the whole vocabulary, ascending.
+        """
+        ends = [i for i, (a, b) in enumerate(pairwise(ids), 1) if b != a + 1]
+        firsts, lasts = [0, *ends], [*ends, len(ids)]
+        runs = tuple((ids[a], ids[b - 1] + 1) for a, b in zip(firsts, lasts, strict=True))
+        taken = self._taking(runs, (len(ids), *self.shape[1:]))
+        sections, tied_to = (vocab_section(len(ids)),), self.tied_to or self.name
+        return replace(taken, name=name, tied_to=tied_to, sections=sections)
+
+    def _taking(self, runs: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> "Parameter":
+        """A share of this whole parameter, which has those of its outputs."""
         pieces = tuple(tuple(self._cut(sources, runs)) for sources in self.pieces)
-        shape, share = self._local_shape(count), {"sections": (), "whole": self, "runs": runs}
-        return replace(self, shape=shape, pieces=pieces, **share)
+        return replace(self, shape=shape, pieces=pieces, sections=(), whole=self, runs=runs)
 
     @property
     def outputs(self) -> Int[np.ndarray, " outputs"]:
@@ -189,11 +210,30 @@ class Parameter:
             )
             offset = first // inner % num_outputs
             runs = [(begin - offset, end - offset) for begin, end in outputs]
-            within = [(max(0, begin), min(source.shape[axis], end)) for begin, end in runs]
+            inside = [(max(0, begin), min(source.shape[axis], end)) for begin, end in runs]
             parts = tuple(self._cut(source.parts, outputs))
-            taken = tuple(run for run in within if run[0] < run[1])
+            taken = tuple(run for run in inside if run[0] < run[1])
             yield replace(source, parts=parts, axis=axis, runs=taken)
             first += math.prod(source.shape)
+
+
+def within(
+    runs: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+    """Parts of what runs reach over, where these stand one behind the other; at least one run.
+
+    Args:
+      parts: From which of all their numbers to before which, one behind the other.
+    """
+    found = []
+    for begin, end in parts:
+        passed = 0
+        for first, last in runs:
+            low, high = max(begin, passed), min(end, passed + last - first)
+            if low < high:
+                found.append((first + low - passed, first + high - passed))
+            passed += last - first
+    return tuple(found) or ((0, 0),)
 
 
 def of_rank(wanted: Sequence[Parameter], rank: int, count: int) -> list[Parameter]:

@@ -40,7 +40,7 @@ NOT_SUPPORTED = {
     "--speculative-use-rejection-sampling": "give --accept-rule rejection",
     "--speculative-use-block-verification": "give --accept-rule rejection --block-verification",
     **dict.fromkeys(
-        ("--speculative-token-map", "--speculative-draft-model-revision")
+        ("--speculative-draft-model-revision",)
         + ("--speculative-draft-model-quantization", "--speculative-attention-mode")
         + ("--speculative-draft-attention-backend", "--speculative-draft-sink-size")
         + ("--speculative-ngram", "--speculative-dflash-block-size", "--enable-multi-layer-eagle")

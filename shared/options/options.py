@@ -134,6 +134,11 @@ class SpeculativeConfig:
         None, "whether a head that lists layers of its target reads their inputs or their outputs "
         "(default: what its list tells)", choices=LAYER_IDS, metavar="WHICH",
     )  # fmt: skip
+    speculative_token_map: str | None = flag(
+        None, "JSON file with the ids of the tokens that are drafted, whose rows of the target's "
+        "lm_head are read for a draft in place of all (default: all tokens are drafted); "
+        "python -m models.token_map makes one", metavar="FILE",
+    )  # fmt: skip
     accept_rule: str | None = flag(
         None, "match keeps the text of plain decoding, rejection its law only, and accepts more of "
         "a chain (default: match)", choices=ACCEPT_RULES, metavar="RULE",

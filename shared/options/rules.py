@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from shared.options.adaptive import MOST_STEPS, TREE_ALGORITHMS
 from shared.options.joined_rules import JOINED_RULES
+from shared.options.map_rules import MAP_RULES
 from shared.options.options import (
     ACCEPT_RULES,
     BLOCK_ALGORITHM,
@@ -439,6 +440,7 @@ RULES = (
         example=Example(drafter="NEXTN", flags=_flags("--context-length 16777216")),
     ),
     *JOINED_RULES,
+    *MAP_RULES,
 )
 
 

@@ -85,6 +85,7 @@ def draft_share(blueprint: Blueprint, settled: Settled) -> float:
     if not settled.draft.joins_copies:
         return 0.0
     model, drafts = blueprint.config, blueprint.drafts
+    drafted = model.vocab if drafts.token_map is None else len(drafts.token_map)
     table, every = model.vocab * model.hidden, _numbers(parameters(model, False))
     target = every - table * (not model.tied)
     if drafts.model is not None:
@@ -92,7 +93,7 @@ def draft_share(blueprint: Blueprint, settled: Settled) -> float:
     own = parameters(model, True) if drafts.with_mtp else draft_parameters(drafts, None)
     layers = _numbers(own) - (every if drafts.with_mtp else 0)
     passes = 1 if drafts.block else settled.draft.num_steps - 1
-    return passes * (layers + table) / target
+    return passes * (layers + drafted * model.hidden) / target
 
 
 def _numbers(wanted: Sequence[Parameter]) -> int:

@@ -20,7 +20,7 @@ from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.fp8_words import InWords, bytes_of_codes, bytes_of_words
 from shared.models.kept import kept_bytes
-from shared.models.parameters import Parameter, parameters
+from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.ranks import local
 from shared.models.tower import tower_parameters
 from shared.options.options import ConfigError, Options
@@ -259,6 +259,12 @@ def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
         if p.name in blueprint.in_codes
     }
     yield _weights_line("weights", blueprint.dtype, wanted, num_bytes)
+    if (token_map := drafts.token_map) is not None:
+        rows = _of_rank([draft_head(blueprint.config, token_map)], blueprint)
+        line = _weights_line("draft rows", blueprint.dtype, rows, {})
+        detail = f"{len(token_map):,} of the head's {blueprint.config.vocab:,} rows, and their ids"
+        num_bytes = line.num_bytes + 4 * len(token_map)
+        yield MemoryLine(line.name, detail, num_bytes)
     if of_drafts := _of_rank(draft_parameters(drafts, None), blueprint):
         line = _weights_line("draft weights", blueprint.dtype, of_drafts, {})
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)

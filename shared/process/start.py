@@ -27,6 +27,7 @@ from shared.drafts.drafts import Drafts
 from shared.drafts.fitting import fitted
 from shared.drafts.mtp import with_mtp_of
 from shared.drafts.streams import Ids
+from shared.drafts.token_map import read_token_map
 from shared.drafts.tokenizer import check_same_tokenizer
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
@@ -35,7 +36,7 @@ from shared.models.families import config_from_folder, stated_granularity
 from shared.models.fields import read_json
 from shared.models.fp8 import BLOCK, are_whole_blocks
 from shared.models.fp8_words import EXPERTS, InWords
-from shared.models.parameters import Parameter, parameters
+from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.ranks import local
 from shared.models.sampling import SamplingDefaults
 from shared.models.tower import check_tower, tower_parameters
@@ -145,6 +146,8 @@ class Start:
         wanted = parameters(blueprint.config, blueprint.drafts.with_mtp)
         if blueprint.capacity.pictures is not None:
             wanted += tower_parameters(blueprint.capacity.pictures.vision)
+        if (token_map := blueprint.drafts.token_map) is not None:
+            wanted.append(draft_head(blueprint.config, token_map))
         return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
 
     def of_rank(self, ranks: Ranks) -> "Start":
@@ -205,7 +208,8 @@ def prepare(options: Options, platform: Platform) -> Start:
     Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
-    draft_files = DraftFiles(_drafts(options, model, stored, checkpoint), stored)
+    drafts = _drafts(options, model, stored, checkpoint)
+    draft_files = DraftFiles(_with_map(options, model, drafts), stored)
     _check_shares(model, draft_files.drafts, options.ranks.tp_size)
     grammars = Grammars.of_options(options, model.vocab)
     wanted = parameters(model, draft.with_mtp)
@@ -313,6 +317,25 @@ def _drafts(
     return Drafts.of_head(config.with_window(draft.speculative_draft_window_size))
 
 
+def _with_map(options: Options, model: ModelConfig, drafts: Drafts) -> Drafts:
+    """With the tokens of `--speculative-token-map`, whose rows of the target's head are read."""
+    if (path := options.speculative.speculative_token_map) is None:
+        return drafts
+    if drafts.head is not None and drafts.head.own_lm_head:
+        own = f" of {drafts.head.draft_vocab} tokens" if drafts.head.has_draft_vocab else ""
+        raise ConfigError(
+            "--speculative-token-map chooses rows of the target's lm_head, and the draft model has "
+            f"an lm_head{own} of its own; leave the flag out"
+        )
+    token_map = read_token_map(path, model.vocab)
+    if len(token_map) < options.speculative.topk:
+        raise ConfigError(
+            f"--speculative-token-map {path} has {len(token_map)} tokens, and "
+            f"--speculative-eagle-topk {options.speculative.topk} asks for more; name more tokens"
+        )
+    return replace(drafts, token_map=token_map)
+
+
 def _block(path: str) -> int | None:
     """The block that a DFLASH head states; None where its settings cannot be read."""
     try:
@@ -333,6 +356,8 @@ def _expanded(options: Options) -> Options:
     model, draft, ngram = options.model, options.speculative, options.ngram
     folder, path = os.path.expanduser(model.model_path), draft.speculative_draft_model_path
     draft = replace(draft, speculative_draft_model_path=path and os.path.expanduser(path))
+    if token_map := draft.speculative_token_map:
+        draft = replace(draft, speculative_token_map=os.path.expanduser(token_map))
     if corpus := ngram.speculative_ngram_external_corpus_path:
         # The server's process reads it, from a folder of its own.
         corpus = os.path.abspath(os.path.expanduser(corpus))

@@ -87,6 +87,8 @@ class ReferenceBackend:
         self._tower = tower_weights
         self._drafter = drafter_of(self._blueprint, weights, draft_weights)
         self._columns = (draft_weights or {}).get("draft_ids")
+        if drafts.token_map is not None:
+            self._columns = np.array(drafts.token_map)
         self._worker = ThreadPoolExecutor(max_workers=1)
         self.state = allocate(config, capacity)
 

@@ -150,7 +150,7 @@ def test_ranks_have_shares_of_the_same_dummy(quantises):
     assert bool(in_codes) == quantises
     where = (lambda num_bytes: None, {}, in_codes)
     alone = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where).named
-    wanted = {p.name: p for p in divided_parameters(config, False, 4)}
+    wanted = {p.name: p for p in divided_parameters(config, False, 4, None)}
     for rank in range(4):
         group = Ranks(rank, 4, None)
         of_jax = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where, group).named

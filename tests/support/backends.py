@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,16 @@ from tests.support.ranks import MAKERS, side_by_side
 FRAMEWORKS = ("reference", "torch", "jax")
 GPU_FRAMEWORKS = ("torch", "torch graphs", "jax")
 
-Drafter = str | DraftHead | SmallModel
+
+@dataclass(frozen=True, eq=False)
+class Mapped:
+    """A drafter that drafts the tokens of a map alone."""
+
+    drafter: str | DraftHead
+    token_map: tuple[int, ...]
+
+
+Drafter = str | DraftHead | SmallModel | Mapped
 """What drafts in a test: "none", "NEXTN", or a head or a small model with its weights."""
 
 JAX_BACKENDS: list[Backend] = []
@@ -49,6 +59,9 @@ class PreparedOnUse:
 
 def drafts_of(drafter: Drafter, target: ModelConfig) -> tuple[Drafts, Any]:
     """What drafts, and its weights, as a backend takes them."""
+    if isinstance(drafter, Mapped):
+        drafts, own = drafts_of(drafter.drafter, target)
+        return replace(drafts, token_map=drafter.token_map), own
     if isinstance(drafter, DraftHead):
         return Drafts.of_head(drafter.config), drafter.weights
     if isinstance(drafter, SmallModel):

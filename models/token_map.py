@@ -1,0 +1,123 @@
+"""Chooses the tokens that a drafter drafts, for `--speculative-token-map`.
+
+    python -m models.token_map MODEL --texts answers.jsonl corpus.txt --size 32768 --out map.json
+
+Counts the tokens of texts and writes the ids of the most frequent ones, of equals the lower id, as
+a JSON list; the same texts give the same list. What counts is what the model will say, so its own
+answers are the best texts: `outputs.jsonl` of `python -m jax_impl.train`, or chats that it has
+answered. The tokens that end a text are always among them.
+
+A file whose name ends in .jsonl has a text in each line: a string, a list of token ids, or an
+object with `output_ids` (token ids), `messages` (of which the assistant's count), `answer` or
+`text`. Any other file is one text.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from shared.drafts.token_map import most_frequent
+from shared.models.families import config_from_folder
+from shared.text.tokenizer import Tokenizer
+
+FIELDS = ("output_ids", "messages", "answer", "text")
+
+
+def counted(
+    paths: Sequence[Path], tokenizer: Tokenizer | None, vocab: int
+) -> Int64[np.ndarray, " vocab"]:
+    """How often each token stands in the texts of some files.
+
+    Raises:
+      ValueError: A line is no text, or one of another model; one sentence.
+    """
+    counts = np.zeros(vocab, np.int64)
+    for path in paths:
+        for place, text in enumerate(_texts(path), 1):
+            try:
+                for tokens in _tokens(text, tokenizer):
+                    counts += np.bincount(np.array(tokens, np.int64), minlength=vocab)
+            except ValueError as error:
+                raise ValueError(f"{path}, text {place}: {error}") from error
+    return counts
+
+
+def _texts(path: Path) -> Iterator[Any]:
+    if path.suffix != ".jsonl":
+        yield path.read_text(encoding="utf-8")
+        return
+    with path.open(encoding="utf-8") as file:
+        yield from (json.loads(line) for line in file if line.strip())
+
+
+def _tokens(text: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
+    """The tokens of a text, or of each of its parts."""
+    if isinstance(text, dict):
+        name = next((field for field in FIELDS if field in text), None)
+        if name is None:
+            raise ValueError(f"it has none of the fields {', '.join(FIELDS)}")
+        if name == "messages":
+            said = (each for each in text[name] if each.get("role") == "assistant")
+            yield from (_encoded(each.get("content") or "", tokenizer) for each in said)
+            return
+        text = text[name]
+    if isinstance(text, list) and all(type(each) is int for each in text):
+        yield text
+        return
+    yield _encoded(text, tokenizer)
+
+
+def _encoded(text: Any, tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(text, str):
+        raise ValueError(f"it must be a text or a list of token ids, got {type(text).__name__}")
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer; give token ids")
+    return tokenizer.encode_more(text)
+
+
+def write(folder: Path, paths: Sequence[Path], size: int, out: Path) -> float:
+    """Writes the list.
+
+    Returns:
+      The part of all tokens of the texts that are in the list.
+
+    Raises:
+      ValueError: The texts have no token, or see `counted` and `most_frequent`.
+    """
+    config = config_from_folder(folder)
+    counts = counted(paths, Tokenizer.from_folder(folder), config.vocab)
+    if not counts.any():
+        raise ValueError("the texts have no tokens")
+    ids = most_frequent(counts, size, config.eos_ids)
+    out.write_text(json.dumps(ids.tolist()) + "\n", encoding="utf-8")
+    return float(counts[ids].sum() / counts.sum())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m models.token_map")
+    found.add_argument("folder", type=Path, help="of the target, with its tokenizer")
+    found.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE")
+    found.add_argument("--size", type=int, default=32_768, help="tokens of the list")
+    found.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    return found
+
+
+def main() -> None:
+    """Writes what the options say."""
+    given = parser().parse_args()
+    try:
+        part = write(given.folder, given.texts, given.size, given.out)
+    except (ValueError, OSError) as error:
+        sys.exit(f"python -m models.token_map: {error}")
+    print(f"{given.out} has {part:.2%} of the tokens of the texts")
+
+
+if __name__ == "__main__":
+    main()
