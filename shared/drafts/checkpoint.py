@@ -5,7 +5,7 @@ the names of its tensors are held against the kind that was asked for.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -173,12 +173,29 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     is_block = config.kind == "DFLASH"
     tensors += _dflash_parameters(config) if is_block else _eagle_parameters(config, names)
     if config.own_embed:
-        table = (config.layer.vocab, config.layer.hidden)
-        tensors.append(single("embed", EMBEDDING, table))
+        tensors.append(embedding(config))
     if config.own_lm_head:
         table = (config.draft_vocab, config.layer.hidden)
         tensors.append(head_of("lm_head", "lm_head.weight", table))
     return tensors
+
+
+def embedding(config: DraftConfig) -> Parameter:
+    """A head's own embedding; what it is padded by beyond the target's is left out.
+
+    Raises:
+      CheckpointError: It has fewer tokens than the target, whose requests may name any of them.
+    """
+    stored, vocab = config.stored_vocab, config.layer.vocab
+    table = single("embed", EMBEDDING, (stored, config.layer.hidden))
+    if stored == vocab:
+        return table
+    if stored < vocab:
+        raise CheckpointError(
+            f"the draft model's embedding has {stored} tokens and is not the target's, which has "
+            f"{vocab}; use a head with all of them"
+        )
+    return replace(table.rows("embed", range(vocab)), sections=())
 
 
 def _eagle_parameters(config: DraftConfig, names: Collection[str]) -> list[Parameter]:

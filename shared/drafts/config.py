@@ -31,6 +31,8 @@ class DraftConfig:
       target_hidden: Hidden size of the target.
       aux_streams: Which residual streams r_i of the target `fc` reads, low to high; r_0 is the
         embedding, r_i the residual after i layers. Empty for EAGLE.
+      stored_vocab: Tokens that the head counts, with its padding, which may be other than the
+        target's; its layers have the target's.
       draft_vocab: Tokens that the head scores; the target's vocabulary where it has no own.
       own_embed: The head has its own embedding; else it shares the target's.
       own_lm_head: The head has its own `lm_head`; else it shares the target's.
@@ -49,6 +51,7 @@ class DraftConfig:
     layer: ModelConfig
     target_hidden: int
     aux_streams: tuple[int, ...]
+    stored_vocab: int
     draft_vocab: int
     own_embed: bool
     own_lm_head: bool
@@ -82,7 +85,11 @@ class DraftConfig:
 
     @classmethod
     def from_folder(
-        cls, folder: str | Path, target: ModelConfig, layer_ids: Ids | None = None
+        cls,
+        folder: str | Path,
+        target: ModelConfig,
+        layer_ids: Ids | None = None,
+        num_known: int | None = None,
     ) -> "DraftConfig":
         """Reads config.json of a draft model's folder.
 
@@ -90,11 +97,15 @@ class DraftConfig:
           ValueError: The file is missing or broken, or the head cannot draft for the target; one
             sentence.
         """
-        return cls.from_dict(head_json(folder), target, layer_ids)
+        return cls.from_dict(head_json(folder), target, layer_ids, num_known)
 
     @classmethod
     def from_dict(
-        cls, config: Json, target: ModelConfig, layer_ids: Ids | None = None
+        cls,
+        config: Json,
+        target: ModelConfig,
+        layer_ids: Ids | None = None,
+        num_known: int | None = None,
     ) -> "DraftConfig":
         """Parses the contents of a head's config.json, in any of the formats that are served.
 
@@ -102,6 +113,8 @@ class DraftConfig:
 
         Args:
           layer_ids: What listed layers of the target mean, where the list cannot tell.
+          num_known: Tokens that the target's tokenizer knows, from the first on: those beyond are
+            padding, of which a head may have more or less. None: the target has no tokenizer.
 
         Raises:
           ValueError: The head cannot draft for the target; one sentence that names the field.
@@ -113,7 +126,8 @@ class DraftConfig:
                 "--speculative-algorithm NEXTN"
             )
         is_third, settings, layer = said.kind == "EAGLE3", said.settings, _layers(said, target)
-        _refuse_sizes(said, layer, target)
+        _refuse_sizes(said, layer, target, num_known)
+        stored_vocab, layer = layer.vocab, replace(layer, vocab=target.vocab)
         draft_vocab = settings.get("draft_vocab_size", target.vocab)
         if layer_ids is not None and said.kind == "EAGLE":
             raise ValueError(f"an EAGLE head lists no layers; leave {IDS_FLAG} out")
@@ -122,6 +136,7 @@ class DraftConfig:
             layer=layer,
             target_hidden=target.hidden,
             aux_streams=_streams(said, layer, target, layer_ids),
+            stored_vocab=stored_vocab,
             draft_vocab=target.vocab if said.kind == "EAGLE" else int(draft_vocab or target.vocab),
             own_embed=layer.hidden != target.hidden,
             own_lm_head=is_third and draft_vocab is not None,
@@ -265,8 +280,11 @@ def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
     return replace(model, logits_factor=target.logits_factor)
 
 
-def _refuse_sizes(said: Stated, layer: ModelConfig, target: ModelConfig) -> None:
-    if layer.vocab != target.vocab:
+def _refuse_sizes(
+    said: Stated, layer: ModelConfig, target: ModelConfig, num_known: int | None
+) -> None:
+    is_padded = num_known is not None and num_known <= min(layer.vocab, target.vocab)
+    if layer.vocab != target.vocab and not is_padded:
         raise ValueError(
             f"the draft model's vocab_size ({layer.vocab}) is not the target's ({target.vocab}); "
             "use a head that was trained for this model"

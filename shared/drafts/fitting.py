@@ -53,8 +53,13 @@ def _with_layers(config: DraftConfig, names: Collection[str]) -> DraftConfig:
 def _is_trained(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | None) -> bool:
     if target is None or EMBEDDING not in checkpoint.names:
         return False
-    table = single("embed", EMBEDDING, (config.layer.vocab, config.layer.hidden))
-    own, theirs = (files.pieces(table, lambda num_bytes: None) for files in (checkpoint, target))
+    sizes, hidden = (config.stored_vocab, config.layer.vocab), config.layer.hidden
+    common = range(min(sizes))  # of a padded vocabulary, what both have
+    tables = [single("embed", EMBEDDING, (size, hidden)).rows("embed", common) for size in sizes]
+    own, theirs = (
+        files.pieces(table, lambda num_bytes: None)
+        for files, table in zip((checkpoint, target), tables, strict=True)
+    )
     # In the head's own type, as a copy in a narrower one is a copy too.
     return any(
         not np.array_equal(mine, whole.astype(mine.dtype))

@@ -28,7 +28,7 @@ from shared.drafts.fitting import fitted
 from shared.drafts.mtp import with_mtp_of
 from shared.drafts.streams import Ids
 from shared.drafts.token_map import read_token_map
-from shared.drafts.tokenizer import check_same_tokenizer
+from shared.drafts.tokenizer import check_same_tokenizer, tokens_of
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
@@ -293,8 +293,13 @@ def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
 
 
 def _head_config(options: Options, path: str, model: ModelConfig) -> DraftConfig:
-    told = options.speculative.speculative_draft_layer_ids
-    return DraftConfig.from_folder(path, model, None if told is None else Ids(told))
+    told, known = (
+        options.speculative.speculative_draft_layer_ids,
+        tokens_of(options.model.model_path),
+    )
+    num_known = None if known is None else 1 + max(known.values(), default=-1)
+    layer_ids = None if told is None else Ids(told)
+    return DraftConfig.from_folder(path, model, layer_ids, num_known)
 
 
 def _drafts(

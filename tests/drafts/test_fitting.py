@@ -1,5 +1,7 @@
 """A head's files decide about its biases, its head norms and whose embedding it reads."""
 
+import json
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -8,7 +10,7 @@ from shared.drafts.checkpoint import check_head, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.fitting import fitted
-from shared.models.checkpoint import SINGLE_FILE, open_checkpoint
+from shared.models.checkpoint import SINGLE_FILE, CheckpointError, open_checkpoint
 from shared.options.options import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan
@@ -80,3 +82,34 @@ def test_biases_and_norms_of_heads_are_those_that_the_files_have(tmp_path):
     attention, fed = config.layer.attention, config.layer.dense
     assert (attention.input_bias, attention.out_bias, attention.qk_norm) == (False, False, False)
     assert (config.has_bias, fed.bias) == (False, False)
+
+
+def padded(table: np.ndarray, more: int) -> np.ndarray:
+    """With so many rows more, or less."""
+    return np.pad(table, ((0, max(more, 0)), (0, 0)))[: len(table) + more]
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("more", [8, -8])
+def test_a_head_may_be_padded_otherwise_than_its_target(more, kind, target, tmp_path):
+    """The tokenizer knows fewer tokens than either counts."""
+    known, embed, folder = TARGET.vocab - 10, WEIGHTS["embed"], tmp_path / "head"
+    write(folder, kind, {"embed_tokens.weight": padded(embed, more)})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": len(embed) + more}))
+    config = fitted(DraftConfig.from_folder(folder, TARGET, None, known), open_head(folder), target)
+    check_head(open_head(folder), config)
+    assert (config.layer.vocab, config.own_embed) == (TARGET.vocab, False)
+    for too_many in (None, TARGET.vocab + 1):
+        with pytest.raises(ValueError, match="vocab_size"):
+            DraftConfig.from_folder(folder, TARGET, None, too_many)
+    write(tmp_path / "trained", kind, {"embed_tokens.weight": padded(embed + 1, more)})
+    files = open_head(tmp_path / "trained")
+    config = fitted(config, files, target)
+    assert config.own_embed
+    if more < 0:
+        with pytest.raises(CheckpointError, match=f"embedding has {len(embed) - 8} tokens"):
+            check_head(files, config)
+        return
+    loaded = load_head(files, config, np.float32).weights["embed"]
+    np.testing.assert_array_equal(loaded, embed + 1)
