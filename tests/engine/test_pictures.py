@@ -336,3 +336,5 @@ def test_a_chunk_lays_the_rows_of_pictures_and_of_the_token_behind_it(end):
     found, delta = turns(np.array(prompt.tokens), IMAGE, [(2, 3)])
     assert laid.turns[:count].tolist() == found[1:end].tolist()
     assert laid.deltas.tolist() == [delta, 0, 0]
+    behind = request.sight.between(9, 12).tolist()  # one of the prompt, and two of an output
+    assert behind == [found[9].tolist(), [10 + delta] * 3, [11 + delta] * 3]
