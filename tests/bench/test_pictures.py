@@ -1,11 +1,12 @@
-"""The bench of the vision tower."""
+"""The benches of pictures: of the vision tower, and of a model that sees."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from bench.steps import pictures
+from bench.steps import pictures, seeing
+from tests.support.golden_pictures import MODEL
 
 TINY = replace(
     pictures.QWEN3_5, depth=2, hidden=32, num_heads=2, intermediate=48, table_side=4, out=24
@@ -49,3 +50,21 @@ def test_rows_are_near_those_of_the_specification(name):
     want = pictures.tower.encoded(TINY, weights, picture)
     got = pictures.ENCODERS[name](TINY)(picture)()
     assert abs(got - want).max() < 0.1 * abs(want).max()  # bfloat16 has 8 bits
+
+
+def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(seeing, "QWEN3_5", TINY)
+    out, model = tmp_path / "found.json", str(MODEL)
+    words = ["--model", model, "--backend", "torch", "--tokens", "64", "--rounds", "1"]
+    kept = []
+    ask = seeing.asked
+
+    def asked(served, request):
+        kept.append((bool(request.pictures), served.engine.pictures.num_encoded))
+        return ask(served, request)
+
+    monkeypatch.setattr(seeing, "asked", asked)
+    seeing.run(seeing.options([*words, "--output", "4", "--out", str(out)]), "the command")
+    (line,) = json.loads(out.read_text())["lines"]
+    assert kept == [x for n in range(2) for x in ((True, n), (True, n + 1), (False, n + 1))]
+    assert all(line[f"{what}_{x}_ms"] > 0 for what in ("first", "step") for x in ("new", "kept"))

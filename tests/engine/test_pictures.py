@@ -200,6 +200,15 @@ def test_a_picture_is_encoded_though_another_prompt_goes_before_it():
     assert served(engine, first, second) == [first.text(), second.text()]
 
 
+def test_a_picture_whose_prompt_shares_a_step_is_encoded_before_it_is_read():
+    """Of short prompts one step reads several: a picture's is left out until it has its rows."""
+    seen = [Prompt(words(3, n), pixels(2, 3, n % 2), words(5, n)) for n in range(3)]
+    together = [Prompt(words(9, 7)), *seen]
+    engine = engine_of("reference", "none")
+    assert served(engine, *together) == [each.text() for each in together]
+    assert engine.pictures.num_encoded == 2
+
+
 def test_what_cannot_be_served_is_refused_by_name():
     engine, picture = engine_of("reference", "none"), Picture.of(1, pixels(2, 3, 1), FACTOR)
     given = Prompt([1], pixels(2, 3, 1), [2])
@@ -290,7 +299,9 @@ def test_what_a_chunk_names_stays_for_its_other_pictures():
     for parts, encoded in (((first, [1]), 1), ((other, [1]), 2), ((first, last, [1]), 3)):
         request = Prompt(*parts).request()
         request.place(1)
-        while isinstance(rows.chunk_of(request, min(len(request.prompt), 128)), Rows):
+        while isinstance(
+            rows.chunk_of(request, min(len(request.prompt), 128), may_encode=True), Rows
+        ):
             pass
         assert rows.num_encoded == encoded
 

@@ -1,0 +1,177 @@
+"""Milliseconds until the first token behind a picture, and of decoding behind it, beside text.
+
+    python -m bench.steps.seeing --model bench/shapes/qwen3.5-9b --tokens 256 1024 4096
+
+A model with dummy weights is given a vision tower of Qwen3.5-9B's shape. One prompt at a time holds
+one picture between some words, and is handed to an engine that has nothing else to do, without
+HTTP: with a picture that is new, with one whose rows are kept, and as long a prompt of text.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from bench.ground import card
+from bench.ground.session import reset_peak
+from bench.steps.pictures import PICTURES, QWEN3_5
+from shared.engine.pictures import Picture
+from shared.engine.request import Request, SamplingParams
+from shared.models.pictures import FILE, PROCESSORS
+from tests.support.op_sides import SIDES
+from tests.support.started import Served, start
+
+AROUND = 32
+"""Words before a picture, and as many behind it."""
+
+Line = dict[str, Any]
+
+
+def write_seeing(model: Path, folder: Path) -> None:
+    """A config.json that has a tower beside a model's own settings, and what its processor is told.
+
+    The model's heads turn as Qwen3.5's do, in the sections of a model that sees.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    rotary, size = text["rope_parameters"], QWEN3_5.patch_size
+    pairs = round(text["head_dim"] * rotary["partial_rotary_factor"]) // 2
+    beside = pairs // 3
+    rotary |= {"mrope_interleaved": True, "mrope_section": [pairs - 2 * beside, beside, beside]}
+    tower = {
+        "depth": QWEN3_5.depth,
+        "hidden_size": QWEN3_5.hidden,
+        "intermediate_size": QWEN3_5.intermediate,
+        "num_heads": QWEN3_5.num_heads,
+        "num_position_embeddings": QWEN3_5.table_side**2,
+        "out_hidden_size": text["hidden_size"],
+        "patch_size": size,
+        "spatial_merge_size": QWEN3_5.merge_size,
+        "temporal_patch_size": QWEN3_5.frames,
+    }
+    config |= {"vision_config": tower, "image_token_id": text["vocab_size"] - 1}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    processor = {
+        "image_processor_type": PROCESSORS[0],
+        "image_mean": PICTURES.mean,
+        "image_std": PICTURES.deviation,
+        "merge_size": QWEN3_5.merge_size,
+        "patch_size": size,
+        "temporal_patch_size": QWEN3_5.frames,
+        "size": {"shortest_edge": PICTURES.least, "longest_edge": PICTURES.most},
+    }
+    (folder / FILE).write_text(json.dumps(processor), encoding="utf-8")
+
+
+def request_of(served: Served, tokens: int, seed: int, output: int, *, sees: bool) -> Request:
+    """A prompt with a square picture, or as many words; of one seed it is the same."""
+    pool = served.backend.capacity.pictures
+    assert pool is not None  # it was given a tower
+    side, image = math.isqrt(tokens), pool.vision.image_token
+    rng = np.random.default_rng(seed)
+    words = rng.integers(1, image, 2 * AROUND + side**2).tolist()
+    pictures = ()
+    if sees:
+        pixels = rng.integers(0, 256, (side * PICTURES.factor,) * 2 + (3,), dtype=np.uint8)
+        pictures = (Picture.of(AROUND, pixels, PICTURES.factor),)
+        words[AROUND : pictures[0].end] = [image] * pictures[0].count
+    sampling = SamplingParams(temperature=0.0, max_tokens=output)
+    return Request(request_id=seed, prompt=tuple(words), pictures=pictures, sampling=sampling)
+
+
+def asked(served: Served, request: Request) -> tuple[float, float]:
+    """Milliseconds until the first token, and of each step behind it."""
+    began, at = time.perf_counter(), []
+    served.engine.add(request)
+    while served.engine.busy:
+        at += [time.perf_counter() for event in served.engine.step() for _ in event.tokens]
+    return 1e3 * (at[0] - began), 1e3 * (at[-1] - at[0]) / (len(at) - 1)
+
+
+def measure(served: Served, tokens: int, rounds: int, output: int) -> Line:
+    """One size of picture: medians."""
+    found: dict[str, list[tuple[float, float]]] = {"new": [], "kept": [], "text": []}
+    with card.watched(served.device == "gpu") as watched:
+        for number in range(1 + rounds):
+            for name, times in found.items():
+                request = request_of(served, tokens, 1 + number, output, sees=name != "text")
+                times.append(asked(served, request))
+    line: Line = {"tokens": math.isqrt(tokens) ** 2, "card": watched}
+    for name, times in found.items():
+        first, step = (statistics.median(each) for each in zip(*times[1:], strict=True))
+        line |= {f"first_{name}_ms": round(first, 3), f"step_{name}_ms": round(step, 3)}
+    return line
+
+
+def told(line: Line) -> str:
+    """A line for a terminal."""
+    first, step = (
+        [f"{line[f'{what}_{name}_ms']:.2f}" for name in ("new", "kept", "text")]
+        for what in ("first", "step")
+    )
+    return (
+        f"{line['backend']:6}{line['tokens']:6} tokens: first {first[0]} ms, {first[1]} where the "
+        f"picture is kept, {first[2]} of text; a step {step[0]} ms, {step[1]}, {step[2]}"
+        f"{card.told_card(line['card'])}"
+    )
+
+
+def run(options: argparse.Namespace, command: str) -> Line:
+    """Serves what the options name.
+
+    Raises:
+      ValueError: A start is refused; one sentence.
+    """
+    found: Line = {"command": command, "tower": asdict(QWEN3_5), "sides": {}, "lines": []}
+    with TemporaryDirectory() as folder:
+        write_seeing(options.model, Path(folder))
+        for backend in options.backend:
+            side = SIDES[backend]()
+            found["sides"][backend] = {"device": side.device, "version": side.version}
+            side.release()
+            reset_peak(backend)
+            words = ["--model-path", folder, "--load-format", "dummy", *options.flags.split()]
+            words += ["--max-picture-tokens", str(max(options.tokens))]
+            context = max(options.tokens) + 2 * AROUND + options.output
+            served = start(backend, words, batch=1, context=context, radix_cache=False)
+            for tokens in options.tokens:
+                line = {"backend": backend}
+                line |= measure(served, tokens, options.rounds, options.output)
+                found["lines"].append(line)
+                print(told(line), flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            served.engine.close()
+    return found
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 4096])
+    parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
+    parser.add_argument("--out", type=Path, help="JSON file, written after every line")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Prints and writes the lines."""
+    run(options(), shlex.join(["python", "-m", "bench.steps.seeing", *sys.argv[1:]]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
