@@ -31,6 +31,17 @@ MAX_S = 30.0
 """In which all pictures of a request are opened, from when its turn has come."""
 
 
+def check_count(sent: Sequence[SentPicture]) -> None:
+    """Refuses more pictures than a request may have, before a template has written their places.
+
+    Raises:
+      ApiError: There are too many.
+    """
+    if len(sent) > MAX_PICTURES:
+        reason = f"the request has {len(sent)} pictures, at most {MAX_PICTURES} are taken"
+        raise ApiError(400, reason, "messages")
+
+
 class PictureOpener(Workers):
     """Opens pictures in processes of their own, each picture within a deadline.
 
@@ -78,12 +89,9 @@ class PictureOpener(Workers):
         """The pictures of a request, one after the other, so that a request has one worker.
 
         Raises:
-          ApiError: There are too many, or they take too long or too much memory together; or one
-            is refused, see `shared.pictures.opening`. Names it.
+          ApiError: They take too long or too much memory together; or one is refused, see
+            `shared.pictures.opening`. Names it.
         """
-        if len(sent) > MAX_PICTURES:
-            reason = f"the request has {len(sent)} pictures, at most {MAX_PICTURES} are taken"
-            raise ApiError(400, reason, "messages")
         try:
             async with self._turns, asyncio.timeout(MAX_S):
                 return await self._open_all(sent)

@@ -16,7 +16,7 @@ from shared.server.errors import ApiError
 from shared.server.fields import MAX_CHOICES
 from shared.server.messages import for_template
 from shared.server.openai_types import ChatPrompt, ChatRequest, CompletionRequest
-from shared.server.pictures import PictureOpener
+from shared.server.pictures import PictureOpener, check_count
 from shared.server.rendering import Renderer
 from shared.text.chat_template import Conversation
 from shared.text.tokenizer import Tokenizer
@@ -105,6 +105,7 @@ class PromptReader:
         if sent and self._opener is None:
             reason = "is a picture, and the model that is served sees none; send text alone"
             raise ApiError(400, f"{sent[0].place} {reason}", sent[0].place)
+        check_count(sent)
         conversation = conversation_of(request)
         self._check_texts(conversation, self._tokenizer)
         try:

@@ -32,7 +32,7 @@ from tests.support.http_fixtures import (
     save_tokenizer,
     serving,
 )
-from tests.support.pictures import REFUSED, bomb, rgb, stored, url_of
+from tests.support.pictures import REFUSED, rgb, stored, url_of
 
 TEMPLATE = """
 {%- for m in messages %}{{ '<|' + m.role + '|>' }}
@@ -173,6 +173,15 @@ def test_a_size_that_the_client_wishes_is_refused_and_one_that_asks_for_nothing_
     assert "neither auto nor high" in refused(server, [part])["message"]
 
 
+def test_ten_thousand_pictures_are_refused_before_one_is_opened_or_has_a_place(server):
+    """Each would be refused as well, by itself."""
+    part = {"type": "image_url", "image_url": {"url": "data:image/png,"}}
+    system = {"role": "system", "content": [part]}  # which the template refuses
+    answer = server.post(CHAT, messages=[system, user(*[part] * 10_000)])
+    assert answer.status_code == 400
+    assert "10001 pictures, at most 64 are taken" in answer.json()["error"]["message"]
+
+
 def test_only_users_and_tools_show_pictures(server):
     part = picture(1, 1, 1)
     answer = server.post(CHAT, messages=[{"role": "assistant", "content": [part]}])
@@ -181,12 +190,6 @@ def test_only_users_and_tools_show_pictures(server):
     answer = server.post(CHAT, messages=[{"role": "system", "content": [part]}])
     assert answer.status_code == 400  # by the template
     assert "no pictures of the system" in answer.json()["error"]["message"]
-
-
-BAD = {
-    **{name: url for name, (url, _) in REFUSED.items()},
-    "webp bomb": url_of(bomb("WEBP", 16_000)),
-}
 
 
 def stream(server: Server, told: list[float], started: threading.Event) -> None:
@@ -200,24 +203,23 @@ def stream(server: Server, told: list[float], started: threading.Event) -> None:
 
 
 def test_bad_pictures_are_refused_where_they_stand_while_a_neighbour_is_served(server):
-    assert len(BAD) == 12
     told: list[float] = []
     started = threading.Event()
-    with ThreadPoolExecutor(1 + len(BAD)) as pool:
+    with ThreadPoolExecutor(1 + len(REFUSED)) as pool:
         neighbour = pool.submit(stream, server, told, started)
         started.wait(30)
         sent = [
             pool.submit(
                 refused, server, [text("a"), {"type": "image_url", "image_url": {"url": u}}]
             )
-            for u in BAD.values()
+            for u, _ in REFUSED.values()
         ]
         errors = [each.result(60) for each in sent]
         answered = time.monotonic()
         neighbour.result(60)
-    for name, error in zip(BAD, errors, strict=True):
-        assert error["param"] == "messages[0].content[1].image_url", name
-        assert REFUSED.get(name, ("", "16000 x 16000"))[1] in error["message"]
+    for error, (_, words) in zip(errors, REFUSED.values(), strict=True):
+        assert error["param"] == "messages[0].content[1].image_url"
+        assert words in error["message"]
     # It has gone on meanwhile: of its 70 events, 20 ms apart, some came before the last refusal.
     assert sum(at < answered for at in told) > 1
 

@@ -5,12 +5,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
-from PIL import Image
 
 from shared.server import pictures
 from shared.server.content import SentPicture
 from shared.server.errors import ApiError
-from shared.server.pictures import MAX_PICTURES, PictureOpener
+from shared.server.pictures import PictureOpener
 from tests.support.golden_pictures import picture_config
 from tests.support.pictures import PATTERN, REFUSED, rgb, stored, url_of
 
@@ -71,17 +70,6 @@ def test_bad_pictures_are_refused_and_hold_up_neither_the_loop_nor_other_request
     async def work(opener: PictureOpener) -> None:
         gaps = [await longest_gap(all_of_them(opener)) for _ in range(TRIES)]
         assert min(gaps) < MAX_GAP_S
-
-    with_opener(work)
-
-
-def test_ten_thousand_pictures_are_refused_before_one_is_opened():
-    async def work(opener: PictureOpener) -> None:
-        tiny = url_of(stored(Image.new("RGB", (1, 1))))
-        began = time.monotonic()
-        with pytest.raises(ApiError, match=f"10000 pictures, at most {MAX_PICTURES} are taken"):
-            await opener.open(sent(*[tiny] * 10_000))
-        assert time.monotonic() - began < 0.1  # a process takes longer to start
 
     with_opener(work)
 

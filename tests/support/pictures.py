@@ -72,6 +72,7 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/hostnam
 
 REFUSED = {
     "bomb": (url_of(bomb("PNG", 12_000)), "12000 x 12000 pixels, more than the 33554432"),
+    "bomb in WebP": (url_of(bomb("WEBP", 16_000)), "16000 x 16000 pixels, more than the 33554432"),
     "truncated": (url_of(stored(rgb())[:-2000]), "a broken PNG: image file is truncated"),
     "svg": (url_of(SVG, "svg+xml"), "must be a PNG, a JPEG or a WebP"),
     "wrong base64": ("data:image/png;base64,iVBOR*", "holds no valid base64"),
