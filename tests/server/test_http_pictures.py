@@ -40,7 +40,7 @@ TEMPLATE = """
 {%- for part in m.content %}
 {%- if part.type == 'image' %}
 {%- if m.role == 'system' %}{{ raise_exception('no pictures of the system') }}{% endif %}
-{{- '(<|image|>)' }}
+{{- '' if blind else '(<|image|>)' }}
 {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}
 {%- for t in tools or [] %}{{ t.function.name }}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
@@ -275,6 +275,12 @@ def test_a_model_that_does_not_see_refuses_pictures_and_starts_nothing_for_them(
         assert not workers(blind)
         said = [text(f"the name {NAME}")]
         assert json.dumps(asked(blind, [user(*said)], max_tokens=3))
+
+
+def test_a_template_that_leaves_a_picture_out_is_told(server):
+    error = refused(server, [picture(1, 1, 1)], chat_template_kwargs={"blind": True})
+    assert error["param"] == "messages"
+    assert "writes 0 places for pictures, and the messages have 1" in error["message"]
 
 
 def test_a_template_that_writes_no_pictures_refuses_them(tmp_path):

@@ -1,18 +1,47 @@
 """Pictures are opened in processes of their own: a bad one is refused, and holds up nobody."""
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from shared.server import pictures
+from shared.engine.checks import RequestLimits
+from shared.engine.pictures import Picture
+from shared.engine.request import SamplingParams
+from shared.models.sampling import SamplingDefaults
+from shared.process.frames import ModelFacts, pack
+from shared.server import engine_client, pictures
 from shared.server.content import SentPicture
+from shared.server.engine_client import EngineClient, Prompt, QueueFull
 from shared.server.errors import ApiError
 from shared.server.pictures import PictureOpener
+from shared.server.server_metrics import ServerMetrics, TokenTimes
 from tests.support.golden_pictures import picture_config
+from tests.support.http_fixtures import IMAGE
 from tests.support.pictures import PATTERN, REFUSED, rgb, stored, url_of
 
+FACTS = ModelFacts(
+    model_name="it",
+    model_folder="",
+    limits=RequestLimits(
+        context_length=64,
+        max_request_tokens=64,
+        vocab=IMAGE + 1,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=None,
+    ),
+    eos_ids=(),
+    sampling_defaults=SamplingDefaults(),
+    max_open_requests=None,
+    max_draft_depth=0,
+    host_names=None,
+    pictures=picture_config(),
+)
 GOOD = url_of(stored(rgb()))
 MAX_GAP_S = 0.05
 TRIES = 5  # a machine that is busy otherwise makes everybody wait, but not each time
@@ -72,6 +101,29 @@ def test_bad_pictures_are_refused_and_hold_up_neither_the_loop_nor_other_request
         assert min(gaps) < MAX_GAP_S
 
     with_opener(work)
+
+
+def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    shown = (Picture.of(0, pixels, 8),)
+    prompt = Prompt([IMAGE], SamplingParams(), [1, 2], "", 0, shown)
+
+    async def work() -> None:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        writer.write(pack(FACTS.to_message()))
+        client, times = await EngineClient.connect(theirs), TokenTimes(ServerMetrics("it"))
+        monkeypatch.setattr(engine_client, "MAX_OPEN_PICTURE_BYTES", 2 * pixels.nbytes)
+        first, _ = (client.submit([prompt], times) for _ in range(2))
+        with pytest.raises(QueueFull, match="at most 384 bytes of pictures may run and wait"):
+            client.submit([prompt], times)
+        client.submit([replace(prompt, pictures=())], times)
+        first.close()
+        client.submit([prompt], times)
+        writer.close()
+        await client.ended
+
+    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def test_pictures_of_one_request_are_bounded_in_memory_and_time(monkeypatch):
