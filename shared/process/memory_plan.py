@@ -6,6 +6,7 @@ up to what the start prints. Nothing is allocated later that is not in the list.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 from shared.boundary.backend import ITEM_BYTES, Blueprint, Capacity
@@ -150,8 +151,18 @@ class _Sizing:
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """The whole plan with so many pages."""
+        settled, blueprint = self.settled, self._blueprint(pages)
+        lines = (*self._weight_lines, *_lines(settled.told, blueprint, self.costs))
+        return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)
+
+    @cached_property
+    def _weight_lines(self) -> tuple[MemoryLine, ...]:
+        """The same for any number of pages; a mixture has tens of thousands of tensors to count."""
+        return tuple(_weight_lines(self._blueprint(1)))
+
+    def _blueprint(self, pages: int) -> Blueprint:
         settled = self.settled
-        blueprint = Blueprint(
+        return Blueprint(
             config=self.model,
             drafts=self.drafts,
             capacity=replace(
@@ -165,8 +176,6 @@ class _Sizing:
             in_codes=self.in_codes,
             ranks=Ranks(0, settled.told.ranks.tp_size, None),
         )
-        lines = tuple(_lines(settled.told, blueprint, self.costs))
-        return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)
 
     def _num_snapshots(self) -> int:
         state_bytes = self._state_bytes()
@@ -226,9 +235,8 @@ class _Sizing:
 
 
 def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
-    """Of one rank; all have equal shares, and what they gather is whole on each."""
+    """All but weights, of one rank: shares are equal, and what ranks gather is whole on each."""
     share = blueprint.share
-    yield from _weight_lines(blueprint)
     yield from _page_lines(share)
     yield from _slot_lines(share)
     if blueprint.capacity.pictures is not None:
