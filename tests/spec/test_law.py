@@ -27,16 +27,18 @@ from tests.support.text_law import (
     SHAPES,
     TREE,
     VOCAB,
+    assert_as_specified,
     decode,
     deviation,
     exact,
+    rows_for,
     rule_of,
 )
 
 
 @cache
 def plain_texts(name: str, settings: str) -> np.ndarray:
-    return decode(rule_of(name), PLAIN, SETTINGS[settings], ROWS)[0]
+    return decode(rule_of(name), PLAIN, SETTINGS[settings], rows_for(name))[0]
 
 
 CASES = [
@@ -50,10 +52,11 @@ CASES = [
 def test_drafts_leave_the_law_and_the_text_as_they_are(
     name: str, settings: str, shape: str
 ) -> None:
-    written, first = decode(rule_of(name), SHAPES[shape], SETTINGS[settings], ROWS)
+    written, first = decode(rule_of(name), SHAPES[shape], SETTINGS[settings], rows_for(name))
     assert first > 1.5  # drafts were accepted, so the walk is part of what is tested
     assert deviation(written, exact(SETTINGS[settings])) < LIMIT
     np.testing.assert_array_equal(written, plain_texts(name, settings))
+    assert_as_specified(written, plain_texts("specification", settings))
 
 
 def _one_noise_for_all_positions(was: Callable) -> Callable:

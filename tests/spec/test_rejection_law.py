@@ -6,6 +6,7 @@ probabilities. Drafts are sampled from a head that disagrees, or made without sa
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -21,11 +22,13 @@ from tests.support.text_law import (
     VOCAB,
     Rule,
     Texts,
+    assert_as_specified,
     counts_at,
     decode,
     deviation,
     everyone,
     exact,
+    rows_for,
     rows_of,
     rule_of,
     tables,
@@ -113,20 +116,25 @@ REJECTION_CASES = [
 ]
 
 
+@cache
+def judged(name: str, accepts: str, drafts: str, settings: str) -> tuple[np.ndarray, float]:
+    by = Rejecting(accepts, drafts)
+    return decode(rule_of(name), CHAIN, SETTINGS[settings], rows_for(name), by)
+
+
 @pytest.mark.parametrize(("name", "accepts", "drafts", "settings"), REJECTION_CASES)
 def test_rejection_leaves_the_law_as_it_is(
     name: str, accepts: str, drafts: str, settings: str
 ) -> None:
-    by = Rejecting(accepts, drafts)
-    written, first = decode(rule_of(name), CHAIN, SETTINGS[settings], ROWS, by)
+    written, first = judged(name, accepts, drafts, settings)
+    assert_as_specified(written, judged("specification", accepts, drafts, settings)[0])
     assert first > 1.4
     assert deviation(written, exact(SETTINGS[settings])) < LIMIT
 
 
 def test_a_chain_judged_as_a_whole_accepts_more() -> None:
     def first(accepts: str) -> float:
-        by = Rejecting(accepts, "sampled")
-        return decode(rule_of("specification"), CHAIN, SETTINGS["nothing"], ROWS, by)[1]
+        return judged("specification", accepts, "sampled", "nothing")[1]
 
     # Of 25,000 steps each mean is known to 0.007.
     assert first("block_choices") > first("rejection_choices") + 0.02
