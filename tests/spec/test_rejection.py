@@ -110,7 +110,7 @@ def test_no_backend_has_trees_under_a_rule_for_chains() -> None:
         replace(tree_capacity(272), accept_rule="block")
 
 
-TOKENS, TEXTS, WIDE = 4, 1200, 64
+TOKENS, TEXTS, WIDE = 4, 800, 64
 HOW = {"temperature": 1.0, "top_k": 3, "max_tokens": TOKENS, "presence_penalty": 0.5}
 
 
