@@ -25,6 +25,7 @@ from shared.engine.rows import Chunk, Rows, chunk_end
 from shared.options.ngram import NgramConfig
 from shared.spec.turns import turns
 from tests.support import jax_seeing_ranks
+from tests.support.backends import GPU_FRAMEWORKS
 from tests.support.driving import Outcome, checked_step, drive
 from tests.support.golden_pictures import WANT, resized
 from tests.support.seeing import (
@@ -32,6 +33,7 @@ from tests.support.seeing import (
     FACTOR,
     IMAGE,
     LARGEST,
+    ON_A_GPU,
     PAGE,
     SHAPES,
     Prompt,
@@ -67,7 +69,13 @@ def served(engine: Engine, *prompts: Prompt, tenant: str = "") -> list[list[int]
     return [outcome.tokens for outcome in drive(engine, given).values()]
 
 
-FRAMEWORKS = ["reference", "torch", pytest.param("jax", marks=pytest.mark.matrix)]
+ON_GPUS = [f"{name}{ON_A_GPU}" for name in GPU_FRAMEWORKS]
+FRAMEWORKS = [
+    "reference",
+    "torch",
+    pytest.param("jax", marks=pytest.mark.matrix),
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_GPUS),
+]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -93,6 +101,10 @@ CASES = [
     pytest.param("NEXTN", ["reference", "torch"], id="NEXTN"),
     pytest.param("NGRAM", ["torch"], id="NGRAM"),
     pytest.param("NEXTN tree", ["torch ranks 2"], id="ranks", marks=pytest.mark.matrix),
+    *(
+        pytest.param(name, ["reference", *ON_GPUS], id=f"{name} gpu", marks=pytest.mark.gpu)
+        for name in ("NEXTN tree", "EAGLE3", "NGRAM")
+    ),
     *(
         pytest.param(name, ["reference", "torch", "jax"], id=f"{name} x3", marks=pytest.mark.matrix)
         for name in SHAPES

@@ -98,8 +98,10 @@ def make_seeing_backend(
     weights: Weights,
     capacity: Capacity,
     drafter: Drafter = "NEXTN",
+    *,
+    on_gpu: bool = False,
 ) -> PreparedOnUse:
-    """As `make_backend`, of a model that sees by the tower in a folder."""
+    """As `make_backend`, or `make_gpu_backend`, of a model that sees by the tower in a folder."""
     made_from = (config, weights, capacity, *drafts_of(drafter, config))
     checkpoint, sees = (None if tower is None else open_checkpoint(tower)), capacity.pictures
     if framework == "reference":
@@ -110,26 +112,29 @@ def make_seeing_backend(
         return PreparedOnUse(ReferenceBackend(*made_from, read))
     assert checkpoint is not None
     assert sees is not None
-    if framework == "torch" or framework in MAKERS:
+    if framework.startswith("torch"):
         import torch
 
         from torch_impl import weights as torch_weights
         from torch_impl.backend import TorchBackend
 
-        where = ("float32", torch.device("cpu"), lambda num_bytes: None)
+        device = "cuda" if on_gpu else "cpu"
+        where = ("float32", torch.device(device), lambda num_bytes: None)
         seeing = torch_weights.load_tower(checkpoint, sees.vision, *where)
         if framework in MAKERS:
             return PreparedOnUse(side_by_side(framework, made_from, tower=seeing))
-        how = {"dtype": "float32", "device": "cpu", "captured": (), "tower": seeing}
+        captured = CAPTURED if framework == "torch graphs" else ()
+        how = {"dtype": "float32", "device": device, "captured": captured, "tower": seeing}
         return PreparedOnUse(TorchBackend(*made_from, **how))
     import jax
 
     from jax_impl import weights as jax_weights
     from jax_impl.backend import JaxBackend
 
-    where = (np.float32, jax.devices("cpu")[0], lambda num_bytes: None)
+    device = "gpu" if on_gpu else "cpu"
+    where = (np.float32, jax.devices(device)[0], lambda num_bytes: None)
     seeing = jax_weights.load_tower(checkpoint, sees.vision, *where)
-    how = {"dtype": "float32", "device": "cpu", "quick_compile": True, "tower": seeing}
+    how = {"dtype": "float32", "device": device, "quick_compile": not on_gpu, "tower": seeing}
     backend = JaxBackend(*made_from, **how)
     JAX_BACKENDS.append(backend)
     return PreparedOnUse(backend)

@@ -174,16 +174,19 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
 MADE: dict[tuple[str, str], Backend] = {}
 """Backends by framework and drafter: what they hold changes no text."""
 
+ON_A_GPU = " on a GPU"
 POOL_ROWS, NUM_PAGES = 2 * LARGEST + CHUNK, 96
 
 
 def backend_of(framework: str, drafter: str) -> Backend:
+    """A framework of `FRAMEWORKS` or `MAKERS`, or one of `GPU_FRAMEWORKS` with " on a GPU"."""
     if (framework, drafter) not in MADE:
         config = config_from_folder(MODEL)
         weights = load_all(MODEL, config, drafter.startswith("NEXTN"))
         capacity = capacity_of(drafter, POOL_ROWS, NUM_PAGES)
         made_of = (MODEL, config, weights, capacity, _drafter(drafter))
-        MADE[framework, drafter] = make_seeing_backend(framework, *made_of)
+        name, on_gpu = framework.removesuffix(ON_A_GPU), framework.endswith(ON_A_GPU)
+        MADE[framework, drafter] = make_seeing_backend(name, *made_of, on_gpu=on_gpu)
     return MADE[framework, drafter]
 
 
