@@ -140,7 +140,7 @@ export class Question {
       this.element.append(figure);
       return note;
     });
-    this.element.append(text);
+    this.element.append(element("div", "", text)); // below the pictures
   }
 
   /** The message for the chat's next request: pictures, then the text. */
