@@ -1,5 +1,6 @@
 """The weights of a model by layers, as a step reads them."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,8 @@ from jax_impl.ops import Norm
 from jax_impl.ops.experts import Experts
 from jax_impl.ops.linear import Matrix
 from shared.drafts.config import DraftConfig
+from shared.drafts.markov import MarkovConfig
+from shared.models.parameters import BIAS
 
 
 class Attention(NamedTuple):
@@ -105,11 +108,45 @@ class HeadWeights(NamedTuple):
     draft_ids: Int[jax.Array, " draft_vocab"] | None
 
 
+class MarkovWeights(NamedTuple):
+    """What a DSpark head has beside a DFlash one; what is None it does without.
+
+    Attributes:
+      embed: Of the token before a draft.
+      lm_head: What scores it, of the tokens that the head scores.
+      mix: What makes a gate, or a state and what is scored.
+    """
+
+    config: MarkovConfig
+    embed: Float[jax.Array, "vocab rank"]
+    lm_head: Matrix
+    mix: Matrix | None
+    confidence: Matrix | None
+
+    @classmethod
+    def of(cls, config: DraftConfig, arrays: Mapping[str, jax.Array]) -> "MarkovWeights | None":
+        """Of a head's arrays by name; None of a head that is no DSpark head."""
+        if config.block is None or config.block.markov is None:
+            return None
+
+        def biased(name: str) -> Matrix | None:
+            return Matrix(arrays[name], None, arrays[f"{name}{BIAS}"]) if name in arrays else None
+
+        return cls(
+            config=config.block.markov,
+            embed=arrays["markov.embed"],
+            lm_head=Matrix(arrays["markov.lm_head"]),
+            mix=biased("markov.mix"),
+            confidence=biased("confidence"),
+        )
+
+
 class BlockWeights(NamedTuple):
-    """A DFlash head; what is None it shares with its target.
+    """A DFlash or DSpark head; what is None it shares with its target.
 
     Attributes:
       draft_ids: The target's id of each token of the draft vocabulary.
+      markov: Of a DSpark head; None of a DFlash one.
     """
 
     config: DraftConfig
@@ -120,6 +157,7 @@ class BlockWeights(NamedTuple):
     lm_head: Matrix | None
     embed: Float[jax.Array, "vocab hidden"] | None
     draft_ids: Int[jax.Array, " draft_vocab"] | None
+    markov: MarkovWeights | None
 
 
 class LayerNorm(NamedTuple):

@@ -28,6 +28,7 @@ from jax_impl.records import (
     HeadWeights,
     Layer,
     LayerNorm,
+    MarkovWeights,
     Mlp,
     Mtp,
     TowerBlock,
@@ -348,8 +349,7 @@ def _layers(
 
 
 def _mlp(stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool) -> Mlp:
-    names = ("gate_up", "down")
-    return Mlp(*(_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in names))
+    return Mlp(*(_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("gate_up", "down")))
 
 
 def _experts(stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool) -> Experts:
@@ -404,11 +404,10 @@ def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None
 
 
 def _mtp(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Mtp:
-    norms = ("embedding_norm", "hidden_norm", "final_norm")
     return Mtp(
         fc=Matrix(loaded.alone["mtp.fc"]),
         layer=_layers(loaded.stacks, "mtp.layer.", [config.draft_layer], in_stacks)[0],
-        **{name: loaded.alone[f"mtp.{name}"] for name in norms},
+        **{x: loaded.alone[f"mtp.{x}"] for x in ("embedding_norm", "hidden_norm", "final_norm")},
     )
 
 
@@ -422,6 +421,7 @@ def _block(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> BlockWeights
         lm_head=_own_head(loaded),
         embed=loaded.alone.get("embed"),
         draft_ids=loaded.alone.get("draft_ids"),
+        markov=MarkovWeights.of(config, loaded.alone),
     )
 
 

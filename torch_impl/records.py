@@ -1,11 +1,14 @@
 """The weights of a model by layers, as a step reads them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.drafts.config import DraftConfig
+from shared.drafts.markov import MarkovConfig
+from shared.models.parameters import BIAS
 from torch_impl.ops.experts import Experts
 from torch_impl.ops.linear import Matrix
 
@@ -113,11 +116,46 @@ class HeadWeights:
 
 
 @dataclass(frozen=True)
+class MarkovWeights:
+    """What a DSpark head has beside a DFlash one; what is None it does without.
+
+    Attributes:
+      embed: Of the token before a draft.
+      lm_head: What scores it, of the tokens that the head scores.
+      mix: What makes a gate, or a state and what is scored.
+    """
+
+    config: MarkovConfig
+    embed: Float[Tensor, "vocab rank"]
+    lm_head: Matrix
+    mix: Matrix | None
+    confidence: Matrix | None
+
+    @classmethod
+    def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "MarkovWeights | None":
+        """Of a head's arrays by name; None of a head that is no DSpark head."""
+        if config.block is None or config.block.markov is None:
+            return None
+
+        def biased(name: str) -> Matrix | None:
+            return Matrix(arrays[name], arrays[f"{name}{BIAS}"]) if name in arrays else None
+
+        return cls(
+            config=config.block.markov,
+            embed=arrays["markov.embed"],
+            lm_head=Matrix(arrays["markov.lm_head"]),
+            mix=biased("markov.mix"),
+            confidence=biased("confidence"),
+        )
+
+
+@dataclass(frozen=True)
 class BlockWeights:
-    """A DFlash head; what is None it shares with its target.
+    """A DFlash or DSpark head; what is None it shares with its target.
 
     Attributes:
       draft_ids: The target's id of each token of the draft vocabulary.
+      markov: Of a DSpark head; None of a DFlash one.
     """
 
     config: DraftConfig
@@ -128,6 +166,7 @@ class BlockWeights:
     lm_head: Matrix | None
     embed: Float[Tensor, "vocab hidden"] | None
     draft_ids: Int[Tensor, " draft_vocab"] | None
+    markov: MarkovWeights | None
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from torch_impl.records import (
     HeadWeights,
     Layer,
     LayerNorm,
+    MarkovWeights,
     Mlp,
     Mtp,
     TowerBlock,
@@ -351,6 +352,7 @@ def _block(config: DraftConfig, tensors: dict[str, Tensor]) -> BlockWeights:
         lm_head=_own_head(tensors),
         embed=tensors.get("embed"),
         draft_ids=tensors.get("draft_ids"),
+        markov=MarkovWeights.of(config, tensors),
     )
 
 

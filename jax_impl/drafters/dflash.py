@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
-from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
+from jax_impl.drafters import Drafted, Fed, Prompts, Ranking, dspark
 from jax_impl.drafters.heads import embedding
 from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, logits
@@ -25,7 +25,7 @@ from shared.spec.draft_tree import TreeShape
 
 
 class BlockDrafter(NamedTuple):
-    """A `jax_impl.drafters.Drafter` made of a DFlash head, on its weights and its target."""
+    """A `jax_impl.drafters.Drafter` of a DFlash or DSpark head, on its weights and its target."""
 
     target: Model
     weights: BlockWeights
@@ -74,11 +74,16 @@ class BlockDrafter(NamedTuple):
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed = embedding(self.target, self.weights)
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv, self.target.group)
-        taken = hidden[:, 1 : 1 + shape.depth]
+        first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
+        taken = hidden[:, first : first + shape.depth]
         scored = scores(self.target, self.weights, taken.reshape(-1, hidden.shape[2]))
         scored = scored.reshape(len(newest), shape.depth, -1)
         rank = own_ranking(self.target, self.weights, rank)
-        drafts, edges, processed = rank.chain(scored, shape.shares_rows(len(newest)))
+        if block.markov is None:
+            chosen = rank.chain(scored, is_weighed)
+        else:
+            chosen = dspark.chain(self.weights, newest, hidden, scored, rank, is_weighed)
+        drafts, edges, processed = chosen
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )

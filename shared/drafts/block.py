@@ -1,11 +1,12 @@
-"""What the config.json of a DFlash draft model says beside its layers' sizes.
+"""What the config.json of a DFlash or DSpark draft model says beside its layers' sizes.
 
 The model is a small Qwen3 that fills a whole block of mask tokens in one pass.
 """
 
 from dataclasses import dataclass, replace
 
-from shared.drafts.formats import LEFT_OUT, Stated
+from shared.drafts.formats import LEFT_OUT, SPECULATORS, Stated
+from shared.drafts.markov import MarkovConfig, markov_of
 from shared.models.config import ModelConfig
 from shared.models.fields import Json, object_of
 
@@ -17,7 +18,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The block that a DFlash draft model fills, and what its rows see of it and of the context.
+    """The block that a draft model fills, and what its rows see of it and of the context.
 
     Attributes:
       size: Rows of the block: the newest token, then masks.
@@ -27,6 +28,9 @@ class BlockConfig:
       causal: For each layer whether a row of the block sees none of those behind it.
       from_anchor: A window is counted once for the whole block, which sees all of itself and so
         many positions before it; else from each row.
+      first_slot: Slot of the first draft: 0 where a slot scores the token behind its own position,
+        as of a DSpark model, 1 where it scores the token at it.
+      markov: How drafts know those before them, of a DSpark model; None: not at all.
     """
 
     size: int
@@ -34,6 +38,13 @@ class BlockConfig:
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
     from_anchor: bool
+    first_slot: int
+    markov: MarkovConfig | None
+
+    @property
+    def nodes(self) -> int:
+        """Of the chain of all drafts of a block, with its root."""
+        return self.size + 1 - self.first_slot
 
     def check_shape(self, nodes: int, width: int, scratch: int) -> None:
         """Refuses a draft shape that is no chain of the block's first drafts.
@@ -46,14 +57,14 @@ class BlockConfig:
         Raises:
           ValueError: It is another one, or the block would be written past its scratch.
         """
-        if width != 1 or nodes > self.size:
+        if width != 1 or nodes > self.nodes:
             raise ValueError(
-                f"a DFLASH head with blocks of {self.size} tokens drafts chains of at most "
-                f"{self.size} nodes, got {nodes} nodes and width {width}"
+                f"a head with blocks of {self.size} tokens drafts chains of at most "
+                f"{self.nodes} nodes, got {nodes} nodes and width {width}"
             )
         if scratch < self.size:
             raise ValueError(
-                f"a DFLASH head with blocks of {self.size} tokens writes so many positions past "
+                f"a head with blocks of {self.size} tokens writes so many positions past "
                 f"the length, and a shape of {nodes} nodes has room for {scratch}"
             )
 
@@ -62,15 +73,20 @@ class BlockConfig:
         return replace(self, windows=(window,) * len(self.windows))
 
 
-def stated_block(config: Json) -> int | None:
-    """The size of the block that a config.json states, right or not; None where there is none."""
-    left_out = LEFT_OUT["DFLASH"] if config.get("speculators_model_type") else {}
-    size = {**left_out, **config, **object_of(config, "dflash_config")}.get("block_size")
-    return size if isinstance(size, int) else None
+def stated_nodes(config: Json, kind: str) -> int | None:
+    """Nodes of the chain of a block that a config.json states, right or not; None without one.
+
+    Args:
+      kind: Of the head.
+    """
+    left_out = LEFT_OUT[kind] if config.get("speculators_model_type") in SPECULATORS else {}
+    settings = {**left_out, **config, **object_of(config, "dflash_config")}
+    size = settings.get("block_size")
+    return size + 1 - _first_slot(settings, kind) if isinstance(size, int) else None
 
 
 def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
-    """The block of a DFlash draft model.
+    """The block of a DFlash or DSpark draft model.
 
     Args:
       stated: What its config.json says.
@@ -81,8 +97,10 @@ def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
     """
     settings = stated.settings
     size, mask_id = (_whole(settings, name) for name in ("block_size", "mask_token_id"))
-    if not 2 <= size <= MAX_BLOCK:
-        raise ValueError(f"the draft model's block_size must be 2 to {MAX_BLOCK}, got {size}")
+    first_slot = _first_slot(settings, stated.kind)
+    most = MAX_BLOCK - 1 + first_slot
+    if not 2 <= size <= most:
+        raise ValueError(f"the draft model's block_size must be 2 to {most}, got {size}")
     if not 0 <= mask_id < layer.vocab:
         raise ValueError(
             f"the draft model's mask_token_id must be below {layer.vocab}, got {mask_id}"
@@ -99,7 +117,14 @@ def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
             each is not None if is_causal is None else bool(is_causal) for each in windows
         ),
         from_anchor=stated.is_speculators,
+        first_slot=first_slot,
+        markov=markov_of(stated) if stated.kind == "DSPARK" else None,
     )
+
+
+def _first_slot(settings: Json, kind: str) -> int:
+    """DSpark models use the newest token's own slot where they do not say otherwise."""
+    return 1 - int(bool(settings.get("sample_from_anchor", kind == "DSPARK")))
 
 
 def default_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from jaxtyping import Int32
 
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.drafts import Drafts
+from shared.drafts.formats import BLOCKS
+from shared.drafts.markov import GATED, MarkovConfig
 from shared.models.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -25,6 +27,7 @@ from shared.models.checkpoint import (
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.parameters import (
+    BIAS,
     Parameter,
     attention_parameters,
     by_columns,
@@ -59,15 +62,17 @@ MARKS = {
 DFLASH_MARKS = ("hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
 """Tensors that a DFlash model has beside `fc`."""
 
+DSPARK_MARK = "markov_head.markov_w1.weight"
+"""Tensor that a DSpark model has beside those of a DFlash one."""
+
 RELATIVES = {
     "a P-EAGLE head": ("mask_hidden",),
     "a DFlash2 draft model": ("conv", "selector"),
     "a Domino draft model": ("domino", "projector"),
-    "a DSpark draft model": ("markov", "confidence"),
 }
 """Words in names of tensors of models that have all tensors of a DFlash model and more."""
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, CONFIDENCE = "embed_tokens.weight", "confidence_head.proj.weight"
 
 COPIES = (EMBEDDING, "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that a head's files may repeat."""
@@ -125,8 +130,8 @@ def is_head(names: Collection[str]) -> bool:
 
 
 def kind_of(names: Collection[str]) -> str:
-    """What the names of its tensors say about a draft model: "EAGLE", "EAGLE3" or "DFLASH", or
-    "NEXTN" of an MTP layer in the speculators format.
+    """What the names of its tensors say about a draft model: the kind of a head, or "NEXTN" of
+    an MTP layer in the speculators format.
 
     Raises:
       CheckpointError: It is another drafter, or a whole model; one sentence.
@@ -136,7 +141,7 @@ def kind_of(names: Collection[str]) -> str:
     if "fc.weight" in names:
         _refuse_relatives(names)
         if all(mark in names for mark in DFLASH_MARKS):
-            return "DFLASH"
+            return "DSPARK" if DSPARK_MARK in names else "DFLASH"
         if any(name.endswith("hidden_norm.weight") for name in names if name.count(".") > 1):
             return "EAGLE3"
         if "hidden_norm.weight" not in names:
@@ -144,7 +149,7 @@ def kind_of(names: Collection[str]) -> str:
     kinds = [what for what, marks in MARKS.items() if any(name.startswith(marks) for name in names)]
     what = kinds[0] if kinds else "no EAGLE head, as it has no fc.weight"
     raise CheckpointError(
-        f"the draft model is {what}; give an EAGLE, EAGLE-3 or DFlash head as "
+        f"the draft model is {what}; give an EAGLE, EAGLE-3, DFlash or DSpark head as "
         "--speculative-draft-model-path"
     )
 
@@ -170,8 +175,10 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     tensors = [by_columns("fc", "fc.weight", (config.layer.hidden, config.fc_inputs))]
     if config.has_bias:
         tensors.append(single("fc_bias", "fc.bias", (config.layer.hidden,)))
-    is_block = config.kind == "DFLASH"
-    tensors += _dflash_parameters(config) if is_block else _eagle_parameters(config, names)
+    block = config.block
+    tensors += _block_parameters(config) if block else _eagle_parameters(config, names)
+    if block and block.markov:
+        tensors += _markov_parameters(config, block.markov)
     if config.own_embed:
         tensors.append(embedding(config))
     if config.own_lm_head:
@@ -224,7 +231,7 @@ _norm, _norms = partial(single_norm, centre=0.0), partial(norms_of, centre=0.0)
 """Heads' norms scale by what is stored."""
 
 
-def _dflash_parameters(config: DraftConfig) -> list[Parameter]:
+def _block_parameters(config: DraftConfig) -> list[Parameter]:
     sizes, hidden = config.layer, config.layer.hidden
     folders = [f"layers.{i}" for i in range(sizes.num_layers)]
     return [
@@ -235,6 +242,30 @@ def _dflash_parameters(config: DraftConfig) -> list[Parameter]:
         *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
         _norm("final_norm", "norm.weight", hidden),
     ]
+
+
+def _markov_parameters(config: DraftConfig, markov: MarkovConfig) -> list[Parameter]:
+    """The bias of a vocabulary's scores is divided by ranks as its `lm_head` is."""
+    hidden, folder = config.layer.hidden, "markov_head"
+    before = (config.layer.vocab, markov.rank)
+    scored = (config.draft_vocab, markov.rank)
+    tensors = [
+        single("markov.embed", f"{folder}.markov_w1.weight", before),
+        head_of("markov.lm_head", f"{folder}.markov_w2.weight", scored),
+    ]
+    if mixed := markov.mixed(hidden):
+        tensor = f"{folder}.{'gate' if markov.kind == GATED else 'joint'}_proj"
+        tensors += _linear("markov.mix", tensor, mixed)
+    if markov.has_confidence:
+        read = (1, markov.confidence_inputs(hidden))
+        tensors += _linear("confidence", CONFIDENCE.removesuffix(".weight"), read)
+    return tensors
+
+
+def _linear(name: str, tensor: str, shape: tuple[int, int]) -> list[Parameter]:
+    """A matrix that every rank has whole, and its bias."""
+    weight = single(name, f"{tensor}.weight", shape)
+    return [weight, single(f"{name}{BIAS}", f"{tensor}.bias", shape[:1])]
 
 
 def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
@@ -318,7 +349,7 @@ def _check_whole(checkpoint: Stored) -> None:
 
 
 def _named(kind: str) -> str:
-    return f"{'a' if kind == 'DFLASH' else 'an'} {kind} head"
+    return f"{'a' if kind in BLOCKS else 'an'} {kind} head"
 
 
 def draft_ids(checkpoint: Stored, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:

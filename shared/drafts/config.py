@@ -1,8 +1,8 @@
-"""The config.json of an EAGLE, EAGLE-3 or DFlash draft head as one dataclass, and the head itself.
+"""The config.json of a draft head as one dataclass, and the head itself.
 
-An EAGLE head is a decoder layer, or some, that reads hidden states of its target, a DFlash head a
-few layers that do. Whatever a head may do that is not implemented is refused by name, as it would
-draft badly without a word.
+An EAGLE head is a decoder layer, or some, that reads hidden states of its target, a DFlash or a
+DSpark head a few layers that do. Whatever a head may do that is not implemented is refused by name,
+as it would draft badly without a word.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class DraftConfig:
     """What a draft head's forward pass needs to know.
 
     Attributes:
-      kind: "EAGLE" (1 and 2), "EAGLE3" or "DFLASH".
+      kind: "EAGLE" (1 and 2), "EAGLE3", "DFLASH" or "DSPARK".
       layer: The head's own layers, as the settings of a model of such layers.
       target_hidden: Hidden size of the target.
       aux_streams: Which residual streams r_i of the target `fc` reads, low to high; r_0 is the
@@ -41,10 +41,10 @@ class DraftConfig:
       norm_input: The joined streams have one RMS norm before `fc`.
       norm_output: The hidden state of the next draft step is taken after the final norm.
       norm_residual: What the first layer adds to is the hidden state after its norm.
-      block: What a DFLASH head fills in one pass; None for the others.
+      block: What a DFLASH or DSPARK head fills in one pass; None for the others.
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077; EAGLE-3, Li et al. 2025, arXiv:2503.01840;
-      DFlash, arXiv:2602.06036.
+      DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
     """
 
     kind: str
@@ -145,12 +145,12 @@ class DraftConfig:
             norm_input=bool(settings.get("norm_before_fc")),
             norm_output=bool(settings.get("norm_output")),
             norm_residual=bool(settings.get("norm_before_residual")),
-            block=block_of(said, layer) if said.kind == "DFLASH" else None,
+            block=block_of(said, layer) if said.is_block else None,
         )
         return draft._checked(target, said)
 
     def with_window(self, window: int | None) -> "DraftConfig":
-        """With one window for all layers of a DFLASH head; None leaves each what it has."""
+        """With one window for all layers of a head with blocks; None leaves each what it has."""
         if window is None or self.block is None:
             return self
         return replace(self, block=self.block.with_window(window))
@@ -164,6 +164,12 @@ class DraftConfig:
             raise ValueError(
                 f"the draft model's draft_vocab_size must be 1 to {target.vocab}, the vocabulary "
                 f"of the target, got {self.draft_vocab}"
+            )
+        if self.stored_vocab != target.vocab and self.block and self.block.markov:
+            raise ValueError(
+                f"the draft model's vocab_size ({self.stored_vocab}) is not the target's "
+                f"({target.vocab}), and its Markov step counts the tokens of the target; use a head "
+                "that is padded as its target is"
             )
         if self.norm_aux and self.norm_input and said.is_speculators:
             raise ValueError(
@@ -252,9 +258,9 @@ def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
     """The layers of a head as a model of such layers.
 
     A head may leave out what only a whole model needs. How layers slide is not read as of a whole
-    model: in a DFlash head and in the speculators format any layer may.
+    model: in a DFlash or DSpark head and in the speculators format any layer may.
     """
-    settings, is_block = said.settings, said.kind == "DFLASH"
+    settings, is_block = said.settings, said.is_block
     slides = is_block or said.is_speculators
     is_qwen = is_block or (said.is_speculators and settings["model_type"] == "qwen3")
     whole: dict[str, Any] = {
@@ -305,7 +311,7 @@ def _streams(
     L = target.num_layers
     if said.kind == "EAGLE3":
         return eagle3_streams(said, L, layer_ids)
-    if said.kind != "DFLASH":
+    if not said.is_block:
         return ()
     named = said.settings.get("num_target_layers")
     if named not in (None, L):

@@ -18,7 +18,7 @@ class Drafts:
 
     Attributes:
       kind: "none" where nothing drafts on the device, "NEXTN" of the target's own mtp layer,
-        "EAGLE", "EAGLE3" or "DFLASH" of a head, "STANDALONE" of a whole model.
+        "EAGLE", "EAGLE3", "DFLASH" or "DSPARK" of a head, "STANDALONE" of a whole model.
       sizes: What is kept on the device between steps; None where nothing drafts.
       head: Settings of a head; None of the other kinds.
       model: Settings of a whole model that drafts; None of the other kinds.
@@ -44,7 +44,7 @@ class Drafts:
 
     @classmethod
     def of_head(cls, head: DraftConfig) -> Self:
-        """An EAGLE or DFlash head drafts; it has a checkpoint of its own."""
+        """A head drafts; it has a checkpoint of its own."""
         return cls(kind=head.kind, sizes=head.sizes, head=head, model=None)
 
     @classmethod

@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from shared.drafts.checkpoint import EMBEDDING
+from shared.drafts.block import BlockConfig
+from shared.drafts.checkpoint import CONFIDENCE, EMBEDDING
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import Checkpoint
 from shared.models.parameters import single
 
 
 def fitted(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | None) -> DraftConfig:
-    """A head's settings as its files have them: biases, head norms, an embedding and `lm_head`.
+    """A head's settings as its files have them: biases, norms of heads, an embedding, `lm_head` and
+    a confidence.
 
     An embedding that the files hold is the target's once more, and then shared, or it was trained,
     and then the head's own. To know, both are read, up to the first difference.
@@ -29,7 +31,19 @@ def fitted(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | Non
         has_bias="fc.bias" in names,
         own_lm_head=config.own_lm_head or (config.kind == "EAGLE3" and "lm_head.weight" in names),
         own_embed=config.own_embed or _is_trained(config, checkpoint, target),
+        block=config.block and _with_confidence(config, config.block, checkpoint),
     )
+
+
+def _with_confidence(
+    config: DraftConfig, block: BlockConfig, checkpoint: Checkpoint
+) -> BlockConfig:
+    if block.markov is None:
+        return block
+    has = CONFIDENCE in checkpoint.names
+    is_wide = has and checkpoint.tensor(CONFIDENCE).shape[-1] != config.layer.hidden
+    markov = replace(block.markov, has_confidence=has, confidence_sees_previous=is_wide)
+    return replace(block, markov=markov)
 
 
 def _with_layers(config: DraftConfig, names: Collection[str]) -> DraftConfig:

@@ -16,11 +16,16 @@ ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "EAGLE3",
     "Eagle3LlamaForCausalLM": "EAGLE3",
     "DFlashDraftModel": "DFLASH",
+    "DSparkDraftModel": "DSPARK",
+    "Qwen3DSparkModel": "DSPARK",
 }
 """Architecture names of draft heads; `LlamaForCausalLM` is told by `draft_vocab_size`."""
 
-SPECULATORS = {"eagle3": "EAGLE3", "dflash": "DFLASH", "mtp": "NEXTN"}
+SPECULATORS = {"eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK", "mtp": "NEXTN"}
 """Values of `speculators_model_type`, the field by which the speculators format is told."""
+
+BLOCKS = ("DFLASH", "DSPARK")
+"""Kinds of heads that fill a block in one pass."""
 
 LAYERS = {
     "llama": {
@@ -48,6 +53,7 @@ writes only what differs from these."""
 LEFT_OUT = {
     "EAGLE3": {"draft_vocab_size": 32000},
     "DFLASH": {"draft_vocab_size": 32000, "block_size": 8},
+    "DSPARK": {"draft_vocab_size": 32000, "block_size": 8, "markov_rank": 256},
 }
 """What fields of the speculators format itself have that are left out."""
 
@@ -60,16 +66,22 @@ _LAYER = {
     *("quantization_config", "architectures", "model_type"),
 }
 _STREAMS = {"eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"}
+_BLOCK = (
+    _LAYER
+    | _STREAMS
+    | {"draft_vocab_size", "block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
+    | {"is_causal", "sliding_window_non_causal", "dflash_config"}
+)
 READ = {
     "EAGLE": _LAYER | {"bias", "qkv_bias", "eagle_config"},
     "EAGLE3": _LAYER
     | _STREAMS
     | {"bias", "qkv_bias", "draft_vocab_size", "num_aux_hidden_states", "eagle_config"}
     | {"fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output"},
-    "DFLASH": _LAYER
-    | _STREAMS
-    | {"draft_vocab_size", "block_size", "mask_token_id", "num_target_layers", "target_layer_ids"}
-    | {"is_causal", "sliding_window_non_causal", "dflash_config"},
+    "DFLASH": _BLOCK,
+    "DSPARK": _BLOCK
+    | {"sample_from_anchor", "markov_rank", "markov_head_type"}
+    | {"enable_confidence_head", "confidence_head_with_markov"},
     "NEXTN": _LAYER | {"num_nextn_predict_layers"},
 }
 """Fields that are read, by the kind of head."""
@@ -85,8 +97,11 @@ FIXED: dict[str, Any] = {
 }
 """Fields with the one value that is served; stated otherwise they are refused."""
 
-FIXED_OF_EAGLE = {**FIXED, "use_aux_hidden_state": False}
-"""Those of an EAGLE head, which reads one hidden state."""
+FIXED_OF = {
+    "EAGLE": {**FIXED, "use_aux_hidden_state": False},
+    "DSPARK": {**FIXED, "projector_type": "dspark"},
+}
+"""Those of kinds that differ; an EAGLE head reads one hidden state."""
 
 MEANINGS = {
     "hot_vocab_size": "a restricted output vocabulary",
@@ -110,6 +125,7 @@ _TRAINING = {
     *("initializer_range", "use_cache", "max_window_layers", "ttt_steps", "ttt_length"),
     "pretraining_tp",
     *("loss_decay_gamma", "num_anchors", "target_model_type", "target_model_name_or_path"),
+    *("confidence_head_alpha", "attention_mode"),
 }
 _TOKENS = {f"{name}_token_id" for name in ("bos", "eos", "pad", "sep", "decoder_start")}
 _GENERATION = {
@@ -126,7 +142,7 @@ class Stated:
     """What a head's config.json says.
 
     Attributes:
-      kind: "EAGLE", "EAGLE3", "DFLASH", or "NEXTN" of an MTP layer.
+      kind: "EAGLE", "EAGLE3", "DFLASH", "DSPARK", or "NEXTN" of an MTP layer.
       settings: Its fields, those of nested objects beside the outer ones.
       is_speculators: It is in the speculators format.
       nested: Names of the fields that stood in `eagle_config` or `dflash_config`.
@@ -136,6 +152,11 @@ class Stated:
     settings: Json
     is_speculators: bool
     nested: frozenset[str]
+
+    @property
+    def is_block(self) -> bool:
+        """It fills a block in one pass."""
+        return self.kind in BLOCKS
 
 
 def stated(config: Json) -> Stated:
@@ -147,7 +168,7 @@ def stated(config: Json) -> Stated:
     if config.get("speculators_model_type"):
         return _of_speculators(config)
     kind = _kind(config)
-    nested = object_of(config, "dflash_config" if kind == "DFLASH" else "eagle_config")
+    nested = object_of(config, "dflash_config" if kind in BLOCKS else "eagle_config")
     settings = {**config, **nested}
     refuse_unknown(settings, kind)
     return Stated(kind, settings, False, frozenset(nested))
@@ -196,7 +217,7 @@ def refuse_unknown(settings: Json, kind: str) -> None:
     Raises:
       ValueError: The first of them, by its name.
     """
-    fixed = FIXED_OF_EAGLE if kind == "EAGLE" else FIXED
+    fixed = FIXED_OF.get(kind, FIXED)
     for name, value in settings.items():
         if name in fixed:
             _check_fixed(name, value, fixed[name])

@@ -13,7 +13,7 @@ from shared.options.joined_rules import JOINED_RULES
 from shared.options.map_rules import MAP_RULES
 from shared.options.options import (
     ACCEPT_RULES,
-    BLOCK_ALGORITHM,
+    BLOCK_ALGORITHMS,
     HEAD_ALGORITHMS,
     HOST_ALGORITHM,
     MODEL_ALGORITHM,
@@ -74,9 +74,9 @@ def _is_shaped_twice(s: Setup) -> bool:
 
 def _names_other_drafts(s: Setup) -> bool:
     """Whether the file names shapes that the drafter cannot have."""
-    most = {"NAIVE_EAGLE": NAIVE_SHAPE[0], BLOCK_ALGORITHM: (s.block or 1) - 1}.get(
-        s.algorithm or "", MOST_STEPS
-    )
+    most = NAIVE_SHAPE[0] if s.algorithm == "NAIVE_EAGLE" else MOST_STEPS
+    if s.drafts_blocks:
+        most = (s.block or 1) - 1
     has_trees = s.algorithm in (*TREE_ALGORITHMS, MODEL_ALGORITHM)
     return any(
         each.steps > most or (each.topk > 1 and not has_trees) for each in s.options.candidates
@@ -148,37 +148,35 @@ RULES = (
         example=None,
     ),
     Rule(
-        refuses=lambda s: s.algorithm == "NAIVE_EAGLE" and s.head_kind == BLOCK_ALGORITHM,
+        refuses=lambda s: s.algorithm == "NAIVE_EAGLE" and s.head_kind in BLOCK_ALGORITHMS,
         reason="--speculative-algorithm NAIVE_EAGLE drafts one token, and the draft model drafts "
         "blocks",
-        way_out="give --speculative-algorithm DFLASH",
+        way_out="give --speculative-algorithm {head_kind}",
         example=None,
     ),
     Rule(
-        refuses=lambda s: s.algorithm == BLOCK_ALGORITHM and s.draft.topk > 1,
-        reason="--speculative-eagle-topk {k} contradicts --speculative-algorithm DFLASH, which "
-        "drafts chains",
+        refuses=lambda s: s.drafts_blocks and s.draft.topk > 1,
+        reason="--speculative-eagle-topk {k} contradicts --speculative-algorithm {algorithm}, "
+        "which drafts chains",
         way_out="leave the flag out",
         example=Example(
-            drafter=BLOCK_ALGORITHM,
+            drafter="DFLASH",
             flags=_flags("--speculative-eagle-topk 2 --speculative-num-draft-tokens 6"),
         ),
     ),
     Rule(
-        refuses=lambda s: (
-            s.draft.speculative_draft_window_size is not None and s.algorithm != BLOCK_ALGORITHM
-        ),
-        reason="--speculative-draft-window-size is for --speculative-algorithm DFLASH",
+        refuses=lambda s: bool(s.draft.speculative_draft_window_size) and not s.drafts_blocks,
+        reason="--speculative-draft-window-size is for --speculative-algorithm DFLASH or DSPARK",
         way_out="leave the flag out",
         example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-window-size 512")),
     ),
     Rule(
         refuses=lambda s: (
             s.draft.speculative_draft_layer_ids is not None
-            and (s.head_kind or s.algorithm) not in ("EAGLE3", BLOCK_ALGORITHM)
+            and (s.head_kind or s.algorithm) not in ("EAGLE3", *BLOCK_ALGORITHMS)
         ),
         reason="--speculative-draft-layer-ids is for heads that list layers of their target, those "
-        "of EAGLE3 and DFLASH",
+        "of EAGLE3, DFLASH and DSPARK",
         way_out="leave the flag out",
         example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-layer-ids inputs")),
     ),
@@ -186,17 +184,17 @@ RULES = (
         refuses=lambda s: (
             s.block is not None and (s.draft.speculative_draft_window_size or s.block) < s.block
         ),
-        reason="--speculative-draft-window-size {window} is shorter than the draft model's block "
-        "of {block} tokens",
-        way_out="give at least a block",
-        example=Example(drafter=BLOCK_ALGORITHM, flags=_flags("--speculative-draft-window-size 2")),
+        reason="--speculative-draft-window-size {window} is shorter than the chain that the draft "
+        "model drafts, of {block} nodes",
+        way_out="give at least as many",
+        example=Example(drafter="DFLASH", flags=_flags("--speculative-draft-window-size 2")),
     ),
     Rule(
         refuses=_breaks_block,
         reason="--speculative-num-steps and --speculative-num-draft-tokens contradict the draft "
-        "model, which drafts blocks of {block} tokens",
+        "model, which drafts chains of {block} nodes",
         way_out="leave them out",
-        example=Example(drafter=BLOCK_ALGORITHM, flags=_flags("--speculative-num-draft-tokens 3")),
+        example=Example(drafter="DFLASH", flags=_flags("--speculative-num-draft-tokens 3")),
     ),
     Rule(
         refuses=_shapes_naive,
@@ -373,8 +371,8 @@ RULES = (
     Rule(
         refuses=_names_other_drafts,
         reason="--speculative-adaptive-config names shapes that --speculative-algorithm "
-        "{algorithm} does not draft, which are trees with NGRAM, NAIVE_EAGLE and DFLASH, more "
-        "than one step with NAIVE_EAGLE, and more than its block with DFLASH",
+        "{algorithm} does not draft, which are trees with NGRAM, NAIVE_EAGLE, DFLASH and "
+        "DSPARK, more than one step with NAIVE_EAGLE, and more than a block with those two",
         way_out="name others",
         example=None,
     ),

@@ -8,7 +8,7 @@ from shared.models.config import ModelConfig
 from shared.options.adaptive import MOST_STEPS, AdaptiveConfig
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
-from shared.options.options import BLOCK_ALGORITHM, Options, SpeculativeConfig
+from shared.options.options import BLOCK_ALGORITHMS, Options, SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,9 @@ class Setup:
       options: What the start was told.
       model: The checkpoint's config.json.
       has_mtp: Whether the checkpoint holds `mtp.*` tensors.
-      head_kind: What the draft model is by its tensors, "EAGLE", "EAGLE3" or "DFLASH"; None
-        without one, and of a whole model.
-      block: Tokens of a DFLASH head's block; None without one.
+      head_kind: What the draft model is by its tensors, "EAGLE", "EAGLE3", "DFLASH" or "DSPARK";
+        None without one, and of a whole model.
+      block: Nodes of the chain of a DFLASH or DSPARK head; None without one.
     """
 
     options: Options
@@ -39,6 +39,11 @@ class Setup:
     def algorithm(self) -> str | None:
         """The drafter that `--speculative-algorithm` names; None without drafts."""
         return self.draft.drafter
+
+    @property
+    def drafts_blocks(self) -> bool:
+        """Whether that drafter fills a block in one pass."""
+        return self.algorithm in BLOCK_ALGORITHMS
 
     @property
     def adaptive(self) -> AdaptiveConfig:
@@ -86,7 +91,7 @@ class Setup:
             "algorithm": self.algorithm,
             "family": self.model.name,
             "head_kind": self.head_kind,
-            "head": f"{'a' if self.head_kind == BLOCK_ALGORITHM else 'an'} {self.head_kind} head",
+            "head": f"{'a' if self.head_kind in BLOCK_ALGORITHMS else 'an'} {self.head_kind} head",
             "S": self.draft.num_steps,
             "k": self.draft.topk,
             "N": self.draft.num_draft_tokens,

@@ -69,7 +69,7 @@ def settle(
     """
     are_few = are_compiled and device.kind == "cpu"
     defaults, engine = DEFAULTS[device.kind], told.engine
-    block = drafts.block.size if drafts.block else None
+    block = drafts.block.nodes if drafts.block else None
     draft = told.speculative.settled(model.drafts_trees, block)
     candidates = _candidates(told, draft, block, are_few)
     page_size = engine.page_size or defaults.page_size

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from shared.boundary.backend import Backend, Blueprint
 from shared.boundary.operations import KernelLimits, PlainOperation, plain_operations
 from shared.boundary.ranks import Ranks
-from shared.drafts.block import stated_block
+from shared.drafts.block import stated_nodes
 from shared.drafts.checkpoint import (
     DraftFiles,
     check_head,
@@ -43,7 +43,7 @@ from shared.models.tower import check_tower, tower_parameters
 from shared.models.vision import VisionConfig
 from shared.options.adaptive import read_candidates
 from shared.options.flags import spelling
-from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options
+from shared.options.options import BLOCK_ALGORITHMS, ConfigError, Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.caching import cache_policy
@@ -193,7 +193,7 @@ def prepare(options: Options, platform: Platform) -> Start:
         model=model,
         has_mtp=checkpoint.has_mtp,
         head_kind=head_kind,
-        block=_block(path) if path and head_kind == BLOCK_ALGORITHM else None,
+        block=_block(path, head_kind) if path and head_kind in BLOCK_ALGORITHMS else None,
     )
     if refused := refusals(setup):
         raise ConfigError("\n".join(refused))
@@ -341,10 +341,10 @@ def _with_map(options: Options, model: ModelConfig, drafts: Drafts) -> Drafts:
     return replace(drafts, token_map=token_map)
 
 
-def _block(path: str) -> int | None:
-    """The block that a DFLASH head states; None where its settings cannot be read."""
+def _block(path: str, kind: str) -> int | None:
+    """Nodes of the chain that a head with blocks states; None where its settings cannot be read."""
     try:
-        return stated_block(read_json(Path(path) / "config.json"))
+        return stated_nodes(read_json(Path(path) / "config.json"), kind)
     except (OSError, ValueError):
         return None  # `DraftConfig` says what is wrong
 

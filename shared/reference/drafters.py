@@ -10,7 +10,7 @@ from shared.boundary.backend import Blueprint, Capacity
 from shared.drafts.config import DraftHead
 from shared.models.config import ModelConfig
 from shared.reference.rows import Batch, Fed, Ranking, Trees, put, take
-from shared.spec import attention, dflash, eagle, model, standalone
+from shared.spec import attention, dflash, dspark, eagle, model, standalone
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Rank
@@ -167,7 +167,7 @@ class HeadDrafter:
 
 
 class BlockDrafter:
-    """DFLASH."""
+    """DFLASH and DSPARK."""
 
     def __init__(self, drafter: dflash.Drafter, capacity: Capacity) -> None:
         pool = (capacity.num_pages, capacity.page_size)
@@ -198,8 +198,10 @@ class BlockDrafter:
     ) -> Trees:
         """See `ReferenceDrafter`."""
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tree = self._drafter.draft(self._kv, newest, *bounds, shape.depth, rank.chain)
-        return Trees.drafted_as(tree)
+        given, block = (self._kv, newest, *bounds, shape.depth), self._drafter.head.config.block
+        if block is not None and block.markov is not None:
+            return Trees.drafted_as(dspark.draft(self._drafter, *given, rank))
+        return Trees.drafted_as(self._drafter.draft(*given, rank.chain))
 
     def extend(
         self,

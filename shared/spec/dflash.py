@@ -187,13 +187,33 @@ class Drafter:
             wide as it is, for its rows see all of it.
           choose: Picks the drafts.
         """
-        config, weights = self.head.config, self.head.weights
-        assert config.block is not None  # a DFlash head has a block
-        rows = block_rows(config.block, lengths, draft_from, page_table)
-        hidden, _ = fill(config, weights, self.target, newest, rows, kv)
-        slots = range(1, 1 + depth)
-        given = (config, weights, self.target)
-        scored = [scores(*given, hidden[:, slot]) for slot in slots]
-        drafts, edges = choose(np.stack(scored, axis=1))
+        hidden = self.filled(kv, newest, lengths, draft_from, page_table)
+        drafts, edges = choose(self.scores(hidden, depth))
         chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
         return (*chains, verify_rows.chain_weights(edges))
+
+    def filled(
+        self,
+        kv: KV,
+        newest: Int[np.ndarray, " B"],
+        lengths: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        page_table: Int[np.ndarray, "B table"],
+    ) -> Float[np.ndarray, "B size hidden"]:
+        """The hidden states of each request's block; the pools stay as they are."""
+        config = self.head.config
+        assert config.block is not None  # a DFlash head has a block
+        rows = block_rows(config.block, lengths, draft_from, page_table)
+        hidden, _ = fill(config, self.head.weights, self.target, newest, rows, kv)
+        return hidden
+
+    def scores(
+        self, hidden: Float[np.ndarray, "B size hidden"], depth: int
+    ) -> Float[np.ndarray, "B S vocab"]:
+        """The scores of the first drafts of each block, as many as `depth`."""
+        config = self.head.config
+        assert config.block is not None  # a DFlash head has a block
+        first = config.block.first_slot
+        given = (config, self.head.weights, self.target)
+        scored = [scores(*given, hidden[:, slot]) for slot in range(first, first + depth)]
+        return np.stack(scored, axis=1)

@@ -114,7 +114,13 @@ def test_a_chain_needs_no_mask(run) -> None:
 @pytest.mark.parametrize("window", [None, 3, 12])
 def test_rows_of_a_block_see_what_lies_behind_them_too(window, is_causal, run) -> None:
     block = BlockConfig(
-        size=7, mask_id=0, windows=(window,), causal=(is_causal,), from_anchor=False
+        size=7,
+        mask_id=0,
+        windows=(window,),
+        causal=(is_causal,),
+        from_anchor=False,
+        first_slot=1,
+        markov=None,
     )
     lengths, draft_from = np.array([60, 109, 31]), np.array([0, 100, 31])
     (rows,) = block_rows(block, lengths, draft_from, TREE.page_table)

@@ -16,6 +16,7 @@ from shared.boundary.program import Extra, Program, Work
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.fitting import fitted
+from shared.drafts.markov import KINDS
 from shared.drafts.streams import Ids
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -27,6 +28,7 @@ from tests.support.driving import Outcome, drive
 from tests.support.golden_blocks import GOLDEN
 from tests.support.golden_models import load_golden_head
 from tests.support.head_formats import FORMATS, LAYERS, made_head, still_target, write_format
+from tests.support.tiny_heads import tiny_spark_head
 
 BATCH, PAGES = 2, 8
 FRAMEWORKS = ("reference", "torch", pytest.param("jax", marks=pytest.mark.matrix))
@@ -126,7 +128,37 @@ def test_a_head_of_each_format_drafts_well_only_if_it_is_read_right(name, framew
     assert wrong < right / 3
 
 
-@pytest.mark.parametrize("name", ["speculators", "speculators DFlash"])
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_block_drafts_well_only_from_the_slots_that_it_was_trained_on(framework, tmp_path):
+    name = "speculators DSpark"
+    write_format(tmp_path / "head", name, *target_of(name))
+    right = first_drafts(framework, name, read(tmp_path / "head", name, None))
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sample_from_anchor": False}))
+    wrong = first_drafts(framework, name, read(tmp_path / "head", name, None))
+    assert wrong < right / 3
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_know_the_token_before_them(kind, framework):
+    """All of what the head knows is which token follows which; it is told of the wrong ones."""
+    target, target_weights = target_of("speculators DSpark")
+    head = tiny_spark_head(target, target_weights, 3, markov_head_type=kind)
+    right = all_drafts(framework, head)
+    shifted = {"markov.embed": np.roll(head.weights["markov.embed"], 1, axis=0)}
+    wrong = all_drafts(framework, DraftHead(head.config, {**head.weights, **shifted}))
+    assert wrong < right / 3
+    assert right > 1.5
+
+
+def all_drafts(framework: str, head: DraftHead) -> float:
+    """How many drafts of a step are accepted, of three."""
+    outcomes = served(framework, "speculators DSpark", head, "match", {"temperature": 0.0})
+    return float(np.mean([count for outcome in outcomes.values() for count in outcome.accepted]))
+
+
+@pytest.mark.parametrize("name", ["speculators", "speculators DFlash", "speculators DSpark"])
 def test_ranks_draft_with_the_bits_of_one(name, tmp_path):
     """Of several layers, and of a block with a vocabulary of its own."""
     write_format(tmp_path / "head", name, *target_of(name))
@@ -148,10 +180,10 @@ SAMPLED = {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 40, "logit_bi
 
 @pytest.mark.parametrize("framework", FRAMEWORKS[1:])
 @pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("name", ["speculators DFlash", "speculators DSpark"])
 def test_a_block_with_a_vocabulary_of_its_own_is_drafted_and_judged_as_by_the_reference(
-    rule, framework
+    name, rule, framework
 ):
-    name = "speculators DFlash"
     head = made_head(name, *target_of(name))
     want, got = (served(each, name, head, rule, SAMPLED) for each in ("reference", framework))
     assert {key: each.tokens for key, each in got.items()} == {

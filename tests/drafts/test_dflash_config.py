@@ -109,7 +109,7 @@ REFUSED = {
     "projector_type": (dflash(projector_type="domino"), "domino"),
     "markov_rank": (dflash(markov_rank=16), "DSpark"),
     "draft_vocab_size": ({"draft_vocab_size": 999}, "1 to 272"),
-    "speculators_model_type": ({"speculators_model_type": "dspark"}, "dspark"),
+    "speculators_model_type": ({"speculators_model_type": "xpress"}, "xpress"),
     "sample_from_anchor": ({"sample_from_anchor": True}, "own slot"),
     "unheard_of": ({"unheard_of": 3}, "take the field out"),
     "block_size": ({"block_size": 1}, "2 to 17"),
@@ -140,7 +140,7 @@ def test_what_is_not_supported_is_refused_by_its_name(field):
         ("layers.0.conv1d.weight", "DFlash2"),
         ("selector.weight", "DFlash2"),
         ("domino_gru.weight", "Domino"),
-        ("markov_head.weight", "DSpark"),
+        ("markov_head.weight", "no place in a DFLASH head"),
         ("layers.7.mlp.up_proj.weight", "layers.7.mlp.up_proj.weight"),
     ],
 )
@@ -172,9 +172,9 @@ def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
-        ("--speculative-num-draft-tokens 8", "drafts blocks of 4 tokens; leave them out"),
-        ("--speculative-num-steps 2", "drafts blocks of 4 tokens; leave them out"),
-        ("--speculative-draft-window-size 3", "shorter than the draft model's block of 4 tokens"),
+        ("--speculative-num-draft-tokens 8", "drafts chains of 4 nodes; leave them out"),
+        ("--speculative-num-steps 2", "drafts chains of 4 nodes; leave them out"),
+        ("--speculative-draft-window-size 3", "than the chain that the draft model drafts, of 4"),
     ],
 )
 def test_a_shape_that_is_not_the_blocks_is_refused(flag, told):

@@ -17,7 +17,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.options import capabilities
 from shared.options.options import (
     ALGORITHMS,
-    BLOCK_ALGORITHM,
+    BLOCK_ALGORITHMS,
     HEAD_ALGORITHMS,
     HOST_ALGORITHM,
     JOINED_ALGORITHMS,
@@ -34,7 +34,7 @@ from shared.process.start import prepare
 from tests.support import reference_serve
 from tests.support.driving import Outcome, drive
 from tests.support.http_fixtures import save_tokenizer
-from tests.support.tiny_heads import BLOCK_SIZE, write_tiny_block, write_tiny_head
+from tests.support.tiny_heads import BLOCK_SIZE, write_tiny_block, write_tiny_head, write_tiny_spark
 from tests.support.tiny_models import tiny_model, write_tiny
 
 JOINED = [
@@ -109,7 +109,8 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     write_tiny(folder / "model", FAMILY, 0)
     for kind in ("EAGLE", "EAGLE3"):
         write_tiny_head(folder / kind, target, weights, kind, 1)
-    write_tiny_block(folder / BLOCK_ALGORITHM, target, 1)
+    write_tiny_block(folder / "DFLASH", target, 1)
+    write_tiny_spark(folder / "DSPARK", target, weights, 1)
     write_tiny(folder / MODEL_ALGORITHM, FAMILY, 2, with_mtp=False)
     for name in ("model", MODEL_ALGORITHM):
         save_tokenizer(folder / name)
@@ -202,7 +203,8 @@ def drafting(drafter: str) -> dict:
     """What the files of a drafter's plain start tell."""
     own = drafter.removesuffix(WITH_COPIES)
     head_kind = own if own in HEAD_ALGORITHMS else None
-    return {"head_kind": head_kind, "block": BLOCK_SIZE if head_kind == BLOCK_ALGORITHM else None}
+    nodes = BLOCK_SIZE if head_kind in BLOCK_ALGORITHMS else None
+    return {"head_kind": head_kind, "block": nodes}
 
 
 def test_every_drafter_takes_every_rule_of_acceptance(house: House) -> None:

@@ -77,7 +77,13 @@ def test_a_row_sees_the_context_and_the_block_as_far_as_its_layer_lets_it(
     window, is_causal, from_anchor, implementation
 ):
     block = BlockConfig(
-        size=SIZE, mask_id=9, windows=(window,), causal=(is_causal,), from_anchor=from_anchor
+        size=SIZE,
+        mask_id=9,
+        windows=(window,),
+        causal=(is_causal,),
+        from_anchor=from_anchor,
+        first_slot=1,
+        markov=None,
     )
     lengths, draft_from = np.array([9, 5, 3]), np.array([2, 5, 0])
     (rows,) = ROWS[implementation](block, lengths, draft_from, np.zeros((3, 4), int))

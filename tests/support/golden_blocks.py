@@ -66,9 +66,9 @@ class GoldenBlock(Protocol):
         """Goes on with the context: the target's streams side by side, `[T, inputs]`."""
         ...
 
-    def fill(self, newest: int) -> tuple[Array, Array]:
-        """The block behind the context: hidden states of all slots, and scores of all but the first
-        over the head's vocabulary."""
+    def fill(self, newest: int, first: int = 1) -> tuple[Array, Array]:
+        """The block behind the context: hidden states of all slots, and scores of those from
+        `first` on over the head's vocabulary."""
         ...
 
     def context(self) -> tuple[Array, Array]:
@@ -92,12 +92,12 @@ class SpecBlock:
         self._kv = dflash.extend(config.layer, weights, rows, read, self._kv)
         self._length += T
 
-    def fill(self, newest: int) -> tuple[Array, Array]:
+    def fill(self, newest: int, first: int = 1) -> tuple[Array, Array]:
         config, weights = self._head.config, self._head.weights
         length = np.array([self._length])
         rows = dflash.block_rows(config.block, length, np.zeros(1, int), TABLE)
         hidden, _ = dflash.fill(config, weights, self._target, np.array([newest]), rows, self._kv)
-        scored = dflash.scores(config, weights, self._target, hidden[0, 1:])
+        scored = dflash.scores(config, weights, self._target, hidden[0, first:])
         return hidden[0], scored[:, weights.get("draft_ids", slice(None))]
 
     def context(self) -> tuple[Array, Array]:
@@ -128,13 +128,13 @@ class TorchBlock:
         torch_dflash.write_context(self._weights, self._frequencies, rows, passed, self._kv, ALONE)
         self._length += T
 
-    def fill(self, newest: int) -> tuple[Array, Array]:
+    def fill(self, newest: int, first: int = 1) -> tuple[Array, Array]:
         none = torch.zeros(1, dtype=torch.int32)
         block, embed = self._weights.config.block, self._target.weights.embed
         rows = torch_dflash.block_rows(block, none + self._length, none, self._table)
         given = (embed, self._frequencies, none + newest, rows, self._kv, ALONE)
         hidden = torch_dflash.fill(self._weights, *given)[0]
-        scored = torch_dflash.scores(self._target, self._weights, hidden[1:])
+        scored = torch_dflash.scores(self._target, self._weights, hidden[first:])
         return hidden.numpy(), scored.numpy()
 
     def context(self) -> tuple[Array, Array]:
@@ -155,7 +155,10 @@ class JaxBlock:
         self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32)
         self._table = jnp.asarray(TABLE, jnp.int32)
         how = {"compiler_options": compiler_options(cpu, quick_compile=True)}
-        self._write, self._run = jax.jit(self._written, **how), jax.jit(self._filled, **how)
+        self._write, self._run = (
+            jax.jit(self._written, **how),
+            jax.jit(self._filled, static_argnums=3, **how),
+        )
 
     def extend(self, features: Array) -> None:
         T = len(features)
@@ -173,19 +176,19 @@ class JaxBlock:
         passed = JaxForward(streams[0], tuple(streams), kv)
         return jax_dflash.write_context(self._weights, rows, passed, kv, ALONE)
 
-    def fill(self, newest: int) -> tuple[Array, Array]:
-        hidden, scores, self._kv = self._run(self._kv, newest, self._length)
+    def fill(self, newest: int, first: int = 1) -> tuple[Array, Array]:
+        hidden, scores, self._kv = self._run(self._kv, newest, self._length, first)
         return np.asarray(hidden), np.asarray(scores)
 
     def _filled(
-        self, kv: jax.Array, newest: jax.Array, length: jax.Array
+        self, kv: jax.Array, newest: jax.Array, length: jax.Array, first: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         none = jnp.zeros(1, jnp.int32)
         block, embed = self._weights.config.block, self._target.weights.embed
         rows = jax_dflash.block_rows(block, none + length, none, self._table)
         given = (embed, none + newest, rows, kv, ALONE)
         hidden, kv = jax_dflash.fill(self._weights, *given)
-        return hidden[0], jax_dflash.scores(self._target, self._weights, hidden[0, 1:]), kv
+        return hidden[0], jax_dflash.scores(self._target, self._weights, hidden[0, first:]), kv
 
     def context(self) -> tuple[Array, Array]:
         k, v = (np.asarray(jax_attention.read(self._kv[0, i], self._table))[0] for i in (0, 1))

@@ -59,7 +59,7 @@ class Format:
 
     Attributes:
       config: The contents of its config.json for a target.
-      is_block: It is a DFlash head.
+      is_block: It is a DFlash or DSpark head.
       renames: What stands in names of tensors, and what instead.
       prefix: Before all names.
       switch: A field that asks for a norm, and whose head drafts well only with it; None: it is the
@@ -133,6 +133,17 @@ def _speculators_block(target: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _speculators_spark(target: ModelConfig) -> dict[str, Any]:
+    fields = {"speculators_model_type": "dspark", "sample_from_anchor": True, "markov_rank": 16}
+    return {**_speculators_block(target), "architectures": ["DSparkSpeculator"], **fields}
+
+
+def _specforge_spark(target: ModelConfig) -> dict[str, Any]:
+    fields = {"projector_type": "dspark", "markov_rank": 16, "markov_head_type": "gated"}
+    flat = _zlab(target) | {"architectures": ["DSparkDraftModel"]}
+    return flat | {"dflash_config": {**flat["dflash_config"], **fields}}
+
+
 FORMATS = {
     "speculators": Format(_speculators, renames=(("midlayer.", "layers.0."),)),
     "speculators with a norm": Format(
@@ -143,6 +154,8 @@ FORMATS = {
     "TorchSpec": Format(_torchspec, renames=(("midlayer.", "layers.0."),), prefix="model."),
     "z-lab": Format(_zlab, is_block=True),
     "speculators DFlash": Format(_speculators_block, is_block=True),
+    "speculators DSpark": Format(_speculators_spark, is_block=True),
+    "SpecForge DSpark": Format(_specforge_spark, is_block=True),
 }
 
 

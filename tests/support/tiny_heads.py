@@ -1,4 +1,4 @@
-"""Small random EAGLE, EAGLE-3 and DFlash heads that often agree with a tiny target.
+"""Small random EAGLE, EAGLE-3, DFlash and DSpark heads that often agree with a tiny target.
 
 The `lm_head` of an untied tiny model scores what is left of one token's embedding, and so does a
 head's. An EAGLE head passes the embedding of the next token on through `fc`. An EAGLE-3 head sees
@@ -8,7 +8,7 @@ values hand the embedding on.
 A DFlash head must know which tokens follow after several steps, so its target is one whose
 embeddings follow one another by a rotation. The mask's embedding is 0: a first layer gives slot 1
 the newest token's embedding, and each layer after it hands what slot j - 1 has on to slot j, but
-turned.
+turned. The Markov step of a DSpark head knows by itself which token follows which.
 """
 
 import json
@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
+from shared.drafts.markov import GATED, RNN
 from shared.models.checkpoint import SINGLE_FILE, Weights
 from shared.models.config import ModelConfig
 from shared.models.parameters import Parameter
@@ -46,6 +47,9 @@ HANDED_ON = (6.0, 2.0, 1.2)
 
 BLOCK_NOISE = 0.25
 """Scale of what else its layers add."""
+
+SPARK_NOISE, SPARK_SCALE = 0.1, 1.0
+"""Scales of what the block of a DSpark head scores, and of what its Markov step does."""
 
 CONTEXT_NOISE, CONTEXT_SHARPNESS = 3.0, 2.0
 """Scale of what its last layer adds, most of it read from the context, and of how picky it is."""
@@ -183,12 +187,59 @@ def drawn_block(config: DraftConfig, seed: int) -> DraftHead:
     for name in ("layer.attention.out", "layer.mlp.down"):
         weights[name] *= np.float32(BLOCK_NOISE / NOISE)
     turn, passed_on = _turn(target.vocab, target.hidden), np.eye(target.hidden, dtype=np.float32)
+    assert config.block is not None
+    if config.block.first_slot == 0:  # slot 0 has the newest token itself
+        passed_on = 0 * passed_on
     for layer, share in enumerate(HANDED_ON[: config.layer.num_layers]):
         _hand_on(config.layer, weights, layer, np.float32(share) * passed_on)
         passed_on = turn
     weights["layer.attention.out"][-1] *= np.float32(CONTEXT_NOISE / BLOCK_NOISE)
     for name in ("layer.attention.q_norm", "layer.attention.k_norm"):
         weights[name][-1] *= np.float32(CONTEXT_SHARPNESS)
+    return DraftHead(config, weights)
+
+
+def tiny_spark_config(target: ModelConfig, **fields: Any) -> dict[str, Any]:
+    """The contents of a DSpark head's config.json; `fields` are added, as they would stand there.
+
+    Its chain has as many nodes as that of `tiny_block_config`.
+    """
+    common = {
+        "architectures": ["DSparkDraftModel"],
+        "block_size": BLOCK_SIZE - 1,
+        "markov_rank": target.hidden,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    return tiny_block_config(target, **{**common, **fields})
+
+
+def tiny_spark_head(
+    target: ModelConfig, target_weights: Weights, seed: int, **fields: Any
+) -> DraftHead:
+    """A DSpark head for an untied tiny model, in float32; `fields` as in `tiny_spark_config`."""
+    config = DraftConfig.from_dict(tiny_spark_config(target, **fields), target)
+    return drawn_spark(config, target_weights, seed)
+
+
+def drawn_spark(config: DraftConfig, target_weights: Weights, seed: int) -> DraftHead:
+    """A DSpark head of these settings, whose Markov step knows which token follows which.
+
+    The block itself adds noise, a little more than nothing.
+    """
+    assert config.block is not None
+    rng, markov = np.random.default_rng(seed), config.block.markov
+    assert markov is not None
+    weights = {p.name: _random(p, rng) for p in head_parameters(config, None)}
+    weights["final_norm"] *= np.float32(SPARK_NOISE)
+    weights["markov.embed"] = _unit(target_weights["embed"])
+    weights["markov.lm_head"] = np.float32(SPARK_SCALE) * target_weights["lm_head"]
+    if markov.kind == GATED:
+        weights["markov.mix_bias"] += np.float32(2)
+    if markov.kind == RNN:
+        out = weights["markov.mix"][2 * markov.rank :]
+        out *= np.float32(0.1)
+        out[:, markov.rank : 2 * markov.rank] += np.eye(markov.rank, dtype=np.float32)
     return DraftHead(config, weights)
 
 
@@ -236,15 +287,27 @@ def write_tiny_block(
     folder: str | Path, target: ModelConfig, seed: int, **fields: Any
 ) -> DraftHead:
     """Writes a DFlash head's folder as it would come from Hugging Face; returns what it holds."""
-    head, folder = tiny_block_head(target, seed, **fields), Path(folder)
+    head = tiny_block_head(target, seed, **fields)
+    _write(Path(folder), tiny_block_config(target, **fields), head)
+    return head
+
+
+def write_tiny_spark(
+    folder: str | Path, target: ModelConfig, target_weights: Weights, seed: int, **fields: Any
+) -> DraftHead:
+    """Writes a DSpark head's folder as SpecForge does; returns what it holds."""
+    head = tiny_spark_head(target, target_weights, seed, **fields)
+    _write(Path(folder), tiny_spark_config(target, **fields), head)
+    return head
+
+
+def _write(folder: Path, config: dict[str, Any], head: DraftHead) -> None:
     folder.mkdir(parents=True)
-    config = tiny_block_config(target, **fields)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = {}
     for parameter in head_parameters(head.config, None):
         tensors.update(split(parameter, head.weights[parameter.name], ""))
     save_file(tensors, folder / SINGLE_FILE)
-    return head
 
 
 def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
@@ -254,7 +317,7 @@ def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
         drawn = EMBEDDING_SCALE * noise
     elif name.endswith("norm"):
         drawn = 1 + 0.2 * noise
-    elif name == "fc_bias":
+    elif name.endswith("_bias"):
         drawn = 0.1 * noise
     else:
         drawn = NOISE * noise / np.sqrt(parameter.shape[-1])
@@ -262,7 +325,7 @@ def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
 
 
 def _unit(embed: np.ndarray) -> np.ndarray:
-    return embed / np.linalg.norm(embed, axis=1, keepdims=True)
+    return embed / np.maximum(np.linalg.norm(embed, axis=1, keepdims=True), np.float32(1e-9))
 
 
 def _cycle(target_weights: Weights) -> np.ndarray:

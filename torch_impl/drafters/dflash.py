@@ -11,7 +11,7 @@ from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
-from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
+from torch_impl.drafters import Drafted, Fed, Prompts, Ranking, dspark
 from torch_impl.drafters.heads import embedding
 from torch_impl.layers import (
     Pools,
@@ -35,7 +35,7 @@ from torch_impl.records import BlockWeights
 
 @dataclass(frozen=True)
 class BlockDrafter:
-    """A `torch_impl.drafters.Drafter` made of a DFlash head.
+    """A `torch_impl.drafters.Drafter` made of a DFlash or DSpark head.
 
     Attributes:
       frequencies: Of its own rotation.
@@ -93,12 +93,16 @@ class BlockDrafter:
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed, kv = embedding(self.target, self.weights), memory.kv
         filled = fill(self.weights, embed, self.frequencies, newest, rows, kv, self.target.group)
-        hidden = filled[:, 1 : 1 + shape.depth]
+        first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
+        hidden = filled[:, first : first + shape.depth]
         scored = scores(self.target, self.weights, hidden.flatten(0, 1))
+        scored = scored.unflatten(0, (-1, shape.depth))
         rank = own_ranking(self.target, self.weights, rank)
-        drafts, edges, processed = rank.chain(
-            scored.unflatten(0, (-1, shape.depth)), shape.shares_rows(len(newest))
-        )
+        if block.markov is None:
+            chosen = rank.chain(scored, is_weighed)
+        else:
+            chosen = dspark.chain(self.weights, newest, filled, scored, rank, is_weighed)
+        drafts, edges, processed = chosen
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )

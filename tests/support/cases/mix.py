@@ -188,7 +188,13 @@ def block_case(
 ) -> MixCase:
     """Blocks of a DFlash head; one that cannot draft has rows that nothing is written for."""
     block = BlockConfig(
-        size=7, mask_id=0, windows=(window,), causal=(is_causal,), from_anchor=False
+        size=7,
+        mask_id=0,
+        windows=(window,),
+        causal=(is_causal,),
+        from_anchor=False,
+        first_slot=1,
+        markov=None,
     )
     table = table_of(len(lengths), 8, 0)
     (rows,) = block_rows(block, np.array(lengths), np.array(draft_from), table)

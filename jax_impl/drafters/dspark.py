@@ -1,0 +1,104 @@
+"""DSpark: drafts of a block that are chosen knowing the one before; as `shared.spec.dspark`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jax_impl.drafters import Ranking
+from jax_impl.ops import layers, scan
+from jax_impl.ops.linear import Matrix, product_float32
+from jax_impl.records import BlockWeights, MarkovWeights
+from shared.drafts.markov import GATED, VANILLA
+
+
+class Mixed(NamedTuple):
+    """As the specification's."""
+
+    before: Float[jax.Array, "B rank"]
+    factors: Float[jax.Array, "B rank"]
+    state: Float[jax.Array, "B rank"]
+
+
+def mix(
+    markov: MarkovWeights,
+    previous: Int[jax.Array, " B"],
+    hidden: Float[jax.Array, "B hidden"],
+    state: Float[jax.Array, "B rank"],
+) -> Mixed:
+    """One slot of each block."""
+    before, kind = layers.embedded(markov.embed, previous, None), markov.config.kind
+    if kind == VANILLA:
+        return Mixed(before, before, state)
+    assert markov.mix is not None  # the others have one
+    if kind == GATED:
+        gate = layers.sigmoid(_joined(markov.mix, hidden, before))
+        return Mixed(before, (gate * before).astype(before.dtype), state)
+    mixed = _joined(markov.mix, state, before, hidden)
+    kept, candidate, out = jnp.split(mixed, 3, axis=1)
+    kept = layers.sigmoid(kept)
+    advanced = kept * state + (1 - kept) * _tanh(candidate)
+    return Mixed(before, _tanh(out).astype(before.dtype), advanced.astype(before.dtype))
+
+
+def confidence(
+    markov: MarkovWeights, hidden: Float[jax.Array, "B hidden"], before: Float[jax.Array, "B rank"]
+) -> Float[jax.Array, " B"]:
+    """Of a head that has one."""
+    assert markov.confidence is not None
+    read = (hidden, before) if markov.config.confidence_sees_previous else (hidden,)
+    return -layers.softplus(-_joined(markov.confidence, *read))[:, 0]
+
+
+def _joined(weight: Matrix, *read: Float[jax.Array, "B _"]) -> Float[jax.Array, "B outputs"]:
+    return product_float32(jnp.concatenate(read, axis=1), weight)
+
+
+def _tanh(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    """By the sigmoid, as in torch, where its bits do not depend on a row's neighbours."""
+    return 2 * layers.sigmoid(2 * x) - 1
+
+
+def chain(
+    weights: BlockWeights,
+    newest: Int[jax.Array, " B"],
+    hidden: Float[jax.Array, "B size hidden"],
+    scored: Float[jax.Array, "B S share"],
+    rank: Ranking,
+    is_weighed: bool,
+) -> tuple[
+    Int[jax.Array, "B S"], Float[jax.Array, "B S"] | None, Float[jax.Array, "B S vocab"] | None
+]:
+    """Chooses S drafts of each block, one after the other; as `Ranking.chain` gives them.
+
+    Args:
+      scored: Of the head's tokens that this rank scores.
+    """
+    block, markov = weights.config.block, weights.markov
+    assert block is not None  # a DSpark head has both
+    assert markov is not None
+    factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
+    (B, S, _), first = scored.shape, block.first_slot
+    state = jnp.zeros((B, markov.config.rank), hidden.dtype)
+    for slot in range(first):  # without a draft: the token before it is itself
+        state = mix(markov, newest, hidden[:, slot], state).state
+
+    def body(carry: tuple, at: tuple) -> tuple[tuple, tuple]:
+        previous, state, drafts = carry
+        level, of_slot, of_scores = at
+        mixed = mix(markov, previous, of_slot, state)
+        logits = of_scores + product_float32(mixed.factors, markov.lm_head, factor)
+        ranked = rank(logits[:, None], drafts[:, None], level)
+        previous, edge = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0]
+        if is_weighed and markov.confidence is not None:
+            edge = confidence(markov, of_slot, mixed.before)
+        drafts = drafts.at[:, level].set(previous)
+        return (previous, mixed.state, drafts), (edge if is_weighed else None, ranked.processed)
+
+    levels = jnp.arange(S, dtype=jnp.int32)
+    by_level = (jnp.moveaxis(x, 1, 0) for x in (hidden[:, first : first + S], scored))
+    begun = (newest, state, jnp.zeros((B, S), jnp.int32))
+    (_, _, drafts), (edges, laws) = scan(body, begun, (levels, *by_level))
+    weighed = edges.T if is_weighed else None
+    return drafts, weighed, jnp.moveaxis(laws, 0, 1) if rank.is_sampled else None

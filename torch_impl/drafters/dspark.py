@@ -1,0 +1,96 @@
+"""As `shared.spec.dspark`, in torch: drafts of a block that are chosen knowing the one before."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shared.drafts.markov import GATED, VANILLA
+from torch_impl.drafters import Ranking
+from torch_impl.ops import layers
+from torch_impl.ops.linear import Matrix, product_float32
+from torch_impl.records import BlockWeights, MarkovWeights
+
+
+class Mixed(NamedTuple):
+    """As the specification's."""
+
+    before: Float[Tensor, "B rank"]
+    factors: Float[Tensor, "B rank"]
+    state: Float[Tensor, "B rank"]
+
+
+def mix(
+    markov: MarkovWeights,
+    previous: Int[Tensor, " B"],
+    hidden: Float[Tensor, "B hidden"],
+    state: Float[Tensor, "B rank"],
+) -> Mixed:
+    before, kind = layers.embedded(markov.embed, previous, None), markov.config.kind
+    if kind == VANILLA:
+        return Mixed(before, before, state)
+    assert markov.mix is not None  # the others have one
+    if kind == GATED:
+        gate = layers.sigmoid(_joined(markov.mix, hidden, before))
+        return Mixed(before, (gate * before).to(before.dtype), state)
+    kept, candidate, out = _joined(markov.mix, state, before, hidden).chunk(3, dim=1)
+    kept = layers.sigmoid(kept)
+    advanced = kept * state + (1 - kept) * _tanh(candidate)
+    return Mixed(before, _tanh(out).to(before.dtype), advanced.to(before.dtype))
+
+
+def confidence(
+    markov: MarkovWeights, hidden: Float[Tensor, "B hidden"], before: Float[Tensor, "B rank"]
+) -> Float[Tensor, " B"]:
+    """Of a head that has one."""
+    assert markov.confidence is not None
+    read = (hidden, before) if markov.config.confidence_sees_previous else (hidden,)
+    return -layers.softplus(-_joined(markov.confidence, *read))[:, 0]
+
+
+def _joined(weight: Matrix, *read: Float[Tensor, "B _"]) -> Float[Tensor, "B outputs"]:
+    return product_float32(torch.cat(read, dim=1), weight)
+
+
+def _tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """By the sigmoid, whose bits do not depend on a row's neighbours."""
+    return 2 * layers.sigmoid(2 * x) - 1
+
+
+def chain(
+    weights: BlockWeights,
+    newest: Int[Tensor, " B"],
+    hidden: Float[Tensor, "B size hidden"],
+    scored: Float[Tensor, "B S share"],
+    rank: Ranking,
+    is_weighed: bool,
+) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
+    """Chooses S drafts of each block, one after the other; as `Ranking.chain` gives them.
+
+    Args:
+      scored: Of the head's tokens that this rank scores.
+    """
+    block, markov = weights.config.block, weights.markov
+    assert block is not None  # a DSpark head has both
+    assert markov is not None
+    factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
+    (B, S, _), first = scored.shape, block.first_slot
+    state = hidden.new_zeros(B, markov.config.rank)
+    previous, drafts = newest, newest.new_zeros(B, 0)
+    edges, laws = [], []
+    for slot in range(first):  # without a draft: the token before it is itself
+        state = mix(markov, newest, hidden[:, slot], state).state
+    for level in range(S):
+        of_slot = hidden[:, first + level]
+        mixed = mix(markov, previous, of_slot, state)
+        bias = product_float32(mixed.factors, markov.lm_head, factor)
+        ranked = rank((scored[:, level] + bias)[:, None], drafts[:, None], level)
+        previous, edge, state = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0], mixed.state
+        if is_weighed and markov.confidence is not None:
+            edge = confidence(markov, of_slot, mixed.before)
+        drafts = torch.cat([drafts, previous[:, None]], dim=1)
+        edges.append(edge)
+        laws.append(ranked.processed)
+    weighed = torch.stack(edges, dim=1) if is_weighed else None
+    return drafts, weighed, torch.stack(laws, dim=1) if rank.is_sampled else None
