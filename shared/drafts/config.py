@@ -168,7 +168,7 @@ class DraftConfig:
         if self.stored_vocab != target.vocab and self.block and self.block.markov:
             raise ValueError(
                 f"the draft model's vocab_size ({self.stored_vocab}) is not the target's "
-                f"({target.vocab}), and its Markov step counts the tokens of the target; use a head "
+                f"({target.vocab}), and its Markov step counts the target's tokens; use a head "
                 "that is padded as its target is"
             )
         if self.norm_aux and self.norm_input and said.is_speculators:

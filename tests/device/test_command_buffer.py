@@ -84,8 +84,10 @@ CASES = {
     "STANDALONE, a chain": ("STANDALONE", CHAIN, False, "block"),
     "DFLASH, a chain": ("DFLASH", CHAIN, False, "match"),
     "DFLASH, a sampled chain": ("DFLASH", CHAIN, False, "rejection"),
+    "DSPARK, a sampled chain": ("DSPARK", CHAIN, False, "rejection"),
     "NEXTN, trees in fewer rows": ("NEXTN", replace(TREE, rows=9), False, "match"),
     "DFLASH, a short chain in fewer rows": ("DFLASH", SHORT, False, "match"),
+    "DSPARK, a short chain in fewer rows": ("DSPARK", SHORT, False, "match"),
 }
 
 

@@ -188,6 +188,7 @@ def test_devices_of_one_process_give_the_bits_of_one(count):
         ("llama", "EAGLE3"),
         ("llama", "EAGLE"),
         ("qwen3", "DFLASH"),
+        ("qwen3", "DSPARK"),
         ("olmo3", "EAGLE3"),
         ("phi3", "EAGLE3"),
         ("glm4_moe", "EAGLE3"),

@@ -40,6 +40,7 @@ CASES = [
     ("STANDALONE", FEW_TREE),
     ("STANDALONE", FEW_LONG),
     ("DFLASH", FEW_SHORT),
+    ("DSPARK", FEW_SHORT),
 ]
 HOWS: list[dict] = [
     {"temperature": 0.7, "seed32": 3},

@@ -103,6 +103,11 @@ def test_what_is_not_supported_is_refused_by_its_name(field):
     assert named in str(refused.value)
 
 
+def test_a_head_that_is_padded_otherwise_than_its_target_is_refused():
+    with pytest.raises(ValueError, match="Markov step counts the target's tokens"):
+        DraftConfig.from_dict({**CONFIG, "vocab_size": TARGET.vocab + 8}, TARGET, None, 99)
+
+
 @pytest.mark.parametrize(
     ("fields", "has", "sees"),
     [

@@ -9,7 +9,7 @@ import pytest
 from shared.process import launch
 from tests.support import reference_serve
 from tests.support.texts import texts
-from tests.support.tiny_heads import tiny_block_config, tiny_head_config
+from tests.support.tiny_heads import tiny_block_config, tiny_head_config, tiny_spark_config
 from tests.support.tiny_models import tiny_config, tiny_model
 
 DUMMY = ["--load-format", "dummy"]
@@ -27,6 +27,7 @@ def folders(tmp_path_factory) -> Path:
         "EAGLE": tiny_head_config(target, "EAGLE"),
         "EAGLE3": tiny_head_config(target, "EAGLE3"),
         "DFLASH": tiny_block_config(target),
+        "DSPARK": tiny_spark_config(target, markov_head_type="rnn"),
     }
     for name, config in given.items():
         (folder / name).mkdir()
@@ -53,7 +54,7 @@ def test_the_text_of_dummy_weights_varies(plain):
     assert len({token for text in plain for token in text}) > 10
 
 
-DRAFTERS = ("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "STANDALONE", "NGRAM")
+DRAFTERS = ("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "STANDALONE", "NGRAM")
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def test_backends_agree_token_for_token_and_accept_alike(
     assert accepted == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("drafter", ["EAGLE3", "DFLASH", "STANDALONE"])
+@pytest.mark.parametrize(
+    "drafter", ["EAGLE3", "DFLASH", pytest.param("DSPARK", marks=pytest.mark.matrix), "STANDALONE"]
+)
 def test_every_drafter_tells_what_it_sampled_from(drafter: str, rejecting: Rejecting) -> None:
     want = rejecting.serve("reference", "rejection", requests(), 0, drafter)
     got = rejecting.serve("torch", "rejection", requests(), 2, drafter)

@@ -7,13 +7,14 @@ from functools import lru_cache
 
 from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
+from shared.drafts.formats import BLOCKS
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter
-from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
+from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head, tiny_spark_head
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_small import small_model
 
@@ -36,7 +37,7 @@ CASES = [
 @lru_cache
 def model_of(family: str, drafter: str):
     config, weights = tiny_model(family, {"qwen3_5": 3, "llama": 5}[family])
-    return config, cyclic(config, weights) if drafter == "DFLASH" else weights
+    return config, cyclic(config, weights) if drafter in BLOCKS else weights
 
 
 def drafter_of(family: str, drafter: str) -> Drafter:
@@ -50,6 +51,8 @@ def drafter_of(family: str, drafter: str) -> Drafter:
             return small_model(*target, family, 4)
         case "DFLASH":
             return tiny_block_head(target[0], 4)
+        case "DSPARK":
+            return tiny_spark_head(*target, 4)
     return "none"
 
 

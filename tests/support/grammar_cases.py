@@ -10,6 +10,7 @@ import numpy as np
 
 from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
+from shared.drafts.formats import BLOCKS
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.constrained import GrammarController
 from shared.engine.controller import StaticController
@@ -130,7 +131,7 @@ class Backends:
         return self._made[key]
 
     def plain(self, framework: str, family: str, drafter: str) -> dict[int, Outcome]:
-        key = (family, drafter == "DFLASH")
+        key = (family, drafter in BLOCKS)
         if key not in self._plain:
             model = model_of(family, drafter)
             shape = TreeShape.plain(BATCH)

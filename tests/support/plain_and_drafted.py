@@ -44,12 +44,14 @@ DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
     "NAIVE_EAGLE": ("llama", "EAGLE3", NAIVE),
     "STANDALONE": (HYBRID, "STANDALONE", CHAIN),
     "DFLASH": ("llama", "DFLASH", CHAIN),
+    "DSPARK": ("llama", "DSPARK", CHAIN),
     "NGRAM": (HYBRID, "NGRAM", LONG),
     "NEXTN+NGRAM": (HYBRID, "NEXTN+NGRAM", TREE),
     "EAGLE+NGRAM": ("llama", "EAGLE+NGRAM", TREE),
     "EAGLE3+NGRAM": ("llama", "EAGLE3+NGRAM", CHAIN),
     "STANDALONE+NGRAM": (HYBRID, "STANDALONE+NGRAM", CHAIN),
     "DFLASH+NGRAM": ("llama", "DFLASH+NGRAM", CHAIN),
+    "DSPARK+NGRAM": ("llama", "DSPARK+NGRAM", CHAIN),
 }
 """The model's family, what drafts for it, and the shape, by `--speculative-algorithm`."""
 

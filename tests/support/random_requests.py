@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from shared.drafts.formats import BLOCKS as BLOCK_KINDS
 from shared.engine.request import SamplingParams
 from shared.options.ngram import MATCH_TYPES, SCOPES
 from shared.spec.draft_tree import TreeShape
@@ -38,7 +39,9 @@ HYBRID = "qwen3_5"
 FAMILIES = (HYBRID, "llama")
 DRAFTERS = (
     *("NEXTN", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH", "EAGLE", "none"),
+    "DSPARK",
     *("NEXTN+NGRAM", "EAGLE3+NGRAM", "STANDALONE+NGRAM", "DFLASH+NGRAM"),
+    "DSPARK+NGRAM",
 )
 WITH_COPIES = "+NGRAM"
 COPIES = 4
@@ -157,7 +160,7 @@ def shapes_of(drafter: str, rule: str) -> tuple[TreeShape, ...]:
     if drafter.endswith(WITH_COPIES):
         own = shapes_of(drafter.removesuffix(WITH_COPIES), "match")
         return tuple(shape for shape in own if not shape.is_plain)
-    if drafter == "DFLASH":
+    if drafter in BLOCK_KINDS:
         return BLOCKS if rule == "match" else BLOCK_CHAINS
     return SHAPES if rule == "match" else CHAINS
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work
+from shared.drafts.formats import BLOCKS
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
@@ -43,7 +44,7 @@ from tests.support.random_requests import (
     Server,
 )
 from tests.support.ranks import MAKERS as RANK_MAKERS
-from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
+from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head, tiny_spark_head
 from tests.support.tiny_models import WITH_MTP, tiny_model
 from tests.support.tiny_small import small_model
 from tests.support.traces import check_trace, refused_child
@@ -88,9 +89,9 @@ def _request(number: int, asked: Asked, choice: int) -> Request:
 
 @lru_cache
 def target_of(family: str, drafter: str) -> tuple[ModelConfig, Weights]:
-    """The model; a DFLASH head can follow one whose embeddings are in a circle."""
+    """The model; a head with blocks can follow one whose embeddings are in a circle."""
     config, weights = tiny_model(family, MODEL_SEEDS[family])
-    return config, cyclic(config, weights) if drafter == "DFLASH" else weights
+    return config, cyclic(config, weights) if drafter in BLOCKS else weights
 
 
 @lru_cache
@@ -118,6 +119,7 @@ def _drafter(family: str, drafter: str, heads: dict[str, int], small: dict[str, 
         "EAGLE3": lambda: tiny_head(*target, "EAGLE3", 5, **heads),
         "STANDALONE": lambda: small_model(*target, family, 4, **small),
         "DFLASH": lambda: tiny_block_head(target[0], 4),
+        "DSPARK": lambda: tiny_spark_head(*target, 4),
         "NEXTN": lambda: "NEXTN",
     }
     return made[drafter]() if drafter in made else "none"
