@@ -201,6 +201,8 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "speculative_adaptive_config": "shapes.json",
         "speculative_adaptive_trace": "steps.jsonl",
         **{"tp_size": 2, "launcher": "ray"},
+        **{"max_picture_tokens": 512, "picture_pool_tokens": 4096},
+        "speculative_token_map": "map.json",
     }
     options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
     parts = PARTS.keys() - {"ngram"}
