@@ -12,7 +12,7 @@ values. Padding is left out, and what norms and recurrent states multiply: it is
 from math import prod
 
 from shared.boundary.backend import Blueprint
-from shared.drafts.checkpoint import draft_parameters
+from shared.drafts.checkpoint import MARKOV, draft_parameters
 from shared.drafts.drafts import MODEL, MTP
 from shared.models.active import EMBEDDING, EXPERTS, active_numbers
 from shared.models.config import ModelConfig
@@ -72,9 +72,10 @@ def _attended(config: ModelConfig) -> int:
 
 
 def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
-    """Of the device's drafter: each level is a pass, but a DFLASH head's, which has one for all.
+    """Of the device's drafter: each level is a pass, but of a block, which has one for all.
 
-    Of the S passes of an EAGLE kind one extends it, which also proposes the first level.
+    What a DSPARK head has for its choices is read for each of them. Of the S passes of an EAGLE
+    kind one extends it, which also proposes the first level.
     """
     drafts, item = blueprint.drafts, blueprint.item_bytes
     if drafts.sizes is None or shape.is_plain:
@@ -85,7 +86,9 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
     once = _weight_bytes(own, item, is_tied, share, _in_fp8(blueprint) if drafts.with_mtp else {})
     once += _target_head(own, is_tied, blueprint) * item
     kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
-    return passes * (once + kv)
+    choices = [p for p in own if p.name.startswith(MARKOV)]
+    again = (shape.depth - 1) * _weight_bytes(choices, item, False, 1.0, {})
+    return passes * (once + kv) + again
 
 
 def _draft_weights(blueprint: Blueprint) -> tuple[list[Parameter], bool]:
@@ -95,7 +98,8 @@ def _draft_weights(blueprint: Blueprint) -> tuple[list[Parameter], bool]:
         every = parameters(blueprint.config, True)
         return [p for p in every if p.name.startswith("mtp.")], False
     is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
-    return draft_parameters(drafts, None), is_tied
+    every = draft_parameters(drafts, None)
+    return [p for p in every if p.name != f"{MARKOV}{EMBEDDING}"], is_tied  # some rows are read
 
 
 def _target_head(own: list[Parameter], is_tied: bool, blueprint: Blueprint) -> int:

@@ -82,6 +82,8 @@ STEPS = (
     Step("qwen3-8b", "EAGLE3:S=3,L=2.5", 8, 2**20),
     # The rule takes the scores of 15 drafts in one array, which is 9 MiB.
     Step("qwen3-8b", "DFLASH:rule=rejection", 1, 10 * 2**20),
+    # Its bias of a step is as large as the scores: 7 drafts of 8 requests.
+    Step("qwen3-8b", "DSPARK", 8, 2**20),
     Step("qwen3.5-9b", "NEXTN:S=5,k=4,N=16", 8, 2**20),
     Step("qwen3.5-35b-a3b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20),
     # The embeddings of 2,048 rows are 16 MiB.

@@ -74,6 +74,9 @@ RELATIVES = {
 
 EMBEDDING, CONFIDENCE = "embed_tokens.weight", "confidence_head.proj.weight"
 
+MARKOV = "markov."
+"""How our names of what a DSpark head chooses by begin."""
+
 COPIES = (EMBEDDING, "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that a head's files may repeat."""
 
@@ -250,12 +253,12 @@ def _markov_parameters(config: DraftConfig, markov: MarkovConfig) -> list[Parame
     before = (config.layer.vocab, markov.rank)
     scored = (config.draft_vocab, markov.rank)
     tensors = [
-        single("markov.embed", f"{folder}.markov_w1.weight", before),
-        head_of("markov.lm_head", f"{folder}.markov_w2.weight", scored),
+        single(f"{MARKOV}embed", f"{folder}.markov_w1.weight", before),
+        head_of(f"{MARKOV}lm_head", f"{folder}.markov_w2.weight", scored),
     ]
     if mixed := markov.mixed(hidden):
         tensor = f"{folder}.{'gate' if markov.kind == GATED else 'joint'}_proj"
-        tensors += _linear("markov.mix", tensor, mixed)
+        tensors += _linear(f"{MARKOV}mix", tensor, mixed)
     if markov.has_confidence:
         read = (1, markov.confidence_inputs(hidden))
         tensors += _linear("confidence", CONFIDENCE.removesuffix(".weight"), read)

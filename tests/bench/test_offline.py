@@ -26,7 +26,7 @@ from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes
 from tests.support.started import Served
-from tests.support.tiny_heads import tiny_block_config, tiny_head_config
+from tests.support.tiny_heads import tiny_block_config, tiny_head_config, tiny_spark_config
 from tests.support.tiny_models import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tiny": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False),
         "tiny-eagle3": tiny_head_config(target, "EAGLE3"),
         "dflash": tiny_block_config(target),
+        "dspark": tiny_spark_config(target),
     }
     for name, config in given.items():
         (folder / name).mkdir()
@@ -185,6 +186,7 @@ def test_heads_are_found_by_the_name_of_their_model(model):
     folders = folders_of(model, {"STANDALONE": named})
     assert folders["EAGLE3"] == model.parent / "tiny-eagle3"
     assert folders["DFLASH"] == model.parent / "dflash"
+    assert folders["DSPARK"] == model.parent / "dspark"
     assert folders["STANDALONE"] == named
 
 
@@ -270,6 +272,18 @@ def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
     plain, chain = TreeShape.plain(1), TreeShape.chain(15, 1)
     more = step_bytes(of_head, chain, 1, 0) - step_bytes(of_head, plain, 1, 0)
     assert more == pytest.approx(2 * (1.05e9 + config.vocab * config.hidden), rel=0.01)
+
+
+def test_what_chooses_the_drafts_of_a_block_is_read_for_each_of_them():
+    config = config_from_folder(SHAPES / "qwen3-8b")
+    heads = (
+        DraftConfig.from_folder(SHAPES / f"qwen3-8b-{x}", config) for x in ("dflash", "dspark")
+    )
+    block, marked = (
+        step_bytes(blueprint_of(Drafts.of_head(head), config), TreeShape.chain(7, 1), 1, 0)
+        for head in heads
+    )
+    assert marked - block == pytest.approx(2 * 7 * config.vocab * 256, rel=0.001)
 
 
 def test_states_are_moved_once_more_where_drafts_are_replayed():

@@ -37,7 +37,7 @@ from torch_impl import weights as torch_weights
 
 SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
 CPU = torch.device("cpu")
-HEADS = {"qwen3-8b-eagle3": "qwen3-8b", "qwen3-8b-dflash": "qwen3-8b"}
+HEADS = dict.fromkeys((f"qwen3-8b-{each}" for each in ("eagle3", "dflash", "dspark")), "qwen3-8b")
 HEADS["llama-3.1-8b-eagle3"] = "llama-3.1-8b"
 TARGETS = sorted({path.name for path in SHAPES.iterdir()} - HEADS.keys())
 
