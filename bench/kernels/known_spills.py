@@ -51,6 +51,7 @@ WIDE = (
 )
 GATED_CODES = "it holds sums of gate and up beside those of a block, by tiles of proven bits"
 FEW = "ptxas stores one number rather than take more than 56 registers"
+MANY_WARPS = "its 16 warps can have no more than 128 registers"
 PADDED = "what is summed over spans, of 256 columns"
 DEEP = "it keeps the best of 3,856 candidates; no model is known that asks for it"
 SOME = "ptxas stores some numbers rather than take more registers"
@@ -73,12 +74,9 @@ EXCUSES = (
     Excuse("described_product", (CODES, CODES_FED), 144, GATED_CODES),
     Excuse("next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
-        "find_border",
-        (TREES, LOTS, EXPERTS, EXPERTS_OF_RANKS, CHAINS_OF_RANKS),
-        52,
-        "its 16 warps can have no more than 128 registers",
+        "find_border", (TREES, LOTS, EXPERTS, EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS
     ),
-    Excuse("find_border", (MARKED,), 248, "the same; of the scores of 8 requests in turn"),
+    Excuse("find_border", (MARKED,), 248, MANY_WARPS),
     Excuse("mix", MIXES, 240, TIMED),
     Excuse(
         "mix", ("heads of 80, 8 x 4 rows after 512", "heads of 96, 8 x 4 rows after 512"), 8, SOME

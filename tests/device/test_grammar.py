@@ -19,19 +19,20 @@ from tests.support.grammar_cases import Backends, check_texts, engine_of, reques
 from tests.support.mutations import prover
 
 PREEMPTED_EVERY = 5
-"""Steps after which the youngest request loses its slot, in one of the runs."""
+"""Steps after which the youngest request loses its slot as soon as it can, in one of the runs."""
 
 
 class Preempting(Engine):
     """An engine whose requests lose their slots again and again, as where pages are short."""
 
-    num_steps = 0
+    since = 0
 
     def step(self) -> list[Event]:
-        self.num_steps += 1
+        self.since += 1
         running = self.scheduler.running
-        if self.num_steps % PREEMPTED_EVERY == 0 and len(running) > 1 and running[-1].is_settled:
+        if self.since >= PREEMPTED_EVERY and len(running) > 1 and running[-1].is_settled:
             self.scheduler.preempt(running[-1])
+            self.since = 0
         return super().step()
 
 

@@ -31,6 +31,7 @@ CASES = [
     ("llama", "DFLASH", CHAIN),
     ("qwen3_5", "EAGLE", TREE),
     ("qwen3_5", "NGRAM", CHAIN),
+    ("llama", "DSPARK", CHAIN),
 ]
 
 
