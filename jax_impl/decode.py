@@ -18,6 +18,7 @@ from jax_impl.ops import (
     copies,
     draft_tree,
     masks,
+    projection,
     sampling,
     slots,
     verify_rows,
@@ -26,7 +27,8 @@ from jax_impl.ops.acceptance import Followed
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.copies import Copies, Grown, Joined
 from jax_impl.ops.delta_mix import Nodes
-from shared.boundary.program import Program
+from jax_impl.ops.projection import Projection
+from shared.boundary.program import Extra, Program
 
 
 class Trees(NamedTuple):
@@ -58,13 +60,13 @@ class Verified(NamedTuple):
     Attributes:
       passed: The target's pass over all nodes.
       accepted: The way down each row's tree.
-      logits: This rank's part of those of all nodes.
+      logits: This rank's part of those of all nodes, where the program reads them.
       mixer: Ran the gated-delta layers, and knows what is left of them.
     """
 
     passed: model.Forward
     accepted: Followed
-    logits: Float[jax.Array, "R share"]
+    logits: Float[jax.Array, "R share"] | None
     mixer: VerifyMixer | None
 
 
@@ -171,9 +173,12 @@ def verify(
     mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
     passed = model.forward(machine.model, tokens, None, rows, state.kv, mixer, streams)
-    logits = model.logits(machine.model, passed.hidden)
+    # A choice alone is joined with the product, and needs none of its scores.
+    reads = program.has(Extra.LOGPROBS) or trees.drafted is not None
+    projected = model.projected(machine.model, passed.hidden)
+    logits = projection.scores(projected) if reads else None
     choices, is_finite = _choose(
-        machine, state, plan, program, trees, logits, rows, node, row_of, lengths
+        machine, state, plan, program, trees, projected, logits, rows, node, row_of, lengths
     )
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
     accepted = acceptance.follow(
@@ -215,7 +220,8 @@ def _choose(
     plan: Plan,
     program: Program,
     trees: Trees,
-    logits: Float[jax.Array, "R share"],
+    projected: Projection,
+    logits: Float[jax.Array, "R share"] | None,
     rows: Rows,
     node: Int[jax.Array, " R"],
     row_of: Int[jax.Array, "B N"],
@@ -227,9 +233,13 @@ def _choose(
     positions, params = rows.positions + 1, plan.sampling
     if trees.drafted is None:
         allowed = _allowed(plan.mask, rows.request, node, machine.capacity.vocab)
-        given = (logits, seen, positions, params, rows.request, allowed)
-        chosen = sampling.choose(*given, machine.model.vocabulary)
+        given = (seen, positions, params, rows.request, allowed, machine.model.vocabulary)
+        if logits is None:
+            chosen = projection.choose(projected, *given)
+        else:
+            chosen = sampling.choose(logits, *given)
         return chosen.ids[row_of], chosen.is_finite
+    assert logits is not None  # a rule that judges reads them
     return acceptance.judge(
         logits=logits,
         seen=seen,

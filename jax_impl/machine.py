@@ -61,7 +61,7 @@ def logprobs_of(
     machine: Machine,
     plan: Plan,
     program: Program,
-    logits: Float[jax.Array, "R share"],
+    logits: Float[jax.Array, "R share"] | None,
     row_of: Int[jax.Array, "B W"],
     tokens: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
@@ -69,10 +69,11 @@ def logprobs_of(
     """The logprobs among a result's fields; none where the program has none.
 
     Args:
-      logits: This rank's part of them.
+      logits: This rank's part of them, where the program reads them.
     """
     if not program.has(Extra.LOGPROBS):
         return {}
+    assert logits is not None  # a program that has logprobs reads them
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))

@@ -8,11 +8,12 @@ import jax
 from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
-from jax_impl.ops import Norm, Place, layers, linear
+from jax_impl.ops import Norm, Place, layers, linear, projection
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.experts import counted
 from jax_impl.ops.layers import Shown
 from jax_impl.ops.linear import Stream
+from jax_impl.ops.projection import Projection
 from jax_impl.ops.vocabulary import Vocabulary
 from jax_impl.records import Layer, Weights
 from shared.boundary.ranks import Ranks
@@ -141,9 +142,14 @@ def forward(
     return Forward(hidden, tuple(streams), carries["attention"].pools)
 
 
-def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R share"]:
-    """Scores of the next token, float32, of the tokens that this rank scores.
+def projected(model: Model, hidden: Hidden) -> Projection:
+    """What scores the next token: of the tokens that this rank scores.
 
     They are filled up to as many as each of the others has; see `ops.vocabulary`.
     """
-    return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)
+    return Projection(hidden, model.weights.lm_head, model.config.logits_factor)
+
+
+def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R share"]:
+    """Those scores, float32."""
+    return projection.scores(projected(model, hidden))

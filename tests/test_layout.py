@@ -27,7 +27,7 @@ PARTS = {
     *("columns", "delta_chunk", "delta_commit", "delta_feed", "delta_nodes", "delta_rows"),
     *("flat_nodes", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
     *("rejection", "support", "window", "winners", "expert_tiles", "fp8", "groups", "router"),
-    *("codes", "fp8_activations", "linear_result", "mailboxes", "ranks"),
+    *("codes", "fp8_activations", "leaves", "linear_result", "mailboxes", "ranks"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {"linear_described", "linear_ring", "linear_sums"}
@@ -313,6 +313,7 @@ ONE_SIDED_NAMES = {
     "weights.py::Loadable.load": "the same",
     "ops/linear.py::Matrix": "JAX reads a stack of weights where it lies, torch has views of it",
     "ops/linear.py::Matrix.alone": "as above",
+    "ops/linear.py::kernel_products": "the same",
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "in_stack")},
     "ops/ranks.py::number": "the program of JAX is that of all ranks",
     "ops/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.boundary.program import Program
+from shared.boundary.program import Extra, Program
 from torch_impl import model
 from torch_impl.device_state import Fields, HostDraft, Mask, Plan
 from torch_impl.drafters import Drafted, Fed
@@ -20,6 +20,7 @@ from torch_impl.ops import (
     copies,
     draft_tree,
     masks,
+    projection,
     sampling,
     slots,
     verify_rows,
@@ -28,6 +29,7 @@ from torch_impl.ops.acceptance import Followed
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.copies import Copies, Grown, Joined
 from torch_impl.ops.delta_mix import Nodes
+from torch_impl.ops.projection import Projection
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,11 @@ class Trees:
 @dataclass(frozen=True)
 class Verified:
     """What a verify found: the target's pass over all nodes, the ways down the trees, this rank's
-    part of the logits of all nodes, and what a commit needs."""
+    part of the logits of all nodes where a program reads them, and what a commit needs."""
 
     passed: Forward
     accepted: Followed
-    logits: Float[Tensor, "R share"]
+    logits: Float[Tensor, "R share"] | None
     mixer: VerifyMixer | None
 
 
@@ -176,8 +178,13 @@ def verify(
     tokens = trees.tokens[rows.request, node]
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, None, rows, machine.state.kv, mixer, streams)
-    logits = model.logits(machine.model, passed.hidden)
-    choices, is_finite = _choose(machine, plan, program, trees, logits, rows, node, row_of, lengths)
+    # A choice alone is joined with the product, and needs none of its scores.
+    reads = program.has(Extra.LOGPROBS) or trees.drafted is not None
+    projected = model.projected(machine.model, passed.hidden)
+    logits = projection.scores(projected) if reads else None
+    choices, is_finite = _choose(
+        machine, plan, program, trees, projected, logits, rows, node, row_of, lengths
+    )
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
     accepted = acceptance.follow(
         trees.tokens,
@@ -215,7 +222,8 @@ def _choose(
     plan: Plan,
     program: Program,
     trees: Trees,
-    logits: Float[Tensor, "R share"],
+    projected: Projection,
+    logits: Float[Tensor, "R share"] | None,
     rows: Rows,
     node: Int[Tensor, " R"],
     row_of: Int[Tensor, "B N"],
@@ -230,9 +238,13 @@ def _choose(
     seen = sampling.seen_in_trees(machine.state.seen, plan.slots, *of_trees)
     if trees.drafted is None:
         allowed = _allowed(plan.mask, request, node, machine.capacity.vocab)
-        given = (logits, seen, positions, params, request, allowed, machine.model.vocabulary)
-        chosen = sampling.choose(*given)
+        given = (seen, positions, params, request, allowed, machine.model.vocabulary)
+        if logits is None:
+            chosen = projection.choose(projected, *given)
+        else:
+            chosen = sampling.choose(logits, *given)
         return chosen.ids[row_of], chosen.is_finite
+    assert logits is not None  # a rule that judges reads them
     return acceptance.judge(
         logits=logits,
         seen=seen,

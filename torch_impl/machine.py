@@ -66,7 +66,7 @@ def logprobs_of(
     machine: Machine,
     plan: Plan,
     program: Program,
-    logits: Float[Tensor, "R share"],
+    logits: Float[Tensor, "R share"] | None,
     row_of: Int[Tensor, "B W"],
     tokens: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
@@ -74,6 +74,7 @@ def logprobs_of(
     """What a result tells of the tokens, from the logits that this rank has a part of."""
     if not program.has(Extra.LOGPROBS):
         return {}
+    assert logits is not None  # a program that has logprobs reads them
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
     given = (logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     reported = logprobs.reported(*given)

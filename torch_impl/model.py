@@ -21,10 +21,11 @@ from torch_impl.layers import (
     finished,
     rotary_frequencies,
 )
-from torch_impl.ops import layers, linear
+from torch_impl.ops import layers, linear, projection
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.experts import counted
 from torch_impl.ops.layers import Shown
+from torch_impl.ops.projection import Projection
 from torch_impl.ops.vocabulary import Vocabulary
 from torch_impl.records import Layer, Weights
 
@@ -127,9 +128,14 @@ def forward(
     return Forward(hidden, tuple(streams))
 
 
-def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:
-    """Scores of the next token, float32, of the tokens that this rank scores.
+def projected(model: Model, hidden: Hidden) -> Projection:
+    """What scores the next token: of the tokens that this rank scores.
 
     They are filled up to as many as each of the others has; see `ops.vocabulary`.
     """
-    return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)
+    return Projection(hidden, model.weights.lm_head, model.config.logits_factor)
+
+
+def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:
+    """Those scores, float32."""
+    return projection.scores(projected(model, hidden))

@@ -45,9 +45,9 @@ def lowered_layer(count: int, rows: int) -> Lowered:
     def layer(weights: Any, attended: Any, stream: Any, norm: Any, place: Any) -> Any:
         gather = ranks.Gather(place, boxes)
         every, _ = ranks.gathered(attended, None, gather)
-        stream, read, sums = multiply(every, weights[0], gather, added=stream, norm=norm)
+        stream, read, sums, _ = multiply(every, weights[0], gather, added=stream, norm=norm)
         inner, *_ = multiply(read, weights[1], gather, is_gated=True, squares=sums)
-        stream, read, sums = multiply(inner, weights[2], gather, added=stream, norm=norm)
+        stream, read, sums, _ = multiply(inner, weights[2], gather, added=stream, norm=norm)
         return stream, read, sums, ranks.missed(gather, read)
 
     columns, outputs = PartitionSpec(None, "ranks"), PartitionSpec(None, "ranks", None)

@@ -161,7 +161,7 @@ class Layers:
         gather = None
         if way == "joined" and name in GATHERED:
             gather = self._ranks.Gather(self._mailbox.mail, call, self._mailbox.boxes)
-        out, scaled, sums = self._linear.product(
+        out, scaled, sums, _ = self._linear.product(
             x,
             weight,
             None,

@@ -87,7 +87,7 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
                     def multiply(number: int, layer: int, given: Any, sums: Any) -> Any:
                         product, weight = list(PRODUCTS.values())[number], weights[number]
                         is_joined = way == "joined" and number > 0
-                        out, read, after = linear(
+                        out, read, after, _ = linear(
                             given,
                             weight,
                             jnp.int32(layer),

@@ -8,9 +8,10 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.model import Forward
-from jax_impl.ops import attention, sampling, scan
+from jax_impl.ops import attention, projection, sampling, scan
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.layers import Shown
+from jax_impl.ops.projection import Projection
 from jax_impl.ops.sampling import Ranked, Sampling, Seen
 from jax_impl.ops.vocabulary import ALL, Vocabulary
 from shared.boundary.program import Program
@@ -138,7 +139,7 @@ class Ranking(NamedTuple):
         return self(logits[:, None], no_path, 0)
 
     def chain(
-        self, logits: Float[jax.Array, "B S share"], is_weighed: bool
+        self, scored: Projection, S: int, is_weighed: bool
     ) -> tuple[
         Int[jax.Array, "B S"],
         Float[jax.Array, "B S"] | None,
@@ -149,13 +150,15 @@ class Ranking(NamedTuple):
         They are made at once, so a place's penalties do not count the drafts before it.
 
         Args:
+          scored: What scores them, in the order of the requests.
           is_weighed: The log weights of their edges are asked for; of drafts that are not sampled.
 
         Returns:
           The drafts, those weights, and the processed logits that they are sampled from, if so.
         """
-        B, S, share = logits.shape
+        B = len(self.lengths)
         if self.is_sampled:
+            logits = projection.scores(scored).reshape(B, S, -1)
             no_path = jnp.zeros((B, 1, 0), jnp.int32)
 
             def body(_: None, at: tuple) -> tuple[None, tuple]:
@@ -169,15 +172,15 @@ class Ranking(NamedTuple):
         request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
         positions = (self.lengths[:, None] + 1 + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
         seen = sampling.seen_alone(self.counts, self.slots[request])
-        flat = logits.reshape(B * S, share)
         if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
-            given = (flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1)
+            logits = projection.scores(scored)[:, None]
+            given = (logits, seen, positions, params, positions, TARGET_STREAM, 1)
             ranked = sampling.rank(*given, False, self.columns, self.vocabulary)
             weights = ranked.weights.reshape(B, S) if is_weighed else None
             return ranked.ids.reshape(B, S), weights, None
-        given = (flat, seen, positions, self.sampling, request, None, self.vocabulary)
-        ids = sampling.choose(*given).ids
+        given = (seen, positions, self.sampling, request, None, self.vocabulary)
+        ids = projection.choose(scored, *given).ids
         return ids.reshape(B, S), None, None
 
 

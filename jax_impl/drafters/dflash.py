@@ -10,12 +10,13 @@ from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking, dspark
 from jax_impl.drafters.heads import embedding
 from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
-from jax_impl.model import Forward, Model, logits
-from jax_impl.ops import draft_tree, linear, ranks, verify_rows
+from jax_impl.model import Forward, Model, projected
+from jax_impl.ops import draft_tree, linear, projection, ranks, verify_rows
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import embedded, rms_norm
-from jax_impl.ops.linear import normed_product, product, product_float32
+from jax_impl.ops.linear import normed_product, product
 from jax_impl.ops.mix import PagedKV
+from jax_impl.ops.projection import Projection
 from jax_impl.ops.vocabulary import Vocabulary
 from jax_impl.records import BlockWeights
 from shared.boundary.ranks import Ranks
@@ -76,13 +77,13 @@ class BlockDrafter(NamedTuple):
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv, self.target.group)
         first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
         taken = hidden[:, first : first + shape.depth]
-        scored = scores(self.target, self.weights, taken.reshape(-1, hidden.shape[2]))
-        scored = scored.reshape(len(newest), shape.depth, -1)
+        scored = head(self.target, self.weights, taken.reshape(-1, hidden.shape[2]))
         rank = own_ranking(self.target, self.weights, rank)
         if block.markov is None:
-            chosen = rank.chain(scored, is_weighed)
+            chosen = rank.chain(scored, shape.depth, is_weighed)
         else:
-            chosen = dspark.chain(self.weights, newest, hidden, scored, rank, is_weighed)
+            logits = projection.scores(scored).reshape(len(newest), shape.depth, -1)
+            chosen = dspark.chain(self.weights, newest, hidden, logits, rank, is_weighed)
         drafts, edges, processed = chosen
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
@@ -91,13 +92,11 @@ class BlockDrafter(NamedTuple):
         return Drafted(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)
 
 
-def scores(
-    target: Model, weights: BlockWeights, hidden: Float[jax.Array, "R hidden"]
-) -> Float[jax.Array, "R share"]:
-    """Of the head's tokens that this rank scores, by its own `lm_head` or the target's."""
+def head(target: Model, weights: BlockWeights, hidden: Float[jax.Array, "R hidden"]) -> Projection:
+    """What scores the tokens that this rank has: its own `lm_head` or the target's."""
     if weights.lm_head is None:
-        return logits(target, hidden)
-    return product_float32(hidden, weights.lm_head)
+        return projected(target, hidden)
+    return Projection(hidden, weights.lm_head)
 
 
 def own_ranking(target: Model, weights: BlockWeights, rank: Ranking) -> Ranking:

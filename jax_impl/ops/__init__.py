@@ -43,6 +43,7 @@ class Kernels:
     fp8_activations: ModuleType
     heads: ModuleType
     layers: ModuleType
+    leaves: ModuleType
     linear: ModuleType
     mailboxes: ModuleType
     mix: ModuleType

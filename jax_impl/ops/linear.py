@@ -392,16 +392,25 @@ def _multiplied(
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
     *,
+    norm: Norm | None = None,
+    **how: Any,
+) -> Stream:
+    out, scaled, sums, _ = kernel_products(kernels, x, weight, norm=norm, **how)
+    return Stream(out, norm, scaled, sums)
+
+
+def kernel_products(
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    *,
     first: int = 0,
     out_type: np.dtype | type | None = None,
-    squares: Float[jax.Array, "R chunks"] | None = None,
-    eps: float = 0.0,
     is_gated: bool = False,
-    factor: float = 1.0,
-    added: Float[jax.Array, "R outputs"] | None = None,
     norm: Norm | None = None,
-    gather: Any = None,
-) -> Stream:
+    **how: Any,
+) -> tuple[Any, ...]:
+    """What `kernels.linear.product` gives, by the tiles of such a product."""
     stored, scales, row_scales = weight.num_outputs, weight.scales, None
     tables = kernels.tiles
     tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
@@ -415,7 +424,7 @@ def _multiplied(
     out_type, num_rows = out_type or x.dtype, len(x)
     if weight.quantises:
         x, row_scales = kernels.fp8_activations.quantised(x)
-    out, scaled, sums = kernels.linear.product(
+    return kernels.linear.product(
         x,
         weight.values.reshape(-1, *weight.values.shape[-2:]),
         None if scales is None else scales.reshape(-1, *scales.shape[-2:]),
@@ -424,19 +433,14 @@ def _multiplied(
         num_rows=num_rows,
         first=first,
         out_type=out_type,
-        squares=squares,
-        eps=eps,
         is_gated=is_gated,
         bias=None if weight.bias is None else weight.bias.reshape(-1, stored),
-        factor=factor,
-        added=added,
         norm=scale,
         norm_layer=scale_layer,
         order=SQUARES,
         tiles=tiles,
-        gather=gather,
+        **how,
     )
-    return Stream(out, norm, scaled, sums)
 
 
 def reads_stacks(x: Float[jax.Array, "..."], device: jax.Device) -> bool:

@@ -18,6 +18,7 @@ from jaxtyping import Float, Float32, Int, Int32
 
 from kernels.mail import is_joined
 from kernels.pallas_gpu.fp8 import widened
+from kernels.pallas_gpu.leaves import Leaves, store_leaves
 from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
 from kernels.pallas_gpu.linear_sums import Block, Factors, sums_of
 from kernels.pallas_gpu.ranks import Gather, Link, Tile, gathered, share_tiles
@@ -39,6 +40,7 @@ class Given(NamedTuple):
       norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
         next reader.
       place: See `ranks.Gather`; None where ranks gather nothing, or afterwards.
+      asks: Of a head: rows whose result is asked for.
     """
 
     scales: Any
@@ -49,6 +51,7 @@ class Given(NamedTuple):
     norms: Any
     norm_layer: Any
     place: Any
+    asks: Any
 
 
 def product(
@@ -61,22 +64,24 @@ def product(
     num_rows: int | None = None,
     first: int,
     out_type: np.dtype | type,
-    squares: Float[jax.Array, "R chunks"] | None,
-    eps: float,
-    is_gated: bool,
-    bias: Float[jax.Array, "L stored"] | None,
-    factor: float,
-    added: Float[jax.Array, "R outputs"] | None,
-    norm: Float[jax.Array, "L2 outputs"] | None,
+    squares: Float[jax.Array, "R chunks"] | None = None,
+    eps: float = 0.0,
+    is_gated: bool = False,
+    bias: Float[jax.Array, "L stored"] | None = None,
+    factor: float = 1.0,
+    added: Float[jax.Array, "R outputs"] | None = None,
+    norm: Float[jax.Array, "L2 outputs"] | None = None,
     norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
     gather: Gather | None = None,
+    asks: Int32[jax.Array, " R"] | None = None,
     interpret: bool = False,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
     Float[jax.Array, "R outputs"] | None,
     Float[jax.Array, "R chunks_out"] | None,
+    Leaves | None,
 ]:
     """Multiplies each row by a weight, and does what a layer does right before and after it.
 
@@ -103,13 +108,15 @@ def product(
       order: How squares are summed.
       tiles: How the work is cut.
       gather: How ranks exchange their outputs, of which the weight has a rank's.
+      asks: Of a head, as `leaves.asking` gives it: the result, which is float32, is there for
+        blocks of rows of which one asks, and undefined elsewhere.
       interpret: Run on a CPU.
 
     Returns:
       The result; where something was added, the result times the scale of `norm`, if there is one,
-      and its squares in chunks. Gathered, all is that of all ranks, but for the result where
-      something was added: it is this rank's, and the second is what is read next, with a norm or
-      without.
+      and its squares in chunks; of a head, what blocks leave. Gathered, all is that of all ranks,
+      but for the result where something was added: it is this rank's, and the second is what is
+      read next, with a norm or without.
 
     Raises:
       ValueError: The tiles are none for a kernel here; or rows are codes, which only a Hopper's
@@ -156,8 +163,9 @@ def product(
             norm_layer=norm_layer,
             order=order,
             tiles=tiles,
+            asks=asks,
         )
-        return found if gather is None else _gathered(*found, gather)
+        return found if gather is None else _gathered(*found[:3], gather)
     if is_quantised and not (interpret or is_on_hopper()):
         raise ValueError("rows in FP8 are multiplied on a Hopper alone")
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
@@ -178,7 +186,8 @@ def product(
         scaled = shape((R, gather.boxes.ranks * N), out_type)
         sums = None if sums is None else shape((R, gather.boxes.ranks * chunks), jnp.float32)
         out = None if added is None else out
-    found = pl.pallas_call(
+    left = None if asks is None else Leaves.of(asks, blocks[1])
+    *found, left = pl.pallas_call(
         functools.partial(
             _product_kernel,
             outputs=N,
@@ -195,7 +204,7 @@ def product(
             is_compiled=not interpret,
         ),
         grid=(blocks[0] * blocks[1],),
-        out_shape=(out, scaled, sums),
+        out_shape=(out, scaled, sums, left),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="product",
@@ -212,25 +221,26 @@ def product(
             norm,
             norm_layer.reshape(1),
             gather.place if gather is not None and joins else None,
+            asks,
         ),
     )
     if gather is None:
-        return found
+        return (*found, None if asks is None else Leaves(asks, *left))
     if not joins:
         return _gathered(*found, gather)
-    return (found[1], None, None) if added is None else found
+    return (found[1], None, None, None) if added is None else (*found, None)
 
 
 def _gathered(out, scaled, sums, gather):
     """As a product that gathers gives it, by a kernel of its own."""
     values = out if scaled is None else scaled
     every, all_sums = gathered(values, sums, gather)
-    return (every, None, None) if sums is None else (out, every, all_sums)
+    return (every, None, None, None) if sums is None else (out, every, all_sums, None)
 
 
 def _product_kernel(
-    x_ref, weights_ref, layer_ref, given, out_ref, scaled_ref, sums_ref, *, outputs, first, eps,
-    is_gated, factor, num_rows, row_blocks, rows, order, tiles, boxes, is_compiled,
+    x_ref, weights_ref, layer_ref, given, out_ref, scaled_ref, sums_ref, left_refs, *, outputs,
+    first, eps, is_gated, factor, num_rows, row_blocks, rows, order, tiles, boxes, is_compiled,
 ):  # fmt: skip
     """One program per block of outputs and block of rows, the rows first: they share the weight."""
     is_normed, is_added = given.squares is not None, given.added is not None
@@ -297,6 +307,9 @@ def _product_kernel(
         if norm is None:
             norm = _norm_of(given, at_column, is_column)
         read = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
+    if left_refs is not None:
+        store_leaves(out, out_ref, given.asks, left_refs, row, column, block)
+        return
     if link is not None:
         words = R * outputs * out.dtype.itemsize // 4
         shared = [Tile(read, block * tiles.columns, outputs, 0, scaled_ref)]

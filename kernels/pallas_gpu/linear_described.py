@@ -18,9 +18,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Int32
 
 from kernels.pallas_gpu.layers import beside
+from kernels.pallas_gpu.leaves import Leaves
 from kernels.pallas_gpu.linear_result import WIDE, Result, scales_of
 from kernels.pallas_gpu.linear_ring import (
     LINE_BYTES,
@@ -100,10 +101,12 @@ def described_product(
     norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
+    asks: Int32[jax.Array, " R"] | None = None,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
     Float[jax.Array, "R outputs"] | None,
     Float[jax.Array, "R chunks_out"] | None,
+    Leaves | None,
 ]:
     """As `linear.product`, of arrays that `takes` accepts.
 
@@ -126,20 +129,27 @@ def described_product(
         operands["bias"] = bias
     if added is not None:
         operands["added"] = _in_lines(added)
+    columns = pl.cdiv(N, tiles.columns)
+    results = {"out": jax.ShapeDtypeStruct((len(operands["x"]), N), out_type)}
+    if asks is not None:
+        padded = jnp.pad(asks, (0, row_blocks * tiles.rows - R))
+        operands["asks"] = padded.reshape(-1, WIDE).max(axis=1)
+        results |= dict(zip(Leaves._fields[1:], Leaves.of(padded, columns), strict=True))
     work = Work(
         operands=tuple(operands),
+        results=tuple(results),
         outputs=N,
         first=first,
         is_gated=is_gated,
         factor=factor,
         row_blocks=row_blocks,
-        blocks=row_blocks * pl.cdiv(N, tiles.columns),
+        blocks=row_blocks * columns,
         steps=pl.cdiv(K, tiles.depth),
         tiles=tiles,
     )
-    out = plgpu.kernel(
+    out, *left = plgpu.kernel(
         functools.partial(_product_kernel, work=work),
-        out_type=jax.ShapeDtypeStruct((len(operands["x"]), N), out_type),
+        out_type=tuple(results.values()),
         grid=(min(work.blocks, programs * _multiprocessors()),),
         grid_names=("program",),
         num_threads=work.groups + 1,
@@ -147,10 +157,11 @@ def described_product(
         scratch_types=ring_of(work, x.dtype, np.dtype(out_type))._asdict(),
         compiler_params=plgpu.CompilerParams(),
         kernel_name="described_product",
-    )(*operands.values())[:R]
-    return (
-        (out, None, None) if added is None else (out, *beside(out, norm, norm_layer, order=order))
-    )
+    )(*operands.values())
+    out = out[:R]
+    if added is not None:
+        return (out, *beside(out, norm, norm_layer, order=order), None)
+    return out, None, None, Leaves(asks, *left) if left else None
 
 
 def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
@@ -202,7 +213,7 @@ def _gpu():
 
 def _product_kernel(*refs, work, **shared):
     """A program for each multiprocessor, of blocks that lie so many apart; the rows come first."""
-    refs = Refs(**dict(zip((*work.operands, "out"), refs, strict=True)))
+    refs = Refs(**dict(zip((*work.operands, *work.results), refs, strict=True)))
     shared = Shared(**shared)
     program, group = lax.axis_index("program"), lax.axis_index("group")
     programs = lax.axis_size("program")
@@ -241,7 +252,10 @@ def _product_kernel(*refs, work, **shared):
                 sums = sums_of_codes(refs, shared, work, group, i * work.steps, row, column)
             else:
                 sums = sums_of(shared, work, group, i * work.steps)
-            result.store(sums)
+            if refs.asks is None:
+                result.store(sums)
+            else:
+                result.leave(sums)
 
         lax.fori_loop(0, count, multiply, None)
         plgpu.wait_smem_to_gmem(0)

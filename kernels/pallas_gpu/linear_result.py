@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
+from kernels.pallas_gpu.scores import HIGHEST, KEY_OF_INFINITY, LOWEST, key_of
 from kernels.pallas_gpu.squares import add_up, load_squares
 
 WIDE = 64
@@ -53,6 +54,7 @@ class Result:
         self._out_ref, self._added_ref, self._scale_ref = refs.out, refs.added, refs.scale
         self._bias_ref, self._layer_ref = refs.bias, refs.layer
         self._work, self._row, self._column = work, row, column
+        self._asks_ref, self._left_refs = refs.asks, (refs.keys, refs.ids, refs.bad)
         self._parts = shared.parts.at[group]
         self._come = [shared.come.at[group * PARTS + slot] for slot in range(PARTS)]
         self._line = shared.parts.shape[-1]
@@ -91,6 +93,37 @@ class Result:
             if self._work.is_added and number + PARTS < len(self._places):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._fetch(number + PARTS)
+
+    def leave(self, sums):
+        """Stores what the block leaves of its rows, and its scores if one of them asks for them."""
+        for down in dict(self._places):
+            best, ids, most = (None,) * 3
+            for at in (at for of_rows, at in self._places if of_rows == down):
+                x = self._finished(sums, down, at)
+                column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
+                column += self._column + at
+                keys = jnp.where(column < self._work.outputs, key_of(x), LOWEST)
+                sizes = lax.bitcast_convert_type(x, jnp.int32) & HIGHEST  # 0 outside
+                if best is None:
+                    best, ids, most = keys, column, sizes
+                else:  # ids ascend, so that of equal keys the first stays
+                    ids = jnp.where(keys > best, column, ids)
+                    best, most = jnp.maximum(best, keys), jnp.maximum(most, sizes)
+            first = best.max(axis=1)
+            across = lax.broadcast_in_dim(first, best.shape, [0])
+            winner = jnp.where(best == across, ids, HIGHEST).min(axis=1)
+            is_bad = jnp.where(most.max(axis=1) >= KEY_OF_INFINITY, 1, 0)
+            rows = pl.ds(self._row + down, WIDE)
+            block = lax.div(self._column, self._work.tiles.columns)
+            for ref, left in zip(self._left_refs, (first, winner, is_bad), strict=True):
+                ref[rows, block] = left
+        asks = self._asks_ref[lax.div(self._row, WIDE)]
+        for number in range(1, self._work.tiles.rows // self._work.groups // WIDE):
+            asks |= self._asks_ref[lax.div(self._row, WIDE) + number]
+
+        @pl.when(asks != 0)
+        def _store():
+            self.store(sums)
 
     def _finished(self, sums, down, at):
         gate, *up = (x[down : down + WIDE, at : at + self._line] for x in sums)

@@ -30,13 +30,14 @@ class Work:
     """What is multiplied, and how it is cut.
 
     Attributes:
-      operands: Their names, in order.
+      operands, results: Their names, in order.
       outputs, first, is_gated, factor: As of `product`.
       row_blocks, blocks: Blocks of the result in a column, and in all.
       steps: Along the inputs.
     """
 
     operands: tuple[str, ...]
+    results: tuple[str, ...]
     outputs: int
     first: int
     is_gated: bool
@@ -89,6 +90,10 @@ class Refs(NamedTuple):
     scale: Any = None
     bias: Any = None
     added: Any = None
+    asks: Any = None
+    keys: Any = None
+    ids: Any = None
+    bad: Any = None
 
 
 class Shared(NamedTuple):

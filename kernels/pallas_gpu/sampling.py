@@ -20,6 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.guess import guess
+from kernels.pallas_gpu.leaves import Leaves, has_logits, join_leaves
 from kernels.pallas_gpu.noise import log, noise_of_words
 from kernels.pallas_gpu.scores import (
     HIGHEST,
@@ -27,14 +28,15 @@ from kernels.pallas_gpu.scores import (
     LOWEST,
     PAIRS,
     Inputs,
-    Sizes,
     has_bad,
     ids_of,
     in_order,
+    inputs_of,
     key_of,
     score_of,
     scores_of,
     sharpness_of,
+    sizes_of,
     store_groups,
     tokens_of,
     total_of,
@@ -74,6 +76,7 @@ def choose(
     *,
     stream: int,
     tiles: SamplingTiles,
+    leaves: Leaves | None = None,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, " R"], Bool[jax.Array, " R"]]:
     """As `shared.spec.sampling.choose`.
@@ -82,6 +85,7 @@ def choose(
       logits, seen, positions, sampling, request, allowed: As in the specification.
       stream: Of the noise.
       tiles: How the work is cut.
+      leaves: What the product with the head has left of rows whose logits are not there.
       interpret: Run on a CPU.
     """
     ids, _, is_finite, _ = _ranked(
@@ -94,6 +98,7 @@ def choose(
         tau=None,
         nodes=0,
         tiles=tiles,
+        leaves=leaves,
         interpret=interpret,
     )
     return ids[:, 0], is_finite
@@ -189,6 +194,7 @@ def _ranked(
     nodes: int,
     tiles: SamplingTiles,
     interpret: bool,
+    leaves: Leaves | None = None,
 ) -> tuple[
     Int[jax.Array, "R width"],
     Float[jax.Array, "R width"],
@@ -205,8 +211,8 @@ def _ranked(
     R, vocab = logits.shape
     groups = pl.cdiv(vocab, GROUP)
     num_tiles = pl.cdiv(groups, tiles.groups)
-    inputs = _inputs(logits, seen, positions, sampling, request, allowed, columns, keys, stream)
-    sizes = _sizes(vocab, seen, sampling, allowed, nodes, columns)
+    inputs = inputs_of(logits, seen, positions, sampling, request, allowed, columns, keys, stream)
+    sizes = sizes_of(vocab, seen, sampling, allowed, nodes, columns)
     chosen = {"sizes": sizes, "width": width, "tau": tau, "groups": tiles.groups}
     chosen |= {"is_scored": is_scored}
     ints, floats = jnp.int32, jnp.float32
@@ -219,15 +225,17 @@ def _ranked(
     if is_scored:  # of tokens that the drafter does not have as well
         scores = (jnp.full((R, sizes.target_vocab), -jnp.inf, floats),)
     outputs += [array(x.shape, floats) for x in scores]
+    left = () if leaves is None else tuple(leaves)
+    chosen |= {"num_left": len(left)}
     *outputs, bad = pl.pallas_call(
         functools.partial(_tiles_kernel, **chosen),
         grid=(num_tiles, R),
         out_shape=[*outputs, array((R, num_tiles), ints)],
-        input_output_aliases={NUM_INPUTS: 4} if is_scored else {},
+        input_output_aliases={NUM_INPUTS + len(left): 4} if is_scored else {},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
         name="choose_tiles",
-    )(*inputs, *scores)
+    )(*inputs, *left, *scores)
     partials = Partials(*outputs)
     kernel = functools.partial(_border_kernel, sizes=sizes, tiles=tiles, interpret=interpret)
     notes, _ = pl.pallas_call(
@@ -247,82 +255,36 @@ def _ranked(
             *(array((R, width), ints), array((R, width), floats), array((R,), ints)),
             *(array(x.shape, x.dtype) for x in outputs),
         ],
-        input_output_aliases={NUM_INPUTS + number: 3 + number for number in range(len(outputs))},
+        input_output_aliases={
+            NUM_INPUTS + len(left) + number: 3 + number for number in range(len(outputs))
+        },
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
         name="choose_rows",
-    )(*inputs, *outputs, bad)
+    )(*inputs, *left, *outputs, bad)
     return ids, weights, is_finite != 0, Partials(*outputs).scores
 
 
-def _inputs(
-    logits: Float[jax.Array, "R vocab"],
-    seen: Any,
-    positions: Int[jax.Array, " named"],
-    sampling: Any,
-    request: Int[jax.Array, " named"],
-    allowed: Bool[jax.Array, "R vocab"] | None,
-    columns: Int[jax.Array, " vocab"] | None,
-    keys: Int[jax.Array, " named"],
-    stream: int | Int[jax.Array, ""],
-) -> Inputs:
-    """The arrays as the kernels read them; where one has no columns, there is another."""
-    has_path, has_bias = seen.path.shape[1] > 0, sampling.bias_ids.shape[1] > 0
-    return Inputs(
-        logits=logits,
-        request=request,
-        positions=positions,
-        keys=keys,
-        slots=seen.slots,
-        counts=seen.counts,
-        path=seen.path if has_path else seen.slots,
-        on_path=seen.on_path.astype(jnp.int32) if has_path else seen.slots,
-        mask=logits if allowed is None else allowed.astype(jnp.int8),
-        columns=seen.slots if columns is None else columns,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        presence=sampling.presence,
-        frequency=sampling.frequency,
-        repetition=sampling.repetition,
-        min_length=sampling.min_length,
-        stop_ids=sampling.stop_ids if sampling.stop_ids.shape[1] else sampling.top_k,
-        bias_ids=sampling.bias_ids if has_bias else sampling.top_k,
-        bias_values=sampling.bias_values if has_bias else sampling.top_p,
-        stream=jnp.asarray(stream).astype(jnp.uint32).reshape(1),
-    )
+def _tiles_kernel(*refs, num_left, **how):
+    """One program per tile and row: its best tokens, or what its groups hold before any noise.
 
-
-def _sizes(
-    vocab: int,
-    seen: Any,
-    sampling: Any,
-    allowed: jax.Array | None,
-    nodes: int,
-    columns: jax.Array | None,
-) -> Sizes:
-    num_bias = sampling.bias_ids.shape[1]
-    return Sizes(
-        vocab=vocab,
-        target_vocab=seen.counts.shape[1],
-        num_path=seen.path.shape[1],
-        num_stops=sampling.stop_ids.shape[1],
-        num_bias=num_bias,
-        bias_lanes=pl.next_power_of_2(max(num_bias, 1)),
-        has_mask=allowed is not None,
-        nodes=nodes,
-        has_columns=columns is not None,
-    )
-
-
-def _tiles_kernel(*refs, groups, sizes, width, tau, is_scored):
-    """One program per tile and row: its best tokens, or what its groups hold before any noise."""
-    inputs, num_partials = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
+    Where the head has left the best of a row, there is nothing to look at.
+    """
+    inputs, leaves = Inputs(*refs[:NUM_INPUTS]), _leaves_of(refs, num_left)
+    num_partials = 5 if how["is_scored"] else 4
     *outputs, bad_ref = refs[-num_partials - 1 :]
-    partials = Partials(*outputs)
     tile, row = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(has_logits(leaves, row))
+    def _():
+        _look_at(tile, row, inputs, Partials(*outputs), bad_ref, **how)
+
+
+def _leaves_of(refs, num_left):
+    return Leaves(*refs[NUM_INPUTS : NUM_INPUTS + num_left]) if num_left else None
+
+
+def _look_at(tile, row, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored):
     wish = wish_of(inputs, row, sizes)
     group = tile * groups + lax.iota(jnp.int32, groups)
     pairs, ids = ids_of(group)
@@ -384,13 +346,15 @@ def _border_kernel(*refs, sizes, tiles, interpret):
             notes_ref[row, 2] = key_of(bounds.highest)
 
 
-def _rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored):
+def _rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left):
     """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
 
     One of a row's programs joins the tiles, the last to arrive where all have something to do.
     """
     inputs, num_partials = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
-    bad_ref, ids_ref, weights_ref, finite_ref, *outputs = refs[NUM_INPUTS + num_partials :]
+    bad_ref, ids_ref, weights_ref, finite_ref, *outputs = refs[
+        NUM_INPUTS + num_left + num_partials :
+    ]
     partials = Partials(*outputs)
     share, row = pl.program_id(0), pl.program_id(1)
     wish = wish_of(inputs, row, sizes)
@@ -402,6 +366,15 @@ def _rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored):
         return choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, groups)
 
     joins = lax.cond(wish.is_filtered, choose, lambda: share == 0)
+    leaves = _leaves_of(refs, num_left)
+    if leaves is not None:
+        is_there = has_logits(leaves, row)
+
+        @pl.when(joins & ~is_there)
+        def _():
+            ids_ref[row, 0], finite_ref[row] = join_leaves(leaves, row, inputs, sizes)
+
+        joins &= is_there
 
     @pl.when(joins)
     def _():

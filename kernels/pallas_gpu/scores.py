@@ -6,9 +6,12 @@ weights are summed as whole numbers: no order and no tile decides anything.
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.noise import threefry, words_of
 
@@ -79,6 +82,69 @@ class Wish(NamedTuple):
     has_penalty: Any
     is_short: Any
     biases: Any
+
+
+def inputs_of(
+    logits: Float[jax.Array, "R vocab"],
+    seen: Any,
+    positions: Int[jax.Array, " named"],
+    sampling: Any,
+    request: Int[jax.Array, " named"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
+    columns: Int[jax.Array, " vocab"] | None,
+    keys: Int[jax.Array, " named"],
+    stream: int | Int[jax.Array, ""],
+) -> Inputs:
+    """The arrays as the kernels read them; where one has no columns, there is another."""
+    has_path, has_bias = seen.path.shape[1] > 0, sampling.bias_ids.shape[1] > 0
+    return Inputs(
+        logits=logits,
+        request=request,
+        positions=positions,
+        keys=keys,
+        slots=seen.slots,
+        counts=seen.counts,
+        path=seen.path if has_path else seen.slots,
+        on_path=seen.on_path.astype(jnp.int32) if has_path else seen.slots,
+        mask=logits if allowed is None else allowed.astype(jnp.int8),
+        columns=seen.slots if columns is None else columns,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence=sampling.presence,
+        frequency=sampling.frequency,
+        repetition=sampling.repetition,
+        min_length=sampling.min_length,
+        stop_ids=sampling.stop_ids if sampling.stop_ids.shape[1] else sampling.top_k,
+        bias_ids=sampling.bias_ids if has_bias else sampling.top_k,
+        bias_values=sampling.bias_values if has_bias else sampling.top_p,
+        stream=jnp.asarray(stream).astype(jnp.uint32).reshape(1),
+    )
+
+
+def sizes_of(
+    vocab: int,
+    seen: Any,
+    sampling: Any,
+    allowed: jax.Array | None,
+    nodes: int,
+    columns: jax.Array | None,
+) -> Sizes:
+    """Their sizes, and which there are."""
+    num_bias = sampling.bias_ids.shape[1]
+    return Sizes(
+        vocab=vocab,
+        target_vocab=seen.counts.shape[1],
+        num_path=seen.path.shape[1],
+        num_stops=sampling.stop_ids.shape[1],
+        num_bias=num_bias,
+        bias_lanes=pl.next_power_of_2(max(num_bias, 1)),
+        has_mask=allowed is not None,
+        nodes=nodes,
+        has_columns=columns is not None,
+    )
 
 
 def wish_of(inputs, row, sizes):

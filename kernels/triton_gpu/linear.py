@@ -19,6 +19,7 @@ from kernels.tiles import LinearTiles
 from kernels.triton_gpu.codes import add_blocks, width_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
+from kernels.triton_gpu.leaves import Leaves, store_leaves
 from kernels.triton_gpu.linear_result import Chunks, Cut, Ends, Sizes, share_result, store_result
 from kernels.triton_gpu.ranks import Box, Gather, gathered, number_of, rank_of
 from kernels.triton_gpu.squares import add_up, squares_of
@@ -38,20 +39,22 @@ def product(
     row_scales: Float32[Tensor, "blocks_in R"] | None = None,
     *,
     out_type: torch.dtype,
-    squares: Float[Tensor, "R chunks"] | None,
-    eps: float,
-    is_gated: bool,
-    bias: Float[Tensor, " stored"] | None,
-    factor: float,
-    added: Float[Tensor, "R outputs"] | None,
-    norm: Float[Tensor, " outputs"] | None,
+    squares: Float[Tensor, "R chunks"] | None = None,
+    eps: float = 0.0,
+    is_gated: bool = False,
+    bias: Float[Tensor, " stored"] | None = None,
+    factor: float = 1.0,
+    added: Float[Tensor, "R outputs"] | None = None,
+    norm: Float[Tensor, " outputs"] | None = None,
     order: SquaresOrder,
     tiles: LinearTiles,
     gather: Gather | None = None,
+    asks: Int32[Tensor, " R"] | None = None,
 ) -> tuple[
     Float[Tensor, "R outputs"],
     Float[Tensor, "R outputs"] | None,
     Float[Tensor, "R chunks_out"] | None,
+    Leaves | None,
 ]:
     """Multiplies each row by a weight, and does what a layer does right before and after it.
 
@@ -73,11 +76,14 @@ def product(
       order: How squares are summed.
       tiles: How the work is cut.
       gather: How ranks exchange their outputs, of which the weight has a rank's.
+      asks: Of a head, as `leaves.asking` gives it: the result, which is float32, is there for
+        blocks of rows of which one asks, and undefined elsewhere.
 
     Returns:
       The result; where something was added, the result times `norm`, if there is one, and its
-      squares in chunks. Gathered, all is that of all ranks, but for the result where something was
-      added: it is this rank's, and the second is what is read next, with a norm or without.
+      squares in chunks; of a head, what blocks leave. Gathered, all is that of all ranks, but for
+      the result where something was added: it is this rank's, and the second is what is read next,
+      with a norm or without.
     """
     (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
     is_quantised = row_scales is not None
@@ -93,6 +99,7 @@ def product(
     chunks = 0 if squares is None else squares.shape[1]
     out = torch.empty((R, N), dtype=out_type, device=x.device)
     scaled = sums = every = all_sums = None
+    leaves = None if asks is None else Leaves.of(asks, column_blocks)
     out_chunks = 0 if added is None else triton.cdiv(N, order.chunk)
     joins = (
         gather is not None
@@ -116,7 +123,9 @@ def product(
             weight_at, block = weight.view(2, N, K), [2, *block]
         weight_at = TensorDescriptor.from_tensor(weight_at, block)
     blocks = row_blocks * column_blocks
-    programs = min(blocks, _multiprocessors(x.device)) if tiles.persistent else blocks
+    # Triton 3.6 cannot flatten a loop at whose end some blocks store their scores and others not.
+    is_persistent = tiles.persistent and asks is None
+    programs = min(blocks, _multiprocessors(x.device)) if is_persistent else blocks
     _product_kernel[(programs,)](
         x_at,
         weight_at,
@@ -132,6 +141,7 @@ def product(
             scaled=out if scaled is None else scaled,
             sums=out if sums is None else sums,
             eps=eps,
+            **(dict.fromkeys(Leaves._fields, out) if leaves is None else leaves._asdict()),
             all_words=out if every is None else every.view(torch.int32),
             all_sums=out if all_sums is None else all_sums.view(torch.int32),
             mail=out if gather is None else gather.mail.place,
@@ -154,6 +164,7 @@ def product(
             is_added=added is not None,
             is_scaled=scaled is not None,
             factor=factor,
+            leaves=0 if leaves is None else column_blocks,
             box=Box.of(gather.boxes) if gather is not None and joins else None,
             pack=_pack(rows * tiles.columns * out.element_size() // 4, tiles.warps),
         ),
@@ -171,19 +182,19 @@ def product(
             stages=tiles.stages,
             is_swapped=tiles.swapped,
             is_described=is_described,
-            is_persistent=tiles.persistent,
+            is_persistent=is_persistent,
             has_all_rows=rows * row_blocks == R,
         ),
         num_warps=tiles.warps,
         **launching(x),
     )
     if gather is None:
-        return out, scaled, sums
+        return out, scaled, sums, leaves
     if every is None:
         every, all_sums = gathered(
             out if scaled is None else scaled, sums, gather.mail, gather.call, boxes=gather.boxes
         )
-    return (every, None, None) if added is None else (out, every, all_sums)
+    return (every, None, None, None) if added is None else (out, every, all_sums, None)
 
 
 def _pack(words: int, warps: int) -> int:
@@ -349,7 +360,9 @@ def _product_block(
     out = acc.to(ends.out.dtype.element_ty)
     if sizes.is_scaled and not is_early:
         norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
-    if sizes.box is None:
+    if sizes.leaves > 0:
+        store_leaves(out, ends, row, column, block, num_rows, sizes)
+    elif sizes.box is None:
         store_result(out, norm, ends, row, column, block, num_rows, sizes, squares)
     else:
         share_result(

@@ -19,6 +19,7 @@ class Ends(NamedTuple):
       added, norm: What is added to the result, and what multiplies it for its next reader.
       out, scaled, sums: The result, the same times `norm`, and its squares in chunks.
       eps: Of the norm.
+      asks, keys, ids, bad: See `leaves.Leaves`.
       all_words, all_sums: What the ranks have of the result, or of what is `scaled`, and of `sums`.
       mail, clock, call: See `ranks.Gather`.
     """
@@ -31,6 +32,10 @@ class Ends(NamedTuple):
     scaled: Any
     sums: Any
     eps: Any
+    asks: Any
+    keys: Any
+    ids: Any
+    bad: Any
     all_words: Any
     all_sums: Any
     mail: Any
@@ -47,6 +52,7 @@ class Sizes(NamedTuple):
       is_interpreted: Whether no GPU runs the kernel.
       is_biased, is_gated, is_added, is_scaled: Whether it is.
       factor: Of a result that is not gated.
+      leaves: Blocks of outputs that leave the best of each row; 0: the result is stored.
       box: Of the mailboxes through which the result is gathered; None: it is not, or afterwards.
       pack: Words of a block, for which a thread waits at once.
     """
@@ -61,6 +67,7 @@ class Sizes(NamedTuple):
     is_added: bool
     is_scaled: bool
     factor: float
+    leaves: int
     box: Box | None
     pack: int
 

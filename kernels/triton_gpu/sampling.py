@@ -20,22 +20,23 @@ from torch import Tensor
 
 from kernels.tiles import SamplingTiles
 from kernels.triton_gpu.guess import guess
+from kernels.triton_gpu.leaves import Leaves, has_logits, join_leaves
 from kernels.triton_gpu.noise import log, noise_of_words
 from kernels.triton_gpu.scores import (
     HIGHEST,
     KEY_OF_NOTHING,
     LOWEST,
     PAIRS,
-    Inputs,
-    Sizes,
     first_token,
     has_bad,
     ids_of,
+    inputs_of,
     key_of,
     next_token,
     score_of,
     scores_of,
     sharpness_of,
+    sizes_of,
     store_groups,
     total_of,
     wish_of,
@@ -66,6 +67,7 @@ def choose(
     *,
     stream: int,
     tiles: SamplingTiles,
+    leaves: Leaves | None = None,
 ) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"]]:
     """As `shared.spec.sampling.choose`.
 
@@ -73,6 +75,7 @@ def choose(
       logits, seen, positions, sampling, request, allowed: As in the specification.
       stream: Of the noise.
       tiles: How the work is cut.
+      leaves: What the product with the head has left of rows whose logits are not there.
     """
     ids, _, is_finite, _ = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
@@ -84,6 +87,7 @@ def choose(
         tau=None,
         nodes=0,
         tiles=tiles,
+        leaves=leaves,
     )
     return ids[:, 0], is_finite
 
@@ -169,6 +173,7 @@ def _ranked(
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,
+    leaves: Leaves | None = None,
 ) -> tuple[
     Int[Tensor, "R width"],
     Float[Tensor, "R width"],
@@ -201,15 +206,21 @@ def _ranked(
     best = Best(
         ids=new(R, width, **ints), weights=new(R, width), is_finite=new(R, dtype=torch.bool)
     )
-    inputs = _inputs(logits, seen, positions, params, request, allowed, columns, keys, stream)
+    inputs = inputs_of(logits, seen, positions, params, request, allowed, columns, keys, stream)
+    num_leaves = 0 if leaves is None else leaves.keys.shape[1]
+    given = Leaves(*[partials.bad] * len(Leaves._fields)) if leaves is None else leaves
     fixed = {
-        "sizes": _sizes(vocab, seen, params, allowed, nodes, columns),
+        "sizes": sizes_of(vocab, seen, params, allowed, nodes, columns),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
     }
-    chosen = {"width": width, "tau": tau, "is_scored": is_scored}
+    chosen = {"width": width, "tau": tau, "is_scored": is_scored, "num_leaves": num_leaves}
     group_lanes = triton.next_power_of_2(groups)
     _tiles_kernel[(num_tiles, R)](
-        *(inputs, partials), groups=tiles.groups, num_warps=tiles.warps, **fixed, **chosen
+        *(inputs, partials, given),
+        groups=tiles.groups,
+        num_warps=tiles.warps,
+        **fixed,
+        **chosen,
     )
     _border_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
         *(inputs, partials, new(R, 2, tiles.listed, **ints)),
@@ -221,9 +232,10 @@ def _ranked(
         **fixed,
     )
     _rows_kernel[(min(tiles.programs, num_tiles), R)](
-        *(inputs, partials, best),
+        *(inputs, partials, given, best),
         num_tiles=num_tiles,
         tile_lanes=triton.next_power_of_2(num_tiles * width),
+        leaf_lanes=triton.next_power_of_2(num_leaves),
         group_lanes=group_lanes,
         groups=tiles.groups,
         num_warps=tiles.warps,
@@ -233,72 +245,31 @@ def _ranked(
     return *best, scores
 
 
-def _inputs(
-    logits: Float[Tensor, "R vocab"],
-    seen: Any,
-    positions: Int[Tensor, " named"],
-    sampling: Any,
-    request: Int[Tensor, " named"],
-    allowed: Bool[Tensor, "R vocab"] | None,
-    columns: Int[Tensor, " vocab"] | None,
-    keys: Int[Tensor, " named"],
-    stream: int,
-) -> Inputs:
-    """The arrays as the kernels read them; where one has no columns, there is another."""
-    has_path = seen.path.shape[1] > 0
-    given = Inputs(
-        logits=logits,
-        request=request,
-        positions=positions,
-        keys=keys,
-        slots=seen.slots,
-        counts=seen.counts,
-        path=seen.path if has_path else seen.slots,
-        on_path=seen.on_path if has_path else seen.slots,
-        mask=logits if allowed is None else allowed,
-        columns=seen.slots if columns is None else columns,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        presence=sampling.presence,
-        frequency=sampling.frequency,
-        repetition=sampling.repetition,
-        min_length=sampling.min_length,
-        stop_ids=sampling.stop_ids,
-        bias_ids=sampling.bias_ids,
-        bias_values=sampling.bias_values,
-        stream=stream,
-    )
-    # The path of a draft level is a part of a longer one.
-    return Inputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in given))
+@triton.jit
+def _tiles_kernel(
+    inputs,
+    partials,
+    leaves,
+    groups: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+    is_scored: tl.constexpr,
+    num_leaves: tl.constexpr,
+):
+    """One program per tile and row: its best tokens, or what its groups hold before any noise.
 
-
-def _sizes(
-    vocab: int,
-    seen: Any,
-    sampling: Any,
-    allowed: Tensor | None,
-    nodes: int,
-    columns: Tensor | None,
-) -> Sizes:
-    num_bias = sampling.bias_ids.shape[1]
-    return Sizes(
-        vocab=vocab,
-        target_vocab=seen.counts.shape[1],
-        num_path=seen.path.shape[1],
-        num_stops=sampling.stop_ids.shape[1],
-        num_bias=num_bias,
-        bias_lanes=triton.next_power_of_2(max(num_bias, 1)),
-        has_mask=allowed is not None,
-        nodes=nodes,
-        has_columns=columns is not None,
-    )
+    Where the head has left the best of a row, there is nothing to look at.
+    """
+    tile, row = tl.program_id(0), tl.program_id(1)
+    if has_logits(leaves, row, num_leaves):
+        _look_at(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
 
 
 @triton.jit
-def _tiles_kernel(
+def _look_at(
+    tile,
+    row,
     inputs,
     partials,
     groups: tl.constexpr,
@@ -307,8 +278,6 @@ def _tiles_kernel(
     tau: tl.constexpr,
     is_scored: tl.constexpr,
 ):
-    """One program per tile and row: its best tokens, or what its groups hold before any noise."""
-    tile, row = tl.program_id(0), tl.program_id(1)
     partials, wish = (
         row_of(partials, row, tl.num_programs(0), width, sizes),
         wish_of(inputs, row, sizes),
@@ -384,15 +353,18 @@ def _border_kernel(
 def _rows_kernel(
     inputs,
     partials,
+    leaves,
     best,
     num_tiles: tl.constexpr,
     tile_lanes: tl.constexpr,
+    leaf_lanes: tl.constexpr,
     group_lanes: tl.constexpr,
     groups: tl.constexpr,
     sizes: tl.constexpr,
     width: tl.constexpr,
     tau: tl.constexpr,
     is_scored: tl.constexpr,
+    num_leaves: tl.constexpr,
 ):
     """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
 
@@ -402,6 +374,11 @@ def _rows_kernel(
     partials, wish = row_of(partials, row, num_tiles, width, sizes), wish_of(inputs, row, sizes)
     sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
     is_last = share == 0
+    if num_leaves > 0:
+        is_left = has_logits(leaves, row, num_leaves) == 0
+        if is_left & is_last:
+            join_leaves(leaves, row, best, inputs, sizes, num_leaves, leaf_lanes)
+        is_last = is_last & (is_left == 0)
     if wish.is_filtered:
         support = Support(
             border=tl.load(partials.notes),

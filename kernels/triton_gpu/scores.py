@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from kernels.triton_gpu.noise import threefry, words_of
 
@@ -78,6 +80,71 @@ class Wish(NamedTuple):
     has_penalty: Any
     is_short: Any
     biases: Any
+
+
+def inputs_of(
+    logits: Float[Tensor, "R vocab"],
+    seen: Any,
+    positions: Int[Tensor, " named"],
+    sampling: Any,
+    request: Int[Tensor, " named"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    columns: Int[Tensor, " vocab"] | None,
+    keys: Int[Tensor, " named"],
+    stream: int,
+) -> Inputs:
+    """The arrays as the kernels read them; where one has no columns, there is another."""
+    has_path = seen.path.shape[1] > 0
+    given = Inputs(
+        logits=logits,
+        request=request,
+        positions=positions,
+        keys=keys,
+        slots=seen.slots,
+        counts=seen.counts,
+        path=seen.path if has_path else seen.slots,
+        on_path=seen.on_path if has_path else seen.slots,
+        mask=logits if allowed is None else allowed,
+        columns=seen.slots if columns is None else columns,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence=sampling.presence,
+        frequency=sampling.frequency,
+        repetition=sampling.repetition,
+        min_length=sampling.min_length,
+        stop_ids=sampling.stop_ids,
+        bias_ids=sampling.bias_ids,
+        bias_values=sampling.bias_values,
+        stream=stream,
+    )
+    # The path of a draft level is a part of a longer one.
+    return Inputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in given))
+
+
+def sizes_of(
+    vocab: int,
+    seen: Any,
+    sampling: Any,
+    allowed: Tensor | None,
+    nodes: int,
+    columns: Tensor | None,
+) -> Sizes:
+    """Their sizes, and which there are."""
+    num_bias = sampling.bias_ids.shape[1]
+    return Sizes(
+        vocab=vocab,
+        target_vocab=seen.counts.shape[1],
+        num_path=seen.path.shape[1],
+        num_stops=sampling.stop_ids.shape[1],
+        num_bias=num_bias,
+        bias_lanes=triton.next_power_of_2(max(num_bias, 1)),
+        has_mask=allowed is not None,
+        nodes=nodes,
+        has_columns=columns is not None,
+    )
 
 
 @triton.jit

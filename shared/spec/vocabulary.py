@@ -1,7 +1,8 @@
 """What a part of the vocabulary leaves of a row, and how the parts' make what the whole row gives.
 
 Ranks divide the tokens of a head among them (`shared.models.ranks.vocab_section`), and a kernel
-divides them into tiles. Whoever has a part needs no logit of another's to choose among all tokens:
+divides them into blocks (`projection`). Whoever has a part needs no logit of another's to choose
+among all tokens:
 
   leaves                        what is chosen by it
   ----------------------------  --------------------------------------------------------------

@@ -7,6 +7,8 @@ import torch
 
 from jax_impl.drafters import Ranking as JaxRanking
 from jax_impl.drafters import dflash as jax_dflash
+from jax_impl.ops.linear import Matrix as JaxMatrix
+from jax_impl.ops.projection import Projection as JaxProjection
 from jax_impl.ops.sampling import Sampling as JaxSampling
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftHead
@@ -26,6 +28,8 @@ from tests.support.tiny_heads import cyclic, tiny_block_head
 from tests.support.tiny_models import tiny_model
 from torch_impl.drafters import Ranking as TorchRanking
 from torch_impl.drafters import dflash as torch_dflash
+from torch_impl.ops.linear import Matrix as TorchMatrix
+from torch_impl.ops.projection import Projection as TorchProjection
 from torch_impl.ops.sampling import Sampling as TorchSampling
 
 
@@ -198,6 +202,10 @@ class Choosing:
         drafts, edges = (np.stack(parts, axis=1) for parts in zip(*found, strict=True))
         return drafts, edges
 
+    def projected(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and a head whose scores are the logits, to the last bit."""
+        return self.logits.reshape(-1, VOCAB), np.eye(VOCAB, dtype=np.float32)
+
     def torch(self, is_weighed: bool) -> tuple[np.ndarray, np.ndarray | None]:
         fields = {name: torch.from_numpy(getattr(self.how, name)) for name in JaxSampling._fields}
         rank = TorchRanking(
@@ -208,7 +216,9 @@ class Choosing:
             width=1,
             is_sampled=False,
         )
-        drafts, edges, processed = rank.chain(torch.from_numpy(self.logits), is_weighed)
+        rows, head = (torch.from_numpy(x) for x in self.projected())
+        scored = TorchProjection(rows, TorchMatrix(head))
+        drafts, edges, processed = rank.chain(scored, S, is_weighed)
         assert processed is None
         return drafts.numpy(), None if edges is None else edges.numpy()
 
@@ -222,7 +232,8 @@ class Choosing:
             width=1,
             is_sampled=False,
         )
-        drafts, edges, processed = rank.chain(jnp.asarray(self.logits), is_weighed)
+        rows, head = map(jnp.asarray, self.projected())
+        drafts, edges, processed = rank.chain(JaxProjection(rows, JaxMatrix(head)), S, is_weighed)
         assert processed is None
         return np.asarray(drafts), None if edges is None else np.asarray(edges)
 

@@ -17,6 +17,7 @@ from jax_impl.drafters import dflash as jax_dflash
 from jax_impl.model import Forward as JaxForward
 from jax_impl.model import Model as JaxModel
 from jax_impl.ops import attention as jax_attention
+from jax_impl.ops.projection import scores as jax_scores
 from shared.boundary.ranks import ALONE
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
@@ -32,6 +33,7 @@ from torch_impl import weights as torch_weights
 from torch_impl.drafters import dflash as torch_dflash
 from torch_impl.layers import rotary_frequencies
 from torch_impl.ops import attention as torch_attention
+from torch_impl.ops.projection import scores as torch_scores
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TARGET = GOLDEN / "qwen3"
@@ -134,7 +136,7 @@ class TorchBlock:
         rows = torch_dflash.block_rows(block, none + self._length, none, self._table)
         given = (embed, self._frequencies, none + newest, rows, self._kv, ALONE)
         hidden = torch_dflash.fill(self._weights, *given)[0]
-        scored = torch_dflash.scores(self._target, self._weights, hidden[first:])
+        scored = torch_scores(torch_dflash.head(self._target, self._weights, hidden[first:]))
         return hidden.numpy(), scored.numpy()
 
     def context(self) -> tuple[Array, Array]:
@@ -188,7 +190,8 @@ class JaxBlock:
         rows = jax_dflash.block_rows(block, none + length, none, self._table)
         given = (embed, none + newest, rows, kv, ALONE)
         hidden, kv = jax_dflash.fill(self._weights, *given)
-        return hidden[0], jax_dflash.scores(self._target, self._weights, hidden[0, first:]), kv
+        scored = jax_scores(jax_dflash.head(self._target, self._weights, hidden[0, first:]))
+        return hidden[0], scored, kv
 
     def context(self) -> tuple[Array, Array]:
         k, v = (np.asarray(jax_attention.read(self._kv[0, i], self._table))[0] for i in (0, 1))

@@ -43,6 +43,7 @@ MODULES = (
     "groups",
     "heads",
     "layers",
+    "leaves",
     "linear",
     "mix",
     "noise",

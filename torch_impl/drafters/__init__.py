@@ -13,9 +13,10 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
-from torch_impl.ops import attention, sampling
+from torch_impl.ops import attention, projection, sampling
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import Shown
+from torch_impl.ops.projection import Projection
 from torch_impl.ops.sampling import Ranked, Sampling, Seen
 from torch_impl.ops.vocabulary import ALL, Vocabulary
 
@@ -78,37 +79,40 @@ class Ranking:
         return self(logits[:, None], no_path, 0)
 
     def chain(
-        self, logits: Float[Tensor, "B S share"], is_weighed: bool
+        self, scored: Projection, S: int, is_weighed: bool
     ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
         """Drafts at S places in a row.
 
         They are made at once, so a place's penalties do not count the drafts before it.
 
         Args:
+          scored: What scores them, in the order of the requests.
           is_weighed: The log weights of their edges are asked for; of drafts that are not sampled.
 
         Returns:
           The drafts, those weights, and the processed logits that they are sampled from, if so.
         """
-        B, S, _ = logits.shape
+        B, device = len(self.lengths), self.lengths.device
         if self.is_sampled:
+            logits = projection.scores(scored).unflatten(0, (B, S))
             no_path = self.lengths.new_zeros(B, 1, 0)
             levels = [self(logits[:, place, None], no_path, place) for place in range(S)]
             laws = [ranked.processed for ranked in levels if ranked.processed is not None]
             drafts = torch.cat([ranked.ids[:, 0] for ranked in levels], dim=1)
             return drafts, None, torch.stack(laws, 1)
-        request = torch.arange(B, device=logits.device).repeat_interleave(S)
-        place = torch.arange(1, S + 1, dtype=torch.int32, device=logits.device)
+        request = torch.arange(B, device=device).repeat_interleave(S)
+        place = torch.arange(1, S + 1, dtype=torch.int32, device=device)
         positions = (self.lengths[:, None] + place).flatten()
-        seen, flat = sampling.seen_alone(self.counts, self.slots[request]), logits.flatten(0, 1)
+        seen = sampling.seen_alone(self.counts, self.slots[request])
         if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
-            given = (flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1)
+            logits = projection.scores(scored)[:, None]
+            given = (logits, seen, positions, params, positions, TARGET_STREAM, 1)
             ranked = sampling.rank(*given, False, self.columns, self.vocabulary)
             weights = ranked.weights.view(B, S) if is_weighed else None
             return ranked.ids.view(B, S), weights, None
-        given = (flat, seen, positions, self.sampling, request, None, self.vocabulary)
-        ids = sampling.choose(*given).ids
+        given = (seen, positions, self.sampling, request, None, self.vocabulary)
+        ids = projection.choose(scored, *given).ids
         return ids.view(B, S), None, None
 
 

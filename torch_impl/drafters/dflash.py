@@ -23,12 +23,13 @@ from torch_impl.layers import (
     rotary_frequencies,
     write_keys,
 )
-from torch_impl.model import Forward, Model, logits
-from torch_impl.ops import draft_tree, linear, ranks, verify_rows
+from torch_impl.model import Forward, Model, projected
+from torch_impl.ops import draft_tree, linear, projection, ranks, verify_rows
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import embedded, rms_norm
-from torch_impl.ops.linear import normed_product, product, product_float32
+from torch_impl.ops.linear import normed_product, product
 from torch_impl.ops.mix import PagedKV
+from torch_impl.ops.projection import Projection
 from torch_impl.ops.vocabulary import Vocabulary
 from torch_impl.records import BlockWeights
 
@@ -95,13 +96,13 @@ class BlockDrafter:
         filled = fill(self.weights, embed, self.frequencies, newest, rows, kv, self.target.group)
         first, is_weighed = block.first_slot, shape.shares_rows(len(newest))
         hidden = filled[:, first : first + shape.depth]
-        scored = scores(self.target, self.weights, hidden.flatten(0, 1))
-        scored = scored.unflatten(0, (-1, shape.depth))
+        scored = head(self.target, self.weights, hidden.flatten(0, 1))
         rank = own_ranking(self.target, self.weights, rank)
         if block.markov is None:
-            chosen = rank.chain(scored, is_weighed)
+            chosen = rank.chain(scored, shape.depth, is_weighed)
         else:
-            chosen = dspark.chain(self.weights, newest, filled, scored, rank, is_weighed)
+            logits = projection.scores(scored).unflatten(0, (-1, shape.depth))
+            chosen = dspark.chain(self.weights, newest, filled, logits, rank, is_weighed)
         drafts, edges, processed = chosen
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
@@ -110,13 +111,11 @@ class BlockDrafter:
         return Drafted(tokens, parents, num_nodes, weights, processed)
 
 
-def scores(
-    target: Model, weights: BlockWeights, hidden: Float[Tensor, "R hidden"]
-) -> Float[Tensor, "R share"]:
-    """Of the head's tokens that this rank scores, by its own `lm_head` or the target's."""
+def head(target: Model, weights: BlockWeights, hidden: Float[Tensor, "R hidden"]) -> Projection:
+    """What scores the tokens that this rank has: its own `lm_head` or the target's."""
     if weights.lm_head is None:
-        return logits(target, hidden)
-    return product_float32(hidden, weights.lm_head)
+        return projected(target, hidden)
+    return Projection(hidden, weights.lm_head)
 
 
 def own_ranking(target: Model, weights: BlockWeights, rank: Ranking) -> Ranking:

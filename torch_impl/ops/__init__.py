@@ -37,6 +37,7 @@ class Kernels:
     fp8_activations: ModuleType
     heads: ModuleType
     layers: ModuleType
+    leaves: ModuleType
     linear: ModuleType
     mailboxes: ModuleType
     mix: ModuleType
@@ -65,6 +66,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import fp8_activations as fp8_activations_kernel
     from kernels.triton_gpu import heads as heads_kernel
     from kernels.triton_gpu import layers as layers_kernel
+    from kernels.triton_gpu import leaves as leaves_kernel
     from kernels.triton_gpu import linear as linear_kernel
     from kernels.triton_gpu import mailboxes as mailboxes_kernel
     from kernels.triton_gpu import mix as mix_kernel
@@ -89,6 +91,7 @@ if torch.cuda.is_available():
         fp8_activations=fp8_activations_kernel,
         heads=heads_kernel,
         layers=layers_kernel,
+        leaves=leaves_kernel,
         linear=linear_kernel,
         mailboxes=mailboxes_kernel,
         mix=mix_kernel,

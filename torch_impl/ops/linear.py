@@ -313,15 +313,23 @@ def _multiplied(
     x: Float[Tensor, "R inputs"],
     weight: Matrix,
     *,
-    out_type: torch.dtype | None = None,
-    squares: Float[Tensor, "R chunks"] | None = None,
-    eps: float = 0.0,
-    is_gated: bool = False,
-    factor: float = 1.0,
-    added: Float[Tensor, "R outputs"] | None = None,
     norm: Float[Tensor, " outputs"] | None = None,
-    gather: Any = None,
+    **how: Any,
 ) -> Stream:
+    out, scaled, sums, _ = kernel_products(kernels, x, weight, norm=norm, **how)
+    return Stream(out, norm, scaled, sums)
+
+
+def kernel_products(
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    *,
+    out_type: torch.dtype | None = None,
+    is_gated: bool = False,
+    **how: Any,
+) -> tuple[Any, ...]:
+    """What `kernels.linear.product` gives, by the tiles of such a product."""
     tables, row_scales = kernels.tiles, None
     tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
         item_bytes=weight.item_bytes,
@@ -333,21 +341,15 @@ def _multiplied(
     out_type = out_type or x.dtype
     if weight.quantises:
         x, row_scales = kernels.fp8_activations.quantised(x)
-    out, scaled, sums = kernels.linear.product(
+    return kernels.linear.product(
         x.contiguous(),
         weight.values,
         weight.scales,
         row_scales,
         out_type=out_type,
-        squares=squares,
-        eps=eps,
         is_gated=is_gated,
         bias=weight.bias,
-        factor=factor,
-        added=added,
-        norm=norm,
         order=SQUARES,
         tiles=tiles,
-        gather=gather,
+        **how,
     )
-    return Stream(out, norm, scaled, sums)

@@ -1,0 +1,82 @@
+"""As `shared.spec.projection`.
+
+On a GPU the product leaves what a choice needs of each block of its outputs, and stores the scores
+of blocks of rows of which one asks for more; see `jax_impl.ops`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain, sampling
+from jax_impl.ops.linear import Matrix, kernel_products, product_float32
+from jax_impl.ops.sampling import Chosen, Sampling, Seen
+from jax_impl.ops.vocabulary import ALL, Vocabulary
+from shared.spec.noise import TARGET_STREAM
+
+
+class Projection(NamedTuple):
+    """Rows and a head, not multiplied yet; fields as in the specification."""
+
+    rows: Float[jax.Array, "R hidden"]
+    weight: Matrix
+    factor: float = 1.0
+
+
+def scores(projection: Projection) -> Float[jax.Array, "R share"]:
+    """The scores of the tokens that this rank has, float32."""
+    return product_float32(projection.rows, projection.weight, projection.factor)
+
+
+def plain_choose(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[jax.Array, " R"],
+    params: Sampling,
+    request: Int[jax.Array, " R"],
+) -> Chosen:
+    """As the specification, of a whole head and without a mask."""
+    return sampling.choose(scores(projection), seen, positions, params, request, None)
+
+
+def kernel_choose(
+    kernels: Kernels,
+    projection: Projection,
+    seen: Seen,
+    positions: Int[jax.Array, " R"],
+    params: Sampling,
+    request: Int[jax.Array, " R"],
+) -> Chosen:
+    """As `plain_choose`, of a whole head and without a mask."""
+    rows, weight = projection.rows, projection.weight
+    asks = kernels.leaves.asking(seen, positions, params, request)
+    how = {"factor": projection.factor, "out_type": jnp.float32, "asks": asks}
+    logits, _, _, left = kernel_products(kernels, rows, weight, **how)
+    chosen = kernels.sampling.choose(
+        *(logits, seen, positions, params, request, None),
+        stream=TARGET_STREAM,
+        tiles=kernels.tiles.sampling.of(rows=len(rows)),
+        leaves=left,
+    )
+    return Chosen(*chosen)
+
+
+_choose_joined = kernel_or_plain(kernel_choose, plain_choose, is_bfloat16)
+
+
+def choose(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[jax.Array, " R"],
+    params: Sampling,
+    request: Int[jax.Array, " R"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Chosen:
+    """As the specification; with a mask, or of a rank's part of a head, from the scores."""
+    given = (seen, positions, params, request)
+    if allowed is None and vocabulary.group.is_alone:
+        return _choose_joined(projection, *given)
+    return sampling.choose(scores(projection), *given, allowed, vocabulary)

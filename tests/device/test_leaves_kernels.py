@@ -1,0 +1,184 @@
+"""What the blocks of a head leave, and the choice from it, against the specification's
+choice from whole scores: on a GPU for real, elsewhere interpreted.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jax_impl.ops.sampling
+import torch_impl.ops.sampling
+from kernels.tiles import LinearTiles, SamplingTiles
+from shared.spec import projection as spec
+from shared.spec.noise import TARGET_STREAM
+from shared.spec.numerics import SQUARES
+from shared.spec.sampling import Sampling, Seen, choose
+from tests.support.cases.projection import greedy_arguments
+from tests.support.cases.sampling import asked, f32, i32
+from tests.support.implementations import to_jax, to_torch
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
+from tests.support.linear_kernels import normal, tiles
+from tests.support.op_case import OpCase
+from tests.support.op_sides import SIDES, Operation, Side
+from tests.support.records import mapped
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+R, K, VOCAB = 20, 128, 301
+TILES = SamplingTiles(
+    groups=2,
+    warps=4,
+    programs=2,
+    row_programs=2,
+    at_once=2,
+    row_warps=4,
+    sampled=64,
+    listed=64,
+)
+CUTS = {
+    ("pallas", "swapped"): tiles(),
+    ("triton", "swapped"): tiles(),
+    ("triton", "described"): tiles(swapped=False, described=True, persistent=True),
+}
+CUTS = {key: cut for key, cut in CUTS.items() if key[0] in KERNELS}
+
+
+def of_requests() -> Sampling:
+    """Eight requests: three that ask for nothing, and one for each thing that scores are for."""
+    bias = np.zeros((8, 2), np.float32)
+    bias[3, 1] = 2
+    return asked(
+        8,
+        VOCAB,
+        temperature=f32(0, 0, 0, 0, 0.8, 1, 0, 0),
+        top_p=f32(0.5, 1, 1, 1, 1, 0.7, 1, 1),
+        presence=f32(0, 0, 0, 0, 0, 0, 0.5, 0),
+        min_length=i32(0, 0, 0, 0, 0, 0, 0, 40),
+        bias_ids=np.tile(i32(2, 7), (8, 1)),
+        bias_values=bias,
+    )
+
+
+def case() -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Rows, a head and what is chosen by; the last block of rows asks for nothing."""
+    rng = np.random.default_rng(7)
+    x, weight = normal(0, R, K), normal(1, VOCAB, K) / 8
+    weight[[9, 200]] = 3 * weight[3]  # the best of some rows, in two blocks; ties go by id
+    x[1] = weight[3] * 8
+    x[2, 5] = np.nan
+    x[17, 5], weight[70, 5] = np.inf, 0.5
+    x[18] = 0
+    request = np.concatenate([i32(1, 1, 2), rng.permutation(8), i32(3, 0, 7, 6, 4, 0, 1, 2, 1)])
+    path = np.zeros((R, 0), np.int32)
+    given = {
+        "seen": Seen(rng.integers(0, 3, (8, VOCAB)).astype(np.int32), request, path, path > 0),
+        "positions": np.arange(30, 30 + R, dtype=np.int32),
+        "sampling": of_requests(),
+        "request": request.astype(np.int32),
+    }
+    return x, weight, given
+
+
+def in_torch(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str, Any]) -> Any:
+    """Asks, whole scores, those of rows that ask, and a choice that reads no others."""
+    device, kernels = "cuda" if ON_GPU else "cpu", SimpleNamespace(**KERNELS["triton"])
+
+    def leaf(x: Any) -> Any:
+        return to_torch(x).to(device) if isinstance(x, np.ndarray) else x
+
+    given = {k: mapped(v, leaf, torch_impl.ops.sampling) for k, v in given.items()}
+    rows, head = (torch.from_numpy(a).to(device).bfloat16() for a in (x, weight))
+    how = {"out_type": torch.float32, "order": SQUARES, "tiles": cut}
+    asks = kernels.leaves.asking(**given)
+    whole, *_ = kernels.linear.product(rows, head, None, **how)
+    stored, _, _, left = kernels.linear.product(rows, head, None, asks=asks, **how)
+    stored = torch.where(asks[:, None] > 0, stored, torch.nan)
+    how = {"allowed": None, "stream": TARGET_STREAM, "tiles": TILES, "leaves": left}
+    found = asks, whole, stored, *kernels.sampling.choose(stored, **given, **how)
+    return [y.cpu().numpy() for y in found]
+
+
+def in_jax(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str, Any]) -> Any:
+    """As `in_torch`."""
+    kernels = SimpleNamespace(**KERNELS["pallas"])
+
+    def run(x: Any, weight: Any, given: dict[str, Any]) -> Any:
+        rows, stack = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)[None]
+        how = {"first": 0, "out_type": jnp.float32, "order": SQUARES, "tiles": cut}
+        how |= {"norm_layer": jnp.int32(0), "interpret": INTERPRET}
+        asks = kernels.leaves.asking(**given)
+        whole, *_ = kernels.linear.product(rows, stack, None, jnp.int32(0), **how)
+        stored, _, _, left = kernels.linear.product(
+            rows, stack, None, jnp.int32(0), asks=asks, **how
+        )
+        stored = jnp.where(asks[:, None] > 0, stored, jnp.nan)
+        how = {"allowed": None, "stream": TARGET_STREAM, "tiles": TILES, "leaves": left}
+        how |= {"interpret": INTERPRET}
+        return asks, whole, stored, *kernels.sampling.choose(stored, **given, **how)
+
+    given = {k: mapped(v, to_jax, jax_impl.ops.sampling) for k, v in given.items()}
+    return [np.asarray(y) for y in jax.jit(run, compiler_options=OPTIONS)(x, weight, given)]
+
+
+@pytest.mark.parametrize(("language", "cut"), CUTS, ids=str)
+def test_rows_are_chosen_from_what_blocks_leave_as_from_whole_scores(
+    language: str, cut: str
+) -> None:
+    x, weight, given = case()
+    run = in_torch if language == "triton" else in_jax
+    asks, whole, stored, ids, finite = run(x, weight, CUTS[language, cut], given)
+    want = choose(whole, **given, allowed=None)
+    of_rows = {name: given[name] for name in ("seen", "positions", "request")}
+    np.testing.assert_array_equal(asks, spec.asking(params=given["sampling"], **of_rows))
+    assert 0 < asks[:16].sum() < 16
+    assert not asks[16:].any()
+    np.testing.assert_array_equal(stored[asks > 0], whole[asks > 0])
+    np.testing.assert_array_equal(ids, want.ids)
+    np.testing.assert_array_equal(finite, want.is_finite)
+    assert list(np.flatnonzero(~finite)) == [2, 17]
+    assert ids[1] == 9  # of two equal ones in different blocks the first
+    assert ids[18] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("R", [1, 8, 32, 128, 512])
+def test_a_models_head_gives_both_frameworks_the_tokens_of_whole_scores(R: int) -> None:
+    """Of rows of which none asks for scores, and of those of which every ninth does."""
+    found = []
+    for is_mixed in (False, True):
+        arguments = greedy_arguments(1, R=R, K=4096, N=151_936, temperature=0.0)
+        if is_mixed:
+            arguments["params"].temperature[::9] = 0.8
+        case = OpCase(
+            op="projection",
+            function="choose",
+            name="head",
+            make=lambda _, given=arguments: given,
+            dtype="bfloat16",
+            wide=("seen", "params"),
+        )
+        for side in (make() for make in SIDES.values()):
+            placed = side.placed(case, case.arguments(0))
+            joined = side.run(side.operation(case), placed)
+            apart = side.run(Operation(choose_apart(side), ()), placed)
+            found.append([*joined, *apart])
+            side.release()
+    for of_torch, of_jax in (found[:2], found[2:]):
+        for ids, is_finite, want, want_finite in (of_torch, of_jax):
+            np.testing.assert_array_equal(ids, want)
+            np.testing.assert_array_equal(is_finite, want_finite)
+        np.testing.assert_array_equal(of_torch[0], of_jax[0])
+
+
+def choose_apart(side: Side) -> Callable[..., Any]:
+    """The product with the head, and then the choice from its scores."""
+    projection = import_module(f"{side.name}_impl.ops.projection")
+    sampling = import_module(f"{side.name}_impl.ops.sampling")
+    return lambda rows, *given: sampling.choose(projection.scores(rows), *given)
