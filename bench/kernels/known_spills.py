@@ -49,6 +49,10 @@ WIDE = (
     "32 x 64 nodes after 512",
     "hybrid, prompt of 64",
 )
+HEADS = (
+    *(f"head, {rows} rows, greedy" for rows in (128, 256, 512)),
+    "head, 512 rows, at a temperature",
+)
 GATED_CODES = "it holds sums of gate and up beside those of a block, by tiles of proven bits"
 FEW = "ptxas stores one number rather than take more than 56 registers"
 MANY_WARPS = "its 16 warps can have no more than 128 registers"
@@ -68,10 +72,17 @@ EXCUSES = (
     Excuse("attend", ("heads of 192, prompt of 512",), 1828, PADDED),
     Excuse("attend", PROMPTS, 1600, "what is summed over spans, which waits outside of the loops"),
     Excuse("choose_rows", (CHAINS, SCORED, CODES), 8, FEW),
+    Excuse("choose_rows", ("head, 1 rows, greedy",), 8, FEW),
     Excuse("choose_rows", (FED,), 24, SOME),
     Excuse("choose_tiles", (CHAINS, BLOCKS), 8, FEW),
     Excuse("delta_mix", ("8 x chain of 4", EXPERTS, EXPERTS_OF_RANKS), 64, TIMED),
     Excuse("described_product", (CODES, CODES_FED), 144, GATED_CODES),
+    Excuse(
+        "described_product",
+        HEADS,
+        52,
+        "what groups hold of rows with a temperature, after the sums",
+    ),
     Excuse("next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
         "find_border", (TREES, LOTS, EXPERTS, EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS

@@ -13,37 +13,68 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Int, Int32
+from jaxtyping import Float32, Int, Int32
 
 from kernels.pallas_gpu.scores import (
     HIGHEST,
     KEY_OF_INFINITY,
     LOWEST,
+    PAIRS,
     first_token,
     key_of,
-    tokens_of,
+    score_of,
+    weight_of,
 )
 from kernels.pallas_gpu.winners import load_row
+
+GROUP = 2 * PAIRS
+NOTHING, SCORES, GROUPS = range(3)
+
+
+class Asks(NamedTuple):
+    """What each row asks a head for.
+
+    Attributes:
+      asks: `NOTHING` but the best token; `SCORES`; or `GROUPS`, and the scores for a second pass.
+      warmth: The temperature of rows that ask for groups; 1 of the others.
+    """
+
+    asks: Int32[jax.Array, " R"]
+    warmth: Float32[jax.Array, " R"]
 
 
 class Leaves(NamedTuple):
     """What the blocks of a product with a head have left.
 
     Attributes:
-      asks: 1 for each row whose scores are in memory, else 0.
-      keys, ids: Of the best token of each block of outputs; there may be room for more rows.
+      asks, warmth: See `Asks`.
+      keys, ids: Of the best token of each block of outputs.
       bad: 1 where some score of a block is not finite.
+      peaks, masses: Of groups of rows with a temperature, see `scores.store_groups`.
     """
 
-    asks: Int32[jax.Array, " R"]
-    keys: Int32[jax.Array, "rows blocks"]
-    ids: Int32[jax.Array, "rows blocks"]
-    bad: Int32[jax.Array, "rows blocks"]
+    asks: Any
+    warmth: Any
+    keys: Any
+    ids: Any
+    bad: Any
+    peaks: Any
+    masses: Any
 
-    @classmethod
-    def of(cls, asks: Int32[jax.Array, " R"], blocks: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The arrays in which so many blocks leave something."""
-        return (jax.ShapeDtypeStruct((len(asks), blocks), jnp.int32),) * 3
+
+def room_of(rows: int, outputs: int, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays in which blocks of so many columns leave something, by their names in `Leaves`.
+
+    Raises:
+      ValueError: The blocks do not have whole groups.
+    """
+    if columns % GROUP:
+        raise ValueError(f"blocks of a head must have whole groups of {GROUP}, got {columns}")
+    of_blocks = jax.ShapeDtypeStruct((rows, pl.cdiv(outputs, columns)), jnp.int32)
+    groups = (rows, pl.cdiv(outputs, GROUP))
+    room = dict.fromkeys(("keys", "ids", "bad"), of_blocks)
+    room["peaks"] = jax.ShapeDtypeStruct(groups, jnp.int32)
+    return room | {"masses": jax.ShapeDtypeStruct(groups, jnp.float32)}
 
 
 def asking(
@@ -51,24 +82,27 @@ def asking(
     positions: Int[jax.Array, " R"],
     sampling: Any,
     request: Int[jax.Array, " R"],
-) -> Int32[jax.Array, " R"]:
-    """1 for each row that asks for more than its best token, which takes its scores; else 0.
+) -> Asks:
+    """What rows ask for: scores where some are edited, and groups where there is a temperature.
 
     XLA makes one kernel of it.
 
     Args:
       seen, positions, sampling, request: As of `sampling.choose`.
     """
-    asks = (sampling.temperature > 0) | (sampling.repetition != 1)
-    asks |= (sampling.presence != 0) | (sampling.frequency != 0)
-    asks |= (sampling.bias_values != 0).any(axis=1)
-    asks = asks[request] | (positions < sampling.min_length[request])
-    return asks.astype(jnp.int32)
+    is_edited = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
+    is_edited |= (sampling.bias_values != 0).any(axis=1)
+    is_edited = is_edited[request] | (positions < sampling.min_length[request])
+    warmth = sampling.temperature[request]
+    is_warm = (warmth > 0) & ~is_edited
+    asks = jnp.where(is_warm, GROUPS, jnp.where(is_edited, SCORES, NOTHING))
+    return Asks(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0))
 
 
-def store_leaves(out, out_ref, asks_ref, left_refs, row, column, block):
+def store_leaves(out, out_ref, given, left_refs, row, column, block):
     """Stores what a block leaves of its rows, and its scores if one of them asks for them."""
     R, N = out_ref.shape
+    *of_blocks, peaks_ref, masses_ref = left_refs
     is_row, is_column = row < R, column < N
     keys = jnp.where(is_column[None, :], key_of(out), LOWEST)
     best = keys.max(axis=1)
@@ -76,24 +110,49 @@ def store_leaves(out, out_ref, asks_ref, left_refs, row, column, block):
     magnitudes = lax.bitcast_convert_type(out, jnp.int32) & HIGHEST
     is_bad = jnp.where(is_column[None, :], magnitudes, 0).max(axis=1) >= KEY_OF_INFINITY
     at_row = jnp.where(is_row, row, R)  # outside for the interpreter
-    for ref, left in zip(left_refs, (best, ids, is_bad.astype(jnp.int32)), strict=True):
+    for ref, left in zip(of_blocks, (best, ids, is_bad.astype(jnp.int32)), strict=True):
         pltriton.store(ref.at[at_row, jnp.full(row.shape, block)], left, mask=is_row)
-    asks = pltriton.load(asks_ref.at[row], mask=is_row, other=0)
+    asks = jnp.max(pltriton.load(given.asks.at[row], mask=is_row, other=0))
 
-    @pl.when(jnp.max(asks) > 0)
+    @pl.when(asks != NOTHING)
     def _():
         at = out_ref.at[at_row[:, None], jnp.where(is_column, column, N)[None, :]]
         pltriton.store(at, out, mask=is_row[:, None] & is_column[None, :])
 
+    @pl.when(asks == GROUPS)
+    def _():
+        warmth = pltriton.load(given.warmth.at[row], mask=is_row, other=1.0)
+        where = (peaks_ref, masses_ref, at_row, row, column, block, N)
+        _store_groups(out / warmth[:, None], *where)
 
-def has_logits(leaves, row):
-    """Whether a row's logits are in memory, which all are where no head has left anything."""
-    return True if leaves is None else leaves.asks[row] != 0
+
+def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, outputs):
+    """As `scores.store_groups`, of the groups of a block of rows."""
+    groups = x.shape[1] // GROUP
+    shape = (x.shape[0], groups, GROUP)
+    keys = jnp.where((column < outputs)[None, :], key_of(x), LOWEST).reshape(shape)
+    peaks = keys.max(axis=2)
+    weights = weight_of(x.reshape(shape), score_of(peaks)[:, :, None], 1.0)
+    units = jnp.where(keys > LOWEST, jnp.floor(weights * 2.0**24 + 0.5), 0.0).astype(jnp.int32)
+    masses = units.sum(axis=2).astype(jnp.float32) * 2.0**-24
+    group, of_row = block * groups + lax.iota(jnp.int32, groups), peaks_ref.shape[1]
+    at = (at_row[:, None], jnp.where(group < of_row, group, of_row)[None, :])
+    inside = (row < peaks_ref.shape[0])[:, None] & (group < of_row)[None, :]
+    pltriton.store(peaks_ref.at[at], peaks, mask=inside)
+    pltriton.store(masses_ref.at[at], masses, mask=inside)
 
 
-def join_leaves(leaves, row, inputs, sizes):
-    """The best token of a row, of what all blocks have left, and whether its scores are finite."""
+def asked_of(leaves, row):
+    """What a row asks for: scores, where no head has left anything."""
+    return SCORES if leaves is None else leaves.asks[row]
+
+
+def best_left(leaves, row):
+    """The best token of what all blocks have left of a row."""
     keys, ids = load_row(leaves.keys, (row,), LOWEST), load_row(leaves.ids, (row,), HIGHEST)
-    _, winner = first_token(keys, ids)
-    is_finite = 1 - jnp.max(load_row(leaves.bad, (row,), 0))
-    return tokens_of(jnp.minimum(winner, sizes.vocab - 1), inputs, sizes), is_finite
+    return first_token(keys, ids)[1]
+
+
+def is_left_bad(leaves, row):
+    """Whether some block has left word of scores that are not finite."""
+    return jnp.max(load_row(leaves.bad, (row,), 0))

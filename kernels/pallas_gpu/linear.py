@@ -18,7 +18,7 @@ from jaxtyping import Float, Float32, Int, Int32
 
 from kernels.mail import is_joined
 from kernels.pallas_gpu.fp8 import widened
-from kernels.pallas_gpu.leaves import Leaves, store_leaves
+from kernels.pallas_gpu.leaves import Asks, Leaves, room_of, store_leaves
 from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
 from kernels.pallas_gpu.linear_sums import Block, Factors, sums_of
 from kernels.pallas_gpu.ranks import Gather, Link, Tile, gathered, share_tiles
@@ -40,7 +40,7 @@ class Given(NamedTuple):
       norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
         next reader.
       place: See `ranks.Gather`; None where ranks gather nothing, or afterwards.
-      asks: Of a head: rows whose result is asked for.
+      asks, warmth: Of a head, see `leaves.Asks`.
     """
 
     scales: Any
@@ -52,6 +52,7 @@ class Given(NamedTuple):
     norm_layer: Any
     place: Any
     asks: Any
+    warmth: Any
 
 
 def product(
@@ -75,7 +76,7 @@ def product(
     order: SquaresOrder,
     tiles: LinearTiles,
     gather: Gather | None = None,
-    asks: Int32[jax.Array, " R"] | None = None,
+    asks: Asks | None = None,
     interpret: bool = False,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
@@ -186,7 +187,7 @@ def product(
         scaled = shape((R, gather.boxes.ranks * N), out_type)
         sums = None if sums is None else shape((R, gather.boxes.ranks * chunks), jnp.float32)
         out = None if added is None else out
-    left = None if asks is None else Leaves.of(asks, blocks[1])
+    left = None if asks is None else tuple(room_of(R, N, tiles.columns).values())
     *found, left = pl.pallas_call(
         functools.partial(
             _product_kernel,
@@ -221,11 +222,11 @@ def product(
             norm,
             norm_layer.reshape(1),
             gather.place if gather is not None and joins else None,
-            asks,
+            *(asks or (None, None)),
         ),
     )
     if gather is None:
-        return (*found, None if asks is None else Leaves(asks, *left))
+        return (*found, None if asks is None else Leaves(*asks, *left))
     if not joins:
         return _gathered(*found, gather)
     return (found[1], None, None, None) if added is None else (*found, None)
@@ -308,7 +309,7 @@ def _product_kernel(
             norm = _norm_of(given, at_column, is_column)
         read = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
     if left_refs is not None:
-        store_leaves(out, out_ref, given.asks, left_refs, row, column, block)
+        store_leaves(out, out_ref, given, left_refs, row, column, block)
         return
     if link is not None:
         words = R * outputs * out.dtype.itemsize // 4

@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Float, Float32, Int, Int32
+from jaxtyping import Float, Float32, Int
 
 from kernels.pallas_gpu.layers import beside
-from kernels.pallas_gpu.leaves import Leaves
+from kernels.pallas_gpu.leaves import Asks, Leaves, room_of
 from kernels.pallas_gpu.linear_result import WIDE, Result, scales_of
 from kernels.pallas_gpu.linear_ring import (
     LINE_BYTES,
@@ -101,7 +101,7 @@ def described_product(
     norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
-    asks: Int32[jax.Array, " R"] | None = None,
+    asks: Asks | None = None,
 ) -> tuple[
     Float[jax.Array, "R outputs"],
     Float[jax.Array, "R outputs"] | None,
@@ -132,9 +132,10 @@ def described_product(
     columns = pl.cdiv(N, tiles.columns)
     results = {"out": jax.ShapeDtypeStruct((len(operands["x"]), N), out_type)}
     if asks is not None:
-        padded = jnp.pad(asks, (0, row_blocks * tiles.rows - R))
-        operands["asks"] = padded.reshape(-1, WIDE).max(axis=1)
-        results |= dict(zip(Leaves._fields[1:], Leaves.of(padded, columns), strict=True))
+        asked, warmth = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks)
+        # The warmth of a row that is none divides what nobody reads.
+        operands |= {"asks": asked.reshape(-1, WIDE).max(axis=1), "warmth": warmth}
+        results |= room_of(len(warmth), N, tiles.columns)
     work = Work(
         operands=tuple(operands),
         results=tuple(results),
@@ -161,7 +162,7 @@ def described_product(
     out = out[:R]
     if added is not None:
         return (out, *beside(out, norm, norm_layer, order=order), None)
-    return out, None, None, Leaves(asks, *left) if left else None
+    return out, None, None, Leaves(*asks, *left) if asks else None
 
 
 def _check(tiles: LinearTiles, out_type: np.dtype) -> None:

@@ -15,7 +15,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from kernels.pallas_gpu.scores import HIGHEST, KEY_OF_INFINITY, LOWEST, key_of
+from kernels.pallas_gpu.leaves import GROUP, GROUPS, NOTHING
+from kernels.pallas_gpu.scores import HIGHEST, KEY_OF_INFINITY, LOWEST, key_of, score_of
 from kernels.pallas_gpu.squares import add_up, load_squares
 
 WIDE = 64
@@ -54,7 +55,7 @@ class Result:
         self._out_ref, self._added_ref, self._scale_ref = refs.out, refs.added, refs.scale
         self._bias_ref, self._layer_ref = refs.bias, refs.layer
         self._work, self._row, self._column = work, row, column
-        self._asks_ref, self._left_refs = refs.asks, (refs.keys, refs.ids, refs.bad)
+        self._refs = refs
         self._parts = shared.parts.at[group]
         self._come = [shared.come.at[group * PARTS + slot] for slot in range(PARTS)]
         self._line = shared.parts.shape[-1]
@@ -96,6 +97,7 @@ class Result:
 
     def leave(self, sums):
         """Stores what the block leaves of its rows, and its scores if one of them asks for them."""
+        of_blocks = (self._refs.keys, self._refs.ids, self._refs.bad)
         for down in dict(self._places):
             best, ids, most = (None,) * 3
             for at in (at for of_rows, at in self._places if of_rows == down):
@@ -115,15 +117,53 @@ class Result:
             is_bad = jnp.where(most.max(axis=1) >= KEY_OF_INFINITY, 1, 0)
             rows = pl.ds(self._row + down, WIDE)
             block = lax.div(self._column, self._work.tiles.columns)
-            for ref, left in zip(self._left_refs, (first, winner, is_bad), strict=True):
+            for ref, left in zip(of_blocks, (first, winner, is_bad), strict=True):
                 ref[rows, block] = left
-        asks = self._asks_ref[lax.div(self._row, WIDE)]
+        asks_ref, first = self._refs.asks, lax.div(self._row, WIDE)
+        asks = asks_ref[first]
         for number in range(1, self._work.tiles.rows // self._work.groups // WIDE):
-            asks |= self._asks_ref[lax.div(self._row, WIDE) + number]
+            asks = jnp.maximum(asks, asks_ref[first + number])
 
-        @pl.when(asks != 0)
+        @pl.when(asks != NOTHING)
         def _store():
             self.store(sums)
+
+        @pl.when(asks == GROUPS)
+        def _leave_groups():
+            for down in dict(self._places):
+                rows = pl.ds(self._row + down, WIDE)
+                warmth = plgpu.load(
+                    self._refs.warmth.at[rows], layout=_LAYOUT.reduce(1), optimized=False
+                )
+                for at in range(0, min(self._work.tiles.columns, self._work.outputs), GROUP):
+                    self._leave_group(sums, rows, down, at, warmth)
+
+    def _leave_group(self, sums, rows, down, at, warmth):
+        """As `scores.store_groups`, of a group of rows with a temperature."""
+        keys, scores = [], []
+        for part in range(at, at + GROUP, self._line):
+            x = self._finished(sums, down, part)
+            x = _divide(x, lax.broadcast_in_dim(warmth, x.shape, [0]))
+            column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
+            is_one = column + (self._column + part) < self._work.outputs
+            scores.append(x)
+            keys.append(jnp.where(is_one, key_of(x), LOWEST))
+        peaks = functools.reduce(jnp.maximum, keys).max(axis=1)
+        across = lax.broadcast_in_dim(score_of(peaks), scores[0].shape, [0])
+        total = None
+        for key, x in zip(keys, scores, strict=True):
+            weight = _exp2((x - across) * _LOG2_E)
+            weight = jnp.where(weight <= 1, weight, 0.0)
+            # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
+            units = jnp.where(key > LOWEST, weight * 2.0**24 + 0.5, 0.0).astype(jnp.int32)
+            total = units if total is None else total + units
+        masses = total.sum(axis=1).astype(jnp.float32) * 2.0**-24
+        group = lax.div(self._column + at, GROUP)
+
+        @pl.when(group < self._refs.peaks.shape[1])
+        def _store():
+            self._refs.peaks[rows, group] = peaks
+            self._refs.masses[rows, group] = masses
 
     def _finished(self, sums, down, at):
         gate, *up = (x[down : down + WIDE, at : at + self._line] for x in sums)

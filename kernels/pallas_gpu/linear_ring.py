@@ -91,9 +91,12 @@ class Refs(NamedTuple):
     bias: Any = None
     added: Any = None
     asks: Any = None
+    warmth: Any = None
     keys: Any = None
     ids: Any = None
     bad: Any = None
+    peaks: Any = None
+    masses: Any = None
 
 
 class Shared(NamedTuple):

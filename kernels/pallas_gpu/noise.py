@@ -25,6 +25,9 @@ LOG_TERMS = (
 )
 """Coefficients of (log(1 + f) - f + f^2 / 2) / f^3 for 1 + f from sqrt(1/2) to sqrt(2)."""
 
+MOST_NOISE = 16.7
+"""Above all noise: a uniform number is at most 1 - 2^-24, so none lies above 16.64."""
+
 _ROOT_HALF = 0x3F3504F3  # the bits of sqrt(1/2)
 
 

@@ -20,7 +20,14 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.guess import guess
-from kernels.pallas_gpu.leaves import Leaves, has_logits, join_leaves
+from kernels.pallas_gpu.leaves import (
+    NOTHING,
+    SCORES,
+    Leaves,
+    asked_of,
+    best_left,
+    is_left_bad,
+)
 from kernels.pallas_gpu.noise import log, noise_of_words
 from kernels.pallas_gpu.scores import (
     HIGHEST,
@@ -212,7 +219,7 @@ def _ranked(
     groups = pl.cdiv(vocab, GROUP)
     num_tiles = pl.cdiv(groups, tiles.groups)
     inputs = inputs_of(logits, seen, positions, sampling, request, allowed, columns, keys, stream)
-    sizes = sizes_of(vocab, seen, sampling, allowed, nodes, columns)
+    sizes = sizes_of(vocab, seen, sampling, allowed, nodes, columns, leaves is not None)
     chosen = {"sizes": sizes, "width": width, "tau": tau, "groups": tiles.groups}
     chosen |= {"is_scored": is_scored}
     ints, floats = jnp.int32, jnp.float32
@@ -227,11 +234,15 @@ def _ranked(
     outputs += [array(x.shape, floats) for x in scores]
     left = () if leaves is None else tuple(leaves)
     chosen |= {"num_left": len(left)}
+    aliases = {NUM_INPUTS + len(left): 4} if is_scored else {}
+    if leaves is not None:  # what groups hold stays where no row is looked at
+        outputs[:2] = [array(x.shape, x.dtype) for x in (leaves.peaks, leaves.masses)]
+        aliases |= {NUM_INPUTS + len(left) - 2 + number: number for number in range(2)}
     *outputs, bad = pl.pallas_call(
         functools.partial(_tiles_kernel, **chosen),
         grid=(num_tiles, R),
         out_shape=[*outputs, array((R, num_tiles), ints)],
-        input_output_aliases={NUM_INPUTS + len(left): 4} if is_scored else {},
+        input_output_aliases=aliases,
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
         name="choose_tiles",
@@ -268,16 +279,21 @@ def _ranked(
 def _tiles_kernel(*refs, num_left, **how):
     """One program per tile and row: its best tokens, or what its groups hold before any noise.
 
-    Where the head has left the best of a row, there is nothing to look at.
+    Where the head has left what a row asks for, there is nothing to look at.
     """
     inputs, leaves = Inputs(*refs[:NUM_INPUTS]), _leaves_of(refs, num_left)
     num_partials = 5 if how["is_scored"] else 4
     *outputs, bad_ref = refs[-num_partials - 1 :]
     tile, row = pl.program_id(0), pl.program_id(1)
+    partials = Partials(*outputs)
 
-    @pl.when(has_logits(leaves, row))
+    @pl.when(tile == 0)
     def _():
-        _look_at(tile, row, inputs, Partials(*outputs), bad_ref, **how)
+        partials.notes[row, :] = jnp.zeros((NOTES,), jnp.int32)
+
+    @pl.when(asked_of(leaves, row) == SCORES)
+    def _():
+        _look_at(tile, row, inputs, partials, bad_ref, **how)
 
 
 def _leaves_of(refs, num_left):
@@ -291,10 +307,6 @@ def _look_at(tile, row, inputs, partials, bad_ref, *, groups, sizes, width, tau,
     raw, x = scores_of(ids, inputs, row, wish, sizes)
     bad_ref[row, tile] = has_bad(raw).astype(jnp.int32)
     at = places(group, row, partials.peaks, partials.masses)
-
-    @pl.when(tile == 0)
-    def _():
-        partials.notes[row, :] = jnp.zeros((NOTES,), jnp.int32)
 
     @pl.when(wish.is_filtered)
     def _():
@@ -367,18 +379,25 @@ def _rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_lef
 
     joins = lax.cond(wish.is_filtered, choose, lambda: share == 0)
     leaves = _leaves_of(refs, num_left)
+    asks = asked_of(leaves, row)
     if leaves is not None:
-        is_there = has_logits(leaves, row)
 
-        @pl.when(joins & ~is_there)
+        @pl.when(joins & (asks != SCORES))
         def _():
-            ids_ref[row, 0], finite_ref[row] = join_leaves(leaves, row, inputs, sizes)
+            finite_ref[row] = 1 - is_left_bad(leaves, row)
 
-        joins &= is_there
+        @pl.when(joins & (asks == NOTHING))
+        def _():
+            ids_ref[row, 0] = tokens_of(best_left(leaves, row), inputs, sizes)
+
+        joins &= asks != NOTHING
 
     @pl.when(joins)
     def _():
-        finite_ref[row] = 1 - jnp.max(load_row(bad_ref, (row,), 0))
+        @pl.when(asks == SCORES)
+        def _():
+            finite_ref[row] = 1 - jnp.max(load_row(bad_ref, (row,), 0))
+
         # Volatile, past the cache of the multiprocessor: other programs have written them.
         load = functools.partial(load_row, volatile=not interpret)
         keys, ids = (

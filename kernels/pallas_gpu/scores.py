@@ -58,7 +58,12 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arrays."""
+    """Sizes of the arrays, and which there are.
+
+    Attributes:
+      is_left: A head has left something, so that rows with a temperature are searched as those
+        with a filter are.
+    """
 
     vocab: int
     target_vocab: int
@@ -69,6 +74,7 @@ class Sizes(NamedTuple):
     has_mask: bool
     nodes: int
     has_columns: bool
+    is_left: bool = False
 
 
 class Wish(NamedTuple):
@@ -131,6 +137,7 @@ def sizes_of(
     allowed: jax.Array | None,
     nodes: int,
     columns: jax.Array | None,
+    is_left: bool = False,
 ) -> Sizes:
     """Their sizes, and which there are."""
     num_bias = sampling.bias_ids.shape[1]
@@ -144,6 +151,7 @@ def sizes_of(
         has_mask=allowed is not None,
         nodes=nodes,
         has_columns=columns is not None,
+        is_left=is_left,
     )
 
 
@@ -153,7 +161,7 @@ def wish_of(inputs, row, sizes):
     named = request if sizes.nodes else row  # positions and keys are a request's, or a row's
     temperature = inputs.temperature[request]
     is_filtered = (inputs.top_p[request] < 1) | (inputs.top_k[request] < sizes.vocab)
-    is_filtered = (is_filtered | (inputs.min_p[request] > 0)) & (temperature > 0)
+    is_filtered = (is_filtered | (inputs.min_p[request] > 0) | sizes.is_left) & (temperature > 0)
     has_penalty = (inputs.presence[request] != 0) | (inputs.frequency[request] != 0)
     has_penalty |= inputs.repetition[request] != 1
     biases = jnp.int32(0)

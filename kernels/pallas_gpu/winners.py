@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.noise import most_noise, noise_of_words
+from kernels.pallas_gpu.noise import MOST_NOISE, most_noise, noise_of_words
 from kernels.pallas_gpu.scores import (
     LOWEST,
     ids_of,
@@ -146,6 +146,9 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
         may_win = jnp.max(x + most_noise(words)) >= score_of(best)
         return lax.cond(may_win, noisy, without_any)
 
+    if tau is None and partials.scores is None:
+        # No noise takes a token of a group past the best one.
+        likely &= score_of(peaks) + MOST_NOISE >= score_of(best)
     is_read = jnp.max(((peaks >= border) & likely).astype(jnp.int32)) > 0
     if width > 1:
         is_read |= tile == 0  # where fewer stay than are asked for, its excluded tokens follow

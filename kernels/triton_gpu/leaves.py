@@ -11,40 +11,70 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Int, Int32
+from jaxtyping import Float32, Int, Int32
 from torch import Tensor
 
 from kernels.triton_gpu.scores import (
     HIGHEST,
     KEY_OF_INFINITY,
     LOWEST,
+    PAIRS,
     first_token,
     inputs_of,
     key_of,
+    score_of,
     sizes_of,
-    tokens_of,
+    weight_of,
     wish_of,
 )
+
+GROUP = 2 * PAIRS.value
+NOTHING, SCORES, GROUPS = (tl.constexpr(kind) for kind in range(3))
 
 
 class Leaves(NamedTuple):
     """What the blocks of a product with a head have left.
 
     Attributes:
-      asks: 1 for each row whose scores are in memory, else 0.
+      asks, warmth: See `Asks`.
       keys, ids: Of the best token of each block of outputs.
       bad: 1 where some score of a block is not finite.
+      peaks, masses: Of groups of rows with a temperature, see `scores.store_groups`.
     """
 
     asks: Int32[Tensor, " R"]
+    warmth: Float32[Tensor, " R"]
     keys: Int32[Tensor, "R blocks"]
     ids: Int32[Tensor, "R blocks"]
     bad: Int32[Tensor, "R blocks"]
+    peaks: Int32[Tensor, "R groups"]
+    masses: Float32[Tensor, "R groups"]
 
     @classmethod
-    def of(cls, asks: Int32[Tensor, " R"], blocks: int) -> "Leaves":
-        """Room for what so many blocks leave."""
-        return cls(asks, *(asks.new_empty(len(asks), blocks) for _ in range(3)))
+    def of(cls, asks: "Asks", outputs: int, columns: int) -> "Leaves":
+        """Room for what blocks of so many columns leave.
+
+        Raises:
+          ValueError: The blocks do not have whole groups.
+        """
+        if columns % GROUP:
+            raise ValueError(f"blocks of a head must have whole groups of {GROUP}, got {columns}")
+        R, room = len(asks.asks), asks.asks.new_empty
+        blocks = (room(R, triton.cdiv(outputs, columns)) for _ in range(3))
+        peaks = room(R, triton.cdiv(outputs, GROUP))
+        return cls(*asks, *blocks, peaks, torch.empty_like(peaks, dtype=torch.float32))
+
+
+class Asks(NamedTuple):
+    """What each row asks a head for.
+
+    Attributes:
+      asks: `NOTHING` but the best token; `SCORES`; or `GROUPS`, and the scores for a second pass.
+      warmth: The temperature of rows that ask for groups; 1 of the others.
+    """
+
+    asks: Int32[Tensor, " R"]
+    warmth: Float32[Tensor, " R"]
 
 
 def asking(
@@ -52,30 +82,34 @@ def asking(
     positions: Int[Tensor, " R"],
     sampling: Any,
     request: Int[Tensor, " R"],
-) -> Int32[Tensor, " R"]:
-    """1 for each row that asks for more than its best token, which takes its scores; else 0.
+) -> Asks:
+    """What rows ask for: scores where some are edited, and groups where there is a temperature.
 
     Args:
       seen, positions, sampling, request: As of `sampling.choose`.
     """
     given = (seen, positions, sampling, request, None)
     asks = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
+    warmth = torch.empty_like(asks, dtype=torch.float32)
     _asking_kernel[(len(positions),)](
-        inputs_of(asks, *given, None, positions, 0),
-        asks,
+        inputs_of(warmth, *given, None, positions, 0),
+        *(asks, warmth),
         sizes=sizes_of(seen.counts.shape[1], seen, sampling, None, 0, None),
         num_warps=1,
     )
-    return asks
+    return Asks(asks, warmth)
 
 
 @triton.jit
-def _asking_kernel(inputs, asks_at, sizes: tl.constexpr):
+def _asking_kernel(inputs, asks_at, warmth_at, sizes: tl.constexpr):
     """One program per row."""
     row = tl.program_id(0)
     wish = wish_of(inputs, row, sizes)
-    asks = (wish.temperature > 0) | wish.has_penalty | wish.is_short | (wish.biases > 0)
-    tl.store(asks_at + row, asks.to(tl.int32))
+    is_edited = wish.has_penalty | wish.is_short | (wish.biases > 0)
+    is_warm = (wish.temperature > 0) & (is_edited == 0)
+    asks = tl.where(is_edited, SCORES, NOTHING)
+    tl.store(asks_at + row, tl.where(is_warm, GROUPS, asks))
+    tl.store(warmth_at + row, tl.where(is_warm, wish.temperature, 1.0))
 
 
 @triton.jit
@@ -95,27 +129,52 @@ def store_leaves(out, ends, row, column, block, num_rows, sizes: tl.constexpr):
     if tl.max(asks) > 0:
         place = row.to(tl.int64)[:, None] * sizes.N + column[None, :]
         tl.store(ends.out + place, out, mask=is_row[:, None] & is_column)
+    if tl.max(asks) == GROUPS:
+        warmth = tl.load(ends.warmth + row, mask=is_row, other=1.0)
+        _store_groups(out / warmth[:, None], ends, row, column, block, num_rows, sizes)
 
 
 @triton.jit
-def has_logits(leaves, row, num_leaves: tl.constexpr):
-    """Whether a row's logits are in memory, which all are where no head has left anything."""
-    is_there = tl.full((), True, tl.int1)
+def _store_groups(x, ends, row, column, block, num_rows, sizes: tl.constexpr):
+    """As `scores.store_groups`, of the groups of a block of rows."""
+    groups: tl.constexpr = x.shape[1] // (2 * PAIRS)
+    shape: tl.constexpr = (x.shape[0], groups, 2 * PAIRS)
+    keys = tl.where((column < sizes.N)[None, :], key_of(x), LOWEST)
+    keys, x = tl.reshape(keys, shape), tl.reshape(x, shape)
+    peaks = tl.max(keys, 2)
+    weights = weight_of(x, score_of(peaks)[:, :, None], 1.0)
+    units = tl.where(keys > LOWEST, tl.floor(weights * 2.0**24 + 0.5), 0.0).to(tl.int32)
+    masses = tl.sum(units, 2).to(tl.float32) * 2.0**-24
+    group, of_row = block * groups + tl.arange(0, groups), tl.cdiv(sizes.N, 2 * PAIRS)
+    at = row[:, None] * of_row + group[None, :]
+    inside = (row < num_rows)[:, None] & (group < of_row)[None, :]
+    tl.store(ends.peaks + at, peaks, mask=inside)
+    tl.store(ends.masses + at, masses, mask=inside)
+
+
+@triton.jit
+def asked_of(leaves, row, num_leaves: tl.constexpr):
+    """What a row asks for: scores, where no head has left anything."""
+    asks = tl.full((), SCORES, tl.int32)
     if num_leaves > 0:
-        is_there = tl.load(leaves.asks + row) != 0
-    return is_there
+        asks = tl.load(leaves.asks + row)
+    return asks
 
 
 @triton.jit
-def join_leaves(
-    leaves, row, best, inputs, sizes: tl.constexpr, num_leaves: tl.constexpr, lanes: tl.constexpr
-):
-    """Stores the best token of a row, of what all blocks have left."""
+def best_left(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
+    """The best token of what all blocks have left of a row."""
     block = tl.arange(0, lanes)
     at, inside = row * num_leaves + block, block < num_leaves
     keys = tl.load(leaves.keys + at, mask=inside, other=LOWEST)
     ids = tl.load(leaves.ids + at, mask=inside, other=HIGHEST)
-    bad = tl.load(leaves.bad + at, mask=inside, other=0)
     _, winner = first_token(keys, ids)
-    tl.store(best.ids + row, tokens_of(tl.minimum(winner, sizes.vocab - 1), inputs, sizes))
-    tl.store(best.is_finite + row, tl.max(bad) == 0)
+    return winner
+
+
+@triton.jit
+def is_left_bad(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
+    """Whether some block has left word of scores that are not finite."""
+    block = tl.arange(0, lanes)
+    bad = tl.load(leaves.bad + row * num_leaves + block, mask=block < num_leaves, other=0)
+    return tl.max(bad)

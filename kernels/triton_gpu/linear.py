@@ -19,7 +19,7 @@ from kernels.tiles import LinearTiles
 from kernels.triton_gpu.codes import add_blocks, width_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
-from kernels.triton_gpu.leaves import Leaves, store_leaves
+from kernels.triton_gpu.leaves import Asks, Leaves, store_leaves
 from kernels.triton_gpu.linear_result import Chunks, Cut, Ends, Sizes, share_result, store_result
 from kernels.triton_gpu.ranks import Box, Gather, gathered, number_of, rank_of
 from kernels.triton_gpu.squares import add_up, squares_of
@@ -49,7 +49,7 @@ def product(
     order: SquaresOrder,
     tiles: LinearTiles,
     gather: Gather | None = None,
-    asks: Int32[Tensor, " R"] | None = None,
+    asks: Asks | None = None,
 ) -> tuple[
     Float[Tensor, "R outputs"],
     Float[Tensor, "R outputs"] | None,
@@ -99,7 +99,7 @@ def product(
     chunks = 0 if squares is None else squares.shape[1]
     out = torch.empty((R, N), dtype=out_type, device=x.device)
     scaled = sums = every = all_sums = None
-    leaves = None if asks is None else Leaves.of(asks, column_blocks)
+    leaves = None if asks is None else Leaves.of(asks, N, tiles.columns)
     out_chunks = 0 if added is None else triton.cdiv(N, order.chunk)
     joins = (
         gather is not None

@@ -19,7 +19,7 @@ class Ends(NamedTuple):
       added, norm: What is added to the result, and what multiplies it for its next reader.
       out, scaled, sums: The result, the same times `norm`, and its squares in chunks.
       eps: Of the norm.
-      asks, keys, ids, bad: See `leaves.Leaves`.
+      asks, warmth, keys, ids, bad, peaks, masses: See `leaves.Leaves`.
       all_words, all_sums: What the ranks have of the result, or of what is `scaled`, and of `sums`.
       mail, clock, call: See `ranks.Gather`.
     """
@@ -33,9 +33,12 @@ class Ends(NamedTuple):
     sums: Any
     eps: Any
     asks: Any
+    warmth: Any
     keys: Any
     ids: Any
     bad: Any
+    peaks: Any
+    masses: Any
     all_words: Any
     all_sums: Any
     mail: Any

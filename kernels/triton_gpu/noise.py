@@ -22,6 +22,9 @@ LOG_TERMS = (
 )
 """Coefficients of (log(1 + f) - f + f^2 / 2) / f^3 for 1 + f from sqrt(1/2) to sqrt(2)."""
 
+MOST_NOISE = tl.constexpr(16.7)
+"""Above all noise: a uniform number is at most 1 - 2^-24, so none lies above 16.64."""
+
 _ROTATIONS = tl.constexpr(ROTATIONS)
 _PARITY = tl.constexpr(PARITY)
 _LOG_TERMS = tl.constexpr(LOG_TERMS)

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from kernels.tiles import SamplingTiles
 from kernels.triton_gpu.guess import guess
-from kernels.triton_gpu.leaves import Leaves, has_logits, join_leaves
+from kernels.triton_gpu.leaves import (
+    NOTHING,
+    SCORES,
+    Leaves,
+    asked_of,
+    best_left,
+    is_left_bad,
+)
 from kernels.triton_gpu.noise import log, noise_of_words
 from kernels.triton_gpu.scores import (
     HIGHEST,
@@ -38,6 +45,7 @@ from kernels.triton_gpu.scores import (
     sharpness_of,
     sizes_of,
     store_groups,
+    tokens_of,
     total_of,
     wish_of,
     words_at,
@@ -195,8 +203,8 @@ def _ranked(
     if is_scored and columns is not None:
         scores.fill_(-torch.inf)  # of tokens that the drafter does not have
     partials = Partials(
-        peaks=new(R, groups, **ints),
-        masses=new(R, groups),
+        peaks=new(R, groups, **ints) if leaves is None else leaves.peaks,
+        masses=new(R, groups) if leaves is None else leaves.masses,
         winners=new(R, num_tiles, width, **ints),
         winner_ids=new(R, num_tiles, width, **ints),
         bad=new(R, num_tiles, **ints),
@@ -210,7 +218,7 @@ def _ranked(
     num_leaves = 0 if leaves is None else leaves.keys.shape[1]
     given = Leaves(*[partials.bad] * len(Leaves._fields)) if leaves is None else leaves
     fixed = {
-        "sizes": sizes_of(vocab, seen, params, allowed, nodes, columns),
+        "sizes": sizes_of(vocab, seen, params, allowed, nodes, columns, leaves is not None),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
     }
     chosen = {"width": width, "tau": tau, "is_scored": is_scored, "num_leaves": num_leaves}
@@ -259,10 +267,13 @@ def _tiles_kernel(
 ):
     """One program per tile and row: its best tokens, or what its groups hold before any noise.
 
-    Where the head has left the best of a row, there is nothing to look at.
+    Where the head has left what a row asks for, there is nothing to look at.
     """
     tile, row = tl.program_id(0), tl.program_id(1)
-    if has_logits(leaves, row, num_leaves):
+    if tile == 0:
+        note = tl.arange(0, NOTES)
+        tl.store(partials.notes + row * NOTES + note, note * 0)
+    if asked_of(leaves, row, num_leaves) == SCORES:
         _look_at(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
 
 
@@ -286,9 +297,6 @@ def _look_at(
     pairs, ids = ids_of(group)
     raw, x = scores_of(ids, inputs, row, wish, sizes)
     tl.store(partials.bad + tile, has_bad(raw).to(tl.int32))
-    if tile == 0:
-        note = tl.arange(0, NOTES)
-        tl.store(partials.notes + note, note * 0)
     places = (
         partials.peaks + group,
         partials.masses + group,
@@ -375,10 +383,14 @@ def _rows_kernel(
     sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
     is_last = share == 0
     if num_leaves > 0:
-        is_left = has_logits(leaves, row, num_leaves) == 0
-        if is_left & is_last:
-            join_leaves(leaves, row, best, inputs, sizes, num_leaves, leaf_lanes)
-        is_last = is_last & (is_left == 0)
+        asks = asked_of(leaves, row, num_leaves)
+        if (asks != SCORES) & is_last:
+            is_bad = is_left_bad(leaves, row, num_leaves, leaf_lanes)
+            tl.store(best.is_finite + row, is_bad == 0)
+        if (asks == NOTHING) & is_last:
+            winner = best_left(leaves, row, num_leaves, leaf_lanes)
+            tl.store(best.ids + row, tokens_of(winner, inputs, sizes))
+        is_last = is_last & (asks != NOTHING)
     if wish.is_filtered:
         support = Support(
             border=tl.load(partials.notes),
@@ -399,8 +411,9 @@ def _rows_kernel(
         is_last = arrived == tl.num_programs(0) - 1
     if is_last:
         place = tl.arange(0, tile_lanes)
-        bad = tl.load(partials.bad + place, mask=place < num_tiles, other=0)
-        tl.store(best.is_finite + row, tl.max(bad) == 0)
+        if asked_of(leaves, row, num_leaves) == SCORES:
+            bad = tl.load(partials.bad + place, mask=place < num_tiles, other=0)
+            tl.store(best.is_finite + row, tl.max(bad) == 0)
         inside = place < num_tiles * width
         # Volatile, past the cache of the multiprocessor: other programs have written them.
         keys = tl.load(partials.winners + place, mask=inside, other=LOWEST, volatile=True)

@@ -56,7 +56,12 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arrays."""
+    """Sizes of the arrays, and which there are.
+
+    Attributes:
+      is_left: A head has left something, so that rows with a temperature are searched as those
+        with a filter are.
+    """
 
     vocab: int
     target_vocab: int
@@ -67,6 +72,7 @@ class Sizes(NamedTuple):
     has_mask: bool
     nodes: int
     has_columns: bool
+    is_left: bool = False
 
 
 class Wish(NamedTuple):
@@ -131,6 +137,7 @@ def sizes_of(
     allowed: Tensor | None,
     nodes: int,
     columns: Tensor | None,
+    is_left: bool = False,
 ) -> Sizes:
     """Their sizes, and which there are."""
     num_bias = sampling.bias_ids.shape[1]
@@ -144,6 +151,7 @@ def sizes_of(
         has_mask=allowed is not None,
         nodes=nodes,
         has_columns=columns is not None,
+        is_left=is_left,
     )
 
 
@@ -160,7 +168,8 @@ def wish_of(inputs, row, sizes: tl.constexpr):
     is_filtered = (tl.load(inputs.top_p + request) < 1) | (
         tl.load(inputs.top_k + request) < sizes.vocab
     )
-    is_filtered = (is_filtered | (tl.load(inputs.min_p + request) > 0)) & (temperature > 0)
+    is_filtered = is_filtered | (tl.load(inputs.min_p + request) > 0) | sizes.is_left
+    is_filtered &= temperature > 0
     has_penalty = (tl.load(inputs.presence + request) != 0) | (
         tl.load(inputs.frequency + request) != 0
     )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.noise import most_noise, noise_of_words
+from kernels.triton_gpu.noise import MOST_NOISE, most_noise, noise_of_words
 from kernels.triton_gpu.scores import (
     LOWEST,
     PAIRS,
@@ -121,6 +121,8 @@ def choose_in_tile(
     inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
     peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)
     may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
+    if tau is None and not is_scored:  # no noise takes a token of a group past the best one
+        may_stay &= score_of(peaks) + MOST_NOISE >= score_of(best)
     pairs, ids = ids_of(group)
     keys = tl.full((groups, PAIRS, 2), LOWEST, tl.int32)
     x = tl.full((groups, PAIRS, 2), -float("inf"), tl.float32)

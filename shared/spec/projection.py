@@ -1,8 +1,9 @@
 """The projection of rows onto the vocabulary, and the choice from its scores as one operation.
 
 By definition the choice is that from the scores. Whoever has both before it can leave the scores
-out: each block of the head's outputs leaves the best of its tokens, as `vocabulary` says of any
-part, and a row that asks for nothing but its best token is chosen from what the blocks leave.
+out: each block of the head's outputs leaves the best of its tokens and, where there is a
+temperature, what its groups hold, as `vocabulary` says of any part. A row that asks for nothing but
+its best token is chosen from what the blocks leave.
 """
 
 from dataclasses import dataclass

@@ -99,9 +99,9 @@ def in_torch(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[st
     asks = kernels.leaves.asking(**given)
     whole, *_ = kernels.linear.product(rows, head, None, **how)
     stored, _, _, left = kernels.linear.product(rows, head, None, asks=asks, **how)
-    stored = torch.where(asks[:, None] > 0, stored, torch.nan)
+    stored = torch.where(asks.asks[:, None] > 0, stored, torch.nan)
     how = {"allowed": None, "stream": TARGET_STREAM, "tiles": TILES, "leaves": left}
-    found = asks, whole, stored, *kernels.sampling.choose(stored, **given, **how)
+    found = asks.asks, whole, stored, *kernels.sampling.choose(stored, **given, **how)
     return [y.cpu().numpy() for y in found]
 
 
@@ -118,10 +118,10 @@ def in_jax(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str,
         stored, _, _, left = kernels.linear.product(
             rows, stack, None, jnp.int32(0), asks=asks, **how
         )
-        stored = jnp.where(asks[:, None] > 0, stored, jnp.nan)
+        stored = jnp.where(asks.asks[:, None] > 0, stored, jnp.nan)
         how = {"allowed": None, "stream": TARGET_STREAM, "tiles": TILES, "leaves": left}
         how |= {"interpret": INTERPRET}
-        return asks, whole, stored, *kernels.sampling.choose(stored, **given, **how)
+        return asks.asks, whole, stored, *kernels.sampling.choose(stored, **given, **how)
 
     given = {k: mapped(v, to_jax, jax_impl.ops.sampling) for k, v in given.items()}
     return [np.asarray(y) for y in jax.jit(run, compiler_options=OPTIONS)(x, weight, given)]
@@ -136,7 +136,7 @@ def test_rows_are_chosen_from_what_blocks_leave_as_from_whole_scores(
     asks, whole, stored, ids, finite = run(x, weight, CUTS[language, cut], given)
     want = choose(whole, **given, allowed=None)
     of_rows = {name: given[name] for name in ("seen", "positions", "request")}
-    np.testing.assert_array_equal(asks, spec.asking(params=given["sampling"], **of_rows))
+    np.testing.assert_array_equal(asks > 0, spec.asking(params=given["sampling"], **of_rows))
     assert 0 < asks[:16].sum() < 16
     assert not asks[16:].any()
     np.testing.assert_array_equal(stored[asks > 0], whole[asks > 0])

@@ -1,7 +1,7 @@
 """As `shared.spec.projection`, in torch.
 
 On a GPU the product leaves what a choice needs of each block of its outputs, and stores the scores
-of blocks of rows of which one asks for more; see `torch_impl.ops`.
+of blocks of rows of which one asks for more than its best token; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
