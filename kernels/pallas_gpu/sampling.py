@@ -70,6 +70,9 @@ from kernels.pallas_gpu.winners import (
 from kernels.tiles import SamplingTiles
 
 GROUP = 2 * PAIRS
+SHARED = 4
+"""Beside what a head has left a row has so many times more programs that look at tiles than those
+that its tiles have where it has a filter."""
 NUM_INPUTS = len(Inputs._fields)
 
 
@@ -240,7 +243,7 @@ def _ranked(
         aliases |= {NUM_INPUTS + len(left) - 2 + number: number for number in range(2)}
     *outputs, bad = pl.pallas_call(
         functools.partial(_tiles_kernel, **chosen),
-        grid=(num_tiles, R),
+        grid=(num_tiles if leaves is None else min(num_tiles, SHARED * tiles.programs), R),
         out_shape=[*outputs, array((R, num_tiles), ints)],
         input_output_aliases=aliases,
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
@@ -279,21 +282,29 @@ def _ranked(
 def _tiles_kernel(*refs, num_left, **how):
     """One program per tile and row: its best tokens, or what its groups hold before any noise.
 
-    Where the head has left what a row asks for, there is nothing to look at.
+    Where the head has left what a row asks for, there is nothing to look at, and programs are fewer
+    than tiles.
     """
     inputs, leaves = Inputs(*refs[:NUM_INPUTS]), _leaves_of(refs, num_left)
     num_partials = 5 if how["is_scored"] else 4
     *outputs, bad_ref = refs[-num_partials - 1 :]
-    tile, row = pl.program_id(0), pl.program_id(1)
+    share, row, programs = pl.program_id(0), pl.program_id(1), pl.num_programs(0)
     partials = Partials(*outputs)
 
-    @pl.when(tile == 0)
+    @pl.when(share == 0)
     def _():
         partials.notes[row, :] = jnp.zeros((NOTES,), jnp.int32)
 
-    @pl.when(asked_of(leaves, row) == SCORES)
-    def _():
+    def look_at(number, _):
+        tile = share + number * programs
         _look_at(tile, row, inputs, partials, bad_ref, **how)
+
+    if leaves is None:
+        look_at(0, None)
+        return
+    of_program = lax.div(bad_ref.shape[1] - share + programs - 1, jnp.int32(programs))
+    asks = asked_of(leaves, row) == SCORES
+    lax.fori_loop(0, of_program * asks.astype(jnp.int32), look_at, None)
 
 
 def _leaves_of(refs, num_left):

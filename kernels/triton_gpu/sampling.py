@@ -63,6 +63,9 @@ from kernels.triton_gpu.winners import (
 )
 
 GROUP = 2 * PAIRS.value
+SHARED = 4
+"""Beside what a head has left a row has so many times more programs that look at tiles than those
+that its tiles have where it has a filter."""
 
 
 def choose(
@@ -223,8 +226,11 @@ def _ranked(
     }
     chosen = {"width": width, "tau": tau, "is_scored": is_scored, "num_leaves": num_leaves}
     group_lanes = triton.next_power_of_2(groups)
-    _tiles_kernel[(num_tiles, R)](
+    # Of rows whose scores a head has left out no tile is looked at.
+    at_once = num_tiles if leaves is None else min(num_tiles, SHARED * tiles.programs)
+    _tiles_kernel[(at_once, R)](
         *(inputs, partials, given),
+        num_tiles=num_tiles,
         groups=tiles.groups,
         num_warps=tiles.warps,
         **fixed,
@@ -258,6 +264,7 @@ def _tiles_kernel(
     inputs,
     partials,
     leaves,
+    num_tiles: tl.constexpr,
     groups: tl.constexpr,
     sizes: tl.constexpr,
     width: tl.constexpr,
@@ -267,14 +274,19 @@ def _tiles_kernel(
 ):
     """One program per tile and row: its best tokens, or what its groups hold before any noise.
 
-    Where the head has left what a row asks for, there is nothing to look at.
+    Where the head has left what a row asks for, there is nothing to look at, and programs are fewer
+    than tiles.
     """
-    tile, row = tl.program_id(0), tl.program_id(1)
-    if tile == 0:
+    share, row = tl.program_id(0), tl.program_id(1)
+    partials = row_of(partials, row, num_tiles, width, sizes)
+    if share == 0:
         note = tl.arange(0, NOTES)
-        tl.store(partials.notes + row * NOTES + note, note * 0)
-    if asked_of(leaves, row, num_leaves) == SCORES:
-        _look_at(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
+        tl.store(partials.notes + note, note * 0)
+    if num_leaves == 0:
+        _look_at(share, row, inputs, partials, groups, sizes, width, tau, is_scored)
+    elif asked_of(leaves, row, num_leaves) == SCORES:
+        for tile in range(share, num_tiles, tl.num_programs(0)):
+            _look_at(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
 
 
 @triton.jit
@@ -289,10 +301,7 @@ def _look_at(
     tau: tl.constexpr,
     is_scored: tl.constexpr,
 ):
-    partials, wish = (
-        row_of(partials, row, tl.num_programs(0), width, sizes),
-        wish_of(inputs, row, sizes),
-    )
+    wish = wish_of(inputs, row, sizes)
     group = tile * groups + tl.arange(0, groups)
     pairs, ids = ids_of(group)
     raw, x = scores_of(ids, inputs, row, wish, sizes)

@@ -32,10 +32,11 @@ from tests.support.records import mapped
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 R, K, VOCAB = 20, 128, 301
+# Four programs of a row look at five tiles.
 TILES = SamplingTiles(
-    groups=2,
+    groups=1,
     warps=4,
-    programs=2,
+    programs=1,
     row_programs=2,
     at_once=2,
     row_warps=4,
