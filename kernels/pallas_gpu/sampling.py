@@ -303,8 +303,8 @@ def _tiles_kernel(*refs, num_left, **how):
         look_at(0, None)
         return
     of_program = lax.div(bad_ref.shape[1] - share + programs - 1, jnp.int32(programs))
-    asks = asked_of(leaves, row) == SCORES
-    lax.fori_loop(0, of_program * asks.astype(jnp.int32), look_at, None)
+    is_asked = jnp.asarray(asked_of(leaves, row) == SCORES, jnp.int32)
+    lax.fori_loop(0, of_program * is_asked, look_at, None)
 
 
 def _leaves_of(refs, num_left):

@@ -60,9 +60,10 @@ class Leaves(NamedTuple):
         if columns % GROUP:
             raise ValueError(f"blocks of a head must have whole groups of {GROUP}, got {columns}")
         R, room = len(asks.asks), asks.asks.new_empty
-        blocks = (room(R, triton.cdiv(outputs, columns)) for _ in range(3))
+        keys, ids, bad = room(3, R, triton.cdiv(outputs, columns))
         peaks = room(R, triton.cdiv(outputs, GROUP))
-        return cls(*asks, *blocks, peaks, torch.empty_like(peaks, dtype=torch.float32))
+        masses = torch.empty_like(peaks, dtype=torch.float32)
+        return cls(asks.asks, asks.warmth, keys, ids, bad, peaks, masses)
 
 
 class Asks(NamedTuple):
