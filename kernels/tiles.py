@@ -281,6 +281,21 @@ class LinearTiles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LeavesTiles:
+    """How tokens are chosen behind a head, see `leaves`.
+
+    Attributes:
+      joined: Whether the head's product leaves what the choice needs, and stores scores only for
+        rows that ask for them; else it stores them all, and the choice reads them.
+    """
+
+    sizes: ClassVar = ("rows",)
+    """Rows of the product."""
+
+    joined: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingTiles:
     """Tiles of `sampling.choose`, `sampling.score` and `sampling.rank`.
 
@@ -360,6 +375,7 @@ class Tiles:
     delta_mix: Table[DeltaTiles]
     experts: Table[ExpertsTiles]
     fp8_activations: Table[LinearTiles]
+    leaves: Table[LeavesTiles]
     linear: Table[LinearTiles]
     mix: Table[MixTiles]
     sampling: Table[SamplingTiles]
@@ -390,6 +406,7 @@ CLASSES: dict[str, Any] = {
     "delta_mix": DeltaTiles,
     "experts": ExpertsTiles,
     "fp8_activations": LinearTiles,
+    "leaves": LeavesTiles,
     "linear": LinearTiles,
     "mix": MixTiles,
     "sampling": SamplingTiles,

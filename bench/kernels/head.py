@@ -32,7 +32,7 @@ def apart(side: Side) -> Callable[..., Any]:
     sampling = import_module(f"{side.name}_impl.ops.sampling")
 
     def choose(rows: Any, *given: Any) -> Any:
-        return sampling.choose(projection.scores(rows), *given)
+        return sampling.choose(projection.scores(rows), *given, None)
 
     return choose
 
@@ -52,7 +52,7 @@ def measure(side: Side, rows: int, temperature: float) -> tuple[np.ndarray, bool
         return greedy_arguments(seed, R=rows, K=INPUTS, N=TOKENS, temperature=temperature)
 
     how = {"dtype": "bfloat16", "wide": ("seen", "params")}
-    case = OpCase(op="projection", function="choose", name=f"{rows} rows", make=make, **how)
+    case = OpCase(op="projection", function="joined", name=f"{rows} rows", make=make, **how)
     placed = side.placed(case, case.arguments(0))
     ways = [apart(side), side.operation(case).call]
     found = [side.run(Operation(way, ()), placed) for way in ways]

@@ -49,6 +49,17 @@ def asking(
     return asks[request] | (positions < params.min_length[request])
 
 
+def joined(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[np.ndarray, " R"],
+    params: Sampling,
+    request: Int[np.ndarray, " R"],
+) -> Chosen:
+    """As `choose` without a mask; what backends make of it on a GPU leaves scores out."""
+    return choose(projection, seen, positions, params, request, None)
+
+
 def choose(
     projection: Projection,
     seen: Seen,

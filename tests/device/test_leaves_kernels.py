@@ -159,7 +159,7 @@ def test_a_models_head_gives_both_frameworks_the_tokens_of_whole_scores(R: int) 
             arguments["params"].temperature[::9] = 0.8
         case = OpCase(
             op="projection",
-            function="choose",
+            function="joined",
             name="head",
             make=lambda _, given=arguments: given,
             dtype="bfloat16",
@@ -182,4 +182,4 @@ def choose_apart(side: Side) -> Callable[..., Any]:
     """The product with the head, and then the choice from its scores."""
     projection = import_module(f"{side.name}_impl.ops.projection")
     sampling = import_module(f"{side.name}_impl.ops.sampling")
-    return lambda rows, *given: sampling.choose(projection.scores(rows), *given)
+    return lambda rows, *given: sampling.choose(projection.scores(rows), *given, None)

@@ -23,7 +23,7 @@ def test_rows_ask_for_scores_where_more_than_the_best_of_them_decides() -> None:
     arguments = CASE.arguments(seed=4)
     given = {name: arguments[name] for name in ("seen", "positions", "request")}
     asks = spec.asking(params=arguments["params"], **given)
-    chosen, scores = spec.choose(**arguments), spec.scores(arguments["projection"])
+    chosen, scores = spec.joined(**arguments), spec.scores(arguments["projection"])
     assert not asks[8:].any()
     assert asks[:8].sum() == 8
     np.testing.assert_array_equal(chosen.ids[~asks], scores.argmax(axis=1)[~asks])

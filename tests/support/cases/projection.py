@@ -1,4 +1,4 @@
-"""Cases of `projection.choose`: rows that ask for anything, and the head of Qwen3-8B."""
+"""Cases of `projection.joined`: rows that ask for anything, and the head of Qwen3-8B."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,6 @@ def mixed_arguments(seed: int, *, K: int, N: int) -> Arguments:
         "positions": np.arange(5, 25, dtype=np.int32),
         "params": replace(asking, **both),
         "request": request,
-        "allowed": None,
     }
 
 
@@ -47,7 +46,6 @@ def greedy_arguments(seed: int, *, R: int, K: int, N: int, temperature: float) -
         "positions": np.arange(100, 100 + R, dtype=np.int32),
         "params": asked(R, N, temperature=np.full(R, temperature, np.float32)),
         "request": np.arange(R, dtype=np.int32),
-        "allowed": None,
     }
 
 
@@ -62,7 +60,7 @@ def _specified(arguments: Arguments, rows: np.ndarray) -> list[np.ndarray]:
     given = {name: arguments[name][rows] for name in ("positions", "request")}
     projection = replace(whole, rows=whole.rows[rows])
     params = arguments["params"]
-    chosen = spec.choose(projection, replace(seen, **fields), params=params, allowed=None, **given)
+    chosen = spec.joined(projection, replace(seen, **fields), params=params, **given)
     return [chosen.ids, chosen.is_finite]
 
 
@@ -73,7 +71,7 @@ def _bytes(arguments: Arguments, item_bytes: int) -> int:
 
 
 _CASE = partial(
-    OpCase, op="projection", function="choose", wide=("seen", "params"), num_bytes=_bytes
+    OpCase, op="projection", function="joined", wide=("seen", "params"), num_bytes=_bytes
 )
 TABLE = [
     _CASE(name="any rows", make=partial(mixed_arguments, K=96, N=301)),
