@@ -76,25 +76,25 @@ def test_rates_are_how_often_a_level_is_reached() -> None:
     assert capacity.simulated_accept_length == 1 + 1 + 0.5 + 0.125
 
 
-BACKENDS: dict = {}
+MADE: dict = {}
 """By framework and rates; the shapes share one."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def closed():
     yield
-    for backend in BACKENDS.values():
+    for backend in MADE.values():
         backend.close()
-    BACKENDS.clear()
+    MADE.clear()
 
 
 def backend_of(framework: str, rates: tuple[float, ...] | None) -> Backend:
-    if (framework, rates) not in BACKENDS:
+    if (framework, rates) not in MADE:
         config, weights = DRAFTED["NEXTN"].model()
         capacity = replace(tree_capacity(config.vocab), accept_rates=rates)
         made = make_backend(framework, config, weights, capacity, "NEXTN")
-        BACKENDS[framework, rates] = made
-    return BACKENDS[framework, rates]
+        MADE[framework, rates] = made
+    return MADE[framework, rates]
 
 
 def serve(framework: str, shape, rates: tuple[float, ...] | None, temperature: float):
