@@ -182,8 +182,8 @@ PRODUCT = [(name, limit) for name in CASES for limit in LIMITS]
 
 def some_of(algorithm: str) -> list[tuple[str, int | None]]:
     """A share of the product, another one for each drafter; with copies that of the drafter."""
-    place = ALGORITHMS.index(algorithm.removesuffix(WITH_COPIES))
-    return PRODUCT[place :: len(ALGORITHMS)]
+    place = ALGORITHMS.index(algorithm.removesuffix(WITH_COPIES)) + 1  # of each some are accepted
+    return PRODUCT[place % len(ALGORITHMS) :: len(ALGORITHMS)]
 
 
 def test_a_default_run_asks_for_every_field_and_every_limit_of_each_drafter():
