@@ -50,6 +50,7 @@ def new_answer(form: Form, parsers: list[OutputParser], stops: tuple[str, ...] =
         form=form,
         model="m",
         num_prompt_tokens=1,
+        num_image_tokens=0,
         choices=[
             Choice(
                 Detokenizer(BYTES, []), StopFinder(stops), parser, 0, Speculation.empty(3), "", ()
