@@ -75,10 +75,10 @@ def kernel_choose(
     request: Int[jax.Array, " R"],
 ) -> Chosen:
     """As `kernel_joined` where that was measured to be faster, else from the scores."""
-    given = (projection, seen, positions, params, request)
+    given = (seen, positions, params, request)
     if kernels.tiles.leaves.of(rows=len(projection.rows)).joined:
-        return kernel_joined(kernels, *given)
-    return plain_choose(*given)
+        return kernel_joined(kernels, projection, *given)
+    return sampling.choose(scores(projection), *given, None)
 
 
 _choose_from = kernel_or_plain(kernel_choose, plain_choose, is_bfloat16)

@@ -135,6 +135,7 @@ OPERATIONS = (
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
+    Operation("projection", _dtype_fault, is_refused=False),
 )
 """Every operation whose kernels do not take all that a start may ask of them.
 

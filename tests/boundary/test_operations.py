@@ -101,7 +101,8 @@ def test_each_rule_has_kernels(rule: str, platform):
 @each_platform
 def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
     found = asked(platform, CONFIG, dtype="float32")
-    assert [each.name for each in found] == ["delta_mix.feed", "layers.rms_norm", "linear"]
+    names = ["delta_mix.feed", "layers.rms_norm", "linear", "projection"]
+    assert [each.name for each in found] == names
     assert {each.reason for each in found} == {"bfloat16, not float32"}
     assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
 
