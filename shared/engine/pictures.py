@@ -87,6 +87,8 @@ def without(
     pictures: Sequence[Picture], tokens: Int32[np.ndarray, " n"], first: int
 ) -> Int32[np.ndarray, " some"]:
     """Tokens that begin at position `first`, but for those in whose place pictures stand."""
+    if not pictures:
+        return tokens
     is_text = np.ones(len(tokens), bool)
     for each in touched(pictures, first, first + len(tokens)):
         is_text[max(0, each.first - first) : each.end - first] = False

@@ -135,7 +135,9 @@ class RadixCache:
         reach = 4 * self._key_reach
         for start in range(first * size, len(raw) - size - reach + 1, size):
             key = raw[start : start + size + reach]
-            yield key + key_of(pictures, start // 4, (start + size + reach) // 4)
+            if pictures:
+                key += key_of(pictures, start // 4, (start + size + reach) // 4)
+            yield key
 
     # Running requests
 

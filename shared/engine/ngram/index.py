@@ -264,7 +264,7 @@ class NgramIndex:
             del self.scopes[text.scope]
 
     def _keep(self, request: Request, name: str, scope: Scope, num_left_out: int) -> None:
-        prompt = without(request.pictures, np.array(request.prompt, np.int32), 0)
+        prompt = without(request.pictures, request.tokens()[: len(request.prompt)], 0)
         before = prompt[-self._anchors.shape[1] :]
         learnt = request.output[: len(request.output) - num_left_out]
         tokens = np.array([*before, *learnt], np.int32)
