@@ -11,26 +11,20 @@ import numpy as np
 import pytest
 
 from jax_impl import weights
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra, Program, Work
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.fitting import fitted
 from shared.drafts.markov import KINDS
 from shared.drafts.streams import Ids
-from shared.engine.cache_policy import NO_CACHE
-from shared.engine.controller import StaticController
-from shared.engine.engine import Engine
-from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.driving import Outcome, drive
+from tests.support.driving import Outcome
 from tests.support.golden_blocks import GOLDEN
 from tests.support.golden_models import load_golden_head
 from tests.support.head_formats import FORMATS, LAYERS, made_head, still_target, write_format
+from tests.support.small_drafting import BATCH, small_capacity, small_outcomes, small_requests
 from tests.support.tiny_heads import tiny_spark_head
 
-BATCH, PAGES = 2, 8
 FRAMEWORKS = ("reference", "torch", pytest.param("jax", marks=pytest.mark.matrix))
 
 
@@ -55,43 +49,9 @@ def served(framework: str, name: str, head: DraftHead, rule: str, how: dict) -> 
     """What two requests get."""
     target, target_weights = target_of(name)
     shape = TreeShape.chain(3, BATCH)
-    programs = [
-        Program(
-            work=work,
-            batch=BATCH,
-            pages=PAGES,
-            tokens=tokens,
-            shape=each,
-            extras=Extra.NONE,
-        )
-        for work, each, tokens in (
-            (Work.PREFILL, TreeShape.plain(BATCH), 64),
-            (Work.DECODE, shape, 0),
-        )
-    ]
-    capacity = Capacity(
-        page_size=16,
-        num_pages=1 + BATCH * PAGES,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=tuple(programs),
-        overlap=1,
-        context_length=100,
-        vocab=target.vocab,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        accept_rule=rule,
-    )
+    capacity = small_capacity(target.vocab, shape, rule)
     backend = make_backend(framework, target, target_weights, capacity, head)
-    controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=1)
-    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
-    rng, sampling = np.random.default_rng(4), SamplingParams(max_tokens=24, seed32=1, **how)
-    prompts = [tuple(rng.integers(2, 250, 12).tolist()) for _ in range(BATCH)]
-    requests = [
-        Request(request_id=i, prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts)
-    ]
-    outcomes = drive(engine, requests)
+    outcomes = small_outcomes(backend, capacity, shape, small_requests(max_tokens=24, **how))
     backend.close()
     return outcomes
 

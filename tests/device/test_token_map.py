@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
 import pytest
 
-from shared.boundary.backend import Capacity
-from shared.boundary.program import Extra, Program, Work
-from shared.engine.cache_policy import NO_CACHE
-from shared.engine.controller import StaticController
-from shared.engine.engine import Engine
-from shared.engine.request import Request, SamplingParams
+from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Mapped, make_backend
-from tests.support.driving import Outcome, drive
+from tests.support.driving import Outcome
 from tests.support.equality import Oracle
 from tests.support.random_serving import divided_drafter_of
 from tests.support.recorder import Recorder
+from tests.support.small_drafting import BATCH, small_capacity, small_outcomes, small_requests
 from tests.support.tiny_models import DIVIDED, EOS_ID, tiny_model
 
-BATCH, PAGES = 2, 8
 CHAIN, TREE = TreeShape.chain(3, BATCH), TreeShape(6, 3, 2, BATCH * 6)
 FRAMEWORKS = ("torch", pytest.param("jax", marks=pytest.mark.matrix))
 CASES = [
@@ -50,41 +44,16 @@ def served(
     config, weights = model_of(family)
     token_map = token_map_of(config.vocab)
     drafter = Mapped(divided_drafter_of(DIVIDED.get(family, family), kind), token_map)
-    programs = [
-        Program(work=work, batch=BATCH, pages=PAGES, tokens=n, shape=each, extras=Extra.NONE)
-        for work, each, n in (
-            (Work.PREFILL, TreeShape.plain(BATCH), 64),
-            (Work.DECODE, shape, 0),
-        )
-    ]
-    capacity = Capacity(
-        page_size=16,
-        num_pages=1 + BATCH * PAGES,
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=tuple(programs),
-        overlap=1,
-        context_length=100,
-        vocab=config.vocab,
-        max_stop_ids=1,
-        max_bias=1,
-        max_logprobs=1,
-        accept_rule=rule,
-    )
+    capacity = small_capacity(config.vocab, shape, rule)
     backend = Recorder(make_backend(framework, config, weights, capacity, drafter))
-    controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
-    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
-    outcomes = drive(engine, requests())
+    outcomes = small_outcomes(backend, capacity, shape, requests())
     trees = backend.trees()
     backend.close()
     return outcomes, trees
 
 
 def requests() -> list[Request]:
-    rng = np.random.default_rng(4)
-    prompts = [tuple(rng.integers(2, 250, 12).tolist()) for _ in range(BATCH)]
-    sampling = SamplingParams(max_tokens=14, seed32=1, stop_token_ids=(EOS_ID,), **HOW)
-    return [Request(request_id=i, prompt=p, sampling=sampling) for i, p in enumerate(prompts)]
+    return small_requests(max_tokens=14, stop_token_ids=(EOS_ID,), **HOW)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

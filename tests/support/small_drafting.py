@@ -1,0 +1,59 @@
+"""Two requests on a backend that is made for one draft shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shared.boundary.backend import Backend, Capacity
+from shared.boundary.program import Extra, Program, Work
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+from shared.spec.draft_tree import TreeShape
+from tests.support.driving import Outcome, drive
+
+BATCH, PAGES = 2, 8
+
+
+def small_capacity(vocab: int, shape: TreeShape, rule: str) -> Capacity:
+    """One program of prompts and one of decoding with that shape."""
+    programs = [
+        Program(work=work, batch=BATCH, pages=PAGES, tokens=n, shape=each, extras=Extra.NONE)
+        for work, each, n in (
+            (Work.PREFILL, TreeShape.plain(BATCH), 64),
+            (Work.DECODE, shape, 0),
+        )
+    ]
+    return Capacity(
+        page_size=16,
+        num_pages=1 + BATCH * PAGES,
+        num_slots=1 + BATCH,
+        num_snapshots=1,
+        programs=tuple(programs),
+        overlap=1,
+        context_length=100,
+        vocab=vocab,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=1,
+        accept_rule=rule,
+    )
+
+
+def small_requests(**sampling: Any) -> list[Request]:
+    """Two prompts of twelve tokens, which are answered alike."""
+    rng, how = np.random.default_rng(4), SamplingParams(seed32=1, **sampling)
+    prompts = [tuple(rng.integers(2, 250, 12).tolist()) for _ in range(BATCH)]
+    return [Request(request_id=i, prompt=p, sampling=how) for i, p in enumerate(prompts)]
+
+
+def small_outcomes(
+    backend: Backend, capacity: Capacity, shape: TreeShape, requests: list[Request]
+) -> dict[int, Outcome]:
+    """What the requests get, all drafts with that shape."""
+    controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
+    return drive(engine, requests)
