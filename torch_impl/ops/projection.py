@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.noise import TARGET_STREAM
+from torch_impl import ops
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, sampling
 from torch_impl.ops.linear import Matrix, kernel_products, product_float32
 from torch_impl.ops.sampling import Chosen, Sampling, Seen
@@ -67,22 +68,13 @@ def kernel_joined(
 joined = kernel_or_plain(kernel_joined, plain_choose, is_bfloat16)
 
 
-def kernel_choose(
-    kernels: Kernels,
-    projection: Projection,
-    seen: Seen,
-    positions: Int[Tensor, " R"],
-    params: Sampling,
-    request: Int[Tensor, " R"],
-) -> Chosen:
-    """As `kernel_joined` where that was measured to be faster, else from the scores."""
-    given = (seen, positions, params, request)
-    if kernels.tiles.leaves.of(rows=len(projection.rows)).joined:
-        return kernel_joined(kernels, projection, *given)
-    return sampling.choose(scores(projection), *given, None)
+def _pays(rows: Float[Tensor, "R hidden"]) -> bool:
+    """Whether a table of the GPU says that a choice joined with the head is faster."""
+    assert ops.KERNELS is not None  # else nobody asks
+    return is_bfloat16(rows) and ops.KERNELS.tiles.leaves.of(rows=len(rows)).joined
 
 
-_choose_from = kernel_or_plain(kernel_choose, plain_choose, is_bfloat16)
+_choose_from = kernel_or_plain(kernel_joined, plain_choose, _pays)
 
 
 def choose(
