@@ -1,4 +1,4 @@
-"""What the kernels of both languages take, as plain data: the start asks it without a GPU."""
+"""What kernels of both languages take and share, as plain data: a start asks it without a GPU."""
 
 from shared.models.fp8_words import FP8_BLOCK
 from shared.spec.numerics import SQUARES
@@ -15,6 +15,13 @@ MOST_NODES = 64
 
 EXPERTS_UNIT = 16
 """Of which the inputs of experts, and the values between their products, are multiples."""
+
+MOST_ROW_WARPS = 8
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that reads one row of so many columns: compilers take powers of two."""
+    return 1 << (max(1, min(MOST_ROW_WARPS, size // 512)).bit_length() - 1)
 
 
 def takes_experts(hidden: int, inner: int, is_fp8: bool) -> bool:

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
+from kernels.limits import row_warps
 from kernels.pallas_gpu.squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.numerics import SquaresOrder
 
@@ -58,7 +59,7 @@ def _over_rows(kernel, x, *others, out, name, interpret):
         kernel,
         grid=(R,),
         out_shape=out,
-        compiler_params=pltriton.CompilerParams(num_warps=max(1, min(8, size // 512))),
+        compiler_params=pltriton.CompilerParams(num_warps=row_warps(size)),
         interpret=interpret,
         name=name,
     )(x, *others)

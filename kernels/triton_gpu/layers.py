@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.limits import row_warps
 from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.numerics import SquaresOrder
@@ -52,14 +53,14 @@ def rms_norm(
 
 
 def _settings(x: Float[Tensor, "R size"], order: SquaresOrder) -> dict[str, int | bool]:
-    size, warps = x.shape[1], max(1, min(8, x.shape[1] // 512))
+    size = x.shape[1]
     return {
         "size": size,
         "chunk": order.chunk,
         "spread": triton.next_power_of_2(triton.cdiv(size, order.chunk)),
         "digits": order.digits,
         "digits_of_chunks": order.digits_of_chunks,
-        "num_warps": warps,
+        "num_warps": row_warps(size),
         **launching(x),
     }
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kernels.limits import MOST_ROW_WARPS, row_warps
 from kernels.tiles import CLASSES, FOLDER, MEASURED, Tiles
 from shared.spec.numerics import SQUARES
 
@@ -115,3 +116,9 @@ def test_a_table_of_no_kernel_and_a_kernel_without_one_are_refused(tmp_path: Pat
 def test_tiles_are_those_of_kernels() -> None:
     kernels = {path.stem for path in (FOLDER.parent / "triton_gpu").glob("*.py")}
     assert CLASSES.keys() <= kernels
+
+
+def test_a_program_of_a_row_has_a_power_of_two_of_warps_for_every_width() -> None:
+    """2,560 and 3,072 columns (Qwen3-4B, Qwen3.5-122B-A10B) are no power of two times 512."""
+    warps = {row_warps(size) for size in range(16, 20_000, 16)}
+    assert warps == {1, 2, 4, MOST_ROW_WARPS}

@@ -26,6 +26,7 @@ TABLE = [
     for name, R, size, dtype in (
         ("three rows", 3, 96, "float32"),
         ("1 row", 1, 4096, "bfloat16"),
+        ("1 row of 2560", 1, 2560, "bfloat16"),
         ("128 rows", 128, 4096, "bfloat16"),
     )
 ]
