@@ -4,17 +4,19 @@ Triton compiles a kernel at its first launch, one after the other. A pass over t
 launches none tells it of all: its memory is zeros, so that what no kernel has written names things
 that exist, and they are steps of padding, whose results nobody reads. What has not been compiled on
 this machine before is compiled by other processes, as much of a compile holds Python's lock, and
-read from Triton's cache when it is first launched.
+read from Triton's cache when it is first launched. Ranks that start together want the same kernels,
+and each is compiled by one of them.
 """
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from importlib import import_module
 from typing import Any
@@ -23,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _MOST_COMPILERS = 32
-"""Processes that compile, at most; fewer where there are fewer cores."""
+"""Processes that compile, at most; fewer where this one may use fewer cores."""
 _DONE = "compiled"
 """Of Triton's cache: a kernel that was compiled before has a file of this name."""
 _EMPTY = (
@@ -73,7 +75,7 @@ class _Compilers:
     """Processes that compile, each as soon as there is something for it to do."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS))
+        self._threads = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_COMPILERS))
         self._of_thread = threading.local()
         self._processes: list[subprocess.Popen] = []
         self._asked: dict[str, Future | None] = {}
@@ -104,7 +106,7 @@ class _Compilers:
         ]
         line = json.dumps(job | {"data": specialization})
         if line not in self._asked:
-            kept = _kept(fn.jit_function, line)
+            kept = kept_of(fn.jit_function, line)
             is_new = not kept.has_file(_DONE)
             self._asked[line] = self._threads.submit(self._compile, line) if is_new else None
         return self._asked[line] is not None
@@ -132,7 +134,7 @@ class _Compilers:
             raise RuntimeError(f"a kernel cannot be compiled: {error}")
 
 
-def _kept(function: Any, line: str) -> Any:
+def kept_of(function: Any, line: str) -> Any:
     """Where Triton's cache says whether a kernel was compiled before."""
     from triton.runtime.cache import get_cache_manager
 
@@ -155,17 +157,32 @@ def _name(function: Any) -> None:
     _ = function.cache_key
 
 
-def _compile_line(line: str) -> None:
-    """Compiles what `_Compilers.ask` was told of, into Triton's cache."""
+def compile_line(line: str) -> None:
+    """Compiles what `_Compilers.ask` was told of into Triton's cache, unless others have by now."""
+    job = json.loads(line)
+    function = getattr(import_module(job["module"]), job["name"])
+    kept = kept_of(function, line)
+    with _alone(kept):
+        if not kept.has_file(_DONE):
+            _compile_into(kept, function, job)
+
+
+@contextmanager
+def _alone(kept: Any) -> Iterator[None]:
+    """Within it no other process compiles the kernel; one that dies is waited for no longer."""
+    with open(os.path.join(kept.cache_dir, "compiling"), "w", encoding="utf-8") as file:
+        with suppress(OSError):  # of a file system that locks nothing: it is compiled twice
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile_into(kept: Any, function: Any, job: dict[str, Any]) -> None:
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
 
-    job = json.loads(line)
     specialization = job["data"]
-    function = getattr(import_module(job["module"]), job["name"])
-    kept = _kept(function, line)
 
     def constant(value: Any) -> Any:
         if isinstance(value, dict) and "constexpr" in value:
@@ -227,7 +244,7 @@ def main() -> None:
     """Compiles a kernel a line, and answers each with what is wrong, or null."""
     for line in sys.stdin:
         try:
-            _compile_line(line.rstrip("\n"))
+            compile_line(line.rstrip("\n"))
             error = None
         except Exception as failure:  # whatever a compiler raises is the answer
             error = f"{type(failure).__name__}: {failure}"

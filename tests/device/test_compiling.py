@@ -1,8 +1,11 @@
 """Kernels of a step are compiled before it runs, and none is launched meanwhile."""
 
+import fcntl
+import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from torch_impl.compiling import compile_kernels
+from tests.support import named_kernels
+from torch_impl.compiling import compile_kernels, compile_line, kept_of
 
 
 class Launches:
@@ -119,6 +123,24 @@ def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Pa
     stamps = [path.stat().st_mtime_ns for path in are_done]
     assert compiled(tmp_path, "(5, 7)").stdout.split() == ["here", "0", "after", "0"]
     assert [path.stat().st_mtime_ns for path in are_done] == stamps  # by no process again
+
+
+def test_a_kernel_that_another_rank_compiles_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    line = json.dumps({"module": named_kernels.__name__, "name": "first_kernel"})  # of no call
+    kept = kept_of(named_kernels.first_kernel, line)
+    with ThreadPoolExecutor() as pool, open(Path(kept.cache_dir) / "compiling", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        waiting = pool.submit(compile_line, line)
+        with pytest.raises(TimeoutError):
+            waiting.result(timeout=0.2)
+        kept.put("", "compiled", binary=False)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        waiting.result(timeout=20)  # and it is not compiled, which would be an error
+    with pytest.raises(KeyError):
+        compile_line(line.replace("first", "second"))
 
 
 def test_what_cannot_be_compiled_is_an_error_of_the_start(tmp_path: Path) -> None:
