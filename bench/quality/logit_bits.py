@@ -14,19 +14,20 @@ also compared with itself on so many.
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from importlib import import_module
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import ml_dtypes
 
+from bench.quality.noting import FOLDER, Sums, left, noted, of_all
 from models.demo.data import KINDS
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_dict, config_from_folder
@@ -50,70 +51,11 @@ WIDER_EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size":
 """Of those that have experts: kernels take widths of whole units, and a shared expert's like the
 others'."""
 
+RANK = "bench.quality.noted_rank"
+"""What processes of other ranks run."""
+
 FAMILIES = (*DENSE, *EXPERTS)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_ODD = 2654435761
-"""Of the weights of places; the golden ratio's bits."""
-
-Sums = list[int]
-
-
-def _torch_sum(logits: Any) -> Any:
-    torch = import_module("torch")
-    bits = logits.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    place = torch.arange(bits.shape[1], device=bits.device)
-    weight = (2 * place + 1) * _ODD & 0xFFFFFFFF
-    # Two factors of 32 bits do not fit into 63: the high half of one is multiplied apart.
-    low, high = bits & 0xFFFF, bits >> 16
-    terms = low * weight + ((high * weight & 0xFFFF) << 16)
-    return (terms & 0xFFFFFFFF).sum(1) & 0xFFFFFFFF
-
-
-def _jax_sum(logits: Any) -> Any:
-    jax = import_module("jax")
-    numpy, uint32 = jax.numpy, "uint32"
-    bits = jax.lax.bitcast_convert_type(logits.astype("float32"), numpy.uint32)
-    weight = (2 * numpy.arange(bits.shape[1], dtype=uint32) + 1) * numpy.uint32(_ODD)
-    return numpy.sum(bits * weight, axis=1, dtype=uint32)
-
-
-@contextmanager
-def noted(backend: str, ranks: int) -> Iterator[Callable[[], Sums]]:
-    """Within it every choice notes the sum of its first row; gives what reads them in order.
-
-    Kernels choose from whole rows, which several ranks gather for them.
-    """
-    sampling, found = import_module(f"{backend}_impl.ops.sampling"), []
-    name = "choose" if ranks == 1 else "whole"
-    replaced = getattr(sampling, name)
-
-    def in_torch(logits: Any, *rest: Any) -> Any:
-        whole = logits if ranks == 1 else replaced(logits, *rest)
-        found.append(_torch_sum(whole)[0])
-        return replaced(logits, *rest) if ranks == 1 else whole
-
-    def in_jax(logits: Any, *rest: Any) -> Any:
-        jax, rank = import_module("jax"), 0
-        if ranks > 1:
-            rank = import_module("jax_impl.ops.ranks").number(rest[0].group)
-        whole = logits if ranks == 1 else replaced(logits, *rest)
-        note = lambda sums, rank: rank or found.append(sums[0])  # noqa: E731
-        jax.debug.callback(note, _jax_sum(whole), rank)
-        return replaced(logits, *rest) if ranks == 1 else whole
-
-    def read() -> Sums:
-        if backend == "jax":
-            import_module("jax").effects_barrier()
-        return [int(x) for x in found]
-
-    with ExitStack() as patches:
-        noting = in_torch if backend == "torch" else in_jax
-        patches.enter_context(patch.object(sampling, name, noting))
-        if backend == "jax":  # programs that an earlier start has kept note nothing, nor can these
-            kept = import_module("jax_impl.kept").KeptPrograms
-            for name in ("find", "keep"):
-                patches.enter_context(patch.object(kept, name, lambda *_: None))
-        yield read
 
 
 def write_random(folder: Path, family: str, model: Path) -> None:
@@ -137,21 +79,33 @@ def sums_of(
     words += [*options.flags.split(), "--tp-size", str(ranks)]
     tokenizer = Tokenizer.from_folder(model)
     assert tokenizer is not None, f"{model} has no tokenizer"
-    found: dict[str, list[tuple[list[int], Sums]]] = {}
-    with noted(backend, ranks) as read:
-        served = start(backend, words, batch=1, context=CONTEXT, radix_cache=False)
+    texts: dict[str, list[tuple[list[int], int]]] = {}
+    began = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(patch.dict(os.environ, {FOLDER: str(folder)}))
+        read = stack.enter_context(noted(backend, ranks if backend == "jax" else 1))
+        how = {"batch": 1, "context": CONTEXT, "radix_cache": False, "rank_module": RANK}
+        served = start(backend, words, **how)
         for kind in options.kinds.split(","):
             for prompt in Tasks.of(kind, options.count, 0, tokenizer).prompts:
-                before = len(read())
+                before = len(read()[0])
                 sampling = SamplingParams(
                     temperature=0.0, max_tokens=MOST_TOKENS, stop_token_ids=served.eos_ids
                 )
                 request = Request(request_id=before, prompt=prompt, sampling=sampling)
                 (outcome,) = serve_all(served.engine, [request])
-                own = read()[before:][: len(outcome.tokens)]
-                found.setdefault(kind, []).append((outcome.tokens, own))
+                texts.setdefault(kind, []).append((outcome.tokens, before))
         served.engine.close()
-    return found
+        sums = of_all([*read(), *left(folder)])
+    tokens = sum(len(text) for each in texts.values() for text, _ in each)
+    print(
+        f"{backend}, {ranks} rank(s): {tokens} tokens, {time.monotonic() - began:.0f} s", flush=True
+    )
+    return {
+        kind: [(text, sums[before : before + len(text)]) for text, before in each]
+        for kind, each in texts.items()
+    }
 
 
 def compared(ours: list[tuple[list[int], Sums]], theirs: list[tuple[list[int], Sums]]) -> Any:

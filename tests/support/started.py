@@ -19,6 +19,7 @@ from shared.process.memory_plan import MemoryPlan
 from shared.process.ranks.starting import ranked_start
 
 WARM_UP_TOKENS = 4
+TORCH = "torch_impl.platform"
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ def start(
     radix_cache: bool,
     chunk: int | None = None,
     batches: Sequence[int] = (),
+    rank_module: str = TORCH,
 ) -> Served:
     """Starts an engine that serves `batch` requests at once, and warms it up.
 
@@ -159,6 +161,7 @@ def start(
       radix_cache: Texts are kept for later requests; without, each prompt costs its whole time.
       chunk: Of prompts the program alone that has room for so many tokens; None: all.
       batches: Also decodes in programs of the smallest batch bucket that holds each of these.
+      rank_module: Has the platform of torch's other ranks.
 
     Raises:
       ValueError: What a server's start would refuse; one sentence.
@@ -169,13 +172,14 @@ def start(
     def narrow(capacity: Capacity) -> Capacity:
         return one_bucket(capacity, chunk, batches)
 
-    return started(framework, [*flags, *bounds, *cached], narrow)
+    return started(framework, [*flags, *bounds, *cached], narrow, rank_module)
 
 
 def started(
     framework: str,
     flags: Sequence[str],
     narrow: Callable[[Capacity], Capacity],
+    rank_module: str = TORCH,
 ) -> Served:
     """Starts an engine of any programs, and warms it up; see `start`.
 
@@ -183,8 +187,8 @@ def started(
       narrow: Which of a server's programs are made ready.
     """
     heap.unsettle()
-    module = "torch_impl.platform" if framework == "torch" else None
-    platform = import_module(module or "jax_impl.platform").PLATFORM
+    module = rank_module if framework == "torch" else None
+    platform = import_module(f"{framework}_impl.platform").PLATFORM
     with ranked_start(parse(flags), lambda: platform, module, print) as ranks:
         begun = ranks.prepare()
         memory, blueprint = begun.memory, begun.memory.blueprint

@@ -1,0 +1,116 @@
+"""Notes sums of the bits that tokens are chosen from: `bench.quality.logit_bits`.
+
+A sum is of the bits of a row's logits as whole numbers, each times an odd number of its place in
+the vocabulary, modulo 2^32. So what parts of a row give adds up to what the whole row gives, and
+each rank notes its own part: no logits are gathered for it.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+FOLDER = "TANDEM_NOTED_SUMS"
+"""Of the environment: where processes of ranks leave their sums when they end."""
+_ODD = 2654435761
+"""Of the weights of places; the golden ratio's bits."""
+_BITS = 0xFFFFFFFF
+
+Sums = list[int]
+
+
+def torch_sum(logits: Any, first: int = 0, size: int = 0) -> Any:
+    """The sum of each row, of int64 below 2^32.
+
+    Args:
+      logits: `[R, share]`, of any float type: what the first place holds is number `first`.
+      size: Places that the whole row has; what lies beyond is not counted. 0: all are.
+    """
+    torch = import_module("torch")
+    bits = logits.float().contiguous().view(torch.int32).long() & _BITS
+    place = first + torch.arange(bits.shape[1], device=bits.device)
+    weight = (2 * place + 1) * _ODD & _BITS
+    if size:
+        weight = weight * (place < size)
+    # Two factors of 32 bits do not fit into 63: the high half of one is multiplied apart.
+    low, high = bits & 0xFFFF, bits >> 16
+    terms = low * weight + ((high * weight & 0xFFFF) << 16)
+    return (terms & _BITS).sum(1) & _BITS
+
+
+def jax_sum(logits: Any, first: Any = 0, size: int = 0) -> Any:
+    """As `torch_sum`, of uint32."""
+    jax = import_module("jax")
+    numpy, uint32 = jax.numpy, "uint32"
+    bits = jax.lax.bitcast_convert_type(logits.astype("float32"), numpy.uint32)
+    place = numpy.asarray(first).astype(uint32) + numpy.arange(bits.shape[1], dtype=uint32)
+    weight = (2 * place + 1) * numpy.uint32(_ODD)
+    if size:
+        weight = weight * (place < size)
+    return numpy.sum(bits * weight, axis=1, dtype=uint32)
+
+
+@contextmanager
+def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
+    """Within it every choice notes the sum of its first row.
+
+    Yields:
+      What reads the sums so far, in the order of the choices, of each rank that this process has.
+    """
+    sampling = import_module(f"{backend}_impl.ops.sampling")
+    choose, found = sampling.choose, [list[Any]() for _ in range(ranks)]
+
+    def vocabulary_of(*rest: Any) -> Any:
+        return rest[5] if len(rest) > 5 else sampling.ALL
+
+    def in_torch(logits: Any, *rest: Any) -> Any:
+        vocabulary = vocabulary_of(*rest)
+        first = vocabulary.group.rank * logits.shape[1]
+        found[0].append(torch_sum(logits[:1], first, vocabulary.size)[0])
+        return choose(logits, *rest)
+
+    def in_jax(logits: Any, *rest: Any) -> Any:
+        jax, vocabulary, rank = import_module("jax"), vocabulary_of(*rest), 0
+        if not vocabulary.group.is_alone:
+            rank = import_module("jax_impl.ops.ranks").number(vocabulary.group)
+        sums = jax_sum(logits[:1], rank * logits.shape[1], vocabulary.size)
+        jax.debug.callback(lambda rank, sums: found[int(rank)].append(sums[0]), rank, sums)
+        return choose(logits, *rest)
+
+    def read() -> list[Sums]:
+        if backend == "jax":
+            import_module("jax").effects_barrier()
+        return [[int(x) for x in sums] for sums in found]
+
+    with ExitStack() as patches:
+        noting = in_torch if backend == "torch" else in_jax
+        patches.enter_context(patch.object(sampling, "choose", noting))
+        if backend == "jax":  # programs that an earlier start has kept note nothing, nor can these
+            kept = import_module("jax_impl.kept").KeptPrograms
+            for name in ("find", "keep"):
+                patches.enter_context(patch.object(kept, name, lambda *_: None))
+        yield read
+
+
+def leave(read: Callable[[], list[Sums]]) -> None:
+    """Writes what a process of a rank has noted where rank 0 looks for it."""
+    path = Path(os.environ[FOLDER]) / f"{os.getpid()}.json"
+    path.write_text(json.dumps(read()), encoding="utf-8")
+
+
+def left(folder: Path) -> list[Sums]:
+    """What the processes of other ranks have left."""
+    return [sums for path in folder.iterdir() for sums in json.loads(path.read_text("utf-8"))]
+
+
+def of_all(parts: list[Sums]) -> Sums:
+    """The sums of whole rows.
+
+    Raises:
+      ValueError: Ranks have not noted the same number of choices.
+    """
+    return [sum(of_ranks) & _BITS for of_ranks in zip(*parts, strict=True)]
