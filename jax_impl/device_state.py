@@ -16,7 +16,7 @@ from jax_impl.ops.attention import KV
 from jax_impl.ops.copies import Copies
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.ops.sampling import Sampling
-from jax_impl.tower import Patches
+from jax_impl.tower import Pixels
 from shared.boundary.backend import Capacity
 from shared.boundary.buffers import Field, plan_layout, result_layout
 from shared.boundary.program import Extra, Program, Work
@@ -199,7 +199,7 @@ class Pictures:
 class Picture:
     """A picture to be encoded; see `shared.boundary.pictures.Encode`."""
 
-    patches: Patches
+    pixels: Pixels
     place: Int[jax.Array, " 1"]
 
 
@@ -323,15 +323,16 @@ def _read_pictures(at: Fields) -> Pictures | None:
 
 
 def _read_picture(at: Fields) -> Picture:
-    patches = Patches(
-        pixels=at["picture_pixels"],
+    pixels = Pixels(
+        bytes=at["picture_bytes"],
+        sides=at["picture_sides"],
+        levels=at["picture_levels"],
         corners=at["picture_corners"],
         shares=at["picture_shares"],
         cos=at["picture_cos"],
         sin=at["picture_sin"],
-        count=at["picture_count"],
     )
-    return Picture(patches, at["place"])
+    return Picture(pixels, at["place"])
 
 
 def _read_drafts(at: Fields) -> HostDraft:

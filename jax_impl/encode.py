@@ -18,9 +18,10 @@ def encode(
     assert pictures is not None
     assert machine.tower is not None
     vision = pictures.vision
-    rows = tower.encoded(vision, machine.tower, picture.patches)
+    patches = tower.patches(vision, picture.pixels)
+    rows = tower.encoded(vision, machine.tower, patches)
     number = jnp.arange(len(rows), dtype=jnp.int32)
-    is_real = number * vision.merged < picture.patches.count
+    is_real = number * vision.merged < patches.count
     place = jnp.where(is_real & (picture.place > 0), picture.place + number, 0)
     held = held._replace(pool=held.pool.at[place].set(rows))
     return state._replace(pictures=held), {"counts": jnp.zeros_like(plan.save_at)}

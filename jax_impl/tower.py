@@ -4,11 +4,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
 from jax_impl.ops import Place, attention, layers, linear, scan
 from jax_impl.records import LayerNorm, TowerBlock, TowerWeights
 from shared.models.vision import EPS, VisionConfig
+
+
+class Pixels(NamedTuple):
+    """As the specification's."""
+
+    bytes: UInt8[jax.Array, " bytes"]
+    sides: Int[jax.Array, " 2"]
+    levels: Float[jax.Array, "3 256"]
+    corners: Int[jax.Array, "lines 2"]
+    shares: Float[jax.Array, "lines 2"]
+    cos: Float[jax.Array, "lines quarter"]
+    sin: Float[jax.Array, "lines quarter"]
 
 
 class Patches(NamedTuple):
@@ -20,6 +32,35 @@ class Patches(NamedTuple):
     cos: Float[jax.Array, "R half"]
     sin: Float[jax.Array, "R half"]
     count: Int[jax.Array, " 1"]
+
+
+def patches(vision: VisionConfig, picture: Pixels) -> Patches:
+    """Cuts a picture into patches; those of padding are the last one again."""
+    size, merge = vision.patch_size, vision.merge_size
+    rows, columns = jnp.maximum(picture.sides, merge)
+    number = jnp.arange(vision.num_patches(len(picture.bytes)), dtype=jnp.int32)
+    number = jnp.minimum(number, rows * columns - 1)
+    block, within = number // merge**2, number % merge**2
+    row = block // (columns // merge) * merge + within // merge
+    column = block % (columns // merge) * merge + within % merge
+    # A patch's part of a row of pixels is one piece of the picture's bytes.
+    pieces = picture.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
+    piece = (row[:, None] * size + jnp.arange(size)) * columns + column[:, None]
+    by_channel = pieces[piece].transpose(0, 3, 1, 2).astype(jnp.int32)  # [R, 3, rows, columns]
+    channel = jnp.arange(0, 3 * 256, 256)
+    values = picture.levels.reshape(-1)[by_channel + channel[:, None, None]]
+    frames = jnp.repeat(values[:, :, None], vision.frames, axis=2)
+    across = rows + column
+    (top, left), (above, before) = ((x[row], x[across]) for x in (picture.corners, picture.shares))
+    cos, sin = (jnp.concatenate([x[row], x[across]], axis=1) for x in (picture.cos, picture.sin))
+    return Patches(
+        pixels=frames.reshape(len(number), -1),
+        corners=(top[:, :, None] * vision.table_side + left[:, None]).reshape(-1, 4),
+        shares=(above[:, :, None] * before[:, None]).reshape(-1, 4),
+        cos=cos,
+        sin=sin,
+        count=(rows * columns).reshape(1),
+    )
 
 
 def encoded(

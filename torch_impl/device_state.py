@@ -16,7 +16,7 @@ from torch_impl.ops import slots
 from torch_impl.ops.copies import Copies
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
-from torch_impl.tower import Patches
+from torch_impl.tower import Pixels
 
 Fields = dict[str, Tensor]
 """Fields of a result by name."""
@@ -202,7 +202,7 @@ class Pictures:
 class Picture:
     """A picture to be encoded; see `shared.boundary.pictures.Encode`."""
 
-    patches: Patches
+    pixels: Pixels
     place: Int[Tensor, " 1"]
 
 
@@ -271,12 +271,15 @@ class Plan:
     picture: Picture | None
 
 
+_TYPES = {"float32": torch.float32, "uint8": torch.uint8}
+
+
 def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity) -> Plan:
     """Views of a plan's fields; floats are bit-cast, an unsigned seed keeps its bits."""
     at = {}
     for name, field in plan_layout(program, capacity).fields.items():
-        view = words[field.offset : field.offset + field.size].view(field.shape)
-        at[name] = view.view(torch.float32) if field.dtype.kind == "f" else view
+        view = words[field.offset : field.offset + field.size]
+        at[name] = view.view(_TYPES.get(field.dtype.name, torch.int32)).view(field.shape)
     for name in ("slots", "page_table", "restore", "save"):
         at[name] = at[name].long()  # indices: torch would convert them at every use
     return Plan(
@@ -323,15 +326,16 @@ def _read_pictures(at: Fields) -> Pictures | None:
 
 
 def _read_picture(at: Fields) -> Picture:
-    patches = Patches(
-        pixels=at["picture_pixels"],
+    pixels = Pixels(
+        bytes=at["picture_bytes"],
+        sides=at["picture_sides"],
+        levels=at["picture_levels"],
         corners=at["picture_corners"],
         shares=at["picture_shares"],
         cos=at["picture_cos"],
         sin=at["picture_sin"],
-        count=at["picture_count"],
     )
-    return Picture(patches, at["place"])
+    return Picture(pixels, at["place"])
 
 
 def _read_drafts(at: Fields) -> HostDraft:

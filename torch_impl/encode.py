@@ -16,9 +16,10 @@ def encode(machine: Machine, plan: Plan, program: Program) -> Fields:
     assert pictures is not None
     assert machine.tower is not None
     vision = pictures.vision
-    rows = tower.encoded(vision, machine.tower, picture.patches)
+    patches = tower.patches(vision, picture.pixels)
+    rows = tower.encoded(vision, machine.tower, patches)
     number = torch.arange(len(rows), device=rows.device)
-    is_real = number * vision.merged < picture.patches.count
+    is_real = number * vision.merged < patches.count
     place = torch.where(is_real & (picture.place > 0), picture.place + number, 0)
     held.pool[place] = rows
     return {"counts": torch.zeros_like(plan.save_at)}

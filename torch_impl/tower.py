@@ -2,12 +2,26 @@
 
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int
+import torch
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from shared.models.vision import EPS, VisionConfig
 from torch_impl.ops import attention, layers, linear
 from torch_impl.records import LayerNorm, TowerBlock, TowerWeights
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """As the specification's."""
+
+    bytes: UInt8[Tensor, " bytes"]
+    sides: Int[Tensor, " 2"]
+    levels: Float[Tensor, "3 256"]
+    corners: Int[Tensor, "lines 2"]
+    shares: Float[Tensor, "lines 2"]
+    cos: Float[Tensor, "lines quarter"]
+    sin: Float[Tensor, "lines quarter"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +34,35 @@ class Patches:
     cos: Float[Tensor, "R half"]
     sin: Float[Tensor, "R half"]
     count: Int[Tensor, " 1"]
+
+
+def patches(vision: VisionConfig, picture: Pixels) -> Patches:
+    """Cuts a picture into patches; those of padding are the last one again."""
+    size, merge, device = vision.patch_size, vision.merge_size, picture.bytes.device
+    rows, columns = picture.sides.clamp(min=merge)
+    number = torch.arange(vision.num_patches(len(picture.bytes)), device=device)
+    number = torch.minimum(number, rows * columns - 1)
+    block, within = number // merge**2, number % merge**2
+    row = block // (columns // merge) * merge + within // merge
+    column = block % (columns // merge) * merge + within % merge
+    # A patch's part of a row of pixels is one piece of the picture's bytes.
+    pieces = picture.bytes[: len(number) * vision.patch_bytes].view(-1, size, 3)
+    piece = (row[:, None] * size + torch.arange(size, device=device)) * columns + column[:, None]
+    by_channel = pieces[piece].permute(0, 3, 1, 2).int()  # [R, 3, rows of pixels, columns]
+    channel = torch.arange(0, 3 * 256, 256, dtype=torch.int32, device=device)
+    values = picture.levels.flatten()[by_channel + channel[:, None, None]]
+    frames = values[:, :, None].expand(-1, -1, vision.frames, -1, -1)
+    across = rows + column
+    (top, left), (above, before) = ((x[row], x[across]) for x in (picture.corners, picture.shares))
+    cos, sin = (torch.cat([x[row], x[across]], dim=1) for x in (picture.cos, picture.sin))
+    return Patches(
+        pixels=frames.reshape(len(number), -1),
+        corners=(top[:, :, None] * vision.table_side + left[:, None]).flatten(1),
+        shares=(above[:, :, None] * before[:, None]).flatten(1),
+        cos=cos,
+        sin=sin,
+        count=(rows * columns).view(1),
+    )
 
 
 def encoded(

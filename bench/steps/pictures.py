@@ -2,7 +2,8 @@
 
     python -m bench.steps.pictures --tokens 256 1024 4096 --out bench/results/FILE.json
 
-A tower of Qwen3.5-9B's shape with dummy weights, in bfloat16, encodes square pictures one by one.
+A tower of Qwen3.5-9B's shape with dummy weights, in bfloat16, cuts and encodes square pictures one
+by one.
 The limit counts its products and those of attention at the rate that a large product of the
 framework sustains. Numbers are counted that have the same bits on both backends.
 """
@@ -29,7 +30,7 @@ from shared.models.pictures import PictureConfig
 from shared.models.tower import tower_parameters
 from shared.models.vision import VisionConfig
 from shared.spec import tower
-from shared.spec.tower import Patches
+from shared.spec.tower import Pixels
 from tests.support.op_sides import SIDES
 
 QWEN3_5 = VisionConfig(
@@ -55,11 +56,11 @@ Rows = Float[np.ndarray, "tokens out"]
 Encoder = Callable[[], Rows]
 
 
-def picture_of(tokens: int, vision: VisionConfig) -> Patches:
-    """The patches of a random picture that takes so many tokens, a square number of them."""
+def picture_of(tokens: int, vision: VisionConfig) -> Pixels:
+    """A random picture that takes so many tokens, a square number of them."""
     side = math.isqrt(tokens) * vision.patch_size * vision.merge_size
     pixels = np.random.default_rng(SEED).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    return tower.patches(pixels, vision, PICTURES)
+    return tower.pixels_of(pixels, vision, PICTURES)
 
 
 def products_of(patches: int, vision: VisionConfig) -> int:
@@ -73,7 +74,7 @@ def products_of(patches: int, vision: VisionConfig) -> int:
     return patches * (of_patch + of_merger + attended)
 
 
-def torch_encoder(vision: VisionConfig) -> Callable[[Patches], Encoder]:
+def torch_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
     """Loads the tower in torch; gives what encodes a picture that lies on the device."""
     torch, of_torch = import_module("torch"), import_module("torch_impl.tower")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -81,20 +82,25 @@ def torch_encoder(vision: VisionConfig) -> Callable[[Patches], Encoder]:
         _dummy(vision), vision, "bfloat16", device, _unseen
     )
 
-    def of(picture: Patches) -> Encoder:
+    def of(picture: Pixels) -> Encoder:
         placed = {name: torch.from_numpy(x).to(device) for name, x in vars(picture).items()}
-        own = of_torch.Patches(**placed)
+        own = of_torch.Pixels(**placed)
 
         def encode() -> Rows:
             with torch.inference_mode():
-                return of_torch.encoded(vision, weights, own).float().cpu().numpy()
+                return (
+                    of_torch.encoded(vision, weights, of_torch.patches(vision, own))
+                    .float()
+                    .cpu()
+                    .numpy()
+                )
 
         return encode
 
     return of
 
 
-def jax_encoder(vision: VisionConfig) -> Callable[[Patches], Encoder]:
+def jax_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
     """As `torch_encoder`, in JAX."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
     of_jax, loading = import_module("jax_impl.tower"), import_module("jax_impl.weights")
@@ -103,10 +109,11 @@ def jax_encoder(vision: VisionConfig) -> Callable[[Patches], Encoder]:
 
     @jax.jit
     def encoded(loaded: Any, picture: Any) -> Any:
-        return of_jax.encoded(vision, loading.tower_of(loaded), picture).astype(jnp.float32)
+        patches = of_jax.patches(vision, picture)
+        return of_jax.encoded(vision, loading.tower_of(loaded), patches).astype(jnp.float32)
 
-    def of(picture: Patches) -> Encoder:
-        own = of_jax.Patches(**jax.device_put(vars(picture), device))
+    def of(picture: Pixels) -> Encoder:
+        own = of_jax.Pixels(**jax.device_put(vars(picture), device))
         return lambda: np.asarray(encoded(loaded, own))
 
     return of
@@ -152,7 +159,7 @@ def run(options: argparse.Namespace, command: str) -> Line:
         for tokens in options.tokens:
             picture = picture_of(tokens, vision)
             line, rows = measure(encoder(picture), options.rounds, side.is_gpu)
-            limit = 1e3 * products_of(len(picture.pixels), vision) / rate
+            limit = 1e3 * products_of(picture.num_patches, vision) / rate
             line |= {"backend": name, "tokens": len(rows), "products_ms": round(limit, 3)}
             first = known.setdefault(tokens, rows)
             line["equal_share"] = None if first is rows else round(float(np.mean(first == rows)), 4)

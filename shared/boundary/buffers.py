@@ -31,7 +31,7 @@ from shared.boundary.program import Extra, Program, Work
 from shared.spec.copies import Copies
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
-from shared.spec.tower import Patches
+from shared.spec.tower import Pixels
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Field:
     @property
     def size(self) -> int:
         """Words that the array takes."""
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.dtype.itemsize // 4
 
     def view(self, buffer: Int32[np.ndarray, " words"]) -> np.ndarray:
         """The array that lies in `buffer`, without a copy."""
@@ -123,7 +123,7 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
     """Where each field of a plan of `program` lies in its buffer.
 
     Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`, one of
-    `Mask` the prefix `mask_`, one of `Pictures` and of `Patches` the prefix `picture_`, one of
+    `Mask` the prefix `mask_`, one of `Pictures` and of `Pixels` the prefix `picture_`, one of
     `Copies` the prefix `copies_`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
@@ -139,7 +139,7 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
         Work.DECODE: [],
         Work.DRAFT: [],
         Work.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,)), ("first_positions", (B,))],
-        Work.ENCODE: [("picture_corners", (T, 4)), ("picture_count", (1,)), ("place", (1,))],
+        Work.ENCODE: [("place", (1,))],
     }[program.work]
     if program.has(Extra.HOST_DRAFT):
         work = [
@@ -160,10 +160,10 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
     ]
     ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
     pages = ("page_table", (B, program.pages), np.int32)
-    patches = _patch_floats(program, capacity)
+    pixels = _pixel_layout(program, capacity)
     copies = _copies_layout(B, program.shape.copied) if program.has(Extra.COPIES) else []
     bits = [(name, shape, np.int32) for name, shape in masks]
-    return _lay_out([*ints, *sampling, *patches, pages, *copies, *bits])
+    return _lay_out([*ints, *sampling, *pixels, pages, *copies, *bits])
 
 
 def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...]]]:
@@ -179,14 +179,20 @@ def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tup
     ]
 
 
-def _patch_floats(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...], type]]:
-    """The numbers of an encoding."""
+def _pixel_layout(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...], type]]:
+    """The fields of `Pixels`, of an encoding."""
     if program.work is not Work.ENCODE or capacity.pictures is None:
         return []
     vision = capacity.pictures.vision
-    half = vision.head_size // 2
-    widths = {"pixels": vision.patch_numbers, "shares": 4, "cos": half, "sin": half}
-    return [(f"picture_{x}", (program.tokens, y), np.float32) for x, y in widths.items()]
+    lines, quarter = vision.most_lines(program.tokens), vision.head_size // 4
+    return [
+        ("picture_bytes", (vision.picture_bytes(program.tokens),), np.uint8),
+        ("picture_sides", (2,), np.int32),
+        ("picture_levels", (vision.channels, 256), np.float32),
+        ("picture_corners", (lines, 2), np.int32),
+        ("picture_shares", (lines, 2), np.float32),
+        *((f"picture_{x}", (lines, quarter), np.float32) for x in ("cos", "sin")),
+    ]
 
 
 def _copies_layout(B: int, M: int) -> list[tuple[str, tuple[int, ...], type]]:
@@ -269,7 +275,7 @@ def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Dra
             names = (f.name for f in fields(Prefill) if f.name != "pictures")
             return Prefill(**{name: at[name] for name in names}, pictures=pictures)
         case Work.ENCODE:
-            return Encode(_prefixed(Patches, "picture_", at), at["place"])
+            return Encode(_prefixed(Pixels, "picture_", at), at["place"])
         case Work.COUNT:
             return Count(**{f.name: at[f.name] for f in fields(Count)})
         case Work.DRAFT:
@@ -282,7 +288,7 @@ def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Dra
     return Decode(program.shape, _prefixed(HostDraft, "draft_tree_", at))
 
 
-Record = TypeVar("Record", Pictures, Patches, HostDraft)
+Record = TypeVar("Record", Pictures, Pixels, HostDraft)
 
 
 def _prefixed(kind: type[Record], prefix: str, at: dict[str, np.ndarray]) -> Record:

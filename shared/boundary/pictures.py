@@ -7,7 +7,7 @@ from jaxtyping import Int32
 
 from shared.models.pictures import PictureConfig
 from shared.models.vision import VisionConfig
-from shared.spec.tower import Patches
+from shared.spec.tower import Pixels
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Encode:
     """Makes the rows of one picture; no row of the plan is read.
 
     Attributes:
-      patches: The picture's, with padding behind.
+      pixels: The picture's, with padding behind.
       place: The pool's row that gets the first of them; 0: the sink gets all.
     """
 
-    patches: Patches
+    pixels: Pixels
     place: Int32[np.ndarray, " 1"]

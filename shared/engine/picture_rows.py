@@ -78,8 +78,8 @@ class PictureRows:
         place = self._take(picture.count, beside)
         self._held[key] = range(place, place + picture.count)
         self.num_encoded += 1
-        patches = tower.patches(picture.pixels, self._pool.vision, self._pool.processor)
-        return Rows.encode(patches, place)
+        pixels = tower.pixels_of(picture.pixels, self._pool.vision, self._pool.processor)
+        return Rows.encode(pixels, place)
 
     def _take(self, count: int, beside: Collection[Key]) -> int:
         """The first of `count` rows that nobody has any more; row 0 is the sink.

@@ -18,7 +18,7 @@ from shared.engine.request import Request
 from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
-from shared.spec.tower import Patches
+from shared.spec.tower import Pixels
 
 _TREE = tuple(field.name for field in fields(HostDraft))
 _COPIES = tuple(field.name for field in fields(Copies))
@@ -70,7 +70,7 @@ class Rows:
       requests: The request of each row; an encoding has none.
       chunks: The chunk of each row of a prefill; empty in any other step.
       counted: What a count adds to `seen`, for penalties: tokens that no prefill will feed.
-      patches: Of the picture that an encoding reads.
+      pixels: Of the picture that an encoding reads.
       place: Of its first row in the pool.
       shape: The draft shape of a decode and of a draft.
       drafts: The host's tree of each row of a decode; None where the device or nobody drafts.
@@ -86,7 +86,7 @@ class Rows:
     requests: Sequence[Request]
     chunks: Sequence[Chunk] = ()
     counted: Chunk | None = None
-    patches: Patches | None = None
+    pixels: Pixels | None = None
     place: int = 0
     shape: TreeShape | None = None
     drafts: HostDraft | None = None
@@ -106,9 +106,9 @@ class Rows:
         return cls(work=Work.COUNT, requests=[counted.request], counted=counted)
 
     @classmethod
-    def encode(cls, patches: Patches, place: int) -> Self:
+    def encode(cls, pixels: Pixels, place: int) -> Self:
         """A step that makes the rows of one picture."""
-        return cls(work=Work.ENCODE, requests=[], patches=patches, place=place)
+        return cls(work=Work.ENCODE, requests=[], pixels=pixels, place=place)
 
     @classmethod
     def decode(
@@ -142,8 +142,8 @@ class Rows:
     @property
     def num_tokens(self) -> int:
         """Prompt tokens that the step feeds or counts, or patches; 0 in a decode and a draft."""
-        if self.patches is not None:
-            return len(self.patches.pixels)
+        if self.pixels is not None:
+            return self.pixels.num_patches
         chunks = self.chunks if self.counted is None else (self.counted,)
         return sum(chunk.end - chunk.first for chunk in chunks)
 
@@ -173,8 +173,8 @@ class Rows:
             assert self.counted is not None
             _lay_counted(plan, plan.work, self.counted)
         elif isinstance(plan.work, Encode):
-            assert self.patches is not None
-            _lay_patches(plan.work, self.patches, self.place)
+            assert self.pixels is not None
+            _lay_pixels(plan.work, self.pixels, self.place)
         else:
             _check_prefilled(self.requests)
             _copy_known(plan, self)
@@ -216,10 +216,9 @@ def _lay_pictures(pictures: Pictures, row: int, start: int, chunk: Chunk) -> Non
             pictures.next_sources[row] = end + at
 
 
-def _lay_patches(work: Encode, patches: Patches, place: int) -> None:
-    count = len(patches.pixels)
-    for name, values in vars(patches).items():
-        getattr(work.patches, name)[:count] = values
+def _lay_pixels(work: Encode, pixels: Pixels, place: int) -> None:
+    for name, values in vars(pixels).items():
+        getattr(work.pixels, name)[: len(values)] = values
     work.place[0] = place
 
 

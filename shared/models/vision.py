@@ -86,6 +86,23 @@ class VisionConfig:
         return self.channels * self.frames * self.patch_size**2
 
     @property
+    def patch_bytes(self) -> int:
+        """Bytes of a patch as it travels, in one frame."""
+        return self.channels * self.patch_size**2
+
+    def picture_bytes(self, num_patches: int) -> int:
+        """Of so many patches, in whole words."""
+        return -(-num_patches * self.patch_bytes // 4) * 4
+
+    def num_patches(self, picture_bytes: int) -> int:
+        """The inverse of `picture_bytes`."""
+        return picture_bytes // self.patch_bytes
+
+    def most_lines(self, num_patches: int) -> int:
+        """Most rows and columns together of a picture of so many patches: of the narrowest."""
+        return num_patches // self.merge_size + self.merge_size
+
+    @property
     def merged(self) -> int:
         """Patches that become one row of the prompt."""
         return self.merge_size**2

@@ -20,8 +20,10 @@ def encode(
     """Writes a picture's rows into the pool."""
     assert pictures is not None  # a model that sees has the program
     assert weights is not None
-    place, count = int(work.place[0]), int(work.patches.count[0]) // pictures.vision.merged
-    rows = tower.encoded(pictures.vision, weights, work.patches)[:count]
+    vision, place = pictures.vision, int(work.place[0])
+    patches = tower.patches(vision, work.pixels)
+    count = work.pixels.num_patches // vision.merged
+    rows = tower.encoded(vision, weights, patches)[:count]
     if place:
         pool[place : place + count] = rows
 

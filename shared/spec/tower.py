@@ -2,9 +2,9 @@
 
 A picture is cut into patches, each of which is a row; the blocks let every patch see the whole
 picture, and the merger makes one row of the prompt of a square of patches. A picture is encoded
-alone, so that its bits depend on nothing else. What follows from its size alone (where each patch
-lies in the learned table, by what angle it turns) is worked out on the host, once for both
-backends.
+alone, so that its bits depend on nothing else. What follows from its size alone (where patches lie
+in the learned table, by what angles they turn) and what a byte becomes is worked out on the host,
+once for both backends; a device gets the picture's bytes, and cuts them itself.
 
 Source: Qwen3-VL's tower, without the outputs that go to the first text layers.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Float32, Int, Int32, UInt8
 
 from shared.models.parameters import BIAS
 from shared.models.pictures import PictureConfig
@@ -24,6 +24,44 @@ from shared.spec.linear import Matrix
 from shared.spec.model import matrix
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """One picture as it travels to a device: a byte a number, and what follows from its sides.
+
+    What a row of patches has is worked out once for all of them, and so it is with columns: lines
+    are the picture's rows of patches, then its columns. Padding may stand behind all of either.
+
+    Attributes:
+      bytes: Red, green and blue of each pixel, row by row.
+      sides: How many rows and columns of patches there are.
+      levels: What the tower reads for each value of a byte, by channel.
+      corners: The two rows, or columns, of the learned table between which each line lies.
+      shares: Of each of them.
+      cos, sin: Of the angles by which the patches of each line turn.
+    """
+
+    bytes: UInt8[np.ndarray, " bytes"]
+    sides: Int32[np.ndarray, " 2"]
+    levels: Float32[np.ndarray, "3 256"]
+    corners: Int32[np.ndarray, "lines 2"]
+    shares: Float32[np.ndarray, "lines 2"]
+    cos: Float32[np.ndarray, "lines quarter"]
+    sin: Float32[np.ndarray, "lines quarter"]
+
+    @property
+    def num_patches(self) -> int:
+        """Without padding."""
+        return int(self.sides.prod())
+
+    def padded(self, size: int, vision: VisionConfig) -> "Pixels":
+        """The same with padding behind, for `size` patches in all."""
+        lines = vision.most_lines(size) - len(self.corners)
+        names = ("corners", "shares", "cos", "sin")
+        longer = {name: np.pad(getattr(self, name), ((0, lines), (0, 0))) for name in names}
+        spare = vision.picture_bytes(size) - len(self.bytes)
+        return replace(self, bytes=np.pad(self.bytes, (0, spare)), **longer)
 
 
 @dataclass(frozen=True)
@@ -46,84 +84,75 @@ class Patches:
     sin: Float[np.ndarray, "R half"]
     count: Int[np.ndarray, " 1"]
 
-    def padded(self, size: int) -> "Patches":
-        """The same with rows of padding behind, `size` in all."""
 
-        def longer(x: np.ndarray) -> np.ndarray:
-            return np.pad(x, [(0, size - len(x)), (0, 0)])
-
-        rows = {x: longer(getattr(self, x)) for x in ("pixels", "corners", "shares", "cos", "sin")}
-        return replace(self, **rows)
-
-
-def patches(
+def pixels_of(
     picture: UInt8[np.ndarray, "height width 3"], vision: VisionConfig, pictures: PictureConfig
-) -> Patches:
-    """The patches of a picture whose sides are those of `PictureConfig.fitted`.
-
-    A still picture is one frame, repeated as often as a patch spans.
-    """
-    size, merge = vision.patch_size, vision.merge_size
-    height, width = (side // size for side in picture.shape[:2])
-    cut = picture.reshape(height // merge, merge, size, width // merge, merge, size, 3)
-    # By block, patch of the block, channel and pixel, while a value is one byte.
-    ordered = np.ascontiguousarray(cut.transpose(0, 3, 1, 4, 6, 2, 5)).reshape(-1, 3, 1, size**2)
-    values = ordered.astype(np.float32)
-    mean, deviation = (
-        np.array(x, np.float32)[:, None, None] for x in (pictures.mean, pictures.deviation)
-    )
-    values /= np.float32(255)
-    values -= mean
-    values /= deviation
-    frames = np.repeat(values, vision.frames, axis=2)
-    row, column = _places(height, width, merge)
-    corners, shares = _table_places(row, column, height, width, vision.table_side)
-    cos, sin = _angles(row, column, vision)
-    return Patches(
-        pixels=frames.reshape(height * width, -1),
+) -> Pixels:
+    """What a device is told of a picture whose sides are those of `PictureConfig.fitted`."""
+    sides = np.array(picture.shape[:2], np.int32) // vision.patch_size
+    places = np.concatenate([np.arange(side, dtype=np.int32) for side in sides])
+    at = [np.linspace(0, vision.table_side - 1, side, dtype=np.float32) for side in sides]
+    corners, shares = _table_lines(np.concatenate(at), vision.table_side)
+    rotary = RotaryConfig(theta=THETA, width=vision.head_size // 2)
+    cos, sin = layers.rotary_angles(places, rotary)
+    return Pixels(
+        bytes=np.ascontiguousarray(picture).reshape(-1),
+        sides=sides,
+        levels=_levels(pictures),
         corners=corners,
         shares=shares,
         cos=cos,
         sin=sin,
-        count=np.array([height * width], np.int32),
     )
 
 
-def _places(
-    height: int, width: int, merge: int
-) -> tuple[Int[np.ndarray, " R"], Int[np.ndarray, " R"]]:
-    """The row and the column of each patch, in the order in which patches stand."""
-    grid = np.indices((height, width), np.int32)
-    cut = grid.reshape(2, height // merge, merge, width // merge, merge)
-    row, column = cut.transpose(0, 1, 3, 2, 4).reshape(2, -1)
-    return row, column
+def _levels(pictures: PictureConfig) -> Float32[np.ndarray, "3 256"]:
+    mean, deviation = (
+        np.array(x, np.float32)[:, None] for x in (pictures.mean, pictures.deviation)
+    )
+    return (np.arange(256, dtype=np.float32) / np.float32(255) - mean) / deviation
 
 
-def _table_places(
-    row: Int[np.ndarray, " R"],
-    column: Int[np.ndarray, " R"],
-    height: int,
-    width: int,
-    side: int,
-) -> tuple[Int[np.ndarray, "R 4"], Float[np.ndarray, "R 4"]]:
-    """Where patches lie in a table whose corners are the picture's, whatever its size."""
-    down = np.linspace(0, side - 1, height, dtype=np.float32)[row]
-    across = np.linspace(0, side - 1, width, dtype=np.float32)[column]
-    top, left = np.floor(down), np.floor(across)
-    bottom, right = (np.minimum(x + 1, np.float32(side - 1)) for x in (top, left))
-    below, beside = down - top, across - left
-    corners = [y * side + x for y in (top, bottom) for x in (left, right)]
-    shares = [y * x for y in (1 - below, below) for x in (1 - beside, beside)]
-    return np.stack(corners, axis=1).astype(np.int32), np.stack(shares, axis=1)
+def _table_lines(
+    at: Float32[np.ndarray, " lines"], side: int
+) -> tuple[Int32[np.ndarray, "lines 2"], Float32[np.ndarray, "lines 2"]]:
+    """Between which rows or columns of the learned table lines lie, and the shares of the two."""
+    before = np.floor(at)
+    behind = np.minimum(before + 1, np.float32(side - 1))
+    share = at - before
+    corners = np.stack([before, behind], axis=1).astype(np.int32)
+    return corners, np.stack([1 - share, share], axis=1)
 
 
-def _angles(
-    row: Int[np.ndarray, " R"], column: Int[np.ndarray, " R"], vision: VisionConfig
-) -> tuple[Float[np.ndarray, "R half"], Float[np.ndarray, "R half"]]:
-    rotary = RotaryConfig(theta=THETA, width=vision.head_size // 2)
-    by_row, by_column = (layers.rotary_angles(place, rotary) for place in (row, column))
-    cos, sin = (np.concatenate(both, axis=1) for both in zip(by_row, by_column, strict=True))
-    return cos, sin
+def patches(vision: VisionConfig, picture: Pixels) -> Patches:
+    """Cuts a picture into patches, as many as it has bytes for with its padding.
+
+    A still picture is one frame, repeated as often as a patch spans. A patch of padding is the last
+    one again. The table of places has the picture's corners at its own, whatever the size.
+    """
+    size, merge = vision.patch_size, vision.merge_size
+    rows, columns = np.maximum(picture.sides, merge)  # a plan of nothing but padding has none
+    number = np.minimum(np.arange(vision.num_patches(len(picture.bytes))), rows * columns - 1)
+    block, within = number // merge**2, number % merge**2
+    row = block // (columns // merge) * merge + within // merge
+    column = block % (columns // merge) * merge + within % merge
+    # A patch's part of a row of pixels is one piece of the picture's bytes.
+    pieces = picture.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
+    piece = (row[:, None] * size + np.arange(size)) * columns + column[:, None]
+    by_channel = pieces[piece].transpose(0, 3, 1, 2)  # [R, 3, rows of pixels, columns]
+    values = picture.levels[np.arange(3)[:, None, None], by_channel]
+    frames = np.repeat(values[:, :, None], vision.frames, axis=2)
+    across = rows + column
+    (top, left), (above, before) = ((x[row], x[across]) for x in (picture.corners, picture.shares))
+    cos, sin = (np.concatenate([x[row], x[across]], axis=1) for x in (picture.cos, picture.sin))
+    return Patches(
+        pixels=frames.reshape(len(number), -1),
+        corners=(top[:, :, None] * vision.table_side + left[:, None]).reshape(-1, 4),
+        shares=(above[:, :, None] * before[:, None]).reshape(-1, 4),
+        cos=cos,
+        sin=sin,
+        count=np.array([rows * columns], np.int32),
+    )
 
 
 def encoded(

@@ -18,13 +18,21 @@ from shared.boundary.program import Extra, Program, Work
 from shared.engine.rows import Chunk
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
-from shared.spec import tower, turns
+from shared.spec import turns
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_seeing_backend
 from tests.support.contract_host import Host, emitted, joined
 from tests.support.golden_models import Pictures as GoldenPictures
 from tests.support.golden_models import SpecModel
-from tests.support.golden_pictures import MODEL, WANT, picture_config, resized, vision
+from tests.support.golden_pictures import (
+    MODEL,
+    WANT,
+    fitted,
+    patches_of,
+    picture_config,
+    pixels_of,
+    vision,
+)
 from tests.support.towers import of_specification
 
 BATCH = 2
@@ -87,10 +95,9 @@ def host(backend) -> Host:
 def picture_plan(host: Host, number: int, place: int) -> StepPlan:
     plan = empty_plan(ENCODE, host.capacity)
     assert isinstance(plan.work, Encode)
-    patches = tower.patches(resized(WANT[f"image_{number}"]), vision(), picture_config())
-    given = replace(patches, pixels=WANT[f"pixels_{number}"]).padded(PATCHES)
+    given = pixels_of(fitted(number)).padded(PATCHES, vision())
     for name, values in vars(given).items():
-        getattr(plan.work.patches, name)[:] = values
+        getattr(plan.work.pixels, name)[:] = values
     plan.work.place[0] = place
     return plan
 
@@ -185,7 +192,7 @@ def test_a_pictures_rows_do_not_depend_on_where_they_lie_nor_on_what_else_lies_t
 def test_another_picture_of_the_same_size_gives_another_text(host):
     TWO.encode(host)
     plan = picture_plan(host, 0, 1)
-    plan.work.patches.pixels[:] = plan.work.patches.pixels[::-1]
+    plan.work.pixels.bytes[:] = plan.work.pixels.bytes[::-1]
     host.run(plan)
     request = TWO.request(host)
     result = host.run(TWO.plan(host, request, 0, 57))
@@ -217,13 +224,8 @@ def test_drafts_read_the_pictures_rows_and_turn_behind_them(host, prompt):
     request = prompt.request(host)
     host.run(prompt.plan(host, request, 0, len(prompt.tokens)))
     drafted = host.decode(request, shape=CHAIN)
-    given = [
-        tower.patches(resized(WANT[f"image_{i}"]), vision(), picture_config())
-        for i in prompt.numbers
-    ]
-    pixels = [WANT[f"pixels_{i}"] for i in prompt.numbers]
     encoded = of_specification()
-    rows = [encoded(replace(a, pixels=b)) for a, b in zip(given, pixels, strict=True)]
+    rows = [encoded(patches_of(fitted(i))) for i in prompt.numbers]
     assert drafted.drafts[0].tolist() == expected_drafts(prompt, np.concatenate(rows))
 
 

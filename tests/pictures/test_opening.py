@@ -17,8 +17,7 @@ from shared.pictures.address import data_of
 from shared.pictures.header import Header, read_header
 from shared.pictures.opening import opened
 from shared.pictures.prompt import expanded
-from shared.spec import tower
-from tests.support.golden_pictures import WANT, picture_config, vision
+from tests.support.golden_pictures import WANT, patches_of, picture_config
 from tests.support.pictures import (
     PATTERN,
     REFUSED,
@@ -46,7 +45,7 @@ def opened_array(data: bytes) -> np.ndarray:
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_picture_is_resized_bit_for_bit_as_the_reference_implementation(number):
     got = opened_array(stored(rgb(WANT[f"image_{number}"])))
-    pixels = tower.patches(got, vision(), picture_config()).pixels
+    pixels = patches_of(got).pixels
     np.testing.assert_array_equal(pixels, WANT[f"pixels_pil_{number}"])
 
 

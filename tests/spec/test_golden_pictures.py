@@ -4,16 +4,15 @@ The numbers are the reference implementation's, see golden/README.md; the weight
 `qwen3_5_dense`.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
-from shared.spec import tower, turns
+from shared.spec import turns
 from tests.support.golden_implementations import IMPLEMENTATIONS
 from tests.support.golden_models import Pictures
-from tests.support.golden_pictures import MODEL, WANT, picture_config, resized, vision
+from tests.support.golden_pictures import MODEL, WANT, fitted, patches_of, vision
 from tests.support.towers import of_specification
 
 # As of text, see test_golden.py: the orders of float32 sums differ.
@@ -72,8 +71,7 @@ def test_text_behind_pictures_turns_by_its_place_and_their_delta(implementation)
 
 def test_a_picture_may_stand_first(implementation):
     """Its rows are the specification's own, from pixels on."""
-    patches = tower.patches(resized(WANT["image_2"]), vision(), picture_config())
-    rows = of_specification()(replace(patches, pixels=WANT["pixels_2"]))
+    rows = of_specification()(patches_of(fitted(2)))
     pictures = pictures_of("one", (2,), rows)
     golden = implementation(MODEL)
     logits = golden.prefill(WANT["one_ids"], None, pictures).logits

@@ -7,14 +7,23 @@ import pytest
 
 from shared.models.pictures import PictureRefused
 from shared.spec import tower as spec
-from tests.support.golden_pictures import WANT, picture_config, resized, vision
-from tests.support.towers import SIZE, TOWERS
+from tests.support.golden_pictures import (
+    WANT,
+    patches_of,
+    picture_config,
+    pixels_of,
+    resized,
+    vision,
+)
+from tests.support.towers import CUTTERS, SIZE, TOWERS, padded
 
 NUMBERS = (0, 1, 2)
+IMAGES = [WANT[f"image_{number}"] for number in NUMBERS]
+NOTHING = replace(pixels_of(resized(IMAGES[0])), sides=np.zeros(2, np.int32))
 
 
 def patches(number: int) -> spec.Patches:
-    return spec.patches(resized(WANT[f"image_{number}"]), vision(), picture_config())
+    return patches_of(resized(WANT[f"image_{number}"]))
 
 
 @pytest.fixture(params=TOWERS)
@@ -29,6 +38,16 @@ def test_a_picture_becomes_the_patches_of_the_reference_implementation(number):
     assert got.count == WANT[f"grid_{number}"].prod()
     # The other processor resizes with another library: one level of 255, and mean and deviation.
     np.testing.assert_allclose(got.pixels, WANT[f"pixels_{number}"], rtol=0, atol=2.01 / 255)
+
+
+@pytest.mark.parametrize("cutter", CUTTERS)
+def test_every_device_cuts_a_picture_as_the_specification(cutter):
+    """To the bit, padding too; a plan of padding alone, as a start brings, is cut like others."""
+    for picture in (*map(pixels_of, map(resized, IMAGES)), NOTHING):
+        given = picture.padded(SIZE, vision())
+        want, got = spec.patches(vision(), given), CUTTERS[cutter](given)
+        for name, values in vars(want).items():
+            np.testing.assert_array_equal(getattr(got, name), values, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +66,13 @@ def test_a_picture_is_brought_to_the_size_of_the_released_settings(
 
 def test_the_tower_gives_the_embeddings_of_the_reference_implementation(tower):
     pictures = [replace(patches(i), pixels=WANT[f"pixels_{i}"]) for i in (0, 1)]
-    rows = [tower(each.padded(SIZE))[: len(each.pixels) // 4] for each in pictures]
+    rows = [tower(padded(each, SIZE))[: len(each.pixels) // 4] for each in pictures]
     # Float32, numbers up to 3: the orders of the sums differ.
     np.testing.assert_allclose(np.concatenate(rows), WANT["mm_embeds"], rtol=0, atol=1e-5)
 
 
 def test_a_pictures_bits_depend_neither_on_its_padding_nor_on_other_pictures(tower):
-    first, second = patches(0).padded(SIZE), patches(2).padded(SIZE)
+    first, second = padded(patches(0), SIZE), padded(patches(2), SIZE)
     count, alone = int(first.count[0]), tower(first)
     others = {
         name: np.concatenate([getattr(first, name)[:count], getattr(second, name)[: SIZE - count]])

@@ -25,13 +25,12 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
 from shared.options.ngram import NgramConfig
-from shared.spec import tower
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_seeing_backend
 from tests.support.cache_policies import policy_of
 from tests.support.golden_models import Pictures as GoldenPictures
 from tests.support.golden_models import SpecModel
-from tests.support.golden_pictures import MODEL, PICTURES, picture_config, vision
+from tests.support.golden_pictures import MODEL, PICTURES, patches_of, picture_config, vision
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.tiny_heads import tiny_block_head, tiny_head
 from tests.support.towers import of_specification
@@ -99,8 +98,8 @@ class Prompt:
         return TEXTS[known]
 
     def _text(self, count: int) -> list[int]:
-        made, encoded = tower.patches, of_specification()
-        rows = [encoded(made(each.pixels, vision(), picture_config())) for each in self.pictures]
+        encoded = of_specification()
+        rows = [encoded(patches_of(each.pixels)) for each in self.pictures]
         tokens = np.array(self.tokens)
         sight, is_image = Sight.of(self.tokens, IMAGE, self.pictures), tokens == IMAGE
         pool = np.concatenate([np.zeros((1, vision().out), np.float32), *rows])

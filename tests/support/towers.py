@@ -1,5 +1,6 @@
 """The vision tower of the golden folders in every implementation, picture by picture."""
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from jax_impl.backend import compiler_options
 from shared.models.checkpoint import open_checkpoint
 from shared.models.tower import check_tower
 from shared.spec import tower
-from shared.spec.tower import Patches
+from shared.spec.tower import Patches, Pixels
 from tests.support.golden_pictures import MODEL, vision
 from torch_impl import tower as torch_tower
 from torch_impl import weights as torch_weights
@@ -26,6 +27,14 @@ class Tower(Protocol):
     """An implementation: patches with their padding become rows, those of padding too."""
 
     def __call__(self, picture: Patches) -> np.ndarray: ...
+
+
+def padded(patches: Patches, size: int) -> Patches:
+    """The same with rows of zeros behind, `size` in all."""
+    names = ("pixels", "corners", "shares", "cos", "sin")
+    rows = {name: getattr(patches, name) for name in names}
+    spare = size - len(patches.pixels)
+    return replace(patches, **{x: np.pad(y, ((0, spare), (0, 0))) for x, y in rows.items()})
 
 
 def of_specification() -> Tower:
@@ -65,3 +74,26 @@ def _unseen(num_bytes: int) -> None:
 
 
 TOWERS = {"spec": of_specification, "torch": of_torch, "jax": of_jax}
+
+
+class Cutter(Protocol):
+    """An implementation: a picture becomes patches, with those of its padding."""
+
+    def __call__(self, picture: Pixels) -> Patches: ...
+
+
+def cut_by_torch(picture: Pixels) -> Patches:
+    given = torch_tower.Pixels(**{x: torch.from_numpy(y) for x, y in vars(picture).items()})
+    found = torch_tower.patches(vision(), given)
+    return Patches(**{name: x.numpy() for name, x in vars(found).items()})
+
+
+def cut_by_jax(picture: Pixels) -> Patches:
+    cpu = jax.devices("cpu")[0]
+    options = compiler_options(cpu, quick_compile=True)
+    program = jax.jit(partial(jax_tower.patches, vision()), compiler_options=options)
+    found = program(jax_tower.Pixels(**vars(picture)))
+    return Patches(**{name: np.asarray(x) for name, x in found._asdict().items()})
+
+
+CUTTERS = {"torch": cut_by_torch, "jax": cut_by_jax}
