@@ -28,7 +28,6 @@ from jax_impl.records import (
     HeadWeights,
     Layer,
     LayerNorm,
-    MarkovWeights,
     Mlp,
     Mtp,
     TowerBlock,
@@ -412,17 +411,8 @@ def _mtp(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Mtp:
 
 
 def _block(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> BlockWeights:
-    return BlockWeights(
-        config=config,
-        fc=Matrix(loaded.alone["fc"]),
-        hidden_norm=loaded.alone["hidden_norm"],
-        layers=_layers(loaded.stacks, "layer.", config.layer.layers, in_stacks),
-        final_norm=loaded.alone["final_norm"],
-        lm_head=_own_head(loaded),
-        embed=loaded.alone.get("embed"),
-        draft_ids=loaded.alone.get("draft_ids"),
-        markov=MarkovWeights.of(config, loaded.alone),
-    )
+    layers = _layers(loaded.stacks, "layer.", config.layer.layers, in_stacks)
+    return BlockWeights.of(config, layers, loaded.alone)
 
 
 def _own_head(loaded: Loaded) -> Matrix | None:

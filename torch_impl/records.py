@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.drafts.config import DraftConfig
+from shared.drafts.dflash2 import SelectorConfig
 from shared.drafts.markov import MarkovConfig
 from shared.models.parameters import BIAS
 from torch_impl.ops.experts import Experts
@@ -150,12 +151,73 @@ class MarkovWeights:
 
 
 @dataclass(frozen=True)
+class Conv:
+    """The convolutions before and behind a part of a DFlash2 layer.
+
+    Attributes:
+      base: Their coefficients.
+      moved: What makes what each row moves them by, of both.
+    """
+
+    base: Float[Tensor, "2 taps hidden"]
+    moved: Matrix
+
+
+@dataclass(frozen=True)
+class Around:
+    """The convolutions around the parts of a DFlash2 layer."""
+
+    attention: Conv
+    mlp: Conv
+
+    @classmethod
+    def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "tuple[Around, ...] | None":
+        """Of each layer, from a head's arrays by name; None of a head that is no DFlash2 head."""
+        if config.block is None or config.block.conv is None:
+            return None
+
+        def conv(name: str) -> Conv:
+            return Conv(arrays[f"{name}.base"], Matrix(arrays[f"{name}.moved"]))
+
+        names = [f"conv.{layer}" for layer in range(config.layer.num_layers)]
+        return tuple(cls(conv(f"{name}.attention"), conv(f"{name}.mlp")) for name in names)
+
+
+@dataclass(frozen=True)
+class SelectorWeights:
+    """What a DFlash2 head selects drafts by.
+
+    Attributes:
+      before, after: Of the first and the second token of a pair.
+      hidden: What makes what weighs their numbers, of a slot's hidden state.
+    """
+
+    config: SelectorConfig
+    before: Float[Tensor, "vocab rank"]
+    after: Float[Tensor, "vocab rank"]
+    hidden: Matrix
+
+    @classmethod
+    def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "SelectorWeights | None":
+        """Of a head's arrays by name; None of a head that is no DFlash2 head."""
+        if config.block is None or config.block.selector is None:
+            return None
+        return cls(
+            config=config.block.selector,
+            before=arrays["selector.before"],
+            after=arrays["selector.after"],
+            hidden=Matrix(arrays["selector.hidden"]),
+        )
+
+
+@dataclass(frozen=True)
 class BlockWeights:
-    """A DFlash or DSpark head; what is None it shares with its target.
+    """A DFlash, DSpark or DFlash2 head; what is None it shares with its target.
 
     Attributes:
       draft_ids: The target's id of each token of the draft vocabulary.
-      markov: Of a DSpark head; None of a DFlash one.
+      markov: Of a DSpark head; None of the others.
+      around, selector: Of a DFlash2 head; None of the others.
     """
 
     config: DraftConfig
@@ -167,6 +229,27 @@ class BlockWeights:
     embed: Float[Tensor, "vocab hidden"] | None
     draft_ids: Int[Tensor, " draft_vocab"] | None
     markov: MarkovWeights | None
+    around: tuple[Around, ...] | None
+    selector: SelectorWeights | None
+
+    @classmethod
+    def of(
+        cls, config: DraftConfig, layers: tuple[Layer, ...], arrays: Mapping[str, Tensor]
+    ) -> "BlockWeights":
+        """Of a head's layers and its other arrays by name."""
+        return cls(
+            config=config,
+            fc=Matrix(arrays["fc"]),
+            hidden_norm=arrays["hidden_norm"],
+            layers=layers,
+            final_norm=arrays["final_norm"],
+            lm_head=Matrix(arrays["lm_head"]) if "lm_head" in arrays else None,
+            embed=arrays.get("embed"),
+            draft_ids=arrays.get("draft_ids"),
+            markov=MarkovWeights.of(config, arrays),
+            around=Around.of(config, arrays),
+            selector=SelectorWeights.of(config, arrays),
+        )
 
 
 @dataclass(frozen=True)

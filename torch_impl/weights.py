@@ -32,7 +32,6 @@ from torch_impl.records import (
     HeadWeights,
     Layer,
     LayerNorm,
-    MarkovWeights,
     Mlp,
     Mtp,
     TowerBlock,
@@ -343,17 +342,8 @@ def _head(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights | Bloc
 
 
 def _block(config: DraftConfig, tensors: dict[str, Tensor]) -> BlockWeights:
-    return BlockWeights(
-        config=config,
-        fc=Matrix(tensors["fc"]),
-        hidden_norm=tensors["hidden_norm"],
-        layers=_layers(config.layer, tensors, "layer.", config.layer.layers),
-        final_norm=tensors["final_norm"],
-        lm_head=_own_head(tensors),
-        embed=tensors.get("embed"),
-        draft_ids=tensors.get("draft_ids"),
-        markov=MarkovWeights.of(config, tensors),
-    )
+    layers = _layers(config.layer, tensors, "layer.", config.layer.layers)
+    return BlockWeights.of(config, layers, tensors)
 
 
 def _own_head(tensors: dict[str, Tensor]) -> Matrix | None:

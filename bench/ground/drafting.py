@@ -27,7 +27,7 @@ OURS = {"corpus": ("none", "own"), "most": None}
 (`bench.quality.own_corpus`), and `most` is the requests' `max_draft_tokens`.
 """
 WITH_COPIES = "+NGRAM"
-WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK")
+WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "DFLASH2")
 """Algorithms whose drafter has files of its own."""
 
 

@@ -12,7 +12,7 @@ values. Padding is left out, and what norms and recurrent states multiply: it is
 from math import prod
 
 from shared.boundary.backend import Blueprint
-from shared.drafts.checkpoint import MARKOV, draft_parameters
+from shared.drafts.checkpoint import MARKOV, SELECTOR, draft_parameters
 from shared.drafts.drafts import MODEL, MTP
 from shared.models.active import EMBEDDING, EXPERTS, active_numbers
 from shared.models.config import ModelConfig
@@ -99,7 +99,8 @@ def _draft_weights(blueprint: Blueprint) -> tuple[list[Parameter], bool]:
         return [p for p in every if p.name.startswith("mtp.")], False
     is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
     every = draft_parameters(drafts, None)
-    return [p for p in every if p.name != f"{MARKOV}{EMBEDDING}"], is_tied  # some rows are read
+    by_rows = (f"{MARKOV}{EMBEDDING}", f"{SELECTOR}before", f"{SELECTOR}after")
+    return [p for p in every if p.name not in by_rows], is_tied  # of these some rows are read
 
 
 def _target_head(own: list[Parameter], is_tied: bool, blueprint: Blueprint) -> int:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.model import Forward
-from jax_impl.ops import attention, projection, sampling, scan
+from jax_impl.ops import attention, projection, sampling, scan, vocabulary
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.layers import Shown
 from jax_impl.ops.projection import Projection
@@ -137,6 +137,22 @@ class Ranking(NamedTuple):
         """The best children of each request's root."""
         no_path = jnp.zeros((len(logits), 1, 0), jnp.int32)
         return self(logits[:, None], no_path, 0)
+
+    def candidates(
+        self, logits: Float[jax.Array, "B S share"], k: int
+    ) -> tuple[Float[jax.Array, "B S k"], Int[jax.Array, "B S k"]]:
+        """The k best tokens of S places and their scores, whatever the requests ask for.
+
+        Args:
+          logits: The drafter's, or this rank's part of them.
+        """
+        B, S, share = logits.shape
+        seen = sampling.seen_alone(self.counts, jnp.repeat(self.slots, S))
+        params, at, of = self.sampling.unasked, self.lengths, self.vocabulary
+        given = (logits, seen, at, params, at, TARGET_STREAM, k, False, None, of)
+        ids = sampling.rank(*given).ids
+        rows = vocabulary.spread(logits.reshape(B * S, share), of)
+        return vocabulary.at(rows, ids.reshape(B * S, k), of).reshape(ids.shape), ids
 
     def chain(
         self, scored: Projection, S: int, is_weighed: bool

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
-from jax_impl.drafters import Drafted, Fed, Prompts, Ranking, dspark
+from jax_impl.drafters import Drafted, Fed, Prompts, Ranking, convolution, dflash2, dspark
 from jax_impl.drafters.heads import embedding
 from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, projected
@@ -26,7 +26,7 @@ from shared.spec.draft_tree import TreeShape
 
 
 class BlockDrafter(NamedTuple):
-    """A `jax_impl.drafters.Drafter` of a DFlash or DSpark head, on its weights and its target."""
+    """A `jax_impl.drafters.Drafter` of a DFlash, DSpark or DFlash2 head, on its target."""
 
     target: Model
     weights: BlockWeights
@@ -79,17 +79,35 @@ class BlockDrafter(NamedTuple):
         taken = hidden[:, first : first + shape.depth]
         scored = head(self.target, self.weights, taken.reshape(-1, hidden.shape[2]))
         rank = own_ranking(self.target, self.weights, rank)
-        if block.markov is None:
-            chosen = rank.chain(scored, shape.depth, is_weighed)
-        else:
-            logits = projection.scores(scored).reshape(len(newest), shape.depth, -1)
-            chosen = dspark.chain(self.weights, newest, hidden, logits, rank, is_weighed)
-        drafts, edges, processed = chosen
+        drafts, edges, processed = self._chosen(
+            scored, newest, hidden, shape.depth, rank, is_weighed
+        )
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
         weights = None if edges is None else verify_rows.chain_weights(edges)
         return Drafted(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)
+
+    def _chosen(
+        self,
+        scored: Projection,
+        newest: Int[jax.Array, " B"],
+        filled: Float[jax.Array, "B size hidden"],
+        S: int,
+        rank: Ranking,
+        is_weighed: bool,
+    ) -> tuple[
+        Int[jax.Array, "B S"], Float[jax.Array, "B S"] | None, Float[jax.Array, "B S vocab"] | None
+    ]:
+        """The drafts; see `Ranking.chain`."""
+        weights, first = self.weights, _block_of(self.weights.config).first_slot
+        if weights.markov is None and weights.selector is None:
+            return rank.chain(scored, S, is_weighed)
+        logits = projection.scores(scored).reshape(len(newest), S, -1)
+        if weights.selector is None:
+            return dspark.chain(weights, newest, filled, logits, rank, is_weighed)
+        slots = filled[:, first : first + S]
+        return dflash2.chain(weights.selector, newest, slots, logits, rank, is_weighed)
 
 
 def head(target: Model, weights: BlockWeights, hidden: Float[jax.Array, "R hidden"]) -> Projection:
@@ -188,8 +206,17 @@ def fill(
     config, block = weights.config.layer, _block_of(weights.config)
     turn = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
+    x = embedded(embed, tokens.reshape(-1), None)
+    if weights.around is not None:
+        for place, (around, seen) in enumerate(zip(weights.around, rows, strict=True)):
+            sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
+            given = (config, weights.layers[place], around, place, block.size)
+            x, paged = convolution.layer(*given, x, sight)
+            kv = paged.pools
+        out = rms_norm(x, weights.final_norm, config.rms_eps)
+        return out.reshape(*tokens.shape, -1), kv
     norms = [*(layer.input_norm for layer in weights.layers), None]
-    stream = linear.stream(embedded(embed, tokens.reshape(-1), None), norms[0], None, group)
+    stream = linear.stream(x, norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)

@@ -56,6 +56,13 @@ class Sampling(NamedTuple):
         return Sampling(*(field[index] for field in self))
 
     @property
+    def unasked(self) -> "Sampling":
+        """Of rows that ask for nothing: their best token is the one with the highest logit."""
+        ask = ("temperature", "presence", "frequency", "min_length", "bias_values")
+        nothing = {name: jnp.zeros_like(getattr(self, name)) for name in ask}
+        return self._replace(**nothing, repetition=jnp.ones_like(self.repetition))
+
+    @property
     def has_penalty(self) -> Bool[jax.Array, " B"]:
         """Whether a row looks at what was seen before."""
         return (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)

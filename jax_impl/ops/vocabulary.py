@@ -57,6 +57,16 @@ def whole(
     return ranks.gathered(vocabulary.group, part)[..., : vocabulary.size]
 
 
+def part(
+    rows: Float[jax.Array, "... size"], vocabulary: Vocabulary
+) -> Float[jax.Array, "... share"]:
+    """This rank's part of the scores of all tokens."""
+    group = vocabulary.group
+    if group.is_alone:
+        return rows
+    return ranks.own(group, _resized(rows, vocabulary.share * group.count))
+
+
 def spread(
     part: Float[jax.Array, "... share"], vocabulary: Vocabulary
 ) -> Float[jax.Array, "... size"]:
@@ -84,8 +94,7 @@ def moved(
     group = vocabulary.group
     if group.is_alone:
         return over_tokens(rows, columns, target.size)
-    own = ranks.own(group, _resized(rows, vocabulary.share * group.count))
-    every = _resized(ranks.gathered(group, own), rows.shape[1])
+    every = _resized(ranks.gathered(group, part(rows, vocabulary)), rows.shape[1])
     every = over_tokens(every, columns, target.size)
     from_first = jnp.arange(target.size) - _first(target)
     return jnp.where((from_first >= 0) & (from_first < target.share), every, -jnp.inf)

@@ -1,10 +1,11 @@
-"""What the config.json of a DFlash or DSpark draft model says beside its layers' sizes.
+"""What the config.json of a DFlash, DSpark or DFlash2 draft model says beside its layers' sizes.
 
 The model is a small Qwen3 that fills a whole block of mask tokens in one pass.
 """
 
 from dataclasses import dataclass, replace
 
+from shared.drafts.dflash2 import ConvConfig, SelectorConfig, conv_of, selector_of
 from shared.drafts.formats import LEFT_OUT, SPECULATORS, Stated
 from shared.drafts.markov import MarkovConfig, markov_of
 from shared.models.config import ModelConfig
@@ -30,7 +31,9 @@ class BlockConfig:
         many positions before it; else from each row.
       first_slot: Slot of the first draft: 0 where a slot scores the token behind its own position,
         as of a DSpark model, 1 where it scores the token at it.
-      markov: How drafts know those before them, of a DSpark model; None: not at all.
+      markov: How drafts know those before them, of a DSpark model; None of another.
+      conv: The convolutions of the layers of a DFlash2 model; None of another.
+      selector: How drafts know those before them, of a DFlash2 model; None of another.
     """
 
     size: int
@@ -40,6 +43,8 @@ class BlockConfig:
     from_anchor: bool
     first_slot: int
     markov: MarkovConfig | None
+    conv: ConvConfig | None
+    selector: SelectorConfig | None
 
     @property
     def nodes(self) -> int:
@@ -86,7 +91,7 @@ def stated_nodes(config: Json, kind: str) -> int | None:
 
 
 def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
-    """The block of a DFlash or DSpark draft model.
+    """The block of a DFlash, DSpark or DFlash2 draft model.
 
     Args:
       stated: What its config.json says.
@@ -119,6 +124,8 @@ def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
         from_anchor=stated.is_speculators,
         first_slot=first_slot,
         markov=markov_of(stated) if stated.kind == "DSPARK" else None,
+        conv=conv_of(stated, layer, size) if stated.kind == "DFLASH2" else None,
+        selector=selector_of(stated, layer) if stated.kind == "DFLASH2" else None,
     )
 
 

@@ -7,6 +7,7 @@ the names of its tensors are held against the kind that was asked for.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.drafts.config import DraftConfig, DraftHead
+from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.formats import BLOCKS
 from shared.drafts.markov import GATED, MarkovConfig
@@ -65,17 +67,22 @@ DFLASH_MARKS = ("hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
 DSPARK_MARK = "markov_head.markov_w1.weight"
 """Tensor that a DSpark model has beside those of a DFlash one."""
 
+SELECTOR_MARK = "candidate_selector.predecessor_codebook"
+"""Tensor that a DFlash2 model has beside those of a DFlash one."""
+
 RELATIVES = {
     "a P-EAGLE head": ("mask_hidden",),
-    "a DFlash2 draft model": ("conv", "selector"),
     "a Domino draft model": ("domino", "projector"),
 }
 """Words in names of tensors of models that have all tensors of a DFlash model and more."""
 
 EMBEDDING, CONFIDENCE = "embed_tokens.weight", "confidence_head.proj.weight"
 
-MARKOV = "markov."
-"""How our names of what a DSpark head chooses by begin."""
+MARKOV, SELECTOR = "markov.", "selector."
+"""How our names of what a DSpark head and a DFlash2 one choose by begin."""
+
+CONVOLVED = ("attention", "mlp")
+"""The parts of a DFlash2 layer that stand between two convolutions."""
 
 COPIES = (EMBEDDING, "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that a head's files may repeat."""
@@ -144,7 +151,8 @@ def kind_of(names: Collection[str]) -> str:
     if "fc.weight" in names:
         _refuse_relatives(names)
         if all(mark in names for mark in DFLASH_MARKS):
-            return "DSPARK" if DSPARK_MARK in names else "DFLASH"
+            marks = {DSPARK_MARK: "DSPARK", SELECTOR_MARK: "DFLASH2"}
+            return next((kind for mark, kind in marks.items() if mark in names), "DFLASH")
         if any(name.endswith("hidden_norm.weight") for name in names if name.count(".") > 1):
             return "EAGLE3"
         if "hidden_norm.weight" not in names:
@@ -152,7 +160,7 @@ def kind_of(names: Collection[str]) -> str:
     kinds = [what for what, marks in MARKS.items() if any(name.startswith(marks) for name in names)]
     what = kinds[0] if kinds else "no EAGLE head, as it has no fc.weight"
     raise CheckpointError(
-        f"the draft model is {what}; give an EAGLE, EAGLE-3, DFlash or DSpark head as "
+        f"the draft model is {what}; give an EAGLE, EAGLE-3, DFlash, DSpark or DFlash2 head as "
         "--speculative-draft-model-path"
     )
 
@@ -182,6 +190,8 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     tensors += _block_parameters(config) if block else _eagle_parameters(config, names)
     if block and block.markov:
         tensors += _markov_parameters(config, block.markov)
+    if block and block.selector:
+        tensors += _selector_parameters(config, block.selector)
     if config.own_embed:
         tensors.append(embedding(config))
     if config.own_lm_head:
@@ -235,15 +245,41 @@ _norm, _norms = partial(single_norm, centre=0.0), partial(norms_of, centre=0.0)
 
 
 def _block_parameters(config: DraftConfig) -> list[Parameter]:
-    sizes, hidden = config.layer, config.layer.hidden
+    sizes, hidden, block = config.layer, config.layer.hidden, config.block
     folders = [f"layers.{i}" for i in range(sizes.num_layers)]
+    around = _conv_parameters(block.conv, hidden, len(folders)) if block and block.conv else []
     return [
+        *around,
         _norm("hidden_norm", "hidden_norm.weight", hidden),
         _norms("layer.input_norm", folders, "input_layernorm.weight", hidden),
         _norms("layer.post_attention_norm", folders, "post_attention_layernorm.weight", hidden),
         *mlp_parameters("layer.mlp.", sizes, folders),
         *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
         _norm("final_norm", "norm.weight", hidden),
+    ]
+
+
+def _conv_parameters(conv: ConvConfig, hidden: int, num_layers: int) -> list[Parameter]:
+    """Of the two convolutions around each part of a layer; every rank has them whole."""
+    tensors = []
+    for layer, part in product(range(num_layers), CONVOLVED):
+        name, folder = f"conv.{layer}.{part}", f"layers.{layer}.{part}_conv"
+        moved = (conv.moved(hidden), hidden)
+        tensors += [
+            single(f"{name}.base", f"{folder}.base_kernel", (2, conv.taps, hidden)),
+            single(f"{name}.moved", f"{folder}.kernel_projection.weight", moved),
+        ]
+    return tensors
+
+
+def _selector_parameters(config: DraftConfig, selector: SelectorConfig) -> list[Parameter]:
+    """Every rank has all tokens, of which few are read."""
+    folder, tokens = "candidate_selector", (config.layer.vocab, selector.rank)
+    projected = (selector.rank, config.layer.hidden)
+    return [
+        single(f"{SELECTOR}before", SELECTOR_MARK, tokens),
+        single(f"{SELECTOR}after", f"{folder}.successor_codebook", tokens),
+        single(f"{SELECTOR}hidden", f"{folder}.hidden_projection.weight", projected),
     ]
 
 

@@ -1,8 +1,8 @@
 """The config.json of a draft head as one dataclass, and the head itself.
 
-An EAGLE head is a decoder layer, or some, that reads hidden states of its target, a DFlash or a
-DSpark head a few layers that do. Whatever a head may do that is not implemented is refused by name,
-as it would draft badly without a word.
+An EAGLE head is a decoder layer, or some, that reads hidden states of its target, a DFlash, DSpark
+or DFlash2 head a few layers that do. Whatever a head may do that is not implemented is refused by
+name, as it would draft badly without a word.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class DraftConfig:
     """What a draft head's forward pass needs to know.
 
     Attributes:
-      kind: "EAGLE" (1 and 2), "EAGLE3", "DFLASH" or "DSPARK".
+      kind: "EAGLE" (1 and 2), "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2".
       layer: The head's own layers, as the settings of a model of such layers.
       target_hidden: Hidden size of the target.
       aux_streams: Which residual streams r_i of the target `fc` reads, low to high; r_0 is the
@@ -41,7 +41,7 @@ class DraftConfig:
       norm_input: The joined streams have one RMS norm before `fc`.
       norm_output: The hidden state of the next draft step is taken after the final norm.
       norm_residual: What the first layer adds to is the hidden state after its norm.
-      block: What a DFLASH or DSPARK head fills in one pass; None for the others.
+      block: What a head of the last three kinds fills in one pass; None for the others.
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077; EAGLE-3, Li et al. 2025, arXiv:2503.01840;
       DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
@@ -165,11 +165,18 @@ class DraftConfig:
                 f"the draft model's draft_vocab_size must be 1 to {target.vocab}, the vocabulary "
                 f"of the target, got {self.draft_vocab}"
             )
-        if self.stored_vocab != target.vocab and self.block and self.block.markov:
+        block = self.block
+        if self.stored_vocab != target.vocab and block and (block.markov or block.selector):
+            what = "Markov step" if block.markov else "selector"
             raise ValueError(
                 f"the draft model's vocab_size ({self.stored_vocab}) is not the target's "
-                f"({target.vocab}), and its Markov step counts the target's tokens; use a head "
+                f"({target.vocab}), and its {what} counts the target's tokens; use a head "
                 "that is padded as its target is"
+            )
+        if block and block.selector and self.has_draft_vocab:
+            raise ValueError(
+                f"the draft model's draft_vocab_size must be {target.vocab}, the vocabulary of the "
+                f"target, whose tokens a DFlash2 head selects, got {self.draft_vocab}"
             )
         if self.norm_aux and self.norm_input and said.is_speculators:
             raise ValueError(
@@ -258,7 +265,7 @@ def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
     """The layers of a head as a model of such layers.
 
     A head may leave out what only a whole model needs. How layers slide is not read as of a whole
-    model: in a DFlash or DSpark head and in the speculators format any layer may.
+    model: in a head with a block and in the speculators format any layer may.
     """
     settings, is_block = said.settings, said.is_block
     slides = is_block or said.is_speculators

@@ -18,7 +18,7 @@ class Drafts:
 
     Attributes:
       kind: "none" where nothing drafts on the device, "NEXTN" of the target's own mtp layer,
-        "EAGLE", "EAGLE3", "DFLASH" or "DSPARK" of a head, "STANDALONE" of a whole model.
+        "EAGLE", "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2" of a head, "STANDALONE" of a whole model.
       sizes: What is kept on the device between steps; None where nothing drafts.
       head: Settings of a head; None of the other kinds.
       model: Settings of a whole model that drafts; None of the other kinds.

@@ -16,15 +16,22 @@ ARCHITECTURES = {
     "LlamaForCausalLMEagle3": "EAGLE3",
     "Eagle3LlamaForCausalLM": "EAGLE3",
     "DFlashDraftModel": "DFLASH",
+    "DFlash2DraftModel": "DFLASH2",
     "DSparkDraftModel": "DSPARK",
     "Qwen3DSparkModel": "DSPARK",
 }
 """Architecture names of draft heads; `LlamaForCausalLM` is told by `draft_vocab_size`."""
 
-SPECULATORS = {"eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK", "mtp": "NEXTN"}
+SPECULATORS = {
+    "eagle3": "EAGLE3",
+    "dflash": "DFLASH",
+    "dflash2": "DFLASH2",
+    "dspark": "DSPARK",
+    "mtp": "NEXTN",
+}
 """Values of `speculators_model_type`, the field by which the speculators format is told."""
 
-BLOCKS = ("DFLASH", "DSPARK")
+BLOCKS = ("DFLASH", "DSPARK", "DFLASH2")
 """Kinds of heads that fill a block in one pass."""
 
 LAYERS = {
@@ -54,6 +61,15 @@ LEFT_OUT = {
     "EAGLE3": {"draft_vocab_size": 32000},
     "DFLASH": {"draft_vocab_size": 32000, "block_size": 8},
     "DSPARK": {"draft_vocab_size": 32000, "block_size": 8, "markov_rank": 256},
+    "DFLASH2": {
+        "draft_vocab_size": 32000,
+        "block_size": 8,
+        "sliding_window_non_causal": True,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
 }
 """What fields of the speculators format itself have that are left out."""
 
@@ -82,6 +98,9 @@ READ = {
     "DSPARK": _BLOCK
     | {"sample_from_anchor", "markov_rank", "markov_head_type"}
     | {"enable_confidence_head", "confidence_head_with_markov"},
+    "DFLASH2": _BLOCK
+    | {"sample_from_anchor", "conv_kernel_size", "conv_group_size"}
+    | {"selector_rank", "selector_top_k"},
     "NEXTN": _LAYER | {"num_nextn_predict_layers"},
 }
 """Fields that are read, by the kind of head."""
@@ -93,6 +112,8 @@ FIXED: dict[str, Any] = {
     "next_layer_regular": True,
     "has_lm_head": True,
     "parallel_draft_step": 1,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
     "projector_type": "dflash",
 }
 """Fields with the one value that is served; stated otherwise they are refused."""
@@ -142,7 +163,7 @@ class Stated:
     """What a head's config.json says.
 
     Attributes:
-      kind: "EAGLE", "EAGLE3", "DFLASH", "DSPARK", or "NEXTN" of an MTP layer.
+      kind: "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "DFLASH2", or "NEXTN" of an MTP layer.
       settings: Its fields, those of nested objects beside the outer ones.
       is_speculators: It is in the speculators format.
       nested: Names of the fields that stood in `eagle_config` or `dflash_config`.

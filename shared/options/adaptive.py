@@ -36,7 +36,7 @@ class AdaptiveConfig:
         '{"candidate_steps": [1, 3, 7]} or {"candidates": [{"steps": 5, "topk": 4, '
         '"draft_tokens": 16, "rows": 0.5}]}, where rows is the share of the nodes that a batch '
         "verifies, the best; off always competes (default: chains of 1, 3 and 7 and a tree of 5 "
-        "levels with 16 nodes; STANDALONE chains alone, DFLASH, DSPARK and NGRAM parts of "
+        "levels with 16 nodes; STANDALONE chains alone, DFLASH, DSPARK, DFLASH2 and NGRAM parts of "
         "their largest)",
     )
     speculative_adaptive_trace: str | None = flag(
@@ -194,7 +194,7 @@ def default_candidates(
     Args:
       steps, nodes: S of a drafter that makes one draft alone, and N of the host's trees.
       has_trees: Whether the drafter has a head or an mtp layer, whose trees cost little more.
-      block: Nodes of the chain of a DFLASH or DSPARK head; None without one.
+      block: Nodes of the chain of a head with a block; None without one.
       on_host: Whether the host drafts.
       are_few: Whether each costs seconds of the start.
     """

@@ -28,7 +28,7 @@ DUMMY = "dummy"
 """Weights are made from config.json alone."""
 
 LOAD_FORMATS = ("auto", DUMMY)
-BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
+BLOCK_ALGORITHMS = ("DFLASH", "DSPARK", "DFLASH2")
 """Draft a chain as long as the block of their head."""
 
 HEAD_ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS)
@@ -102,10 +102,10 @@ class SpeculativeConfig:
     """How drafts are made, and how wide a draft tree is."""
 
     speculative_algorithm: str | None = flag(
-        None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE, EAGLE3, DFLASH and DSPARK "
-        "with a head, NAIVE_EAGLE one token with either, STANDALONE with a small model, NGRAM from "
-        "seen text and corpora; NEXTN+NGRAM, and so with a head or a model, both in one tree "
-        "(default: no drafts)",
+        None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE, EAGLE3, DFLASH, DSPARK "
+        "and DFLASH2 with a head, NAIVE_EAGLE one token with either, STANDALONE with a small "
+        "model, NGRAM from seen text and corpora; NEXTN+NGRAM, and so with a head or a model, both "
+        "in one tree (default: no drafts)",
         aliases=("--speculative-algo",),
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
@@ -127,8 +127,8 @@ class SpeculativeConfig:
         "model with a head; 12 with NGRAM)", low=2, high=64,
     )  # fmt: skip
     speculative_draft_window_size: int | None = flag(
-        None, "positions that a DFLASH or DSPARK head looks back, at least the nodes of its "
-        "chain (default: what its config.json says)", low=2, high=1 << 24,
+        None, "positions that a DFLASH, DSPARK or DFLASH2 head looks back, at least the nodes "
+        "of its chain (default: what its config.json says)", low=2, high=1 << 24,
     )  # fmt: skip
     speculative_draft_layer_ids: str | None = flag(
         None, "whether a head that lists layers of its target reads their inputs or their outputs "
@@ -179,7 +179,7 @@ class SpeculativeConfig:
 
         Args:
           drafts_trees: See `ModelConfig`.
-          block: Nodes of the chain of a DFLASH or DSPARK head; None without one.
+          block: Nodes of the chain of a head with a block; None without one.
         """
         if self.speculative_algorithm is None:
             return self

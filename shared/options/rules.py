@@ -166,7 +166,8 @@ RULES = (
     ),
     Rule(
         refuses=lambda s: bool(s.draft.speculative_draft_window_size) and not s.drafts_blocks,
-        reason="--speculative-draft-window-size is for --speculative-algorithm DFLASH or DSPARK",
+        reason="--speculative-draft-window-size is for --speculative-algorithm DFLASH, DSPARK or "
+        "DFLASH2",
         way_out="leave the flag out",
         example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-window-size 512")),
     ),
@@ -176,7 +177,7 @@ RULES = (
             and (s.head_kind or s.algorithm) not in ("EAGLE3", *BLOCK_ALGORITHMS)
         ),
         reason="--speculative-draft-layer-ids is for heads that list layers of their target, those "
-        "of EAGLE3, DFLASH and DSPARK",
+        "of EAGLE3, DFLASH, DSPARK and DFLASH2",
         way_out="leave the flag out",
         example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-layer-ids inputs")),
     ),
@@ -371,8 +372,9 @@ RULES = (
     Rule(
         refuses=_names_other_drafts,
         reason="--speculative-adaptive-config names shapes that --speculative-algorithm "
-        "{algorithm} does not draft, which are trees with NGRAM, NAIVE_EAGLE, DFLASH and "
-        "DSPARK, more than one step with NAIVE_EAGLE, and more than a block with those two",
+        "{algorithm} does not draft, which are trees with NGRAM, NAIVE_EAGLE, DFLASH, "
+        "DSPARK and DFLASH2, more than one step with NAIVE_EAGLE, and more than a block with the "
+        "last three",
         way_out="name others",
         example=None,
     ),

@@ -19,9 +19,9 @@ class Setup:
       options: What the start was told.
       model: The checkpoint's config.json.
       has_mtp: Whether the checkpoint holds `mtp.*` tensors.
-      head_kind: What the draft model is by its tensors, "EAGLE", "EAGLE3", "DFLASH" or "DSPARK";
-        None without one, and of a whole model.
-      block: Nodes of the chain of a DFLASH or DSPARK head; None without one.
+      head_kind: What the draft model is by its tensors, "EAGLE", "EAGLE3" or one of
+        `BLOCK_ALGORITHMS`; None without one, and of a whole model.
+      block: Nodes of the chain of a head with a block; None without one.
     """
 
     options: Options

@@ -10,7 +10,7 @@ from shared.boundary.backend import Blueprint, Capacity
 from shared.drafts.config import DraftHead
 from shared.models.config import ModelConfig
 from shared.reference.rows import Batch, Fed, Ranking, Trees, put, take
-from shared.spec import attention, dflash, dspark, eagle, model, standalone
+from shared.spec import attention, dflash, dflash2, dspark, eagle, model, standalone
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Rank
@@ -167,7 +167,7 @@ class HeadDrafter:
 
 
 class BlockDrafter:
-    """DFLASH and DSPARK."""
+    """DFLASH, DSPARK and DFLASH2."""
 
     def __init__(self, drafter: dflash.Drafter, capacity: Capacity) -> None:
         pool = (capacity.num_pages, capacity.page_size)
@@ -201,6 +201,8 @@ class BlockDrafter:
         given, block = (self._kv, newest, *bounds, shape.depth), self._drafter.head.config.block
         if block is not None and block.markov is not None:
             return Trees.drafted_as(dspark.draft(self._drafter, *given, rank))
+        if block is not None and block.selector is not None:
+            return Trees.drafted_as(dflash2.draft(self._drafter, *given, rank))
         return Trees.drafted_as(self._drafter.draft(*given, rank.chain))
 
     def extend(

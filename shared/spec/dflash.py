@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.spec import draft_tree, layers, linear, model, verify_rows
+from shared.spec import convolution, draft_tree, layers, linear, model, verify_rows
 from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights, Tree, embedding
 from shared.spec.linear import Stream
@@ -123,6 +123,11 @@ def fill(
     tokens[:, 0] = newest
     stream = Stream(layers.embedded(embedding(weights, target), tokens.reshape(-1), None))
     for layer, seen in enumerate(rows):
+        if block.conv is not None:
+            given = (sizes, block, weights, layer, stream.rows, seen, kv)
+            x, kv = convolution.layer(*given)
+            stream = stream.followed(x)
+            continue
         y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
         given = (sizes.attention, weights, "layer.", layer, y, stream, seen, kv)
         stream, kv = model.attention_layer(sizes, *given)

@@ -26,7 +26,12 @@ from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes
 from tests.support.started import Served
-from tests.support.tiny_heads import tiny_block_config, tiny_head_config, tiny_spark_config
+from tests.support.tiny_heads import (
+    tiny_block_config,
+    tiny_head_config,
+    tiny_pair_config,
+    tiny_spark_config,
+)
 from tests.support.tiny_models import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tiny-eagle3": tiny_head_config(target, "EAGLE3"),
         "dflash": tiny_block_config(target),
         "dspark": tiny_spark_config(target),
+        "dflash2": tiny_pair_config(target),
     }
     for name, config in given.items():
         (folder / name).mkdir()

@@ -88,6 +88,8 @@ CASES = {
     "NEXTN, trees in fewer rows": ("NEXTN", replace(TREE, rows=9), False, "match"),
     "DFLASH, a short chain in fewer rows": ("DFLASH", SHORT, False, "match"),
     "DSPARK, a short chain in fewer rows": ("DSPARK", SHORT, False, "match"),
+    "DFLASH2, a sampled chain": ("DFLASH2", CHAIN, False, "rejection"),
+    "DFLASH2, a short chain in fewer rows": ("DFLASH2", SHORT, False, "match"),
 }
 
 

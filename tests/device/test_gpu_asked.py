@@ -25,7 +25,7 @@ from tests.support import grammar_cases as grammar
 
 pytestmark = pytest.mark.gpu
 
-ASKED = ("NEXTN", "EAGLE3", "DFLASH", "DSPARK", "NGRAM")
+ASKED = ("NEXTN", "EAGLE3", "DFLASH", "DSPARK", "DFLASH2", "NGRAM")
 DRAFTERS = [each for each in CASES if each[1] in ASKED]
 NUM_SCORES, CLOSE = 2, {"rtol": 1e-4, "atol": 1e-4}
 

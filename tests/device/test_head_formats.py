@@ -118,7 +118,9 @@ def all_drafts(framework: str, head: DraftHead) -> float:
     return float(np.mean([count for outcome in outcomes.values() for count in outcome.accepted]))
 
 
-@pytest.mark.parametrize("name", ["speculators", "speculators DFlash", "speculators DSpark"])
+@pytest.mark.parametrize(
+    "name", ["speculators", "speculators DFlash", "speculators DSpark", "speculators DFlash2"]
+)
 def test_ranks_draft_with_the_bits_of_one(name, tmp_path):
     """Of several layers, and of a block with a vocabulary of its own."""
     write_format(tmp_path / "head", name, *target_of(name))

@@ -189,6 +189,7 @@ def test_devices_of_one_process_give_the_bits_of_one(count):
         ("llama", "EAGLE"),
         ("qwen3", "DFLASH"),
         ("qwen3", "DSPARK"),
+        ("qwen3", "DFLASH2"),
         ("olmo3", "EAGLE3"),
         ("phi3", "EAGLE3"),
         ("glm4_moe", "EAGLE3"),

@@ -41,6 +41,7 @@ CASES = [
     ("STANDALONE", FEW_LONG),
     ("DFLASH", FEW_SHORT),
     ("DSPARK", FEW_SHORT),
+    ("DFLASH2", FEW_SHORT),
 ]
 HOWS: list[dict] = [
     {"temperature": 0.7, "seed32": 3},

@@ -37,7 +37,9 @@ from torch_impl import weights as torch_weights
 
 SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
 CPU = torch.device("cpu")
-HEADS = dict.fromkeys((f"qwen3-8b-{each}" for each in ("eagle3", "dflash", "dspark")), "qwen3-8b")
+HEADS = dict.fromkeys(
+    (f"qwen3-8b-{each}" for each in ("eagle3", "dflash", "dspark", "dflash2")), "qwen3-8b"
+)
 HEADS |= {f"{name}-eagle3": name for name in ("llama-3.1-8b", "qwen3-32b")}
 TARGETS = sorted({path.name for path in SHAPES.iterdir()} - HEADS.keys())
 

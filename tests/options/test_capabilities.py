@@ -34,7 +34,13 @@ from shared.process.start import prepare
 from tests.support import reference_serve
 from tests.support.driving import Outcome, drive
 from tests.support.http_fixtures import save_tokenizer
-from tests.support.tiny_heads import BLOCK_SIZE, write_tiny_block, write_tiny_head, write_tiny_spark
+from tests.support.tiny_heads import (
+    BLOCK_SIZE,
+    write_tiny_block,
+    write_tiny_head,
+    write_tiny_pair,
+    write_tiny_spark,
+)
 from tests.support.tiny_models import tiny_model, write_tiny
 
 JOINED = [
@@ -111,6 +117,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
         write_tiny_head(folder / kind, target, weights, kind, 1)
     write_tiny_block(folder / "DFLASH", target, 1)
     write_tiny_spark(folder / "DSPARK", target, weights, 1)
+    write_tiny_pair(folder / "DFLASH2", target, 1)
     write_tiny(folder / MODEL_ALGORITHM, FAMILY, 2, with_mtp=False)
     for name in ("model", MODEL_ALGORITHM):
         save_tokenizer(folder / name)

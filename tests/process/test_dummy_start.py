@@ -9,7 +9,12 @@ import pytest
 from shared.process import launch
 from tests.support import reference_serve
 from tests.support.texts import texts
-from tests.support.tiny_heads import tiny_block_config, tiny_head_config, tiny_spark_config
+from tests.support.tiny_heads import (
+    tiny_block_config,
+    tiny_head_config,
+    tiny_pair_config,
+    tiny_spark_config,
+)
 from tests.support.tiny_models import tiny_config, tiny_model
 
 DUMMY = ["--load-format", "dummy"]
@@ -28,6 +33,7 @@ def folders(tmp_path_factory) -> Path:
         "EAGLE3": tiny_head_config(target, "EAGLE3"),
         "DFLASH": tiny_block_config(target),
         "DSPARK": tiny_spark_config(target, markov_head_type="rnn"),
+        "DFLASH2": tiny_pair_config(target),
     }
     for name, config in given.items():
         (folder / name).mkdir()
@@ -54,7 +60,10 @@ def test_the_text_of_dummy_weights_varies(plain):
     assert len({token for text in plain for token in text}) > 10
 
 
-DRAFTERS = ("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "STANDALONE", "NGRAM")
+DRAFTERS = (
+    *("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "DFLASH2"),
+    *("STANDALONE", "NGRAM"),
+)
 
 
 @pytest.mark.parametrize(

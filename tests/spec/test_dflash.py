@@ -88,6 +88,8 @@ def test_a_row_sees_the_context_and_the_block_as_far_as_its_layer_lets_it(
         from_anchor=from_anchor,
         first_slot=1,
         markov=None,
+        conv=None,
+        selector=None,
     )
     lengths, draft_from = np.array([9, 5, 3]), np.array([2, 5, 0])
     (rows,) = ROWS[implementation](block, lengths, draft_from, np.zeros((3, 4), int))

@@ -55,7 +55,11 @@ def test_backends_agree_token_for_token_and_accept_alike(
 
 
 @pytest.mark.parametrize(
-    "drafter", ["EAGLE3", "DFLASH", pytest.param("DSPARK", marks=pytest.mark.matrix), "STANDALONE"]
+    "drafter",
+    [
+        *("EAGLE3", "DFLASH", "DFLASH2", "STANDALONE"),
+        pytest.param("DSPARK", marks=pytest.mark.matrix),
+    ],
 )
 def test_every_drafter_tells_what_it_sampled_from(drafter: str, rejecting: Rejecting) -> None:
     want = rejecting.serve("reference", "rejection", requests(), 0, drafter)

@@ -14,7 +14,13 @@ from shared.engine.ngram.index import NgramIndex
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter
-from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head, tiny_spark_head
+from tests.support.tiny_heads import (
+    cyclic,
+    tiny_block_head,
+    tiny_head,
+    tiny_pair_head,
+    tiny_spark_head,
+)
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_small import small_model
 
@@ -32,6 +38,7 @@ CASES = [
     ("qwen3_5", "EAGLE", TREE),
     ("qwen3_5", "NGRAM", CHAIN),
     ("llama", "DSPARK", CHAIN),
+    ("llama", "DFLASH2", CHAIN),
 ]
 
 
@@ -54,6 +61,8 @@ def drafter_of(family: str, drafter: str) -> Drafter:
             return tiny_block_head(target[0], 4)
         case "DSPARK":
             return tiny_spark_head(*target, 4)
+        case "DFLASH2":
+            return tiny_pair_head(target[0], 4)
     return "none"
 
 

@@ -59,7 +59,7 @@ class Format:
 
     Attributes:
       config: The contents of its config.json for a target.
-      is_block: It is a DFlash or DSpark head.
+      is_block: It is a DFlash, DSpark or DFlash2 head.
       renames: What stands in names of tensors, and what instead.
       prefix: Before all names.
       switch: A field that asks for a norm, and whose head drafts well only with it; None: it is the
@@ -144,6 +144,25 @@ def _specforge_spark(target: ModelConfig) -> dict[str, Any]:
     return flat | {"dflash_config": {**flat["dflash_config"], **fields}}
 
 
+PAIRS = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 8,
+    "selector_rank": 8,
+    "selector_top_k": 8,
+}
+
+
+def _speculators_pair(target: ModelConfig) -> dict[str, Any]:
+    fields = {"speculators_model_type": "dflash2", "draft_vocab_size": target.vocab, **PAIRS}
+    fields["sliding_window_non_causal"] = False
+    return {**_speculators_block(target), "architectures": ["DFlash2DraftModel"], **fields}
+
+
+def _zlab_pair(target: ModelConfig) -> dict[str, Any]:
+    flat = _zlab(target) | {"architectures": ["DFlash2DraftModel"]}
+    return flat | {"dflash_config": {**flat["dflash_config"], **PAIRS}}
+
+
 FORMATS = {
     "speculators": Format(_speculators, renames=(("midlayer.", "layers.0."),)),
     "speculators with a norm": Format(
@@ -156,6 +175,8 @@ FORMATS = {
     "speculators DFlash": Format(_speculators_block, is_block=True),
     "speculators DSpark": Format(_speculators_spark, is_block=True),
     "SpecForge DSpark": Format(_specforge_spark, is_block=True),
+    "speculators DFlash2": Format(_speculators_pair, is_block=True),
+    "z-lab DFlash2": Format(_zlab_pair, is_block=True),
 }
 
 

@@ -45,6 +45,7 @@ DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
     "STANDALONE": (HYBRID, "STANDALONE", CHAIN),
     "DFLASH": ("llama", "DFLASH", CHAIN),
     "DSPARK": ("llama", "DSPARK", CHAIN),
+    "DFLASH2": ("llama", "DFLASH2", CHAIN),
     "NGRAM": (HYBRID, "NGRAM", LONG),
     "NEXTN+NGRAM": (HYBRID, "NEXTN+NGRAM", TREE),
     "EAGLE+NGRAM": ("llama", "EAGLE+NGRAM", TREE),
@@ -52,6 +53,7 @@ DRAFTS: dict[str, tuple[str, str, TreeShape]] = {
     "STANDALONE+NGRAM": (HYBRID, "STANDALONE+NGRAM", CHAIN),
     "DFLASH+NGRAM": ("llama", "DFLASH+NGRAM", CHAIN),
     "DSPARK+NGRAM": ("llama", "DSPARK+NGRAM", CHAIN),
+    "DFLASH2+NGRAM": ("llama", "DFLASH2+NGRAM", CHAIN),
 }
 """The model's family, what drafts for it, and the shape, by `--speculative-algorithm`."""
 

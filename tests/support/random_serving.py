@@ -28,6 +28,7 @@ from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import derive_seed
+from tests.support import tiny_heads as heads_of
 from tests.support.backends import make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.cells import MODEL_SEEDS
@@ -44,7 +45,6 @@ from tests.support.random_requests import (
     Server,
 )
 from tests.support.ranks import MAKERS as RANK_MAKERS
-from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head, tiny_spark_head
 from tests.support.tiny_models import WITH_MTP, tiny_model
 from tests.support.tiny_small import small_model
 from tests.support.traces import check_trace, refused_child
@@ -91,7 +91,7 @@ def _request(number: int, asked: Asked, choice: int) -> Request:
 def target_of(family: str, drafter: str) -> tuple[ModelConfig, Weights]:
     """The model; a head with blocks can follow one whose embeddings are in a circle."""
     config, weights = tiny_model(family, MODEL_SEEDS[family])
-    return config, cyclic(config, weights) if drafter in BLOCKS else weights
+    return config, heads_of.cyclic(config, weights) if drafter in BLOCKS else weights
 
 
 @lru_cache
@@ -115,11 +115,12 @@ def divided_drafter_of(family: str, drafter: str):
 def _drafter(family: str, drafter: str, heads: dict[str, int], small: dict[str, int]):
     target = target_of(family, drafter)
     made: dict[str, Callable] = {
-        "EAGLE": lambda: tiny_head(*target, "EAGLE", 5, **heads),
-        "EAGLE3": lambda: tiny_head(*target, "EAGLE3", 5, **heads),
+        "EAGLE": lambda: heads_of.tiny_head(*target, "EAGLE", 5, **heads),
+        "EAGLE3": lambda: heads_of.tiny_head(*target, "EAGLE3", 5, **heads),
         "STANDALONE": lambda: small_model(*target, family, 4, **small),
-        "DFLASH": lambda: tiny_block_head(target[0], 4),
-        "DSPARK": lambda: tiny_spark_head(*target, 4),
+        "DFLASH": lambda: heads_of.tiny_block_head(target[0], 4),
+        "DSPARK": lambda: heads_of.tiny_spark_head(*target, 4),
+        "DFLASH2": lambda: heads_of.tiny_pair_head(target[0], 4),
         "NEXTN": lambda: "NEXTN",
     }
     return made[drafter]() if drafter in made else "none"

@@ -14,7 +14,7 @@ from shared.engine.engine import Engine
 from shared.engine.request import Request
 from tests.support.backends import make_backend
 from tests.support.driving import Outcome, drive
-from tests.support.tiny_heads import tiny_block_head, tiny_head, tiny_spark_head
+from tests.support.tiny_heads import tiny_block_head, tiny_head, tiny_pair_head, tiny_spark_head
 from tests.support.tiny_small import same_model, small_model
 from tests.support.tree_subjects import CHAIN, DRAFTED, request, tree_capacity
 
@@ -48,6 +48,7 @@ class Rejecting:
             "EAGLE3": lambda: tiny_head(*target, "EAGLE3", 4),
             "DFLASH": lambda: tiny_block_head(self.config, 4, block_size=CHAIN.nodes),
             "DSPARK": lambda: tiny_spark_head(self.config, self.weights, 4, block_size=CHAIN.depth),
+            "DFLASH2": lambda: tiny_pair_head(self.config, 4, block_size=CHAIN.nodes),
             "STANDALONE": lambda: small_model(*target, "qwen3", 4),
             "the target itself": lambda: same_model(*target),
         }[name]()

@@ -1,4 +1,4 @@
-"""Small random EAGLE, EAGLE-3, DFlash and DSpark heads that often agree with a tiny target.
+"""Small random heads of all kinds that often agree with a tiny target.
 
 The `lm_head` of an untied tiny model scores what is left of one token's embedding, and so does a
 head's. An EAGLE head passes the embedding of the next token on through `fc`. An EAGLE-3 head sees
@@ -47,6 +47,10 @@ HANDED_ON = (6.0, 2.0, 1.2)
 
 BLOCK_NOISE = 0.25
 """Scale of what else its layers add."""
+
+CONV_NOISE, PAIR_SCALE = 0.05, 1.0
+"""Scales of what the convolutions of a DFlash2 head add to a row, and of the numbers of its
+tokens."""
 
 SPARK_NOISE, SPARK_SCALE = 0.1, 1.0
 """Scales of what the block of a DSpark head scores, and of what its Markov step does."""
@@ -180,7 +184,7 @@ def tiny_block_head(target: ModelConfig, seed: int, **fields: Any) -> DraftHead:
 
 
 def drawn_block(config: DraftConfig, seed: int) -> DraftHead:
-    """A DFlash head of these settings; see `tiny_block_head`."""
+    """A DFlash or DFlash2 head of these settings; see `tiny_block_head`."""
     target = config.layer
     rng = np.random.default_rng(seed)
     weights = {p.name: _random(p, rng) for p in head_parameters(config, None)}
@@ -196,6 +200,13 @@ def drawn_block(config: DraftConfig, seed: int) -> DraftHead:
     weights["layer.attention.out"][-1] *= np.float32(CONTEXT_NOISE / BLOCK_NOISE)
     for name in ("layer.attention.q_norm", "layer.attention.k_norm"):
         weights[name][-1] *= np.float32(CONTEXT_SHARPNESS)
+    for name, drawn in weights.items():
+        if name.startswith("conv."):
+            drawn *= np.float32(CONV_NOISE / NOISE)
+            if name.endswith(".base"):
+                drawn[:, 0] += 1  # a row itself, and little of those before
+        elif name in ("selector.before", "selector.after"):
+            drawn *= np.float32(PAIR_SCALE / NOISE * np.sqrt(drawn.shape[1]))
     return DraftHead(config, weights)
 
 
@@ -220,6 +231,26 @@ def tiny_spark_head(
     """A DSpark head for an untied tiny model, in float32; `fields` as in `tiny_spark_config`."""
     config = DraftConfig.from_dict(tiny_spark_config(target, **fields), target)
     return drawn_spark(config, target_weights, seed)
+
+
+def tiny_pair_config(target: ModelConfig, **fields: Any) -> dict[str, Any]:
+    """The contents of a DFlash2 head's config.json; `fields` are added, as they would stand there.
+
+    Its chain has as many nodes as that of `tiny_block_config`.
+    """
+    common = {
+        "architectures": ["DFlash2DraftModel"],
+        "conv_kernel_size": 2,
+        "conv_group_size": 4,
+        "selector_rank": 8,
+        "selector_top_k": 6,
+    }
+    return tiny_block_config(target, **{**common, **fields})
+
+
+def tiny_pair_head(target: ModelConfig, seed: int, **fields: Any) -> DraftHead:
+    """A DFlash2 head for a `cyclic` model, in float32; `fields` as in `tiny_pair_config`."""
+    return drawn_block(DraftConfig.from_dict(tiny_pair_config(target, **fields), target), seed)
 
 
 def drawn_spark(config: DraftConfig, target_weights: Weights, seed: int) -> DraftHead:
@@ -289,6 +320,13 @@ def write_tiny_block(
     """Writes a DFlash head's folder as it would come from Hugging Face; returns what it holds."""
     head = tiny_block_head(target, seed, **fields)
     _write(Path(folder), tiny_block_config(target, **fields), head)
+    return head
+
+
+def write_tiny_pair(folder: str | Path, target: ModelConfig, seed: int, **fields: Any) -> DraftHead:
+    """Writes a DFlash2 head's folder as z-lab does; returns what it holds."""
+    head = tiny_pair_head(target, seed, **fields)
+    _write(Path(folder), tiny_pair_config(target, **fields), head)
     return head
 
 

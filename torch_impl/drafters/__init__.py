@@ -13,7 +13,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
-from torch_impl.ops import attention, projection, sampling
+from torch_impl.ops import attention, projection, sampling, vocabulary
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import Shown
 from torch_impl.ops.projection import Projection
@@ -77,6 +77,21 @@ class Ranking:
         """The best children of each request's root."""
         no_path = self.lengths.new_zeros(len(logits), 1, 0)
         return self(logits[:, None], no_path, 0)
+
+    def candidates(
+        self, logits: Float[Tensor, "B S share"], k: int
+    ) -> tuple[Float[Tensor, "B S k"], Int[Tensor, "B S k"]]:
+        """The k best tokens of S places and their scores, whatever the requests ask for.
+
+        Args:
+          logits: The drafter's, or this rank's part of them.
+        """
+        seen = sampling.seen_alone(self.counts, self.slots.repeat_interleave(logits.shape[1]))
+        params, at, of = self.sampling.unasked, self.lengths, self.vocabulary
+        given = (logits, seen, at, params, at, TARGET_STREAM, k, False, None, of)
+        ids = sampling.rank(*given).ids
+        rows = vocabulary.spread(logits.flatten(0, 1), of)
+        return vocabulary.at(rows, ids.flatten(0, 1), of).view(ids.shape), ids
 
     def chain(
         self, scored: Projection, S: int, is_weighed: bool

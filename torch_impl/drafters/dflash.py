@@ -11,7 +11,7 @@ from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
-from torch_impl.drafters import Drafted, Fed, Prompts, Ranking, dspark
+from torch_impl.drafters import Drafted, Fed, Prompts, Ranking, convolution, dflash2, dspark
 from torch_impl.drafters.heads import embedding
 from torch_impl.layers import (
     Pools,
@@ -36,7 +36,7 @@ from torch_impl.records import BlockWeights
 
 @dataclass(frozen=True)
 class BlockDrafter:
-    """A `torch_impl.drafters.Drafter` made of a DFlash or DSpark head.
+    """A `torch_impl.drafters.Drafter` made of a DFlash, DSpark or DFlash2 head.
 
     Attributes:
       frequencies: Of its own rotation.
@@ -98,17 +98,33 @@ class BlockDrafter:
         hidden = filled[:, first : first + shape.depth]
         scored = head(self.target, self.weights, hidden.flatten(0, 1))
         rank = own_ranking(self.target, self.weights, rank)
-        if block.markov is None:
-            chosen = rank.chain(scored, shape.depth, is_weighed)
-        else:
-            logits = projection.scores(scored).unflatten(0, (-1, shape.depth))
-            chosen = dspark.chain(self.weights, newest, filled, logits, rank, is_weighed)
-        drafts, edges, processed = chosen
+        drafts, edges, processed = self._chosen(
+            scored, newest, filled, shape.depth, rank, is_weighed
+        )
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
         weights = None if edges is None else verify_rows.chain_weights(edges)
         return Drafted(tokens, parents, num_nodes, weights, processed)
+
+    def _chosen(
+        self,
+        scored: Projection,
+        newest: Int[Tensor, " B"],
+        filled: Float[Tensor, "B size hidden"],
+        S: int,
+        rank: Ranking,
+        is_weighed: bool,
+    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
+        """The drafts; see `Ranking.chain`."""
+        weights, first = self.weights, _block_of(self.weights).first_slot
+        if weights.markov is None and weights.selector is None:
+            return rank.chain(scored, S, is_weighed)
+        logits = projection.scores(scored).unflatten(0, (-1, S))
+        if weights.selector is None:
+            return dspark.chain(weights, newest, filled, logits, rank, is_weighed)
+        slots = filled[:, first : first + S]
+        return dflash2.chain(weights.selector, newest, slots, logits, rank, is_weighed)
 
 
 def head(target: Model, weights: BlockWeights, hidden: Float[Tensor, "R hidden"]) -> Projection:
@@ -211,8 +227,16 @@ def fill(
     turn = angles(config.attention, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
+    x = embedded(embed, tokens, None)
+    if weights.around is not None:
+        for place, (around, seen) in enumerate(zip(weights.around, rows, strict=True)):
+            sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
+            given = (config, weights.layers[place], around, place, block.size)
+            x = convolution.layer(*given, x, sight)
+        out = rms_norm(x, weights.final_norm, config.rms_eps)
+        return out.unflatten(0, (len(newest), block.size))
     norms = [*(layer.input_norm for layer in weights.layers), None]
-    stream = linear.stream(embedded(embed, tokens, None), norms[0], None, group)
+    stream = linear.stream(x, norms[0], None, group)
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)

@@ -3,7 +3,7 @@
 On a GPU `choose` and `rank` are kernels; see `torch_impl.ops`.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -54,6 +54,13 @@ class Sampling:
     def rows(self, index: Int[Tensor, " R"]) -> "Sampling":
         """The parameters of the rows that `index` names, which may repeat."""
         return Sampling(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    @property
+    def unasked(self) -> "Sampling":
+        """Of rows that ask for nothing: their best token is the one with the highest logit."""
+        ask = ("temperature", "presence", "frequency", "min_length", "bias_values")
+        nothing = {name: torch.zeros_like(getattr(self, name)) for name in ask}
+        return replace(self, **nothing, repetition=torch.ones_like(self.repetition))
 
     @property
     def has_penalty(self) -> Bool[Tensor, " B"]:

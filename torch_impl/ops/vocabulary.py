@@ -46,6 +46,14 @@ def whole(
     return ranks.gathered(vocabulary.group, part)[..., : vocabulary.size]
 
 
+def part(rows: Float[Tensor, "... size"], vocabulary: Vocabulary) -> Float[Tensor, "... share"]:
+    """This rank's part of the scores of all tokens."""
+    group = vocabulary.group
+    if group.is_alone:
+        return rows
+    return ranks.own(group, _resized(rows, vocabulary.share * group.count))
+
+
 def spread(
     part: Float[Tensor, "... share"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "... size"]:
@@ -73,9 +81,7 @@ def moved(
         return rows
     group = vocabulary.group
     if not group.is_alone:
-        size, most = rows.shape[1], vocabulary.share * group.count
-        own = ranks.own(group, _resized(rows, most))
-        rows = _resized(ranks.gathered(group, own), size)
+        rows = _resized(ranks.gathered(group, part(rows, vocabulary)), rows.shape[1])
     rows = over_tokens(rows, columns, target.size)
     if group.is_alone:
         return rows

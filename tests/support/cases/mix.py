@@ -195,6 +195,8 @@ def block_case(
         from_anchor=False,
         first_slot=1,
         markov=None,
+        conv=None,
+        selector=None,
     )
     table = table_of(len(lengths), 8, 0)
     (rows,) = block_rows(block, np.array(lengths), np.array(draft_from), table)

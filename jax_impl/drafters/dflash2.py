@@ -1,0 +1,66 @@
+"""DFlash2: drafts of a block, each selected by the one before it; as `shared.spec.dflash2`."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jax_impl.drafters import Ranking
+from jax_impl.ops import scan, vocabulary
+from jax_impl.ops.linear import Matrix, product, product_float32
+from jax_impl.records import SelectorWeights
+from shared.spec.dflash2 import NEVER
+
+
+def pairs(
+    selector: SelectorWeights,
+    previous: Int[jax.Array, " B"],
+    projected: Float[jax.Array, "B rank"],
+    ids: Int[jax.Array, "B k"],
+) -> Float[jax.Array, "B k"]:
+    """What candidates score as the tokens behind others.
+
+    By one product with the candidates of all requests, whose sums are of one order; each request
+    takes its own.
+    """
+    (B, k), before = ids.shape, selector.before[previous] * projected
+    every = product_float32(before, Matrix(selector.after[ids.reshape(-1)]))
+    return every.reshape(B, B, k)[jnp.arange(B), jnp.arange(B)]
+
+
+def chain(
+    selector: SelectorWeights,
+    newest: Int[jax.Array, " B"],
+    hidden: Float[jax.Array, "B S hidden"],
+    scored: Float[jax.Array, "B S share"],
+    rank: Ranking,
+    is_weighed: bool,
+) -> tuple[
+    Int[jax.Array, "B S"], Float[jax.Array, "B S"] | None, Float[jax.Array, "B S vocab"] | None
+]:
+    """Selects S drafts of each block, one after the other; as `Ranking.chain` gives them.
+
+    Args:
+      scored: Of the target's tokens that this rank scores.
+    """
+    B, S, _ = scored.shape
+    values, ids = rank.candidates(scored, selector.config.candidates)
+    projected = product(hidden.reshape(B * S, -1), selector.hidden).reshape(B, S, -1)
+    nothing = jnp.full((B, rank.counts.shape[1]), NEVER, scored.dtype)
+
+    def body(carry: tuple, at: tuple) -> tuple[tuple, tuple]:
+        previous, drafts = carry
+        level, of_values, some, of_slot = at
+        own = of_values + pairs(selector, previous, of_slot, some)
+        logits = nothing.at[jnp.arange(B)[:, None], some].set(own)
+        logits = vocabulary.part(logits, rank.vocabulary)
+        ranked = rank(logits[:, None], drafts[:, None], level)
+        previous, edge = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0]
+        drafts = drafts.at[:, level].set(previous)
+        return (previous, drafts), (edge if is_weighed else None, ranked.processed)
+
+    levels = jnp.arange(S, dtype=jnp.int32)
+    by_level = (jnp.moveaxis(x, 1, 0) for x in (values, ids, projected))
+    begun = (newest, jnp.zeros((B, S), jnp.int32))
+    (_, drafts), (edges, laws) = scan(body, begun, (levels, *by_level))
+    weighed = edges.T if is_weighed else None
+    return drafts, weighed, jnp.moveaxis(laws, 0, 1) if rank.is_sampled else None

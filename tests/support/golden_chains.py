@@ -1,0 +1,128 @@
+"""How implementations choose the drafts of a filled block, and what a golden test asks of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jax_impl.drafters import Ranking as JaxRanking
+from jax_impl.drafters import dflash2 as jax_dflash2
+from jax_impl.drafters import dspark as jax_dspark
+from jax_impl.ops.sampling import Sampling as JaxSampling
+from shared.engine.request import SamplingParams
+from shared.models.families import config_from_folder
+from shared.reference.rows import Ranking as SpecRanking
+from shared.spec import dflash2, dspark
+from tests.support.equality import spec_sampling
+from tests.support.golden_blocks import TARGET
+from torch_impl.drafters import Ranking as TorchRanking
+from torch_impl.drafters import dflash2 as torch_dflash2
+from torch_impl.drafters import dspark as torch_dspark
+from torch_impl.ops.sampling import Sampling as TorchSampling
+
+TARGET_CONFIG = config_from_folder(TARGET)
+GREEDY = SamplingParams(temperature=0.0, seed32=1)
+ONE = np.zeros(1, np.int32)
+SEEN = np.zeros((1, TARGET_CONFIG.vocab), np.int32)
+TORCH, JAX = (torch_dspark, torch_dflash2), (jax_dspark, jax_dflash2)
+
+
+def sampling_of(how: SamplingParams):
+    return spec_sampling(how, 1, TARGET_CONFIG.vocab, 1)
+
+
+def _chained(module: Any, weights: Any, newest: Any, hidden: Any, *given: Any) -> Any:
+    """What the twins' chain of a head's kind gives, whose hidden states are of all slots."""
+    dspark_of, dflash2_of = module
+    if weights.selector is None:
+        return dspark_of.chain(weights, newest, hidden, *given)
+    first = weights.config.block.first_slot
+    slots = hidden[:, first : first + given[0].shape[1]]
+    return dflash2_of.chain(weights.selector, newest, slots, *given)
+
+
+class SpecChain:
+    """The specification's drafts, log weights, and the scores that the drafts are chosen from."""
+
+    def __init__(self, block, how: SamplingParams) -> None:
+        self._head, self._how = block._head, how
+
+    def __call__(self, newest, hidden, scored):
+        ids = self._head.weights.get("draft_ids")
+        everywhere = np.full((*scored.shape[:2], TARGET_CONFIG.vocab), -np.inf, np.float32)
+        everywhere[..., slice(None) if ids is None else ids] = scored
+        rank = SpecRanking(
+            sampling=sampling_of(self._how),
+            slots=ONE,
+            lengths=ONE,
+            counts=SEEN,
+            width=1,
+            columns=ids,
+            kept=[],
+        )
+        own, block = (self._head.config, self._head.weights, newest), self._head.config.block
+        if block.markov is not None:
+            return *dspark.chain(*own, hidden, everywhere, rank), rank.drafted
+        slots = hidden[:, block.first_slot : block.first_slot + scored.shape[1]]
+        return *dflash2.chain(*own, slots, everywhere, rank), rank.drafted
+
+
+class TorchChain:
+    """The same of torch, whose scores are those of sampled drafts; without heat they are equal."""
+
+    def __init__(self, block, how: SamplingParams) -> None:
+        self._weights, self._how = block._weights, sampling_of(how)
+
+    def __call__(self, newest, hidden, scored):
+        arrays = [torch.from_numpy(x) for x in (newest, hidden, scored)]
+        drafts, edges, _ = _chained(TORCH, self._weights, *arrays, self._rank(False), True)
+        same, _, laws = _chained(TORCH, self._weights, *arrays, self._rank(True), False)
+        assert drafts.equal(same)
+        return drafts.numpy(), edges.numpy(), laws.numpy()
+
+    def _rank(self, is_sampled: bool) -> TorchRanking:
+        fields = {name: torch.from_numpy(getattr(self._how, name)) for name in JaxSampling._fields}
+        return TorchRanking(
+            sampling=TorchSampling(**fields | {"seed": fields["seed"].view(torch.int32)}),
+            counts=torch.from_numpy(SEEN),
+            slots=torch.from_numpy(ONE).long(),
+            lengths=torch.from_numpy(ONE),
+            width=1,
+            is_sampled=is_sampled,
+            columns=self._weights.draft_ids,
+        )
+
+
+class JaxChain:
+    """The same of JAX, as one program."""
+
+    def __init__(self, block, how: SamplingParams) -> None:
+        self._weights, self._how = block._weights, sampling_of(how)
+        self._run = jax.jit(self._chained)
+
+    def __call__(self, newest, hidden, scored):
+        drafts, same, edges, laws = (np.asarray(x) for x in self._run(newest, hidden, scored))
+        np.testing.assert_array_equal(drafts, same)
+        return drafts, edges, laws
+
+    def _chained(self, *arrays):
+        drafts, edges, _ = _chained(JAX, self._weights, *arrays, self._rank(False), True)
+        same, _, laws = _chained(JAX, self._weights, *arrays, self._rank(True), False)
+        return drafts, same, edges, laws
+
+    def _rank(self, is_sampled: bool) -> JaxRanking:
+        fields = {name: jnp.asarray(getattr(self._how, name)) for name in JaxSampling._fields}
+        return JaxRanking(
+            sampling=JaxSampling(**fields),
+            counts=jnp.asarray(SEEN),
+            slots=jnp.asarray(ONE),
+            lengths=jnp.asarray(ONE),
+            width=1,
+            is_sampled=is_sampled,
+            columns=self._weights.draft_ids,
+        )
+
+
+CHAINS = {"spec": SpecChain, "torch": TorchChain, "jax": JaxChain}
