@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int32, Shaped
+from jaxtyping import Float, Int, Int32, Shaped
 
 from jax_impl.ops import Kernels
 from kernels.mail import Boxes, Missing
@@ -25,11 +25,13 @@ class DeviceMailboxes:
       place: See `kernels.pallas_gpu.ranks.Gather`; an operand of the program, as addresses are
         others in each process. Outside of it, that of all ranks or its shape.
       kernels: Those of gathers.
+      vocabulary: Those of rows of which all is asked for.
       boxes: The sizes of the mailboxes.
     """
 
     place: Any
     kernels: ModuleType
+    vocabulary: ModuleType
     boxes: Boxes
 
     @property
@@ -74,6 +76,14 @@ class DeviceMailboxes:
         whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
         return whole.reshape(*values.shape[:-1], self.boxes.ranks * share)
 
+    def gathered_rows(
+        self, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
+    ) -> Float[jax.Array, "R size"]:
+        """As `gathered`, of the rows that are listed, behind which stands their number."""
+        most = self.boxes.most_rows(values.shape[1] * values.dtype.itemsize)
+        gathers = [self.next() for _ in range(0, len(values), most)]
+        return self.vocabulary.gathered_rows(values, rows, gathers)
+
     def gathered_beside(
         self, scaled: Shaped[jax.Array, "R share"], squares: Shaped[jax.Array, "R chunks"]
     ) -> tuple[Shaped[jax.Array, "R size"], Shaped[jax.Array, "R chunks_of_all"]]:
@@ -82,7 +92,7 @@ class DeviceMailboxes:
 
 
 jax.tree_util.register_dataclass(
-    DeviceMailboxes, data_fields=["place"], meta_fields=["kernels", "boxes"]
+    DeviceMailboxes, data_fields=["place"], meta_fields=["kernels", "vocabulary", "boxes"]
 )
 
 
@@ -106,4 +116,4 @@ def on_devices(
     else:
         placed = zip(memory.places(looks), devices, strict=True)
         places = [jax.device_put(words, device) for words, device in placed]
-    return DeviceMailboxes(join(places), kernels.ranks, boxes)
+    return DeviceMailboxes(join(places), kernels.ranks, kernels.vocabulary, boxes)

@@ -28,6 +28,7 @@ PARTS = {
     *("flat_nodes", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
     *("rejection", "support", "window", "winners", "expert_tiles", "fp8", "groups", "router"),
     *("codes", "fp8_activations", "leaves", "linear_result", "mailboxes", "ranks"),
+    *("choices", "flags", "vocabulary"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {"linear_described", "linear_ring", "linear_sums"}
@@ -350,7 +351,7 @@ ONE_SIDED_NAMES = {
 """What stands in one twin only, or with other parameters, and why."""
 
 
-_ASKING = ("moved", "spread", "support")
+_ASKING = ("first_of", "moved", "spread", "support")
 OTHER_OPS = {
     **{f"ops/vocabulary.py::{x}": "its program asks which rank it is" for x in _ASKING},
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",

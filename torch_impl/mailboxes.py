@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int32, Shaped
+from jaxtyping import Float, Int, Int32, Shaped
 from torch import Tensor
 
 from kernels.mail import BLOCK_BYTES, LOOKS, Boxes, Missing
@@ -88,6 +88,14 @@ class DeviceMailboxes:
         parts = [self._gathered(part) for part in rows.split(most)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.view(*values.shape[:-1], self._group.count * share)
+
+    def gathered_rows(
+        self, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
+    ) -> Float[Tensor, "R size"]:
+        """As `gathered`, of the rows that are listed, behind which stands their number."""
+        most = self._mailbox.boxes.most_rows(values.shape[1] * values.element_size())
+        gathers = [self.next() for _ in range(0, len(values), most)]
+        return self._kernels.vocabulary.gathered_rows(values, rows, gathers)
 
     def gathered_beside(
         self, scaled: Shaped[Tensor, "R share"], squares: Shaped[Tensor, "R chunks"]

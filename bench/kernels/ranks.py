@@ -2,6 +2,7 @@
 
     python -m bench.kernels.ranks --out bench/results/ranks.json
     python -m bench.kernels.ranks --parts layer --languages torch --rows 1 8 --ranks 2
+    python -m bench.kernels.ranks --parts choices --rows 1 8 32 128 512 --ranks 2
 
 Ranks are processes in torch and devices of one process in JAX, each with a GPU of its own. First
 come gathers alone, in one graph or program, with words and with blocks; then the four products of a
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.kernels.rank_choices import choices_in_jax, choices_in_torch
 from bench.kernels.rank_products import (
     FEW_ROWS,
     HIDDEN,
@@ -164,7 +166,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="R")
-    parser.add_argument("--parts", nargs="+", default=["gathers", "layer"], help="or tiles")
+    parser.add_argument(
+        "--parts", nargs="+", default=["gathers", "layer"], help="or choices, tiles"
+    )
     parser.add_argument("--languages", nargs="+", default=["torch", "jax"])
     parser.add_argument("--seconds", type=float, default=200.0, help="of a part between meetings")
     parser.add_argument("--out", type=Path)
@@ -179,6 +183,8 @@ def main() -> int:
             "gathers jax": (1, gathers_in_jax, ranks, rows),
             "layer torch": (ranks, layer_in_torch, rows),
             "layer jax": (1, layer_in_jax, ranks, rows),
+            "choices torch": (ranks, choices_in_torch, rows),
+            "choices jax": (1, choices_in_jax, ranks, rows),
             "tiles torch": (ranks, tiles_in_torch, rows, (1, 2, 4, 8)),
         }
         for name, job in jobs.items():

@@ -58,10 +58,15 @@ def jax_sum(logits: Any, first: Any = 0, size: int = 0) -> Any:
 def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
     """Within it every choice notes the sum of its first row.
 
+    A head that a table joins with the choice is taken apart, for it leaves no logits of most rows;
+    `bench.kernels.head` holds the tokens of both against each other.
+
     Yields:
       What reads the sums so far, in the order of the choices, of each rank that this process has.
     """
-    sampling = import_module(f"{backend}_impl.ops.sampling")
+    sampling, projection = (
+        import_module(f"{backend}_impl.ops.{name}") for name in ("sampling", "projection")
+    )
     choose, found = sampling.choose, [list[Any]() for _ in range(ranks)]
 
     def vocabulary_of(*rest: Any) -> Any:
@@ -81,6 +86,9 @@ def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
         jax.debug.callback(lambda rank, sums: found[int(rank)].append(sums[0]), rank, sums)
         return choose(logits, *rest)
 
+    def apart(projected: Any, *given: Any) -> Any:
+        return sampling.choose(projection.scores(projected), *given)
+
     def read() -> list[Sums]:
         if backend == "jax":
             import_module("jax").effects_barrier()
@@ -89,6 +97,7 @@ def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
     with ExitStack() as patches:
         noting = in_torch if backend == "torch" else in_jax
         patches.enter_context(patch.object(sampling, "choose", noting))
+        patches.enter_context(patch.object(projection, "choose", apart))
         if backend == "jax":  # programs that an earlier start has kept note nothing, nor can these
             kept = import_module("jax_impl.kept").KeptPrograms
             for name in ("find", "keep"):

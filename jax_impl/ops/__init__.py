@@ -54,6 +54,7 @@ class Kernels:
     sampling: ModuleType
     slots: ModuleType
     verify_rows: ModuleType
+    vocabulary: ModuleType
     window: ModuleType
     tiles: Tiles
 

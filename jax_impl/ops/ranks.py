@@ -31,6 +31,15 @@ def gathered(ranks: Ranks, values: Shaped[jax.Array, "... share"]) -> Shaped[jax
     return lax.all_gather(values, AXIS, axis=values.ndim - 1, tiled=True)
 
 
+def gathered_rows(
+    ranks: Ranks, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
+) -> Float[jax.Array, "R size"]:
+    """As `gathered`, of the rows that are listed; others are undefined."""
+    if ranks.on_device is not None:
+        return ranks.on_device.gathered_rows(values, rows)
+    return gathered(ranks, values)
+
+
 def own(ranks: Ranks, rows: Shaped[jax.Array, "... size"]) -> Shaped[jax.Array, "... share"]:
     """The columns of the rank that runs this."""
     return own_keys(ranks, rows, 1)

@@ -5,19 +5,20 @@ compiled program serves all mixtures of rows; on a GPU all of it runs, see `when
 `choose` and `rank` are kernels, see `jax_impl.ops`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, when_any
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, ranks, when_any
 from jax_impl.ops.noise import Stream, gumbel
 from jax_impl.ops.vocabulary import (
     ALL,
     Vocabulary,
     all_of,
     best_of,
+    first_of,
     log_probabilities,
     moved,
     norm,
@@ -250,13 +251,74 @@ def kernel_choose(
     allowed: Bool[jax.Array, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As `plain_choose`; kernels choose from whole logits."""
+    """As `plain_choose`."""
+    given = (seen, positions, sampling, request, allowed)
+    if not vocabulary.group.is_alone:
+        return choose_parts(kernels, logits, *given, vocabulary)
     chosen = kernels.sampling.choose(
-        *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
+        *(logits, *given),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
     return Chosen(*chosen)
+
+
+def of_parts(
+    kernels: Kernels,
+    logits: Float[jax.Array, "R share"],
+    seen: Seen,
+    positions: Int[jax.Array, " named"],
+    sampling: Sampling,
+    request: Int[jax.Array, " named"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
+    keys: Int[jax.Array, " named"],
+    columns: Int[jax.Array, " size"] | None,
+    vocabulary: Vocabulary,
+    **how: Any,
+) -> tuple[Int[jax.Array, "R width"], Float[jax.Array, "R width"], Bool[jax.Array, " R"]]:
+    """What `kernels.vocabulary.join` makes of what all ranks' parts of the vocabulary leave.
+
+    Args:
+      logits, seen, positions, sampling, request, allowed, keys, columns: Of `sampling.leave`.
+      how: The stream of the noise, and `width`, `tau`, `nodes` and `leaves` as there.
+    """
+    group, size = vocabulary.group, vocabulary.size
+    rows = kernels.vocabulary.filtered(sampling, request, len(logits), how["nodes"], size)
+    every = ranks.gathered_rows(group, logits, rows)
+    part = kernels.sampling.Part(
+        size, group.count, first_of(vocabulary).astype(jnp.int32).reshape(1), every
+    )
+    left, *held = kernels.sampling.leave(
+        *(logits, seen, positions, sampling, request, allowed, keys, columns, part),
+        tiles=kernels.tiles.sampling.of(rows=len(logits)),
+        **how,
+    )
+    left, totals = ranks.gathered(group, left), None
+    same = {"ranks": group.count} | {name: how[name] for name in ("width", "tau", "nodes")}
+    if how["tau"] is not None:
+        of_groups = (left, *held, sampling.temperature, part.first)
+        totals = kernels.vocabulary.totals(*of_groups, share=vocabulary.share, **same)
+        totals = ranks.gathered(group, totals)
+    joined = (left, totals, sampling.temperature, columns)
+    return kernels.vocabulary.join(*joined, vocab=size, **same)
+
+
+def choose_parts(
+    kernels: Kernels,
+    logits: Float[jax.Array, "R share"],
+    seen: Seen,
+    positions: Int[jax.Array, " R"],
+    sampling: Sampling,
+    request: Int[jax.Array, " R"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
+    vocabulary: Vocabulary,
+    leaves: Any = None,
+) -> Chosen:
+    """As `plain_choose` of several ranks; `leaves` are of the head that has given the logits."""
+    given = (logits, seen, positions, sampling, request, allowed, positions, None, vocabulary)
+    how = {"stream": TARGET_STREAM, "width": 1, "tau": None, "nodes": 0, "leaves": leaves}
+    ids, _, is_finite = of_parts(kernels, *given, **how)
+    return Chosen(ids[:, 0], is_finite)
 
 
 choose = kernel_or_plain(kernel_choose, plain_choose)
@@ -334,14 +396,26 @@ def kernel_rank(
     columns: Int[jax.Array, " size"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Ranked:
-    """As `plain_rank`; kernels rank by whole logits, and what they leave is whole."""
+    """As `plain_rank`; what drafts are sampled from is whole.
+
+    Ranks leave each other the best of their parts, but where a law is asked for and where the
+    drafter's vocabulary is another one by its size: there logits are gathered.
+    """
+    (B, k, share), target = logits.shape, seen.counts.shape[1]
+    is_whole = is_sampled or (columns is None and vocabulary.size != target)
+    if not (vocabulary.group.is_alone or is_whole):
+        own = logits.reshape(B * k, share)
+        given = (own, seen, positions, sampling, positions, None, keys, columns, vocabulary)
+        how = {"stream": stream, "width": width, "tau": DRAFT_TAU, "nodes": k}
+        ids, weights, _ = of_parts(kernels, *given, **how)
+        return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), None)
     tokens = whole(logits, vocabulary)
     if columns is None:
-        tokens = over_tokens(tokens, None, seen.counts.shape[1])
+        tokens = over_tokens(tokens, None, target)
     ranked = kernels.sampling.rank(
         *(tokens, seen, positions, sampling, keys, stream, width, is_sampled, columns),
         tau=DRAFT_TAU,
-        tiles=kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1]),
+        tiles=kernels.tiles.sampling.of(rows=B * k),
     )
     return Ranked(*ranked)
 

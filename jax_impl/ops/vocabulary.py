@@ -48,6 +48,16 @@ ALL = Vocabulary(0, ALONE)
 """Of rows that one rank has whole, however many tokens there are."""
 
 
+def first_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
+    """The first token of this rank's part, if there were as many as places."""
+    return ranks.number(vocabulary.group) * vocabulary.share
+
+
+def num_tokens_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
+    """How many of this rank's places are tokens."""
+    return jnp.clip(vocabulary.size - first_of(vocabulary), 0, vocabulary.share)
+
+
 def whole(
     part: Float[jax.Array, "... share"], vocabulary: Vocabulary
 ) -> Float[jax.Array, "... size"]:
@@ -74,7 +84,7 @@ def spread(
     if vocabulary.group.is_alone:
         return part
     shape = (*part.shape[:-1], vocabulary.share * vocabulary.group.count)
-    rows, first = jnp.full(shape, -jnp.inf, part.dtype), _first(vocabulary)
+    rows, first = jnp.full(shape, -jnp.inf, part.dtype), first_of(vocabulary)
     rows = lax.dynamic_update_slice_in_dim(rows, part, first, axis=-1)
     return rows[..., : vocabulary.size]
 
@@ -96,7 +106,7 @@ def moved(
         return over_tokens(rows, columns, target.size)
     every = _resized(ranks.gathered(group, part(rows, vocabulary)), rows.shape[1])
     every = over_tokens(every, columns, target.size)
-    from_first = jnp.arange(target.size) - _first(target)
+    from_first = jnp.arange(target.size) - first_of(target)
     return jnp.where((from_first >= 0) & (from_first < target.share), every, -jnp.inf)
 
 
@@ -119,11 +129,6 @@ def _resized(rows: Float[jax.Array, "... size"], size: int) -> Float[jax.Array, 
         return rows[..., :size]
     filled = [(0, 0)] * (rows.ndim - 1) + [(0, missing)]
     return jnp.pad(rows, filled, constant_values=-jnp.inf)
-
-
-def _first(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
-    """The first token of this rank's part, if there were as many as places."""
-    return ranks.number(vocabulary.group) * vocabulary.share
 
 
 def all_of(flags: Bool[jax.Array, " R"], vocabulary: Vocabulary = ALL) -> Bool[jax.Array, " R"]:

@@ -37,17 +37,19 @@ class Asks(NamedTuple):
     Attributes:
       asks: `NOTHING` but the best token; `SCORES`; or `GROUPS`, and the scores for a second pass.
       warmth: The temperature of rows that ask for groups; 1 of the others.
+      tokens: How many of the head's outputs are tokens: places of a rank may be empty.
     """
 
     asks: Int32[jax.Array, " R"]
     warmth: Float32[jax.Array, " R"]
+    tokens: Int32[jax.Array, "1"]
 
 
 class Leaves(NamedTuple):
     """What the blocks of a product with a head have left.
 
     Attributes:
-      asks, warmth: See `Asks`.
+      asks, warmth, tokens: See `Asks`.
       keys, ids: Of the best token of each block of outputs.
       bad: 1 where some score of a block is not finite.
       peaks, masses: Of groups of rows with a temperature, see `scores.store_groups`.
@@ -55,6 +57,7 @@ class Leaves(NamedTuple):
 
     asks: Any
     warmth: Any
+    tokens: Any
     keys: Any
     ids: Any
     bad: Any
@@ -82,6 +85,7 @@ def asking(
     positions: Int[jax.Array, " R"],
     sampling: Any,
     request: Int[jax.Array, " R"],
+    num_tokens: Int[jax.Array, ""] | None = None,
 ) -> Asks:
     """What rows ask for: scores where some are edited, and groups where there is a temperature.
 
@@ -89,26 +93,31 @@ def asking(
 
     Args:
       seen, positions, sampling, request: As of `sampling.choose`.
+      num_tokens: Of a rank's part of a head, of which a row with a temperature asks for scores;
+        None: the head is whole.
     """
     is_edited = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
     is_edited |= (sampling.bias_values != 0).any(axis=1)
     is_edited = is_edited[request] | (positions < sampling.min_length[request])
     warmth = sampling.temperature[request]
+    if num_tokens is not None:
+        is_edited |= warmth > 0
     is_warm = (warmth > 0) & ~is_edited
     asks = jnp.where(is_warm, GROUPS, jnp.where(is_edited, SCORES, NOTHING))
-    return Asks(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0))
+    tokens = jnp.int32(seen.counts.shape[1]) if num_tokens is None else num_tokens
+    return Asks(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0), tokens.reshape(1))
 
 
 def store_leaves(out, out_ref, given, left_refs, row, column, block):
     """Stores what a block leaves of its rows, and its scores if one of them asks for them."""
     R, N = out_ref.shape
     *of_blocks, peaks_ref, masses_ref = left_refs
-    is_row, is_column = row < R, column < N
-    keys = jnp.where(is_column[None, :], key_of(out), LOWEST)
+    is_row, is_column, is_token = row < R, column < N, column < given.tokens[0]
+    keys = jnp.where(is_token[None, :], key_of(out), LOWEST)
     best = keys.max(axis=1)
     ids = jnp.where(keys == best[:, None], column[None, :], HIGHEST).min(axis=1)
     magnitudes = lax.bitcast_convert_type(out, jnp.int32) & HIGHEST
-    is_bad = jnp.where(is_column[None, :], magnitudes, 0).max(axis=1) >= KEY_OF_INFINITY
+    is_bad = jnp.where(is_token[None, :], magnitudes, 0).max(axis=1) >= KEY_OF_INFINITY
     at_row = jnp.where(is_row, row, R)  # outside for the interpreter
     for ref, left in zip(of_blocks, (best, ids, is_bad.astype(jnp.int32)), strict=True):
         pltriton.store(ref.at[at_row, jnp.full(row.shape, block)], left, mask=is_row)
@@ -122,15 +131,15 @@ def store_leaves(out, out_ref, given, left_refs, row, column, block):
     @pl.when(asks == GROUPS)
     def _():
         warmth = pltriton.load(given.warmth.at[row], mask=is_row, other=1.0)
-        where = (peaks_ref, masses_ref, at_row, row, column, block, N)
+        where = (peaks_ref, masses_ref, at_row, row, column, block, given.tokens[0])
         _store_groups(out / warmth[:, None], *where)
 
 
-def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, outputs):
+def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, num_tokens):
     """As `scores.store_groups`, of the groups of a block of rows."""
     groups = x.shape[1] // GROUP
     shape = (x.shape[0], groups, GROUP)
-    keys = jnp.where((column < outputs)[None, :], key_of(x), LOWEST).reshape(shape)
+    keys = jnp.where((column < num_tokens)[None, :], key_of(x), LOWEST).reshape(shape)
     peaks = keys.max(axis=2)
     weights = weight_of(x.reshape(shape), score_of(peaks)[:, :, None], 1.0)
     units = jnp.where(keys > LOWEST, jnp.floor(weights * 2.0**24 + 0.5), 0.0).astype(jnp.int32)
@@ -148,9 +157,9 @@ def asked_of(leaves, row):
 
 
 def best_left(leaves, row):
-    """The best token of what all blocks have left of a row."""
+    """The key and the place in the head of the best token of what all blocks have left of a row."""
     keys, ids = load_row(leaves.keys, (row,), LOWEST), load_row(leaves.ids, (row,), HIGHEST)
-    return first_token(keys, ids)[1]
+    return first_token(keys, ids)
 
 
 def is_left_bad(leaves, row):

@@ -17,11 +17,12 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Float32, Int, Int32
 
 from kernels.mail import is_joined
+from kernels.pallas_gpu.flags import Link
 from kernels.pallas_gpu.fp8 import widened
 from kernels.pallas_gpu.leaves import Asks, Leaves, room_of, store_leaves
 from kernels.pallas_gpu.linear_described import described_product, is_on_hopper, takes
 from kernels.pallas_gpu.linear_sums import Block, Factors, sums_of
-from kernels.pallas_gpu.ranks import Gather, Link, Tile, gathered, share_tiles
+from kernels.pallas_gpu.ranks import Gather, Tile, gathered, share_tiles
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
 from shared.spec.numerics import SquaresOrder
@@ -40,7 +41,7 @@ class Given(NamedTuple):
       norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
         next reader.
       place: See `ranks.Gather`; None where ranks gather nothing, or afterwards.
-      asks, warmth: Of a head, see `leaves.Asks`.
+      asks, warmth, tokens: Of a head, see `leaves.Asks`.
     """
 
     scales: Any
@@ -53,6 +54,7 @@ class Given(NamedTuple):
     place: Any
     asks: Any
     warmth: Any
+    tokens: Any
 
 
 def product(
@@ -222,7 +224,7 @@ def product(
             norm,
             norm_layer.reshape(1),
             gather.place if gather is not None and joins else None,
-            *(asks or (None, None)),
+            *(asks or (None, None, None)),
         ),
     )
     if gather is None:

@@ -132,9 +132,10 @@ def described_product(
     columns = pl.cdiv(N, tiles.columns)
     results = {"out": jax.ShapeDtypeStruct((len(operands["x"]), N), out_type)}
     if asks is not None:
-        asked, warmth = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks)
+        asked, warmth = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
         # The warmth of a row that is none divides what nobody reads.
         operands |= {"asks": asked.reshape(-1, WIDE).max(axis=1), "warmth": warmth}
+        operands["tokens"] = asks.tokens
         results |= room_of(len(warmth), N, tiles.columns)
     work = Work(
         operands=tuple(operands),

@@ -97,6 +97,7 @@ class Result:
 
     def leave(self, sums):
         """Stores what the block leaves of its rows, and its scores if one of them asks for them."""
+        tokens = self._refs.tokens[0]
         of_blocks = (self._refs.keys, self._refs.ids, self._refs.bad)
         for down in dict(self._places):
             best, ids, most = (None,) * 3
@@ -104,8 +105,9 @@ class Result:
                 x = self._finished(sums, down, at)
                 column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
                 column += self._column + at
-                keys = jnp.where(column < self._work.outputs, key_of(x), LOWEST)
-                sizes = lax.bitcast_convert_type(x, jnp.int32) & HIGHEST  # 0 outside
+                keys = jnp.where(column < tokens, key_of(x), LOWEST)
+                sizes = lax.bitcast_convert_type(x, jnp.int32) & HIGHEST
+                sizes = jnp.where(column < tokens, sizes, 0)
                 if best is None:
                     best, ids, most = keys, column, sizes
                 else:  # ids ascend, so that of equal keys the first stays
@@ -136,16 +138,16 @@ class Result:
                     self._refs.warmth.at[rows], layout=_LAYOUT.reduce(1), optimized=False
                 )
                 for at in range(0, min(self._work.tiles.columns, self._work.outputs), GROUP):
-                    self._leave_group(sums, rows, down, at, warmth)
+                    self._leave_group(sums, rows, down, at, warmth, tokens)
 
-    def _leave_group(self, sums, rows, down, at, warmth):
+    def _leave_group(self, sums, rows, down, at, warmth, tokens):
         """As `scores.store_groups`, of a group of rows with a temperature."""
         keys, scores = [], []
         for part in range(at, at + GROUP, self._line):
             x = self._finished(sums, down, part)
             x = _divide(x, lax.broadcast_in_dim(warmth, x.shape, [0]))
             column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
-            is_one = column + (self._column + part) < self._work.outputs
+            is_one = column + (self._column + part) < tokens
             scores.append(x)
             keys.append(jnp.where(is_one, key_of(x), LOWEST))
         peaks = functools.reduce(jnp.maximum, keys).max(axis=1)

@@ -92,6 +92,7 @@ class Refs(NamedTuple):
     added: Any = None
     asks: Any = None
     warmth: Any = None
+    tokens: Any = None
     keys: Any = None
     ids: Any = None
     bad: Any = None

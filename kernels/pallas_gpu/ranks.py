@@ -15,30 +15,29 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Int32, Shaped
 
 from kernels.mail import (
-    CLOCK_AT,
     LARGEST_WORDS_BYTES,
     WORDS,
     Boxes,
-    constraints,
-    count_text,
-    look_text,
-    put_text,
-    raise_text,
     receive_text,
     send_text,
-    take_text,
+)
+from kernels.pallas_gpu.flags import (
+    BLOCK_UNITS,
+    BLOCK_WARPS,
+    MOST_BLOCKS,
+    Link,
+    has_come,
+    instruct,
+    put_words,
+    raise_flags,
+    take_words,
+    taken,
 )
 
 _ADDRESS = 2
 """Registers of an address."""
-_SEND, _PUT, _RAISE = send_text(_ADDRESS), put_text(_ADDRESS), raise_text(_ADDRESS)
-_LOOK, _TAKE, _COUNT = look_text(_ADDRESS), take_text(_ADDRESS), count_text(_ADDRESS)
+_SEND = send_text(_ADDRESS)
 _WORD_WARPS = 4
-_BLOCK_WARPS = 8
-_BLOCK_UNITS = 2048
-"""Words that a program of blocks stores at once."""
-_MOST_BLOCKS = 64
-"""Most programs that store the blocks of an array."""
 
 
 class Gather(NamedTuple):
@@ -119,11 +118,11 @@ def gathered(
             f"a rank may send {boxes.block_bytes} bytes in a call, got {4 * sum(counts)}"
         )
     at_once = 32 * _WORD_WARPS if sum(counts) <= 1 << 14 else 4 * 32 * _WORD_WARPS
-    at_once = at_once if is_words else _BLOCK_UNITS
+    at_once = at_once if is_words else BLOCK_UNITS
     parts, first, first_flag = [], 0, 0
     for x, count in zip(arrays, counts, strict=True):
         programs = pl.cdiv(count, at_once)
-        programs = programs if is_words else min(programs, _MOST_BLOCKS)
+        programs = programs if is_words else min(programs, MOST_BLOCKS)
         parts.append(Array(x.shape[0], words_in_row(x), programs, first, first_flag))
         first, first_flag = first + count, first_flag + programs
     outs = pl.pallas_call(
@@ -135,7 +134,7 @@ def gathered(
             jax.ShapeDtypeStruct((x.shape[0], boxes.ranks * x.shape[1]), x.dtype) for x in arrays
         ),
         compiler_params=pltriton.CompilerParams(
-            num_warps=_WORD_WARPS if is_words else _BLOCK_WARPS, num_stages=1
+            num_warps=_WORD_WARPS if is_words else BLOCK_WARPS, num_stages=1
         ),
         name="gathered",
     )(*arrays, gather.place, after)
@@ -174,58 +173,9 @@ def missed(gather: Gather, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, 
 def _missed_kernel(place_ref, _, out_ref, *, ranks):
     found = jnp.zeros((1,), jnp.int32)
     for rank in range(ranks):
-        word = _taken(place_ref[2 * rank], place_ref[2 * rank + 1], 0)
+        word = taken(place_ref[2 * rank], place_ref[2 * rank + 1], 0)
         found = jnp.where(found == 0, word, found)
     out_ref[...] = found
-
-
-class Link(NamedTuple):
-    """What a kernel has read of the mailboxes: early, as nothing that is sent may wait for it.
-
-    Attributes:
-      rank, looks: See `Gather.place`; where something was missing, a step ends soon.
-      number: Of the call among all calls of all steps: it begins with 1, and wraps.
-      own, others: The address of this rank's mailbox, and of those of the others: at place i that
-        of the rank whose number differs from this one's in the bits of i + 1.
-      boxes: Their sizes.
-      programs: Of the kernel.
-    """
-
-    rank: Any
-    looks: Any
-    number: Any
-    own: Any
-    others: Any
-    boxes: Boxes
-    programs: int
-
-    @classmethod
-    def read(cls, place: Any, boxes: Boxes, programs: int) -> "Link":
-        """Of `Gather.place`, as a reference."""
-        rank, looks = place[2 * boxes.ranks], place[2 * boxes.ranks + 1]
-        every = [(place[2 * (rank ^ i)], place[2 * (rank ^ i) + 1]) for i in range(boxes.ranks)]
-        error, number = (_only(_taken(*every[0], at)) for at in (0, CLOCK_AT))
-        looks = jnp.where(error == 0, looks, jnp.minimum(looks, 1))
-        return cls(rank, looks, number + 1, every[0], every[1:], boxes, programs)
-
-    def counted(self) -> "Link":
-        """The same, once this program is among those that have read the clock.
-
-        Each program does it once, when it has sent: nothing else may wait for it. Who waits for
-        words does so with what this gives, or a compiler would leave it out.
-        """
-        one = jnp.full((1,), self.number)
-        counted = _instruct(_COUNT, 1, one, *self.own, CLOCK_AT, self.programs)
-        return self._replace(number=_only(counted))
-
-    def missing(self, rank: Any) -> Any:
-        """The error word of a rank that does not come."""
-        return (self.number & ((1 << 27) - 1)) * 16 + rank + 1
-
-    def first_word(self, rank: Any) -> Any:
-        """Where the words of a rank begin in a mailbox, in bytes."""
-        parity = (self.number & 1) * self.boxes.ranks
-        return self.boxes.words_at + (parity + rank) * (WORDS * 8)
 
 
 def send_words(value: Any, place: Any, is_one: Any, link: Link) -> Any:
@@ -238,7 +188,7 @@ def send_words(value: Any, place: Any, is_one: Any, link: Link) -> Any:
     """
     sent, at = value, place * 8 + link.first_word(link.rank)
     for box in link.others:
-        sent = _instruct(_SEND, 1, sent, *box, at, link.number, jnp.where(is_one, 1, 0))
+        sent = instruct(_SEND, 1, sent, *box, at, link.number, jnp.where(is_one, 1, 0))
     return sent
 
 
@@ -255,7 +205,7 @@ def receive_words(store: Any, sent: Any, place: Any, is_one: Any, link: Link, pa
         peer = link.rank ^ distance
         code, at = link.missing(peer), place * 8 + link.first_word(peer)
         given = (*link.own, at, link.number, wait, code, sent)
-        store(peer, _instruct(receive_text(_ADDRESS, pack), pack, *given))
+        store(peer, instruct(receive_text(_ADDRESS, pack), pack, *given))
 
 
 def share_tiles(tiles: Sequence[Tile], row: Any, is_row: Any, link: Link, threads: int) -> None:
@@ -295,30 +245,6 @@ def _words_of(tile):
     rows, columns = tile.shape
     low, high = lax.split(bits.reshape(rows, columns // 2, 2), (1, 1), axis=2)
     return word_of(low.reshape(rows, columns // 2), high.reshape(rows, columns // 2))
-
-
-def _instruct(text, pack, *operands):
-    """Assembly for each word; an operand may be one number for all."""
-    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in operands))
-    given = [jnp.broadcast_to(x, shape).astype(jnp.int32) for x in operands]
-    (found,) = pltriton.elementwise_inline_asm(
-        text,
-        args=given,
-        constraints=constraints(pack, *(["r"] * (pack * len(given)))),
-        pack=pack,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.int32)],
-    )
-    return found
-
-
-def _taken(low, high, place):
-    """A word of the head of a mailbox, as an array of one."""
-    return _instruct(_TAKE, 1, low, high, place, jnp.ones((1,), jnp.int32))
-
-
-def _only(one):
-    """The number of an array of one."""
-    return jnp.max(one)
 
 
 def load_words(ref: Any, row: Any, word: Any, is_one: Any) -> Any:
@@ -393,7 +319,6 @@ def _share_blocks(own_ref, out_ref, block, link, part, at_once):
     ranks = boxes.ranks
     base = boxes.blocks_at + (number & 1) * (ranks * boxes.block_bytes) + part.first * 4
     steps = pl.cdiv(part.rows * part.share, part.programs * at_once)
-    thread = lax.iota(jnp.int32, 32 * _BLOCK_WARPS)
 
     def places(step):
         place = (step * part.programs + block) * at_once + lax.iota(jnp.int32, at_once)
@@ -402,32 +327,23 @@ def _share_blocks(own_ref, out_ref, block, link, part, at_once):
 
     def put(step, kept):
         place, row, word, is_one = places(step)
-        bits, on = load_words(own_ref, row, word, is_one), jnp.where(is_one, 1, 0)
-        for box in link.others:
-            at = base + rank * boxes.block_bytes + place * 4
-            bits = _instruct(_PUT, 1, bits, *box, at, number, on)
+        bits = load_words(own_ref, row, word, is_one)
+        bits = put_words(bits, base + rank * boxes.block_bytes, place, is_one, link)
         store_words(out_ref, row, rank * part.share + word, bits, is_one)
         return kept | bits
 
     kept = lax.fori_loop(0, steps, put, jnp.zeros((at_once,), jnp.int32))
-    # A number of all threads that what they have stored comes before.
-    after = thread * 0 + jnp.max(kept & 1)
     flag = boxes.flags_at + (part.first_flag + block) * (ranks * 4)
-    for box in link.others:
-        on = jnp.where(thread == 0, 1, 0)
-        after = _instruct(_RAISE, 1, after, *box, flag + rank * 4, number, on)
+    after = raise_flags(flag, kept, link)
     link = link.counted()
     for distance in range(1, ranks):
         peer = rank ^ distance
-        code, at = link.missing(peer), flag + peer * 4
-        come = _instruct(_LOOK, 1, *link.own, at, link.number, link.looks, code, after)
-        has_come = jnp.min(come)
+        is_here = has_come(peer, flag, after, link)
 
-        def take(step, _, peer=peer, has_come=has_come):
+        def take(step, _, peer=peer, is_here=is_here):
             place, row, word, is_one = places(step)
-            on = jnp.where(is_one, has_come, 0)
-            at = base + peer * boxes.block_bytes + place * 4
-            bits = _instruct(_TAKE, 1, *link.own, at, on)
+            at = base + peer * boxes.block_bytes
+            bits = take_words(at, place, jnp.where(is_one, is_here, 0), link)
             store_words(out_ref, row, peer * part.share + word, bits, is_one)
             return 0
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int32
 
 from kernels.pallas_gpu.noise import threefry, words_of
 
@@ -24,15 +24,34 @@ KEY_OF_NOTHING = -2139095041  # of -inf
 _KEY_OF_NAN = 0x7FC00000
 
 
+class Part(NamedTuple):
+    """What a rank has of a vocabulary that ranks score between them.
+
+    Attributes:
+      vocab: Tokens of all ranks.
+      ranks: How many there are; each has places for as many tokens, the last ones fewer tokens.
+      first: The first token of this rank's places.
+      every: The scores of rows with a filter, of all ranks side by side; undefined of other rows.
+    """
+
+    vocab: int
+    ranks: int
+    first: Int32[jax.Array, "1"]
+    every: Float[jax.Array, "R places"]
+
+
 class Inputs(NamedTuple):
     """What all kernels read: first of the rows, then of the requests.
 
     Attributes:
+      every, first: See `Part`.
       path, on_path, stop_ids, bias_ids, bias_values, mask, columns: Where there are none, anything.
       stream: Of the noise.
     """
 
     logits: Any
+    every: Any
+    first: Any
     request: Any
     positions: Any
     keys: Any
@@ -61,6 +80,7 @@ class Sizes(NamedTuple):
     """Sizes of the arrays, and which there are.
 
     Attributes:
+      ranks, share: That have the vocabulary between them, and places of each; 0: rows are whole.
       is_left: A head has left something, so that rows with a temperature are searched as those
         with a filter are.
     """
@@ -74,6 +94,8 @@ class Sizes(NamedTuple):
     has_mask: bool
     nodes: int
     has_columns: bool
+    ranks: int
+    share: int
     is_left: bool = False
 
 
@@ -100,11 +122,14 @@ def inputs_of(
     columns: Int[jax.Array, " vocab"] | None,
     keys: Int[jax.Array, " named"],
     stream: int | Int[jax.Array, ""],
+    part: Part | None,
 ) -> Inputs:
     """The arrays as the kernels read them; where one has no columns, there is another."""
     has_path, has_bias = seen.path.shape[1] > 0, sampling.bias_ids.shape[1] > 0
     return Inputs(
         logits=logits,
+        every=logits if part is None else part.every,
+        first=seen.slots if part is None else part.first,
         request=request,
         positions=positions,
         keys=keys,
@@ -138,6 +163,8 @@ def sizes_of(
     nodes: int,
     columns: jax.Array | None,
     is_left: bool = False,
+    ranks: int = 1,
+    share: int = 0,
 ) -> Sizes:
     """Their sizes, and which there are."""
     num_bias = sampling.bias_ids.shape[1]
@@ -151,6 +178,8 @@ def sizes_of(
         has_mask=allowed is not None,
         nodes=nodes,
         has_columns=columns is not None,
+        ranks=ranks,
+        share=share,
         is_left=is_left,
     )
 
@@ -188,6 +217,16 @@ def ids_of(group):
     return pairs, 2 * pairs + lax.iota(jnp.int32, 2)[None, None, :]
 
 
+def is_own(ids, inputs, wish, sizes):
+    """Which ids are tokens among which a row is chosen here: a rank's, where it has no filter."""
+    inside = ids < sizes.vocab
+    if sizes.share:
+        first = jnp.where(wish.is_filtered, 0, inputs.first[0])
+        end = jnp.where(wish.is_filtered, sizes.vocab, inputs.first[0] + sizes.share)
+        inside &= (ids >= first) & (ids < end)
+    return inside
+
+
 def tokens_of(ids, inputs, sizes):
     """The target's tokens, where a drafter numbers its own."""
     if not sizes.has_columns:
@@ -208,8 +247,19 @@ def words_at(noise, pairs, ids, inputs, sizes):
 
 def scores_of(ids, inputs, row, wish, sizes):
     """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
-    inside, request = ids < sizes.vocab, wish.request
-    raw = pltriton.load(inputs.logits.at[row, ids], mask=inside, other=0.0)
+    inside, request = is_own(ids, inputs, wish, sizes), wish.request
+
+    def load(ref, ids):
+        return pltriton.load(ref.at[row, jnp.where(inside, ids, 0)], mask=inside, other=0.0)
+
+    if sizes.share:
+        raw = lax.cond(
+            wish.is_filtered,
+            lambda: load(inputs.every, ids),
+            lambda: load(inputs.logits, ids - inputs.first[0]),
+        )
+    else:
+        raw = pltriton.load(inputs.logits.at[row, ids], mask=inside, other=0.0)
     tokens = ids
     if sizes.has_columns:
         # Loaded where a row asks about tokens.
@@ -352,8 +402,13 @@ def no_sum():
     return jnp.int32(0), jnp.int32(0), jnp.int32(0)
 
 
+def terms_of(peaks, masses, highest, sharpness):
+    """How likely groups are beside a token with the highest score, each over a group's tokens."""
+    terms = masses * weight_of(score_of(peaks), highest, sharpness) * (0.5 / PAIRS)
+    return jnp.where(peaks > LOWEST, terms, 0.0)
+
+
 def total_of(peaks, masses, highest, sharpness):
     """How likely all groups are together beside a token with the highest score."""
-    terms = masses * weight_of(score_of(peaks), highest, sharpness) * (0.5 / PAIRS)
-    terms = jnp.where(peaks > LOWEST, terms, 0.0)
+    terms = terms_of(peaks, masses, highest, sharpness)
     return number_of(add_halves(no_sum(), terms)) * (2 * PAIRS)

@@ -40,6 +40,19 @@ class Partials(NamedTuple):
     scores: Any = None
 
 
+class Best(NamedTuple):
+    """Of each row: its best tokens, their weights, and whether its logits are finite.
+
+    Attributes:
+      left: Of a rank's part, instead of the others: see `vocabulary.join`.
+    """
+
+    ids: Any
+    weights: Any
+    is_finite: Any
+    left: Any
+
+
 def store_scores(scores_ref, x, ids, inputs, row, sizes):
     """Stores processed scores in the places of the target's tokens."""
     inside, outside = ids < sizes.vocab, sizes.target_vocab
@@ -170,6 +183,25 @@ def store_winners(winners_ref, row, tile, keys, ids, width):
             winners_ref[part, row, tile * width + rank] = value
 
     in_order(keys, ids, width, store)
+
+
+def store_token(best, row, rank, key, winner, highest, norm, sharpness, inputs, sizes, tau):
+    """Stores one token of a row, and its weight; or its key, where others have better ones."""
+    if sizes.share:
+        best.left[row, rank] = key
+        best.left[row, best.left.shape[1] // 2 + rank] = winner
+        return
+    best.ids[row, rank] = tokens_of(jnp.minimum(winner, sizes.vocab - 1), inputs, sizes)
+    if tau is not None:
+        best.weights[row, rank] = (score_of(key) - highest) * sharpness - norm
+
+
+def store_bad(best, row, is_bad):
+    """Stores whether some logits of a row are not finite."""
+    if best.left is None:
+        best.is_finite[row] = 1 - is_bad
+    else:
+        best.left[row, best.left.shape[1] - 1] = is_bad
 
 
 def load_row(ref, at, other, volatile=False):

@@ -36,7 +36,7 @@ class Leaves(NamedTuple):
     """What the blocks of a product with a head have left.
 
     Attributes:
-      asks, warmth: See `Asks`.
+      asks, warmth, tokens: See `Asks`.
       keys, ids: Of the best token of each block of outputs.
       bad: 1 where some score of a block is not finite.
       peaks, masses: Of groups of rows with a temperature, see `scores.store_groups`.
@@ -44,6 +44,7 @@ class Leaves(NamedTuple):
 
     asks: Int32[Tensor, " R"]
     warmth: Float32[Tensor, " R"]
+    tokens: Int32[Tensor, "1"]
     keys: Int32[Tensor, "R blocks"]
     ids: Int32[Tensor, "R blocks"]
     bad: Int32[Tensor, "R blocks"]
@@ -63,7 +64,7 @@ class Leaves(NamedTuple):
         keys, ids, bad = room(3, R, triton.cdiv(outputs, columns))
         peaks = room(R, triton.cdiv(outputs, GROUP))
         masses = torch.empty_like(peaks, dtype=torch.float32)
-        return cls(asks.asks, asks.warmth, keys, ids, bad, peaks, masses)
+        return cls(*asks, keys, ids, bad, peaks, masses)
 
 
 class Asks(NamedTuple):
@@ -72,10 +73,12 @@ class Asks(NamedTuple):
     Attributes:
       asks: `NOTHING` but the best token; `SCORES`; or `GROUPS`, and the scores for a second pass.
       warmth: The temperature of rows that ask for groups; 1 of the others.
+      tokens: How many of the head's outputs are tokens: places of a rank may be empty.
     """
 
     asks: Int32[Tensor, " R"]
     warmth: Float32[Tensor, " R"]
+    tokens: Int32[Tensor, "1"]
 
 
 def asking(
@@ -83,30 +86,40 @@ def asking(
     positions: Int[Tensor, " R"],
     sampling: Any,
     request: Int[Tensor, " R"],
+    num_tokens: int | None = None,
 ) -> Asks:
     """What rows ask for: scores where some are edited, and groups where there is a temperature.
 
     Args:
       seen, positions, sampling, request: As of `sampling.choose`.
+      num_tokens: Of a rank's part of a head, of which a row with a temperature asks for scores;
+        None: the head is whole.
     """
     given = (seen, positions, sampling, request, None)
     asks = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
     warmth = torch.empty_like(asks, dtype=torch.float32)
+    vocab, tokens = seen.counts.shape[1], asks.new_empty(1)
     _asking_kernel[(len(positions),)](
-        inputs_of(warmth, *given, None, positions, 0),
-        *(asks, warmth),
-        sizes=sizes_of(seen.counts.shape[1], seen, sampling, None, 0, None),
+        inputs_of(warmth, *given, None, positions, 0, None),
+        *(asks, warmth, tokens, vocab if num_tokens is None else num_tokens),
+        sizes=sizes_of(vocab, seen, sampling, None, 0, None),
+        is_part=num_tokens is not None,
         num_warps=1,
     )
-    return Asks(asks, warmth)
+    return Asks(asks, warmth, tokens)
 
 
 @triton.jit
-def _asking_kernel(inputs, asks_at, warmth_at, sizes: tl.constexpr):
+def _asking_kernel(
+    inputs, asks_at, warmth_at, tokens_at, num_tokens, sizes: tl.constexpr, is_part: tl.constexpr
+):
     """One program per row."""
     row = tl.program_id(0)
+    tl.store(tokens_at, num_tokens)
     wish = wish_of(inputs, row, sizes)
     is_edited = wish.has_penalty | wish.is_short | (wish.biases > 0)
+    if is_part:
+        is_edited |= wish.temperature > 0
     is_warm = (wish.temperature > 0) & (is_edited == 0)
     asks = tl.where(is_edited, SCORES, NOTHING)
     tl.store(asks_at + row, tl.where(is_warm, GROUPS, asks))
@@ -117,10 +130,11 @@ def _asking_kernel(inputs, asks_at, warmth_at, sizes: tl.constexpr):
 def store_leaves(out, ends, row, column, block, num_rows, sizes: tl.constexpr):
     """Stores what a block leaves of its rows, and its scores if one of them asks for them."""
     is_row, is_column = row < num_rows, (column < sizes.N)[None, :]
-    keys = tl.where(is_column, key_of(out), LOWEST)
+    is_token = (column < tl.load(ends.tokens))[None, :]
+    keys = tl.where(is_token, key_of(out), LOWEST)
     best = tl.max(keys, 1)
     ids = tl.min(tl.where(keys == best[:, None], column[None, :], HIGHEST), 1)
-    magnitudes = tl.where(is_column, out.to(tl.int32, bitcast=True) & HIGHEST, 0)
+    magnitudes = tl.where(is_token, out.to(tl.int32, bitcast=True) & HIGHEST, 0)
     is_bad = tl.max(magnitudes, 1) >= KEY_OF_INFINITY
     at = row * sizes.leaves + block
     tl.store(ends.keys + at, best, mask=is_row)
@@ -140,7 +154,7 @@ def _store_groups(x, ends, row, column, block, num_rows, sizes: tl.constexpr):
     """As `scores.store_groups`, of the groups of a block of rows."""
     groups: tl.constexpr = x.shape[1] // (2 * PAIRS)
     shape: tl.constexpr = (x.shape[0], groups, 2 * PAIRS)
-    keys = tl.where((column < sizes.N)[None, :], key_of(x), LOWEST)
+    keys = tl.where((column < tl.load(ends.tokens))[None, :], key_of(x), LOWEST)
     keys, x = tl.reshape(keys, shape), tl.reshape(x, shape)
     peaks = tl.max(keys, 2)
     weights = weight_of(x, score_of(peaks)[:, :, None], 1.0)
@@ -164,13 +178,12 @@ def asked_of(leaves, row, num_leaves: tl.constexpr):
 
 @triton.jit
 def best_left(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
-    """The best token of what all blocks have left of a row."""
+    """The key and the place in the head of the best token of what all blocks have left of a row."""
     block = tl.arange(0, lanes)
     at, inside = row * num_leaves + block, block < num_leaves
     keys = tl.load(leaves.keys + at, mask=inside, other=LOWEST)
     ids = tl.load(leaves.ids + at, mask=inside, other=HIGHEST)
-    _, winner = first_token(keys, ids)
-    return winner
+    return first_token(keys, ids)
 
 
 @triton.jit

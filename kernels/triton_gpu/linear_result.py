@@ -19,7 +19,7 @@ class Ends(NamedTuple):
       added, norm: What is added to the result, and what multiplies it for its next reader.
       out, scaled, sums: The result, the same times `norm`, and its squares in chunks.
       eps: Of the norm.
-      asks, warmth, keys, ids, bad, peaks, masses: See `leaves.Leaves`.
+      asks, warmth, tokens, keys, ids, bad, peaks, masses: See `leaves.Leaves`.
       all_words, all_sums: What the ranks have of the result, or of what is `scaled`, and of `sums`.
       mail, clock, call: See `ranks.Gather`.
     """
@@ -34,6 +34,7 @@ class Ends(NamedTuple):
     eps: Any
     asks: Any
     warmth: Any
+    tokens: Any
     keys: Any
     ids: Any
     bad: Any

@@ -14,10 +14,16 @@ from kernels.mail import (
     WORDS,
     Boxes,
     constraints,
-    look_text,
-    raise_text,
     receive_text,
     send_text,
+)
+from kernels.triton_gpu.flags import (
+    BLOCK_UNITS,
+    BLOCK_WARPS,
+    MOST_BLOCKS,
+    has_come,
+    looks_of,
+    raise_flags,
 )
 
 _ADDRESS = 1
@@ -37,16 +43,7 @@ def _receive_kinds(pack: int) -> str:
 _RECEIVE_KINDS_1 = tl.constexpr(_receive_kinds(1))
 _RECEIVE_KINDS_2 = tl.constexpr(_receive_kinds(2))
 _RECEIVE_KINDS_4 = tl.constexpr(_receive_kinds(4))
-_RAISE = tl.constexpr(raise_text(_ADDRESS))
-_LOOK = tl.constexpr(look_text(_ADDRESS))
-_LOOK_KINDS = tl.constexpr(constraints(1, "l", "r", "r", "r", "r", "r"))
-_NOTHING = tl.constexpr(0x7FFFFFFF)
 _WORD_WARPS = 4
-_BLOCK_WARPS = 8
-_BLOCK_UNITS = 2048
-"""Units that a program of blocks stores at once, eight bytes or four."""
-_MOST_BLOCKS = 64
-"""Most programs that store the blocks of an array."""
 
 
 class Mail(NamedTuple):
@@ -165,10 +162,10 @@ def gathered(
         if all(x.shape[1] % 2 == 0 for x in given):
             given, unit = [x.view(torch.int64) for x in given], 8
     at_once = 32 * _WORD_WARPS if num_words <= 1 << 14 else 4 * 32 * _WORD_WARPS
-    at_once = at_once if is_words else _BLOCK_UNITS
+    at_once = at_once if is_words else BLOCK_UNITS
     programs = [triton.cdiv(x.numel(), at_once) for x in given]
     if not is_words:
-        programs = [min(n, _MOST_BLOCKS) for n in programs]
+        programs = [min(n, MOST_BLOCKS) for n in programs]
     sizes = Sizes(
         box=Box.of(boxes),
         rows=values.shape[0],
@@ -190,7 +187,7 @@ def gathered(
         mail.clock,
         call,
         sizes=sizes,
-        num_warps=_WORD_WARPS if is_words else _BLOCK_WARPS,
+        num_warps=_WORD_WARPS if is_words else BLOCK_WARPS,
         launch_pdl=True,
     )
     return outs[0], None if sums is None else outs[1]
@@ -271,7 +268,7 @@ def receive_words(
     """
     ranks: tl.constexpr = sizes.box.ranks
     own = tl.load(mail_at + rank)
-    looks = tl.where(is_one, _looks(mail_at, own, ranks), 0)
+    looks = tl.where(is_one, looks_of(mail_at, own, ranks), 0)
     for distance in tl.static_range(1, ranks):
         peer = rank ^ distance
         at = place * 8 + _first_word(peer, number, sizes)
@@ -283,13 +280,6 @@ def receive_words(
 def rank_of(mail_at, sizes: tl.constexpr):
     """Which rank this is."""
     return tl.load(mail_at + sizes.box.ranks).to(tl.int32)
-
-
-@triton.jit
-def _looks(mail_at, own, ranks: tl.constexpr):
-    """How often to look for what does not come; where something did not, a step ends soon."""
-    missing = tl.load(own.to(tl.pointer_type(tl.int32)), volatile=True)
-    return tl.where(missing == 0, tl.load(mail_at + (ranks + 1)).to(tl.int32), 1)
 
 
 @triton.jit
@@ -399,7 +389,7 @@ def _share_blocks(
     total: tl.constexpr = sizes.rows * share
     steps: tl.constexpr = (total + programs * sizes.at_once - 1) // (programs * sizes.at_once)
     rank = tl.load(mail_at + ranks).to(tl.int32)
-    looks = _looks(mail_at, tl.load(mail_at + rank), ranks)
+    looks = looks_of(mail_at, tl.load(mail_at + rank), ranks)
     base = sizes.box.blocks_at + (number & 1).to(tl.int64) * (ranks * block_bytes) + first
     lanes = tl.arange(0, sizes.at_once)
     for step in range(steps):
@@ -412,28 +402,15 @@ def _share_blocks(
         at = out_at + (place // share) * (ranks * share) + rank * share + place % share
         tl.store(at, value, mask=is_one)
     flag = sizes.box.flags_at + (first_flag + block) * (ranks * 4)
-    is_first = (tl.arange(0, 256) == 0).to(tl.int32)
-    tl.debug_barrier()
-    for distance in tl.static_range(1, ranks):
-        box = tl.load(mail_at + (rank ^ distance))
-        tl.inline_asm_elementwise(
-            _RAISE, _SEND_KINDS, [is_first, box, flag + rank * 4, number, is_first],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    sent = raise_flags(flag, mail_at, rank, number, ranks)
     box = tl.load(mail_at + rank)
     for distance in tl.static_range(1, ranks):
         peer = rank ^ distance
-        # Each thread looks, so that what it reads then is what had been stored.
-        come = tl.inline_asm_elementwise(
-            _LOOK, _LOOK_KINDS,
-            [box, flag + peer * 4, number, looks + is_first * 0, call * 16 + peer + 1, is_first],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        has_come = tl.min(come, 0) > 0
+        is_here = has_come(peer, flag, box, number, looks, call, sent)
         landed = (box + base + peer * block_bytes).to(tl.pointer_type(own_at.dtype.element_ty))
         for step in range(steps):
             place = (step * programs + block) * sizes.at_once + lanes
             is_one = place < total
-            got = tl.load(landed + place, mask=is_one & has_come, other=-1, volatile=True)
+            got = tl.load(landed + place, mask=is_one & is_here, other=-1, volatile=True)
             at = out_at + (place // share) * (ranks * share) + peer * share + place % share
             tl.store(at, got, mask=is_one)

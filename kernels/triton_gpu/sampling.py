@@ -14,53 +14,15 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int32
 from torch import Tensor
 
 from kernels.tiles import SamplingTiles
-from kernels.triton_gpu.guess import guess
-from kernels.triton_gpu.leaves import (
-    NOTHING,
-    SCORES,
-    Leaves,
-    asked_of,
-    best_left,
-    is_left_bad,
-)
-from kernels.triton_gpu.noise import log, noise_of_words
-from kernels.triton_gpu.scores import (
-    HIGHEST,
-    KEY_OF_NOTHING,
-    LOWEST,
-    PAIRS,
-    first_token,
-    has_bad,
-    ids_of,
-    inputs_of,
-    key_of,
-    next_token,
-    score_of,
-    scores_of,
-    sharpness_of,
-    sizes_of,
-    store_groups,
-    tokens_of,
-    total_of,
-    wish_of,
-    words_at,
-)
-from kernels.triton_gpu.support import NOTES, Memory, Source, bounds_of, find_border, list_near
-from kernels.triton_gpu.winners import (
-    Best,
-    Partials,
-    Support,
-    choose_in_tile,
-    row_of,
-    store_first,
-    store_scores,
-    store_token,
-)
+from kernels.triton_gpu.choices import border_kernel, rows_kernel, tiles_kernel
+from kernels.triton_gpu.leaves import Leaves
+from kernels.triton_gpu.scores import PAIRS, Part, inputs_of, sizes_of
+from kernels.triton_gpu.support import NOTES
+from kernels.triton_gpu.winners import Best, Partials
 
 GROUP = 2 * PAIRS.value
 SHARED = 4
@@ -88,7 +50,7 @@ def choose(
       tiles: How the work is cut.
       leaves: What the product with the head has left of rows whose logits are not there.
     """
-    ids, _, is_finite, _ = _ranked(
+    best, *_ = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
         keys=positions,
         stream=stream,
@@ -100,7 +62,7 @@ def choose(
         tiles=tiles,
         leaves=leaves,
     )
-    return ids[:, 0], is_finite
+    return best.ids[:, 0], best.is_finite
 
 
 def score(
@@ -115,7 +77,7 @@ def score(
     tiles: SamplingTiles,
 ) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"], Float[Tensor, "R vocab"]]:
     """As `choose`, and `shared.spec.sampling.processed` of the same arguments."""
-    ids, _, is_finite, scores = _ranked(
+    best, scores, _ = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
         keys=positions,
         stream=stream,
@@ -126,7 +88,7 @@ def score(
         nodes=0,
         tiles=tiles,
     )
-    return ids[:, 0], is_finite, scores
+    return best.ids[:, 0], best.is_finite, scores
 
 
 def rank(
@@ -154,7 +116,7 @@ def rank(
       tiles: How the work is cut.
     """
     B, k, _ = logits.shape
-    ids, weights, _, scores = _ranked(
+    best, scores, _ = _ranked(
         *(logits.flatten(0, 1), seen, positions, sampling, positions, None),
         keys=keys,
         stream=stream,
@@ -165,7 +127,60 @@ def rank(
         nodes=k,
         tiles=tiles,
     )
-    return ids.view(B, k, width), weights.view(B, k, width), scores if is_sampled else None
+    found = best.ids.view(B, k, width), best.weights.view(B, k, width)
+    return *found, scores if is_sampled else None
+
+
+def leave(
+    logits: Float[Tensor, "R share"],
+    seen: Any,
+    positions: Int[Tensor, " named"],
+    sampling: Any,
+    request: Int[Tensor, " named"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    keys: Int[Tensor, " named"],
+    columns: Int[Tensor, " vocab"] | None,
+    part: Part,
+    *,
+    stream: int,
+    width: int,
+    tau: float | None,
+    nodes: int,
+    tiles: SamplingTiles,
+    leaves: Leaves | None = None,
+) -> tuple[Int32[Tensor, "R words"], Int32[Tensor, "R groups"], Float[Tensor, "R groups"]]:
+    """What a rank's part of the vocabulary leaves of rows, for `vocabulary.join`.
+
+    Args:
+      logits: Of this rank's tokens.
+      seen, positions, sampling, request, allowed, keys, columns: As of `choose` and `rank`.
+      part: Which tokens those are, and the scores of all for rows with a filter.
+      stream: Of the noise.
+      width: Tokens of a row.
+      tau: Softness of the weights where there is noise; None: they are not asked for.
+      nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
+      tiles: How the work is cut.
+      leaves: Of a head that was asked for a part, see `leaves.asking`.
+
+    Returns:
+      Keys and ids of a row's best tokens among those, or among all where it has a filter, and 1
+      where some logit is not finite; then the peaks and masses of all groups, of which those of
+      others are undefined, if weights are asked for.
+    """
+    best, _, partials = _ranked(
+        *(logits, seen, positions, sampling, request, allowed),
+        keys=keys,
+        stream=stream,
+        width=width,
+        is_scored=False,
+        columns=columns,
+        tau=tau,
+        nodes=nodes,
+        tiles=tiles,
+        leaves=leaves,
+        part=part,
+    )
+    return best.left, partials.peaks, partials.masses
 
 
 def _ranked(
@@ -185,13 +200,9 @@ def _ranked(
     nodes: int,
     tiles: SamplingTiles,
     leaves: Leaves | None = None,
-) -> tuple[
-    Int[Tensor, "R width"],
-    Float[Tensor, "R width"],
-    Bool[Tensor, " R"],
-    Float[Tensor, "R target_vocab"],
-]:
-    """The best tokens of each row, their weights, whether its logits are finite, and its scores.
+    part: Part | None = None,
+) -> tuple[Best, Float[Tensor, "R target_vocab"], Partials]:
+    """The best tokens of each row, its scores, and what its groups hold.
 
     Args:
       is_scored: The scores are asked for; else nothing is written there.
@@ -199,6 +210,11 @@ def _ranked(
       nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
     """
     (R, vocab), params, new = logits.shape, sampling, logits.new_empty
+    of_ranks = {}
+    if part is not None:
+        of_ranks, vocab = {"ranks": part.ranks, "share": vocab}, part.vocab
+    # Of a part rows with a temperature are looked at as a whole.
+    held = leaves if part is None else None
     groups = triton.cdiv(vocab, GROUP)
     num_tiles = triton.cdiv(groups, tiles.groups)
     ints: dict[str, Any] = {"dtype": torch.int32}
@@ -206,8 +222,8 @@ def _ranked(
     if is_scored and columns is not None:
         scores.fill_(-torch.inf)  # of tokens that the drafter does not have
     partials = Partials(
-        peaks=new(R, groups, **ints) if leaves is None else leaves.peaks,
-        masses=new(R, groups) if leaves is None else leaves.masses,
+        peaks=new(R, groups, **ints) if held is None else held.peaks,
+        masses=new(R, groups) if held is None else held.masses,
         winners=new(R, num_tiles, width, **ints),
         winner_ids=new(R, num_tiles, width, **ints),
         bad=new(R, num_tiles, **ints),
@@ -215,20 +231,26 @@ def _ranked(
         scores=scores,
     )
     best = Best(
-        ids=new(R, width, **ints), weights=new(R, width), is_finite=new(R, dtype=torch.bool)
+        ids=new(R, width, **ints),
+        weights=new(R, width),
+        is_finite=new(R, dtype=torch.bool),
+        left=new(R, 0 if part is None else 2 * width + 1, **ints),
     )
-    inputs = inputs_of(logits, seen, positions, params, request, allowed, columns, keys, stream)
+    rows = (logits, seen, positions, params, request, allowed, columns, keys, stream, part)
+    inputs = inputs_of(*rows)
     num_leaves = 0 if leaves is None else leaves.keys.shape[1]
     given = Leaves(*[partials.bad] * len(Leaves._fields)) if leaves is None else leaves
     fixed = {
-        "sizes": sizes_of(vocab, seen, params, allowed, nodes, columns, leaves is not None),
+        "sizes": sizes_of(
+            vocab, seen, params, allowed, nodes, columns, held is not None, **of_ranks
+        ),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
     }
     chosen = {"width": width, "tau": tau, "is_scored": is_scored, "num_leaves": num_leaves}
     group_lanes = triton.next_power_of_2(groups)
     # Of rows whose scores a head has left out no tile is looked at.
     at_once = num_tiles if leaves is None else min(num_tiles, SHARED * tiles.programs)
-    _tiles_kernel[(at_once, R)](
+    tiles_kernel[(at_once, R)](
         *(inputs, partials, given),
         num_tiles=num_tiles,
         groups=tiles.groups,
@@ -236,7 +258,7 @@ def _ranked(
         **fixed,
         **chosen,
     )
-    _border_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
+    border_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
         *(inputs, partials, new(R, 2, tiles.listed, **ints)),
         group_lanes=group_lanes,
         at_once=tiles.at_once,
@@ -245,7 +267,7 @@ def _ranked(
         num_warps=tiles.row_warps,
         **fixed,
     )
-    _rows_kernel[(min(tiles.programs, num_tiles), R)](
+    rows_kernel[(min(tiles.programs, num_tiles), R)](
         *(inputs, partials, given, best),
         num_tiles=num_tiles,
         tile_lanes=triton.next_power_of_2(num_tiles * width),
@@ -256,187 +278,4 @@ def _ranked(
         **fixed,
         **chosen,
     )
-    return *best, scores
-
-
-@triton.jit
-def _tiles_kernel(
-    inputs,
-    partials,
-    leaves,
-    num_tiles: tl.constexpr,
-    groups: tl.constexpr,
-    sizes: tl.constexpr,
-    width: tl.constexpr,
-    tau: tl.constexpr,
-    is_scored: tl.constexpr,
-    num_leaves: tl.constexpr,
-):
-    """One program per tile and row: its best tokens, or what its groups hold before any noise.
-
-    Where the head has left what a row asks for, there is nothing to look at, and programs are fewer
-    than tiles.
-    """
-    share, row = tl.program_id(0), tl.program_id(1)
-    partials = row_of(partials, row, num_tiles, width, sizes)
-    if share == 0:
-        note = tl.arange(0, NOTES)
-        tl.store(partials.notes + note, note * 0)
-    if num_leaves == 0:
-        _look_at(share, row, inputs, partials, groups, sizes, width, tau, is_scored)
-    elif asked_of(leaves, row, num_leaves) == SCORES:
-        for tile in range(share, num_tiles, tl.num_programs(0)):
-            _look_at(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
-
-
-@triton.jit
-def _look_at(
-    tile,
-    row,
-    inputs,
-    partials,
-    groups: tl.constexpr,
-    sizes: tl.constexpr,
-    width: tl.constexpr,
-    tau: tl.constexpr,
-    is_scored: tl.constexpr,
-):
-    wish = wish_of(inputs, row, sizes)
-    group = tile * groups + tl.arange(0, groups)
-    pairs, ids = ids_of(group)
-    raw, x = scores_of(ids, inputs, row, wish, sizes)
-    tl.store(partials.bad + tile, has_bad(raw).to(tl.int32))
-    places = (
-        partials.peaks + group,
-        partials.masses + group,
-        group < tl.cdiv(sizes.vocab, 2 * PAIRS),
-    )
-    if wish.is_filtered:
-        keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
-        store_groups(*places, x, keys, 1.0)
-    else:
-        if is_scored:
-            store_scores(partials, x, ids, inputs, sizes)
-        if wish.temperature > 0:
-            x = x + noise_of_words(words_at(wish.noise, pairs, ids, inputs, sizes))
-        keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
-        if tau is not None:
-            store_groups(*places, x, keys, sharpness_of(wish.temperature, tau))
-        store_first(partials, tile, keys, ids, width)
-
-
-@triton.jit
-def _border_kernel(
-    inputs,
-    partials,
-    near_at,
-    group_lanes: tl.constexpr,
-    at_once: tl.constexpr,
-    sampled: tl.constexpr,
-    listed: tl.constexpr,
-    sizes: tl.constexpr,
-):
-    """One program per share of a row with a filter; the last to arrive finds the border."""
-    share, row = tl.program_id(0), tl.program_id(1)
-    source = Source(inputs, row, wish_of(inputs, row, sizes))
-    if source.wish.is_filtered:
-        num_groups = tl.cdiv(sizes.vocab, 2 * PAIRS)
-        first, group = row * num_groups, tl.arange(0, group_lanes)
-        peaks = tl.load(partials.peaks + first + group, mask=group < num_groups, other=LOWEST)
-        masses = tl.load(partials.masses + first + group, mask=group < num_groups, other=0.0)
-        bounds = bounds_of(peaks, masses, source, sizes)
-        memory = Memory(
-            peaks=partials.peaks + first,
-            near=near_at + row * (2 * listed),
-            notes=partials.notes + row * NOTES,
-        )
-        low, high = bounds.low, bounds.high
-        if high > KEY_OF_NOTHING:
-            low, high = guess(peaks, masses, bounds, source, sampled, sizes)
-            is_flat = tl.sum((peaks >= low).to(tl.int32)) * 2 > num_groups
-            list_near(
-                *(low, high, bounds.highest, is_flat, share, source, memory),
-                *(at_once, listed, sizes),
-            )
-        tl.debug_barrier()  # all of this program's words are in memory
-        if tl.atomic_add(memory.notes + 5, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            border, limit = find_border(low, high, bounds, source, memory, at_once, listed, sizes)
-            tl.store(memory.notes, border)
-            tl.store(memory.notes + 1, limit)
-            tl.store(memory.notes + 2, key_of(bounds.highest))
-
-
-@triton.jit
-def _rows_kernel(
-    inputs,
-    partials,
-    leaves,
-    best,
-    num_tiles: tl.constexpr,
-    tile_lanes: tl.constexpr,
-    leaf_lanes: tl.constexpr,
-    group_lanes: tl.constexpr,
-    groups: tl.constexpr,
-    sizes: tl.constexpr,
-    width: tl.constexpr,
-    tau: tl.constexpr,
-    is_scored: tl.constexpr,
-    num_leaves: tl.constexpr,
-):
-    """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
-
-    One of a row's programs joins the tiles, the last to arrive where all have something to do.
-    """
-    share, row = tl.program_id(0), tl.program_id(1)
-    partials, wish = row_of(partials, row, num_tiles, width, sizes), wish_of(inputs, row, sizes)
-    sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
-    is_last = share == 0
-    if num_leaves > 0:
-        asks = asked_of(leaves, row, num_leaves)
-        if (asks != SCORES) & is_last:
-            is_bad = is_left_bad(leaves, row, num_leaves, leaf_lanes)
-            tl.store(best.is_finite + row, is_bad == 0)
-        if (asks == NOTHING) & is_last:
-            winner = best_left(leaves, row, num_leaves, leaf_lanes)
-            tl.store(best.ids + row, tokens_of(winner, inputs, sizes))
-        is_last = is_last & (asks != NOTHING)
-    if wish.is_filtered:
-        support = Support(
-            border=tl.load(partials.notes),
-            limit=tl.load(partials.notes + 1),
-            highest=score_of(tl.load(partials.notes + 2)),
-            smallest=tl.load(inputs.min_p + wish.request),
-        )
-        source = Source(inputs, row, wish)
-        first = key_of(support.highest - 3)  # the first token stays, and no noise lies below -3
-        for tile in range(share, num_tiles, tl.num_programs(0)):
-            key = choose_in_tile(
-                *(tile, first, support, source, sharpness, partials),
-                *(groups, sizes, width, tau, is_scored),
-            )
-            first = tl.maximum(first, key)
-        tl.debug_barrier()  # all of this program's words are in memory
-        arrived = tl.atomic_add(partials.notes + 6, 1, sem="acq_rel")
-        is_last = arrived == tl.num_programs(0) - 1
-    if is_last:
-        place = tl.arange(0, tile_lanes)
-        if asked_of(leaves, row, num_leaves) == SCORES:
-            bad = tl.load(partials.bad + place, mask=place < num_tiles, other=0)
-            tl.store(best.is_finite + row, tl.max(bad) == 0)
-        inside = place < num_tiles * width
-        # Volatile, past the cache of the multiprocessor: other programs have written them.
-        keys = tl.load(partials.winners + place, mask=inside, other=LOWEST, volatile=True)
-        ids = tl.load(partials.winner_ids + place, mask=inside, other=HIGHEST, volatile=True)
-        highest, norm = score_of(tl.max(keys)), 0.0
-        if tau is not None:
-            group = tl.arange(0, group_lanes)
-            inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
-            peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST, volatile=True)
-            masses = tl.load(partials.masses + group, mask=inside, other=0.0, volatile=True)
-            norm = log(total_of(peaks, masses, highest, sharpness))
-        at = row * width
-        key, winner = first_token(keys, ids)
-        store_token(best, at, key, winner, highest, norm, sharpness, inputs, sizes, tau)
-        for rank in range(1, width):
-            key, winner = next_token(keys, ids, key, winner)
-            store_token(best, at + rank, key, winner, highest, norm, sharpness, inputs, sizes, tau)
+    return best, scores, partials

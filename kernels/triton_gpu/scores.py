@@ -22,15 +22,34 @@ KEY_OF_NOTHING = tl.constexpr(-2139095041)  # of -inf
 _KEY_OF_NAN = tl.constexpr(0x7FC00000)
 
 
+class Part(NamedTuple):
+    """What a rank has of a vocabulary that ranks score between them.
+
+    Attributes:
+      vocab: Tokens of all ranks.
+      ranks: How many there are; each has places for as many tokens, the last ones fewer tokens.
+      first: The first token of this rank's places.
+      every: The scores of rows with a filter, of all ranks side by side; undefined of other rows.
+    """
+
+    vocab: int
+    ranks: int
+    first: int
+    every: Float[Tensor, "R places"]
+
+
 class Inputs(NamedTuple):
     """What all kernels read: first of the rows, then of the requests.
 
     Attributes:
+      every, first: See `Part`.
       path, on_path, mask, columns: Where there are none, anything.
       stream: Of the noise.
     """
 
     logits: Any
+    every: Any
+    first: Any
     request: Any
     positions: Any
     keys: Any
@@ -59,6 +78,7 @@ class Sizes(NamedTuple):
     """Sizes of the arrays, and which there are.
 
     Attributes:
+      ranks, share: That have the vocabulary between them, and places of each; 0: rows are whole.
       is_left: A head has left something, so that rows with a temperature are searched as those
         with a filter are.
     """
@@ -72,6 +92,8 @@ class Sizes(NamedTuple):
     has_mask: bool
     nodes: int
     has_columns: bool
+    ranks: int
+    share: int
     is_left: bool = False
 
 
@@ -98,11 +120,14 @@ def inputs_of(
     columns: Int[Tensor, " vocab"] | None,
     keys: Int[Tensor, " named"],
     stream: int,
+    part: Part | None,
 ) -> Inputs:
     """The arrays as the kernels read them; where one has no columns, there is another."""
     has_path = seen.path.shape[1] > 0
     given = Inputs(
         logits=logits,
+        every=logits if part is None else part.every,
+        first=0 if part is None else part.first,
         request=request,
         positions=positions,
         keys=keys,
@@ -138,6 +163,8 @@ def sizes_of(
     nodes: int,
     columns: Tensor | None,
     is_left: bool = False,
+    ranks: int = 1,
+    share: int = 0,
 ) -> Sizes:
     """Their sizes, and which there are."""
     num_bias = sampling.bias_ids.shape[1]
@@ -151,6 +178,8 @@ def sizes_of(
         has_mask=allowed is not None,
         nodes=nodes,
         has_columns=columns is not None,
+        ranks=ranks,
+        share=share,
         is_left=is_left,
     )
 
@@ -201,6 +230,17 @@ def ids_of(group):
 
 
 @triton.jit
+def is_own(ids, inputs, wish, sizes: tl.constexpr):
+    """Which ids are tokens among which a row is chosen here: a rank's, where it has no filter."""
+    inside = ids < sizes.vocab
+    if sizes.share > 0:
+        first = tl.where(wish.is_filtered, 0, inputs.first)
+        end = tl.where(wish.is_filtered, sizes.vocab, inputs.first + sizes.share)
+        inside &= (ids >= first) & (ids < end)
+    return inside
+
+
+@triton.jit
 def tokens_of(ids, inputs, sizes: tl.constexpr):
     """The target's tokens, where a drafter numbers its own."""
     tokens = ids
@@ -227,8 +267,15 @@ def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
 def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
     """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
     request = wish.request
-    inside, start = ids < sizes.vocab, row.to(tl.int64) * sizes.vocab
-    raw = tl.load(inputs.logits + start + ids, mask=inside, other=0.0)
+    inside, start = is_own(ids, inputs, wish, sizes), row.to(tl.int64) * sizes.vocab
+    if sizes.share == 0:
+        raw = tl.load(inputs.logits + start + ids, mask=inside, other=0.0)
+    elif wish.is_filtered:
+        whole = row.to(tl.int64) * (sizes.ranks * sizes.share)
+        raw = tl.load(inputs.every + whole + ids, mask=inside, other=0.0)
+    else:
+        own = row.to(tl.int64) * sizes.share - inputs.first
+        raw = tl.load(inputs.logits + own + ids, mask=inside, other=0.0)
     x, tokens = raw, ids
     if sizes.has_columns:
         # Loaded where a row asks about tokens.
@@ -360,8 +407,14 @@ def no_sum():
 
 
 @triton.jit
+def terms_of(peaks, masses, highest, sharpness):
+    """How likely groups are beside a token with the highest score, each over a group's tokens."""
+    terms = masses * weight_of(score_of(peaks), highest, sharpness) * (0.5 / PAIRS)
+    return tl.where(peaks > LOWEST, terms, 0.0)
+
+
+@triton.jit
 def total_of(peaks, masses, highest, sharpness):
     """How likely all groups are together beside a token with the highest score."""
-    terms = masses * weight_of(score_of(peaks), highest, sharpness) * (0.5 / PAIRS)
-    terms = tl.where(peaks > LOWEST, terms, 0.0)
+    terms = terms_of(peaks, masses, highest, sharpness)
     return number_of(add_halves(no_sum(), terms)) * (2 * PAIRS)

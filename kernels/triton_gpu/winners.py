@@ -44,11 +44,16 @@ class Partials(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Of each row: its best tokens, their weights, and whether its logits are finite."""
+    """Of each row: its best tokens, their weights, and whether its logits are finite.
+
+    Attributes:
+      left: Of a rank's part, instead of the others: see `vocabulary.join`.
+    """
 
     ids: Any
     weights: Any
     is_finite: Any
+    left: Any
 
 
 class Support(NamedTuple):
@@ -166,9 +171,25 @@ def store_first(partials, tile, keys, ids, width: tl.constexpr):
 
 @triton.jit
 def store_token(
-    best, at, key, winner, highest, norm, sharpness, inputs, sizes: tl.constexpr, tau: tl.constexpr
-):
-    """Stores one token of a row, and its weight."""
-    tl.store(best.ids + at, tokens_of(tl.minimum(winner, sizes.vocab - 1), inputs, sizes))
-    if tau is not None:
-        tl.store(best.weights + at, (score_of(key) - highest) * sharpness - norm)
+    best, row, rank, key, winner, highest, norm, sharpness, inputs, width: tl.constexpr,
+    sizes: tl.constexpr, tau: tl.constexpr,
+):  # fmt: skip
+    """Stores one token of a row, and its weight; or its key, where others have better ones."""
+    if sizes.share > 0:
+        at = best.left + row * (2 * width + 1) + rank
+        tl.store(at, key)
+        tl.store(at + width, winner)
+    else:
+        at = row * width + rank
+        tl.store(best.ids + at, tokens_of(tl.minimum(winner, sizes.vocab - 1), inputs, sizes))
+        if tau is not None:
+            tl.store(best.weights + at, (score_of(key) - highest) * sharpness - norm)
+
+
+@triton.jit
+def store_bad(best, row, is_bad, width: tl.constexpr, sizes: tl.constexpr):
+    """Stores whether some logits of a row are not finite."""
+    if sizes.share > 0:
+        tl.store(best.left + row * (2 * width + 1) + 2 * width, is_bad)
+    else:
+        tl.store(best.is_finite + row, is_bad == 0)

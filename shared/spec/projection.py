@@ -3,7 +3,8 @@
 By definition the choice is that from the scores. Whoever has both before it can leave the scores
 out: each block of the head's outputs leaves the best of its tokens and, where there is a
 temperature, what its groups hold, as `vocabulary` says of any part. A row that asks for nothing but
-its best token is chosen from what the blocks leave.
+its best token is chosen from what the blocks leave. A rank's part of the head leaves the same to
+the other ranks, whose ids begin where its own tokens do.
 """
 
 from dataclasses import dataclass

@@ -152,7 +152,8 @@ def test_what_ranks_on_gpus_make_of_a_stream_is_gathered_by_kernels(
     }
 
     def layer(given: dict[str, jax.Array]) -> tuple[linear.Stream, jax.Array, jax.Array]:
-        group = Ranks(0, 2, None).on(DeviceMailboxes(given["place"], kernels.ranks, boxes))
+        modules = (kernels.ranks, kernels.vocabulary)
+        group = Ranks(0, 2, None).on(DeviceMailboxes(given["place"], *modules, boxes))
         norm = ops.Scale(given["norm"], 1)
         stream = linear.stream(given["rows"], norm, None, group)
         x = jnp.ones((4, 64), jnp.bfloat16)

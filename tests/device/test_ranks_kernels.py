@@ -18,6 +18,7 @@ from tests.support.ranks_on_gpus import (
     products_of_jax,
     products_of_torch,
 )
+from tests.support.rows_on_gpus import rows_of_jax, rows_of_torch
 
 GPUS = torch.cuda.device_count()
 on_two_gpus = pytest.mark.skipif(GPUS < 2, reason="ranks exchange between two GPUs or more")
@@ -36,6 +37,18 @@ def test_torch_gathers_the_columns_of_all_ranks(ranks: int, is_captured: bool) -
 @pytest.mark.parametrize("ranks", [n for n in (2, 4, 8) if n <= max(DEVICES, 2)])
 def test_jax_gathers_the_columns_of_all_ranks(ranks: int) -> None:
     assert not gathers_of_jax(ranks, 12)
+
+
+@on_two_gpus
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torch_gathers_the_rows_that_are_listed(ranks: int) -> None:
+    found = in_processes(ranks, rows_of_torch, 3 if ranks > GPUS else 8)
+    assert not [wrong for each in found for wrong in each]
+
+
+@on_two_gpus
+def test_jax_gathers_the_rows_that_are_listed() -> None:
+    assert not rows_of_jax(2, 8)
 
 
 @on_two_gpus
@@ -82,8 +95,8 @@ def test_an_error_word_says_the_rank_and_the_call() -> None:
 
 
 @on_two_gpus
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize(("name", "is_joined"), [*((n, False) for n in MODELS), ("dense", True)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_steps_have_the_bits_of_one_gpu(backend: str, name: str) -> None:
-    said = run_part(backend, name)
+def test_steps_have_the_bits_of_one_gpu(backend: str, name: str, is_joined: bool) -> None:
+    said = run_part(backend, name, is_joined=is_joined)
     assert said[0].isdigit(), said

@@ -53,6 +53,7 @@ MODULES = (
     "sampling",
     "slots",
     "verify_rows",
+    "vocabulary",
     "window",
 )
 # An interpreted Pallas kernel is compiled once a shape and hardly runs, so it is compiled quickly.

@@ -14,9 +14,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from kernels.tiles import LeavesTiles, Line, Table
 from shared.boundary.backend import Backend, StepFuture, StepPlan
 from shared.boundary.buffers import plan_in
 from shared.boundary.mailboxes import Mailboxes
@@ -49,6 +52,8 @@ PATIENCE_S = 240.0
 """Of a part: it compiles for most of that."""
 TEXT = 10
 """Tokens of each text."""
+WARM = {"temperature": 0.9, "seed32": 5}
+"""A row with noise and no filter."""
 _WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 _WIDE_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 MODELS = {
@@ -108,10 +113,10 @@ def made_from(name: str) -> tuple[Any, ...]:
 
 
 def of_one_gpu(backend: Backend, name: str) -> list[Step]:
-    """The steps of prompts and texts, one greedy and one sampled."""
+    """The steps of prompts and texts: one greedy, one with noise, one that asks for much."""
     recorder = _Recorder(backend)
     host = Host(PreparedOnUse(recorder), {})  # type: ignore[arg-type]
-    for number, sampling in enumerate((GREEDY, SAMPLED)):
+    for number, sampling in enumerate((GREEDY, WARM, SAMPLED)):
         request = host.request(prompt(number, 20 + 9 * number), **sampling)
         result = host.prefill(request)
         assert result.counts[0] == 1
@@ -138,7 +143,24 @@ def compare(backend: Backend, steps: Sequence[Step]) -> None:
     backend.close()
 
 
-def _on_torch(rank: Rank, name: str) -> int:
+@contextmanager
+def heads_joined(backend: str, is_joined: bool) -> Iterator[None]:
+    """Within it the kernels' table says so of heads and choices, where there are kernels."""
+    ops: Any = import_module(f"{backend}_impl.ops")
+    before = ops.KERNELS
+    if is_joined and before is not None:
+        table = Table((Line(at_most={}, tiles=LeavesTiles(joined=True)),))
+        ops.KERNELS = replace(before, tiles=replace(before.tiles, leaves=table))
+    yield
+    ops.KERNELS = before
+
+
+def _on_torch(rank: Rank, name: str, is_joined: bool) -> int:
+    with heads_joined("torch", is_joined):
+        return _run_torch(rank, name)
+
+
+def _run_torch(rank: Rank, name: str) -> int:
     from torch_impl.backend import TorchBackend
 
     where, ways = torch.device("cpu"), [()]
@@ -160,11 +182,16 @@ def _on_torch(rank: Rank, name: str) -> int:
     return len(steps)
 
 
-def _torch_part(name: str, count: int) -> int:
-    return in_processes(count, _on_torch, name, seconds=PATIENCE_S)[0]
+def _torch_part(name: str, count: int, is_joined: bool) -> int:
+    return in_processes(count, _on_torch, name, is_joined, seconds=PATIENCE_S)[0]
 
 
-def _jax_part(name: str, count: int) -> int:
+def _jax_part(name: str, count: int, is_joined: bool) -> int:
+    with heads_joined("jax", is_joined):
+        return _run_jax(name, count)
+
+
+def _run_jax(name: str, count: int) -> int:
     from jax_impl.backend import JaxBackend
 
     made, device = made_from(name), "gpu" if torch.cuda.is_available() else "cpu"
@@ -174,17 +201,20 @@ def _jax_part(name: str, count: int) -> int:
     return len(steps)
 
 
-PARTS: dict[str, Callable[[str, int], int]] = {"torch": _torch_part, "jax": _jax_part}
+PARTS: dict[str, Callable[[str, int, bool], int]] = {"torch": _torch_part, "jax": _jax_part}
 
 
-def run_part(backend: str, name: str, count: int = 2) -> str:
+def run_part(backend: str, name: str, count: int = 2, is_joined: bool = False) -> str:
     """Compares a model on a backend among some ranks, in a process of its own.
+
+    Args:
+      is_joined: Of one GPU and of ranks, heads leave what choices need.
 
     Returns:
       What it says; it begins with a number of steps where all have the bits of one GPU.
     """
     command = [sys.executable, "-m", "tests.support.rank_steps_on_gpus", "--part", backend, name]
-    command += ["--ranks", str(count)]
+    command += ["--ranks", str(count), *(["--joined"] if is_joined else [])]
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if not torch.cuda.is_available():
         env |= {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
@@ -206,15 +236,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--ranks", type=int, default=2, help="how many, a GPU each if there are")
+    parser.add_argument("--joined", action="store_true", help="heads leave what choices need")
     parser.add_argument("--at-once", type=int, default=1, help="parts: they mostly compile")
     given = parser.parse_args(argv)
     if given.part:
         backend, name = given.part
-        print(f"{PARTS[backend](name, given.ranks)} steps have the bits of one GPU")
+        print(f"{PARTS[backend](name, given.ranks, given.joined)} steps have the bits of one GPU")
         return 0
 
     def run(part: tuple[str, str]) -> bool:
-        began, said = time.monotonic(), run_part(*part, given.ranks)
+        began, said = time.monotonic(), run_part(*part, given.ranks, given.joined)
         print(f"{part[0]:6}{part[1]:16}{time.monotonic() - began:6.0f} s  {said}", flush=True)
         return said[0].isdigit()
 

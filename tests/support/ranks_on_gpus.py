@@ -189,17 +189,26 @@ def missing_of_torch(rank: Rank, looks: int) -> tuple[Missing | None, bool]:
     return found, bool(out[:, -1].isnan().all())
 
 
+def mailboxes_of_jax(ranks: int) -> tuple[Any, Any]:
+    """A mesh of as many devices of this process, and their mailboxes."""
+    import jax
+    from jax.sharding import Mesh
+
+    from kernels.pallas_gpu.mailboxes import Mailboxes
+
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("ranks",))
+    return mesh, Mailboxes(Boxes(ranks, BLOCK_BYTES), list(mesh.devices.flat))
+
+
 def gathers_of_jax(ranks: int, steps: int) -> list[str]:
     """As `gathers_of_torch`, on as many devices of this process, in one program a step."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import Mesh, PartitionSpec
+    from jax.sharding import PartitionSpec
 
-    from kernels.pallas_gpu.mailboxes import Mailboxes
     from kernels.pallas_gpu.ranks import Gather, gathered, missed
 
-    mesh = Mesh(np.array(jax.devices()[:ranks]), ("ranks",))
-    mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), list(mesh.devices.flat))
+    mesh, mailboxes = mailboxes_of_jax(ranks)
     columns = PartitionSpec(None, "ranks")
 
     def run(given: list[Any], place: Any) -> Any:

@@ -48,6 +48,7 @@ class Kernels:
     sampling: ModuleType
     slots: ModuleType
     verify_rows: ModuleType
+    vocabulary: ModuleType
     window: ModuleType
     tiles: Tiles
 
@@ -77,6 +78,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import sampling as sampling_kernel
     from kernels.triton_gpu import slots as slots_kernel
     from kernels.triton_gpu import verify_rows as verify_rows_kernel
+    from kernels.triton_gpu import vocabulary as vocabulary_kernel
     from kernels.triton_gpu import window as window_kernel
 
     KERNELS = Kernels(
@@ -102,6 +104,7 @@ if torch.cuda.is_available():
         sampling=sampling_kernel,
         slots=slots_kernel,
         verify_rows=verify_rows_kernel,
+        vocabulary=vocabulary_kernel,
         window=window_kernel,
         tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),
     )

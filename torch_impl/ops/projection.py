@@ -15,7 +15,7 @@ from torch_impl import ops
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, sampling
 from torch_impl.ops.linear import Matrix, kernel_products, product_float32
 from torch_impl.ops.sampling import Chosen, Sampling, Seen
-from torch_impl.ops.vocabulary import ALL, Vocabulary
+from torch_impl.ops.vocabulary import ALL, Vocabulary, num_tokens_of
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ def plain_choose(
     positions: Int[Tensor, " R"],
     params: Sampling,
     request: Int[Tensor, " R"],
+    vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As the specification, of a whole head and without a mask."""
-    return sampling.choose(scores(projection), seen, positions, params, request, None)
+    """As the specification, without a mask; of several ranks each has a part of the head."""
+    return sampling.choose(scores(projection), seen, positions, params, request, None, vocabulary)
 
 
 def kernel_joined(
@@ -50,14 +51,19 @@ def kernel_joined(
     positions: Int[Tensor, " R"],
     params: Sampling,
     request: Int[Tensor, " R"],
+    vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As `plain_choose`, of a whole head and without a mask."""
-    rows, weight = projection.rows, projection.weight
-    asks = kernels.leaves.asking(seen, positions, params, request)
+    """As `plain_choose`."""
+    rows, weight, is_alone = projection.rows, projection.weight, vocabulary.group.is_alone
+    tokens = None if is_alone else num_tokens_of(vocabulary)
+    asks = kernels.leaves.asking(seen, positions, params, request, tokens)
     how = {"factor": projection.factor, "out_type": torch.float32, "asks": asks}
     logits, _, _, left = kernel_products(kernels, rows, weight, **how)
+    given = (logits, seen, positions, params, request, None)
+    if not is_alone:
+        return sampling.choose_parts(kernels, *given, vocabulary, left)
     chosen = kernels.sampling.choose(
-        *(logits, seen, positions, params, request, None),
+        *given,
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(rows)),
         leaves=left,
@@ -86,8 +92,8 @@ def choose(
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As the specification; with a mask, or of a rank's part of a head, from the scores."""
+    """As the specification; with a mask from the scores."""
     given = (seen, positions, params, request)
-    if allowed is None and vocabulary.group.is_alone:
-        return _choose_from(projection, *given)
+    if allowed is None:
+        return _choose_from(projection, *given, vocabulary)
     return sampling.choose(scores(projection), *given, allowed, vocabulary)

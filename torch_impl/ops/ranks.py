@@ -7,7 +7,7 @@ write in each other's memory. One rank alone gathers nothing.
 
 import torch
 import torch.distributed as distributed
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from shared.boundary.mailboxes import RankMissingError
@@ -26,6 +26,15 @@ def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor
     if ranks.on_device is not None:
         return ranks.on_device.gathered(values)
     return _joined(_shares(ranks, values))
+
+
+def gathered_rows(
+    ranks: Ranks, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
+) -> Float[Tensor, "R size"]:
+    """As `gathered`, of the rows that are listed; others are undefined."""
+    if ranks.on_device is not None:
+        return ranks.on_device.gathered_rows(values, rows)
+    return gathered(ranks, values)
 
 
 def own(ranks: Ranks, rows: Shaped[Tensor, "... size"]) -> Shaped[Tensor, "... share"]:

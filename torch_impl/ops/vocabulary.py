@@ -37,6 +37,17 @@ ALL = Vocabulary(0, ALONE)
 """Of rows that one rank has whole, however many tokens there are."""
 
 
+def first_of(vocabulary: Vocabulary) -> int:
+    """The first token of this rank's part, if there were as many as places."""
+    return vocabulary.group.rank * vocabulary.share
+
+
+def num_tokens_of(vocabulary: Vocabulary) -> int:
+    """How many of this rank's places are tokens."""
+    first, end = vocab_section(vocabulary.size).run(vocabulary.group.rank, vocabulary.group.count)
+    return end - first
+
+
 def whole(
     part: Float[Tensor, "... share"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "... size"]:

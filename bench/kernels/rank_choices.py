@@ -1,0 +1,183 @@
+"""The choice of tokens behind a head that ranks have between them, for `bench.kernels.ranks`.
+
+The head is that of Qwen3-8B. Three ways: all logits are gathered and each rank chooses from whole
+rows; parts of the vocabulary are gathered as what they leave; and the same where the product with
+the head leaves it. Rows ask for their best token, or are warm, or have a filter.
+"""
+
+import time
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.kernels.rank_products import HIDDEN, Line, Timed, mailbox_of, note, randoms
+from kernels.mail import BLOCK_BYTES, Boxes
+from shared.boundary.ranks import Ranks
+from shared.spec.noise import TARGET_STREAM
+from shared.spec.sampling import Seen
+from tests.support.cases.sampling import asked
+from tests.support.gpu_ranks import LOOKS, Rank
+from tests.support.implementations import to_jax, to_torch
+from tests.support.ranks_on_gpus import joined
+from tests.support.records import mapped
+from torch_impl.mailboxes import DeviceMailboxes
+
+TOKENS = 151_936
+WAYS = ("whole", "parts", "joined")
+
+
+class _Exchange(DeviceMailboxes):
+    """The gathers of a step through a mailbox that is connected already."""
+
+    def __init__(self, kernels: Any, group: Ranks, mailbox: Any) -> None:
+        self._kernels, self._group, self._calls, self._mailbox = kernels, group, 0, mailbox
+
+
+def kinds(R: int) -> dict[str, Any]:
+    """What rows are chosen by, by what they ask for."""
+    warm = np.full(R, 0.8, np.float32)
+    return {
+        "greedy": asked(R, TOKENS),
+        "warm": asked(R, TOKENS, temperature=warm),
+        "filtered": asked(R, TOKENS, temperature=warm, top_p=np.full(R, 0.95, np.float32)),
+    }
+
+
+def given_of(R: int, params: Any) -> list[Any]:
+    """What was seen, positions, what is asked for, and whose rows they are."""
+    rows, path = np.arange(R, dtype=np.int32), np.zeros((R, 0), np.int32)
+    seen = Seen(np.zeros((2, TOKENS), np.int32), np.ones(R, np.int32), path, path > 0)
+    return [seen, rows + 100, params, rows]
+
+
+def ways_of(backend: str, kernels: Any, vocabulary: Any) -> dict[str, Callable[..., Any]]:
+    """Ways from a head and its rows to tokens."""
+    sampling, projection, tokens = (
+        import_module(f"{backend}_impl.ops.{name}")
+        for name in ("sampling", "projection", "vocabulary")
+    )
+
+    def whole(head: Any, seen: Any, *given: Any) -> Any:
+        logits = tokens.whole(projection.scores(head), vocabulary)
+        tiles = kernels.tiles.sampling.of(rows=len(logits))
+        return kernels.sampling.choose(
+            logits, seen, *given, None, stream=TARGET_STREAM, tiles=tiles
+        )[0]
+
+    def parts(head: Any, *given: Any) -> Any:
+        scores = projection.scores(head)
+        return sampling.kernel_choose(kernels, scores, *given, None, vocabulary).ids
+
+    def joined_head(head: Any, *given: Any) -> Any:
+        return projection.kernel_joined(kernels, head, *given, vocabulary).ids
+
+    return dict(zip(WAYS, (whole, parts, joined_head), strict=True))
+
+
+def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
+    """Microseconds of a head with its choice, by rows, what they ask for, and way."""
+    ops, found = import_module("torch_impl.ops"), []
+    names = ("linear", "projection", "sampling", "vocabulary")
+    linear, projection, sampling, tokens = (
+        import_module(f"torch_impl.ops.{name}") for name in names
+    )
+    mailbox = mailbox_of(rank, BLOCK_BYTES)
+    device, timed = mailbox.mail.place.device, Timed(rank, mailbox)
+    alone = Ranks(rank.rank, rank.count, None)
+    exchange = _Exchange(ops.KERNELS, alone, mailbox)
+    vocabulary = tokens.Vocabulary(TOKENS, alone.on(exchange))
+    head = randoms(device, 1, TOKENS, HIDDEN).bfloat16()
+    first = tokens.first_of(vocabulary)
+    own = head.new_zeros(vocabulary.share, HIDDEN)
+    own[: tokens.num_tokens_of(vocabulary)] = head[first : first + vocabulary.share]
+    ways = ways_of("torch", ops.KERNELS, vocabulary)
+    for R in rows:
+        x = randoms(device, R + 2, R, HIDDEN).bfloat16()
+        for kind, params in kinds(R).items():
+            given = [
+                mapped(value, lambda a: to_torch(a).to(device), sampling)
+                for value in given_of(R, params)
+            ]
+            whole = projection.Projection(x, linear.Matrix(head))
+            want = sampling.choose(projection.scores(whole), *given, None).ids
+            for way, choose in ways.items():
+                got: list[Any] = []
+
+                def step(choose: Any = choose, got: Any = got, x: Any = x, given: Any = given):
+                    exchange.begin()
+                    got[:] = [choose(projection.Projection(x, linear.Matrix(own)), *given)]
+                    exchange.end()
+
+                line = {"part": "choices", "language": "torch", "ranks": rank.count, "rows": R}
+                line |= {"rows ask": kind, "way": way, "us": round(timed.us(step, 1), 1)}
+                note(found, line | {"is_right": torch.equal(got[0], want)}, rank)
+    missing = mailbox.missing()
+    assert missing is None, f"rank {rank.rank} missed {missing}"
+    return found
+
+
+def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
+    """As `choices_in_torch`, in one program for all devices, queued."""
+    jax, jnp, sharding = (import_module(name) for name in ("jax", "jax.numpy", "jax.sharding"))
+    ops, mailboxes_of = import_module("jax_impl.ops"), import_module("jax_impl.mailboxes")
+    names = ("linear", "projection", "sampling", "vocabulary")
+    linear, projection, sampling, tokens = (import_module(f"jax_impl.ops.{name}") for name in names)
+    devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
+    mesh = sharding.Mesh(np.array(devices), ("ranks",))
+    boxes = Boxes(ranks, BLOCK_BYTES)
+    mailboxes = import_module("kernels.pallas_gpu.mailboxes").Mailboxes(boxes, devices)
+    idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
+    share = tokens.Vocabulary(TOKENS, Ranks(0, ranks, None)).share
+    # The same numbers on each device, of which it has its part.
+    normal = jax.jit(
+        lambda first: jnp.pad(
+            jax.random.normal(jax.random.key(1), (TOKENS, HIDDEN), jnp.bfloat16),
+            ((0, share * ranks - TOKENS), (0, 0)),
+        )[first + jnp.arange(share)]
+    )
+    parts = [normal(jax.device_put(jnp.int32(i * share), d)) for i, d in enumerate(devices)]
+    head = joined(mesh, parts, 0)
+    whole = jnp.concatenate([jax.device_put(part, devices[0]) for part in parts])[:TOKENS]
+    kernels = (ops.KERNELS.ranks, ops.KERNELS.vocabulary)
+    for R in rows:
+        x = jax.random.normal(jax.random.key(R), (R, HIDDEN), jnp.bfloat16)
+        for kind, params in kinds(R).items():
+            given = [mapped(value, to_jax, sampling) for value in given_of(R, params)]
+
+            def alone(weight: Any, x: Any, given: Any) -> Any:
+                scores = projection.scores(projection.Projection(x, linear.Matrix(weight)))
+                return sampling.choose(scores, *given, None).ids
+
+            want = np.asarray(jax.jit(alone)(whole, x, given))
+            for way in WAYS:
+
+                def run(weight: Any, x: Any, given: Any, place: Any, way: str = way) -> Any:
+                    exchange = mailboxes_of.DeviceMailboxes(place, *kernels, boxes)
+                    vocabulary = tokens.Vocabulary(TOKENS, Ranks(0, ranks, None).on(exchange))
+                    choose = ways_of("jax", ops.KERNELS, vocabulary)[way]
+                    return choose(projection.Projection(x, linear.Matrix(weight)), *given)
+
+                places = (spec("ranks"), spec(), spec(), spec("ranks"))
+                mapped_run = jax.shard_map(
+                    run, mesh=mesh, in_specs=places, out_specs=spec("ranks"), check_vma=False
+                )
+                program = jax.jit(mapped_run)
+                jax.block_until_ready(program(head, x, given, idle))
+                got = jax.block_until_ready(program(head, x, given, waiting))
+                best = []
+                for _ in range(4):
+                    began = time.perf_counter()
+                    for _ in range(20):
+                        got = program(head, x, given, waiting)
+                    jax.block_until_ready(got)
+                    best.append((time.perf_counter() - began) / 20 * 1e6)
+                line = {"part": "choices", "language": "jax", "ranks": ranks, "rows": R}
+                line |= {"rows ask": kind, "way": way, "us": round(min(best[1:]), 1)}
+                is_right = np.array_equal(np.asarray(got), np.tile(want, ranks))
+                note(found, line | {"is_right": is_right}, own)
+    late = [x for x in mailboxes.missing() if x is not None]
+    assert not late, f"ranks missed {late}"
+    return found
