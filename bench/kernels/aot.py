@@ -84,8 +84,8 @@ STEPS = (
     Step("qwen3-8b", "DFLASH:rule=rejection", 1, 10 * 2**20),
     # Its bias of a step is as large as the scores: 7 drafts of 8 requests.
     Step("qwen3-8b", "DSPARK", 8, 2**20),
-    # The scores of 7 slots of 8 requests, 32 MiB, are looked at for candidates.
-    Step("qwen3-8b", "DFLASH2", 8, 2**20),
+    # Its convolutions are fused with what is added to 64 rows of the stream.
+    Step("qwen3-8b", "DFLASH2", 8, 2**21),
     Step("qwen3.5-9b", "NEXTN:S=5,k=4,N=16", 8, 2**20),
     Step("qwen3.5-35b-a3b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20),
     # The embeddings of 2,048 rows are 16 MiB.

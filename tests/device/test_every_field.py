@@ -177,7 +177,7 @@ def check(house: House, chosen: list[tuple[str, int | None]]) -> None:
     assert num_accepted > 0, "no draft was accepted, so none could do harm"
 
 
-PRODUCT = [(name, limit) for name in CASES for limit in LIMITS]
+PRODUCT = [(name, limit) for limit in LIMITS for name in CASES]  # each share has all limits
 
 
 def some_of(algorithm: str) -> list[tuple[str, int | None]]:

@@ -48,7 +48,7 @@ HANDED_ON = (6.0, 2.0, 1.2)
 BLOCK_NOISE = 0.25
 """Scale of what else its layers add."""
 
-CONV_NOISE, PAIR_SCALE = 0.05, 1.0
+CONV_NOISE, PAIR_SCALE = 0.05, 0.3
 """Scales of what the convolutions of a DFlash2 head add to a row, and of the numbers of its
 tokens."""
 
