@@ -42,7 +42,7 @@ from shared.models.families import config_from_dict, config_from_folder
 from shared.models.fields import Json, is_number, read_json
 
 EXIT_REFUSED = 2
-KINDS = ("mtp", "eagle", "eagle3", "dflash")
+KINDS = ("mtp", "eagle", "eagle3", *tasks.CHOICES)
 TRAINING = "training"
 OUTPUTS = "outputs.jsonl"
 
@@ -118,10 +118,10 @@ def _add_outputs(group: Any) -> None:
 def _add_shapes(group: Any) -> None:
     group.add_argument("--depth", type=int, default=4, help="draft steps that are trained (TTT)")
     group.add_argument("--draft-vocab", type=int, help="EAGLE3: tokens that it drafts; all")
-    group.add_argument("--block", type=int, default=8, help="DFLASH: tokens of a block")
-    group.add_argument("--layers", type=int, default=3, help="DFLASH: layers")
-    group.add_argument("--anchors", type=int, default=16, help="DFLASH: blocks of a row in a step")
-    group.add_argument("--mask-token", type=int, help="DFLASH: its id; the padding token's")
+    group.add_argument("--block", type=int, default=8, help="tokens of a block")
+    group.add_argument("--layers", type=int, default=3, help="layers of a head with blocks")
+    group.add_argument("--anchors", type=int, default=16, help="blocks of a row in a step")
+    group.add_argument("--mask-token", type=int, help="id of a mask; the padding token's")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -230,7 +230,7 @@ def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
     if given.start:
         return read_json(given.start / "config.json")
     mask = given.mask_token
-    if given.draft == "dflash" and mask is None:
+    if given.draft in tasks.CHOICES and mask is None:
         mask = open_tokenizer(given.target).pad_id
         if mask is None:
             raise ValueError("the target's tokenizer names no pad_token; give --mask-token")
@@ -242,7 +242,7 @@ def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
 def _head_task(
     given: argparse.Namespace, config: DraftConfig, target: Target, rows: Rows
 ) -> Trainable[DraftModel]:
-    if config.kind == "DFLASH":
+    if config.block is not None:
         return tasks.block_task(
             config, target, given.start, given.seed, given.anchors, _precision(given)
         )

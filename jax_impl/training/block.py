@@ -1,12 +1,15 @@
-"""The training pass of a DFlash head: many blocks of each sequence, each behind its own anchor.
+"""The training pass of a head with blocks: many of each sequence, each behind its own anchor.
 
 A block is [anchor, mask, mask, ..]; its rows see one another and the context before the anchor, of
-which each layer has keys and values straight from the target's hidden states. Slot j predicts the
-token j places after the anchor.
+which each layer has keys and values straight from the target's hidden states. Slot j of a DFlash
+head predicts the token j places after the anchor. What a DSpark or a DFlash2 head chooses by is
+told the true token before each slot (`jax_impl.training.choosing`).
 
-Source: DFlash, arXiv:2602.06036.
+Source: DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; DFlash2, z-lab.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,9 +19,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.layers import angles
+from jax_impl.ops.convolution import convolved
 from jax_impl.ops.layers import plain_rms_norm
-from jax_impl.training import layers
-from jax_impl.training.forward import Hidden, Passed, Tokens, embedded, forward, logits
+from jax_impl.training import choosing, layers
+from jax_impl.training.forward import Hidden, Passed, Tokens, embedded, forward
 from jax_impl.training.layers import Rows, normed
 from jax_impl.training.losses import (
     Mask,
@@ -27,29 +31,44 @@ from jax_impl.training.losses import (
     acceptance,
     block_rows,
     by_blocks,
-    cross_entropy,
     mean,
 )
 from jax_impl.training.modules import DraftModel, Weights
+from shared.drafts.block import BlockConfig
+from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 
 Anchors = Int[jax.Array, "B A"]
 
 
 class Block(NamedTuple):
-    """What training needs to know of a DFlash head; all of its layers are bidirectional.
+    """What training needs to know of a head with blocks; all of its layers are bidirectional.
 
     Attributes:
       layer: Sizes of its layers.
       aux_streams: Residual streams of the target that it reads.
-      size: Rows of a block, the anchor's included.
-      mask_id: Token of the rows behind the anchor.
+      config: Of the block; its windows mean nothing.
     """
 
     layer: ModelConfig
     aux_streams: tuple[int, ...]
-    size: int
-    mask_id: int
+    config: BlockConfig
+
+    @classmethod
+    def of(cls, head: DraftConfig) -> "Block":
+        """Of a head with blocks."""
+        assert head.block is not None
+        return cls(head.layer, head.aux_streams, head.block)
+
+    @property
+    def size(self) -> int:
+        """Rows of a block, the anchor's included."""
+        return self.config.size
+
+    @property
+    def drafts(self) -> int:
+        """Slots that predict a token."""
+        return self.config.nodes - 1
 
 
 def block_loss(
@@ -65,6 +84,8 @@ def block_loss(
     remat: bool,
 ) -> tuple[Scalar, Metrics]:
     """Cross-entropy of the tokens in blocks behind random anchors; near slots weigh more.
+
+    Beside it stands what trains how a DSpark or a DFlash2 head chooses.
 
     Args:
       head: What is trained; the target stays as it is.
@@ -82,12 +103,15 @@ def block_loss(
     )
     anchors, is_real = draw_anchors(loss_mask, key, num_anchors)
     hidden = fill(block, head, frozen, passed, tokens, anchors, compute_dtype, remat)
-    labels = _behind(tokens, anchors, block.size)
-    losses, agrees = _scored(frozen, hidden[:, :, 1:], labels, compute_dtype)
-    is_answer = is_real[..., None] & (_behind(loss_mask, anchors, block.size) >= 1)
+    labels = _behind(tokens, anchors, block.drafts)
+    newest = jnp.take_along_axis(tokens, anchors, axis=1)
+    before = jnp.concatenate([newest[..., None], labels[..., :-1]], axis=2)
+    slots = hidden[:, :, block.config.first_slot :]
+    losses, agrees = _scored(block, head, frozen, slots, before, labels, compute_dtype)
+    is_answer = is_real[..., None] & (_behind(loss_mask, anchors, block.drafts) >= 1)
     counts = jnp.cumprod(is_answer, axis=-1)
     alive = jnp.cumprod(agrees, axis=-1)
-    rates = [mean(alive[..., j], counts[..., j]) for j in range(block.size - 1)]
+    rates = [mean(alive[..., j], counts[..., j]) for j in range(block.drafts)]
     loss = mean(losses, slot_weights(block, loss_mask, anchors, is_real))
     return loss, acceptance(rates) | {"loss": loss}
 
@@ -96,8 +120,8 @@ def slot_weights(
     block: Block, loss_mask: Mask, anchors: Anchors, is_real: Bool[jax.Array, "B A"]
 ) -> Float[jax.Array, "B A slots"]:
     """Each slot's weight: its token's, less the further it is, for it is used if all before fit."""
-    decay = jnp.exp(-jnp.arange(block.size - 1) / (block.size / 2))
-    return _behind(loss_mask, anchors, block.size) * is_real[..., None] * decay
+    decay = jnp.exp(-jnp.arange(block.drafts) / (block.size / 2))
+    return _behind(loss_mask, anchors, block.drafts) * is_real[..., None] * decay
 
 
 def draw_anchors(
@@ -129,7 +153,7 @@ def fill(
     whole_turn = angles(config.attention, layers.flat_positions(B, T))
     turn = angles(config.attention, (anchors[..., None] + jnp.arange(size)).reshape(-1))
     sees = jnp.repeat(jnp.arange(T) < anchors[..., None], size, axis=1)  # [B, A * size, T]
-    filled = jnp.full((B, A, size), block.mask_id)
+    filled = jnp.full((B, A, size), block.config.mask_id)
     filled = filled.at[:, :, 0].set(jnp.take_along_axis(tokens, anchors, axis=1))
     x = embedded(target.embed[...], filled.reshape(-1))
     for layer in range(config.num_layers):
@@ -139,14 +163,31 @@ def fill(
             context_kv = layers.keys_and_values(config, stack.attention, layer, context, whole_turn)
             k, v = (part.reshape(B, T, *part.shape[1:]) for part in context_kv)
             y = normed(x, stack.input_norm[layer], eps, compute_dtype)
+            y, behind = _around(block, head, f"{layer}.attention", y)
             q, own_k, own_v, gate = layers.project(config, stack.attention, layer, y, turn)
             out = _attend(q, k, v, own_k, own_v, sees, size)
-            x = x + layers.merge(stack.attention, layer, out, gate)
+            x = x + behind(layers.merge(stack.attention, layer, out, gate))
             y = normed(x, stack.post_attention_norm[layer], eps, compute_dtype)
-            return x + layers.mlp(stack, layer, y)
+            y, behind = _around(block, head, f"{layer}.mlp", y)
+            return x + behind(layers.mlp(stack, layer, y))
 
         x = jax.checkpoint(run)(x) if remat else run(x)
     return plain_rms_norm(x, head.final_norm[...], eps).reshape(B, A, size, -1)
+
+
+def _around(
+    block: Block, head: DraftModel, part: str, y: Rows
+) -> tuple[Rows, Callable[[Rows], Rows]]:
+    """What a part of a layer reads, and what is made of what it gives; see `convolved`."""
+    if (conv := block.config.conv) is None:
+        return y, lambda x: x
+    base = head.conv[f"{part}.base"].astype(y.dtype)
+    moved = layers.linear(y, head.conv[f"{part}.moved"]).reshape(len(y), 2, conv.taps, -1)
+
+    def side(at: int, x: Rows) -> Rows:
+        return convolved(x, base[at], moved[:, at], block.size)
+
+    return side(0, y).astype(y.dtype), partial(side, 1)
 
 
 def _attend(
@@ -172,31 +213,38 @@ def _attend(
     return read + layers.read(of_block, near_v).reshape(q.shape)
 
 
-def _behind(rows: Float[jax.Array, "B T"] | Tokens, anchors: Anchors, size: int) -> jax.Array:
-    """What lies 1 to size - 1 places after each anchor, zeros past the end."""
+def _behind(rows: Float[jax.Array, "B T"] | Tokens, anchors: Anchors, most: int) -> jax.Array:
+    """What lies 1 to `most` places after each anchor, zeros past the end."""
     T = rows.shape[1]
-    at = anchors[..., None] + jnp.arange(1, size)
+    at = anchors[..., None] + jnp.arange(1, most + 1)
     targets = rows[jnp.arange(len(rows))[:, None, None], jnp.minimum(at, T - 1)]
     return jnp.where(at < T, targets, 0)
 
 
 def _scored(
+    block: Block,
+    head: DraftModel,
     target: Weights,
     hidden: Float[jax.Array, "B A slots hidden"],
+    before: Int[jax.Array, "B A slots"],
     labels: Int[jax.Array, "B A slots"],
     compute_dtype: DTypeLike,
 ) -> tuple[Float[jax.Array, "B A slots"], Bool[jax.Array, "B A slots"]]:
-    """Each slot's cross-entropy, and whether its first choice is the label."""
-    flat: tuple[Hidden, Tokens] = (
+    """Each slot's loss, and whether its draft is the label.
+
+    Args:
+      before: The token before each label.
+    """
+    flat: tuple[Hidden, Tokens, Tokens] = (
         hidden.reshape(len(hidden), -1, hidden.shape[-1]),
+        before.reshape(len(before), -1),
         labels.reshape(len(labels), -1),
     )
 
     def score(
-        rows: tuple[Hidden, Tokens],
+        rows: tuple[Hidden, Tokens, Tokens],
     ) -> tuple[Float[jax.Array, " R"], Bool[jax.Array, " R"]]:
-        losses, _, agrees = cross_entropy(logits(target, rows[0], compute_dtype), rows[1])
-        return losses, agrees
+        return choosing.loss(block.config, head, target, *rows, compute_dtype)
 
     scored = by_blocks(score, flat, block_rows(len(target.head[...])))
     return jax.tree.map(lambda x: x.reshape(labels.shape), scored)

@@ -13,7 +13,12 @@ AUTHORS, SPECULATORS = "authors", "speculators"
 FORMATS = (AUTHORS, SPECULATORS)
 """In which a head is written: that of its kind's authors, or the speculators format."""
 
-TYPES = {"EAGLE3": ("eagle3", "Eagle3Speculator"), "DFLASH": ("dflash", "DFlashSpeculator")}
+TYPES = {
+    "EAGLE3": ("eagle3", "Eagle3Speculator"),
+    "DFLASH": ("dflash", "DFlashSpeculator"),
+    "DSPARK": ("dspark", "DSparkSpeculator"),
+    "DFLASH2": ("dflash2", "DFlash2DraftModel"),
+}
 """The format's name of a kind of head, and its architecture."""
 
 _LAYER = (
@@ -30,7 +35,8 @@ def check_format(name: str, draft: str | None) -> None:
       ValueError: One sentence.
     """
     if name == SPECULATORS and (draft or "").upper() not in TYPES:
-        raise ValueError("--format speculators is for --draft eagle3 and dflash; leave it out")
+        kinds = " and ".join((", ".join(list(TYPES)[:-1]), list(TYPES)[-1])).lower()
+        raise ValueError(f"--format speculators is for --draft {kinds}; leave it out")
 
 
 def speculators_json(head_json: Json, config: DraftConfig, target: Path, depth: int) -> Json:
@@ -48,7 +54,7 @@ def speculators_json(head_json: Json, config: DraftConfig, target: Path, depth: 
     layer["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": config.block.size - 1 if config.block else depth,
+        "speculative_tokens": config.block.nodes - 1 if config.block else depth,
         "accept_tolerance": 0.0,
         "verifier_accept_k": 1,
     }
@@ -76,8 +82,18 @@ def speculators_json(head_json: Json, config: DraftConfig, target: Path, depth: 
 def _of_kind(config: DraftConfig) -> dict[str, Any]:
     inputs = list(config.aux_streams)
     if (block := config.block) is not None:
-        size = {"block_size": block.size, "mask_token_id": block.mask_id}
-        return {**size, "aux_hidden_state_layer_ids": inputs}
+        fields = {"block_size": block.size, "mask_token_id": block.mask_id}
+        fields["sample_from_anchor"] = block.first_slot == 0
+        if (markov := block.markov) is not None:
+            fields |= {"markov_rank": markov.rank, "markov_head_type": markov.kind}
+            fields["enable_confidence_head"] = markov.has_confidence
+            fields["confidence_head_with_markov"] = markov.confidence_sees_previous
+        if block.conv is not None and block.selector is not None:
+            fields["conv_kernel_size"] = block.conv.taps
+            fields["conv_group_size"] = block.conv.group_size
+            fields["selector_rank"] = block.selector.rank
+            fields["selector_top_k"] = block.selector.candidates
+        return {**fields, "aux_hidden_state_layer_ids": inputs}
     switches = {
         "fc_norm": config.norm_aux,
         "norm_before_fc": config.norm_input,

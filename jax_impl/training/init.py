@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.training.block import Block
 from jax_impl.training.modules import DraftModel, Layers, Mtp, Weights
-from shared.drafts.checkpoint import head_parameters
+from shared.drafts.checkpoint import choice_parameters, head_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 from shared.models.parameters import Parameter, decoder_parameters, parameters, single
@@ -24,6 +24,13 @@ DECAY_RATES, TIME_STEPS = (1.0, 16.0), (1e-3, 1e-1)
 
 NOISE = 0.02
 """Of the rest of an `fc` that hands on what it reads, relative to a fresh matrix."""
+
+
+NOTHING = ("fc_bias", "moved", "confidence", "confidence_bias")
+"""What changes nothing at first."""
+
+SELECTOR_SCALE = 0.02
+"""Of the numbers of pairs, whose product is nearly nothing at first."""
 
 
 def fresh_model(config: ModelConfig, seed: int, with_mtp: bool) -> Weights:
@@ -78,7 +85,10 @@ def fresh_head(
 
 
 def fresh_block(block: Block, target_config: ModelConfig, target: Weights, seed: int) -> DraftModel:
-    """A DFlash head for a target; its layers are the target's last ones where they fit."""
+    """A head with blocks for a target; its layers are the target's last ones where they fit.
+
+    What a DSpark or a DFlash2 head has beside a DFlash one changes nothing at first.
+    """
     config, norm = block.layer, (block.layer.hidden,)
     names = [f"layers.{i}" for i in range(config.num_layers)]
     streams = len(block.aux_streams)
@@ -87,6 +97,7 @@ def fresh_block(block: Block, target_config: ModelConfig, target: Weights, seed:
         single("hidden_norm", "hidden_norm.weight", norm),
         single("final_norm", "norm.weight", norm),
         *decoder_parameters("layer.", config, names),
+        *choice_parameters(block.config, config, config.vocab),
     ]
     arrays = _drawn(wanted, config.num_layers, np.random.default_rng(seed))
     arrays["fc"] = _hand_on(arrays["fc"], [streams - 1])
@@ -114,8 +125,12 @@ def _draw(parameter: Parameter, num_layers: int, rng: np.random.Generator) -> np
     kind, shape = parameter.name.rsplit(".", 1)[-1], parameter.shape
     if kind.endswith("norm"):
         return np.ones(shape)
-    if kind == "fc_bias":
+    if kind in NOTHING or parameter.name == "markov.lm_head":
         return np.zeros(shape)
+    if kind == "base":  # of a convolution: a row is itself alone
+        return np.broadcast_to(np.arange(shape[1])[:, None] == 0, shape).astype(np.float32)
+    if parameter.name.startswith("selector."):
+        return SELECTOR_SCALE * rng.standard_normal(shape)
     if kind == "a_log":
         return np.log(rng.uniform(*DECAY_RATES, shape))
     if kind == "dt_bias":

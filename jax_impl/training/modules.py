@@ -5,6 +5,7 @@ that `jax_impl.weights` has read or fresh ones.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -117,11 +118,30 @@ class Weights(nnx.Module):
         return self.lm_head if hasattr(self, "lm_head") else self.embed
 
 
+class Parts(nnx.Module):
+    """Parameters whose names begin alike, each where its words lead."""
+
+    def __init__(self, arrays: Arrays, prefix: str) -> None:
+        words = {name[len(prefix) :].split(".")[0] for name in arrays if name.startswith(prefix)}
+        for word in sorted(words):
+            name = f"{prefix}{word}"
+            is_one = name in arrays
+            setattr(self, word, nnx.Param(arrays[name]) if is_one else Parts(arrays, f"{name}."))
+
+    def __getitem__(self, name: str) -> jax.Array:
+        """The parameter of this name, without the prefix."""
+        found: Any = self
+        for word in name.split("."):
+            found = getattr(found, word)
+        return found[...]
+
+
 class DraftModel(nnx.Module):
     """A draft head of its own checkpoint; what it lacks it shares with the target or does without.
 
-    `draft_ids` holds the target's id of each token of a draft vocabulary. A DFlash head has
-    `hidden_norm` beside `fc`, and a stack of several layers.
+    `draft_ids` holds the target's id of each token of a draft vocabulary. A head with blocks has
+    `hidden_norm` beside `fc`, and a stack of several layers; a DSpark one `markov` and may have a
+    confidence, a DFlash2 one `conv` and `selector`.
     """
 
     fc_bias: nnx.Param
@@ -132,13 +152,21 @@ class DraftModel(nnx.Module):
     final_norm: nnx.Param
     lm_head: nnx.Param
     embed: nnx.Param
+    confidence: nnx.Param
+    confidence_bias: nnx.Param
+    markov: Parts
+    conv: Parts
+    selector: Parts
 
     def __init__(self, arrays: Arrays) -> None:
         self.fc = nnx.Param(arrays["fc"])
         norms = ("aux_norm", "input_norm", "hidden_norm", "final_norm")
-        for name in ("fc_bias", *norms, "lm_head", "embed"):
+        for name in ("fc_bias", *norms, "lm_head", "embed", "confidence", "confidence_bias"):
             if name in arrays:
                 setattr(self, name, nnx.Param(arrays[name]))
+        for name in ("markov", "conv", "selector"):
+            if any(each.startswith(f"{name}.") for each in arrays):
+                setattr(self, name, Parts(arrays, f"{name}."))
         if "draft_ids" in arrays:
             self.draft_ids = nnx.Variable(arrays["draft_ids"])
         self.layers = Layers(arrays, "layer.")
@@ -158,7 +186,7 @@ def _name(words: list[str], stack: str) -> str:
         return "mtp." + _name(rest, "layer.")
     if first == "layers":
         return stack + ("mlp." if rest[0] in MLP else "") + ".".join(rest)
-    return first
+    return ".".join(words)
 
 
 def loaded_of(model: Weights, config: ModelConfig) -> Loaded:

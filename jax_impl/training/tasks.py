@@ -22,6 +22,7 @@ from jax_impl.training.losses import Mask
 from jax_impl.training.modules import DraftModel, Mtp, Weights
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
+from shared.drafts.markov import VANILLA
 from shared.models.checkpoint import open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.fields import Json
@@ -185,14 +186,12 @@ def block_task(
     num_anchors: int,
     precision: Precision,
 ) -> Trainable[DraftModel]:
-    """A DFLASH head; `start` is a folder of a head to start from.
+    """A head with blocks; `start` is a folder of a head to start from.
 
     Args:
       num_anchors: Blocks of each row in a step.
     """
-    shape = config.block
-    assert shape is not None  # the config is that of a DFLASH head
-    block = Block(config.layer, config.aux_streams, shape.size, shape.mask_id)
+    block = Block.of(config)
     if start is None:
         head = init.fresh_block(block, target.config, target.model, seed)
     else:
@@ -220,9 +219,10 @@ def check_head_trained(config: DraftConfig) -> None:
     Raises:
       ValueError: One sentence that names what it has.
     """
-    layer, is_block = config.layer, config.block is not None
+    layer, block = config.layer, config.block
+    is_block, markov = block is not None, None if block is None else block.markov
     windows = [each.window for each in layer.attentions]
-    windows += config.block.windows if config.block else ()
+    windows += block.windows if block else ()
     found = {
         "norm_before_residual": config.norm_residual,
         "several layers": layer.num_layers > 1 and not is_block,
@@ -230,6 +230,7 @@ def check_head_trained(config: DraftConfig) -> None:
         "norms of queries and keys": layer.attention.qk_norm and not is_block,
         "biases in its layers": layer.attention.input_bias or layer.attention.out_bias,
         "a vocabulary of its own": is_block and config.has_draft_vocab,
+        f"a {markov.kind if markov else ''} Markov step": markov and markov.kind != VANILLA,
     }
     named = [what for what, is_there in found.items() if is_there]
     if named:
@@ -275,9 +276,9 @@ def head_json(
     """The contents of config.json of a fresh head, with the layer sizes of its target.
 
     Args:
-      kind: "eagle", "eagle3" or "dflash".
+      kind: "eagle", "eagle3", "dflash", "dspark" or "dflash2".
       draft_vocab: Tokens of an EAGLE-3 head's vocabulary; None for all.
-      num_layers, block, mask: Layers, block size and mask token of a DFLASH head.
+      num_layers, block, mask: Layers, block size and mask token of a head with blocks.
 
     Raises:
       ValueError: The target has too few layers.
@@ -298,8 +299,8 @@ def head_json(
         "max_position_embeddings": target.context_length,
         "tie_word_embeddings": False,
     }
-    if kind == "dflash":
-        return {**_dflash_json(target, num_layers, block, mask), **common}
+    if kind in CHOICES:
+        return {**_block_json(target, num_layers, block, mask), **common, **CHOICES[kind]}
     one = {"model_type": "llama", "num_hidden_layers": 1}
     if kind == "eagle":
         return {"architectures": ["LlamaForCausalLMEagle"], **one, **common, "bias": True}
@@ -321,7 +322,29 @@ def _aux_ids(num_layers: int) -> list[int]:
     return [min(2, middle - 1) - 1, middle - 1, last - 1]
 
 
-def _dflash_json(target: ModelConfig, num_layers: int, block: int, mask: int) -> dict[str, Any]:
+CHOICES: dict[str, dict[str, Any]] = {
+    "dflash": {"architectures": ["DFlashDraftModel"]},
+    "dspark": {
+        "architectures": ["DSparkDraftModel"],
+        "markov_rank": 256,
+        "markov_head_type": VANILLA,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "sample_from_anchor": True,
+    },
+    "dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "is_causal": False,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    },
+}
+"""Of a fresh head with blocks how it chooses its drafts, as published heads of the kind do."""
+
+
+def _block_json(target: ModelConfig, num_layers: int, block: int, mask: int) -> dict[str, Any]:
     """The streams are spread evenly from the second layer to the last but one."""
     span = max(target.num_layers - 3, 0)
     steps = max(num_layers - 1, 1)
@@ -329,7 +352,6 @@ def _dflash_json(target: ModelConfig, num_layers: int, block: int, mask: int) ->
         {min(1, target.num_layers - 1) + round(i * span / steps) for i in range(num_layers)}
     )
     return {
-        "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": num_layers,
         "block_size": block,

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int32
 
+from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.drafts import Drafts
@@ -65,10 +66,8 @@ DFLASH_MARKS = ("hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
 """Tensors that a DFlash model has beside `fc`."""
 
 DSPARK_MARK = "markov_head.markov_w1.weight"
-"""Tensor that a DSpark model has beside those of a DFlash one."""
-
 SELECTOR_MARK = "candidate_selector.predecessor_codebook"
-"""Tensor that a DFlash2 model has beside those of a DFlash one."""
+"""Tensors that a DSpark and a DFlash2 model have beside those of a DFlash one."""
 
 RELATIVES = {
     "a P-EAGLE head": ("mask_hidden",),
@@ -182,16 +181,11 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
       names: Tensors of its checkpoint, which spell some names in two ways; None before it is
         opened.
     """
-    names = frozenset() if names is None else names
+    names = names or ()
     tensors = [by_columns("fc", "fc.weight", (config.layer.hidden, config.fc_inputs))]
     if config.has_bias:
         tensors.append(single("fc_bias", "fc.bias", (config.layer.hidden,)))
-    block = config.block
-    tensors += _block_parameters(config) if block else _eagle_parameters(config, names)
-    if block and block.markov:
-        tensors += _markov_parameters(config, block.markov)
-    if block and block.selector:
-        tensors += _selector_parameters(config, block.selector)
+    tensors += _block_parameters(config) if config.block else _eagle_parameters(config, names)
     if config.own_embed:
         tensors.append(embedding(config))
     if config.own_lm_head:
@@ -246,17 +240,34 @@ _norm, _norms = partial(single_norm, centre=0.0), partial(norms_of, centre=0.0)
 
 def _block_parameters(config: DraftConfig) -> list[Parameter]:
     sizes, hidden, block = config.layer, config.layer.hidden, config.block
+    assert block is not None  # it has one
     folders = [f"layers.{i}" for i in range(sizes.num_layers)]
-    around = _conv_parameters(block.conv, hidden, len(folders)) if block and block.conv else []
     return [
-        *around,
         _norm("hidden_norm", "hidden_norm.weight", hidden),
         _norms("layer.input_norm", folders, "input_layernorm.weight", hidden),
         _norms("layer.post_attention_norm", folders, "post_attention_layernorm.weight", hidden),
         *mlp_parameters("layer.mlp.", sizes, folders),
         *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
         _norm("final_norm", "norm.weight", hidden),
+        *choice_parameters(block, sizes, config.draft_vocab),
     ]
+
+
+def choice_parameters(block: BlockConfig, layer: ModelConfig, draft_vocab: int) -> list[Parameter]:
+    """What a DSpark or a DFlash2 head has beside a DFlash one.
+
+    Args:
+      layer: Sizes of its layers.
+      draft_vocab: Tokens that it scores.
+    """
+    tensors = []
+    if block.conv is not None:
+        tensors += _conv_parameters(block.conv, layer.hidden, layer.num_layers)
+    if block.markov is not None:
+        tensors += _markov_parameters(block.markov, layer, draft_vocab)
+    if block.selector is not None:
+        tensors += _selector_parameters(block.selector, layer)
+    return tensors
 
 
 def _conv_parameters(conv: ConvConfig, hidden: int, num_layers: int) -> list[Parameter]:
@@ -272,10 +283,10 @@ def _conv_parameters(conv: ConvConfig, hidden: int, num_layers: int) -> list[Par
     return tensors
 
 
-def _selector_parameters(config: DraftConfig, selector: SelectorConfig) -> list[Parameter]:
+def _selector_parameters(selector: SelectorConfig, layer: ModelConfig) -> list[Parameter]:
     """Every rank has all tokens, of which few are read."""
-    folder, tokens = "candidate_selector", (config.layer.vocab, selector.rank)
-    projected = (selector.rank, config.layer.hidden)
+    folder, tokens = "candidate_selector", (layer.vocab, selector.rank)
+    projected = (selector.rank, layer.hidden)
     return [
         single(f"{SELECTOR}before", SELECTOR_MARK, tokens),
         single(f"{SELECTOR}after", f"{folder}.successor_codebook", tokens),
@@ -283,11 +294,12 @@ def _selector_parameters(config: DraftConfig, selector: SelectorConfig) -> list[
     ]
 
 
-def _markov_parameters(config: DraftConfig, markov: MarkovConfig) -> list[Parameter]:
+def _markov_parameters(
+    markov: MarkovConfig, layer: ModelConfig, draft_vocab: int
+) -> list[Parameter]:
     """The bias of a vocabulary's scores is divided by ranks as its `lm_head` is."""
-    hidden, folder = config.layer.hidden, "markov_head"
-    before = (config.layer.vocab, markov.rank)
-    scored = (config.draft_vocab, markov.rank)
+    hidden, folder = layer.hidden, "markov_head"
+    before, scored = (layer.vocab, markov.rank), (draft_vocab, markov.rank)
     tensors = [
         single(f"{MARKOV}embed", f"{folder}.markov_w1.weight", before),
         head_of(f"{MARKOV}lm_head", f"{folder}.markov_w2.weight", scored),

@@ -16,11 +16,12 @@ from shared.drafts.fitting import fitted
 from shared.models.checkpoint import open_checkpoint
 from tests.support.training import GOLDEN, golden_model
 
-TARGETS = {"eagle3": "llama", "dflash": "qwen3"}
+TARGETS = {"eagle3": "llama", "dflash": "qwen3", "dspark": "qwen3", "dflash2": "qwen3"}
 
 
 @pytest.mark.parametrize(
-    ("kind", "draft_vocab"), [("eagle3", None), ("eagle3", 64), ("dflash", None)]
+    ("kind", "draft_vocab"),
+    [("eagle3", None), ("eagle3", 64), ("dflash", None), ("dspark", None), ("dflash2", None)],
 )
 def test_a_head_in_the_speculators_format_is_the_one_in_the_authors(kind, draft_vocab, tmp_path):
     folder = GOLDEN / TARGETS[kind]
@@ -31,8 +32,7 @@ def test_a_head_in_the_speculators_format_is_the_one_in_the_authors(kind, draft_
         ids = None if draft_vocab is None else np.arange(0, 4 * draft_vocab, 4)
         head = init.fresh_head(config, target, model, 0, ids)
     else:
-        shape = Block(config.layer, config.aux_streams, block.size, block.mask_id)
-        head = init.fresh_block(shape, target, model, 0)
+        head = init.fresh_block(Block.of(config), target, model, 0)
     export.save_head(tmp_path / "authors", authors, config, head)
     other = speculators_json(authors, config, folder, 4)
     export.save_head(tmp_path / "speculators", other, config, head)
@@ -58,4 +58,7 @@ def test_a_head_in_the_speculators_format_is_the_one_in_the_authors(kind, draft_
 def test_a_kind_that_the_format_has_no_place_for_is_refused(capsys, tmp_path):
     words = ["--target", str(tmp_path), "--draft", "eagle", "--data", "none", "--out", "out"]
     assert main([*words, "--steps", "1", "--format", "speculators"]) == 2
-    assert "--format speculators is for --draft eagle3 and dflash" in capsys.readouterr().err
+    assert (
+        "--format speculators is for --draft eagle3, dflash, dspark and dflash2"
+        in capsys.readouterr().err
+    )

@@ -134,7 +134,9 @@ def log_of(folder: Path) -> list[dict]:
 
 def trained_head(target: Path, data: Path, answers: Path, kind: str, out: Path) -> int:
     words = ["--target", str(target), "--draft", kind, "--data", str(data), "--out", str(out)]
-    shape = {"eagle3": ["--draft-vocab", "200"], "dflash": ["--block", "4", "--layers", "2"]}
+    size = "3" if kind == "dspark" else "4"  # of three drafts, as `CHAIN` has
+    blocks = {each: ["--block", size, "--layers", "2"] for each in ("dflash", "dspark", "dflash2")}
+    shape = {"eagle3": ["--draft-vocab", "200"], **blocks}
     return main([*words, "--outputs", str(answers), *shape.get(kind, []), *HEAD_RUN])
 
 
@@ -181,7 +183,13 @@ def test_the_same_command_goes_on_and_another_run_is_refused(target, data, capsy
     assert "another seed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3", "dflash"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("mtp", "eagle", "eagle3", "dflash", "dspark"),
+        pytest.param("dflash2", marks=pytest.mark.matrix),
+    ],
+)
 def test_a_head_is_trained_on_the_targets_own_answers_and_serves(
     target, data, answers, kind, tmp_path
 ):

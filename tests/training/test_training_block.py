@@ -1,4 +1,4 @@
-"""A DFlash head is trained on the blocks that it will fill in serving."""
+"""Heads with blocks are trained on those that they will fill in serving, and on their choices."""
 
 import jax
 import jax.numpy as jnp
@@ -6,51 +6,74 @@ import numpy as np
 import pytest
 
 from jax_impl.training import block as blocks
-from jax_impl.training import init
+from jax_impl.training import choosing, init
 from jax_impl.training.block import Block
 from jax_impl.training.forward import Passed
 from jax_impl.training.modules import DraftModel
-from shared.models.checkpoint import Checkpoint
-from shared.models.families import config_from_dict
-from shared.models.fields import read_json
-from shared.models.parameters import decoder_parameters, single
+from tests.support.golden_blocks import close, golden_block_head
 from tests.support.training import GOLDEN, golden_model, jitted, lowered, padded, vectors
 
 HOW = {"compute_dtype": jnp.float32, "remat": False}
 
 
-def golden_block() -> tuple[Block, DraftModel]:
-    settings = read_json(GOLDEN / "dflash" / "config.json")
-    layer = config_from_dict({**settings, "architectures": ["Qwen3ForCausalLM"]})
-    own = settings["dflash_config"]
-    streams = tuple(i + 1 for i in own["target_layer_ids"])
-    block = Block(layer, streams, settings["block_size"], own["mask_token_id"])
-    files = Checkpoint([GOLDEN / "dflash" / "model.safetensors"])
-    norm = (layer.hidden,)
-    wanted = [
-        single("fc", "fc.weight", (layer.hidden, len(streams) * layer.hidden)),
-        single("hidden_norm", "hidden_norm.weight", norm),
-        single("final_norm", "norm.weight", norm),
-        *decoder_parameters("layer.", layer, [f"layers.{i}" for i in range(layer.num_layers)]),
-    ]
-    loaded = {p.name: files.load(p, np.float32, lambda count: None) for p in wanted}
-    return block, DraftModel({name: jnp.asarray(array) for name, array in loaded.items()})
+def golden_block(folder: str) -> tuple[Block, DraftModel]:
+    head, _ = golden_block_head(GOLDEN / folder, GOLDEN / "qwen3")
+    return Block.of(head.config), DraftModel(
+        {name: jnp.asarray(array) for name, array in head.weights.items()}
+    )
 
 
-def test_blocks_of_one_sequence_give_the_golden_numbers_all_at_once():
-    want, (block, head), (_, model) = vectors("dflash"), golden_block(), golden_model("qwen3")
-    feats = np.pad(want["feats"], ((0, 8), (0, 0)))[None]
+@pytest.mark.parametrize("folder", ["dflash", "dspark_vanilla", "dflash2_anchor"])
+def test_blocks_of_one_sequence_give_the_golden_numbers_all_at_once(folder):
+    (block, head), (_, model) = golden_block(folder), golden_model("qwen3")
+    given, want = vectors("dflash" if folder == "dflash" else "dflash_speculators"), vectors(folder)
+    feats = np.pad(given["feats"], ((0, 8), (0, 0)))[None]
     parts = dict(zip(block.aux_streams, np.split(feats, 3, axis=2), strict=True))
     streams = tuple(jnp.asarray(parts.get(i, np.full((1, 48, 32), np.nan))) for i in range(9))
     passed = Passed(streams[2], streams)
-    anchors = jnp.asarray(want["starts"][None], jnp.int32)
+    anchors = jnp.asarray(given["starts"][None], jnp.int32)
     fill = jitted(blocks.fill, block, **HOW)
-    hidden = fill(head, model, passed, padded(want["tokens"], 48), anchors)
-    for place, start in enumerate(want["starts"]):
+    hidden = fill(head, model, passed, padded(given["tokens"], 48), anchors)
+    for place, start in enumerate(given["starts"]):
         # Float32 on both sides, magnitudes up to 10: only the orders of the sums differ.
-        got, logits = hidden[0, place], hidden[0, place, 1:] @ model.head[...].T
-        np.testing.assert_allclose(got, want[f"hidden_{start}"], rtol=0, atol=1e-4)
-        np.testing.assert_allclose(logits, want[f"logits_{start}"], rtol=0, atol=1e-4)
+        close(hidden[0, place], want[f"hidden_{start}"])
+        if folder == "dflash":
+            close(hidden[0, place, 1:] @ model.head[...].T, want[f"logits_{start}"])
+
+
+def surprise(scores: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Cross-entropy of the tokens at these places."""
+    return np.logaddexp.reduce(scores, axis=1) - scores[np.arange(len(places)), places]
+
+
+@pytest.mark.parametrize("is_drafted", [True, False])
+@pytest.mark.parametrize("folder", ["dspark_vanilla", "dflash2_anchor"])
+def test_what_is_learnt_of_choices_is_what_their_golden_scores_say(folder, is_drafted):
+    """Of labels that the makers' code drafts, and of others."""
+    (block, head), (_, model) = golden_block(folder), golden_model("qwen3")
+    given, want = vectors("dflash_speculators"), vectors(folder)
+    start = given["starts"][0]
+    drafts, hidden = want[f"draft_ids_{start}"], want[f"hidden_{start}"]
+    before = np.array([given["tokens"][start], *drafts[:-1]])
+    labels = drafts if is_drafted else (drafts + 1) % 256
+    rows = (jnp.asarray(each) for each in (hidden, before, labels))
+    losses, agrees = choosing.loss(block.config, head, model, *rows, jnp.float32)
+    assert agrees.tolist() == [is_drafted] * len(drafts)
+    if block.config.markov is not None:
+        sure = want[f"confidence_{start}"]
+        expected = surprise(want[f"logits_{start}"], labels)
+        expected += np.logaddexp(0, -sure if is_drafted else sure)
+    else:
+        unary, chosen = hidden @ np.asarray(model.head[...]).T, want[f"scores_{start}"]
+        candidates = want[f"candidates_{start}"]
+        has_label = (candidates == labels[:, None]).any(axis=1)
+        assert has_label.all() == is_drafted
+        if not is_drafted:  # a label that is no candidate stands in the last one's place
+            losses, unary, chosen = losses[has_label], unary[has_label], chosen[has_label]
+            candidates, labels = candidates[has_label], labels[has_label]
+        places = (candidates == labels[:, None]).argmax(axis=1)
+        expected = surprise(unary, labels) + surprise(chosen, places)
+    close(losses, expected)
 
 
 def test_anchors_differ_and_stand_before_tokens_of_the_answer():
@@ -63,7 +86,7 @@ def test_anchors_differ_and_stand_before_tokens_of_the_answer():
 
 
 def test_near_slots_weigh_more_and_slots_past_the_answer_nothing():
-    block, _ = golden_block()
+    block, _ = golden_block("dflash")
     mask = np.zeros((1, 20), np.float32)
     mask[0, 5:8] = 1
     anchors, ones = jnp.asarray([[4, 17]]), jnp.ones((1, 20))
@@ -77,9 +100,12 @@ def test_near_slots_weigh_more_and_slots_past_the_answer_nothing():
     assert np.count_nonzero(at_end[0, 1]) == 2
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_a_gradient_step_lowers_the_loss_of_a_fresh_head(remat):
-    block, _ = golden_block()
+@pytest.mark.parametrize(
+    ("folder", "remat"),
+    [("dflash", False), ("dflash", True), ("dspark_vanilla", False), ("dflash2_anchor", False)],
+)
+def test_a_gradient_step_lowers_the_loss_of_a_fresh_head(folder, remat):
+    block, _ = golden_block(folder)
     config, model = golden_model("qwen3")
     head = init.fresh_block(block, config, model, 0)
     tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, config.vocab)
