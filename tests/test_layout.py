@@ -351,7 +351,7 @@ ONE_SIDED_NAMES = {
 """What stands in one twin only, or with other parameters, and why."""
 
 
-_ASKING = ("first_of", "moved", "spread", "support")
+_ASKING = ("first_of", "support")
 OTHER_OPS = {
     **{f"ops/vocabulary.py::{x}": "its program asks which rank it is" for x in _ASKING},
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
