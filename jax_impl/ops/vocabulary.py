@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jax_impl.ops import ranks, scan
+from kernels.mail import MOST_WHOLE_WORDS
 from shared.boundary.ranks import ALONE, Ranks
 from shared.models.ranks import VOCAB_GROUP, vocab_section
 from shared.spec.vocabulary import BITS, DIGIT, GROUP_BITS, KEY_OF_NOTHING, TINY
@@ -56,6 +57,11 @@ def first_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
 def num_tokens_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
     """How many of this rank's places are tokens."""
     return jnp.clip(vocabulary.size - first_of(vocabulary), 0, vocabulary.share)
+
+
+def is_parted(vocabulary: Vocabulary, rows: int) -> bool:
+    """Whether kernels choose so many rows from what parts leave, and not from whole rows."""
+    return not vocabulary.group.is_alone and rows * vocabulary.share > MOST_WHOLE_WORDS
 
 
 def whole(

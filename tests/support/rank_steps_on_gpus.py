@@ -144,10 +144,14 @@ def compare(backend: Backend, steps: Sequence[Step]) -> None:
 
 
 @contextmanager
-def heads_joined(backend: str, is_joined: bool) -> Iterator[None]:
-    """Within it the kernels' table says so of heads and choices, where there are kernels."""
+def choosing(backend: str, is_joined: bool) -> Iterator[None]:
+    """Within it few tokens are chosen from in parts, as many are, and a table joins heads if asked.
+
+    Tokens are few for the rest of the process, which is a test's own.
+    """
     ops: Any = import_module(f"{backend}_impl.ops")
-    before = ops.KERNELS
+    vocabulary: Any = import_module(f"{backend}_impl.ops.vocabulary")
+    before, vocabulary.MOST_WHOLE_WORDS = ops.KERNELS, 0
     if is_joined and before is not None:
         table = Table((Line(at_most={}, tiles=LeavesTiles(joined=True)),))
         ops.KERNELS = replace(before, tiles=replace(before.tiles, leaves=table))
@@ -156,7 +160,7 @@ def heads_joined(backend: str, is_joined: bool) -> Iterator[None]:
 
 
 def _on_torch(rank: Rank, name: str, is_joined: bool) -> int:
-    with heads_joined("torch", is_joined):
+    with choosing("torch", is_joined):
         return _run_torch(rank, name)
 
 
@@ -187,7 +191,7 @@ def _torch_part(name: str, count: int, is_joined: bool) -> int:
 
 
 def _jax_part(name: str, count: int, is_joined: bool) -> int:
-    with heads_joined("jax", is_joined):
+    with choosing("jax", is_joined):
         return _run_jax(name, count)
 
 

@@ -20,6 +20,7 @@ from torch_impl.ops.vocabulary import (
     all_of,
     best_of,
     first_of,
+    is_parted,
     log_probabilities,
     moved,
     norm,
@@ -252,10 +253,10 @@ def kernel_choose(
 ) -> Chosen:
     """As `plain_choose`."""
     given = (seen, positions, sampling, request, allowed)
-    if not vocabulary.group.is_alone:
+    if is_parted(vocabulary, len(logits)):
         return choose_parts(kernels, logits, *given, vocabulary)
     chosen = kernels.sampling.choose(
-        *(logits, *given),
+        *(whole(logits, vocabulary), *given),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
@@ -388,12 +389,11 @@ def kernel_rank(
 ) -> Ranked:
     """As `plain_rank`; what drafts are sampled from is whole.
 
-    Ranks leave each other the best of their parts, but where a law is asked for and where the
-    drafter's vocabulary is another one by its size: there logits are gathered.
+    Logits are gathered where a law is asked for or the drafter has a vocabulary of another size.
     """
     (B, k, _), target = logits.shape, seen.counts.shape[1]
     is_whole = is_sampled or (columns is None and vocabulary.size != target)
-    if not (vocabulary.group.is_alone or is_whole):
+    if is_parted(vocabulary, B * k) and not is_whole:
         own = logits.flatten(0, 1).contiguous()
         given = (own, seen, positions, sampling, positions, None, keys, columns, vocabulary)
         how = {"stream": stream, "width": width, "tau": DRAFT_TAU, "nodes": k}

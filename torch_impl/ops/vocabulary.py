@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kernels.mail import MOST_WHOLE_WORDS
 from shared.boundary.ranks import ALONE, Ranks
 from shared.models.ranks import VOCAB_GROUP, vocab_section
 from shared.spec.vocabulary import BITS, DIGIT, GROUP_BITS, KEY_OF_NOTHING, TINY
@@ -46,6 +47,11 @@ def num_tokens_of(vocabulary: Vocabulary) -> int:
     """How many of this rank's places are tokens."""
     first, end = vocab_section(vocabulary.size).run(vocabulary.group.rank, vocabulary.group.count)
     return end - first
+
+
+def is_parted(vocabulary: Vocabulary, rows: int) -> bool:
+    """Whether kernels choose so many rows from what parts leave, and not from whole rows."""
+    return not vocabulary.group.is_alone and rows * vocabulary.share > MOST_WHOLE_WORDS
 
 
 def whole(
