@@ -69,7 +69,7 @@ def encoded(
     """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
     pixels = picture.pixels.astype(weights.places.dtype)
     x = linear.product(pixels, weights.patches)
-    x = x + _placed(weights.places, picture.corners, picture.shares)
+    x = x + layers.blended(weights.places, picture.corners, picture.shares)
 
     def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:
         return _block(config, _at(weights.blocks, place), x, picture), None
@@ -78,15 +78,6 @@ def encoded(
     merged = _normed(weights.merger_norm, x).reshape(-1, config.merged * config.hidden)
     wide = layers.gelu(linear.product(merged, weights.merger_up))
     return linear.product(wide, weights.merger_down)
-
-
-def _placed(
-    table: Float[jax.Array, "places hidden"],
-    corners: Int[jax.Array, "R 4"],
-    shares: Float[jax.Array, "R 4"],
-) -> Float[jax.Array, "R hidden"]:
-    """The learned place of each patch, between the four rows of the table around it."""
-    return (table[corners].astype(jnp.float32) * shares[..., None]).sum(axis=1).astype(table.dtype)
 
 
 def _at(blocks: TowerBlock, place: Place) -> TowerBlock:
@@ -109,9 +100,7 @@ def _block(
     config: VisionConfig, block: TowerBlock, x: Float[jax.Array, "R hidden"], picture: Patches
 ) -> Float[jax.Array, "R hidden"]:
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
-    q, k, v = qkv.reshape(len(x), 3, config.num_heads, config.head_size).swapaxes(0, 1)
-    q, k = (layers.apply_rotary(each, picture.cos, picture.sin) for each in (q, k))
-    mixed = attention.attend_all(q, k, v, picture.count).reshape(x.shape)
+    mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
     x = x + linear.product(mixed, block.out)
     wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
     return x + linear.product(wide, block.down)

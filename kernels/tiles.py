@@ -25,13 +25,14 @@ codes."""
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionTiles:
-    """Tiles of `attention.attend`.
+    """Tiles of `attention.attend`, and of `attend_all`, whose rows are a picture's patches.
 
     Attributes:
       lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
       ones: Weights are summed by a matrix product with so many columns of 1. Where there are no
         more of them than lanes, Triton splits the rows over its warps, otherwise the columns.
-      unroll: Tiles of a split that a step of the loop adds; all where a split has fewer.
+      unroll: Tiles of a split that a step of the loop adds; all where a split has fewer. A picture
+        has no splits, and 1.
       warps, stages: Of the kernel.
     """
 
@@ -370,6 +371,7 @@ class Table(Generic[T]):
 class Tiles:
     """The tables of all kernels of one language, a field for each module that has some."""
 
+    attend_all: Table[AttentionTiles]
     attention: Table[AttentionTiles]
     delta_feed: Table[DeltaFeedTiles]
     delta_mix: Table[DeltaTiles]
@@ -401,6 +403,7 @@ class Tiles:
 
 
 CLASSES: dict[str, Any] = {
+    "attend_all": AttentionTiles,
     "attention": AttentionTiles,
     "delta_feed": DeltaFeedTiles,
     "delta_mix": DeltaTiles,

@@ -27,7 +27,7 @@ PARTS = {
     *("columns", "delta_chunk", "delta_commit", "delta_feed", "delta_nodes", "delta_rows"),
     *("flat_nodes", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
     *("rejection", "support", "window", "winners", "expert_tiles", "fp8", "groups", "router"),
-    *("codes", "fp8_activations", "leaves", "linear_result", "mailboxes", "ranks"),
+    *("attend_all", "codes", "fp8_activations", "leaves", "linear_result", "mailboxes", "ranks"),
     *("choices", "flags", "vocabulary"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.

@@ -70,7 +70,7 @@ def encoded(
 ) -> Float[Tensor, "tokens out"]:
     """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
     x = linear.product(picture.pixels.to(weights.places.dtype), weights.patches)
-    x = x + _placed(weights.places, picture.corners, picture.shares)
+    x = x + layers.blended(weights.places, picture.corners, picture.shares)
     for block in weights.blocks:
         x = _block(config, block, x, picture)
     merged = _normed(weights.merger_norm, x).reshape(-1, config.merged * config.hidden)
@@ -78,22 +78,11 @@ def encoded(
     return linear.product(wide, weights.merger_down)
 
 
-def _placed(
-    table: Float[Tensor, "places hidden"],
-    corners: Int[Tensor, "R 4"],
-    shares: Float[Tensor, "R 4"],
-) -> Float[Tensor, "R hidden"]:
-    """The learned place of each patch, between the four rows of the table around it."""
-    return (table[corners].float() * shares[..., None]).sum(dim=1).to(table.dtype)
-
-
 def _block(
     config: VisionConfig, block: TowerBlock, x: Float[Tensor, "R hidden"], picture: Patches
 ) -> Float[Tensor, "R hidden"]:
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
-    q, k, v = qkv.reshape(len(x), 3, config.num_heads, config.head_size).unbind(1)
-    q, k = (layers.apply_rotary(each, picture.cos, picture.sin) for each in (q, k))
-    mixed = attention.attend_all(q, k, v, picture.count).reshape(x.shape)
+    mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
     x = x + linear.product(mixed, block.out)
     wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
     return x + linear.product(wide, block.down)

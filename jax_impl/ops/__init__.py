@@ -33,6 +33,7 @@ class Kernels:
     """The kernels of a GPU, module by module, and their tiles."""
 
     acceptance: ModuleType
+    attend_all: ModuleType
     attention: ModuleType
     delta_commit: ModuleType
     delta_feed: ModuleType

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, layers
+from jax_impl.ops import Kernels, draft_tree, is_bfloat16, kernel_or_plain, layers
 from shared.spec.attention import QUERIES
+from shared.spec.numerics import ATTENTION
 
 KV = Float[jax.Array, "L 2 P page Hk D"]
 """Keys and values of the page pools of a stack of attention layers."""
@@ -355,17 +356,21 @@ def _with_block(
     )
 
 
-def attend_all(
-    q: Float[jax.Array, "R H D"],
-    k: Float[jax.Array, "R H D"],
-    v: Float[jax.Array, "R H D"],
+def plain_attend_all(
+    qkv: Float[jax.Array, "R columns"],
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
     count: Int[jax.Array, " 1"],
-) -> Float[jax.Array, "R H D"]:
+) -> Float[jax.Array, "R hidden"]:
     """Softmax attention of each row over all rows that are real; a row of padding gives anything.
 
     Args:
+      qkv: Queries, not scaled, of all heads; then keys, then values, of as many.
+      cos, sin: Of the angles by which queries and keys turn, whose pairs are a head.
       count: How many rows are real, the first of them.
     """
+    q, k, v = qkv.reshape(len(qkv), 3, -1, 2 * cos.shape[1]).swapaxes(0, 1)
+    q, k = (layers.apply_rotary(each, cos, sin) for each in (q, k))
     seen = jnp.arange(len(k)) < count
     values, scale = jnp.where(seen[:, None, None], v, 0), q.shape[2] ** -0.5
     exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
@@ -378,7 +383,23 @@ def attend_all(
     block = min(QUERIES, len(q))
     padded = jnp.pad(q, ((0, -len(q) % block), (0, 0), (0, 0)))
     out = lax.map(attended, padded.reshape(-1, block, *q.shape[1:]))
-    return out.reshape(padded.shape)[: len(q)]
+    return out.reshape(len(padded), -1)[: len(q)]
+
+
+def kernel_attend_all(
+    kernels: Kernels,
+    qkv: Float[jax.Array, "R columns"],
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+    count: Int[jax.Array, " 1"],
+) -> Float[jax.Array, "R hidden"]:
+    size, tile = 2 * cos.shape[1], ATTENTION.tile
+    tiles = kernels.tiles.attend_all.of(item_bytes=2, rows=len(qkv), head_size=size)
+    attend = kernels.attend_all.attend_all
+    return attend(qkv, cos, sin, count, tile=tile, scale=size**-0.5, tiles=tiles)
+
+
+attend_all = kernel_or_plain(kernel_attend_all, plain_attend_all, is_bfloat16)
 
 
 def plain_commit_window(

@@ -1,6 +1,6 @@
 """The small operations that every layer is made of: float32 inside, the input's dtype outside.
 
-As `shared.spec.layers`; on a GPU the norm of bfloat16 is a kernel.
+As `shared.spec.layers`; on a GPU norms, GELUs and blends of bfloat16 are kernels.
 """
 
 from typing import NamedTuple
@@ -99,7 +99,7 @@ def kernel_rms_norm(
 rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
 
 
-def layer_norm(
+def plain_layer_norm(
     x: Float[jax.Array, "... size"],
     weight: Float[jax.Array, " size"],
     bias: Float[jax.Array, " size"],
@@ -112,14 +112,63 @@ def layer_norm(
     return (centred / deviation * weight + bias).astype(x.dtype)
 
 
-def gelu(x: Array) -> Array:
+def kernel_layer_norm(
+    kernels: Kernels,
+    x: Float[jax.Array, "... size"],
+    weight: Float[jax.Array, " size"],
+    bias: Float[jax.Array, " size"],
+    eps: float,
+) -> Float[jax.Array, "... size"]:
+    rows = x.reshape(-1, x.shape[-1])
+    return kernels.layers.layer_norm(rows, weight, bias, eps, order=SQUARES).reshape(x.shape)
+
+
+layer_norm = kernel_or_plain(kernel_layer_norm, plain_layer_norm, is_bfloat16)
+
+
+def plain_gelu(x: Array) -> Array:
     """x times the share of a normal distribution that lies below x."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
-def gelu_tanh(x: Array) -> Array:
+def kernel_gelu(kernels: Kernels, x: Array) -> Array:
+    return kernels.layers.gelu(x)
+
+
+gelu = kernel_or_plain(kernel_gelu, plain_gelu, is_bfloat16)
+
+
+def plain_gelu_tanh(x: Array) -> Array:
     """`gelu` by an approximation of that share."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
+
+
+def kernel_gelu_tanh(kernels: Kernels, x: Array) -> Array:
+    return kernels.layers.gelu_tanh(x)
+
+
+gelu_tanh = kernel_or_plain(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+
+
+def plain_blended(
+    table: Float[jax.Array, "places hidden"],
+    corners: Int[jax.Array, "R 4"],
+    shares: Float[jax.Array, "R 4"],
+) -> Float[jax.Array, "R hidden"]:
+    """What lies between four rows of a table, of each of which a row has a share."""
+    return (table[corners].astype(jnp.float32) * shares[..., None]).sum(axis=1).astype(table.dtype)
+
+
+def kernel_blended(
+    kernels: Kernels,
+    table: Float[jax.Array, "places hidden"],
+    corners: Int[jax.Array, "R 4"],
+    shares: Float[jax.Array, "R 4"],
+) -> Float[jax.Array, "R hidden"]:
+    return kernels.layers.blended(table, corners, shares)
+
+
+blended = kernel_or_plain(kernel_blended, plain_blended, is_bfloat16)
 
 
 def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:

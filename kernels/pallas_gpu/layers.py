@@ -13,6 +13,9 @@ from kernels.limits import row_warps
 from kernels.pallas_gpu.squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.numerics import SquaresOrder
 
+BLOCK = 1024  # numbers of a program that knows no rows
+LOG2_E = 1.4426950408889634
+
 
 def beside(
     x: Float[jax.Array, "R size"],
@@ -53,6 +56,64 @@ def rms_norm(
     return _over_rows(kernel, x, weight, out=out, name="norm", interpret=interpret)
 
 
+def layer_norm(
+    x: Float[jax.Array, "R size"],
+    weight: Float[jax.Array, " size"],
+    bias: Float[jax.Array, " size"],
+    eps: float,
+    *,
+    order: SquaresOrder,
+    interpret: bool = False,
+) -> Float[jax.Array, "R size"]:
+    """As `shared.spec.layers.layer_norm`; the mean is summed as squares are."""
+    kernel = functools.partial(_layer_norm_kernel, eps=eps, order=order)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _over_rows(kernel, x, weight, bias, out=out, name="layer_norm", interpret=interpret)
+
+
+def gelu(x: Float[jax.Array, "R size"], *, interpret: bool = False) -> Float[jax.Array, "R size"]:
+    """As `shared.spec.layers.gelu`."""
+    return _gelu(x, False, interpret)
+
+
+def gelu_tanh(
+    x: Float[jax.Array, "R size"], *, interpret: bool = False
+) -> Float[jax.Array, "R size"]:
+    """As `shared.spec.layers.gelu_tanh`."""
+    return _gelu(x, True, interpret)
+
+
+def _gelu(x, is_tanh, interpret):
+    flat = x.reshape(-1)
+    return pl.pallas_call(
+        functools.partial(_gelu_kernel, is_tanh=is_tanh),
+        grid=(pl.cdiv(len(flat), BLOCK),),
+        out_shape=jax.ShapeDtypeStruct(flat.shape, x.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="gelu",
+    )(flat).reshape(x.shape)
+
+
+def blended(
+    table: Float[jax.Array, "places hidden"],
+    corners: Int[jax.Array, "R 4"],
+    shares: Float[jax.Array, "R 4"],
+    *,
+    interpret: bool = False,
+) -> Float[jax.Array, "R hidden"]:
+    """As `shared.spec.layers.blended`, summed in the order of the corners."""
+    shape = (len(corners), table.shape[1])
+    return pl.pallas_call(
+        _blend_kernel,
+        grid=(len(corners),),
+        out_shape=jax.ShapeDtypeStruct(shape, table.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="blend",
+    )(table, corners, shares)
+
+
 def _over_rows(kernel, x, *others, out, name, interpret):
     R, size = x.shape
     return pl.pallas_call(
@@ -88,6 +149,58 @@ def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
     if weight_ref is not None:
         x = x * pltriton.load(weight_ref.at[column], mask=column < size, other=0.0)
     _store_row(out_ref, x, column)
+
+
+def _layer_norm_kernel(x_ref, weight_ref, bias_ref, out_ref, *, eps, order):
+    """One program a row: its mean off, divided by its deviation, scaled and shifted."""
+    x, column, _ = _row(x_ref, order)
+    size, inside = x_ref.shape[1], column < x_ref.shape[1]
+    x = jnp.where(inside, x - _sum(x, order) * (1.0 / size), 0.0)
+    x = x * lax.rsqrt(_sum(x * x, order) * (1.0 / size) + eps)
+    x = x * pltriton.load(weight_ref.at[column], mask=inside, other=0.0)
+    x = x + pltriton.load(bias_ref.at[column], mask=inside, other=0.0)
+    _store_row(out_ref, x, column)
+
+
+def _sum(terms, order):
+    """Adds the terms of a row, [chunks, terms], chunk by chunk, in units of the largest."""
+    exponent = exponent_of(jnp.abs(terms).max(axis=1), order.digits)
+    units = units_of(terms, exponent[:, None], order.digits).sum(axis=1)
+    sums, digits = in_floats(units, exponent, order.digits), order.digits_of_chunks
+    exponent = exponent_of(jnp.abs(sums).max(), digits)
+    return in_floats(units_of(sums, exponent, digits).sum(), exponent, digits)
+
+
+def _gelu_kernel(x_ref, out_ref, *, is_tanh):
+    """One program a block of numbers, wherever rows end."""
+    place, count = pl.program_id(0) * BLOCK + lax.iota(jnp.int32, BLOCK), x_ref.shape[0]
+    inside = place < count
+    x = pltriton.load(x_ref.at[place], mask=inside, other=0.0).astype(jnp.float32)
+    if is_tanh:
+        # x (1 + tanh(y)) / 2, which is x / (1 + exp(-2 y)).
+        y = x * (1.5957691216057308 + 0.07135481627260025 * (x * x))
+        out = x / (1.0 + jnp.exp2(-y * LOG2_E))
+    else:
+        # The share above |x|, by Abramowitz and Stegun 7.1.26: wrong by 1e-7 at most.
+        z = jnp.abs(x) * 0.7071067811865476
+        t = 1.0 / (1.0 + 0.3275911 * z)
+        above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
+            + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
+        above = above * jnp.exp2(-(z * z) * LOG2_E)
+        out = x * jnp.where(x < 0, above, 1.0 - above)
+    pltriton.store(out_ref.at[place], out.astype(out_ref.dtype), mask=inside)
+
+
+def _blend_kernel(table_ref, corners_ref, shares_ref, out_ref):
+    """One program a row: the sum of its corners' rows by their shares."""
+    row, hidden = pl.program_id(0), table_ref.shape[1]
+    column = lax.iota(jnp.int32, pl.next_power_of_2(hidden))
+    out = jnp.zeros(column.shape, jnp.float32)
+    for corner in range(4):
+        at = table_ref.at[corners_ref[row, corner], column]
+        x = pltriton.load(at, mask=column < hidden, other=0.0).astype(jnp.float32)
+        out += x * shares_ref[row, corner]
+    _store_row(out_ref, out, column)
 
 
 def _store_row(out_ref, x, column):

@@ -3,7 +3,7 @@
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -11,6 +11,9 @@ from kernels.limits import row_warps
 from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.numerics import SquaresOrder
+
+BLOCK = tl.constexpr(1024)  # numbers of a program that knows no rows
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def beside(
@@ -49,6 +52,51 @@ def rms_norm(
     given = (x, out, out, out if weight is None else weight, eps)  # as above
     flags = {"is_norm": True, "is_scaled": weight is not None}
     _row_kernel[(len(x),)](*given, **flags, **_settings(x, order))
+    return out
+
+
+def layer_norm(
+    x: Float[Tensor, "R size"],
+    weight: Float[Tensor, " size"],
+    bias: Float[Tensor, " size"],
+    eps: float,
+    *,
+    order: SquaresOrder,
+) -> Float[Tensor, "R size"]:
+    """As `shared.spec.layers.layer_norm`; the mean is summed as squares are."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _layer_norm_kernel[(len(x),)](x, out, weight, bias, eps, **_settings(x, order))
+    return out
+
+
+def gelu(x: Float[Tensor, "R size"]) -> Float[Tensor, "R size"]:
+    """As `shared.spec.layers.gelu`."""
+    return _gelu(x, is_tanh=False)
+
+
+def gelu_tanh(x: Float[Tensor, "R size"]) -> Float[Tensor, "R size"]:
+    """As `shared.spec.layers.gelu_tanh`."""
+    return _gelu(x, is_tanh=True)
+
+
+def _gelu(x: Float[Tensor, "R size"], *, is_tanh: bool) -> Float[Tensor, "R size"]:
+    x = x.contiguous()
+    out, grid = torch.empty_like(x), (triton.cdiv(x.numel(), BLOCK.value),)
+    _gelu_kernel[grid](x, out, x.numel(), is_tanh=is_tanh, num_warps=4, **launching(x))
+    return out
+
+
+def blended(
+    table: Float[Tensor, "places hidden"],
+    corners: Int[Tensor, "R 4"],
+    shares: Float[Tensor, "R 4"],
+) -> Float[Tensor, "R hidden"]:
+    """As `shared.spec.layers.blended`, summed in the order of the corners."""
+    R, hidden = len(corners), table.shape[1]
+    out, block = table.new_empty((R, hidden)), triton.next_power_of_2(hidden)
+    given = (table, corners.contiguous(), shares.contiguous(), out)
+    _blend_kernel[(R,)](*given, hidden=hidden, block=block, num_warps=4, **launching(table))
     return out
 
 
@@ -102,3 +150,83 @@ def _row_kernel(
         x = x * tl.load(weight_at + column, mask=column < size, other=0.0)
     if is_norm or is_scaled:
         tl.store(out_at + row * size + column, x.to(out_at.dtype.element_ty), mask=column < size)
+
+
+@triton.jit
+def _layer_norm_kernel(
+    x_at,
+    out_at,
+    weight_at,
+    bias_at,
+    eps,
+    size: tl.constexpr,
+    chunk: tl.constexpr,
+    spread: tl.constexpr,
+    digits: tl.constexpr,
+    digits_of_chunks: tl.constexpr,
+    is_launched: tl.constexpr,
+):
+    """One program a row: its mean off, divided by its deviation, scaled and shifted."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, spread)[:, None] * chunk + tl.arange(0, chunk)[None, :]
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    inside = column < size
+    x = tl.load(x_at + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.where(inside, x - _sum(x, digits, digits_of_chunks) * (1.0 / size), 0.0)
+    x = x * tl.rsqrt(_sum(x * x, digits, digits_of_chunks) * (1.0 / size) + eps)
+    x = x * tl.load(weight_at + column, mask=inside, other=0.0)
+    x = x + tl.load(bias_at + column, mask=inside, other=0.0)
+    tl.store(out_at + row * size + column, x.to(out_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum(terms, digits: tl.constexpr, digits_of_chunks: tl.constexpr):
+    """Adds the terms of a row, [chunks, terms], chunk by chunk, in units of the largest."""
+    exponent = exponent_of(tl.max(tl.abs(terms), 1), digits)
+    sums = in_floats(tl.sum(units_of(terms, exponent[:, None], digits), 1), exponent, digits)
+    exponent = exponent_of(tl.max(tl.abs(sums), 0), digits_of_chunks)
+    units = tl.sum(units_of(sums, exponent, digits_of_chunks), 0)
+    return in_floats(units, exponent, digits_of_chunks)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gelu_kernel(x_at, out_at, count, is_tanh: tl.constexpr, is_launched: tl.constexpr):
+    """One program a block of numbers, wherever rows end."""
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_at + place, mask=place < count, other=0.0).to(tl.float32)
+    if is_tanh:
+        # x (1 + tanh(y)) / 2, which is x / (1 + exp(-2 y)).
+        y = x * (1.5957691216057308 + 0.07135481627260025 * (x * x))
+        out = x / (1.0 + tl.exp2(-y * LOG2_E))
+    else:
+        # The share above |x|, by Abramowitz and Stegun 7.1.26: wrong by 1e-7 at most.
+        z = tl.abs(x) * 0.7071067811865476
+        t = 1.0 / (1.0 + 0.3275911 * z)
+        above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
+            + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
+        above = above * tl.exp2(-(z * z) * LOG2_E)
+        out = x * tl.where(x < 0, above, 1.0 - above)
+    tl.store(out_at + place, out.to(out_at.dtype.element_ty), mask=place < count)
+
+
+@triton.jit
+def _blend_kernel(
+    table_at, corners_at, shares_at, out_at,
+    hidden: tl.constexpr, block: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program a row: the sum of its corners' rows by their shares."""
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    out = tl.zeros((block,), tl.float32)
+    for corner in tl.static_range(4):
+        start = tl.load(corners_at + row * 4 + corner).to(tl.int64) * hidden
+        x = tl.load(table_at + start + column, mask=column < hidden, other=0.0).to(tl.float32)
+        out += x * tl.load(shares_at + row * 4 + corner)
+    tl.store(out_at + row * hidden + column, out.to(out_at.dtype.element_ty), mask=column < hidden)

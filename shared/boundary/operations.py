@@ -37,8 +37,7 @@ class KernelLimits:
 
 
 WITHOUT_LAYERS = (Work.COUNT, Work.ENCODE)
-"""Works that run no layer of the text model. Of a tower the products alone have kernels, which take
-what those of the text model's layers take."""
+"""Works that run no layer of the text model."""
 
 Fault = Callable[[KernelLimits, Blueprint, Program], str | None]
 
@@ -101,6 +100,12 @@ def _dtype_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) ->
     return f"{takes.product_dtype}, not {blueprint.dtype}"
 
 
+def _tower_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+    if program.work is not Work.ENCODE or blueprint.dtype == takes.product_dtype:
+        return None
+    return f"{takes.product_dtype}, not {blueprint.dtype}"
+
+
 def _feed_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
     has_layers = any(model.gated_delta is not None for model in _models(blueprint))
     is_fed = has_layers and program.work is Work.PREFILL
@@ -127,6 +132,12 @@ def _experts_size_fault(takes: KernelLimits, blueprint: Blueprint, program: Prog
     return None
 
 
+OF_TOWERS = (
+    "attention.attend_all",
+    *(f"layers.{name}" for name in ("blended", "gelu", "gelu_tanh", "layer_norm")),
+)
+"""Operations that a vision tower alone runs."""
+
 OPERATIONS = (
     Operation("mix", _attention_fault, is_refused=True),
     Operation("delta_mix", _delta_fault, is_refused=True),
@@ -136,6 +147,7 @@ OPERATIONS = (
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
     Operation("projection", _dtype_fault, is_refused=False),
+    *(Operation(name, _tower_fault, is_refused=False) for name in OF_TOWERS),
 )
 """Every operation whose kernels do not take all that a start may ask of them.
 

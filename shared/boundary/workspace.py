@@ -66,13 +66,19 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
 
 
 def _tower_bytes(program: Program, blueprint: Blueprint) -> int:
-    """Of a picture: its patches, the widest part of a block, and the scores of some of its rows."""
+    """Of a picture: its patches, and the widest part of a block.
+
+    Where operations are plain they work in float32, and attention has the scores of some rows.
+    """
     pictures = blueprint.capacity.pictures
     assert pictures is not None  # a model that sees has the program
     vision, rows = pictures.vision, program.tokens
     widest = max(8 * vision.hidden, 2 * vision.hidden + 2 * vision.intermediate)
+    patches = rows * (vision.patch_numbers + 2 * vision.head_size) * 4
+    if blueprint.on_gpu and blueprint.dtype == "bfloat16":
+        return patches + rows * widest * blueprint.item_bytes
     scores = vision.num_heads * min(rows, QUERIES) * rows * 12  # with weights, and their type's
-    return rows * ((vision.patch_numbers + 2 * vision.head_size) * 4 + widest * 4) + scores
+    return patches + rows * widest * 4 + scores
 
 
 def gathered_attention(program: Program, model: ModelConfig, capacity: Capacity, item: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from shared.spec import draft_tree
+from shared.spec import draft_tree, layers
 
 
 @dataclass(frozen=True)
@@ -225,24 +225,28 @@ QUERIES = 256
 
 
 def attend_all(
-    q: Float[np.ndarray, "R H D"],
-    k: Float[np.ndarray, "R H D"],
-    v: Float[np.ndarray, "R H D"],
+    qkv: Float[np.ndarray, "R columns"],
+    cos: Float[np.ndarray, "R half"],
+    sin: Float[np.ndarray, "R half"],
     count: Int[np.ndarray, " 1"],
-) -> Float[np.ndarray, "R H D"]:
+) -> Float[np.ndarray, "R hidden"]:
     """Softmax attention of each row over all rows that are real, as the patches of a picture see.
 
     Args:
-      q: Queries, not scaled; each has a head of keys and values of its own.
+      qkv: Queries, not scaled, of all heads; then keys, then values, of as many.
+      cos, sin: Of the angles by which queries and keys turn, whose pairs are a head.
       count: How many rows are real, the first of them; those behind are seen by nobody, and what
         they themselves get is of no use.
     """
+    q, k, v = qkv.reshape(len(qkv), 3, -1, 2 * cos.shape[1]).transpose(1, 0, 2, 3)
+    q, k = (layers.apply_rotary(each, cos, sin) for each in (q, k))
     seen = np.arange(len(k)) < count
     scores = np.einsum("qhd,khd->hqk", q, k, optimize=True) * np.float32(q.shape[2] ** -0.5)
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights = weights / weights.sum(axis=-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, np.where(seen[:, None, None], v, 0), optimize=True)
+    values = np.where(seen[:, None, None], v, 0)
+    return np.einsum("hqk,khd->qhd", weights, values, optimize=True).reshape(len(qkv), -1)
 
 
 def commit_window(

@@ -99,6 +99,15 @@ def gelu_tanh(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     return np.float32(0.5) * x * (1 + np.tanh(inner))
 
 
+def blended(
+    table: Float[np.ndarray, "places hidden"],
+    corners: Int[np.ndarray, "R 4"],
+    shares: Float[np.ndarray, "R 4"],
+) -> Float[np.ndarray, "R hidden"]:
+    """What lies between four rows of a table, of each of which a row has a share."""
+    return (table[corners] * shares[..., None]).sum(axis=1)
+
+
 def l2norm(x: Float[np.ndarray, "... size"]) -> Float[np.ndarray, "... size"]:
     """Scales the last axis to unit length; the 1e-6 stands inside the root."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)

@@ -165,7 +165,7 @@ def encoded(
       picture: With any number of rows of padding, which become rows of no use behind the others.
     """
     x = linear.product(picture.pixels, _single(weights, "vision.patches"))
-    x = x + _placed(weights["vision.places"], picture.corners, picture.shares)
+    x = x + layers.blended(weights["vision.places"], picture.corners, picture.shares)
     for block in range(config.depth):
         x = _block(config, weights, block, x, picture)
     x = _normed(weights, "vision.merger_norm", x)
@@ -173,15 +173,6 @@ def encoded(
         x.reshape(-1, config.merged * config.hidden), _single(weights, "vision.merger.up")
     )
     return linear.product(layers.gelu(wide), _single(weights, "vision.merger.down"))
-
-
-def _placed(
-    table: Float[np.ndarray, "places hidden"],
-    corners: Int[np.ndarray, "R 4"],
-    shares: Float[np.ndarray, "R 4"],
-) -> Float[np.ndarray, "R hidden"]:
-    """The learned place of each patch, between the four rows of the table around it."""
-    return (table[corners] * shares[..., None]).sum(axis=1)
 
 
 def _block(
@@ -193,9 +184,7 @@ def _block(
 ) -> Float[np.ndarray, "R hidden"]:
     normed = _normed(weights, "vision.attention_norm", x, block)
     qkv = linear.product(normed, matrix(weights, "vision.attention.inputs", block))
-    q, k, v = qkv.reshape(len(x), 3, config.num_heads, config.head_size).transpose(1, 0, 2, 3)
-    q, k = (layers.apply_rotary(each, picture.cos, picture.sin) for each in (q, k))
-    mixed = attention.attend_all(q, k, v, picture.count).reshape(x.shape)
+    mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
     x = x + linear.product(mixed, matrix(weights, "vision.attention.out", block))
     normed = _normed(weights, "vision.mlp_norm", x, block)
     wide = layers.gelu_tanh(linear.product(normed, matrix(weights, "vision.mlp.up", block)))

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from jax_impl import platform as jax_platform
-from shared.boundary.operations import OPERATIONS, PlainOperation, plain_gauges, plain_operations
+from shared.boundary.operations import (
+    OF_TOWERS,
+    OPERATIONS,
+    PlainOperation,
+    plain_gauges,
+    plain_operations,
+)
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
@@ -17,10 +23,12 @@ from shared.process import loop
 from shared.process.device import Device
 from shared.process.launch import launch
 from shared.process.memory_plan import plan
+from shared.process.pictures import Tower
 from shared.process.start import Platform
 from shared.server.server_metrics import ServerMetrics
 from shared.spec.acceptance import RULES
 from tests.support import reference_serve
+from tests.support.golden_pictures import picture_config, vision
 from tests.support.tiny_models import tiny_model, write_tiny
 from torch_impl import platform as torch_platform
 
@@ -44,13 +52,17 @@ def config_with(**sizes: int) -> ModelConfig:
 
 
 def asked(
-    platform: Platform, model: ModelConfig, device: Device = GPU, **flags: object
+    platform: Platform,
+    model: ModelConfig,
+    device: Device = GPU,
+    tower: Tower | None = None,
+    **flags: object,
 ) -> tuple[PlainOperation, ...]:
     """What runs plain in the programs of a start, unless it is refused."""
     values = {"model_path": "model", "max_running_requests": 2, "max_total_tokens": 4096} | flags
     options = Options.from_values(values)
     drafts = Drafts.of_mtp(model) if options.speculative.with_mtp else Drafts.none()
-    memory = plan(options, model, drafts, device, platform.costs)
+    memory = plan(options, model, drafts, device, platform.costs, tower=tower)
     assert platform.kernels is not None
     return plain_operations(memory.blueprint, platform.kernels)
 
@@ -105,6 +117,15 @@ def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
     assert [each.name for each in found] == names
     assert {each.reason for each in found} == {"bfloat16, not float32"}
     assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
+
+
+@each_platform
+def test_a_tower_in_float32_is_counted_on_a_gpu(platform):
+    tower = Tower(vision(), picture_config())
+    found = {each.name: each for each in asked(platform, CONFIG, tower=tower, dtype="float32")}
+    assert {*OF_TOWERS} <= found.keys()
+    assert {found[name].reason for name in OF_TOWERS} == {"bfloat16, not float32"}
+    assert asked(platform, CONFIG, tower=tower) == ()
 
 
 EXPERTS = tiny_model("qwen3_5_moe", 0)[0]

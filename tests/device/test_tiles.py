@@ -109,7 +109,7 @@ def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
 
 def test_a_table_of_no_kernel_and_a_kernel_without_one_are_refused(tmp_path: Path) -> None:
     write(tmp_path, MEASURED, [LINE], softmax=[LINE])
-    with pytest.raises(ValueError, match=r"tables must be \['attention', .*\], got .*'softmax'"):
+    with pytest.raises(ValueError, match=r"tables must be \['attend_all', .*\], got .*'softmax'"):
         Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from shared.spec import attention as spec
 from shared.spec import draft_tree
+from shared.spec.layers import apply_rotary
 from tests.support.implementations import Implementation, each_implementation
 
 HQ, HK, D = 4, 2, 8
@@ -294,18 +295,23 @@ def test_implementations_write_and_commit_the_same_rows(implementation: Implemen
 
 
 def picture_rows(num_rows: int) -> list[np.ndarray]:
+    """Queries, keys and values of three heads of 8, and angles."""
     rng = np.random.default_rng(num_rows)
-    return [rng.standard_normal((num_rows, 3, 8)).astype(np.float32) for _ in range(3)]
+    angles = rng.uniform(-3, 3, (num_rows, 4))
+    qkv = rng.standard_normal((num_rows, 3 * 24))
+    return [x.astype(np.float32) for x in (qkv, np.cos(angles), np.sin(angles))]
 
 
 def test_a_row_of_a_picture_sees_all_of_it_and_no_padding() -> None:
-    q, k, v = picture_rows(12)
-    k[9:], v[9:] = 1e4, np.nan
-    got = spec.attend_all(q, k, v, np.array([9]))
-    given = (torch.tensor(x[:9]).transpose(0, 1) for x in (q, k, v))
+    qkv, cos, sin = picture_rows(12)
+    qkv[9:, 24:48], qkv[9:, 48:] = 1e4, np.nan
+    got = spec.attend_all(qkv, cos, sin, np.array([9]))
+    q, k, v = qkv[:9].reshape(9, 3, 3, 8).swapaxes(0, 1)
+    q, k = (apply_rotary(x, cos[:9], sin[:9]) for x in (q, k))
+    given = (torch.tensor(x).transpose(0, 1) for x in (q, k, v))
     want = torch.nn.functional.scaled_dot_product_attention(*given).transpose(0, 1)
     # Float32 on both sides: only the order of the sums differs.
-    np.testing.assert_allclose(got[:9], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[:9], want.flatten(1), rtol=1e-5, atol=1e-6)
 
 
 @each_implementation
@@ -313,10 +319,10 @@ def test_a_row_of_a_picture_sees_all_of_it_and_no_padding() -> None:
 def test_implementations_attend_over_a_picture_as_the_specification(
     num_rows: int, implementation: Implementation
 ) -> None:
-    q, k, v = picture_rows(num_rows)
+    qkv, cos, sin = picture_rows(num_rows)
     count = np.array([num_rows - 11])
-    k[-11:], v[-11:] = 1e4, np.nan
-    got = implementation("attention").attend_all(q, k, v, count)
-    want = spec.attend_all(q, k, v, count)
+    qkv[-11:, 24:48], qkv[-11:, 48:] = 1e4, np.nan
+    got = implementation("attention").attend_all(qkv, cos, sin, count)
+    want = spec.attend_all(qkv, cos, sin, count)
     # Float32 on both sides: only the order of the sums differs.
     np.testing.assert_allclose(got[:-11], want[:-11], rtol=1e-5, atol=1e-5)

@@ -31,6 +31,7 @@ ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
 MODULES = (
     "acceptance",
+    "attend_all",
     "attention",
     "delta_commit",
     "delta_feed",

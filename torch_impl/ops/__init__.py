@@ -27,6 +27,7 @@ class Kernels:
     """The kernels of this machine's GPU, module by module, and their tiles."""
 
     acceptance: ModuleType
+    attend_all: ModuleType
     attention: ModuleType
     delta_commit: ModuleType
     delta_feed: ModuleType
@@ -57,6 +58,7 @@ KERNELS: Kernels | None = None
 
 if torch.cuda.is_available():
     from kernels.triton_gpu import acceptance as acceptance_kernel
+    from kernels.triton_gpu import attend_all as attend_all_kernel
     from kernels.triton_gpu import attention as attention_kernel
     from kernels.triton_gpu import delta_commit as delta_commit_kernel
     from kernels.triton_gpu import delta_feed as delta_feed_kernel
@@ -83,6 +85,7 @@ if torch.cuda.is_available():
 
     KERNELS = Kernels(
         acceptance=acceptance_kernel,
+        attend_all=attend_all_kernel,
         attention=attention_kernel,
         delta_commit=delta_commit_kernel,
         delta_feed=delta_feed_kernel,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shared.spec.attention import QUERIES
 from shared.spec.gated_delta import CHUNK
-from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, layers
+from shared.spec.numerics import ATTENTION
+from torch_impl.ops import Kernels, at_most, draft_tree, is_bfloat16, kernel_or_plain, layers
 
 
 @dataclass(frozen=True)
@@ -283,13 +284,15 @@ def _softmax_attention(
     return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
 
 
-def attend_all(
-    q: Float[Tensor, "R H D"],
-    k: Float[Tensor, "R H D"],
-    v: Float[Tensor, "R H D"],
+def plain_attend_all(
+    qkv: Float[Tensor, "R columns"],
+    cos: Float[Tensor, "R half"],
+    sin: Float[Tensor, "R half"],
     count: Int[Tensor, " 1"],
-) -> Float[Tensor, "R H D"]:
+) -> Float[Tensor, "R hidden"]:
     """As the specification."""
+    q, k, v = qkv.reshape(len(qkv), 3, -1, 2 * cos.shape[1]).unbind(1)
+    q, k = (layers.apply_rotary(each, cos, sin) for each in (q, k))
     seen, scale = torch.arange(len(k), device=k.device) < count, q.shape[2] ** -0.5
     keys = k.permute(1, 2, 0).float()  # [H, D, R]
     values = v.masked_fill(~seen[:, None, None], 0).transpose(0, 1)  # [H, R, D]
@@ -299,7 +302,23 @@ def attend_all(
         weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).to(v.dtype)
         return (weights @ values).transpose(0, 1)
 
-    return torch.cat([attended(queries) for queries in q.split(QUERIES)])
+    return torch.cat([attended(queries) for queries in q.split(QUERIES)]).flatten(1)
+
+
+def kernel_attend_all(
+    kernels: Kernels,
+    qkv: Float[Tensor, "R columns"],
+    cos: Float[Tensor, "R half"],
+    sin: Float[Tensor, "R half"],
+    count: Int[Tensor, " 1"],
+) -> Float[Tensor, "R hidden"]:
+    size, tile = 2 * cos.shape[1], ATTENTION.tile
+    tiles = kernels.tiles.attend_all.of(item_bytes=2, rows=len(qkv), head_size=size)
+    attend = kernels.attend_all.attend_all
+    return attend(qkv, cos, sin, count, tile=tile, scale=size**-0.5, tiles=tiles)
+
+
+attend_all = kernel_or_plain(kernel_attend_all, plain_attend_all, is_bfloat16)
 
 
 def plain_commit_window(

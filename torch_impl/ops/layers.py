@@ -1,6 +1,6 @@
 """As `shared.spec.layers`, in torch; norms and rotary angles are float32 whatever the model is.
 
-On a GPU the norm of bfloat16 is a kernel; see `torch_impl.ops`.
+On a GPU norms, GELUs and blends of bfloat16 are kernels; see `torch_impl.ops`.
 """
 
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def kernel_rms_norm(
 rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
 
 
-def layer_norm(
+def plain_layer_norm(
     x: Float[Tensor, "... size"],
     weight: Float[Tensor, " size"],
     bias: Float[Tensor, " size"],
@@ -129,12 +129,60 @@ def layer_norm(
     return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
-def gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def kernel_layer_norm(
+    kernels: Kernels,
+    x: Float[Tensor, "... size"],
+    weight: Float[Tensor, " size"],
+    bias: Float[Tensor, " size"],
+    eps: float,
+) -> Float[Tensor, "... size"]:
+    rows = x.reshape(-1, x.shape[-1])
+    return kernels.layers.layer_norm(rows, weight, bias, eps, order=SQUARES).reshape(x.shape)
+
+
+layer_norm = kernel_or_plain(kernel_layer_norm, plain_layer_norm, is_bfloat16)
+
+
+def plain_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return _lane_by_lane(functional.gelu, x.float()).to(x.dtype)
 
 
-def gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+def kernel_gelu(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return kernels.layers.gelu(x)
+
+
+gelu = kernel_or_plain(kernel_gelu, plain_gelu, is_bfloat16)
+
+
+def plain_gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return _lane_by_lane(partial(functional.gelu, approximate="tanh"), x.float()).to(x.dtype)
+
+
+def kernel_gelu_tanh(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return kernels.layers.gelu_tanh(x)
+
+
+gelu_tanh = kernel_or_plain(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+
+
+def plain_blended(
+    table: Float[Tensor, "places hidden"],
+    corners: Int[Tensor, "R 4"],
+    shares: Float[Tensor, "R 4"],
+) -> Float[Tensor, "R hidden"]:
+    return (table[corners].float() * shares[..., None]).sum(dim=1).to(table.dtype)
+
+
+def kernel_blended(
+    kernels: Kernels,
+    table: Float[Tensor, "places hidden"],
+    corners: Int[Tensor, "R 4"],
+    shares: Float[Tensor, "R 4"],
+) -> Float[Tensor, "R hidden"]:
+    return kernels.layers.blended(table, corners, shares)
+
+
+blended = kernel_or_plain(kernel_blended, plain_blended, is_bfloat16)
 
 
 def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:

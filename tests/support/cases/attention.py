@@ -213,4 +213,35 @@ COMMITS = [
         *((1, 6, 8, 128, 16, 36), (32, 6, 8, 128, 16, 36)),
     )
 ]
-TABLE = [*(_op_case(name, make) for name, make in SMALL.items()), *COMMITS]
+
+
+def picture_arguments(seed: int, *, R: int, heads: int, D: int, spare: int) -> Arguments:
+    """Patches of a picture, so many of which are padding: larger than others, and no numbers."""
+    rng = np.random.default_rng(seed)
+    qkv, angles = (
+        rng.standard_normal((R, 3 * heads * D), np.float32),
+        rng.uniform(-3, 3, (R, D // 2)),
+    )
+    qkv[R - spare :] = np.nan
+    cos, sin = (x.astype(np.float32) for x in (np.cos(angles), np.sin(angles)))
+    return {"qkv": qkv, "cos": cos, "sin": sin, "count": np.array([R - spare], np.int32)}
+
+
+def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str) -> OpCase:
+    return OpCase(
+        op="attention",
+        function="attend_all",
+        name=f"{R} patches, {spare} of padding, {heads} heads of {D}",
+        make=partial(picture_arguments, R=R, heads=heads, D=D, spare=spare),
+        dtype=dtype,
+        wide=("cos", "sin"),
+        is_large=dtype == "bfloat16",
+        real_rows=lambda arguments: np.arange(arguments["count"][0]),
+    )
+
+
+PICTURES = [
+    *(_picture_case(R, 2, D, 5, "float32") for R, D in ((21, 16), (140, 72))),
+    *(_picture_case(R, 16, 72, spare, "bfloat16") for R, spare in ((1024, 100), (4096, 0))),
+]
+TABLE = [*(_op_case(name, make) for name, make in SMALL.items()), *COMMITS, *PICTURES]

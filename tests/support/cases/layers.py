@@ -1,5 +1,6 @@
-"""Cases of `layers.rms_norm`: odd sizes, and rows of Qwen3-8B."""
+"""Cases of `layers`: odd sizes, rows of Qwen3-8B, and the patches of Qwen3.5-9B's tower."""
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -14,15 +15,42 @@ def norm_arguments(seed: int, *, R: int, size: int) -> Arguments:
     return {"x": rng.standard_normal((R, size), np.float32), "weight": weight, "eps": 1e-6}
 
 
-TABLE = [
-    OpCase(
+def layer_norm_arguments(seed: int, *, R: int, size: int) -> Arguments:
+    """As `norm_arguments`, of rows with a mean, and what the norm is shifted by."""
+    found = norm_arguments(seed, R=R, size=size)
+    bias = np.random.default_rng(seed + 1).standard_normal(size, np.float32)
+    return found | {"x": found["x"] + 2, "bias": bias}
+
+
+def gelu_arguments(seed: int, *, R: int, size: int) -> Arguments:
+    """Numbers on both sides of 0, some of them far off."""
+    return {"x": 3 * np.random.default_rng(seed).standard_normal((R, size), np.float32)}
+
+
+def blend_arguments(seed: int, *, R: int, size: int, side: int = 48) -> Arguments:
+    """Rows between those of a table of so many places on a side."""
+    rng = np.random.default_rng(seed)
+    return {
+        "table": rng.standard_normal((side**2, size), np.float32),
+        "corners": rng.integers(0, side**2, (R, 4), dtype=np.int32),
+        "shares": rng.dirichlet(np.ones(4), R).astype(np.float32),
+    }
+
+
+def _case(function: str, name: str, dtype: str, make: Callable[[int], Arguments]) -> OpCase:
+    return OpCase(
         op="layers",
-        function="rms_norm",
+        function=function,
         name=name,
-        make=partial(norm_arguments, R=R, size=size),
+        make=make,
         dtype=dtype,
+        wide=("weight", "bias", "shares") if function != "rms_norm" else (),
         is_large=dtype == "bfloat16",
     )
+
+
+NORMS = [
+    _case("rms_norm", name, dtype, partial(norm_arguments, R=R, size=size))
     for name, R, size, dtype in (
         ("three rows", 3, 96, "float32"),
         ("1 row", 1, 4096, "bfloat16"),
@@ -30,3 +58,14 @@ TABLE = [
         ("128 rows", 128, 4096, "bfloat16"),
     )
 ]
+OF_TOWERS = [
+    _case(function, name, dtype, partial(make, R=R, size=size))
+    for name, R, dtype in (("three rows", 3, "float32"), ("4096 patches", 4096, "bfloat16"))
+    for function, make, size in (
+        ("layer_norm", layer_norm_arguments, 1152),
+        ("gelu", gelu_arguments, 4304),
+        ("gelu_tanh", gelu_arguments, 4304),
+        ("blended", blend_arguments, 1152),
+    )
+]
+TABLE = [*NORMS, *OF_TOWERS]

@@ -1,0 +1,40 @@
+"""On a GPU the tower gives the same bits in JAX and in torch, whatever the padding.
+
+python -m pytest -o addopts= -m gpu tests/bench/test_gpu_pictures.py
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.steps.pictures import ENCODERS, PICTURES, QWEN3_5
+from shared.spec import tower
+
+pytestmark = pytest.mark.gpu
+
+VISION = replace(QWEN3_5, depth=3)
+SIDES = [(256, 256), (96, 672), (640, 416)]
+"""Of pictures: 256, 252 and 1,040 patches."""
+
+
+@pytest.fixture(scope="module", params=ENCODERS)
+def encoder(request):
+    return request.param, ENCODERS[request.param](VISION)
+
+
+FOUND: dict[tuple[int, int], np.ndarray] = {}
+"""What the first backend made of a picture."""
+
+
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+def test_a_pictures_rows_have_the_same_bits_on_both_backends_and_with_padding(encoder, sides):
+    name, encode = encoder
+    given = np.random.default_rng(sides[0]).integers(0, 256, (*sides, 3), dtype=np.uint8)
+    picture = tower.pixels_of(given, VISION, PICTURES)
+    rows = encode(picture)()
+    assert np.isfinite(rows).all()
+    assert len(np.unique(rows)) > 1000
+    padded = picture.padded(picture.num_patches + 300, VISION)
+    np.testing.assert_array_equal(encode(padded)()[: len(rows)], rows)
+    np.testing.assert_array_equal(rows, FOUND.setdefault(sides, rows), err_msg=name)
