@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace, command: str) -> Report:
             report.add_side(side, rate)
             for case in _cases(arguments, side):
                 for tiles in arguments.tiles:
-                    with side.with_tiles(case.op, tiles):
+                    with side.with_tiles(case, tiles):
                         if report.may_begin(side, case):
                             report.add(measure(side, case, tiles, rate))
         side.release()

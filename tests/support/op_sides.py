@@ -86,13 +86,16 @@ class Side(ABC):
         return self._ops.plain() if ops == "plain" else nullcontext()
 
     @contextmanager
-    def with_tiles(self, op: str, changes: Changes) -> Iterator[None]:
-        """Within it a module's kernels have the tiles of the GPU's file, and some of them changed.
+    def with_tiles(self, case: OpCase, changes: Changes) -> Iterator[None]:
+        """Within it a case's kernels have the tiles of the GPU's file, and some of them changed.
+
+        They are those of its function, where it has a table, else of its module.
 
         Raises:
           ValueError: There are tiles to change and no kernels here that have any.
         """
         bound = self._ops.KERNELS
+        op = case.function if bound and hasattr(bound.tiles, case.function) else case.op
         if changes and (bound is None or not hasattr(bound.tiles, op)):
             raise ValueError(f"{op} has no tiles on {self.device}")
         if changes:

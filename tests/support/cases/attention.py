@@ -237,6 +237,7 @@ def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str) -> OpCase:
         wide=("cos", "sin"),
         is_large=dtype == "bfloat16",
         real_rows=lambda arguments: np.arange(arguments["count"][0]),
+        specify=lambda arguments, rows: [spec.attend_all(**arguments)[rows]],
     )
 
 
