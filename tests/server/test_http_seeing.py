@@ -19,24 +19,27 @@ from tests.support.pictures import rgb, stored, url_of
 from tests.support.seeing import IMAGE, Prompt, pixels
 
 TOKENS = 12
-SPECIAL = {"<|image|>": IMAGE, "<|user|>": IMAGE + 1, "<|assistant|>": IMAGE + 2}
+MARKS = ("<|image|>", "<|user|>", "<|assistant|>", "<tool_call>", "</tool_call>", "<|end|>")
+SPECIAL = {mark: IMAGE + number for number, mark in enumerate(MARKS)}
 TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
     "{{ '<|image|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
-    "{% endfor %}<|assistant|>"
+    "{% endfor %}{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<|assistant|>"
 )
 NEXTN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"]
 CHAIN = [*NEXTN, "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 TREE = [*NEXTN, "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens", "6"]
 SMALL = ["--max-running-requests", "2", "--context-length", "256", "--page-size", "8"]
 SMALL += ["--chunked-prefill-size", "64", "--dtype", "float32"]
+HELD = ["--grammar-backend", "llguidance", "--tool-call-parser", "hermes"]
 SERVERS = [
-    pytest.param(("torch_impl.serve", CHAIN), id="torch"),
+    pytest.param(("torch_impl.serve", [*CHAIN, *HELD]), id="torch"),
     pytest.param(("jax_impl.serve", CHAIN), id="jax"),
     pytest.param(
         ("tests.support.reference_serve", CHAIN), id="reference", marks=pytest.mark.matrix
     ),
+    pytest.param(("jax_impl.serve", [*CHAIN, *HELD]), id="jax held", marks=pytest.mark.matrix),
     *(
         pytest.param((f"{side}_impl.serve", flags), id=f"{side} {name}", marks=pytest.mark.matrix)
         for side in ("torch", "jax")
@@ -57,7 +60,8 @@ def folder_with_a_tokenizer(folder: Path) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    settings_of_text = {"chat_template": TEMPLATE, "eos_token": MARKS[-1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings_of_text))
     return folder
 
 
@@ -86,8 +90,8 @@ def conversation(*parts: str | np.ndarray) -> tuple[list[dict[str, Any]], Prompt
 ONE, OTHER, LONG = pixels(3, 4, 1), pixels(3, 4, 2), pixels(2, 16, 3)
 
 
-def answer_to(server: Server, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    fields = {"temperature": 0, "max_tokens": TOKENS, "return_token_ids": True}
+def answer_to(server: Server, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    fields = {"temperature": 0, "max_tokens": TOKENS, "return_token_ids": True, **more}
     answer = server.post(CHAT, messages=messages, **fields)
     assert answer.status_code == 200, answer.text
     return answer.json()
@@ -124,6 +128,41 @@ def test_a_picture_is_encoded_once_and_never_taken_for_another(server):
     assert cached[1] < 8, "another picture's page"
     assert cached[2] >= 16
     assert server.metrics()["tandem:pictures_encoded_total"] == before
+
+
+@pytest.fixture
+def held(server, request) -> Server:
+    """A server that holds texts to grammars."""
+    if HELD[0] not in request.node.callspec.params["server"][1]:
+        pytest.skip("a start without grammars")
+    return server
+
+
+def test_a_text_behind_a_picture_is_held_to_a_grammar(held):
+    texts = []
+    for picture in (ONE, OTHER):
+        messages, prompt = conversation("what? ", picture)
+        answer = answer_to(held, messages, guided_regex="[a-p]{20}")
+        texts.append(answer["choices"][0]["token_ids"])
+        assert texts[-1] == prompt.text(TOKENS, range(ord("a"), ord("q")))
+    assert texts[0] != texts[1], "what the picture shows counts"
+
+
+def test_a_function_is_called_behind_a_picture(held):
+    parameters = {
+        "type": "object",
+        "properties": {"size": {"enum": ["small", "large"]}},
+        "required": ["size"],
+        "additionalProperties": False,
+    }
+    called = {"name": "draw", "parameters": parameters}
+    messages, _ = conversation(ONE, "draw it")
+    asked = {"tools": [{"type": "function", "function": called}], "tool_choice": "required"}
+    more = {"parallel_tool_calls": False, "max_tokens": 180, "temperature": 1.0, "seed": 1}
+    answer = answer_to(held, messages, **asked, **more)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "draw"
+    assert json.loads(call["function"]["arguments"])["size"] in ("small", "large")
 
 
 def test_an_image_token_without_a_picture_is_refused(server):

@@ -90,14 +90,18 @@ class Prompt:
             sampling=SamplingParams(max_tokens=tokens, temperature=0.0, traces=True),
         )
 
-    def text(self, count: int = TOKENS) -> list[int]:
-        """By the golden specification alone, its pictures read in one go."""
-        known = (*self.tokens, *(each.digest for each in self.pictures), count)
+    def text(self, count: int = TOKENS, allowed: Sequence[int] | None = None) -> list[int]:
+        """By the golden specification alone, its pictures read in one go.
+
+        Args:
+          allowed: The only tokens that it may have; None: all.
+        """
+        known = (*self.tokens, *(each.digest for each in self.pictures), count, allowed)
         if known not in TEXTS:
-            TEXTS[known] = self._text(count)
+            TEXTS[known] = self._text(count, allowed)
         return TEXTS[known]
 
-    def _text(self, count: int) -> list[int]:
+    def _text(self, count: int, allowed: Sequence[int] | None) -> list[int]:
         encoded = of_specification()
         rows = [encoded(patches_of(each.pixels)) for each in self.pictures]
         tokens = np.array(self.tokens)
@@ -108,7 +112,8 @@ class Prompt:
         pictures = GoldenPictures(sight.turns, sight.delta, pool, sources)
         logits, text = model.prefill(tokens, None, pictures).logits, []
         while len(text) < count:
-            text.append(int(logits[-1].argmax()))
+            tokens = np.arange(logits.shape[1]) if allowed is None else np.array(allowed)
+            text.append(int(tokens[logits[-1][tokens].argmax()]))
             logits = model.verify(np.array(text[-1:]), np.zeros(1, np.int32)).logits
             model.commit(np.arange(1))
         return text
