@@ -183,7 +183,8 @@ def _gelu_kernel(x_ref, out_ref, *, is_tanh):
     else:
         # The share above |x|, by Abramowitz and Stegun 7.1.26: wrong by 1e-7 at most.
         z = jnp.abs(x) * 0.7071067811865476
-        t = 1.0 / (1.0 + 0.3275911 * z)
+        y = 0.3275911 * z
+        t = 1.0 - y / (1.0 + y)  # 1 / (1 + y), which two compilers divide in two ways
         above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
             + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
         above = above * jnp.exp2(-(z * z) * LOG2_E)

@@ -145,6 +145,8 @@ def _attend_kernel(
     hidden: tl.constexpr = sizes.hidden
     main: tl.constexpr = sizes.main
     rest: tl.constexpr = sizes.rest
+    main_block: tl.constexpr = sizes.main_block
+    rest_block: tl.constexpr = sizes.rest_block
     tile: tl.constexpr = sizes.tile
     head = tl.program_id(1) * (main + rest)
     count, row = tl.load(count_at), tl.program_id(0) * lanes + tl.arange(0, lanes)
@@ -152,17 +154,17 @@ def _attend_kernel(
     sums = Sums(
         peak=tl.full((lanes,), NEGATIVE, tl.float32),
         total=tl.zeros((lanes, ones), tl.float32),
-        main=tl.zeros((lanes, sizes.main_block), tl.float32),
-        rest=tl.zeros((lanes, sizes.rest_block), tl.float32),
+        main=tl.zeros((lanes, main_block), tl.float32),
+        rest=tl.zeros((lanes, rest_block), tl.float32),
     )
     # Padding's rows are those of the last patch again, of which nothing is kept.
     end = tl.where(tl.program_id(0) * lanes < count, count, 0)
     patch = tl.minimum(row, tl.maximum(count - 1, 0))
     queries = rows.turned + patch.to(tl.int64)[:, None] * (2 * hidden)
-    q = _load(queries, row, num_rows, 0, main, sizes.main_block, True)
+    q = _load(queries, row, num_rows, 0, main, main_block, True)
     q_rest = q
     if rest > 0:
-        q_rest = _load(queries, row, num_rows, main, rest, sizes.rest_block, True)
+        q_rest = _load(queries, row, num_rows, main, rest, rest_block, True)
     for i in tl.range(0, end // tile):
         sums = _add_tile(q, q_rest, rows, i, sums, sizes, True)
     # At most one, which is not whole.
@@ -170,9 +172,9 @@ def _attend_kernel(
         sums = _add_tile(q, q_rest, rows, i, sums, sizes, False)
     weight = tl.maximum(tl.max(sums.total, axis=1), 1e-30)[:, None]
     is_row, out = row < num_rows, out_at + row.to(tl.int64)[:, None] * hidden + head
-    _store(out, sums.main / weight, is_row, 0, main, sizes.main_block)
+    _store(out, sums.main / weight, is_row, 0, main, main_block)
     if rest > 0:
-        _store(out, sums.rest / weight, is_row, main, rest, sizes.rest_block)
+        _store(out, sums.rest / weight, is_row, main, rest, rest_block)
 
 
 @triton.jit
@@ -183,14 +185,17 @@ def _add_tile(
     hidden: tl.constexpr = sizes.hidden
     main: tl.constexpr = sizes.main
     rest: tl.constexpr = sizes.rest
-    patch, count = i * sizes.tile + tl.arange(0, sizes.tile), rows.count
+    main_block: tl.constexpr = sizes.main_block
+    rest_block: tl.constexpr = sizes.rest_block
+    tile: tl.constexpr = sizes.tile
+    patch, count = i * tile + tl.arange(0, tile), rows.count
     keys = rows.turned + hidden + patch.to(tl.int64)[:, None] * (2 * hidden)
     values = rows.qkv + patch.to(tl.int64)[:, None] * (3 * hidden)
-    k = _load(keys, patch, count, 0, main, sizes.main_block, is_whole)
+    k = _load(keys, patch, count, 0, main, main_block, is_whole)
     # "ieee": float32 stays float32, no tf32
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if rest > 0:
-        k_rest = _load(keys, patch, count, main, rest, sizes.rest_block, is_whole)
+        k_rest = _load(keys, patch, count, main, rest, rest_block, is_whole)
         scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
     scores = scores * rows.scale
     if not is_whole:
@@ -199,13 +204,13 @@ def _add_tile(
     weights = tl.exp2(scores - highest[:, None]).to(q.dtype)
     decay = tl.exp2(sums.peak - highest)[:, None]
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
-    units = tl.full((sizes.tile, sums.total.shape[1]), 1.0, q.dtype)
+    units = tl.full((tile, sums.total.shape[1]), 1.0, q.dtype)
     total = sums.total * decay + tl.dot(weights, units, input_precision="ieee")
-    v = _load(values, patch, count, 0, main, sizes.main_block, is_whole)
+    v = _load(values, patch, count, 0, main, main_block, is_whole)
     of_main = sums.main * decay + tl.dot(weights, v, input_precision="ieee")
     of_rest = sums.rest
     if rest > 0:
-        v_rest = _load(values, patch, count, main, rest, sizes.rest_block, is_whole)
+        v_rest = _load(values, patch, count, main, rest, rest_block, is_whole)
         of_rest = of_rest * decay + tl.dot(weights, v_rest, input_precision="ieee")
     return Sums(peak=highest, total=total, main=of_main, rest=of_rest)
 

@@ -191,14 +191,15 @@ def _sum(terms, digits: tl.constexpr, digits_of_chunks: tl.constexpr):
     return in_floats(units, exponent, digits_of_chunks)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _gelu_kernel(x_at, out_at, count, is_tanh: tl.constexpr, is_launched: tl.constexpr):
     """One program a block of numbers, wherever rows end."""
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_at + place, mask=place < count, other=0.0).to(tl.float32)
+    start, place = tl.program_id(0).to(tl.int64) * BLOCK, tl.arange(0, BLOCK)
+    inside = place < count - start
+    x = tl.load(x_at + start + place, mask=inside, other=0.0).to(tl.float32)
     if is_tanh:
         # x (1 + tanh(y)) / 2, which is x / (1 + exp(-2 y)).
         y = x * (1.5957691216057308 + 0.07135481627260025 * (x * x))
@@ -206,12 +207,13 @@ def _gelu_kernel(x_at, out_at, count, is_tanh: tl.constexpr, is_launched: tl.con
     else:
         # The share above |x|, by Abramowitz and Stegun 7.1.26: wrong by 1e-7 at most.
         z = tl.abs(x) * 0.7071067811865476
-        t = 1.0 / (1.0 + 0.3275911 * z)
+        y = 0.3275911 * z
+        t = 1.0 - y / (1.0 + y)  # 1 / (1 + y), which two compilers divide in two ways
         above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
             + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
         above = above * tl.exp2(-(z * z) * LOG2_E)
         out = x * tl.where(x < 0, above, 1.0 - above)
-    tl.store(out_at + place, out.to(out_at.dtype.element_ty), mask=place < count)
+    tl.store(out_at + start + place, out.to(out_at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
