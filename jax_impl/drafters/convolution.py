@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Float
 
 from jax_impl.layers import Sight, attention
@@ -41,26 +40,24 @@ def layer(
     qkv = product(read, weights.mixer.inputs)
     mixed, kv = attention(sizes, sight, place, weights.mixer, qkv, sight.kv)
     mixed = ranks.gathered(group, mixed)
-    x = _added(x, behind(ranks.gathered(group, product(mixed, weights.mixer.out))))
+    x = behind(ranks.gathered(group, product(mixed, weights.mixer.out)), x)
     normed = rms_norm(x, norms[1], sizes.rms_eps)
     read, behind = _around(around.mlp, normed, size)
     fed = linear.gated_product(Stream(read, group=group), None, weights.feed.gate_up)
-    return _added(x, behind(ranks.gathered(group, product(fed, weights.feed.down)))), kv
+    return behind(ranks.gathered(group, product(fed, weights.feed.down)), x), kv
 
 
-def _around(conv: Conv, normed: Hidden, size: int) -> tuple[Hidden, Callable[[Hidden], Hidden]]:
-    """What a part reads, and what is made of what it gives.
+def _around(
+    conv: Conv, normed: Hidden, size: int
+) -> tuple[Hidden, Callable[[Hidden, Hidden], Hidden]]:
+    """What a part reads, and what is made of what it gives and of the stream.
 
     What moves the coefficients of both convolutions is read before the part.
     """
     moved = product(normed, conv.moved).reshape(len(normed), 2, conv.base.shape[1], -1)
 
-    def side(at: int, values: Hidden) -> Hidden:
-        return convolution.convolved(values, conv.base[at], moved[:, at], size)
+    def side(at: int, values: Hidden, added: Hidden | None) -> Hidden:
+        total = convolution.convolved(values, conv.base[at], moved[:, at], size, added)
+        return total.astype(values.dtype)
 
-    return side(0, normed).astype(normed.dtype), partial(side, 1)
-
-
-def _added(x: Hidden, convolved: Hidden) -> Hidden:
-    """Rounded once, to the type of the stream."""
-    return (x.astype(jnp.float32) + convolved).astype(x.dtype)
+    return side(0, normed, None), partial(side, 1)

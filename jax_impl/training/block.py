@@ -185,7 +185,7 @@ def _around(
     moved = layers.linear(y, head.conv[f"{part}.moved"]).reshape(len(y), 2, conv.taps, -1)
 
     def side(at: int, x: Rows) -> Rows:
-        return convolved(x, base[at], moved[:, at], block.size)
+        return convolved(x, base[at], moved[:, at], block.size, None)
 
     return side(0, y).astype(y.dtype), partial(side, 1)
 

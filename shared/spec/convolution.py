@@ -23,6 +23,7 @@ def convolved(
     base: Float[np.ndarray, "taps hidden"],
     moved: Float[np.ndarray, "R taps groups"],
     size: int,
+    added: Float[np.ndarray, "R hidden"] | None,
 ) -> Float[np.ndarray, "R hidden"]:
     """Each row's sum of itself and the rows before it in its block, column by column; float32.
 
@@ -32,11 +33,12 @@ def convolved(
     Args:
       moved: For groups of neighbouring columns.
       size: Rows of a block.
+      added: What the sums begin with; None: nothing.
 
     Source: DFlash2, z-lab; the equations are those of its model.
     """
     width, slot = values.shape[1] // moved.shape[2], np.arange(len(values)) % size
-    total = np.zeros(values.shape, np.float32)
+    total = np.zeros(values.shape, np.float32) if added is None else added.astype(np.float32)
     for tap, own in enumerate(base):
         read = np.where(slot[:, None] >= tap, np.roll(values, tap, axis=0), 0)
         total += own * read
@@ -64,10 +66,11 @@ def layer(
     read, behind = _around(sizes, block, weights, "attention", number, x)
     own, nothing = (sizes, sizes.attention, weights, "layer.", number), Stream(np.zeros_like(x))
     mixed, kv = model.attention_layer(*own, read, nothing, rows, kv)
-    x = x + behind(mixed.rows)
+    x = behind(mixed.rows, x)
     read, behind = _around(sizes, block, weights, "mlp", number, x)
     gate_up, down = (model.matrix(weights, f"layer.mlp.{x}", number) for x in ("gate_up", "down"))
-    return x + behind(linear.product(linear.gated_product(Stream(read), None, gate_up), down)), kv
+    fed = linear.product(linear.gated_product(Stream(read), None, gate_up), down)
+    return behind(fed, x), kv
 
 
 NORMS = {"attention": "input_norm", "mlp": "post_attention_norm"}
@@ -76,8 +79,8 @@ NORMS = {"attention": "input_norm", "mlp": "post_attention_norm"}
 
 def _around(
     sizes: ModelConfig, block: BlockConfig, weights: HeadWeights, part: str, number: int, x: Hidden
-) -> tuple[Hidden, Callable[[Hidden], Hidden]]:
-    """What a part reads, and what is made of what it gives.
+) -> tuple[Hidden, Callable[[Hidden, Hidden], Hidden]]:
+    """What a part reads, and what is made of what it gives and of the stream.
 
     What moves the coefficients of both convolutions is read before the part.
     """
@@ -86,7 +89,7 @@ def _around(
     base, moving = (weights[f"conv.{number}.{part}.{x}"] for x in ("base", "moved"))
     moved = layers.linear(normed, moving).reshape(len(x), 2, block.conv.taps, -1)
 
-    def side(at: int, values: Hidden) -> Hidden:
-        return convolved(values, base[at], moved[:, at], block.size)
+    def side(at: int, values: Hidden, added: Hidden | None) -> Hidden:
+        return convolved(values, base[at], moved[:, at], block.size, added)
 
-    return side(0, normed), partial(side, 1)
+    return side(0, normed, None), partial(side, 1)

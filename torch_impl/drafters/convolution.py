@@ -3,9 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-from jaxtyping import Float
-from torch import Tensor
-
 from shared.models.config import ModelConfig
 from torch_impl.layers import Hidden, Sight, attention
 from torch_impl.ops import convolution, linear, ranks
@@ -34,23 +31,21 @@ def layer(
     read, behind = _around(around.attention, normed, size)
     qkv = product(read, weights.mixer.inputs)
     mixed = ranks.gathered(group, attention(sizes, sight, place, weights.mixer, qkv))
-    x = _added(x, behind(ranks.gathered(group, product(mixed, weights.mixer.out))))
+    x = behind(ranks.gathered(group, product(mixed, weights.mixer.out)), x)
     normed = rms_norm(x, weights.post_norm, sizes.rms_eps)
     read, behind = _around(around.mlp, normed, size)
     fed = linear.gated_product(Stream(read, group=group), None, weights.feed.gate_up)
-    return _added(x, behind(ranks.gathered(group, product(fed, weights.feed.down))))
+    return behind(ranks.gathered(group, product(fed, weights.feed.down)), x)
 
 
-def _around(conv: Conv, normed: Hidden, size: int) -> tuple[Hidden, Callable[[Hidden], Hidden]]:
+def _around(
+    conv: Conv, normed: Hidden, size: int
+) -> tuple[Hidden, Callable[[Hidden, Hidden], Hidden]]:
     """As the specification's."""
     moved = product(normed, conv.moved).view(len(normed), 2, conv.base.shape[1], -1)
 
-    def side(at: int, values: Hidden) -> Float[Tensor, "R hidden"]:
-        return convolution.convolved(values, conv.base[at], moved[:, at], size)
+    def side(at: int, values: Hidden, added: Hidden | None) -> Hidden:
+        total = convolution.convolved(values, conv.base[at], moved[:, at], size, added)
+        return total.to(values.dtype)
 
-    return side(0, normed).to(normed.dtype), partial(side, 1)
-
-
-def _added(x: Hidden, convolved: Float[Tensor, "R hidden"]) -> Hidden:
-    """Rounded once, to the type of the stream."""
-    return (x.float() + convolved).to(x.dtype)
+    return side(0, normed, None), partial(side, 1)
