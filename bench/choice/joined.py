@@ -21,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -143,17 +143,34 @@ def _qwen3_5_9b() -> Costs:
     return Costs(head, fed, verified, 4, late[8] - head[8])
 
 
+def _with_map(costs: Costs, vocab: int, rows: int, hidden: int) -> Costs:
+    """Of a drafter that reads some rows of the target's head in bfloat16, and not all of them.
+
+    Each of a chain's drafts reads them once, and so does what a fed drafter proposes next.
+    """
+    file = RESULTS / "compare_h200_qwen3_5_9b_torch_after.json"
+    rate = json.loads(file.read_text(encoding="utf-8"))["sides"]["torch"]["copy_gigabytes_per_s"]
+    less = 2 * hidden * (vocab - rows) / (1e9 * rate)
+    drafted = {
+        batch: seconds - (costs.nodes - 1) * less for batch, seconds in costs.drafted.items()
+    }
+    fed = {batch: seconds - less for batch, seconds in costs.fed.items()}
+    return replace(costs, drafted=drafted, fed=fed)
+
+
 SIMULATED: dict[str, dict[str, Callable[[], Costs]]] = {
     "NEXTN": {
         "Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_torch.json", "S3", 4, "S1"),
         "Qwen3.5-9B": _qwen3_5_9b,
+        "Qwen3.5-9B with a map": lambda: _with_map(_qwen3_5_9b(), 248_320, 32_768, 4096),
     },
     "DFLASH": {
         "Qwen3-8B": lambda: _qwen3_8b("adaptive_h200_qwen3_8b_dflash_torch.json", "S7", 8, "S7")
     },
 }
 """By drafter the models at whose costs its steps are added up, all on an H200. A layer of the
-target's, as NEXTN is in the model that ships, costs what an EAGLE-3 head does at Qwen3-8B."""
+target's, as NEXTN is in the model that ships, costs what an EAGLE-3 head does at Qwen3-8B. Costs
+with a map are for drafters that are given one (`--drafts NEXTN:speculative-token-map=FILE`)."""
 
 
 class Steps:
