@@ -61,10 +61,19 @@ JOINED_RULES = (
         ),
     ),
     Rule(
-        refuses=lambda s: s.draft.joins_copies and s.adaptive.speculative_adaptive,
-        reason="--speculative-adaptive chooses among shapes of one source, and "
-        "--speculative-algorithm {both} has two, between which it chooses itself",
-        way_out="leave one of them out",
-        example=Example(drafter="NEXTN+NGRAM", flags=flags_of("--speculative-adaptive")),
+        refuses=lambda s: (
+            s.draft.joins_copies
+            and s.adaptive.speculative_adaptive
+            and (s.adaptive.speculative_adaptive_config or s.adaptive.speculative_adaptive_trace)
+            is not None
+        ),
+        reason="--speculative-adaptive-config and --speculative-adaptive-trace are about shapes of "
+        "one source, and with --speculative-algorithm {both} --speculative-adaptive chooses "
+        "between two sources, in one shape",
+        way_out="leave them out",
+        example=Example(
+            drafter="NEXTN+NGRAM",
+            flags=flags_of("--speculative-adaptive --speculative-adaptive-trace steps.jsonl"),
+        ),
     ),
 )

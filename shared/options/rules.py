@@ -67,7 +67,7 @@ def _is_shaped_twice(s: Setup) -> bool:
     shape = (draft.speculative_num_steps, draft.speculative_eagle_topk)
     nodes = draft.speculative_num_draft_tokens
     is_size = draft.drafts_on_host and not s.options.candidates
-    return s.adaptive.speculative_adaptive and (
+    return (s.adaptive.speculative_adaptive and not draft.joins_copies) and (
         shape != (None, None) or (nodes is not None and not is_size)
     )
 

@@ -105,7 +105,8 @@ def make_controller(
 ) -> Controller:
     """What chooses how requests decode; what it has to compile or to measure is done."""
     if settled.draft.joins_copies:
-        controller = _joined(backend.capacity, settled, draft_share)
+        table = _measured(backend, settled, has_experts)
+        controller = _joined(backend.capacity, settled, draft_share, table)
     else:
         controller = _controller_of_drafts(backend, settled, on_gpu, has_experts)
     if not settled.told.engine.has_grammars:
@@ -119,18 +120,10 @@ def _controller_of_drafts(
     backend: Backend, settled: Settled, on_gpu: bool, has_experts: bool
 ) -> Controller:
     shape, capacity, options = draft_shape(settled, 1), backend.capacity, settled.told
-    table: dict[int, list[float]] = {}
-    if options.adaptive.speculative_adaptive:
-        table = step_seconds(
-            backend,
-            host_draft=settled.draft.drafts_on_host,
-            has_experts=has_experts,
-            overlap=settled.overlap,
-            chunked_prefill_size=settled.chunk,
-        )
-        if not settled.draft.drafts_on_host:
-            trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
-            return AdaptiveController(capacity, BestValue(), table, trace, has_experts=has_experts)
+    table = _measured(backend, settled, has_experts)
+    if options.adaptive.speculative_adaptive and not settled.draft.drafts_on_host:
+        trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
+        return AdaptiveController(capacity, BestValue(), table, trace, has_experts=has_experts)
     if not settled.draft.drafts_on_host:
         return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:
@@ -149,7 +142,25 @@ def _controller_of_drafts(
     return NgramController(capacity, index)
 
 
-def _joined(capacity: Capacity, settled: Settled, draft_share: float) -> JoinedController:
+def _measured(backend: Backend, settled: Settled, has_experts: bool) -> dict[int, list[float]]:
+    """Seconds of the steps that an adaptive start chooses from; nothing of another start."""
+    if not settled.told.adaptive.speculative_adaptive:
+        return {}
+    return step_seconds(
+        backend,
+        host_draft=settled.draft.drafts_on_host,
+        has_experts=has_experts,
+        overlap=settled.overlap,
+        chunked_prefill_size=settled.chunk,
+    )
+
+
+def _joined(
+    capacity: Capacity,
+    settled: Settled,
+    draft_share: float,
+    table: Mapping[int, Sequence[float]],
+) -> JoinedController:
     shape, copies = draft_shape(settled, 1), settled.told.ngram.num_copies
     ahead = max(0, shape.copied - 1 - 2 * copies)
     index = NgramIndex(
@@ -161,7 +172,7 @@ def _joined(capacity: Capacity, settled: Settled, draft_share: float) -> JoinedC
         ahead=ahead,
         path=ahead + copies,
     )
-    controller = JoinedController(capacity, index, draft_share)
+    controller = JoinedController(capacity, index, draft_share, table)
     controller.warm_up()
     return controller
 

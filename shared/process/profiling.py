@@ -22,6 +22,7 @@ from shared.engine.controller import Gauges, Reserve
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Rows
+from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
@@ -72,9 +73,13 @@ class _OneShape:
         if self.waits:
             return None
         requests = self._decoded_last = reserve(ready, self._shape.scratch)
+        if not requests:
+            return None
+        if self._shape.copied:
+            return Rows.decode(requests, self._shape, copies=self._copies(requests))
         is_tree = self._host_draft and not self._shape.is_plain
         drafts = self._chains(len(requests)) if is_tree else None
-        return Rows.decode(requests, self._shape, drafts=drafts) if requests else None
+        return Rows.decode(requests, self._shape, drafts=drafts)
 
     def _chains(self, count: int) -> HostDraft:
         """Trees of the host's, as many nodes as there are verify rows for, of any tokens."""
@@ -85,6 +90,19 @@ class _OneShape:
             parents=np.maximum(chain - 1, 0),
             num_nodes=np.full(count, min(nodes, self._shape.rows // count), np.int32),
             forced=np.zeros(count, np.int32),
+        )
+
+    def _copies(self, requests: Sequence[Request]) -> Copies:
+        """A long copy for each request, of any tokens."""
+        count, nodes = len(requests), self._shape.copied
+        chain = np.tile(np.arange(nodes, dtype=np.int32), (count, 1))
+        ends = [len(request.prompt) + len(request.output) - 1 for request in requests]
+        return Copies(
+            tokens=self._rng.integers(0, self._vocab, (count, nodes), dtype=np.int32),
+            parents=np.maximum(chain - 1, 0),
+            num_nodes=np.full(count, nodes, np.int32),
+            weights=(-0.1 * chain).astype(np.float32),
+            at=np.array(ends, np.int32),
         )
 
     def learned(self, rows: Rows, result: StepResult) -> None:

@@ -69,6 +69,8 @@ def capacity_for(
     if engine.has_grammars:
         # Copies join no tree that comes to the host before it is verified.
         own = [p for p in programs if p.work is Work.DECODE and not p.has(Extra.COPIES)]
+        if settled.draft.joins_copies:  # a plain step is for batches without a grammar
+            own = [p for p in own if not p.shape.is_plain]
         masked = _masked(settled, own)
         programs += _few(masked) if device.kind == "gpu" or settled.are_few else masked
     if not engine.disable_radix_cache:
@@ -270,8 +272,9 @@ def decode_shapes(settled: Settled, batch: int) -> list[TreeShape]:
         return [plain, *(_shape(each, batch) for each in settled.candidates)]
     drafting = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
     if draft.joins_copies:
-        own = TreeShape.plain(batch), drafting
-        return [drafting, *(joined_shape(settled, each, batch) for each in own)]
+        joined = [joined_shape(settled, own, batch) for own in (plain, drafting)]
+        is_measured = settled.told.adaptive.speculative_adaptive
+        return [*([plain] if is_measured else []), drafting, *joined]
     return [plain, drafting] if draft.drafts_on_host else [drafting]
 
 

@@ -101,7 +101,7 @@ def _candidates(
     told: Options, draft: SpeculativeConfig, block: int | None, are_few: bool
 ) -> tuple[Candidate, ...]:
     """The draft shapes that a start chooses from: those of its file, or some of each size."""
-    if not told.adaptive.speculative_adaptive:
+    if not told.adaptive.speculative_adaptive or draft.joins_copies:
         return ()
     candidates = told.candidates or default_candidates(
         steps=draft.num_steps,

@@ -10,12 +10,14 @@ import pytest
 
 from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work
+from shared.engine.adaptive.tiers import Shapes
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.joined import JoinedController
+from shared.engine.ngram.joined import KINDS, JoinedController
+from shared.engine.ngram.pause import LONGEST, SHORTEST
 from shared.engine.ngram.tree import Trees
 from shared.engine.ngram.worth import Worth, drafter_levels
 from shared.engine.request import CORPUS, DRAFT, NGRAM, Request, SamplingParams
@@ -143,7 +145,7 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[sampled], wrong=9)
     late = Late(backend)
-    controller = JoinedController(late.capacity, index, SHARE)
+    controller = JoinedController(late.capacity, index, SHARE, {})
     found = served(late, controller, overlap, sampled)
     for number, outcome in found.items():
         assert outcome.tokens == plain[sampled][number].tokens
@@ -165,7 +167,7 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
 
 def test_where_nothing_was_seen_the_steps_are_the_drafters_own(backend, plain):
     """A new text is no reason to verify anything beside it."""
-    controller = JoinedController(backend.capacity, index_of(backend.capacity), SHARE)
+    controller = JoinedController(backend.capacity, index_of(backend.capacity), SHARE, {})
     found = served(backend, controller, 1, True)
     alone = StaticController(
         backend.capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width
@@ -224,7 +226,89 @@ def test_the_drafters_part_of_a_path_ends_with_the_first_copy():
     assert drafter_levels([], [], []) == (0, 0)
 
 
+SECONDS = {"off": 1.0, "drafted": 1.2, "copied": 1.1, "joined": 1.3}
+"""Of steps, where drafts cost little."""
+
+
+def table_of(capacity: Capacity, seconds: dict[str, float]) -> dict[int, list[float]]:
+    """These seconds by the tiers of a backend's programs."""
+    named = {PLAIN: "off", CHAIN: "drafted", COPIED: "copied", JOINED: "joined"}
+    shapes = Shapes.of(capacity, host_draft=False)
+    return {BATCH: [seconds[named[shapes.by_size[BATCH, t]]] for t in range(len(shapes.tiers))]}
+
+
+@pytest.mark.parametrize("dear", [None, "drafts", "all"])
+def test_with_measured_seconds_the_kind_with_the_most_tokens_a_second_is_taken(
+    backend, plain, dear
+):
+    """Copies of what is said are there; where everything is dear next to nothing is drafted."""
+    index = index_of(backend.capacity, external_sam_budget=DEPTH)
+    text_again(index, plain[False], wrong=9)
+    factor = {"drafts": {"drafted": 9, "joined": 9}, "all": dict.fromkeys(KINDS, 40)}
+    more = factor.get(dear or "", {})
+    seconds = {kind: each * more.get(kind, 1) for kind, each in SECONDS.items()}
+    table = table_of(backend.capacity, seconds)
+    controller = JoinedController(backend.capacity, index, SHARE, table)
+    found = served(backend, controller, 1, False)
+    assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in plain[False].items()}
+    steps = controller.steps
+    if dear == "all":
+        assert steps["off"] > 0.8 * sum(steps.values())
+    elif dear == "drafts":
+        assert steps["copied"] > max(steps["drafted"] + steps["joined"], 3)
+    else:
+        assert steps["off"] == 0
+        assert steps["joined"] + steps["drafted"] > 3
+
+
+def controller_with(backend: Backend, **seconds: float) -> JoinedController:
+    table = table_of(backend.capacity, {**SECONDS, **seconds})
+    return JoinedController(backend.capacity, index_of(backend.capacity), SHARE, table)
+
+
+def test_drafts_that_do_not_pay_are_tried_again_ever_more_seldom(backend):
+    controller, kinds = controller_with(backend, joined=9, copied=9), []
+    for _ in range(600):
+        worth = controller.worth
+        tokens = {"drafted": worth.alone, "joined": worth.alone, "copied": 1.0}
+        kinds.append(controller.kind_of(tokens, BATCH))
+        if kinds[-1] == "drafted":  # and nothing is accepted
+            worth.learn(1, accepted=0, drafted=2, by_drafter=0)
+    first, *trials = np.flatnonzero(np.array(kinds) == "drafted")
+    assert first == 0
+    gaps = np.diff([first, *trials])
+    pauses = gaps[gaps > 1] - 1
+    assert pauses.tolist() == [SHORTEST * 2**n for n in range(len(pauses))]
+    assert len(pauses) > 3
+    after = kinds[kinds.index("off") :]
+    assert after.count("drafted") < 0.1 * len(after)
+
+
+def test_drafts_that_pay_again_are_found_and_copies_end_a_pause(backend):
+    controller = controller_with(backend, joined=9)
+    controller.worth.rates[:] = 0.01
+    none = {"drafted": 1.01, "joined": 1.01, "copied": 1.0}
+    assert controller.kind_of(none, BATCH) == "off"
+    assert controller.kind_of(none | {"copied": 3.0}, BATCH) == "copied"
+    assert controller.pause.left == 0
+    for _ in range(2 * LONGEST):
+        worth = controller.worth
+        if controller.kind_of(none | {"drafted": worth.alone}, BATCH) == "drafted":
+            worth.learn(1, accepted=2, drafted=2, by_drafter=2)
+    assert controller.worth.alone > 2.5
+    assert controller.kind_of(none | {"drafted": controller.worth.alone}, BATCH) == "drafted"
+
+
+def test_measured_seconds_are_followed(backend):
+    controller = controller_with(backend)
+    tokens = {"drafted": 2.0, "joined": 2.1, "copied": 1.0}
+    assert controller.kind_of(tokens, BATCH) == "drafted"
+    for _ in range(50):
+        controller.measured.observe(BATCH, "drafted", 1.9)
+    assert controller.kind_of(tokens | {"joined": 2.6}, BATCH) == "joined"
+
+
 def test_programs_without_copies_or_of_another_size_are_refused(backend):
     index = NgramIndex(NgramConfig(), nodes=5, depth=4, vocab=backend.capacity.vocab, chain=False)
     with pytest.raises(ValueError, match="with trees of 5 copies"):
-        JoinedController(backend.capacity, index, SHARE)
+        JoinedController(backend.capacity, index, SHARE, {})

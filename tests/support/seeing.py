@@ -218,7 +218,7 @@ def controller_of(drafter: str, capacity: Capacity, texts: Sequence[list[int]]) 
         controller = NgramController(capacity, index)
     else:
         index = NgramIndex(config, nodes=9, depth=8, ahead=4, path=8, **sizes)
-        controller = JoinedController(capacity, index, 0.0)
+        controller = JoinedController(capacity, index, 0.0, {})
     index.add_corpus("", Corpus.build(np.array([x for t in texts for x in [*t, SEPARATOR]])))
     return controller
 

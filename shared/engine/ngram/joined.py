@@ -5,7 +5,8 @@ is planned, while the one before runs. They reach as far ahead as the steps in f
 the device finds the place where the text stands by then (`shared.spec.copies`). Each step is of the
 kind that is expected to give the most tokens for what it costs: the drafter's own, in the program
 that it has without copies; both sources in one tree; or copies alone, where the drafter drafts
-nothing, which spares its passes, but is fed as ever.
+nothing, which spares its passes, but is fed as ever. Where the seconds of steps were measured they
+are the cost, and plain steps are another kind: then nothing is drafted while nothing pays.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import numpy as np
 
 from shared.boundary.backend import Capacity, StepResult
 from shared.boundary.program import Work
+from shared.engine.adaptive.costs import Costs
+from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_that_holds
 from shared.engine.ngram.controller import index_gauges
 from shared.engine.ngram.evidence import Evidence
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.pause import Pause
 from shared.engine.ngram.tree import Trees, corpus_nodes
 from shared.engine.ngram.worth import Worth, drafter_levels
 from shared.engine.request import CORPUS, DRAFT, NGRAM, Request
@@ -39,6 +43,9 @@ Qwen3-8B on an H200 a step of 32 rows takes 5.0 ms, of 96 rows 6.3 (`bench/resul
 KINDS = "drafted", "joined", "copied"
 """Of decode steps: the drafter's own, both sources in one tree, and copies alone."""
 
+OFF = "off"
+"""Of plain steps, in which the drafter is not fed: so its next step has no drafts."""
+
 
 @dataclass(frozen=True)
 class _Flight:
@@ -47,10 +54,12 @@ class _Flight:
     Attributes:
       trees: The copies that were made for it, whether they were verified or not.
       known: Tokens of output of each request when they were made.
+      kind: Of the step.
     """
 
     trees: Trees
     known: list[int]
+    kind: str
 
 
 class JoinedController:
@@ -60,9 +69,13 @@ class JoinedController:
       capacity: The backend's.
       index: What was seen; its trees have the nodes of the programs that take copies.
       draft_share: What the drafter's passes take of the time of a step that drafts nothing.
+      table: Measured seconds of a step for each batch bucket, by tier; see `Costs`. Empty: nothing
+        was measured, and no step is plain.
 
     Attributes:
       index, draft_share: As above.
+      pause: Of steps with drafts.
+      measured: Seconds of steps; None where nothing was measured.
       evidence, worth: What was learnt of copies, and of the drafter.
       steps, drafts, accepted: Steps of each kind, and drafts of each source with those accepted.
 
@@ -70,7 +83,13 @@ class JoinedController:
       ValueError: The backend lacks decode programs of one of the `KINDS`.
     """
 
-    def __init__(self, capacity: Capacity, index: NgramIndex, draft_share: float) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        index: NgramIndex,
+        draft_share: float,
+        table: Mapping[int, Sequence[float]],
+    ) -> None:
         def shapes(is_wanted: Callable[[TreeShape], bool]) -> dict[int, TreeShape]:
             return shapes_by_batch(capacity, host_draft=False, is_wanted=is_wanted)
 
@@ -92,7 +111,10 @@ class JoinedController:
         self.index, self.evidence, self.draft_share = index, Evidence(), draft_share
         self.worth = Worth(widest.drafter.depth, widest.depth)
         self.max_rows = min(max(of_kind) for of_kind in self._shapes.values())
-        self._kind = "drafted"
+        self.measured = Measured.of(capacity, self._shapes, table) if table else None
+        if self.measured is not None:
+            self._shapes[OFF] = shapes(lambda s: s.is_plain)
+        self.pause = Pause()
         self._planned: _Flight | None = None
         self._flights = deque[_Flight]()
         self.steps, self.drafts, self.accepted = Counter[str](), Counter[str](), Counter[str]()
@@ -119,11 +141,11 @@ class JoinedController:
             return None
         trees = self.index.trees(requests)
         chances = self.evidence.weights(trees, np.full(len(requests), trees.tokens.shape[1]))
-        self._planned = _Flight(trees, [len(request.output) for request in requests])
         ahead = np.array([self._ahead(request) for request in requests])
         tokens = self.worth.tokens_of(trees, chances, ahead)
-        self._kind = self.kind_of(dict(zip(KINDS, tokens, strict=True)), len(requests))
-        shape = smallest_that_holds(self._shapes[self._kind], len(requests))
+        kind = self.kind_of(dict(zip(KINDS, tokens, strict=True)), len(requests))
+        self._planned = _Flight(trees, [len(request.output) for request in requests], kind)
+        shape = smallest_that_holds(self._shapes[kind], len(requests))
         if not shape.copied:
             return Rows.decode(requests, shape)
         return Rows.decode(
@@ -146,12 +168,30 @@ class JoinedController:
           tokens: That a request is expected to get in a step of each kind.
         """
 
+        if (measured := self.measured) is not None:
+            return self._kind_by(measured.seconds(num_requests), tokens)
+
         def speed(kind: str) -> float:
             rows = smallest_that_holds(self._shapes[kind], num_requests).rows
             seconds = 1 + ROW_COST * rows + self.draft_share * (kind != "copied")
             return tokens[kind] / seconds
 
         return max(KINDS, key=speed)
+
+    def _kind_by(self, seconds: Mapping[str, float], tokens: Mapping[str, float]) -> str:
+        """The kind with the most tokens a second; plain while that is no kind that drafts."""
+        is_paused = self.pause.left > 0
+        # What the drafter is worth shows nowhere in a pause; what copies are does.
+        kinds = ("copied",) if is_paused else KINDS
+        best = max(kinds, key=lambda kind: tokens[kind] / seconds[kind])
+        if tokens[best] / seconds[best] > 1 / seconds[OFF]:
+            self.pause.paid()
+            return best
+        if not is_paused:
+            self.pause.begin()
+        if self.pause.passed():
+            self.worth.doubt()
+        return OFF
 
     def _ahead(self, request: Request) -> int:
         """Tokens that the steps in flight are expected to add."""
@@ -168,13 +208,15 @@ class JoinedController:
         if _is_own(rows):
             assert self._planned is not None  # it gave the rows
             self._flights.append(self._planned)
-            self.steps[self._kind] += 1
+            self.steps[self._planned.kind] += 1
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Learns how texts went on, and what the drafter was worth."""
         if not _is_own(rows):
             return
         flight = self._flights.popleft()
+        if self.measured is not None:
+            self.measured.observe(len(rows.requests), flight.kind, result.device_seconds)
         counts, texts = result.counts.tolist(), result.tokens.tolist()
         alive = [i for i, r in enumerate(rows.requests) if r.finish_reason is None and counts[i]]
         for row in alive:
@@ -212,10 +254,56 @@ class JoinedController:
         self.index.cut(request_id, num_tokens)
 
 
+class Measured:
+    """Seconds of steps by kind, measured at the start and followed.
+
+    Args:
+      costs: By tier.
+      tiers: For each batch bucket the tier of each kind.
+    """
+
+    def __init__(self, costs: Costs, tiers: Mapping[int, Mapping[str, int]]) -> None:
+        self._costs, self._tiers = costs, tiers
+
+    @classmethod
+    def of(
+        cls,
+        capacity: Capacity,
+        shapes: Mapping[str, Mapping[int, TreeShape]],
+        table: Mapping[int, Sequence[float]],
+    ) -> Measured:
+        """Of a backend's programs.
+
+        Args:
+          shapes: For each kind those of all batch buckets.
+          table: See `JoinedController`.
+        """
+        found = Shapes.of(capacity, host_draft=False)
+        tiers: dict[int, dict[str, int]] = {batch: {OFF: 0} for batch in found.batches}
+        for (batch, tier), shape in found.by_size.items():
+            tiers[batch] |= {kind: tier for kind, own in shapes.items() if own[batch] == shape}
+        return cls(Costs(table, found.batches, last_waits=True), tiers)
+
+    def seconds(self, num_requests: int) -> dict[str, float]:
+        """Of a step of so many requests, by kind."""
+        batch = self._bucket(num_requests)
+        by_tier = self._costs.of(batch, num_requests)
+        assert by_tier is not None  # each bucket was measured
+        return {kind: by_tier[tier] for kind, tier in self._tiers[batch].items()}
+
+    def observe(self, num_requests: int, kind: str, seconds: float | None) -> None:
+        """A step took so long; None says nothing."""
+        batch = self._bucket(num_requests)
+        self._costs.observe(batch, num_requests, self._tiers[batch][kind], seconds)
+
+    def _bucket(self, num_requests: int) -> int:
+        return next(batch for batch in self._tiers if batch >= num_requests)
+
+
 def _gauges(controller: JoinedController) -> dict[str, Callable[[], float]]:
     """What `/metrics` shows: steps of each kind, and drafts of each source with those accepted."""
     gauges: dict[str, Callable[[], float]] = {}
-    for kind in KINDS:
+    for kind in (*KINDS, OFF):
         name = f'spec_decode_joined_steps_total{{kind="{kind}"}}'
         gauges[name] = partial(controller.steps.__getitem__, kind)
     for source in (DRAFT, NGRAM, CORPUS):

@@ -32,6 +32,10 @@ def _best_by_level(
             best[row, levels[node]] = max(best[row, levels[node]], chances[row, node])
 
 
+FEW = 2.0
+"""Drafts of a depth for which what is believed of it counts, where it is held for old."""
+
+
 class Worth:
     """How far the drafter's paths were accepted lately, and how many tokens a request's steps gave.
 
@@ -45,7 +49,12 @@ class Worth:
 
     def __init__(self, drafted_depth: int, depth: int) -> None:
         self.rates = np.full(drafted_depth, PRIOR_RATE)
+        self._seen = np.full(drafted_depth, 1 / MEMORY)
         self._depth, self._tokens = depth, dict[int, float]()
+
+    def doubt(self) -> None:
+        """Holds what is known of the drafter for old: a few drafts may say the contrary."""
+        self.rates[:], self._seen[:] = np.maximum(self.rates, PRIOR_RATE), FEW
 
     @property
     def survivals(self) -> Float64[np.ndarray, " depth"]:
@@ -66,7 +75,8 @@ class Worth:
         self._tokens[request_id] = before + STEP_MEMORY * (1 + accepted - before)
         for level in range(min(by_drafter + 1, drafted)):
             won = 1.0 if level < by_drafter else 0.0
-            self.rates[level] += MEMORY * (won - self.rates[level])
+            self._seen[level] += 1
+            self.rates[level] += max(MEMORY, 1 / self._seen[level]) * (won - self.rates[level])
 
     @property
     def alone(self) -> float:
