@@ -288,12 +288,14 @@ class LeavesTiles:
     Attributes:
       joined: Whether the head's product leaves what the choice needs, and stores scores only for
         rows that ask for them; else it stores them all, and the choice reads them.
+      ranked: The same of a drafter's head and the best children of nodes with their weights.
     """
 
     sizes: ClassVar = ("rows",)
     """Rows of the product."""
 
     joined: bool
+    ranked: bool
 
 
 @dataclass(frozen=True, kw_only=True)

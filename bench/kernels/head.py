@@ -2,28 +2,36 @@
 
     python -m bench.kernels.head
     python -m bench.kernels.head --rows 32 512 --sides torch --temperature 0.8
+    python -m bench.kernels.head --widths 1 4
 
 The head is that of Qwen3-8B, 4,096 inputs and 151,936 tokens. A line says, for a framework and a
 number of rows, the microseconds of the product and the choice apart, of both joined, and whether
-all tokens are equal; the exit code is 1 where some are not. In the end it says whether the tokens
-of both frameworks are. A GPU is warmed up until its clock is the one that its power allows.
+all tokens are equal. With widths the best so many children of nodes are ranked with their weights,
+as drafters do, one node a row. The exit code is 1 where some are not equal. In the end it says
+whether the tokens of both frameworks are. A GPU is warmed up until its clock is the one that its
+power allows.
 """
 
 import argparse
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from shared.spec.noise import TARGET_STREAM
+from tests.support.cases.linear import product_arguments
 from tests.support.cases.projection import greedy_arguments
 from tests.support.op_case import OpCase
 from tests.support.op_sides import SIDES, SUSTAINED_S, Operation, Placed, Side, rounds_for
 
 INPUTS, TOKENS = 4096, 151_936
-HEADER = f"{'side':7}{'rows':>6}{'apart us':>10}{'joined us':>11}{'saved':>8}  tokens"
+HEADER = f"{'side':7}{'rows':>6}{'width':>7}{'apart us':>10}{'joined us':>11}{'saved':>8}  tokens"
 
 
 def apart(side: Side) -> Callable[..., Any]:
@@ -37,6 +45,36 @@ def apart(side: Side) -> Callable[..., Any]:
     return choose
 
 
+def ranked_apart(side: Side, width: int) -> Callable[..., Any]:
+    """As `apart`, of the best children of nodes."""
+    projection = import_module(f"{side.name}_impl.ops.projection")
+
+    def rank(*given: Any) -> Any:
+        return projection.rank_apart(*given, TARGET_STREAM, width, False, None)
+
+    return rank
+
+
+@cache
+def head() -> Any:
+    """The weight, which takes the host a while to draw."""
+    return product_arguments(1, R=1, K=INPUTS, N=TOKENS)["weight"]
+
+
+def arguments_of(rows: int, temperature: float, is_ranked: bool) -> dict[str, Any]:
+    """Of `projection.joined`, or the first of `projection.ranked`."""
+    made = greedy_arguments(0, R=rows, K=INPUTS, N=64, temperature=temperature)
+    seen, positions = made["seen"], made["positions"]
+    params = replace(made["params"], top_k=np.full(rows, TOKENS, np.int32))
+    given = {
+        "projection": replace(made["projection"], weight=head()),
+        "seen": replace(seen, counts=np.zeros((2, TOKENS), np.int32)),
+        "positions": positions,
+        "params": params,
+    }
+    return given | ({"keys": positions} if is_ranked else {"request": made["request"]})
+
+
 def seconds_of(side: Side, call: Callable[..., Any], placed: Placed) -> float:
     """The median of five, once the card has worked for a while."""
     timer = side.timer(Operation(call, ()), [placed])
@@ -45,20 +83,23 @@ def seconds_of(side: Side, call: Callable[..., Any], placed: Placed) -> float:
     return statistics.median(timer(rounds) for _ in range(5))
 
 
-def measure(side: Side, rows: int, temperature: float) -> tuple[np.ndarray, bool]:
-    """Prints a line; the tokens, and whether those of both ways are equal."""
+def measure(side: Side, rows: int, temperature: float, width: int) -> tuple[np.ndarray, bool]:
+    """Prints a line; the tokens, and whether what both ways give is equal."""
 
-    def make(seed: int) -> dict[str, Any]:
-        return greedy_arguments(seed, R=rows, K=INPUTS, N=TOKENS, temperature=temperature)
+    def make(_: int) -> dict[str, Any]:
+        return arguments_of(rows, temperature, width > 0)
 
     how = {"dtype": "bfloat16", "wide": ("seen", "params")}
-    case = OpCase(op="projection", function="joined", name=f"{rows} rows", make=make, **how)
-    placed = side.placed(case, case.arguments(0))
-    ways = [apart(side), side.operation(case).call]
+    function = "ranked" if width else "joined"
+    case = OpCase(op="projection", function=function, name=f"{rows} rows", make=make, **how)
+    placed, joined = side.placed(case, case.arguments(0)), side.operation(case).call
+    ways = [apart(side), joined]
+    if width:
+        ways = [ranked_apart(side, width), lambda *x: joined(*x, TARGET_STREAM, width, None)]
     found = [side.run(Operation(way, ()), placed) for way in ways]
     is_equal = all(np.array_equal(x, y) for x, y in zip(*found, strict=True))
     before, after = (1e6 * seconds_of(side, way, placed) for way in ways)
-    line = f"{side.name:7}{rows:6}{before:10.1f}{after:11.1f}{before - after:8.1f}"
+    line = f"{side.name:7}{rows:6}{width or '':>7}{before:10.1f}{after:11.1f}{before - after:8.1f}"
     print(f"{line}  {'equal' if is_equal else 'DIFFERENT'}", flush=True)
     return found[1][0], is_equal
 
@@ -68,6 +109,7 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128, 256, 512])
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--widths", nargs="+", type=int, default=[0], help="0: one is chosen")
     parser.add_argument("--temperature", type=float, default=0.0, help="of all rows")
     return parser
 
@@ -75,13 +117,13 @@ def options() -> argparse.ArgumentParser:
 def main() -> int:
     """Prints the table."""
     arguments, are_equal = options().parse_args(), True
-    tokens: dict[int, list[np.ndarray]] = {}
+    tokens: dict[tuple[int, int], list[np.ndarray]] = {}
     for name in (name for name in SIDES if name in arguments.sides):
         side = SIDES[name]()
         print(f"{name} on {side.device}\n{HEADER}", flush=True)
-        for rows in arguments.rows:
-            ids, is_equal = measure(side, rows, arguments.temperature)
-            tokens.setdefault(rows, []).append(ids)
+        for rows, width in product(arguments.rows, arguments.widths):
+            ids, is_equal = measure(side, rows, arguments.temperature, width)
+            tokens.setdefault((rows, width), []).append(ids)
             are_equal &= is_equal
             side.release()
     same = all(np.array_equal(first, x) for first, *rest in tokens.values() for x in rest)

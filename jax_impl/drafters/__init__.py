@@ -1,6 +1,6 @@
 """How drafts are made; all drafters rank their candidates in the same way."""
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -101,17 +101,29 @@ class Ranking(NamedTuple):
     columns: Int[jax.Array, " draft_vocab"] | None = None
 
     def __call__(
+        self, scored: Projection, paths: Int[jax.Array, "B k path"], depth: Int[jax.Array, ""] | int
+    ) -> Ranked:
+        """The best children of k nodes of each request at one depth.
+
+        Args:
+          scored: What scores the tokens after each node, or those that this rank has.
+          paths: Drafts from below the root to each node; the first `depth` of them are real.
+        """
+        return projection.rank(scored, *self._given(paths, depth))
+
+    def of_scores(
         self,
         logits: Float[jax.Array, "B k share"],
         paths: Int[jax.Array, "B k path"],
         depth: Int[jax.Array, ""] | int,
     ) -> Ranked:
-        """The best children of k nodes of each request at one depth.
+        """As for what scores tokens, from the scores."""
+        return sampling.rank(logits, *self._given(paths, depth))
 
-        Args:
-          logits: The drafter's, or this rank's part of them.
-          paths: Drafts from below the root to each node; the first `depth` of them are real.
-        """
+    def _given(
+        self, paths: Int[jax.Array, "B k path"], depth: Int[jax.Array, ""] | int
+    ) -> tuple[Any, ...]:
+        """What candidates are ranked by, as `sampling.rank` takes it."""
         B, k, length = paths.shape
         path = paths.reshape(B * k, length)
         on_path = jnp.broadcast_to(jnp.arange(length) < depth, path.shape)
@@ -120,23 +132,12 @@ class Ranking(NamedTuple):
         keys, stream = positions, TARGET_STREAM
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth
-        return sampling.rank(
-            logits,
-            seen,
-            positions,
-            self.sampling,
-            keys,
-            stream,
-            self.width,
-            self.is_sampled,
-            self.columns,
-            self.vocabulary,
-        )
+        how = (keys, stream, self.width, self.is_sampled, self.columns, self.vocabulary)
+        return seen, positions, self.sampling, *how
 
-    def roots(self, logits: Float[jax.Array, "B share"]) -> Ranked:
+    def roots(self, scored: Projection) -> Ranked:
         """The best children of each request's root."""
-        no_path = jnp.zeros((len(logits), 1, 0), jnp.int32)
-        return self(logits[:, None], no_path, 0)
+        return self(scored, jnp.zeros((len(self.lengths), 1, 0), jnp.int32), 0)
 
     def candidates(
         self, logits: Float[jax.Array, "B S share"], k: int
@@ -179,7 +180,7 @@ class Ranking(NamedTuple):
 
             def body(_: None, at: tuple) -> tuple[None, tuple]:
                 place, of_place = at
-                ranked = self(of_place[:, None], no_path, place)
+                ranked = self.of_scores(of_place[:, None], no_path, place)
                 return None, (ranked.ids[:, 0, 0], ranked.processed)
 
             places = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
@@ -190,9 +191,8 @@ class Ranking(NamedTuple):
         seen = sampling.seen_alone(self.counts, self.slots[request])
         if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
-            logits = projection.scores(scored)[:, None]
-            given = (logits, seen, positions, params, positions, TARGET_STREAM, 1)
-            ranked = sampling.rank(*given, False, self.columns, self.vocabulary)
+            given = (scored, seen, positions, params, positions, TARGET_STREAM, 1)
+            ranked = projection.rank(*given, False, self.columns, self.vocabulary)
             weights = ranked.weights.reshape(B, S) if is_weighed else None
             return ranked.ids.reshape(B, S), weights, None
         given = (seen, positions, self.sampling, request, None, self.vocabulary)

@@ -53,7 +53,7 @@ def chain(
         own = of_values + pairs(selector, previous, of_slot, some)
         logits = nothing.at[jnp.arange(B)[:, None], some].set(own)
         logits = vocabulary.part(logits, rank.vocabulary)
-        ranked = rank(logits[:, None], drafts[:, None], level)
+        ranked = rank.of_scores(logits[:, None], drafts[:, None], level)
         previous, edge = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0]
         drafts = drafts.at[:, level].set(previous)
         return (previous, drafts), (edge if is_weighed else None, ranked.processed)

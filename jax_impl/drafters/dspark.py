@@ -89,7 +89,7 @@ def chain(
         level, of_slot, of_scores = at
         mixed = mix(markov, previous, of_slot, state)
         logits = of_scores + product_float32(mixed.factors, markov.lm_head, factor)
-        ranked = rank(logits[:, None], drafts[:, None], level)
+        ranked = rank.of_scores(logits[:, None], drafts[:, None], level)
         previous, edge = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0]
         if is_weighed and markov.confidence is not None:
             edge = confidence(markov, of_slot, mixed.before)

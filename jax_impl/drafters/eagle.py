@@ -14,10 +14,11 @@ from jaxtyping import Bool, Float, Int
 
 from jax_impl.device_state import DraftState, Plan, Relay
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
-from jax_impl.drafters.heads import Head, Logits, Tokens
+from jax_impl.drafters.heads import Head, Tokens
 from jax_impl.ops import draft_tree, scan, verify_rows
 from jax_impl.ops.attention import KV, Rows, turned
 from jax_impl.ops.draft_tree import Level
+from jax_impl.ops.projection import Projection
 from jax_impl.ops.sampling import Ranked
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -30,13 +31,13 @@ class Expand(NamedTuple):
     """How a drafter expands nodes.
 
     Attributes:
-      run: Runs the nodes of a level, each with what its parent's row handed on: their logits, what
-        they hand on, and the drafter's pools.
+      run: Runs the nodes of a level, each with what its parent's row handed on: what scores their
+        children, what they hand on, and the drafter's pools.
       pick: What some of a level's rows handed on.
       carried: What each request's root hands on.
     """
 
-    run: Callable[[Rows, Tokens, Carried, KV], tuple[Logits, Carried, KV]]
+    run: Callable[[Rows, Tokens, Carried, KV], tuple[Projection, Carried, KV]]
     pick: Callable[[Carried, Int[jax.Array, " R"]], Carried]
     carried: Carried
 
@@ -108,7 +109,7 @@ def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
     out, kv = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)
     ends = out[fed.last]
     rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
-    ranked = rank.roots(head.scores(ends))
+    ranked = rank.roots(head.projected(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv
 
 
@@ -135,7 +136,7 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
     A slot does not keep the law that such a one comes from.
     """
     if rank.is_sampled:
-        return First.of(rank.roots(head.scores(relay.hidden)))
+        return First.of(rank.roots(head.projected(relay.hidden)))
     return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
 
 
@@ -154,10 +155,10 @@ def draft(
 ) -> tuple[Drafted, KV]:
     """Grows one draft tree per request: the relay is its first level, then S - 1 expansions."""
 
-    def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
+    def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Projection, Carried, KV]:
         rows = rows if deltas is None else turned(rows, deltas)
         out, kv = head.forward(rows, tokens, None, hidden, kv)
-        return head.scores(out), out, kv
+        return head.projected(out), out, kv
 
     def pick(hidden: Carried, rows: Int[jax.Array, " R"]) -> Carried:
         return hidden[rows]
@@ -284,8 +285,8 @@ def grow(
                 root_rows=root_rows,
             )
             tokens = at.level.tokens.reshape(-1)
-            logits, carried, kv = expand.run(rows, tokens, at.carried, at.kv)
-            ranked = rank(logits.reshape(B, k, -1), at.level.paths, s)
+            scored, carried, kv = expand.run(rows, tokens, at.carried, at.kv)
+            ranked = rank(scored, at.level.paths, s)
             parents, weights, level = draft_tree.next_level(
                 at.level, ranked.ids, ranked.weights, s, root_rows
             )
@@ -333,8 +334,8 @@ def _grow_chain(
         def body(end: _Link, s: Int[jax.Array, ""]) -> tuple[_Link, _Found]:
             place = lengths + root_rows + s - 1
             rows = extend_rows(place, can_draft.astype(jnp.int32), draft_from, page_table, 0)
-            logits, carried, kv = expand.run(rows, end.tokens, end.carried, end.kv)
-            ranked = rank(logits[:, None], end.paths, s)
+            scored, carried, kv = expand.run(rows, end.tokens, end.carried, end.kv)
+            ranked = rank(scored, end.paths, s)
             token = ranked.ids[:, 0, 0]
             is_own = jnp.arange(depth - 1) == s
             paths = jnp.where(is_own, token[:, None, None], end.paths)

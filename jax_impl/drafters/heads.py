@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, Hidden, Sight, attention, finished
-from jax_impl.model import Forward, Model, logits
-from jax_impl.ops import alone, linear, ranks
+from jax_impl.model import Forward, Model, projected
+from jax_impl.ops import alone, linear, projection, ranks
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import Shown, embedded, rms_norm
-from jax_impl.ops.linear import Stream, normed_product, product, product_float32
+from jax_impl.ops.linear import Stream, normed_product, product
+from jax_impl.ops.projection import Projection
 from jax_impl.ops.vocabulary import Vocabulary, over_tokens, whole
 from jax_impl.records import BlockWeights, HeadWeights, Layer
 from shared.boundary.ranks import Ranks
@@ -40,7 +41,7 @@ class Head(NamedTuple):
       forward: Runs the head over rows, each with its next token, what stands in the place of some,
         and its hidden state; gives the hidden state that the next draft step reads, and the head's
         KV.
-      scores: This rank's part of those over the head's vocabulary, from what `forward` gives.
+      projected: What scores the head's tokens that this rank has, by what `forward` gives.
       vocabulary: The head's.
       columns: The target's token of each score; None where they are the same.
     """
@@ -50,13 +51,13 @@ class Head(NamedTuple):
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Shown | None, Hidden, KV], tuple[Hidden, KV]]
-    scores: Callable[[Hidden], Logits]
+    projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[jax.Array, " draft_vocab"] | None = None
 
     def logits(self, hidden: Hidden) -> Logits:
         """The scores over the target's vocabulary."""
-        whole_rows = whole(self.scores(hidden), self.vocabulary)
+        whole_rows = whole(projection.scores(self.projected(hidden)), self.vocabulary)
         return over_tokens(whole_rows, self.columns, self.config.vocab)
 
 
@@ -78,7 +79,7 @@ def mtp(model: Model) -> Head:
         x, kv = _through(config, like, (weights.layer,), qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
 
-    return Head(config, 1, (), _final_hidden, forward, *_scores(model))
+    return Head(config, 1, (), _final_hidden, forward, *_head(model))
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
@@ -96,7 +97,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
         stream = Stream(x, group=group)
         return _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
 
-    return Head(config, config.num_layers, (), _final_hidden, forward, *_scores(model))
+    return Head(config, config.num_layers, (), _final_hidden, forward, *_head(model))
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
@@ -120,16 +121,16 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
         x, kv = _through(config, config.layers, weights.layers, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x, kv
 
-    score, vocabulary, columns = _scores(model)
+    head, vocabulary, columns = _head(model)
     if weights.lm_head is not None:
-        score = partial(product_float32, weight=weights.lm_head)
+        head = partial(Projection, weight=weights.lm_head)
         vocabulary = Vocabulary(weights.config.draft_vocab, group)
         columns = weights.draft_ids
 
-    def scores(hidden: Hidden) -> Logits:
-        return score(hidden if norm_output else rms_norm(hidden, final_norm, eps))
+    def own_head(hidden: Hidden) -> Projection:
+        return head(hidden if norm_output else rms_norm(hidden, final_norm, eps))
 
-    run = (weights.config.aux_streams, partial(_project, group, weights), forward, scores)
+    run = (weights.config.aux_streams, partial(_project, group, weights), forward, own_head)
     return Head(config, config.num_layers, *run, vocabulary, columns)
 
 
@@ -137,14 +138,14 @@ HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
 """Heads with a checkpoint of their own, by the kind that `DraftConfig` names."""
 
 
-def _scores(
+def _head(
     model: Model,
-) -> tuple[Callable[[Hidden], Logits], Vocabulary, Int[jax.Array, " draft_vocab"] | None]:
-    """A head's scores by its target's matrix, or by the rows of it that drafts are made of."""
+) -> tuple[Callable[[Hidden], Projection], Vocabulary, Int[jax.Array, " draft_vocab"] | None]:
+    """Its target's matrix, or the rows of it that drafts are made of."""
     if (rows := model.weights.draft_rows) is None:
-        return partial(logits, model), model.vocabulary, None
-    score = partial(product_float32, weight=rows.lm_head, factor=model.config.logits_factor)
-    return score, Vocabulary(len(rows.ids), model.group), rows.ids
+        return partial(projected, model), model.vocabulary, None
+    head = partial(Projection, weight=rows.lm_head, factor=model.config.logits_factor)
+    return head, Vocabulary(len(rows.ids), model.group), rows.ids
 
 
 def _final_hidden(passed: Forward) -> Hidden:

@@ -10,13 +10,14 @@ from jax_impl import model
 from jax_impl.device_state import DraftState, Plan, select
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.drafters.eagle import Carried, Expand, First, extend_rows, grow
-from jax_impl.drafters.heads import Logits, Tokens
+from jax_impl.drafters.heads import Tokens
 from jax_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from jax_impl.model import Forward, Model
 from jax_impl.ops import delta_mix, mamba_state
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.delta_mix import Nodes
 from jax_impl.ops.mamba_state import DeltaState
+from jax_impl.ops.projection import Projection
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 
@@ -86,7 +87,9 @@ class StandaloneDrafter(NamedTuple):
         if memory.delta is not None:
             states = _context(memory, plan, lengths)
 
-        def run(rows: Rows, tokens: Tokens, states: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
+        def run(
+            rows: Rows, tokens: Tokens, states: Carried, kv: KV
+        ) -> tuple[Projection, Carried, KV]:
             mixer = None
             if states is not None:
                 starts = jnp.arange(len(tokens) + 1, dtype=jnp.int32)
@@ -94,19 +97,19 @@ class StandaloneDrafter(NamedTuple):
                 nodes = Nodes(None, starts, request[:, None], request, 0 * request)
                 mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             passed = self._forward(kv, rows, tokens, mixer)
-            logits = model.logits(self.small, passed.hidden)
-            return logits, None if mixer is None else mixer.advanced, passed.kv
+            scored = model.projected(self.small, passed.hidden)
+            return scored, None if mixer is None else mixer.advanced, passed.kv
 
         def pick(states: Carried, rows: Int[jax.Array, " R"]) -> Carried:
             return None if states is None else delta_mix.take(states, rows)
 
         can_draft = (draft_from < lengths).astype(jnp.int32)
         rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
-        logits, states, kv = run(rows, newest, states, memory.kv)
+        scored, states, kv = run(rows, newest, states, memory.kv)
         drafted, kv = grow(
             expand=Expand(run, pick, states),
             kv=kv,
-            first=First.of(rank.roots(logits)),
+            first=First.of(rank.roots(scored)),
             newest=newest,
             lengths=lengths,
             draft_from=draft_from,

@@ -13,9 +13,11 @@ from jaxtyping import Bool, Float, Int
 from jax_impl import ops
 from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain, sampling
 from jax_impl.ops.linear import Matrix, kernel_products, product_float32
-from jax_impl.ops.sampling import Chosen, Sampling, Seen
+from jax_impl.ops.noise import Stream
+from jax_impl.ops.sampling import Chosen, Ranked, Sampling, Seen
 from jax_impl.ops.vocabulary import ALL, Vocabulary, num_tokens_of
 from shared.spec.noise import TARGET_STREAM
+from shared.spec.sampling import DRAFT_TAU
 
 
 class Projection(NamedTuple):
@@ -54,8 +56,9 @@ def kernel_joined(
 ) -> Chosen:
     """As `plain_choose`."""
     rows, weight, is_alone = projection.rows, projection.weight, vocabulary.group.is_alone
-    tokens = None if is_alone else num_tokens_of(vocabulary)
-    asks = kernels.leaves.asking(seen, positions, params, request, tokens)
+    tokens = weight.num_outputs if is_alone else num_tokens_of(vocabulary)
+    how = {"num_tokens": tokens, "is_warm_whole": not is_alone}
+    asks = kernels.leaves.asking(seen, positions, params, request, **how)
     how = {"factor": projection.factor, "out_type": jnp.float32, "asks": asks}
     logits, _, _, left = kernel_products(kernels, rows, weight, **how)
     given = (logits, seen, positions, params, request, None)
@@ -96,3 +99,95 @@ def choose(
     if allowed is None:
         return _choose_from(projection, *given, vocabulary)
     return sampling.choose(scores(projection), *given, allowed, vocabulary)
+
+
+def plain_ranked(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[jax.Array, " B"],
+    params: Sampling,
+    keys: Int[jax.Array, " B"],
+    stream: Stream,
+    width: int,
+    columns: Int[jax.Array, " size"] | None,
+) -> Ranked:
+    """As the specification, of a whole head."""
+    return rank_apart(projection, seen, positions, params, keys, stream, width, False, columns)
+
+
+def kernel_ranked(
+    kernels: Kernels,
+    projection: Projection,
+    seen: Seen,
+    positions: Int[jax.Array, " B"],
+    params: Sampling,
+    keys: Int[jax.Array, " B"],
+    stream: Stream,
+    width: int,
+    columns: Int[jax.Array, " size"] | None,
+) -> Ranked:
+    """As `plain_ranked`."""
+    rows, weight, k = projection.rows, projection.weight, len(projection.rows) // len(positions)
+    how = {"num_tokens": weight.num_outputs, "nodes": k, "width": width, "is_warm_whole": True}
+    asks = kernels.leaves.asking(seen, positions, params, positions, **how)
+    how = {"factor": projection.factor, "out_type": jnp.float32, "asks": asks}
+    logits, _, _, left = kernel_products(kernels, rows, weight, **how)
+    ranked = kernels.sampling.rank(
+        logits.reshape(len(positions), k, -1),
+        *(seen, positions, params, keys, stream, width, False, columns),
+        tau=DRAFT_TAU,
+        tiles=kernels.tiles.sampling.of(rows=len(rows)),
+        leaves=left,
+    )
+    return Ranked(*ranked)
+
+
+ranked = kernel_or_plain(kernel_ranked, plain_ranked, is_bfloat16)
+
+
+def _ranking_pays(rows: Float[jax.Array, "R hidden"]) -> bool:
+    """Whether a table of the GPU says that a ranking joined with the head is faster."""
+    assert ops.KERNELS is not None  # else nobody asks
+    return is_bfloat16(rows) and ops.KERNELS.tiles.leaves.of(rows=len(rows)).ranked
+
+
+_rank_from = kernel_or_plain(kernel_ranked, plain_ranked, _ranking_pays)
+
+
+def rank(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[jax.Array, " B"],
+    params: Sampling,
+    keys: Int[jax.Array, " B"],
+    stream: Stream,
+    width: int,
+    is_sampled: bool,
+    columns: Int[jax.Array, " size"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Ranked:
+    """As the specification; of a rank's part of a head, and where a law is asked for, apart."""
+    given = (projection, seen, positions, params, keys, stream, width)
+    is_other = columns is None and projection.weight.num_outputs != seen.counts.shape[1]
+    if is_sampled or is_other or not vocabulary.group.is_alone:
+        return rank_apart(*given, is_sampled, columns, vocabulary)
+    return _rank_from(*given, columns)
+
+
+def rank_apart(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[jax.Array, " B"],
+    params: Sampling,
+    keys: Int[jax.Array, " B"],
+    stream: Stream,
+    width: int,
+    is_sampled: bool,
+    columns: Int[jax.Array, " size"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Ranked:
+    """As `rank`, from the scores."""
+    logits = scores(projection)
+    by_node = logits.reshape(len(positions), -1, logits.shape[1])
+    how = (keys, stream, width, is_sampled, columns, vocabulary)
+    return sampling.rank(by_node, seen, positions, params, *how)

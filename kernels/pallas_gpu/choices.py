@@ -53,6 +53,7 @@ from kernels.pallas_gpu.winners import (
     store_scores,
     store_token,
     store_winners,
+    tokens_of_best,
 )
 
 NUM_INPUTS = len(Inputs._fields)
@@ -200,7 +201,15 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
             winner += inputs.first[0] if sizes.share else 0
             store_token(best, row, 0, key, winner, 0.0, 0.0, 1.0, inputs, sizes, None)
 
-        joins &= asks != NOTHING
+        if tau is None or sizes.share:
+            joins &= asks != NOTHING
+        else:
+
+            @pl.when(joins & (asks != SCORES))
+            def _():
+                _rank_left(row, inputs, partials, leaves, best, sizes, width, tau)
+
+            joins &= asks == SCORES
 
     @pl.when(joins)
     def _():
@@ -227,3 +236,19 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
             store_token(best, row, rank, key, winner, *of_row)
 
         in_order(keys, ids, width, store)
+
+
+def _rank_left(row, inputs, partials, leaves, best, sizes, width, tau):
+    """Stores the best tokens of a row without noise, which are in the groups of the best peaks."""
+    peaks = load_row(partials.peaks, (row,), LOWEST)
+    masses = load_row(partials.masses, (row,), 0.0)
+    highest = score_of(jnp.max(peaks))
+    of_row = (highest, log(total_of(peaks, masses, highest, 1.0)), 1.0, inputs, sizes, tau)
+
+    def store(rank, key, winner):
+        store_token(best, row, rank, key, winner, *of_row)
+
+    if width == 1:
+        store(0, *best_left(leaves, row))
+    else:
+        in_order(*tokens_of_best(peaks, row, inputs, sizes, width), width, store)

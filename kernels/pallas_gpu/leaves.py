@@ -28,15 +28,16 @@ from kernels.pallas_gpu.scores import (
 from kernels.pallas_gpu.winners import load_row
 
 GROUP = 2 * PAIRS
-NOTHING, SCORES, GROUPS = range(3)
+NOTHING, SCORES, MASSES, GROUPS = range(4)
 
 
 class Asks(NamedTuple):
     """What each row asks a head for.
 
     Attributes:
-      asks: `NOTHING` but the best token; `SCORES`; or `GROUPS`, and the scores for a second pass.
-      warmth: The temperature of rows that ask for groups; 1 of the others.
+      asks: `NOTHING` but the best token; `SCORES`; `MASSES`, what groups hold; or `GROUPS`, both,
+        the scores for a second pass.
+      warmth: The temperature of rows that ask for both at one; 1 of the others.
       tokens: How many of the head's outputs are tokens: places of a rank may be empty.
     """
 
@@ -85,7 +86,11 @@ def asking(
     positions: Int[jax.Array, " R"],
     sampling: Any,
     request: Int[jax.Array, " R"],
-    num_tokens: Int[jax.Array, ""] | None = None,
+    *,
+    num_tokens: int | Int[jax.Array, ""],
+    nodes: int = 0,
+    width: int = 0,
+    is_warm_whole: bool = False,
 ) -> Asks:
     """What rows ask for: scores where some are edited, and groups where there is a temperature.
 
@@ -93,19 +98,25 @@ def asking(
 
     Args:
       seen, positions, sampling, request: As of `sampling.choose`.
-      num_tokens: Of a rank's part of a head, of which a row with a temperature asks for scores;
-        None: the head is whole.
+      num_tokens: Of the head's outputs; those of a rank's part may be fewer.
+      nodes: Rows of a request, whose positions are its own; 0: `request` names it.
+      width: Tokens that are ranked of each row, with their weights; 0: one is chosen.
+      is_warm_whole: A row with a temperature asks for its scores alone.
     """
+    if nodes:
+        request = jnp.repeat(jnp.arange(len(positions)), nodes)
+        positions = positions[request]
     is_edited = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
     is_edited |= (sampling.bias_values != 0).any(axis=1)
     is_edited = is_edited[request] | (positions < sampling.min_length[request])
     warmth = sampling.temperature[request]
-    if num_tokens is not None:
+    if is_warm_whole:
         is_edited |= warmth > 0
     is_warm = (warmth > 0) & ~is_edited
-    asks = jnp.where(is_warm, GROUPS, jnp.where(is_edited, SCORES, NOTHING))
-    tokens = jnp.int32(seen.counts.shape[1]) if num_tokens is None else num_tokens
-    return Asks(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0), tokens.reshape(1))
+    rest = (NOTHING, MASSES, GROUPS)[min(width, 2)]
+    asks = jnp.where(is_warm, GROUPS, jnp.where(is_edited, SCORES, rest))
+    tokens = jnp.asarray(num_tokens, jnp.int32).reshape(1)
+    return Asks(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0), tokens)
 
 
 def store_leaves(out, out_ref, given, left_refs, row, column, block):
@@ -121,14 +132,14 @@ def store_leaves(out, out_ref, given, left_refs, row, column, block):
     at_row = jnp.where(is_row, row, R)  # outside for the interpreter
     for ref, left in zip(of_blocks, (best, ids, is_bad.astype(jnp.int32)), strict=True):
         pltriton.store(ref.at[at_row, jnp.full(row.shape, block)], left, mask=is_row)
-    asks = jnp.max(pltriton.load(given.asks.at[row], mask=is_row, other=0))
+    asks = pltriton.load(given.asks.at[row], mask=is_row, other=0)
 
-    @pl.when(asks != NOTHING)
+    @pl.when(jnp.max(asks & SCORES) > 0)
     def _():
         at = out_ref.at[at_row[:, None], jnp.where(is_column, column, N)[None, :]]
         pltriton.store(at, out, mask=is_row[:, None] & is_column[None, :])
 
-    @pl.when(asks == GROUPS)
+    @pl.when(jnp.max(asks & MASSES) > 0)
     def _():
         warmth = pltriton.load(given.warmth.at[row], mask=is_row, other=1.0)
         where = (peaks_ref, masses_ref, at_row, row, column, block, given.tokens[0])

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Float32, Int
 
 from kernels.pallas_gpu.layers import beside
-from kernels.pallas_gpu.leaves import Asks, Leaves, room_of
+from kernels.pallas_gpu.leaves import MASSES, SCORES, Asks, Leaves, room_of
 from kernels.pallas_gpu.linear_result import WIDE, Result, scales_of
 from kernels.pallas_gpu.linear_ring import (
     LINE_BYTES,
@@ -134,7 +134,9 @@ def described_product(
     if asks is not None:
         asked, warmth = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
         # The warmth of a row that is none divides what nobody reads.
-        operands |= {"asks": asked.reshape(-1, WIDE).max(axis=1), "warmth": warmth}
+        asked = asked.reshape(-1, WIDE)
+        asked = (asked & SCORES).max(axis=1) | (asked & MASSES).max(axis=1)
+        operands |= {"asks": asked, "warmth": warmth}
         operands["tokens"] = asks.tokens
         results |= room_of(len(warmth), N, tiles.columns)
     work = Work(

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
-from kernels.pallas_gpu.leaves import GROUP, GROUPS, NOTHING
+from kernels.pallas_gpu.leaves import GROUP, MASSES, SCORES
 from kernels.pallas_gpu.scores import HIGHEST, KEY_OF_INFINITY, LOWEST, key_of, score_of
 from kernels.pallas_gpu.squares import add_up, load_squares
 
@@ -124,13 +124,13 @@ class Result:
         asks_ref, first = self._refs.asks, lax.div(self._row, WIDE)
         asks = asks_ref[first]
         for number in range(1, self._work.tiles.rows // self._work.groups // WIDE):
-            asks = jnp.maximum(asks, asks_ref[first + number])
+            asks |= asks_ref[first + number]
 
-        @pl.when(asks != NOTHING)
+        @pl.when((asks & SCORES) != 0)
         def _store():
             self.store(sums)
 
-        @pl.when(asks == GROUPS)
+        @pl.when((asks & MASSES) != 0)
         def _leave_groups():
             for down in dict(self._places):
                 rows = pl.ds(self._row + down, WIDE)

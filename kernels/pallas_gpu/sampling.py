@@ -111,6 +111,7 @@ def rank(
     *,
     tau: float,
     tiles: SamplingTiles,
+    leaves: Leaves | None = None,
     interpret: bool = False,
 ) -> tuple[
     Int[jax.Array, "B k width"],
@@ -124,6 +125,8 @@ def rank(
         specification.
       tau: Softness of the weights where there is noise.
       tiles: How the work is cut.
+      leaves: What the product with the head has left of rows that may lack their logits; of
+        `leaves.asking` with this width, and with the scores of rows with a temperature.
       interpret: Run on a CPU.
     """
     B, k, vocab = logits.shape
@@ -137,6 +140,7 @@ def rank(
         tau=tau,
         nodes=k,
         tiles=tiles,
+        leaves=leaves,
         interpret=interpret,
     )
     found = best.ids.reshape(B, k, width), best.weights.reshape(B, k, width)
@@ -230,11 +234,12 @@ def _ranked(
         of_ranks, vocab = {"ranks": part.ranks, "share": vocab}, part.vocab
     groups = pl.cdiv(vocab, GROUP)
     num_tiles = pl.cdiv(groups, tiles.groups)
-    # Of a part rows with a temperature are looked at as a whole.
+    # Of a part, and where tokens are ranked, rows with a temperature are looked at as a whole.
     held = leaves if part is None else None
     given = (logits, seen, positions, sampling, request, allowed, columns, keys, stream, part)
     inputs = inputs_of(*given)
-    sizes = sizes_of(vocab, seen, sampling, allowed, nodes, columns, held is not None, **of_ranks)
+    is_left = held is not None and tau is None
+    sizes = sizes_of(vocab, seen, sampling, allowed, nodes, columns, is_left, **of_ranks)
     chosen = {"sizes": sizes, "width": width, "tau": tau, "groups": tiles.groups}
     chosen |= {"is_scored": is_scored}
     ints, floats = jnp.int32, jnp.float32

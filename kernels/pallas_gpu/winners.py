@@ -10,10 +10,14 @@ from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.noise import MOST_NOISE, most_noise, noise_of_words
 from kernels.pallas_gpu.scores import (
+    HIGHEST,
     LOWEST,
+    PAIRS,
+    first_token,
     ids_of,
     in_order,
     key_of,
+    next_token,
     score_of,
     scores_of,
     store_groups,
@@ -183,6 +187,24 @@ def store_winners(winners_ref, row, tile, keys, ids, width):
             winners_ref[part, row, tile * width + rank] = value
 
     in_order(keys, ids, width, store)
+
+
+def tokens_of_best(peaks, row, inputs, sizes, width):
+    """Keys and ids of all tokens of a row's best groups, as many as are ranked."""
+    place = lax.iota(jnp.int32, pl.next_power_of_2(width))
+    group = lax.iota(jnp.int32, peaks.shape[0])
+    key, winner = first_token(peaks, group)
+    chosen = jnp.where(place == 0, winner, HIGHEST)
+    for rank in range(1, width):
+        key, winner = next_token(peaks, group, key, winner)
+        chosen = jnp.where(place == rank, winner, chosen)
+    is_one = (place < width) & (chosen < pl.cdiv(sizes.vocab, 2 * PAIRS))
+    first = jnp.where(is_one, chosen, 0) * (2 * PAIRS)
+    ids = first[:, None] + lax.iota(jnp.int32, 2 * PAIRS)[None, :]
+    inside = is_one[:, None] & (ids < sizes.vocab)
+    at = jnp.where(inside, ids, sizes.vocab)  # outside for the interpreter
+    raw = pltriton.load(inputs.logits.at[row, at], mask=inside, other=0.0)
+    return jnp.where(inside, key_of(raw), LOWEST), ids
 
 
 def store_token(best, row, rank, key, winner, highest, norm, sharpness, inputs, sizes, tau):

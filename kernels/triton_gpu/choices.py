@@ -34,6 +34,7 @@ from kernels.triton_gpu.winners import (
     store_first,
     store_scores,
     store_token,
+    tokens_of_best,
 )
 
 
@@ -204,7 +205,15 @@ def rows_kernel(
             if sizes.share > 0:
                 winner += inputs.first
             store_token(best, row, 0, key, winner, 0.0, 0.0, 1.0, inputs, width, sizes, None)
-        is_last = is_last & (asks != NOTHING)
+        if tau is None or sizes.share > 0:
+            is_last = is_last & (asks != NOTHING)
+        else:
+            if (asks != SCORES) & is_last:
+                _rank_left(
+                    *(row, inputs, partials, leaves, best),
+                    *(leaf_lanes, group_lanes, sizes, width, tau, num_leaves),
+                )
+            is_last = is_last & (asks == SCORES)
     if wish.is_filtered:
         support = Support(
             border=tl.load(partials.notes),
@@ -247,5 +256,41 @@ def rows_kernel(
             key, winner = next_token(keys, ids, key, winner)
             store_token(
                 *(best, row, rank, key, winner, highest, norm, sharpness, inputs),
+                *(width, sizes, tau),
+            )
+
+
+@triton.jit
+def _rank_left(
+    row,
+    inputs,
+    partials,
+    leaves,
+    best,
+    leaf_lanes: tl.constexpr,
+    group_lanes: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+    num_leaves: tl.constexpr,
+):
+    """Stores the best tokens of a row without noise, which are in the groups of the best peaks."""
+    group = tl.arange(0, group_lanes)
+    inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
+    peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)
+    masses = tl.load(partials.masses + group, mask=inside, other=0.0)
+    highest = score_of(tl.max(peaks))
+    norm = log(total_of(peaks, masses, highest, 1.0))
+    if width == 1:
+        key, winner = best_left(leaves, row, num_leaves, leaf_lanes)
+        store_token(best, row, 0, key, winner, highest, norm, 1.0, inputs, width, sizes, tau)
+    else:
+        keys, ids = tokens_of_best(peaks, group, row, inputs, sizes, width)
+        key, winner = first_token(keys, ids)
+        store_token(best, row, 0, key, winner, highest, norm, 1.0, inputs, width, sizes, tau)
+        for rank in range(1, width):
+            key, winner = next_token(keys, ids, key, winner)
+            store_token(
+                *(best, row, rank, key, winner, highest, norm, 1.0, inputs),
                 *(width, sizes, tau),
             )

@@ -29,7 +29,7 @@ from kernels.triton_gpu.scores import (
 )
 
 GROUP = 2 * PAIRS.value
-NOTHING, SCORES, GROUPS = (tl.constexpr(kind) for kind in range(3))
+NOTHING, SCORES, MASSES, GROUPS = (tl.constexpr(kind) for kind in range(4))
 
 
 class Leaves(NamedTuple):
@@ -71,8 +71,9 @@ class Asks(NamedTuple):
     """What each row asks a head for.
 
     Attributes:
-      asks: `NOTHING` but the best token; `SCORES`; or `GROUPS`, and the scores for a second pass.
-      warmth: The temperature of rows that ask for groups; 1 of the others.
+      asks: `NOTHING` but the best token; `SCORES`; `MASSES`, what groups hold; or `GROUPS`, both,
+        the scores for a second pass.
+      warmth: The temperature of rows that ask for both at one; 1 of the others.
       tokens: How many of the head's outputs are tokens: places of a rank may be empty.
     """
 
@@ -86,24 +87,31 @@ def asking(
     positions: Int[Tensor, " R"],
     sampling: Any,
     request: Int[Tensor, " R"],
-    num_tokens: int | None = None,
+    *,
+    num_tokens: int,
+    nodes: int = 0,
+    width: int = 0,
+    is_warm_whole: bool = False,
 ) -> Asks:
     """What rows ask for: scores where some are edited, and groups where there is a temperature.
 
     Args:
       seen, positions, sampling, request: As of `sampling.choose`.
-      num_tokens: Of a rank's part of a head, of which a row with a temperature asks for scores;
-        None: the head is whole.
+      num_tokens: Of the head's outputs; those of a rank's part may be fewer.
+      nodes: Rows of a request, whose positions are its own; 0: `request` names it.
+      width: Tokens that are ranked of each row, with their weights; 0: one is chosen.
+      is_warm_whole: A row with a temperature asks for its scores alone.
     """
-    given = (seen, positions, sampling, request, None)
-    asks = torch.empty(len(positions), dtype=torch.int32, device=positions.device)
-    warmth = torch.empty_like(asks, dtype=torch.float32)
-    vocab, tokens = seen.counts.shape[1], asks.new_empty(1)
-    _asking_kernel[(len(positions),)](
+    R, given = len(seen.slots), (seen, positions, sampling, request, None)
+    asks = torch.empty(R, dtype=torch.int32, device=positions.device)
+    warmth, tokens = torch.empty_like(asks, dtype=torch.float32), asks.new_empty(1)
+    rest = (NOTHING, MASSES, GROUPS)[min(width, 2)].value
+    _asking_kernel[(R,)](
         inputs_of(warmth, *given, None, positions, 0, None),
-        *(asks, warmth, tokens, vocab if num_tokens is None else num_tokens),
-        sizes=sizes_of(vocab, seen, sampling, None, 0, None),
-        is_part=num_tokens is not None,
+        *(asks, warmth, tokens, num_tokens),
+        sizes=sizes_of(seen.counts.shape[1], seen, sampling, None, nodes, None),
+        rest=rest,
+        is_warm_whole=is_warm_whole,
         num_warps=1,
     )
     return Asks(asks, warmth, tokens)
@@ -111,17 +119,18 @@ def asking(
 
 @triton.jit
 def _asking_kernel(
-    inputs, asks_at, warmth_at, tokens_at, num_tokens, sizes: tl.constexpr, is_part: tl.constexpr
-):
+    inputs, asks_at, warmth_at, tokens_at, num_tokens, sizes: tl.constexpr, rest: tl.constexpr,
+    is_warm_whole: tl.constexpr,
+):  # fmt: skip
     """One program per row."""
     row = tl.program_id(0)
     tl.store(tokens_at, num_tokens)
     wish = wish_of(inputs, row, sizes)
     is_edited = wish.has_penalty | wish.is_short | (wish.biases > 0)
-    if is_part:
+    if is_warm_whole:
         is_edited |= wish.temperature > 0
     is_warm = (wish.temperature > 0) & (is_edited == 0)
-    asks = tl.where(is_edited, SCORES, NOTHING)
+    asks = tl.where(is_edited, SCORES, rest)
     tl.store(asks_at + row, tl.where(is_warm, GROUPS, asks))
     tl.store(warmth_at + row, tl.where(is_warm, wish.temperature, 1.0))
 
@@ -141,10 +150,10 @@ def store_leaves(out, ends, row, column, block, num_rows, sizes: tl.constexpr):
     tl.store(ends.ids + at, ids, mask=is_row)
     tl.store(ends.bad + at, is_bad.to(tl.int32), mask=is_row)
     asks = tl.load(ends.asks + row, mask=is_row, other=0)
-    if tl.max(asks) > 0:
+    if tl.max(asks & SCORES) > 0:
         place = row.to(tl.int64)[:, None] * sizes.N + column[None, :]
         tl.store(ends.out + place, out, mask=is_row[:, None] & is_column)
-    if tl.max(asks) == GROUPS:
+    if tl.max(asks & MASSES) > 0:
         warmth = tl.load(ends.warmth + row, mask=is_row, other=1.0)
         _store_groups(out / warmth[:, None], ends, row, column, block, num_rows, sizes)
 

@@ -104,6 +104,7 @@ def rank(
     *,
     tau: float,
     tiles: SamplingTiles,
+    leaves: Leaves | None = None,
 ) -> tuple[
     Int[Tensor, "B k width"], Float[Tensor, "B k width"], Float[Tensor, "R target_vocab"] | None
 ]:
@@ -114,6 +115,8 @@ def rank(
         specification.
       tau: Softness of the weights where there is noise.
       tiles: How the work is cut.
+      leaves: What the product with the head has left of rows that may lack their logits; of
+        `leaves.asking` with this width, and with the scores of rows with a temperature.
     """
     B, k, _ = logits.shape
     best, scores, _ = _ranked(
@@ -126,6 +129,7 @@ def rank(
         tau=tau,
         nodes=k,
         tiles=tiles,
+        leaves=leaves,
     )
     found = best.ids.view(B, k, width), best.weights.view(B, k, width)
     return *found, scores if is_sampled else None
@@ -213,7 +217,7 @@ def _ranked(
     of_ranks = {}
     if part is not None:
         of_ranks, vocab = {"ranks": part.ranks, "share": vocab}, part.vocab
-    # Of a part rows with a temperature are looked at as a whole.
+    # Of a part, and where tokens are ranked, rows with a temperature are looked at as a whole.
     held = leaves if part is None else None
     groups = triton.cdiv(vocab, GROUP)
     num_tiles = triton.cdiv(groups, tiles.groups)

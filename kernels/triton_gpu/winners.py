@@ -7,6 +7,7 @@ import triton.language as tl
 
 from kernels.triton_gpu.noise import MOST_NOISE, most_noise, noise_of_words
 from kernels.triton_gpu.scores import (
+    HIGHEST,
     LOWEST,
     PAIRS,
     first_token,
@@ -167,6 +168,28 @@ def store_first(partials, tile, keys, ids, width: tl.constexpr):
         tl.store(keys_at + rank, key)
         tl.store(ids_at + rank, winner)
     return first
+
+
+@triton.jit
+def tokens_of_best(peaks, group, row, inputs, sizes: tl.constexpr, width: tl.constexpr):
+    """Keys and ids of all tokens of a row's best groups, as many as are ranked."""
+    place, spread = tl.arange(0, _power(width)), tl.arange(0, 2 * PAIRS)
+    key, winner = first_token(peaks, group)
+    chosen = tl.where(place == 0, winner, HIGHEST)
+    for rank in range(1, width):
+        key, winner = next_token(peaks, group, key, winner)
+        chosen = tl.where(place == rank, winner, chosen)
+    is_one = (place < width) & (chosen < tl.cdiv(sizes.vocab, 2 * PAIRS))
+    ids = tl.where(is_one, chosen, 0)[:, None] * (2 * PAIRS) + spread[None, :]
+    inside = is_one[:, None] & (ids < sizes.vocab)
+    at = inputs.logits + row.to(tl.int64) * sizes.vocab + ids
+    return tl.where(inside, key_of(tl.load(at, mask=inside, other=0.0)), LOWEST), ids
+
+
+@triton.constexpr_function
+def _power(count):
+    """The power of two that has room for so many."""
+    return triton.next_power_of_2(count)
 
 
 @triton.jit

@@ -5,6 +5,9 @@ out: each block of the head's outputs leaves the best of its tokens and, where t
 temperature, what its groups hold, as `vocabulary` says of any part. A row that asks for nothing but
 its best token is chosen from what the blocks leave. A rank's part of the head leaves the same to
 the other ranks, whose ids begin where its own tokens do.
+
+Children of a draft's nodes are ranked so too, with their weights: the best k tokens of a row are
+among the k groups with the best peaks, and how likely all tokens are follows from what groups hold.
 """
 
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 
 from shared.spec import linear, sampling
 from shared.spec.linear import Matrix
-from shared.spec.sampling import Chosen, Sampling, Seen
+from shared.spec.sampling import Chosen, Ranked, Sampling, Seen
 
 
 @dataclass(frozen=True)
@@ -71,3 +74,35 @@ def choose(
 ) -> Chosen:
     """The target's token of each row; arguments as of `sampling.choose`."""
     return sampling.choose(scores(projection), seen, positions, params, request, allowed)
+
+
+def ranked(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[np.ndarray, " B"],
+    params: Sampling,
+    keys: Int[np.ndarray, " B"],
+    stream: int,
+    width: int,
+    columns: Int[np.ndarray, " vocab"] | None,
+) -> Ranked:
+    """As `rank`, of drafts that are not sampled; on a GPU backends leave scores out."""
+    return rank(projection, seen, positions, params, keys, stream, width, False, columns)
+
+
+def rank(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[np.ndarray, " B"],
+    params: Sampling,
+    keys: Int[np.ndarray, " B"],
+    stream: int,
+    width: int,
+    is_sampled: bool,
+    columns: Int[np.ndarray, " vocab"] | None,
+) -> Ranked:
+    """The best children of nodes, of which each request has as many; arguments as there."""
+    logits = scores(projection)
+    by_node = logits.reshape(len(positions), -1, logits.shape[1])
+    how = (keys, stream, width, is_sampled, columns)
+    return sampling.rank(by_node, seen, positions, params, *how)

@@ -3,6 +3,7 @@ choice from whole scores: on a GPU for real, elsewhere interpreted.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +20,11 @@ from kernels.tiles import LinearTiles, SamplingTiles
 from shared.spec import projection as spec
 from shared.spec.noise import TARGET_STREAM
 from shared.spec.numerics import SQUARES
-from shared.spec.sampling import Sampling, Seen, choose
-from tests.support.cases.projection import greedy_arguments
+from shared.spec.sampling import DRAFT_TAU, Sampling, Seen, choose
+from tests.support.cases.projection import greedy_arguments, ranked_arguments
 from tests.support.cases.sampling import asked, f32, i32
 from tests.support.implementations import to_jax, to_torch
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, in_languages
 from tests.support.linear_kernels import normal, tiles
 from tests.support.op_case import OpCase
 from tests.support.op_sides import SIDES, Operation, Side
@@ -97,7 +98,7 @@ def in_torch(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[st
     given = {k: mapped(v, leaf, torch_impl.ops.sampling) for k, v in given.items()}
     rows, head = (torch.from_numpy(a).to(device).bfloat16() for a in (x, weight))
     how = {"out_type": torch.float32, "order": SQUARES, "tiles": cut}
-    asks = kernels.leaves.asking(**given)
+    asks = kernels.leaves.asking(**given, num_tokens=VOCAB)
     whole, *_ = kernels.linear.product(rows, head, None, **how)
     stored, _, _, left = kernels.linear.product(rows, head, None, asks=asks, **how)
     stored = torch.where(asks.asks[:, None] > 0, stored, torch.nan)
@@ -114,7 +115,7 @@ def in_jax(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str,
         rows, stack = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)[None]
         how = {"first": 0, "out_type": jnp.float32, "order": SQUARES, "tiles": cut}
         how |= {"norm_layer": jnp.int32(0), "interpret": INTERPRET}
-        asks = kernels.leaves.asking(**given)
+        asks = kernels.leaves.asking(**given, num_tokens=VOCAB)
         whole, *_ = kernels.linear.product(rows, stack, None, jnp.int32(0), **how)
         stored, _, _, left = kernels.linear.product(
             rows, stack, None, jnp.int32(0), asks=asks, **how
@@ -146,6 +147,87 @@ def test_rows_are_chosen_from_what_blocks_leave_as_from_whole_scores(
     assert list(np.flatnonzero(~finite)) == [2, 17]
     assert ids[1] == 9  # of two equal ones in different blocks the first
     assert ids[18] == 0
+
+
+def ranked_in_torch(arguments: dict[str, Any], width: int) -> Any:
+    """Children from what blocks leave, and from whole scores."""
+    device, kernels = "cuda" if ON_GPU else "cpu", SimpleNamespace(**KERNELS["triton"])
+
+    def leaf(x: Any) -> Any:
+        return to_torch(x).to(device) if isinstance(x, np.ndarray) else x
+
+    given = {k: mapped(v, leaf, torch_impl.ops.sampling) for k, v in arguments.items()}
+    rows, head = (given.pop(name).bfloat16() for name in ("x", "weight"))
+    how = {"out_type": torch.float32, "order": SQUARES, "tiles": CUTS["triton", "swapped"]}
+    asks = asked_of_children(kernels, given, len(head), width)
+    whole, *_ = kernels.linear.product(rows, head, None, **how)
+    stored, _, _, left = kernels.linear.product(rows, head, None, asks=asks, **how)
+    stored = torch.where(asks.asks[:, None] & 1 > 0, stored, torch.nan)
+    found = children_of(kernels, given, width, {}, whole.view(B, -1, VOCAB), None)
+    found += children_of(kernels, given, width, {}, stored.view(B, -1, VOCAB), left)
+    return [y.cpu().numpy() for y in (asks.asks, *found)]
+
+
+def ranked_in_jax(arguments: dict[str, Any], width: int) -> Any:
+    """As `ranked_in_torch`."""
+    kernels = SimpleNamespace(**KERNELS["pallas"])
+
+    def run(given: dict[str, Any]) -> Any:
+        given = dict(given)
+        rows, head = (given.pop(name).astype(jnp.bfloat16) for name in ("x", "weight"))
+        how = {"first": 0, "out_type": jnp.float32, "order": SQUARES, "interpret": INTERPRET}
+        how |= {"norm_layer": jnp.int32(0), "tiles": CUTS["pallas", "swapped"]}
+        product = partial(kernels.linear.product, rows, head[None], None, jnp.int32(0), **how)
+        asks = asked_of_children(kernels, given, len(head), width)
+        (whole, *_), (stored, _, _, left) = product(), product(asks=asks)
+        stored = jnp.where(asks.asks[:, None] & 1 > 0, stored, jnp.nan)
+        how = {"interpret": INTERPRET}
+        found = children_of(kernels, given, width, how, whole.reshape(B, -1, VOCAB), None)
+        found += children_of(kernels, given, width, how, stored.reshape(B, -1, VOCAB), left)
+        return asks.asks, *found
+
+    given = {k: mapped(v, to_jax, jax_impl.ops.sampling) for k, v in arguments.items()}
+    return [np.asarray(y) for y in jax.jit(run, compiler_options=OPTIONS)(given)]
+
+
+B = 10
+"""Requests, of which two ask for nothing but the best of their tokens, and more for greedy ones."""
+
+
+def asked_of_children(kernels: Any, given: dict[str, Any], outputs: int, width: int) -> Any:
+    rows = (given["seen"], given["positions"], given["sampling"], given["positions"])
+    how = {"num_tokens": outputs, "nodes": len(given["seen"].slots) // B, "width": width}
+    return kernels.leaves.asking(*rows, **how, is_warm_whole=True)
+
+
+def children_of(
+    kernels: Any, given: dict[str, Any], width: int, how: Any, logits: Any, left: Any
+) -> list[Any]:
+    named = given | {"logits": logits, "stream": TARGET_STREAM, "width": width}
+    named |= {"is_sampled": False, "columns": None, "tau": DRAFT_TAU, "tiles": TILES}
+    return list(kernels.sampling.rank(**named, leaves=left, **how)[:2])
+
+
+@pytest.mark.parametrize(("language", "width"), in_languages([1, 3], ()))
+def test_children_are_ranked_from_what_blocks_leave_as_from_whole_scores(
+    language: str, width: int
+) -> None:
+    """To the bit, weights too; rows that have no scores are chosen by their groups' best tokens."""
+    arguments = ranked_arguments(5, B=B, k=2, K=K, N=VOCAB, width=width)
+    made, params = arguments.pop("projection"), arguments.pop("params")
+    weight = made.weight.values.copy()
+    weight[[9, 200]] = 3 * weight[3]  # the best of some rows, in two blocks; ties go by id
+    given = {name: arguments[name] for name in ("seen", "positions", "keys")}
+    given |= {"x": made.rows.copy(), "weight": weight, "sampling": params}
+    given["x"][17] = weight[3] * 8
+    given["x"][18] = 0
+    run = ranked_in_torch if language == "triton" else ranked_in_jax
+    asks, want_ids, want, ids, weights = run(given, width)
+    assert set(asks) == {1, 2 if width == 1 else 3}
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_array_equal(weights, want)
+    assert ids[8, 1, 0] == 9
+    assert list(ids[9, 0]) == list(range(width))
 
 
 @pytest.mark.gpu

@@ -7,7 +7,17 @@ from shared.spec import projection as spec
 from tests.support.cases.projection import TABLE
 from tests.support.op_sides import SIDES
 
-(CASE,) = (case for case in TABLE if not case.is_large)
+CASE, RANKED = (case for case in TABLE if not case.is_large)
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_children_of_a_projection_are_those_of_the_specification(name: str) -> None:
+    side, arguments = SIDES[name](), RANKED.arguments(seed=4)
+    ids, weights = side.run(side.operation(RANKED), side.placed(RANKED, arguments))
+    want = spec.ranked(**arguments)
+    np.testing.assert_array_equal(ids, want.ids)
+    # Logarithms of two libraries, and masses that are rounded to units.
+    np.testing.assert_allclose(weights, want.weights, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", SIDES)

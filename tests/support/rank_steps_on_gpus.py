@@ -153,7 +153,7 @@ def choosing(backend: str, is_joined: bool) -> Iterator[None]:
     vocabulary: Any = import_module(f"{backend}_impl.ops.vocabulary")
     before, vocabulary.MOST_WHOLE_WORDS = ops.KERNELS, 0
     if is_joined and before is not None:
-        table = Table((Line(at_most={}, tiles=LeavesTiles(joined=True)),))
+        table = Table((Line(at_most={}, tiles=LeavesTiles(joined=True, ranked=True)),))
         ops.KERNELS = replace(before, tiles=replace(before.tiles, leaves=table))
     yield
     ops.KERNELS = before

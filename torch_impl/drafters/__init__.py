@@ -1,7 +1,7 @@
 """How drafts are made; all drafters rank their candidates in the same way."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -43,15 +43,23 @@ class Ranking:
     vocabulary: Vocabulary = ALL
     columns: Int[Tensor, " draft_vocab"] | None = None
 
-    def __call__(
-        self, logits: Float[Tensor, "B k share"], paths: Int[Tensor, "B k path"], depth: int
-    ) -> Ranked:
+    def __call__(self, scored: Projection, paths: Int[Tensor, "B k path"], depth: int) -> Ranked:
         """The best children of nodes, which all stand at one depth.
 
         Args:
-          logits: The drafter's after each node, or this rank's part of them.
+          scored: What scores the tokens after each node, or those that this rank has.
           paths: The drafts from below the root to each node, `depth` of them.
         """
+        return projection.rank(scored, *self._given(paths, depth))
+
+    def of_scores(
+        self, logits: Float[Tensor, "B k share"], paths: Int[Tensor, "B k path"], depth: int
+    ) -> Ranked:
+        """As for what scores tokens, from the scores."""
+        return sampling.rank(logits, *self._given(paths, depth))
+
+    def _given(self, paths: Int[Tensor, "B k path"], depth: int) -> tuple[Any, ...]:
+        """What candidates are ranked by, as `sampling.rank` takes it."""
         k, path = paths.shape[1], paths.flatten(0, 1)
         is_real = torch.ones_like(path, dtype=torch.bool)
         slots = self.slots if k == 1 else self.slots.repeat_interleave(k)
@@ -60,23 +68,12 @@ class Ranking:
         keys, stream = positions, TARGET_STREAM
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth
-        return sampling.rank(
-            logits,
-            seen,
-            positions,
-            self.sampling,
-            keys,
-            stream,
-            self.width,
-            self.is_sampled,
-            self.columns,
-            self.vocabulary,
-        )
+        how = (keys, stream, self.width, self.is_sampled, self.columns, self.vocabulary)
+        return seen, positions, self.sampling, *how
 
-    def roots(self, logits: Float[Tensor, "B share"]) -> Ranked:
+    def roots(self, scored: Projection) -> Ranked:
         """The best children of each request's root."""
-        no_path = self.lengths.new_zeros(len(logits), 1, 0)
-        return self(logits[:, None], no_path, 0)
+        return self(scored, self.lengths.new_zeros(len(self.lengths), 1, 0), 0)
 
     def candidates(
         self, logits: Float[Tensor, "B S share"], k: int
@@ -111,7 +108,7 @@ class Ranking:
         if self.is_sampled:
             logits = projection.scores(scored).unflatten(0, (B, S))
             no_path = self.lengths.new_zeros(B, 1, 0)
-            levels = [self(logits[:, place, None], no_path, place) for place in range(S)]
+            levels = [self.of_scores(logits[:, i, None], no_path, i) for i in range(S)]
             laws = [ranked.processed for ranked in levels if ranked.processed is not None]
             drafts = torch.cat([ranked.ids[:, 0] for ranked in levels], dim=1)
             return drafts, None, torch.stack(laws, 1)
@@ -121,9 +118,8 @@ class Ranking:
         seen = sampling.seen_alone(self.counts, self.slots[request])
         if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
-            logits = projection.scores(scored)[:, None]
-            given = (logits, seen, positions, params, positions, TARGET_STREAM, 1)
-            ranked = sampling.rank(*given, False, self.columns, self.vocabulary)
+            given = (scored, seen, positions, params, positions, TARGET_STREAM, 1)
+            ranked = projection.rank(*given, False, self.columns, self.vocabulary)
             weights = ranked.weights.view(B, S) if is_weighed else None
             return ranked.ids.view(B, S), weights, None
         given = (seen, positions, self.sampling, request, None, self.vocabulary)

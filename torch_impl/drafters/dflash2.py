@@ -47,7 +47,7 @@ def chain(
         some = ids[:, level]
         own = values[:, level] + pairs(selector, previous, projected[:, level], some)
         logits = vocabulary.part(nothing.scatter(1, some.long(), own), rank.vocabulary)
-        ranked = rank(logits[:, None], drafts[:, None], level)
+        ranked = rank.of_scores(logits[:, None], drafts[:, None], level)
         previous = ranked.ids[:, 0, 0]
         drafts = torch.cat([drafts, previous[:, None]], dim=1)
         edges.append(ranked.weights[:, 0, 0])

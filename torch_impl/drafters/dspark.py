@@ -85,7 +85,7 @@ def chain(
         of_slot = hidden[:, first + level]
         mixed = mix(markov, previous, of_slot, state)
         bias = product_float32(mixed.factors, markov.lm_head, factor)
-        ranked = rank((scored[:, level] + bias)[:, None], drafts[:, None], level)
+        ranked = rank.of_scores((scored[:, level] + bias)[:, None], drafts[:, None], level)
         previous, edge, state = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0], mixed.state
         if is_weighed and markov.confidence is not None:
             edge = confidence(markov, of_slot, mixed.before)

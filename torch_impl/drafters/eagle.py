@@ -11,14 +11,15 @@ from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan, Relay
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
-from torch_impl.drafters.heads import Head, Logits, Tokens
+from torch_impl.drafters.heads import Head, Tokens
 from torch_impl.layers import Pools
 from torch_impl.ops import draft_tree, verify_rows
 from torch_impl.ops.attention import Rows, turned
 from torch_impl.ops.draft_tree import Level
+from torch_impl.ops.projection import Projection
 from torch_impl.ops.sampling import Ranked
 
-Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Logits]
+Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Projection]
 """As the specification's; the KV is written in place."""
 
 
@@ -109,14 +110,14 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
     """The relay's candidates, or a draft sampled anew: a slot does not keep the law of one."""
     if not rank.is_sampled:
         return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
-    return First.of(rank.roots(head.scores(relay.hidden)))
+    return First.of(rank.roots(head.projected(relay.hidden)))
 
 
 def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     ends = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)[fed.last]
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
-    ranked = rank.roots(head.scores(ends))
+    ranked = rank.roots(head.projected(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
 
 
@@ -135,11 +136,11 @@ def draft(
 ) -> Drafted:
     hidden = relay.hidden
 
-    def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
+    def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
         nonlocal hidden
         rows = rows if deltas is None else turned(rows, deltas)
         hidden = head.forward(rows, tokens, None, hidden[parent], kv)
-        return head.scores(hidden)
+        return head.projected(hidden)
 
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
     return grow(
@@ -178,8 +179,8 @@ def grow(
     for s in range(1, shape.depth):
         if s > 1:
             rows = _next_rows(rows, level.sees)
-        logits = expand(rows, level.tokens.flatten(), level.parents.flatten())
-        ranked = rank(logits.unflatten(0, level.tokens.shape), level.paths, s)
+        scored = expand(rows, level.tokens.flatten(), level.parents.flatten())
+        ranked = rank(scored, level.paths, s)
         parents, weights, level = draft_tree.next_level(
             level, ranked.ids, ranked.weights, s, root_rows
         )
@@ -214,8 +215,8 @@ def _grow_chain(
             rows = extend_rows(place, can_draft.int(), draft_from, page_table, 0)
         else:
             rows = _next_link(rows)
-        logits = expand(rows, tokens[-1].flatten(), rows.request)
-        ranked = rank(logits[:, None], torch.cat(tokens, dim=1)[:, None], s)
+        scored = expand(rows, tokens[-1].flatten(), rows.request)
+        ranked = rank(scored, torch.cat(tokens, dim=1)[:, None], s)
         tokens.append(ranked.ids[:, 0])
         edges.append(ranked.weights[:, 0])
         laws.append(ranked.processed)

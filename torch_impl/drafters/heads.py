@@ -20,11 +20,12 @@ from torch_impl.layers import (
     finished,
     rotary_frequencies,
 )
-from torch_impl.model import Forward, Model, logits
-from torch_impl.ops import linear, ranks
+from torch_impl.model import Forward, Model, projected
+from torch_impl.ops import linear, projection, ranks
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import Shown, embedded, rms_norm
-from torch_impl.ops.linear import Stream, normed_product, product, product_float32
+from torch_impl.ops.linear import Stream, normed_product, product
+from torch_impl.ops.projection import Projection
 from torch_impl.ops.vocabulary import Vocabulary, over_tokens, whole
 from torch_impl.records import BlockWeights, HeadWeights, Layer
 
@@ -44,7 +45,7 @@ class Head:
       forward: Runs the head over rows, each with its next token, what stands in the place of some,
         and its hidden state, and writes the head's KV; gives the hidden state that the next draft
         step reads.
-      scores: This rank's part of those over the head's vocabulary, from what `forward` gives.
+      projected: What scores the head's tokens that this rank has, by what `forward` gives.
       vocabulary: The head's.
       columns: The target's token of each score; None where they are the same.
     """
@@ -54,13 +55,13 @@ class Head:
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Shown | None, Hidden, Pools], Hidden]
-    scores: Callable[[Hidden], Logits]
+    projected: Callable[[Hidden], Projection]
     vocabulary: Vocabulary
     columns: Int[Tensor, " draft_vocab"] | None = None
 
     def logits(self, hidden: Hidden) -> Logits:
         """The scores over the target's vocabulary."""
-        whole_rows = whole(self.scores(hidden), self.vocabulary)
+        whole_rows = whole(projection.scores(self.projected(hidden)), self.vocabulary)
         return over_tokens(whole_rows, self.columns, self.config.vocab)
 
 
@@ -81,7 +82,7 @@ def mtp(model: Model) -> Head:
         x = _through(config, like, (weights.layer,), turns, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
-    return Head(config, 1, (), _final_hidden, forward, *_scores(model))
+    return Head(config, 1, (), _final_hidden, forward, *_head(model))
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
@@ -99,7 +100,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
         stream = Stream(x, group=group)
         return _through(config, config.layers, weights.layers, turns, qkv, stream, rows, kv)
 
-    return Head(config, config.num_layers, (), _final_hidden, forward, *_scores(model))
+    return Head(config, config.num_layers, (), _final_hidden, forward, *_head(model))
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
@@ -121,16 +122,16 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
         x = _through(config, config.layers, weights.layers, turns, qkv, stream, rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x
 
-    score, vocabulary, columns = _scores(model)
+    head, vocabulary, columns = _head(model)
     if weights.lm_head is not None:
-        score = partial(product_float32, weight=weights.lm_head)
+        head = partial(Projection, weight=weights.lm_head)
         vocabulary = Vocabulary(weights.config.draft_vocab, group)
         columns = weights.draft_ids
 
-    def scores(hidden: Hidden) -> Logits:
-        return score(hidden if norm_output else rms_norm(hidden, final_norm, eps))
+    def own_head(hidden: Hidden) -> Projection:
+        return head(hidden if norm_output else rms_norm(hidden, final_norm, eps))
 
-    run = (weights.config.aux_streams, partial(_project, group, weights), forward, scores)
+    run = (weights.config.aux_streams, partial(_project, group, weights), forward, own_head)
     return Head(config, config.num_layers, *run, vocabulary, columns)
 
 
@@ -138,14 +139,14 @@ HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
 """Heads with a checkpoint of their own, by the kind that `DraftConfig` names."""
 
 
-def _scores(
+def _head(
     model: Model,
-) -> tuple[Callable[[Hidden], Logits], Vocabulary, Int[Tensor, " draft_vocab"] | None]:
-    """A head's scores by its target's matrix, or by the rows of it that drafts are made of."""
+) -> tuple[Callable[[Hidden], Projection], Vocabulary, Int[Tensor, " draft_vocab"] | None]:
+    """Its target's matrix, or the rows of it that drafts are made of."""
     if (rows := model.weights.draft_rows) is None:
-        return partial(logits, model), model.vocabulary, None
-    score = partial(product_float32, weight=rows.lm_head, factor=model.config.logits_factor)
-    return score, Vocabulary(len(rows.ids), model.group), rows.ids
+        return partial(projected, model), model.vocabulary, None
+    head = partial(Projection, weight=rows.lm_head, factor=model.config.logits_factor)
+    return head, Vocabulary(len(rows.ids), model.group), rows.ids
 
 
 def _final_hidden(passed: Forward) -> Hidden:

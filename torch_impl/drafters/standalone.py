@@ -12,13 +12,14 @@ from torch_impl import model
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.drafters.eagle import First, extend_rows, grow
-from torch_impl.drafters.heads import Logits, Tokens
+from torch_impl.drafters.heads import Tokens
 from torch_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from torch_impl.model import Model
 from torch_impl.ops import delta_mix, mamba_state
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.delta_mix import Nodes
 from torch_impl.ops.mamba_state import DeltaState
+from torch_impl.ops.projection import Projection
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class StandaloneDrafter:
         rank = replace(rank, vocabulary=self.small.vocabulary)
         states = None if memory.delta is None else _context(memory, plan, lengths)
 
-        def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
+        def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Projection:
             nonlocal states
             mixer = None
             if states is not None:
@@ -96,15 +97,15 @@ class StandaloneDrafter:
                 mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             hidden = self._forward(memory, rows, tokens, mixer)
             states = None if mixer is None else mixer.advanced
-            return model.logits(self.small, hidden)
+            return model.projected(self.small, hidden)
 
         can_draft = (draft_from < lengths).int()
         rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
         requests = torch.arange(len(newest), device=newest.device)
-        logits = expand(rows, newest, requests)
+        scored = expand(rows, newest, requests)
         return grow(
             expand,
-            First.of(rank.roots(logits)),
+            First.of(rank.roots(scored)),
             newest,
             lengths,
             draft_from,

@@ -1,4 +1,5 @@
-"""Cases of `projection.joined`: rows that ask for anything, and the head of Qwen3-8B."""
+"""Cases of `projection.joined` and `projection.ranked`: rows that ask for anything, and the head of
+Qwen3-8B."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,6 +7,7 @@ from functools import partial
 import numpy as np
 
 from shared.spec import projection as spec
+from shared.spec.noise import TARGET_STREAM
 from shared.spec.projection import Projection
 from shared.spec.sampling import Seen
 from tests.support.cases.linear import product_arguments
@@ -49,6 +51,29 @@ def greedy_arguments(seed: int, *, R: int, K: int, N: int, temperature: float) -
     }
 
 
+def ranked_arguments(seed: int, *, B: int, k: int, K: int, N: int, width: int) -> Arguments:
+    """As many nodes of each request; of more than eight requests the rest ask for nothing."""
+    made, asking = product_arguments(seed, R=B * k, K=K, N=N), mixed_sampling(N)
+    nothing, kept = asked(max(B - 8, 0), N), min(B, 8)
+    params = {
+        name: np.concatenate([np.asarray(x)[:kept], np.asarray(getattr(nothing, name))])
+        for name, x in vars(asking).items()
+    }
+    path, slots = np.zeros((B * k, 2), np.int32), np.arange(B * k, dtype=np.int32) // k % 8
+    counts = np.random.default_rng(seed).integers(0, 6, (8, N)).astype(np.int32)
+    positions = np.arange(5, 5 + B, dtype=np.int32)
+    return {
+        "projection": Projection(made["x"], made["weight"]),
+        "seen": Seen(counts, slots, path, path == 0),
+        "positions": positions,
+        "params": replace(asking, **params),
+        "keys": positions,
+        "stream": TARGET_STREAM,
+        "width": width,
+        "columns": None,
+    }
+
+
 def _all_rows(arguments: Arguments) -> np.ndarray:
     return np.arange(len(arguments["request"]))
 
@@ -73,8 +98,10 @@ def _bytes(arguments: Arguments, item_bytes: int) -> int:
 _CASE = partial(
     OpCase, op="projection", function="joined", wide=("seen", "params"), num_bytes=_bytes
 )
+_RANKED = partial(_CASE, function="ranked")
 TABLE = [
     _CASE(name="any rows", make=partial(mixed_arguments, K=96, N=301)),
+    _RANKED(name="children", make=partial(ranked_arguments, B=10, k=2, K=96, N=301, width=3)),
 ] + [
     _CASE(
         name=f"head, {R} rows, {name}",
