@@ -1,10 +1,14 @@
 """DFlash: the numbers of the reference implementations, and what each row of a block sees."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+from jax_impl.backend import compiler_options
 from jax_impl.drafters import Ranking as JaxRanking
 from jax_impl.drafters import dflash as jax_dflash
 from jax_impl.ops.linear import Matrix as JaxMatrix
@@ -226,18 +230,25 @@ class Choosing:
 
     def jax(self, is_weighed: bool) -> tuple[np.ndarray, np.ndarray | None]:
         fields = {name: jnp.asarray(getattr(self.how, name)) for name in JaxSampling._fields}
-        rank = JaxRanking(
-            sampling=JaxSampling(**fields),
-            counts=jnp.asarray(self.seen),
-            slots=jnp.asarray(self.slots, jnp.int32),
-            lengths=jnp.asarray(self.lengths),
-            width=1,
-            is_sampled=False,
-        )
-        rows, head = map(jnp.asarray, self.projected())
-        drafts, edges, processed = rank.chain(JaxProjection(rows, JaxMatrix(head)), S, is_weighed)
-        assert processed is None
+        seen = (self.seen, jnp.asarray(self.slots, jnp.int32), self.lengths)
+        drafts, edges = jax_chain(JaxSampling(**fields), seen, self.projected(), is_weighed)
         return np.asarray(drafts), None if edges is None else np.asarray(edges)
+
+
+@partial(
+    jax.jit,
+    static_argnames="is_weighed",
+    compiler_options=compiler_options(jax.devices("cpu")[0], quick_compile=True),
+)
+def jax_chain(
+    how: JaxSampling, seen: tuple, projected: tuple[jax.Array, jax.Array], is_weighed: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """One program for every way of choosing, as in a step."""
+    rank = JaxRanking(how, *seen, width=1, is_sampled=False)
+    rows, head = projected
+    drafts, edges, processed = rank.chain(JaxProjection(rows, JaxMatrix(head)), S, is_weighed)
+    assert processed is None
+    return drafts, edges
 
 
 @pytest.mark.parametrize("implementation", ["torch", "jax"])
