@@ -31,7 +31,7 @@ PARTS = {
     *("choices", "flags", "vocabulary"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
-PALLAS_ALONE = {"linear_described", "linear_ring", "linear_sums"}
+PALLAS_ALONE = {"instructions", "linear_described", "linear_ring", "linear_sums"}
 TEST_OF_SPEC = {"model": "golden", "convolution": "dflash2"}  # the proof: other people's numbers
 MAX_LINES = 450
 MOST_ARGUMENTS = 12  # of a call, by place

@@ -4,7 +4,6 @@ Mosaic GPU lets a compiler fuse a product with a sum, so none may follow the oth
 """
 
 import functools
-import struct
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
 
+from kernels.pallas_gpu.instructions import divided, power_of_two, sum_of, times
 from kernels.pallas_gpu.leaves import GROUP, MASSES, SCORES
 from kernels.pallas_gpu.scores import HIGHEST, KEY_OF_INFINITY, LOWEST, key_of, score_of
 from kernels.pallas_gpu.squares import add_up, load_squares
@@ -145,7 +143,7 @@ class Result:
         keys, scores = [], []
         for part in range(at, at + GROUP, self._line):
             x = self._finished(sums, down, part)
-            x = _divide(x, lax.broadcast_in_dim(warmth, x.shape, [0]))
+            x = divided(x, lax.broadcast_in_dim(warmth, x.shape, [0]))
             column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
             is_one = column + (self._column + part) < tokens
             scores.append(x)
@@ -154,7 +152,7 @@ class Result:
         across = lax.broadcast_in_dim(score_of(peaks), scores[0].shape, [0])
         total = None
         for key, x in zip(keys, scores, strict=True):
-            weight = _exp2((x - across) * _LOG2_E)
+            weight = power_of_two((x - across) * _LOG2_E)
             weight = jnp.where(weight <= 1, weight, 0.0)
             # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
             units = jnp.where(key > LOWEST, weight * 2.0**24 + 0.5, 0.0).astype(jnp.int32)
@@ -172,10 +170,10 @@ class Result:
         if self._work.is_normed:
             gate, *up = (x * self._scales[down] for x in (gate, *up))
         if self._work.is_biased:
-            gate, *up = (_sum(x, self._bias(i, at)) for i, x in enumerate((gate, *up)))
+            gate, *up = (sum_of(x, self._bias(i, at)) for i, x in enumerate((gate, *up)))
         if not self._work.is_gated:
-            return gate if self._work.factor == 1 else _times(gate, self._work.factor)
-        return _divide(gate, 1.0 + _exp2(-gate * _LOG2_E)) * up[0]
+            return gate if self._work.factor == 1 else times(gate, self._work.factor)
+        return divided(gate, 1.0 + power_of_two(-gate * _LOG2_E)) * up[0]
 
     def _bias(self, number, at):
         """Of the columns of a part: of the gate, or of up."""
@@ -197,56 +195,3 @@ class Result:
     def _of(self, ref, number):
         down, at = self._places[number]
         return ref.at[pl.ds(self._row + down, WIDE), pl.ds(self._column + at, self._line)]
-
-
-def multiplied_sum(x, y, added):
-    """The product of the first two and the third, rounded once."""
-    return _instruct("fma.rn.f32", x, y, added)
-
-
-def _divide(x, by):
-    """As Triton divides; Mosaic's own division is rounded to the nearest."""
-    return _instruct("div.full.f32", x, by)
-
-
-def _sum(x, y):
-    """Rounded by itself, whatever was multiplied before."""
-    return _instruct("add.rn.f32", x, y)
-
-
-def _times(x, factor):
-    """Rounded by itself, whatever is added behind."""
-    bits = struct.unpack("<I", struct.pack("<f", factor))[0]
-    return _instruct("mul.rn.f32", x, constant=f", 0f{bits:08X}")
-
-
-def _exp2(x):
-    return _instruct("ex2.approx.f32", x)
-
-
-def _instruct(instruction, x, *others, constant=""):
-    """One instruction of PTX for each element; a constant is its last operand."""
-    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=_LAYOUT)
-
-    @plgpu.inline_mgpu(arg_types=(_LAYOUT,) * (1 + len(others)), return_type=kind)
-    def apply(_, x, *others):
-        one = functools.partial(_instruct_lane, instruction, constant=constant)
-        return x._pointwise(one, *others)
-
-    return apply(x, *others)
-
-
-def _instruct_lane(instruction, x, *others, constant):
-    """The instruction for what a thread holds together: a number, or a vector."""
-    kind, operands = x.type, (x, *others)
-    if not isinstance(kind, ir.VectorType):
-        places = ", ".join(f"${number}" for number in range(len(operands) + 1))
-        constraints = ",".join(["=f"] + ["f"] * len(operands))
-        return llvm.inline_asm(kind, operands, f"{instruction} {places}{constant};", constraints)
-    packed = llvm.mlir_undef(kind)
-    for i in range(kind.shape[0]):
-        at = {"dynamic_position": [], "static_position": ir.DenseI64ArrayAttr.get([i])}
-        lanes = (vector.extract(x, **at) for x in operands)
-        made = _instruct_lane(instruction, *lanes, constant=constant)
-        packed = vector.insert(made, packed, **at)
-    return packed

@@ -13,7 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.pallas_gpu.linear_result import PARTS, WIDE, multiplied_sum
+from kernels.pallas_gpu.instructions import multiplied_sum
+from kernels.pallas_gpu.linear_result import PARTS, WIDE
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK
 
