@@ -28,7 +28,7 @@ PARTS = {
     *("flat_nodes", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
     *("rejection", "support", "window", "winners", "expert_tiles", "fp8", "groups", "router"),
     *("attend_all", "codes", "fp8_activations", "leaves", "linear_result", "mailboxes", "ranks"),
-    *("choices", "flags", "vocabulary"),
+    *("choices", "flags", "mix_described", "pair_sums", "vocabulary"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {"instructions", "linear_described", "linear_ring", "linear_sums"}

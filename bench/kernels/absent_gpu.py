@@ -37,7 +37,7 @@ from shared.boundary.program import Extra, Work
 from shared.options.options import parse
 from shared.process.device import Device
 from shared.process.start import prepare
-from tests.support.op_case import OpCase
+from tests.support.op_case import OpCase, changed
 from tests.support.records import mapped
 
 SHAPES = Path(__file__).parents[1] / "shapes"
@@ -160,7 +160,11 @@ def compiled_case(gpu: AbsentGpu, case: OpCase) -> Compiled | None:
         return operation(*jax.tree.unflatten(tree, rest))
 
     with gpu.traced():
-        lowered = jax.jit(call).lower(*shapes)
+        bound = ops.KERNELS
+        assert bound is not None
+        tiles = changed(bound.tiles, case.op, case.tiles) if case.tiles else bound.tiles
+        with patch.object(ops, "KERNELS", replace(bound, tiles=tiles)):
+            lowered = jax.jit(call).lower(*shapes)
     return gpu.compiled(lowered) if any(call in lowered.as_text() for call in CALLS) else None
 
 

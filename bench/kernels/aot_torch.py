@@ -111,6 +111,8 @@ def operations() -> Any:
     for name, module in list(sys.modules.items()):
         if name.startswith("kernels.triton_gpu.") and hasattr(module, "launching"):
             module.launching = lambda x: how
+        if name.startswith("kernels.triton_gpu.") and hasattr(module, "is_on_hopper"):
+            module.is_on_hopper = lambda: True
 
     def placed(value: Any, dtype: str) -> Any:
         if not isinstance(value, np.ndarray):
@@ -130,7 +132,8 @@ def run(case: OpCase, side: Any) -> None:
     draw: Callable[..., np.random.Generator] = np.random.default_rng
     with patch.object(np.random, "default_rng", lambda *seed: Zeros(draw(*seed))):
         arguments = case.make(0)
-    side.operation(case)(*side.placed(case, arguments))
+    with side.with_tiles(case, {}):
+        side.operation(case)(*side.placed(case, arguments))
 
 
 def _cause(error: BaseException) -> str:

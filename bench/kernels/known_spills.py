@@ -49,6 +49,12 @@ WIDE = (
     "32 x 64 nodes after 512",
     "hybrid, prompt of 64",
 )
+DESCRIBED = (
+    "described, 32 x 16 nodes after 512",
+    "described, 8 x 16 rows after 4096",
+    "described, 32 x 64 nodes after 512",
+    "described, hybrid, 32 x 16 rows after 512",
+)
 HEADS = (
     *(f"head, {rows} rows, greedy" for rows in (128, 256, 512)),
     "head, 512 rows, at a temperature",
@@ -83,6 +89,7 @@ EXCUSES = (
         52,
         "what groups hold of rows with a temperature, after the sums",
     ),
+    Excuse("mix_described", DESCRIBED, 160, "numbers that stay the same while tiles are added"),
     Excuse("next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
         "find_border", (TREES, LOTS, EXPERTS, EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS

@@ -236,3 +236,13 @@ def turn(fetched, turning):
 def early(x, interpret):
     """Lets the next kernel start while this one runs; gives back `x`, whose use keeps it here."""
     return x if interpret else let_next_start(x)
+
+
+def is_bad_line(projected_ref, row, start, is_new, D):
+    """Which new rows have a value that is no number.
+
+    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
+    """
+    at = projected_ref.at[row[:, None], start + columns_of(D)[None, :]]
+    v = pltriton.load(at, mask=in_head(is_new[:, None], D), other=0)
+    return jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1) > 0

@@ -31,16 +31,18 @@ from kernels.pallas_gpu.attention import (
     scores_of,
     window_operand,
 )
-from kernels.pallas_gpu.columns import columns_of, in_head, load_head
+from kernels.pallas_gpu.columns import columns_of, load_head
 from kernels.pallas_gpu.heads import (
     Projected,
     Turning,
     early,
     fetch,
+    is_bad_line,
     projected_of,
     turn,
     write_pair,
 )
+from kernels.pallas_gpu.mix_described import mix_described, takes
 from kernels.pallas_gpu.parts import Parts, combine, store_unit
 from kernels.pallas_gpu.reach import bounds_of, is_in, pack, sees
 from kernels.tiles import MixTiles
@@ -102,6 +104,12 @@ def mix(
     """
     if tiles.registers:
         raise ValueError("Pallas cannot bound the registers of a kernel")
+    # Mosaic GPU's interpreter knows no instructions of PTX.
+    if tiles.described and q is not None and not interpret and takes(kv, tile):
+        rows = (bounds, page_table, row_starts, first, until, window)
+        order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
+        gate = projected if gated else None
+        return mix_described(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals
     R, (page, Hk, D), (B, columns) = len(projected), kv.shape[3:], page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
     splits = pl.cdiv(columns * page, split)
@@ -284,7 +292,7 @@ def _mix_kernel(
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
                 values = column + kv_ref.shape[4] * D
-                is_bad = _is_bad(projected.rows, written, values, is_new, D)
+                is_bad = is_bad_line(projected.rows, written, values, is_new, D)
             base = lax.div(share.low, share.unit)
 
             def store(unit, sums):
@@ -357,16 +365,6 @@ def _share(number, reach, bounds, order, sizes):
 def _either(condition, one, other):
     """One of two numbers; Pallas gives a choice between constants the type of its condition."""
     return other + condition.astype(jnp.int32) * (one - other)
-
-
-def _is_bad(projected_ref, row, start, is_new, D):
-    """Which new rows have a value that is no number.
-
-    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
-    """
-    at = projected_ref.at[row[:, None], start + columns_of(D)[None, :]]
-    v = pltriton.load(at, mask=in_head(is_new[:, None], D), other=0)
-    return jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1) > 0
 
 
 def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, store):

@@ -252,3 +252,14 @@ def turn(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
     column = columns_of(heads.D)[None, :]
     turned_x = x * fetched.cos + tl.where(column < turning.half, -other, other) * fetched.sin
     return tl.where(column < 2 * turning.half, turned_x, x)
+
+
+@triton.jit
+def is_bad_line(projected_at, at, is_new, D: tl.constexpr):
+    """Which new rows have a value that is no number.
+
+    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
+    """
+    keep = in_head(is_new[:, None], D)
+    v = tl.load(projected_at + at[:, None] + columns_of(D)[None, :], mask=keep, other=0)
+    return tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1) > 0

@@ -34,8 +34,18 @@ from kernels.triton_gpu.attention import (
     page_of,
 )
 from kernels.triton_gpu.columns import columns_of, in_head, load_head
-from kernels.triton_gpu.heads import Heads, Pool, Turning, fetch, projected_of, turn, write_pair
+from kernels.triton_gpu.heads import (
+    Heads,
+    Pool,
+    Turning,
+    fetch,
+    is_bad_line,
+    projected_of,
+    turn,
+    write_pair,
+)
 from kernels.triton_gpu.linear import launching
+from kernels.triton_gpu.mix_described import mix_described, takes
 from kernels.triton_gpu.parts import Parts, combine, store_unit
 from kernels.triton_gpu.reach import bounds_of, is_in, pack, sees
 
@@ -157,6 +167,25 @@ def mix(
     """
     if not kv.is_contiguous():
         raise ValueError("the pools must be contiguous")
+    if tiles.described and q is not None and takes(kv, tile):
+        return mix_described(
+            q,
+            projected if gated else None,
+            kv,
+            layer,
+            bounds=bounds,
+            arrivals=arrivals,
+            page_table=page_table,
+            row_starts=row_starts,
+            first=first,
+            until=until,
+            window=window,
+            max_rows=max_rows,
+            span=span,
+            split=split,
+            scale=scale,
+            tiles=tiles,
+        )
     read = (projected, cos, sin, page_table, row_starts, places, first, until, window, is_real)
     projected, cos, sin, page_table, row_starts, places, *read = (x.contiguous() for x in read)
     first, until, window, is_real = read
@@ -298,7 +327,7 @@ def _mix_kernel(
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:
         at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
-        is_bad = _is_bad(projected.rows, at, is_new, D)
+        is_bad = is_bad_line(projected.rows, at, is_new, D)
     seen = Seen(
         k=pool.k + head * D,
         v=pool.v + head * D,
@@ -344,17 +373,6 @@ def _mix_kernel(
             values = tl.where(is_harmed[:, None], float("nan"), sums.value)
             sums = Sums(value=values, peak=sums.peak, total=sums.total)
         finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)
-
-
-@triton.jit
-def _is_bad(projected_at, at, is_new, D: tl.constexpr):
-    """Which new rows have a value that is no number.
-
-    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
-    """
-    keep = in_head(is_new[:, None], D)
-    v = tl.load(projected_at + at[:, None] + columns_of(D)[None, :], mask=keep, other=0)
-    return tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1) > 0
 
 
 @triton.jit

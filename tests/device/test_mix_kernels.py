@@ -116,7 +116,15 @@ def test_rows_may_be_views_of_other_numbers(how: How) -> None:
 SHORT = replace(ATTENTION, span=64, split=32, tile=16)
 """So that a small case has several spans."""
 SHARED = MixTiles(
-    lanes=64, programs=2, splits=3, ones=16, placed=False, warps=4, stages=2, registers=0
+    lanes=64,
+    programs=2,
+    splits=3,
+    ones=16,
+    placed=False,
+    described=False,
+    warps=4,
+    stages=2,
+    registers=0,
 )
 
 

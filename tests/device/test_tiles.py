@@ -19,6 +19,7 @@ MIX = {
     "splits": 1,
     "ones": 16,
     "placed": False,
+    "described": False,
     "warps": 4,
     "stages": 2,
     "registers": 0,

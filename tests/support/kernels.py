@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -24,8 +24,9 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from jax_impl.backend import compiler_options
-from kernels.tiles import MEASURED, Table, Tiles
+from kernels.tiles import MEASURED, Tiles
 from tests.support.addresses import watch
+from tests.support.op_case import changed
 
 ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
@@ -115,9 +116,8 @@ def bind_kernels(monkeypatch, ops: ModuleType, modules: dict[str, Any], **mix: o
       mix: Fields of the tiles of `mix` that are not as measured.
     """
     tiles = Tiles.load("pallas_gpu", MEASURED)
-    lines = tuple(replace(line, tiles=replace(line.tiles, **mix)) for line in tiles.mix.lines)
     kernels = {field.name: modules.get(field.name) for field in fields(ops.Kernels)}
-    kernels |= {"tiles": replace(tiles, mix=Table(lines))}
+    kernels |= {"tiles": changed(tiles, "mix", mix)}
     monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**kernels))
 
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from kernels.tiles import Table, Tiles
 from shared.boundary.ranks import Ranks
 
 Arguments = dict[str, Any]
@@ -44,6 +45,7 @@ class OpCase:
         large case is compared in some of them.
       specify: The specification's results for some rows, where it takes more than leaving out the
         others' entries in `row_arguments`.
+      tiles: Fields of the tiles of the op's module that are others than in the GPU's file.
       num_bytes: What a call must read and write, for the arguments and the bytes of a float; None
         for all arguments and results.
     """
@@ -58,6 +60,7 @@ class OpCase:
     is_large: bool = False
     real_rows: Callable[[Arguments], np.ndarray] | None = None
     row_arguments: tuple[str, ...] = ()
+    tiles: Mapping[str, int] = field(default_factory=dict)
     specify: Callable[[Arguments, np.ndarray], list[np.ndarray]] | None = None
     num_bytes: Callable[[Arguments, int], int] | None = None
 
@@ -114,6 +117,13 @@ class OpCase:
         if not self.is_large or len(rows) <= MOST_COMPARED:
             return rows
         return np.sort(np.random.default_rng(0).choice(rows, MOST_COMPARED, replace=False))
+
+
+def changed(tiles: Tiles, op: str, changes: Mapping[str, int]) -> Tiles:
+    """With some fields changed in all lines of a module's table."""
+    lines = getattr(tiles, op).lines
+    table = Table(tuple(replace(x, tiles=replace(x.tiles, **changes)) for x in lines))
+    return replace(tiles, **{op: table})
 
 
 def tables() -> list[str]:

@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from kernels.tiles import Table
 from tests.support.gpu_activity import traced
 from tests.support.implementations import to_jax, to_numpy, to_torch
-from tests.support.op_case import Arguments, OpCase, as_list
+from tests.support.op_case import Arguments, OpCase, as_list, changed
 from tests.support.records import mapped
 
 Placed = list[Any]
@@ -89,19 +88,18 @@ class Side(ABC):
     def with_tiles(self, case: OpCase, changes: Changes) -> Iterator[None]:
         """Within it a case's kernels have the tiles of the GPU's file, and some of them changed.
 
-        They are those of its function, where it has a table, else of its module.
+        They are those of its function, where it has a table, else of its module. A case can have
+        changes of its own.
 
         Raises:
           ValueError: There are tiles to change and no kernels here that have any.
         """
-        bound = self._ops.KERNELS
+        bound, changes = self._ops.KERNELS, {**case.tiles, **changes}
         op = case.function if bound and hasattr(bound.tiles, case.function) else case.op
         if changes and (bound is None or not hasattr(bound.tiles, op)):
             raise ValueError(f"{op} has no tiles on {self.device}")
         if changes:
-            lines = getattr(bound.tiles, op).lines
-            table = Table(tuple(replace(x, tiles=replace(x.tiles, **changes)) for x in lines))
-            self._ops.KERNELS = replace(bound, tiles=replace(bound.tiles, **{op: table}))
+            self._ops.KERNELS = replace(bound, tiles=changed(bound.tiles, op, changes))
         try:
             yield
         finally:

@@ -308,6 +308,16 @@ _LARGE |= {
 }
 
 
+_DESCRIBED = {
+    "32 x 16 nodes after 512": _LARGE["32 x 16 nodes after 512"],
+    "8 x 16 rows after 4096": _chains(8, 16, 4096),
+    "32 x 64 nodes after 512": _LARGE["32 x 64 nodes after 512"],
+    "hybrid, 32 x 16 rows after 512": _LARGE["hybrid, 32 x 16 rows after 512"],
+    "heads of 64, 8 x 4 rows after 512": _LARGE["heads of 64, 8 x 4 rows after 512"],
+}
+"""For `mix_described`, whatever a file says."""
+
+
 def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
     """What the specification gives for some rows, after all have written."""
     heads, angles, rows = (arguments[name] for name in ("heads", "angles", "rows"))
@@ -333,7 +343,9 @@ def _bytes(arguments: Arguments, item_bytes: int) -> int:
     return item_bytes * (positions * pair + 2 * int(rows.row_starts[-1]) * width)
 
 
-def _op_case(name: str, make: Callable[..., MixCase], dtype: str, is_large: bool) -> OpCase:
+def _op_case(
+    name: str, make: Callable[..., MixCase], dtype: str, is_large: bool, **tiles: int
+) -> OpCase:
     return OpCase(
         op="mix",
         function="mix",
@@ -343,6 +355,7 @@ def _op_case(name: str, make: Callable[..., MixCase], dtype: str, is_large: bool
         wide=("norms", "angles"),
         in_place=("kv",),
         is_large=is_large,
+        tiles=tiles,
         real_rows=lambda arguments: np.arange(arguments["rows"].row_starts[-1]),
         specify=specified_rows,
         num_bytes=_bytes,
@@ -353,4 +366,8 @@ TABLE = [
     _op_case("two trees", partial(tree_case, [7, 4], [30, 17]), "float32", False),
     _op_case("chunks of prompts", partial(prompt_case, [(0, 7), (16, 37)]), "float32", False),
     *(_op_case(name, make, "bfloat16", True) for name, make in _LARGE.items()),
+    *(
+        _op_case(f"described, {name}", make, "bfloat16", True, placed=1, described=1, stages=2)
+        for name, make in _DESCRIBED.items()
+    ),
 ]

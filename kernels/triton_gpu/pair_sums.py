@@ -1,0 +1,357 @@
+"""What the warps of `mix_described` sum that multiply, in Gluon.
+
+A tile's scores, weights and sums are in the registers of a warpgroup as its matrix units leave
+them, so that nothing is exchanged between threads but the highest of a row.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+NEGATIVE = gl.constexpr(-1e30)
+LANES, TILE = gl.constexpr(64), gl.constexpr(64)
+"""Pairs of a program, which are the rows of a product, and positions of a tile."""
+ONES = gl.constexpr(16)
+"""Columns of 1 by which weights are summed."""
+WARPS = gl.constexpr(4)
+_PART = gl.constexpr(32)
+"""Columns of values that are looked at at once."""
+
+# A name that is another from one version of Triton to the next.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+class Pairs(NamedTuple):
+    """The rows of the matrix unit: pairs of a row and a query head.
+
+    Attributes:
+      place: Of each among the queries.
+      is_one: Which are not spare.
+      first, until: What each sees before the window.
+      low, high: Its window, as the bits of two numbers.
+    """
+
+    place: Any
+    is_one: Any
+    first: Any
+    until: Any
+    low: Any
+    high: Any
+
+
+class Ring(NamedTuple):
+    """Tiles of keys and values in shared memory, and the barriers that tell how far both sides are.
+
+    Attributes:
+      k_tiles, v_tiles: Of keys and of values, as many as there are stages.
+      keys_come, values_come: A tile is there.
+      is_free: A tile is used up.
+    """
+
+    k_tiles: Any
+    v_tiles: Any
+    keys_come: Any
+    values_come: Any
+    is_free: Any
+
+
+class Share(NamedTuple):
+    """What a program does of a request's positions.
+
+    Attributes:
+      begin, end: Its tiles.
+      whole_from, whole_until: Positions that every pair sees, none of which is new.
+      old_from, old_until: Positions before the new ones that some pair of the request sees.
+      base, units: The first span of the request, and how many it has.
+      is_alone: Whether there is one span, whose sums need not be kept.
+      sharing: How many there are.
+    """
+
+    begin: Any
+    end: Any
+    whole_from: Any
+    whole_until: Any
+    old_from: Any
+    old_until: Any
+    base: Any
+    units: Any
+    is_alone: Any
+    sharing: Any
+
+
+class Stored(NamedTuple):
+    """Where results go, and what they are made of besides the sums.
+
+    Attributes:
+      out, gate: Of all rows; the gate's are those of the projection.
+      starts: Of the rows of requests.
+      arrivals: Counters of the programs of a request.
+      sums, peaks, totals: Of the spans that programs leave each other.
+    """
+
+    out: Any
+    gate: Any
+    starts: Any
+    arrivals: Any
+    sums: Any
+    peaks: Any
+    totals: Any
+
+
+class Cut(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+      blocks, parts: Blocks of pairs, and of the values' columns.
+      width: Columns of such a part.
+      stages: Of the ring.
+      nodes: Width of the window.
+      span, split: Positions of each.
+      lines: Rows of the projection are so many numbers apart.
+    """
+
+    blocks: int
+    parts: int
+    width: int
+    stages: int
+    nodes: int
+    span: int
+    split: int
+    lines: int
+
+
+@gluon.jit
+def attend_pairs(
+    queries, ones, ring, pairs, own, stored, num_rows, counters, scale, heads: gl.constexpr,
+    cut: gl.constexpr,
+):  # fmt: skip
+    """Adds the tiles of a share; whoever arrives last adds the spans and writes the result."""
+    of_scores: gl.constexpr = wide(TILE)
+    of_values: gl.constexpr = wide(cut.width)
+    of_totals: gl.constexpr = wide(ONES)
+    lanes: gl.constexpr = gl.SliceLayout(1, of_scores)
+    peak, total, sums = _no_sums(cut.width)
+    s_peak, s_total, s_sums = _no_split(cut.width)
+    zero = gl.zeros((LANES, TILE), gl.float32, layout=of_scores)
+    stride = num_rows * heads.q_heads
+    for i in range(own.begin, own.end):
+        turn = i - own.begin
+        slot = turn % cut.stages
+        phase = (turn // cut.stages) & 1
+        keys = ring.k_tiles.index(slot)
+        values = ring.v_tiles.index(slot)
+        is_partly = (i * TILE < own.whole_from) | ((i + 1) * TILE > own.whole_until)
+        if is_partly:
+            mbarrier.wait(ring.values_come.index(slot), phase)
+            is_gone = _bad_lines(values, i * TILE, own, cut.width)
+            if gl.max(is_gone, 0) > 0:
+                is_harmed = _take_out(values, is_gone, i * TILE, pairs, cut.width, cut.nodes)
+                s_sums = gl.where(_beside(is_harmed, cut.width) > 0, float("nan"), s_sums)
+        mbarrier.wait(ring.keys_come.index(slot), phase)
+        scores = warpgroup_mma(queries, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,)) * scale
+        if is_partly:
+            position = i * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, of_scores))
+            scores = gl.where(_sees(position, pairs, cut.nodes), scores, NEGATIVE)
+        highest = gl.maximum(s_peak, gl.max(scores, 1))
+        # Where nothing is seen yet, what is not seen must not have the weight of the highest.
+        above = gl.where(highest == NEGATIVE, 0.0, highest)
+        weights = gl.exp2(scores - above[:, None]).to(gl.bfloat16)
+        mbarrier.wait(ring.values_come.index(slot), phase)
+        decay = gl.exp2(s_peak - highest)
+        s_peak = highest
+        s_total = s_total * _beside(decay, ONES)
+        s_sums = s_sums * _beside(decay, cut.width)
+        for_totals = gl.convert_layout(weights, gl.DotOperandLayout(0, of_totals, 2))
+        for_values = gl.convert_layout(weights, gl.DotOperandLayout(0, of_values, 2))
+        s_total = warpgroup_mma(for_totals, ones.permute((1, 0)), s_total, is_async=True)
+        s_sums = warpgroup_mma(for_values, values, s_sums, is_async=True)
+        s_total, s_sums = warpgroup_mma_wait(num_outstanding=0, deps=(s_total, s_sums))
+        mbarrier.arrive(ring.is_free.index(slot), count=1)
+        after = (i + 1) * TILE
+        if (after % cut.split == 0) | (i + 1 == own.end):
+            split_total = gl.convert_layout(gl.max(s_total, 1), lanes)
+            peak, total, sums = _fold(peak, total, sums, s_peak, split_total, s_sums)
+            s_peak, s_total, s_sums = _no_split(cut.width)
+            if ((after % cut.span == 0) | (i + 1 == own.end)) & (not own.is_alone):
+                place = pairs.place + (i * TILE // cut.span - own.base) * stride
+                _store_span(stored, place, pairs.is_one, peak, total, sums, heads, cut)
+                peak, total, sums = _no_sums(cut.width)
+    is_last = own.is_alone & (own.sharing > 0)
+    if (not own.is_alone) & (own.sharing > 0):
+        _barrier()
+        counter = stored.arrivals + gl.program_id(1) * counters + gl.program_id(0)
+        is_last = gl.atomic_add(counter, 1, sem="acq_rel") == own.sharing - 1
+        if is_last:
+            gl.store(counter, 0)
+            for unit in range(0, own.units):
+                place = pairs.place + unit * stride
+                more = _load_span(stored, place, pairs.is_one, heads, cut)
+                peak, total, sums = _fold(peak, total, sums, more[0], more[1], more[2])
+    if is_last:
+        _finish(stored, total, sums, heads, cut)
+
+
+@gluon.jit
+def _finish(stored, total, sums, heads: gl.constexpr, cut: gl.constexpr):
+    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    q_heads: gl.constexpr = heads.q_heads
+    group: gl.constexpr = q_heads // heads.k_heads
+    lines: gl.constexpr = lines_of(cut.width)
+    part, block, head = own_pairs(cut)
+    starts_at = stored.starts + gl.program_id(1)
+    lane = block * LANES + gl.arange(0, LANES, layout=gl.SliceLayout(1, lines))
+    row, q_head = gl.load(starts_at) + lane // group, head * group + lane % group
+    column = gl.arange(0, cut.width, layout=gl.SliceLayout(0, lines))
+    column = (part * cut.width + column)[None, :]
+    keep = (row < gl.load(starts_at + 1))[:, None] & (column >= 0)
+    out = sums / gl.maximum(_beside(total, cut.width), 1e-30)
+    if heads.gated:
+        at = row.to(gl.int64) * cut.lines + (2 * q_head + 1) * heads.D
+        gate = gl.load(stored.gate + at[:, None] + column, mask=keep, other=0.0)
+        gate = gl.convert_layout(gate, wide(cut.width)).to(gl.float32)
+        out = out / (1.0 + gl.exp2(gate * -LOG2_E))
+    out = gl.convert_layout(out.to(gl.bfloat16), lines)
+    at = (row.to(gl.int64) * q_heads + q_head)[:, None] * heads.D + column
+    gl.store(stored.out + at, out, mask=keep)
+
+
+@gluon.constexpr_function
+def wide(columns):
+    """How the matrix units of a warpgroup leave so many columns of 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS.value, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def lines_of(columns):
+    """How a warpgroup reads and writes rows of so many numbers."""
+    wide = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // wide, wide], [WARPS.value, 1], [1, 0])
+
+
+@gluon.jit
+def _no_sums(D: gl.constexpr):
+    """The sums over no position: peaks, totals and weighted values."""
+    lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
+    peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=lanes)
+    total = gl.zeros((LANES,), gl.float32, layout=lanes)
+    return peak, total, gl.zeros((LANES, D), gl.float32, layout=wide(D))
+
+
+@gluon.jit
+def _no_split(D: gl.constexpr):
+    """The same of a split, whose weights are in columns."""
+    lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
+    peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=lanes)
+    total = gl.zeros((LANES, ONES), gl.float32, layout=wide(ONES))
+    return peak, total, gl.zeros((LANES, D), gl.float32, layout=wide(D))
+
+
+@gluon.jit
+def _beside(x, columns: gl.constexpr):
+    """A number of each pair, beside so many columns."""
+    return gl.convert_layout(x, gl.SliceLayout(1, wide(columns)))[:, None]
+
+
+@gluon.jit
+def _fold(peak, total, sums, more_peak, more_total, more_sums):
+    """Adds the sums over some positions to those over the positions before."""
+    D: gl.constexpr = sums.shape[1]
+    highest = gl.maximum(peak, more_peak)
+    ours, theirs = gl.exp2(peak - highest), gl.exp2(more_peak - highest)
+    sums = sums * _beside(ours, D) + more_sums * _beside(theirs, D)
+    return highest, total * ours + more_total * theirs, sums
+
+
+@gluon.jit
+def _sees(position, pairs, nodes: gl.constexpr):
+    """Which positions each pair sees, [pairs, positions]."""
+    position = position[None, :]
+    is_seen = (position >= pairs.first[:, None]) & (position < pairs.until[:, None])
+    if nodes > 0:
+        node = position - pairs.until[:, None]
+        bits = pairs.low[:, None]
+        if nodes > 32:
+            bits = gl.where(node < 32, bits, pairs.high[:, None])
+        is_seen |= (((bits >> (node & 31)) & 1) != 0) & (node >= 0) & (node < nodes)
+    return is_seen
+
+
+@gluon.jit
+def _bad_lines(values, begin, own, D: gl.constexpr):
+    """Which of a tile's positions, that are new or not read, have a value that is no number.
+
+    0 x NaN is NaN: such values are taken out, and given back to the pairs that see them. Old ones
+    make what they make in a tile that is seen whole.
+    """
+    lines: gl.constexpr = lines_of(_PART)
+    position = begin + gl.arange(0, TILE, layout=gl.SliceLayout(1, lines))
+    highest = gl.zeros((TILE,), gl.int32, layout=gl.SliceLayout(1, lines))
+    for i in gl.static_range(D // _PART):
+        v = values.slice(i * _PART, _PART, dim=1).load(lines)
+        highest = gl.maximum(highest, gl.max(v.to(gl.int16, bitcast=True).to(gl.int32) & 0x7FFF, 1))
+    is_old = (position >= own.old_from) & (position < own.old_until)
+    return ((highest >= 0x7F80) & (is_old == 0)).to(gl.int32)
+
+
+@gluon.jit
+def _take_out(values, is_gone, begin, pairs, D: gl.constexpr, nodes: gl.constexpr):
+    """Makes some positions of a tile 0; tells which pairs see one of them."""
+    lines: gl.constexpr = lines_of(_PART)
+    for i in gl.static_range(D // _PART):
+        part = values.slice(i * _PART, _PART, dim=1)
+        part.store(gl.where(is_gone[:, None] > 0, 0.0, part.load(lines)).to(gl.bfloat16))
+    fence_async_shared()
+    is_harmed = gl.zeros((LANES,), gl.int32, layout=gl.SliceLayout(1, wide(TILE)))
+    number = gl.arange(0, TILE, layout=gl.SliceLayout(1, lines))
+    for i in range(0, TILE):
+        position = begin + i + gl.zeros((1,), gl.int32, layout=gl.SliceLayout(0, wide(TILE)))
+        if gl.max(gl.where(number == i, is_gone, 0), 0) > 0:
+            is_harmed |= gl.max(_sees(position, pairs, nodes).to(gl.int32), 1)
+    return is_harmed
+
+
+@gluon.jit
+def _span_at(place, heads: gl.constexpr, cut: gl.constexpr):
+    """Where the values of the sums over a span are."""
+    of_values: gl.constexpr = wide(cut.width)
+    part, _, _ = own_pairs(cut)
+    place = gl.convert_layout(place, gl.SliceLayout(1, of_values)).to(gl.int64)
+    column = gl.arange(0, cut.width, layout=gl.SliceLayout(0, of_values))
+    return place[:, None] * heads.D + (part * cut.width + column)[None, :]
+
+
+@gluon.jit
+def _store_span(
+    stored, place, is_one, peak, total, sums, heads: gl.constexpr, cut: gl.constexpr
+):  # fmt: skip
+    keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
+    gl.store(stored.sums + _span_at(place, heads, cut), sums, mask=keep)
+    gl.store(stored.peaks + place, peak, mask=is_one)
+    gl.store(stored.totals + place, total, mask=is_one)
+
+
+@gluon.jit
+def _load_span(stored, place, is_one, heads: gl.constexpr, cut: gl.constexpr):
+    keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
+    at = stored.sums + _span_at(place, heads, cut)
+    sums = gl.load(at, mask=keep, other=0.0, cache_modifier=".cg")
+    peak = gl.load(stored.peaks + place, mask=is_one, other=NEGATIVE, cache_modifier=".cg")
+    total = gl.load(stored.totals + place, mask=is_one, other=0.0, cache_modifier=".cg")
+    return peak, total, sums
+
+
+@gluon.jit
+def own_pairs(cut: gl.constexpr):
+    """Which part of a head's values a program has, which block of pairs, and of which head."""
+    number = gl.program_id(0)
+    block = number // cut.parts
+    return number % cut.parts, block % cut.blocks, block // cut.blocks
