@@ -48,6 +48,7 @@ class Kernels:
     linear: ModuleType
     mailboxes: ModuleType
     mix: ModuleType
+    ngram: ModuleType
     noise: ModuleType
     ranks: ModuleType
     reach: ModuleType

@@ -48,6 +48,7 @@ MODULES = (
     "leaves",
     "linear",
     "mix",
+    "ngram",
     "noise",
     "reach",
     "rejection",

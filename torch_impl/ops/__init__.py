@@ -42,6 +42,7 @@ class Kernels:
     linear: ModuleType
     mailboxes: ModuleType
     mix: ModuleType
+    ngram: ModuleType
     noise: ModuleType
     ranks: ModuleType
     reach: ModuleType
@@ -73,6 +74,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import linear as linear_kernel
     from kernels.triton_gpu import mailboxes as mailboxes_kernel
     from kernels.triton_gpu import mix as mix_kernel
+    from kernels.triton_gpu import ngram as ngram_kernel
     from kernels.triton_gpu import noise as noise_kernel
     from kernels.triton_gpu import ranks as ranks_kernel
     from kernels.triton_gpu import reach as reach_kernel
@@ -100,6 +102,7 @@ if torch.cuda.is_available():
         linear=linear_kernel,
         mailboxes=mailboxes_kernel,
         mix=mix_kernel,
+        ngram=ngram_kernel,
         noise=noise_kernel,
         ranks=ranks_kernel,
         reach=reach_kernel,

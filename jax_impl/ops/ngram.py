@@ -1,0 +1,211 @@
+"""N-grams of seen text in a table, and the trees that follow; as `shared.spec.ngram`.
+
+On a GPU `learn` and `draft` are kernels; see `jax_impl.ops`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import Kernels, kernel_or_plain
+from shared.spec.ngram import LATEST, LENGTHS, MOST_AGE, MULTIPLIERS, UNITS, WAYS, WINDOW, cost
+
+_NONE = 2**30
+"""The cost of no candidate."""
+
+
+class Table(NamedTuple):
+    """Entries by length, group and place; fields as in the specification."""
+
+    tokens: Int[jax.Array, "lengths groups ways"]
+    checks: Int[jax.Array, "lengths groups ways"]
+    stamps: Int[jax.Array, "lengths groups ways"]
+    clocks: Int[jax.Array, " lengths"]
+
+
+class Grown(NamedTuple):
+    """Draft trees; fields as in the specification."""
+
+    tokens: Int[jax.Array, "B N"]
+    parents: Int[jax.Array, "B N"]
+    num_nodes: Int[jax.Array, " B"]
+    weights: Float[jax.Array, "B N"]
+
+
+def mix(values: Int[jax.Array, "*shape"]) -> Int[jax.Array, "*shape"]:
+    """Spreads what differs over all 32 bits; a shift brings the sign in, which is masked out."""
+    mixed = (values ^ ((values >> 16) & 0xFFFF)) * (0x85EBCA6B - 2**32)
+    mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
+    return mixed ^ ((mixed >> 16) & 0xFFFF)
+
+
+def keys(
+    contexts: Int[jax.Array, "n window"], scopes: Int[jax.Array, " n"]
+) -> tuple[Int[jax.Array, "n lengths"], Int[jax.Array, "n lengths"], Bool[jax.Array, "n lengths"]]:
+    """Two hashes of the last tokens of texts, mixed, and whether there are as many."""
+    begins = WINDOW - jnp.array(LENGTHS, jnp.int32)
+    found = []
+    for multiplier in MULTIPLIERS:
+        key = jnp.repeat(scopes[:, None], len(LENGTHS), axis=1)
+        for place in range(WINDOW):
+            longer = key * multiplier + contexts[:, place, None] + 1
+            key = jnp.where(place >= begins, longer, key)
+        found.append(mix(key))
+    return found[0], found[1], contexts[:, begins] >= 0
+
+
+def plain_learn(
+    table: Table,
+    contexts: Int[jax.Array, "n window"],
+    following: Int[jax.Array, " n"],
+    scopes: Int[jax.Array, " n"],
+    is_real: Bool[jax.Array, " n"],
+) -> Table:
+    """Enters what came after texts; of those that want one place, the last has it."""
+    groups, n = table.tokens.shape[1], len(contexts)
+    first, second, is_there = keys(contexts, scopes)
+    length = jnp.arange(len(LENGTHS), dtype=jnp.int32)
+    entry = (length * groups + (first & (groups - 1))) * WAYS
+    entry += (mix(following + 1) & (WAYS - 1))[:, None]
+    stamp = (table.clocks + jnp.arange(n, dtype=jnp.int32)[:, None]) & LATEST
+    entry = jnp.where(is_there & is_real[:, None], entry, -1).T.reshape(-1)
+    # The last of those with one place is the last of its run, once they are sorted by place.
+    order = jnp.argsort(entry, stable=True)
+    at = entry[order]
+    is_last = (at != jnp.roll(at, -1)).at[-1].set(True)
+    at = jnp.where(is_last & (at >= 0), at, table.tokens.size)
+
+    def written(
+        held: Int[jax.Array, "lengths groups ways"], new: Int[jax.Array, " entries"]
+    ) -> Int[jax.Array, "lengths groups ways"]:
+        return held.reshape(-1).at[at].set(new[order], mode="drop").reshape(held.shape)
+
+    return Table(
+        tokens=written(table.tokens, jnp.tile(following + 1, len(LENGTHS))),
+        checks=written(table.checks, second.T.reshape(-1)),
+        stamps=written(table.stamps, stamp.T.reshape(-1)),
+        clocks=(table.clocks + n) & LATEST,
+    )
+
+
+def kernel_learn(
+    kernels: Kernels,
+    table: Table,
+    contexts: Int[jax.Array, "n window"],
+    following: Int[jax.Array, " n"],
+    scopes: Int[jax.Array, " n"],
+    is_real: Bool[jax.Array, " n"],
+) -> Table:
+    return Table(*kernels.ngram.learn(*table, contexts, following, scopes, is_real))
+
+
+learn = kernel_or_plain(kernel_learn, plain_learn)
+
+
+def _children(
+    table: Table, contexts: Int[jax.Array, "B window"], scopes: Int[jax.Array, " B"], width: int
+) -> tuple[Int[jax.Array, "B k"], Int[jax.Array, "B k"]]:
+    """The likeliest tokens after texts, and what each costs; `_NONE` where there is none."""
+    groups, (first, second, is_there) = table.tokens.shape[1], keys(contexts, scopes)
+    length = jnp.arange(len(LENGTHS), dtype=jnp.int32)
+    group = first & (groups - 1)
+    tokens, checks, stamps = (x[length, group] for x in (table.tokens, table.checks, table.stamps))
+    is_found = is_there[:, :, None] & (tokens > 0) & (checks == second[:, :, None])
+    age = jnp.minimum((table.clocks[:, None] - stamps) & LATEST, MOST_AGE)
+    rank = length[:, None] * (MOST_AGE + 1) + MOST_AGE - age
+    rank = jnp.where(is_found, rank, -1).reshape(len(contexts), -1)
+    entry, found, costs = tokens.reshape(rank.shape), [], []
+    for elders in range(width):
+        best = rank.argmax(axis=1, keepdims=True)
+        value, token = (jnp.take_along_axis(x, best, axis=1) for x in (rank, entry))
+        shorter = len(LENGTHS) - 1 - jnp.maximum(value, 0) // (MOST_AGE + 1)
+        after = cost(len(LENGTHS) - 1, elders) + 23 * shorter**2
+        found.append(token - 1)
+        costs.append(jnp.where(value >= 0, after, _NONE))
+        rank = jnp.where(entry == token, -1, rank)
+    return jnp.concatenate(found, axis=1), jnp.concatenate(costs, axis=1)
+
+
+def plain_draft(
+    table: Table,
+    contexts: Int[jax.Array, "B window"],
+    scopes: Int[jax.Array, " B"],
+    max_drafts: Int[jax.Array, " B"],
+    nodes: int,
+    depth: int,
+    width: int,
+) -> Grown:
+    """Grows a tree from each text: node by node the likeliest token below any."""
+    B, row = len(contexts), jnp.arange(len(contexts))
+    none = jnp.zeros((B, nodes), jnp.int32)
+    tokens = none.at[:, 0].set(contexts[:, -1])
+    texts = jnp.repeat(contexts[:, None], nodes, axis=1)
+    open_costs = jnp.full((B, (nodes - 1) * width), _NONE, jnp.int32)
+
+    def grow(node: jax.Array, state: tuple) -> tuple:
+        tokens, parents, costs, levels, texts, open_costs, open_tokens, num_nodes = state
+        found, more = _children(table, texts[:, node - 1], scopes, width)
+        is_open = (num_nodes == node) & (levels[:, node - 1] < depth)
+        more = jnp.minimum(costs[:, node - 1, None] + more, _NONE)
+        more = jnp.where(is_open[:, None], more, _NONE)
+        at = (0, (node - 1) * width)
+        open_costs = lax.dynamic_update_slice(open_costs, more, at)
+        open_tokens = lax.dynamic_update_slice(open_tokens, found, at)
+        best = open_costs.argmin(axis=1)
+        price, token, parent = open_costs[row, best], open_tokens[row, best], best // width
+        grows = (num_nodes == node) & (price < _NONE) & (node <= max_drafts)
+        longer = jnp.concatenate([texts[row, parent, 1:], token[:, None]], axis=1)
+        return (
+            tokens.at[:, node].set(jnp.where(grows, token, 0)),
+            parents.at[:, node].set(jnp.where(grows, parent, 0)),
+            costs.at[:, node].set(price),
+            levels.at[:, node].set(levels[row, parent] + 1),
+            texts.at[:, node].set(longer),
+            open_costs.at[row, best].set(_NONE),
+            open_tokens,
+            num_nodes + grows,
+        )
+
+    ones = jnp.ones(B, jnp.int32)
+    state = (tokens, none, none, none, texts, open_costs, jnp.zeros_like(open_costs), ones)
+    tokens, parents, costs, *_, num_nodes = lax.fori_loop(1, nodes, grow, state)
+    is_node = jnp.arange(nodes) < num_nodes[:, None]
+    weights = jnp.where(is_node, -costs.astype(jnp.float32) / UNITS, -jnp.inf)
+    return Grown(tokens, parents, num_nodes, weights)
+
+
+def kernel_draft(
+    kernels: Kernels,
+    table: Table,
+    contexts: Int[jax.Array, "B window"],
+    scopes: Int[jax.Array, " B"],
+    max_drafts: Int[jax.Array, " B"],
+    nodes: int,
+    depth: int,
+    width: int,
+) -> Grown:
+    given = (contexts, scopes, max_drafts, nodes, depth, width)
+    return Grown(*kernels.ngram.draft(*table, *given))
+
+
+draft = kernel_or_plain(kernel_draft, plain_draft)
+
+
+def windows(
+    tails: Int[jax.Array, "B window"], tokens: Int[jax.Array, "B W"]
+) -> Int[jax.Array, "B W window"]:
+    """What stands before each of the tokens that texts go on with."""
+    stream = jnp.concatenate([tails, tokens], axis=1)
+    at = jnp.arange(tokens.shape[1])[:, None] + jnp.arange(WINDOW)
+    return stream[:, at]
+
+
+def tails_after(
+    tails: Int[jax.Array, "B window"], tokens: Int[jax.Array, "B W"], counts: Int[jax.Array, " B"]
+) -> Int[jax.Array, "B window"]:
+    """The last tokens of texts that have gone on."""
+    stream = jnp.concatenate([tails, tokens], axis=1)
+    return jnp.take_along_axis(stream, counts[:, None] + jnp.arange(WINDOW), axis=1)

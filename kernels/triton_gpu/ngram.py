@@ -1,0 +1,266 @@
+"""The table of n-grams in Triton: what is learnt, and the trees that follow; see `ops`.
+
+A table's entries lie by length, group and place, with `_WAYS` places of each of eight lengths.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+_AT_ONCE = 64
+"""Tokens that a program learns at once."""
+
+_WINDOW = tl.constexpr(16)
+_LENGTHS = tl.constexpr(8)
+_WAYS = tl.constexpr(8)
+_LATEST = tl.constexpr(2**31 - 1)
+_MOST_AGE = tl.constexpr(2**28 - 1)
+_FIRST = tl.constexpr(0x01000193)
+_SECOND = tl.constexpr(0x5BD1E995)
+_NONE = tl.constexpr(2**30)
+_RING = tl.constexpr(32)
+"""Beginnings of n-grams that are followed along a path; the oldest make room."""
+
+
+class Held(NamedTuple):
+    """A table."""
+
+    tokens: Any
+    checks: Any
+    stamps: Any
+    clocks: Any
+
+
+class Trees(NamedTuple):
+    """What is drafted."""
+
+    tokens: Any
+    parents: Any
+    num_nodes: Any
+    weights: Any
+
+
+class Sizes(NamedTuple):
+    """Of the trees: nodes, levels, children of a node, and powers of two that hold them."""
+
+    nodes: int
+    depth: int
+    width: int
+    lanes: int
+    children: int
+    candidates: int
+
+
+def learn(
+    tokens: Int[Tensor, "lengths groups ways"],
+    checks: Int[Tensor, "lengths groups ways"],
+    stamps: Int[Tensor, "lengths groups ways"],
+    clocks: Int[Tensor, " lengths"],
+    contexts: Int[Tensor, "n window"],
+    following: Int[Tensor, " n"],
+    scopes: Int[Tensor, " n"],
+    is_real: Bool[Tensor, " n"],
+) -> None:
+    """As `shared.spec.ngram.learn`, in place."""
+    given = (x.contiguous() for x in (contexts, following, scopes, is_real))
+    _learn_kernel[(len(clocks),)](
+        Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
+        *given,
+        *(len(following), tokens.shape[1]),
+        at_once=_AT_ONCE,
+        num_warps=1,
+    )
+
+
+@triton.jit
+def _mix(values):
+    """As `shared.spec.ngram.mix`: a shift brings the sign in, which is masked out."""
+    mixed = (values ^ ((values >> 16) & 0xFFFF)) * -2048144789
+    mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * -1028477387
+    return mixed ^ ((mixed >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _length(place):
+    """1, 2, and then three and four times the powers of two."""
+    above = tl.maximum(place - 2, 0)
+    return tl.where(place < 2, place + 1, (3 + (place & 1)) << (above >> 1))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _learn_kernel(
+    held, contexts_at, following_at, scopes_at, real_at, count, groups, at_once: tl.constexpr
+):
+    """One program per length, which learns in order, some tokens at once.
+
+    Its threads are those of one warp: what they store later is there later.
+    """
+    place = tl.program_id(0)
+    length, clock = _length(place), tl.load(held.clocks + place)
+    for start in range(0, count, at_once):
+        row = start + tl.arange(0, at_once)
+        is_in = row < count
+        scope = tl.load(scopes_at + row, mask=is_in, other=0)
+        first, second = scope, scope
+        for at in tl.static_range(0, _WINDOW):
+            token = tl.load(contexts_at + row * _WINDOW + at, mask=is_in, other=0) + 1
+            is_part = at >= _WINDOW - length
+            first = tl.where(is_part, first * _FIRST + token, first)
+            second = tl.where(is_part, second * _SECOND + token, second)
+        oldest = tl.load(contexts_at + row * _WINDOW + _WINDOW - length, mask=is_in, other=-1)
+        is_real = tl.load(real_at + row, mask=is_in, other=0).to(tl.int32) != 0
+        is_real = is_real & (oldest >= 0)
+        token = tl.load(following_at + row, mask=is_in, other=0) + 1
+        group = place * groups + (_mix(first) & (groups - 1))
+        entry = group * _WAYS + (_mix(token) & (_WAYS - 1))
+        later = (entry[:, None] == entry[None, :]) & (row[None, :] > row[:, None])
+        is_last = tl.max((later & is_real[None, :]).to(tl.int32), axis=1) == 0
+        is_kept = is_real & is_last
+        tl.store(held.tokens + entry, token, mask=is_kept)
+        tl.store(held.checks + entry, _mix(second), mask=is_kept)
+        tl.store(held.stamps + entry, (clock + row) & _LATEST, mask=is_kept)
+        tl.debug_barrier()
+    tl.store(held.clocks + place, (clock + count) & _LATEST)
+
+
+def draft(
+    tokens: Int[Tensor, "lengths groups ways"],
+    checks: Int[Tensor, "lengths groups ways"],
+    stamps: Int[Tensor, "lengths groups ways"],
+    clocks: Int[Tensor, " lengths"],
+    contexts: Int[Tensor, "B window"],
+    scopes: Int[Tensor, " B"],
+    max_drafts: Int[Tensor, " B"],
+    nodes: int,
+    depth: int,
+    width: int,
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]:
+    """As `shared.spec.ngram.draft`."""
+    B, lanes = len(contexts), triton.next_power_of_2(nodes)
+    trees = Trees(
+        tokens=contexts.new_empty((B, nodes)),
+        parents=contexts.new_empty((B, nodes)),
+        num_nodes=contexts.new_empty(B),
+        weights=contexts.new_empty((B, nodes), dtype=torch.float32),
+    )
+    children = triton.next_power_of_2(width)
+    _draft_kernel[(B,)](
+        Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
+        *(x.contiguous() for x in (contexts, scopes, max_drafts)),
+        *(trees, tokens.shape[1]),
+        sizes=Sizes(
+            nodes=nodes, depth=depth, width=width, lanes=lanes, children=children,
+            candidates=lanes * children,
+        ),
+        num_warps=1 if lanes <= 16 else 4,
+    )  # fmt: skip
+    return tuple(trees)
+
+
+@triton.jit
+def _row(values, is_row):
+    """One row of a matrix."""
+    return tl.sum(tl.where(is_row[:, None], values, 0), axis=0)
+
+
+@triton.jit
+def _entry(held, first, second, level, missing, groups):
+    """What the groups of a text's n-grams hold: tokens, and how they rank; -1 where none is there.
+
+    Args:
+      first, second: Hashes of what began at each place of the ring.
+      level: How far the text has gone on.
+      missing: Tokens that the text has not, before its beginning.
+    """
+    ring, place, way = tl.arange(0, _RING), tl.arange(0, _LENGTHS), tl.arange(0, _WAYS)
+    begin = _WINDOW + level - _length(place)
+    is_at = ring[None, :] == (begin & (_RING - 1))[:, None]
+    group = _mix(tl.sum(tl.where(is_at, first[None, :], 0), axis=1)) & (groups - 1)
+    check = _mix(tl.sum(tl.where(is_at, second[None, :], 0), axis=1))
+    entry = ((place * groups + group) * _WAYS)[:, None] + way[None, :]
+    is_there = (begin >= missing)[:, None] & (way >= 0)[None, :]
+    token = tl.load(held.tokens + entry, mask=is_there, other=0)
+    is_found = (token > 0) & (
+        tl.load(held.checks + entry, mask=is_there, other=0) == check[:, None]
+    )
+    stamp = tl.load(held.stamps + entry, mask=is_there, other=0)
+    clock = tl.load(held.clocks + place)
+    age = tl.minimum((clock[:, None] - stamp) & _LATEST, _MOST_AGE)
+    return token, tl.where(is_found, place[:, None] * (_MOST_AGE + 1) + _MOST_AGE - age, -1)
+
+
+@triton.jit
+def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: tl.constexpr):
+    """One program per request, which grows its tree node by node."""
+    request, node = tl.program_id(0), tl.arange(0, sizes.lanes)
+    ring, child = tl.arange(0, _RING), tl.arange(0, sizes.children)
+    slot = tl.arange(0, _LENGTHS)[:, None] * _WAYS + tl.arange(0, _WAYS)[None, :]
+    number = node[:, None] * sizes.children + child[None, :]
+    scope = tl.load(scopes_at + request)
+    limit = tl.minimum(sizes.nodes, 1 + tl.load(most_at + request))
+    first = tl.zeros((_RING,), tl.int32) + scope
+    second, missing = first, 0
+    newest = 0
+    for at in tl.static_range(0, _WINDOW):
+        newest = tl.load(contexts_at + request * _WINDOW + at)
+        missing += (newest < 0).to(tl.int32)
+        first = tl.where(ring <= at, first * _FIRST + newest + 1, first)
+        second = tl.where(ring <= at, second * _SECOND + newest + 1, second)
+    is_root = node == 0
+    firsts = tl.where(is_root[:, None], first[None, :], 0)
+    seconds = tl.where(is_root[:, None], second[None, :], 0)
+    token_of, parent_of = tl.where(is_root, newest, 0), tl.zeros((sizes.lanes,), tl.int32)
+    level_of, cost_of = parent_of, parent_of
+    open_costs = tl.zeros((sizes.lanes, sizes.children), tl.int32) + _NONE
+    open_tokens = tl.zeros((sizes.lanes, sizes.children), tl.int32)
+    size, grows = 1, 1
+    while (size < limit) & (grows > 0):
+        is_last = node == size - 1
+        level, spent = tl.sum(tl.where(is_last, level_of, 0)), tl.sum(tl.where(is_last, cost_of, 0))
+        # At the last level nothing is there.
+        absent = tl.where(level < sizes.depth, missing, _NONE)
+        token, rank = _entry(
+            held, _row(firsts, is_last), _row(seconds, is_last), level, absent, groups
+        )
+        for elders in tl.static_range(0, sizes.width):
+            best = tl.max(tl.max(rank, axis=1), axis=0)
+            lane = tl.where(rank == best, slot, _LENGTHS * _WAYS)
+            lane = tl.min(tl.min(lane, axis=1), axis=0)
+            found = tl.sum(tl.sum(tl.where(slot == lane, token, 0), axis=1), axis=0)
+            shorter = _LENGTHS - 1 - tl.maximum(best, 0) // (_MOST_AGE + 1)
+            price = spent + 108 + 23 * shorter * shorter + 1232 * min(elders, 2)
+            is_child = is_last[:, None] & (child == elders)[None, :]
+            open_costs = tl.where(is_child, tl.where(best >= 0, price, _NONE), open_costs)
+            open_tokens = tl.where(is_child, found - 1, open_tokens)
+            rank = tl.where(token == found, -1, rank)
+        price = tl.min(tl.min(open_costs, axis=1), axis=0)
+        grows = (price < _NONE).to(tl.int32)
+        best = tl.where(open_costs == price, number, sizes.candidates)
+        best = tl.min(tl.min(best, axis=1), axis=0)
+        newest = tl.sum(tl.sum(tl.where(number == best, open_tokens, 0), axis=1), axis=0)
+        open_costs = tl.where(number == best, _NONE, open_costs)
+        parent = best // sizes.children
+        is_parent, is_new = node == parent, node == tl.where(grows > 0, size, sizes.lanes)
+        level = tl.sum(tl.where(is_parent, level_of, 0)) + 1
+        is_begun = ring == ((_WINDOW - 1 + level) & (_RING - 1))
+        first = tl.where(is_begun, scope, _row(firsts, is_parent)) * _FIRST + newest + 1
+        second = tl.where(is_begun, scope, _row(seconds, is_parent)) * _SECOND + newest + 1
+        firsts = tl.where(is_new[:, None], first[None, :], firsts)
+        seconds = tl.where(is_new[:, None], second[None, :], seconds)
+        token_of, parent_of = (
+            tl.where(is_new, newest, token_of),
+            tl.where(is_new, parent, parent_of),
+        )
+        level_of, cost_of = tl.where(is_new, level, level_of), tl.where(is_new, price, cost_of)
+        size += grows
+    is_in, at = node < sizes.nodes, request * sizes.nodes + node
+    tl.store(trees.tokens + at, token_of, mask=is_in)
+    tl.store(trees.parents + at, parent_of, mask=is_in)
+    # A power of two divides without rounding.
+    weight = tl.where(node < size, -cost_of.to(tl.float32) * (1 / 1024), -float("inf"))
+    tl.store(trees.weights + at, weight, mask=is_in)
+    tl.store(trees.num_nodes + request, size)
