@@ -18,6 +18,7 @@ from jax_impl.ops import (
     copies,
     draft_tree,
     masks,
+    ngram,
     projection,
     sampling,
     slots,
@@ -29,6 +30,7 @@ from jax_impl.ops.copies import Copies, Grown, Joined
 from jax_impl.ops.delta_mix import Nodes
 from jax_impl.ops.projection import Projection
 from shared.boundary.program import Extra, Program
+from shared.spec.ngram import width_of
 
 
 class Trees(NamedTuple):
@@ -109,6 +111,8 @@ def grow(
         return Trees(newest[:, None], nothing[:, None], nothing + 1, None, None), state
     if plan.copies is not None and shape.drafter.is_plain:
         return _joined(_no_drafts(newest), plan, program, plan.copies, lengths), state
+    if program.has(Extra.TEXTS):
+        return _of_texts(machine, state, plan, program), state
     assert machine.drafter is not None  # a program that drafts has one
     assert state.draft is not None
     rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
@@ -122,6 +126,19 @@ def grow(
         return Trees(*_share(drafted, plan, shape.rows), None, None), state
     trees = (drafted.tokens, drafted.parents, drafted.num_nodes)
     return Trees(*trees, None, drafted.processed), state
+
+
+def _of_texts(machine: Machine, state: DeviceState, plan: Plan, program: Program) -> Trees:
+    """What followed the texts' newest tokens before."""
+    shape, memory = program.shape, state.texts
+    assert memory is not None  # the program needs one
+    assert plan.texts is not None
+    width = width_of(shape.nodes, machine.capacity.accept_rule)
+    given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
+    grown = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
+    if program.shares_rows:
+        return Trees(*_share(Drafted(*grown, None), plan, shape.rows), None, None)
+    return Trees(grown.tokens, grown.parents, grown.num_nodes, None, None)
 
 
 def _share(
@@ -313,6 +330,10 @@ def commit(
     state = state._replace(lengths=new_lengths, newest=newest, seen=seen, kv=kv)
     if draft is not None:
         state = state._replace(draft=draft._replace(draft_from=draft_from))
+    if state.texts is not None:
+        assert plan.texts is not None  # it names whose text is learnt
+        rows = (plan.slots, verified.accepted.tokens, counts, plan.texts.scopes)
+        state = state._replace(texts=ngram.learn_outputs(state.texts, *rows))
     return state, saved
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import slots
+from jax_impl.ops import ngram, slots
 from jax_impl.ops.attention import KV
 from jax_impl.ops.copies import Copies
 from jax_impl.ops.mamba_state import DeltaState
@@ -23,6 +23,7 @@ from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
 from shared.models.kept import Plane
+from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
 Fields = dict[str, jax.Array]
 """Fields of a result by name."""
@@ -83,6 +84,7 @@ class DeviceState(NamedTuple):
       delta, snapshots: Recurrent states by slot and by snapshot; None without such layers.
       draft: None without a drafter.
       pictures: None where the model sees none.
+      texts: None where nothing drafts from seen text.
     """
 
     lengths: Int[jax.Array, " slots"]
@@ -93,6 +95,7 @@ class DeviceState(NamedTuple):
     snapshots: DeltaState | None
     draft: DraftState | None
     pictures: PictureState | None
+    texts: ngram.Memory | None
 
 
 def allocate(
@@ -122,6 +125,7 @@ def allocate(
             snapshots=new_states(config, capacity.num_snapshots, dtype),
             draft=None if drafter is None else _new_draft(drafter, capacity, dtype),
             pictures=_new_pictures(capacity, dtype),
+            texts=_new_texts(capacity),
         )
 
     return zeros()
@@ -135,6 +139,15 @@ def _new_pictures(capacity: Capacity, dtype: np.dtype | type) -> PictureState | 
         pool=jnp.zeros((pictures.num_rows, pictures.vision.out), dtype),
         deltas=jnp.zeros(capacity.num_slots, np.int32),
     )
+
+
+def _new_texts(capacity: Capacity) -> ngram.Memory | None:
+    if capacity.texts is None:
+        return None
+    shape = (len(LENGTHS), capacity.texts.groups, WAYS)
+    tokens, checks, stamps = (jnp.zeros(shape, np.int32) for _ in range(3))
+    table = ngram.Table(tokens, checks, stamps, jnp.zeros(len(LENGTHS), np.int32))
+    return ngram.Memory(jnp.zeros((capacity.num_slots, WINDOW), np.int32), table)
 
 
 def _new_draft(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) -> DraftState:
@@ -237,6 +250,14 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Texts:
+    """Whose texts the rows are; see `shared.boundary.texts.Texts`."""
+
+    scopes: Int[jax.Array, "B 2"]
+    before: Int[jax.Array, "B window"] | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan on the device: views into its words.
 
@@ -250,6 +271,7 @@ class Plan:
       copies: Copies of seen text that join what is drafted; None where none do.
       mask: What grammars allow; None where the program takes no mask.
       picture: What is encoded; None in other work.
+      texts: Whose texts the rows are; None where nothing drafts from text.
     """
 
     slots: Int[jax.Array, " B"]
@@ -266,6 +288,7 @@ class Plan:
     copies: Copies | None
     mask: Mask | None
     picture: Picture | None
+    texts: Texts | None
 
 
 def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
@@ -287,6 +310,7 @@ def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
         copies=_read_copies(at) if program.has(Extra.COPIES) else None,
         mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
         picture=_read_picture(at) if program.work is Work.ENCODE else None,
+        texts=_read_texts(at),
     )
 
 
@@ -309,6 +333,10 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
         next_tokens=at.get("next_tokens", nothing),
         pictures=_read_pictures(at),
     )
+
+
+def _read_texts(at: Fields) -> Texts | None:
+    return Texts(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
 
 
 def _read_pictures(at: Fields) -> Pictures | None:

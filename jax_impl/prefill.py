@@ -13,7 +13,7 @@ from jax_impl.drafters import Fed, Prompts
 from jax_impl.layers import PrefillMixer
 from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.model import Forward
-from jax_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
+from jax_impl.ops import draft_tree, logprobs, mamba_state, ngram, sampling, slots
 from jax_impl.ops.layers import Shown
 from jax_impl.ops.logprobs import Scored
 from shared.boundary.buffers import SCORES
@@ -60,6 +60,9 @@ def prefill(
     following = _following(prompts, newest)
     if machine.feeds(program):
         state = _feed_prompts(machine, state, plan, prompts, passed, following)
+    if state.texts is not None:
+        texts = _learnt_texts(state.texts, plan, prompts, following)
+        state = state._replace(texts=texts)
     failed = ~chosen.is_finite
     counts = (prompt.ends_prompt & ~failed & is_row).astype(jnp.int32)
     tokens = jnp.where(counts > 0, newest, 0)[:, None]
@@ -75,6 +78,21 @@ def _following(prompts: Prompts, newest: Int[jax.Array, " B"]) -> Int[jax.Array,
     request = prompts.rows.request
     is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
     return jnp.where(is_last, newest[request], jnp.roll(prompts.tokens, -1))
+
+
+def _learnt_texts(
+    memory: ngram.Memory, plan: Plan, prompts: Prompts, following: Int[jax.Array, " T"]
+) -> ngram.Memory:
+    """Learns the chunks' texts; a run of one token, as a picture is, is no text."""
+    assert plan.texts is not None
+    assert plan.texts.before is not None  # of a prefill
+    request, is_real = prompts.rows.request, prompts.rows.is_real
+    sources = prompts.sources, _following_sources(plan, prompts)
+    for source in sources:
+        is_real = is_real if source is None else is_real & (source == 0)
+    windows = ngram.prompt_windows(prompts.tokens, prompts.row_starts, request, plan.texts.before)
+    rows = (windows, following, request, prompts.last, plan.texts.scopes, is_real)
+    return ngram.learn_prompts(memory, plan.slots, *rows)
 
 
 def _following_sources(plan: Plan, prompts: Prompts) -> Int[jax.Array, " T"] | None:

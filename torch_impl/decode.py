@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.boundary.program import Extra, Program
+from shared.spec.ngram import width_of
 from torch_impl import model
 from torch_impl.device_state import Fields, HostDraft, Mask, Plan
 from torch_impl.drafters import Drafted, Fed
@@ -20,6 +21,7 @@ from torch_impl.ops import (
     copies,
     draft_tree,
     masks,
+    ngram,
     projection,
     sampling,
     slots,
@@ -91,6 +93,8 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
         return _roots(newest)
     if plan.copies is not None and shape.drafter.is_plain:
         return _joined(_no_drafts(newest), plan, program, plan.copies, lengths)
+    if program.has(Extra.TEXTS):
+        return _of_texts(machine, plan, program)
     assert machine.drafter is not None  # it has the program
     assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
@@ -101,6 +105,20 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
     if program.shares_rows:
         return Trees(*_share(drafted, plan, shape.rows), None, None)
     return Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, drafted.processed)
+
+
+def _of_texts(machine: Machine, plan: Plan, program: Program) -> Trees:
+    """What followed the texts' newest tokens before."""
+    shape, memory = program.shape, machine.state.texts
+    assert memory is not None  # the program needs one
+    assert plan.texts is not None
+    width = width_of(shape.nodes, machine.capacity.accept_rule)
+    given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
+    grown = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
+    drafted = Drafted(grown.tokens, grown.parents, grown.num_nodes, grown.weights, None)
+    if program.shares_rows:
+        return Trees(*_share(drafted, plan, shape.rows), None, None)
+    return Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, None)
 
 
 def _share(
@@ -311,6 +329,11 @@ def commit(
         counts=verified.accepted.counts,
         prompt_length=plan.sampling.prompt_length,
     )
+    if state.texts is not None:
+        assert plan.texts is not None  # it names whose text is learnt
+        accepted = verified.accepted
+        rows = (plan.slots, accepted.tokens, accepted.counts, plan.texts.scopes)
+        ngram.learn_outputs(state.texts, *rows)
     return saved
 
 

@@ -12,7 +12,8 @@ from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
 from shared.models.kept import Plane
-from torch_impl.ops import slots
+from shared.spec.ngram import LENGTHS, WAYS, WINDOW
+from torch_impl.ops import ngram, slots
 from torch_impl.ops.copies import Copies
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
@@ -81,6 +82,7 @@ class DeviceState:
       delta, snapshots: Recurrent states by slot and by snapshot; None without such layers.
       draft: None without a drafter.
       pictures: None where the model sees none.
+      texts: None where nothing drafts from seen text.
     """
 
     lengths: Int[Tensor, " slots"]
@@ -91,6 +93,7 @@ class DeviceState:
     snapshots: DeltaState | None
     draft: DraftState | None
     pictures: PictureState | None
+    texts: ngram.Memory | None
 
 
 def allocate(
@@ -116,6 +119,7 @@ def allocate(
         snapshots=new_states(config, capacity.num_snapshots, dtype, device),
         draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
         pictures=_new_pictures(capacity, dtype, device),
+        texts=_new_texts(capacity, device),
     )
 
 
@@ -130,6 +134,20 @@ def _new_pictures(
         pool=torch.zeros(pool, dtype=dtype, device=device),
         deltas=torch.zeros(capacity.num_slots, dtype=torch.int32, device=device),
     )
+
+
+def _new_texts(capacity: Capacity, device: torch.device) -> ngram.Memory | None:
+    if capacity.texts is None:
+        return None
+    shape = (len(LENGTHS), capacity.texts.groups, WAYS)
+
+    def new(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    table = ngram.Table(
+        tokens=new(*shape), checks=new(*shape), stamps=new(*shape), clocks=new(len(LENGTHS))
+    )
+    return ngram.Memory(new(capacity.num_slots, WINDOW), table)
 
 
 def _new_draft(
@@ -240,6 +258,14 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Texts:
+    """Whose texts the rows are; see `shared.boundary.texts.Texts`."""
+
+    scopes: Int[Tensor, "B 2"]
+    before: Int[Tensor, "B window"] | None
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan on the device: views into its words.
 
@@ -253,6 +279,7 @@ class Plan:
       copies: Copies of seen text that join what is drafted; None where none do.
       mask: What grammars allow; None where the program takes no mask.
       picture: What is encoded; None in other work.
+      texts: Whose texts the rows are; None where nothing drafts from text.
     """
 
     slots: Int[Tensor, " B"]
@@ -269,6 +296,7 @@ class Plan:
     copies: Copies | None
     mask: Mask | None
     picture: Picture | None
+    texts: Texts | None
 
 
 _TYPES = {"float32": torch.float32, "uint8": torch.uint8}
@@ -297,6 +325,7 @@ def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity
         copies=_read_copies(at) if program.has(Extra.COPIES) else None,
         mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
         picture=_read_picture(at) if program.work is Work.ENCODE else None,
+        texts=_read_texts(at),
     )
 
 
@@ -312,6 +341,10 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
         next_tokens=at.get("next_tokens", nothing),
         pictures=_read_pictures(at),
     )
+
+
+def _read_texts(at: Fields) -> Texts | None:
+    return Texts(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
 
 
 def _read_pictures(at: Fields) -> Pictures | None:

@@ -15,7 +15,7 @@ from torch_impl.drafters import Fed, Prompts
 from torch_impl.layers import PrefillMixer
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
+from torch_impl.ops import draft_tree, logprobs, mamba_state, ngram, sampling, slots
 from torch_impl.ops.layers import Shown
 
 
@@ -59,6 +59,8 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     following = _following(prompts, newest)
     if machine.feeds(program):
         _feed_prompts(machine, plan, prompts, passed, following)
+    if state.texts is not None:
+        _learn_texts(state.texts, plan, prompts, following)
     failed = ~chosen.is_finite & is_row
     counts = (ends & ~failed & is_row).int()
     emitted = torch.where(counts > 0, newest, 0)[:, None]
@@ -74,6 +76,21 @@ def _following(prompts: Prompts, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]
     request = prompts.rows.request
     is_last = draft_tree.is_last(prompts.row_starts, request)
     return torch.where(is_last, newest[request], prompts.tokens.roll(-1))
+
+
+def _learn_texts(
+    memory: ngram.Memory, plan: Plan, prompts: Prompts, following: Int[Tensor, " T"]
+) -> None:
+    """Learns the chunks' texts; a run of one token, as a picture is, is no text."""
+    assert plan.texts is not None
+    assert plan.texts.before is not None  # of a prefill
+    request, is_real = prompts.rows.request, prompts.rows.is_real
+    sources = prompts.sources, _following_sources(plan, prompts)
+    for source in sources:
+        is_real = is_real if source is None else is_real & (source == 0)
+    windows = ngram.prompt_windows(prompts.tokens, prompts.row_starts, request, plan.texts.before)
+    rows = (windows, following, request, prompts.last, plan.texts.scopes, is_real)
+    ngram.learn_prompts(memory, plan.slots, *rows)
 
 
 def _following_sources(plan: Plan, prompts: Prompts) -> Int[Tensor, " T"] | None:

@@ -26,6 +26,13 @@ class Table(NamedTuple):
     clocks: Int[jax.Array, " lengths"]
 
 
+class Memory(NamedTuple):
+    """What is kept of texts from one step to the next; fields as in the specification."""
+
+    tails: Int[jax.Array, "slots window"]
+    table: Table
+
+
 class Grown(NamedTuple):
     """Draft trees; fields as in the specification."""
 
@@ -43,13 +50,13 @@ def mix(values: Int[jax.Array, "*shape"]) -> Int[jax.Array, "*shape"]:
 
 
 def keys(
-    contexts: Int[jax.Array, "n window"], scopes: Int[jax.Array, " n"]
+    contexts: Int[jax.Array, "n window"], scopes: Int[jax.Array, "n 2"]
 ) -> tuple[Int[jax.Array, "n lengths"], Int[jax.Array, "n lengths"], Bool[jax.Array, "n lengths"]]:
     """Two hashes of the last tokens of texts, mixed, and whether there are as many."""
     begins = WINDOW - jnp.array(LENGTHS, jnp.int32)
     found = []
-    for multiplier in MULTIPLIERS:
-        key = jnp.repeat(scopes[:, None], len(LENGTHS), axis=1)
+    for scope, multiplier in zip(scopes.T, MULTIPLIERS, strict=True):
+        key = jnp.repeat(scope[:, None], len(LENGTHS), axis=1)
         for place in range(WINDOW):
             longer = key * multiplier + contexts[:, place, None] + 1
             key = jnp.where(place >= begins, longer, key)
@@ -61,7 +68,7 @@ def plain_learn(
     table: Table,
     contexts: Int[jax.Array, "n window"],
     following: Int[jax.Array, " n"],
-    scopes: Int[jax.Array, " n"],
+    scopes: Int[jax.Array, "n 2"],
     is_real: Bool[jax.Array, " n"],
 ) -> Table:
     """Enters what came after texts; of those that want one place, the last has it."""
@@ -96,7 +103,7 @@ def kernel_learn(
     table: Table,
     contexts: Int[jax.Array, "n window"],
     following: Int[jax.Array, " n"],
-    scopes: Int[jax.Array, " n"],
+    scopes: Int[jax.Array, "n 2"],
     is_real: Bool[jax.Array, " n"],
 ) -> Table:
     return Table(*kernels.ngram.learn(*table, contexts, following, scopes, is_real))
@@ -106,7 +113,7 @@ learn = kernel_or_plain(kernel_learn, plain_learn)
 
 
 def _children(
-    table: Table, contexts: Int[jax.Array, "B window"], scopes: Int[jax.Array, " B"], width: int
+    table: Table, contexts: Int[jax.Array, "B window"], scopes: Int[jax.Array, "B 2"], width: int
 ) -> tuple[Int[jax.Array, "B k"], Int[jax.Array, "B k"]]:
     """The likeliest tokens after texts, and what each costs; `_NONE` where there is none."""
     groups, (first, second, is_there) = table.tokens.shape[1], keys(contexts, scopes)
@@ -132,7 +139,7 @@ def _children(
 def plain_draft(
     table: Table,
     contexts: Int[jax.Array, "B window"],
-    scopes: Int[jax.Array, " B"],
+    scopes: Int[jax.Array, "B 2"],
     max_drafts: Int[jax.Array, " B"],
     nodes: int,
     depth: int,
@@ -181,7 +188,7 @@ def kernel_draft(
     kernels: Kernels,
     table: Table,
     contexts: Int[jax.Array, "B window"],
-    scopes: Int[jax.Array, " B"],
+    scopes: Int[jax.Array, "B 2"],
     max_drafts: Int[jax.Array, " B"],
     nodes: int,
     depth: int,
@@ -209,3 +216,48 @@ def tails_after(
     """The last tokens of texts that have gone on."""
     stream = jnp.concatenate([tails, tokens], axis=1)
     return jnp.take_along_axis(stream, counts[:, None] + jnp.arange(WINDOW), axis=1)
+
+
+def prompt_windows(
+    tokens: Int[jax.Array, " T"],
+    row_starts: Int[jax.Array, " B1"],
+    request: Int[jax.Array, " T"],
+    before: Int[jax.Array, "B window"],
+) -> Int[jax.Array, "T window"]:
+    """The texts that end with each token of prompt chunks."""
+    starts = row_starts[request]
+    place = jnp.arange(len(tokens), dtype=jnp.int32) - starts
+    at = place[:, None] - (WINDOW - 1) + jnp.arange(WINDOW, dtype=jnp.int32)
+    own = tokens[jnp.maximum(starts[:, None] + at, 0)]
+    return jnp.where(at >= 0, own, before[request[:, None], jnp.minimum(WINDOW + at, WINDOW - 1)])
+
+
+def learn_prompts(
+    memory: Memory,
+    slots: Int[jax.Array, " B"],
+    windows: Int[jax.Array, "T window"],
+    following: Int[jax.Array, " T"],
+    request: Int[jax.Array, " T"],
+    last: Int[jax.Array, " B"],
+    scopes: Int[jax.Array, "B 2"],
+    is_real: Bool[jax.Array, " T"],
+) -> Memory:
+    """Learns chunks of prompts."""
+    table = learn(memory.table, windows, following, scopes[request], is_real)
+    tails = jnp.concatenate([windows[last, 1:], following[last][:, None]], axis=1)
+    return Memory(memory.tails.at[slots].set(tails), table)
+
+
+def learn_outputs(
+    memory: Memory,
+    slots: Int[jax.Array, " B"],
+    tokens: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    scopes: Int[jax.Array, "B 2"],
+) -> Memory:
+    """Learns what a step has committed: the first `counts` of the tokens of each row."""
+    (B, W), held = tokens.shape, memory.tails[slots]
+    is_real = jnp.arange(W) < counts[:, None]
+    flat = windows(held, tokens).reshape(B * W, WINDOW), tokens.reshape(-1)
+    table = learn(memory.table, *flat, jnp.repeat(scopes, W, axis=0), is_real.reshape(-1))
+    return Memory(memory.tails.at[slots].set(tails_after(held, tokens, counts)), table)

@@ -72,7 +72,7 @@ def learn(
     clocks: Int[jax.Array, " lengths"],
     contexts: Int[jax.Array, "n window"],
     following: Int[jax.Array, " n"],
-    scopes: Int[jax.Array, " n"],
+    scopes: Int[jax.Array, "n 2"],
     is_real: Bool[jax.Array, " n"],
     interpret: bool = False,
 ) -> tuple[
@@ -120,8 +120,8 @@ def _learn_kernel(_, texts, tokens_ref, checks_ref, stamps_ref, clocks_ref, *, i
     def learn_some(part, _):
         row = part * _AT_ONCE + lax.iota(jnp.int32, _AT_ONCE)
         is_in, at = row < count, jnp.minimum(row, count - 1)
-        scope = pltriton.load(texts.scopes.at[at], mask=is_in, other=0)
-        first, second = scope, scope
+        first = pltriton.load(texts.scopes.at[at, 0], mask=is_in, other=0)
+        second = pltriton.load(texts.scopes.at[at, 1], mask=is_in, other=0)
         for column in range(_WINDOW):
             token = pltriton.load(texts.contexts.at[at, column], mask=is_in, other=0) + 1
             is_part = column >= _WINDOW - length
@@ -155,7 +155,7 @@ def draft(
     stamps: Int[jax.Array, "lengths groups ways"],
     clocks: Int[jax.Array, " lengths"],
     contexts: Int[jax.Array, "B window"],
-    scopes: Int[jax.Array, " B"],
+    scopes: Int[jax.Array, "B 2"],
     max_drafts: Int[jax.Array, " B"],
     nodes: int,
     depth: int,
@@ -232,10 +232,11 @@ def _draft_kernel(
     ring, place, way = (lax.iota(jnp.int32, size) for size in (_RING, _LENGTHS, _WAYS))
     slot = place[:, None] * _WAYS + way[None, :]
     number = node[:, None] * children + child[None, :]
-    scope = scopes_ref[request]
+    scope, other_scope = scopes_ref[request, 0], scopes_ref[request, 1]
     limit = jnp.minimum(nodes, 1 + most_ref[request])
     first = jnp.zeros(_RING, jnp.int32) + scope
-    second, missing, newest = first, jnp.int32(0), jnp.int32(0)
+    second = jnp.zeros(_RING, jnp.int32) + other_scope
+    missing, newest = jnp.int32(0), jnp.int32(0)
     for at in range(_WINDOW):
         newest = contexts_ref[request, at]
         missing += (newest < 0).astype(jnp.int32)
@@ -282,7 +283,9 @@ def _draft_kernel(
         level = jnp.sum(jnp.where(is_parent, tree.levels, 0)) + 1
         is_begun = ring == ((_WINDOW - 1 + level) & (_RING - 1))
         first = jnp.where(is_begun, scope, _row(tree.firsts, is_parent)) * _FIRST + newest + 1
-        second = jnp.where(is_begun, scope, _row(tree.seconds, is_parent)) * _SECOND + newest + 1
+        second = (
+            jnp.where(is_begun, other_scope, _row(tree.seconds, is_parent)) * _SECOND + newest + 1
+        )
         return Tree(
             firsts=jnp.where(is_new[:, None], first[None, :], tree.firsts),
             seconds=jnp.where(is_new[:, None], second[None, :], tree.seconds),

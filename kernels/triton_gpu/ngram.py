@@ -62,7 +62,7 @@ def learn(
     clocks: Int[Tensor, " lengths"],
     contexts: Int[Tensor, "n window"],
     following: Int[Tensor, " n"],
-    scopes: Int[Tensor, " n"],
+    scopes: Int[Tensor, "n 2"],
     is_real: Bool[Tensor, " n"],
 ) -> None:
     """As `shared.spec.ngram.learn`, in place."""
@@ -104,8 +104,8 @@ def _learn_kernel(
     for start in range(0, count, at_once):
         row = start + tl.arange(0, at_once)
         is_in = row < count
-        scope = tl.load(scopes_at + row, mask=is_in, other=0)
-        first, second = scope, scope
+        first = tl.load(scopes_at + 2 * row, mask=is_in, other=0)
+        second = tl.load(scopes_at + 2 * row + 1, mask=is_in, other=0)
         for at in tl.static_range(0, _WINDOW):
             token = tl.load(contexts_at + row * _WINDOW + at, mask=is_in, other=0) + 1
             is_part = at >= _WINDOW - length
@@ -133,7 +133,7 @@ def draft(
     stamps: Int[Tensor, "lengths groups ways"],
     clocks: Int[Tensor, " lengths"],
     contexts: Int[Tensor, "B window"],
-    scopes: Int[Tensor, " B"],
+    scopes: Int[Tensor, "B 2"],
     max_drafts: Int[Tensor, " B"],
     nodes: int,
     depth: int,
@@ -200,11 +200,11 @@ def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: t
     ring, child = tl.arange(0, _RING), tl.arange(0, sizes.children)
     slot = tl.arange(0, _LENGTHS)[:, None] * _WAYS + tl.arange(0, _WAYS)[None, :]
     number = node[:, None] * sizes.children + child[None, :]
-    scope = tl.load(scopes_at + request)
+    scope, other_scope = tl.load(scopes_at + 2 * request), tl.load(scopes_at + 2 * request + 1)
     limit = tl.minimum(sizes.nodes, 1 + tl.load(most_at + request))
     first = tl.zeros((_RING,), tl.int32) + scope
-    second, missing = first, 0
-    newest = 0
+    second = tl.zeros((_RING,), tl.int32) + other_scope
+    newest, missing = 0, 0
     for at in tl.static_range(0, _WINDOW):
         newest = tl.load(contexts_at + request * _WINDOW + at)
         missing += (newest < 0).to(tl.int32)
@@ -248,7 +248,7 @@ def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: t
         level = tl.sum(tl.where(is_parent, level_of, 0)) + 1
         is_begun = ring == ((_WINDOW - 1 + level) & (_RING - 1))
         first = tl.where(is_begun, scope, _row(firsts, is_parent)) * _FIRST + newest + 1
-        second = tl.where(is_begun, scope, _row(seconds, is_parent)) * _SECOND + newest + 1
+        second = tl.where(is_begun, other_scope, _row(seconds, is_parent)) * _SECOND + newest + 1
         firsts = tl.where(is_new[:, None], first[None, :], firsts)
         seconds = tl.where(is_new[:, None], second[None, :], seconds)
         token_of, parent_of = (

@@ -39,6 +39,7 @@ from jaxtyping import Int32
 from shared.boundary.pictures import Encode, PicturePool, Pictures
 from shared.boundary.program import CAPTURED, Extra, Program, Work
 from shared.boundary.ranks import ALONE, Ranks
+from shared.boundary.texts import Texts, TextTable
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.fp8_words import InWords
@@ -80,6 +81,7 @@ class Capacity:
       accept_rates: Where they are given, drafts are accepted by lot instead, each level's first
         with the rate of its level; see `shared.spec.acceptance.simulate`.
       pictures: None where the model sees no pictures; then no plan has any.
+      texts: None where no program drafts from seen text.
 
     Raises:
       ValueError: A program drafts trees, or joins two sources in one, and the rule is for chains;
@@ -101,6 +103,7 @@ class Capacity:
     accept_rule: str = "match"
     accept_rates: tuple[float, ...] | None = None
     pictures: PicturePool | None = None
+    texts: TextTable | None = None
 
     def __post_init__(self) -> None:
         widest = max(
@@ -332,6 +335,7 @@ class StepPlan:
       sampling: How tokens are chosen.
       snapshots: Recurrent state restored and saved.
       mask: What grammars allow; None where the program takes no mask.
+      texts: Whose texts the rows are; None where no program drafts from text.
     """
 
     program: Program
@@ -345,6 +349,7 @@ class StepPlan:
     sampling: Sampling
     snapshots: Snapshots
     mask: Mask | None
+    texts: Texts | None = None
 
 
 class Origins(NamedTuple):

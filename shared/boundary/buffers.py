@@ -28,8 +28,10 @@ from shared.boundary.backend import (
 )
 from shared.boundary.pictures import Encode, Pictures
 from shared.boundary.program import Extra, Program, Work
+from shared.boundary.texts import Texts
 from shared.spec.copies import Copies
 from shared.spec.logprobs import Logprobs, Scores
+from shared.spec.ngram import WINDOW
 from shared.spec.sampling import Sampling
 from shared.spec.tower import Pixels
 
@@ -124,7 +126,7 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
 
     Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`, one of
     `Mask` the prefix `mask_`, one of `Pictures` and of `Pixels` the prefix `picture_`, one of
-    `Copies` the prefix `copies_`.
+    `Copies` the prefix `copies_`, one of `Texts` the prefix `text_`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
     work = {
@@ -150,6 +152,9 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
         ]
     rows = [("slots", (B,)), ("starts", (B,)), ("draft_from", (B,)), ("reports", (B,))]
     snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
+    if capacity.texts is not None:
+        rows += [("text_scopes", (B, 2))]
+        rows += [("text_before", (B, WINDOW))] * (program.work is Work.PREFILL)
     masks = []
     if program.has(Extra.MASK):
         words = mask_words(capacity.vocab)
@@ -264,7 +269,8 @@ def plan_in(buffer: Int32[np.ndarray, " words"], program: Program, capacity: Cap
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
     rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"], at["reports"])
     mask = Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None
-    return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask)
+    texts = Texts(at["text_scopes"], at.get("text_before")) if "text_scopes" in at else None
+    return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask, texts)
 
 
 def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Draft | Count | Encode:

@@ -24,6 +24,8 @@ def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool, has_tower:
         raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
     if has_tower != (capacity.pictures is not None):
         raise ValueError("a vision tower and a pool for its rows need each other")
+    if drafts.from_text != (capacity.texts is not None):
+        raise ValueError("drafts from text and a table of its n-grams need each other")
     for program in capacity.programs:
         _check_program(program, drafts, capacity.max_scores)
         if program.work is Work.ENCODE:
@@ -48,7 +50,9 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
         raise ValueError(f"a verify has a row for each of its batch, {shape.rows} has {program}")
     if program.has(Extra.HOST_DRAFT) or shape.is_plain:
         return
-    if not drafts.on_device:
+    if program.has(Extra.TEXTS) != drafts.from_text:
+        raise ValueError(f"drafts from text are of a table of its n-grams, not of {program}")
+    if not (drafts.on_device or drafts.from_text):
         raise ValueError(f"a drafter is needed by {program}")
     if drafts.block is not None:
         own = shape.drafter

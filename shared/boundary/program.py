@@ -32,6 +32,7 @@ class Extra(Flag):
       MASK: Masks of grammars come with the plan (`Mask`).
       LOGPROBS: The result holds logprobs; which rows report them, the plan says.
       SCORES: Of a prefill: the result holds the scores of all its tokens.
+      TEXTS: The device drafts from its table of n-grams, not with a drafter.
     """
 
     NONE = 0
@@ -40,6 +41,7 @@ class Extra(Flag):
     LOGPROBS = 4
     SCORES = 8
     COPIES = 16
+    TEXTS = 32
 
 
 OF_A_PLAN = Extra.HOST_DRAFT | Extra.MASK | Extra.COPIES
@@ -80,13 +82,13 @@ class Program:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every tree is a chain; a plan's own trees may be anything."""
-        brings_nodes = bool(self.extras & (Extra.HOST_DRAFT | Extra.COPIES))
-        return self.shape.width <= 1 and not brings_nodes
+        """Whether every tree is a chain; those of a plan or of seen text may be anything."""
+        branches = bool(self.extras & (Extra.HOST_DRAFT | Extra.COPIES | Extra.TEXTS))
+        return self.shape.width <= 1 and not branches
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether the device's drafter makes the trees of the step."""
+        """Whether the device makes the trees of the step."""
         drafts = self.work in (Work.DECODE, Work.DRAFT)
         return drafts and not self.has(Extra.HOST_DRAFT) and not self.shape.is_plain
 

@@ -8,7 +8,7 @@ from shared.drafts.config import DraftConfig, DraftSizes
 from shared.models.config import ModelConfig
 from shared.models.ranks import local
 
-NOTHING, MTP, MODEL = "none", "NEXTN", "STANDALONE"
+NOTHING, MTP, MODEL, TEXT = "none", "NEXTN", "STANDALONE", "NGRAM"
 """Kinds beside those of a head, which are `DraftConfig.kind`."""
 
 
@@ -18,8 +18,9 @@ class Drafts:
 
     Attributes:
       kind: "none" where nothing drafts on the device, "NEXTN" of the target's own mtp layer,
-        "EAGLE", "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2" of a head, "STANDALONE" of a whole model.
-      sizes: What is kept on the device between steps; None where nothing drafts.
+        "EAGLE", "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2" of a head, "STANDALONE" of a whole model,
+        "NGRAM" of the table of seen text.
+      sizes: What a drafter keeps on the device between steps; None where none drafts.
       head: Settings of a head; None of the other kinds.
       model: Settings of a whole model that drafts; None of the other kinds.
       token_map: The target's ids of the tokens that are drafted, ascending, where the rows of the
@@ -52,6 +53,11 @@ class Drafts:
         """A small model with the same tokenizer drafts, as STANDALONE does."""
         return cls(kind=MODEL, sizes=DraftSizes.of_model(model), head=None, model=model)
 
+    @classmethod
+    def of_text(cls) -> Self:
+        """What was seen of texts drafts; see `shared.spec.ngram`."""
+        return cls(kind=TEXT, sizes=None, head=None, model=None)
+
     def local(self, count: int) -> Self:
         """What one of `count` ranks has of it.
 
@@ -67,8 +73,13 @@ class Drafts:
 
     @property
     def on_device(self) -> bool:
-        """Whether anything drafts on the device."""
+        """Whether a drafter drafts on the device, which has a memory to feed."""
         return self.sizes is not None
+
+    @property
+    def from_text(self) -> bool:
+        """Whether the device drafts from the table of seen text."""
+        return self.kind == TEXT
 
     @property
     def with_mtp(self) -> bool:

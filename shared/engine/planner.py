@@ -15,6 +15,7 @@ from shared.boundary.program import OF_A_PLAN, Extra, Program, Work
 from shared.engine.allocator import Allocator
 from shared.engine.request import Request
 from shared.engine.rows import Rows
+from shared.engine.scopes import scope_of
 from shared.spec.sampling import Sampling
 
 
@@ -41,6 +42,7 @@ class Planner:
         self._capacity, self._allocator = capacity, allocator
         self._sampling = neutral(capacity, capacity.num_slots)
         self._reports = np.zeros(capacity.num_slots, np.int32)
+        self._scopes = np.zeros((capacity.num_slots, 2), np.int32)
         self._binding = 0
         self._held: dict[Program, _Held] = {}
         self._by_kind: dict[tuple[Work, Extra], list[tuple[Program, tuple[int, ...]]]] = {}
@@ -53,6 +55,8 @@ class Planner:
         at, slot, sampling = self._sampling, request.slot, request.sampling
         self._binding += 1
         self._reports[slot] = sampling.logprobs is not None
+        if self._capacity.texts is not None:
+            self._scopes[slot] = scope_of(request, self._capacity.texts)
         at.temperature[slot] = sampling.temperature
         at.top_p[slot] = sampling.top_p
         at.top_k[slot] = self._capacity.vocab if sampling.top_k is None else sampling.top_k
@@ -138,6 +142,8 @@ class Planner:
         plan.slots[:count] = slots
         self._fill_pages(plan, slots)
         plan.reports[:count] = self._reports[slots]
+        if plan.texts is not None:
+            plan.texts.scopes[:count] = self._scopes[slots]
         for name in _SAMPLING_FIELDS:
             getattr(plan.sampling, name)[:count] = getattr(self._sampling, name)[slots]
 

@@ -18,6 +18,7 @@ from shared.engine.request import Request
 from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
+from shared.spec.ngram import WINDOW
 from shared.spec.tower import Pixels
 
 _TREE = tuple(field.name for field in fields(HostDraft))
@@ -192,6 +193,10 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
         work.ends_prompt[row] = chunk.ends_prompt
         if work.pictures is not None:
             _lay_pictures(work.pictures, row, start, chunk)
+        if plan.texts is not None and plan.texts.before is not None:
+            before = context[max(0, chunk.first - WINDOW) : chunk.first]
+            plan.texts.before[row] = -1
+            plan.texts.before[row, WINDOW - len(before) :] = before
         # Drafters learn of a chunk's last token together with the one that follows it.
         work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
         if chunk.starts:

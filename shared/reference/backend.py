@@ -32,6 +32,7 @@ from shared.boundary.pictures import Encode
 from shared.boundary.program import Extra, Program
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
+from shared.reference import texts
 from shared.reference.choosing import chosen
 from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
@@ -211,6 +212,8 @@ class ReferenceBackend:
                 following = work.pictures.next_sources[batch.index]
                 seen = [each.before(int(x)) for each, x in zip(seen, following, strict=True)]
             self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest, seen)
+        if self.state.texts is not None:
+            self.state.texts = texts.learn_prompts(self.state.texts, batch, work, newest)
         failed = ~chosen.is_finite
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
@@ -365,6 +368,8 @@ class ReferenceBackend:
 
     def _grown(self, batch: Batch, shape: TreeShape) -> Trees:
         """What the drafter grows, before the verify rows are given out."""
+        if self.state.texts is not None:
+            return texts.grown(self.state.texts, batch, shape, self.capacity.accept_rule)
         assert self._drafter is not None  # a program that drafts has one
         is_sampled = self.capacity.accept_rule != "match"
         rank = replace(self._rank(batch, shape.width), kept=[] if is_sampled else None)
@@ -416,6 +421,8 @@ class ReferenceBackend:
         )
         if draft_from is not None:  # nobody fed the drafter: a hole in its KV
             self.state.draft_from = draft_from
+        if self.state.texts is not None:
+            self.state.texts = texts.learn_outputs(self.state.texts, batch, tokens, counts)
         return passed
 
     def _extend(

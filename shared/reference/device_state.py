@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int32
 
 from shared.boundary.backend import Capacity
 from shared.models.config import ModelConfig
-from shared.spec import model
+from shared.spec import model, ngram
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import KV
 
@@ -29,6 +29,7 @@ class DeviceState:
       delta, snapshots: Recurrent states by slot and by snapshot.
       pool: Rows of pictures; without rows where the model sees none.
       turn_deltas: By slot, what the turns of later tokens are above their positions.
+      texts: What is kept of texts; None where nothing drafts from it.
     """
 
     lengths: Int32[np.ndarray, " slots"]
@@ -40,6 +41,7 @@ class DeviceState:
     snapshots: DeltaState
     pool: Float32[np.ndarray, "rows hidden"]
     turn_deltas: Int32[np.ndarray, " slots"]
+    texts: ngram.Memory | None
 
 
 def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
@@ -56,4 +58,12 @@ def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
         snapshots=model.new_state(config, capacity.num_snapshots),
         pool=np.zeros((pictures.num_rows if pictures else 0, config.hidden), np.float32),
         turn_deltas=np.zeros(num_slots, np.int32),
+        texts=_new_texts(capacity),
     )
+
+
+def _new_texts(capacity: Capacity) -> ngram.Memory | None:
+    if capacity.texts is None:
+        return None
+    tails = np.zeros((capacity.num_slots, ngram.WINDOW), np.int32)
+    return ngram.Memory(tails, ngram.Table.empty(capacity.texts.groups))

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int, Int32, UInt32
 
 from shared.boundary.backend import Mask, Prefill, Snapshots, StepPlan
 from shared.boundary.buffers import SCORES
+from shared.boundary.texts import Texts
 from shared.reference.pictures import Seeing
 from shared.spec import (
     acceptance,
@@ -38,6 +39,7 @@ class Batch:
       num_padding: Rows of the plan that are left out.
       deltas: What the turns of each row's text are above its positions, before the step; None: the
         model sees no pictures.
+      texts: Whose texts the rows are; None where nothing drafts from text.
     """
 
     index: Int[np.ndarray, " B"]
@@ -50,12 +52,16 @@ class Batch:
     snapshots: Snapshots
     num_padding: int
     deltas: Int32[np.ndarray, " B"] | None
+    texts: Texts | None
 
     @classmethod
     def of(cls, plan: StepPlan, turn_deltas: Int32[np.ndarray, " slots"] | None) -> "Batch":
         """The rows that name a slot."""
         index = np.flatnonzero(plan.slots)
-        snapshots = plan.snapshots
+        snapshots, texts = plan.snapshots, plan.texts
+        if texts is not None:
+            before = None if texts.before is None else texts.before[index]
+            texts = Texts(texts.scopes[index], before)
         return cls(
             index,
             plan.slots[index],
@@ -67,6 +73,7 @@ class Batch:
             Snapshots(snapshots.restore[index], snapshots.save[index], snapshots.save_at[index]),
             len(plan.slots) - len(index),
             None if turn_deltas is None else turn_deltas[plan.slots[index]],
+            texts,
         )
 
     def turned(self, rows: Rows) -> Rows:

@@ -68,6 +68,19 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What is kept of texts from one step to the next.
+
+    Attributes:
+      tails: The last tokens of each slot's text, with the newest.
+      table: What followed n-grams of all texts.
+    """
+
+    tails: Int32[np.ndarray, "slots window"]
+    table: Table
+
+
+@dataclass(frozen=True)
 class Grown:
     """Draft trees; node 0 carries the newest token.
 
@@ -82,6 +95,11 @@ class Grown:
     weights: Float[np.ndarray, "B N"]
 
 
+def width_of(nodes: int, accept_rule: str) -> int:
+    """Most children of a node in trees of so many nodes; rules but "match" take chains."""
+    return min(WAYS, nodes - 1) if accept_rule == "match" else 1
+
+
 def mix(values: Int32[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape"]:
     """Spreads what differs over all 32 bits.
 
@@ -94,12 +112,12 @@ def mix(values: Int32[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape"]:
 
 
 def keys(
-    contexts: Int[np.ndarray, "n window"], scopes: Int[np.ndarray, " n"], length: int
+    contexts: Int[np.ndarray, "n window"], scopes: Int[np.ndarray, "n 2"], length: int
 ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
     """Two hashes of the last `length` tokens of texts, each before it is mixed."""
     found = []
-    for multiplier in MULTIPLIERS:
-        key = scopes.astype(np.uint32)
+    for scope, multiplier in zip(scopes.T, MULTIPLIERS, strict=True):
+        key = scope.astype(np.uint32)
         for token in contexts[:, WINDOW - length :].astype(np.uint32).T:
             key = key * np.uint32(multiplier) + token + np.uint32(1)
         found.append(key.view(np.int32))
@@ -110,7 +128,7 @@ def learn(
     table: Table,
     contexts: Int[np.ndarray, "n window"],
     following: Int[np.ndarray, " n"],
-    scopes: Int[np.ndarray, " n"],
+    scopes: Int[np.ndarray, "n 2"],
     is_real: Bool[np.ndarray, " n"],
 ) -> Table:
     """Enters what came after texts; of those that want one place, the last has it.
@@ -118,7 +136,7 @@ def learn(
     Args:
       contexts: The last tokens of each text, the newest last; -1 before its beginning.
       following: The token that came next.
-      scopes: Whose text it is.
+      scopes: Whose text it is, in two words: one begins each hash.
       is_real: The others are left out; the clocks count them.
     """
     groups, n = table.tokens.shape[1], len(contexts)
@@ -136,14 +154,14 @@ def learn(
 
 
 def children(
-    table: Table, context: Int[np.ndarray, " window"], scope: int, width: int
+    table: Table, context: Int[np.ndarray, " window"], scope: Int[np.ndarray, " 2"], width: int
 ) -> list[tuple[int, int]]:
     """The likeliest tokens after a text, at most `width`, and what each costs in `UNITS`."""
     groups, entries = table.tokens.shape[1], list[tuple[int, int, int]]()
     for place, length in enumerate(LENGTHS):
         if context[WINDOW - length] < 0:
             continue
-        first, second = keys(context[None], np.array([scope]), length)
+        first, second = keys(context[None], scope[None], length)
         at = place, int(mix(first)[0]) & (groups - 1)
         for way in range(WAYS):
             if table.tokens[at][way] and table.checks[at][way] == mix(second)[0]:
@@ -172,7 +190,7 @@ def cost(place: int, elders: int) -> int:
 def draft(
     table: Table,
     contexts: Int[np.ndarray, "B window"],
-    scopes: Int[np.ndarray, " B"],
+    scopes: Int[np.ndarray, "B 2"],
     max_drafts: Int[np.ndarray, " B"],
     nodes: int,
     depth: int,
@@ -196,7 +214,7 @@ def draft(
         candidates = list[tuple[int, int, int]]()  # cost, parent, token
         for node in range(1, min(nodes, 1 + int(max_drafts[b]))):
             if levels[-1] < depth:
-                below = children(table, texts[-1], int(scopes[b]), width)
+                below = children(table, texts[-1], scopes[b], width)
                 candidates += [(costs[-1] + more, node - 1, token) for token, more in below]
             if not candidates:
                 break
@@ -232,3 +250,63 @@ def tails_after(
     stream = np.concatenate([tails, tokens], axis=1)
     at = counts[:, None] + np.arange(WINDOW)
     return np.take_along_axis(stream, at, axis=1)
+
+
+def prompt_windows(
+    tokens: Int[np.ndarray, " T"],
+    row_starts: Int[np.ndarray, " B1"],
+    request: Int[np.ndarray, " T"],
+    before: Int[np.ndarray, "B window"],
+) -> Int[np.ndarray, "T window"]:
+    """The texts that end with each token of prompt chunks.
+
+    Args:
+      tokens, row_starts: All chunks, and where each begins, and the end.
+      request: Whose chunk each token is of.
+      before: What stands before each chunk.
+    """
+    place = np.arange(len(tokens)) - row_starts[request]
+    at = place[:, None] - (WINDOW - 1) + np.arange(WINDOW)
+    own = tokens[np.maximum(row_starts[request][:, None] + at, 0)]
+    return np.where(at >= 0, own, before[request[:, None], np.minimum(WINDOW + at, WINDOW - 1)])
+
+
+def learn_prompts(
+    memory: Memory,
+    slots: Int[np.ndarray, " B"],
+    windows: Int[np.ndarray, "T window"],
+    following: Int[np.ndarray, " T"],
+    request: Int[np.ndarray, " T"],
+    last: Int[np.ndarray, " B"],
+    scopes: Int[np.ndarray, "B 2"],
+    is_real: Bool[np.ndarray, " T"],
+) -> Memory:
+    """Learns chunks of prompts.
+
+    Args:
+      windows, request: As of `prompt_windows`.
+      following: The token after each of the chunks'.
+      last: The place of each chunk's last token.
+      is_real: Tokens that are learnt from, and followed by one of the text.
+    """
+    table = learn(memory.table, windows, following, scopes[request], is_real)
+    tails = memory.tails.copy()
+    tails[slots] = tails_after(windows[last], following[last][:, None], np.ones_like(last))
+    return Memory(tails, table)
+
+
+def learn_outputs(
+    memory: Memory,
+    slots: Int[np.ndarray, " B"],
+    tokens: Int[np.ndarray, "B W"],
+    counts: Int[np.ndarray, " B"],
+    scopes: Int[np.ndarray, "B 2"],
+) -> Memory:
+    """Learns what a step has committed: the first `counts` of the tokens of each row."""
+    B, W = tokens.shape
+    held = memory.tails[slots]
+    before, is_real = windows(held, tokens), np.arange(W) < counts[:, None]
+    flat = before.reshape(B * W, WINDOW), tokens.reshape(-1), np.repeat(scopes, W, axis=0)
+    table, tails = learn(memory.table, *flat, is_real.reshape(-1)), memory.tails.copy()
+    tails[slots] = tails_after(held, tokens, counts)
+    return Memory(tails, table)

@@ -18,7 +18,7 @@ def seen(text: list[int], scope: int = 0, table: spec.Table | None = None) -> sp
     """A table that has seen a text."""
     tokens = np.array([text], np.int32)
     contexts = spec.windows(np.full((1, spec.WINDOW), -1, np.int32), tokens)[0]
-    everyone = np.full(len(text), scope, np.int32), np.ones(len(text), bool)
+    everyone = np.full((len(text), 2), scope, np.int32), np.ones(len(text), bool)
     return spec.learn(table or spec.Table.empty(GROUPS), contexts, tokens[0], *everyone)
 
 
@@ -34,7 +34,7 @@ def drafted(
     tail = np.array([([-1] * spec.WINDOW + text)[-spec.WINDOW :]], np.int32)
     most = np.array([bounds.get("most", 99)], np.int32)
     depth = bounds.get("depth", nodes - 1)
-    return spec.draft(table, tail, np.array([scope], np.int32), most, nodes, depth, width)
+    return spec.draft(table, tail, np.full((1, 2), scope, np.int32), most, nodes, depth, width)
 
 
 def tree(grown: spec.Grown) -> list[tuple[int, int]]:
@@ -149,6 +149,6 @@ def test_cases_have_what_kernels_could_do_wrong():
     assert (arguments["table"].clocks < 200).all()
     trees = next(case for case in TABLE if case.function == "draft" and "B 9" in case.name)
     grown = spec.draft(**trees.arguments(0))
-    assert {1, 8} < set(grown.num_nodes.tolist())
+    assert {1, 8} < {*grown.num_nodes.tolist()}
     assert any((np.bincount(row[1:]) > 1).any() for row in grown.parents)
     assert len(arrays_of(grown)) == 4

@@ -32,7 +32,8 @@ class Mapped:
 
 
 Drafter = str | DraftHead | SmallModel | Mapped
-"""What drafts in a test: "none", "NEXTN", or a head or a small model with its weights."""
+"""What drafts in a test: "none", "NEXTN", "NGRAM" on the device, or a head or a small model with
+its weights."""
 
 JAX_BACKENDS: list[Backend] = []
 """Every JAX backend of the session, so that its end can say how many programs were compiled."""
@@ -66,7 +67,12 @@ def drafts_of(drafter: Drafter, target: ModelConfig) -> tuple[Drafts, Any]:
         return Drafts.of_head(drafter.config), drafter.weights
     if isinstance(drafter, SmallModel):
         return Drafts.of_model(drafter.config), drafter.weights
-    return {"none": Drafts.none(), "NEXTN": Drafts.of_mtp(target)}[drafter], None
+    named = {
+        "none": Drafts.none(),
+        "NEXTN": Drafts.of_mtp(target),
+        "NGRAM": Drafts.of_text(),
+    }
+    return named[drafter], None
 
 
 def make_backend(

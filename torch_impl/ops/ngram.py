@@ -24,6 +24,14 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """What is kept of texts from one step to the next; fields as in the specification."""
+
+    tails: Int[Tensor, "slots window"]
+    table: Table
+
+
+@dataclass(frozen=True)
 class Grown:
     """Draft trees; fields as in the specification."""
 
@@ -41,14 +49,14 @@ def mix(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
 
 
 def keys(
-    contexts: Int[Tensor, "n window"], scopes: Int[Tensor, " n"]
+    contexts: Int[Tensor, "n window"], scopes: Int[Tensor, "n 2"]
 ) -> tuple[Int[Tensor, "n lengths"], Int[Tensor, "n lengths"], Bool[Tensor, "n lengths"]]:
     """Two hashes of the last tokens of texts, mixed, and whether there are as many."""
     lengths = torch.tensor(LENGTHS, device=contexts.device)
     is_there = contexts[:, WINDOW - lengths] >= 0
     found = []
-    for multiplier in MULTIPLIERS:
-        key = scopes[:, None].repeat(1, len(LENGTHS))
+    for scope, multiplier in zip(scopes.unbind(dim=1), MULTIPLIERS, strict=True):
+        key = scope[:, None].repeat(1, len(LENGTHS))
         for place in range(WINDOW):
             longer = key * multiplier + contexts[:, place, None] + 1
             key = torch.where(place >= WINDOW - lengths, longer, key)
@@ -60,7 +68,7 @@ def plain_learn(
     table: Table,
     contexts: Int[Tensor, "n window"],
     following: Int[Tensor, " n"],
-    scopes: Int[Tensor, " n"],
+    scopes: Int[Tensor, "n 2"],
     is_real: Bool[Tensor, " n"],
 ) -> None:
     groups, n = table.tokens.shape[1], len(contexts)
@@ -92,7 +100,7 @@ def kernel_learn(
     table: Table,
     contexts: Int[Tensor, "n window"],
     following: Int[Tensor, " n"],
-    scopes: Int[Tensor, " n"],
+    scopes: Int[Tensor, "n 2"],
     is_real: Bool[Tensor, " n"],
 ) -> None:
     held = (table.tokens, table.checks, table.stamps, table.clocks)
@@ -103,7 +111,7 @@ learn = kernel_or_plain(kernel_learn, plain_learn)
 
 
 def _children(
-    table: Table, contexts: Int[Tensor, "B window"], scopes: Int[Tensor, " B"], width: int
+    table: Table, contexts: Int[Tensor, "B window"], scopes: Int[Tensor, "B 2"], width: int
 ) -> tuple[Int[Tensor, "B k"], Int[Tensor, "B k"]]:
     """The likeliest tokens after texts, and what each costs; `_NONE` where there is none."""
     groups, (first, second, is_there) = table.tokens.shape[1], keys(contexts, scopes)
@@ -131,7 +139,7 @@ def _children(
 def plain_draft(
     table: Table,
     contexts: Int[Tensor, "B window"],
-    scopes: Int[Tensor, " B"],
+    scopes: Int[Tensor, "B 2"],
     max_drafts: Int[Tensor, " B"],
     nodes: int,
     depth: int,
@@ -170,7 +178,7 @@ def kernel_draft(
     kernels: Kernels,
     table: Table,
     contexts: Int[Tensor, "B window"],
-    scopes: Int[Tensor, " B"],
+    scopes: Int[Tensor, "B 2"],
     max_drafts: Int[Tensor, " B"],
     nodes: int,
     depth: int,
@@ -198,3 +206,47 @@ def tails_after(
     stream = torch.cat([tails, tokens], dim=1)
     at = counts[:, None] + torch.arange(WINDOW, device=counts.device)
     return stream.gather(1, at)
+
+
+def prompt_windows(
+    tokens: Int[Tensor, " T"],
+    row_starts: Int[Tensor, " B1"],
+    request: Int[Tensor, " T"],
+    before: Int[Tensor, "B window"],
+) -> Int[Tensor, "T window"]:
+    """The texts that end with each token of prompt chunks."""
+    window = torch.arange(WINDOW, dtype=torch.int32, device=tokens.device)
+    place = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
+    starts = row_starts[request]
+    at = (place - starts)[:, None] - (WINDOW - 1) + window
+    own = tokens[(starts[:, None] + at).clamp(min=0)]
+    return torch.where(at >= 0, own, before[request[:, None], (WINDOW + at).clamp(max=WINDOW - 1)])
+
+
+def learn_prompts(
+    memory: Memory,
+    slots: Int[Tensor, " B"],
+    windows: Int[Tensor, "T window"],
+    following: Int[Tensor, " T"],
+    request: Int[Tensor, " T"],
+    last: Int[Tensor, " B"],
+    scopes: Int[Tensor, "B 2"],
+    is_real: Bool[Tensor, " T"],
+) -> None:
+    learn(memory.table, windows, following, scopes[request], is_real)
+    newest = following[last][:, None]
+    memory.tails[slots] = torch.cat([windows[last][:, 1:], newest], dim=1)
+
+
+def learn_outputs(
+    memory: Memory,
+    slots: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    scopes: Int[Tensor, "B 2"],
+) -> None:
+    W, held = tokens.shape[1], memory.tails[slots]
+    is_real = torch.arange(W, device=tokens.device) < counts[:, None]
+    before, of_rows = windows(held, tokens).flatten(0, 1), scopes.repeat_interleave(W, dim=0)
+    learn(memory.table, before, tokens.flatten(), of_rows, is_real.flatten())
+    memory.tails[slots] = tails_after(held, tokens, counts)

@@ -10,14 +10,14 @@ from tests.support.op_case import Arguments, OpCase
 
 
 def texts(rng: np.random.Generator, count: int, vocab: int) -> Arguments:
-    """Ends of texts of two scopes, some of which have only begun, and what came next."""
+    """Ends of texts of four scopes, some of which have only begun, and what came next."""
     contexts = rng.integers(0, vocab, (count, ngram.WINDOW)).astype(np.int32)
     missing = rng.integers(-ngram.WINDOW, ngram.WINDOW, (count, 1))
     contexts[np.arange(ngram.WINDOW) < missing] = -1
     return {
         "contexts": contexts,
         "following": rng.integers(0, vocab, count).astype(np.int32),
-        "scopes": rng.integers(-1, 1, count).astype(np.int32),
+        "scopes": rng.integers(-1, 1, (count, 2)).astype(np.int32),
         "is_real": rng.random(count) < 0.9,
     }
 
@@ -41,11 +41,13 @@ def draft_arguments(
     """Texts of which the table has seen much; some may have few drafts, or none."""
     rng = np.random.default_rng(seed)
     table, given = learnt(rng, 3000, groups, vocab), texts(rng, B, vocab)
+    max_drafts = rng.choice(np.array([0, 2, 99], np.int32), B, p=(0.1, 0.2, 0.7))
+    max_drafts[0] = 0
     return {
         "table": table,
         "contexts": given["contexts"],
         "scopes": given["scopes"],
-        "max_drafts": rng.choice(np.array([0, 2, 99], np.int32), B, p=(0.1, 0.2, 0.7)),
+        "max_drafts": max_drafts,
         "nodes": N,
         "depth": depth,
         "width": width,

@@ -1,0 +1,55 @@
+"""Drafts from seen text in the reference backend."""
+
+import numpy as np
+from jaxtyping import Int
+
+from shared.boundary.backend import Prefill
+from shared.reference.rows import Batch, Trees
+from shared.spec import ngram
+from shared.spec.draft_tree import TreeShape
+from shared.spec.ngram import Memory
+
+
+def grown(memory: Memory, batch: Batch, shape: TreeShape, accept_rule: str) -> Trees:
+    """The trees of what followed the texts' newest tokens before."""
+    assert batch.texts is not None
+    given = (memory.tails[batch.slots], batch.texts.scopes, batch.sampling.max_drafts)
+    width = ngram.width_of(shape.nodes, accept_rule)
+    found = ngram.draft(memory.table, *given, shape.nodes, shape.depth, width)
+    none_forced = np.zeros(len(batch.slots), bool)
+    return Trees(found.tokens, found.parents, found.num_nodes, none_forced, found.weights)
+
+
+def learn_prompts(
+    memory: Memory, batch: Batch, work: Prefill, newest: Int[np.ndarray, " B"]
+) -> Memory:
+    """Learns the chunks of a prefill; a run of one token, as a picture is, is no text.
+
+    Args:
+      newest: The token after each chunk.
+    """
+    assert batch.texts is not None
+    assert batch.texts.before is not None  # of a prefill
+    spans = [slice(*work.row_starts[row : row + 2]) for row in batch.index]
+    chunks = [work.tokens[span] for span in spans]
+    counts = np.array([len(chunk) for chunk in chunks])
+    request = np.repeat(np.arange(len(chunks)), counts)
+    row_starts = np.concatenate([[0], np.cumsum(counts)])
+    following = [np.append(chunk[1:], token) for chunk, token in zip(chunks, newest, strict=True)]
+    is_real = np.ones(len(request), bool)
+    if work.pictures is not None:
+        own = [work.pictures.sources[span] for span in spans]
+        after = work.pictures.next_sources[batch.index]
+        later = [np.append(each[1:], last) for each, last in zip(own, after, strict=True)]
+        is_real = (np.concatenate(own) == 0) & (np.concatenate(later) == 0)
+    windows = ngram.prompt_windows(np.concatenate(chunks), row_starts, request, batch.texts.before)
+    rows = (windows, np.concatenate(following), request, row_starts[1:] - 1, batch.texts.scopes)
+    return ngram.learn_prompts(memory, batch.slots, *rows, is_real)
+
+
+def learn_outputs(
+    memory: Memory, batch: Batch, tokens: Int[np.ndarray, "B W"], counts: Int[np.ndarray, " B"]
+) -> Memory:
+    """Learns what a step has committed."""
+    assert batch.texts is not None
+    return ngram.learn_outputs(memory, batch.slots, tokens, counts, batch.texts.scopes)
