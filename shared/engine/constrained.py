@@ -14,6 +14,8 @@ from shared.engine.controller import (
     Controller,
     Gauges,
     Reserve,
+    TextController,
+    of_no_corpus,
     shapes_by_batch,
     smallest_that_holds,
 )
@@ -134,7 +136,8 @@ class GrammarController:
             ]
             return trees, partial(corpus_nodes, grown)
         drafted, self._drafted = self._drafted, {}
-        return [drafted.get(request.request_id, ([0], [0])) for request in requests], None
+        origin = of_no_corpus if isinstance(self.inner, TextController) else None
+        return [drafted.get(request.request_id, ([0], [0])) for request in requests], origin
 
     def _masked(
         self, requests: Sequence[Request], trees: Sequence[Tree]

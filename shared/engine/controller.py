@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from shared.boundary.backend import Capacity, StepResult
@@ -156,3 +157,17 @@ class StaticController:
 
     def cut(self, request_id: int, num_tokens: int) -> None:
         """Nothing is kept of a request."""
+
+
+class TextController(StaticController):
+    """The same tree of the device's n-grams in every step; the device learns texts by itself."""
+
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
+        """Every ready request that has room; no draft is of a corpus."""
+        rows = super().rows_for(ready, reserve)
+        return rows and replace(rows, corpus_nodes=of_no_corpus)
+
+
+def of_no_corpus(row: int) -> list[int]:
+    """The nodes of a corpus in a tree of the device's n-grams."""
+    return []

@@ -21,9 +21,7 @@ JOINED_RULES = (
         ),
     ),
     Rule(
-        refuses=lambda s: (
-            s.draft.drafts_on_host and "speculative_ngram_draft_tokens" in s.options.given
-        ),
+        refuses=lambda s: s.draft.from_text and "speculative_ngram_draft_tokens" in s.options.given,
         reason="--speculative-ngram-draft-tokens is for two sources in one tree, and the trees of "
         "--speculative-algorithm NGRAM have --speculative-num-draft-tokens nodes",
         way_out="leave it out",

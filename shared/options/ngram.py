@@ -6,6 +6,7 @@ from shared.options.flags import check_rules, flag
 
 RECENCY, FREQUENCY = MATCH_TYPES = ("BFS", "PROB")
 TENANT, REQUEST = SCOPES = ("tenant", "request")
+TABLE, _ = INDEXES = ("table", "trie")
 DEFAULT_NODES = 12
 """N where no flag says otherwise."""
 
@@ -32,8 +33,9 @@ class NgramConfig:
         18, "tokens of the longest n-gram that is remembered", low=2, high=64
     )
     speculative_ngram_capacity: int = flag(
-        10_000_000, "n-grams that are remembered, of 48 bytes each", low=1024, high=1 << 28
-    )
+        10_000_000, "n-grams that are remembered, of 48 bytes each; in a table the power of two "
+        "below, of 12 bytes each", low=1024, high=1 << 28,
+    )  # fmt: skip
     speculative_ngram_scope: str = flag(
         TENANT, "whose text a request's drafts come from: its tenant's (the request field user), "
         "or its own alone", choices=SCOPES, metavar="SCOPE",
@@ -60,3 +62,15 @@ class NgramConfig:
     def sam_budget(self) -> int:
         """Draft nodes that external corpora share."""
         return self.speculative_ngram_external_sam_budget
+
+
+OF_A_TRIE = (
+    "speculative_ngram_min_bfs_breadth",
+    "speculative_ngram_max_bfs_breadth",
+    "speculative_ngram_match_type",
+    "speculative_ngram_max_trie_depth",
+    "speculative_ngram_external_corpus_path",
+    "speculative_ngram_external_sam_budget",
+    "speculative_ngram_external_corpus_max_tokens",
+)
+"""What a table of n-grams on the device has not."""

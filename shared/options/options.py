@@ -16,7 +16,7 @@ from shared.options.adaptive import AdaptiveConfig, Candidate
 from shared.options.engine import EngineConfig
 from shared.options.flags import ConfigError, check_rules, flag, spelling
 from shared.options.lot import rates_of
-from shared.options.ngram import DEFAULT_NODES, NgramConfig
+from shared.options.ngram import DEFAULT_NODES, INDEXES, TABLE, NgramConfig
 from shared.options.not_served import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
 from shared.options.observing import ObservingOptions
 from shared.options.ranks import RankOptions
@@ -35,13 +35,11 @@ HEAD_ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS)
 """Draft with a head of its own files."""
 
 HOST_ALGORITHM = "NGRAM"
-"""Drafts on the host, from text that was seen."""
-
+"""Drafts from text that was seen."""
 MODEL_ALGORITHM = "STANDALONE"
 """Drafts with a small model that has the target's tokenizer."""
 
 ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_ALGORITHM)
-
 WITH_COPIES = f"+{HOST_ALGORITHM}"
 """Behind the name of a drafter: copies of seen text join what it drafts."""
 
@@ -139,6 +137,11 @@ class SpeculativeConfig:
         "lm_head are read for a draft in place of all (default: all tokens are drafted); "
         "python -m models.token_map makes one", metavar="FILE",
     )  # fmt: skip
+    speculative_ngram_index: str | None = flag(
+        None, "where NGRAM keeps n-grams: in a table on the device, and steps wait for nobody, or "
+        "in a trie on the host (default: table on a GPU, but for what only a trie can do)",
+        choices=INDEXES, metavar="INDEX",
+    )  # fmt: skip
     accept_rule: str | None = flag(
         None, "match keeps the text of plain decoding, rejection its law only, and accepts more of "
         "a chain (default: match)", choices=ACCEPT_RULES, metavar="RULE",
@@ -183,7 +186,7 @@ class SpeculativeConfig:
         """
         if self.speculative_algorithm is None:
             return self
-        if self.drafts_on_host:
+        if self.from_text:
             return replace(self, speculative_num_draft_tokens=self.num_draft_tokens)
         shape = (self.num_steps, self.topk, self.num_draft_tokens)
         is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
@@ -214,7 +217,7 @@ class SpeculativeConfig:
     def with_mtp(self) -> bool:
         """Whether an mtp layer drafts, the checkpoint's own or that of the draft model."""
         has_path = self.speculative_draft_model_path is not None
-        is_own = self.drafts and not (has_path or self.drafts_on_host)
+        is_own = self.drafts and not (has_path or self.from_text)
         return is_own or self.drafter == "NEXTN"
 
     @property
@@ -234,14 +237,24 @@ class SpeculativeConfig:
         return self.drafter == MODEL_ALGORITHM
 
     @property
-    def drafts_on_host(self) -> bool:
+    def from_text(self) -> bool:
         """Whether drafts come from text that was seen alone, not from a model."""
         return self.speculative_algorithm == HOST_ALGORITHM
 
     @property
+    def drafts_on_host(self) -> bool:
+        """Whether the host has that text, and brings the drafts."""
+        return self.from_text and not self.drafts_from_table
+
+    @property
+    def drafts_from_table(self) -> bool:
+        """Whether the device has that text, in a table of n-grams."""
+        return self.speculative_ngram_index == TABLE
+
+    @property
     def copies_text(self) -> bool:
         """Whether drafts come from text that was seen, alone or beside a drafter's."""
-        return self.drafts_on_host or self.joins_copies
+        return self.from_text or self.joins_copies
 
     @property
     def verification(self) -> str:
@@ -265,7 +278,7 @@ class SpeculativeConfig:
             return self.speculative_num_steps
         if self.speculative_algorithm == "NAIVE_EAGLE":
             return NAIVE_SHAPE[0]
-        if self.drafts_on_host:
+        if self.from_text:
             return (self.speculative_num_draft_tokens or DEFAULT_NODES) - 1
         nodes = self.speculative_num_draft_tokens
         return nodes - 1 if nodes and self.topk == 1 else CHAIN_SHAPE[0]

@@ -9,7 +9,6 @@ tokens.
 from collections.abc import Sequence
 
 from shared.options.adaptive import MOST_STEPS, TREE_ALGORITHMS
-from shared.options.joined_rules import JOINED_RULES
 from shared.options.map_rules import MAP_RULES
 from shared.options.options import (
     ACCEPT_RULES,
@@ -20,6 +19,7 @@ from shared.options.options import (
     NAIVE_SHAPE,
 )
 from shared.options.setup import Example, Rule, Setup
+from shared.options.text_rules import TEXT_RULES
 
 
 def _wants_mtp(s: Setup) -> bool:
@@ -44,7 +44,7 @@ def _shapes_text(s: Setup) -> bool:
         draft.speculative_num_steps,
         draft.speculative_eagle_topk,
     )
-    return draft.drafts_on_host and given != (None, None, None)
+    return draft.from_text and given != (None, None, None)
 
 
 def _shapes_itself(s: Setup) -> bool:
@@ -66,7 +66,7 @@ def _is_shaped_twice(s: Setup) -> bool:
     draft = s.draft
     shape = (draft.speculative_num_steps, draft.speculative_eagle_topk)
     nodes = draft.speculative_num_draft_tokens
-    is_size = draft.drafts_on_host and not s.options.candidates
+    is_size = draft.from_text and not s.options.candidates
     return (s.adaptive.speculative_adaptive and not draft.joins_copies) and (
         shape != (None, None) or (nodes is not None and not is_size)
     )
@@ -233,7 +233,7 @@ RULES = (
     ),
     Rule(
         refuses=lambda s: (
-            s.draft.drafts_on_host and s.options.ngram.sam_budget >= s.draft.num_draft_tokens
+            s.draft.from_text and s.options.ngram.sam_budget >= s.draft.num_draft_tokens
         ),
         reason="--speculative-ngram-external-sam-budget {budget} is more than the draft nodes of "
         "--speculative-num-draft-tokens {N}",
@@ -439,8 +439,8 @@ RULES = (
         way_out="give a smaller one or leave the flag out",
         example=Example(drafter="NEXTN", flags=_flags("--context-length 16777216")),
     ),
-    *JOINED_RULES,
     *MAP_RULES,
+    *TEXT_RULES,
 )
 
 

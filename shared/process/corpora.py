@@ -15,7 +15,10 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Refusal
 
 Orders = SimpleQueue[tuple[Future[Corpus], Int32[np.ndarray, " words"]]]
-NO_INDEX = "there are no external corpora without --speculative-algorithm NGRAM"
+NO_INDEX = (
+    "there are no external corpora without --speculative-algorithm NGRAM and "
+    "--speculative-ngram-external-sam-budget"
+)
 
 
 class Corpora:

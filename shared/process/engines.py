@@ -13,7 +13,7 @@ from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import Trace
 from shared.engine.constrained import GrammarController
-from shared.engine.controller import Controller, StaticController
+from shared.engine.controller import Controller, StaticController, TextController
 from shared.engine.engine import Engine
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
@@ -125,7 +125,8 @@ def _controller_of_drafts(
         trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
         return AdaptiveController(capacity, BestValue(), table, trace, has_experts=has_experts)
     if not settled.draft.drafts_on_host:
-        return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+        static = TextController if settled.draft.drafts_from_table else StaticController
+        return static(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:
         return StaticController(capacity, nodes=1, depth=0, width=0)
     index = NgramIndex(

@@ -15,6 +15,7 @@ from shared.boundary.mailboxes import mailbox_bytes
 from shared.boundary.pictures import PicturePool
 from shared.boundary.program import Work
 from shared.boundary.ranks import Ranks
+from shared.boundary.texts import TextTable
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
@@ -29,6 +30,7 @@ from shared.process.device import Device
 from shared.process.pictures import Tower, picture_pool
 from shared.process.programs import ProgramCosts, capacity_for, captured_works, pages_for
 from shared.process.settled import Settled, settle
+from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
 STATES_OF_A_REQUEST = 4
 """Recurrent states that are kept for each request that may run: three of its own, and one that has
@@ -248,7 +250,9 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     if blueprint.on_gpu and not blueprint.ranks.is_alone:
         num_bytes = costs.device_mailbox_bytes(blueprint.ranks.count)
         yield MemoryLine("mailboxes", "in which the other ranks write", num_bytes)
-    if options.speculative.copies_text and not blueprint.on_gpu:
+    if (table := blueprint.capacity.texts) is not None:
+        yield _table_line(table, blueprint.capacity.num_slots)
+    elif options.speculative.copies_text and not blueprint.on_gpu:
         yield from _text_lines(options)
     yield from _workspace_lines(blueprint, costs)
 
@@ -366,6 +370,13 @@ def _buffer_line(capacity: Capacity) -> MemoryLine:
     results = max(result_layout(program, capacity).size for program in capacity.programs)
     detail = f"{count} plans, {count} results"
     return MemoryLine("plans and results", detail, 4 * count * (plans + results))
+
+
+def _table_line(table: TextTable, slots: int) -> MemoryLine:
+    """Of the device's n-grams, and the last tokens of each slot's text."""
+    count = table.groups * len(LENGTHS) * WAYS
+    num_bytes = 4 * (3 * count + len(LENGTHS) + slots * WINDOW)
+    return MemoryLine("n-grams", f"at most {count:,}, on the device", num_bytes)
 
 
 def _text_lines(options: Options) -> Iterator[MemoryLine]:

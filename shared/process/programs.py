@@ -7,14 +7,17 @@ from itertools import product
 from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.pictures import PicturePool
 from shared.boundary.program import CAPTURED, Extra, Program, Work
+from shared.boundary.texts import TextTable
 from shared.models.config import ModelConfig
 from shared.options.adaptive import MOST_NODES, Candidate
 from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
+from shared.options.ngram import REQUEST
 from shared.options.options import Options
 from shared.process.device import Device
 from shared.process.pictures import encodings
 from shared.process.settled import Settled
 from shared.spec.draft_tree import TreeShape
+from shared.spec.ngram import LENGTHS, WAYS
 
 SMALLEST_PAGE_TABLE = 16
 MOST_PREFILL_ROWS = 8
@@ -95,7 +98,18 @@ def capacity_for(
         accept_rule=settled.draft.verification,
         accept_rates=settled.draft.accept_rates,
         pictures=pictures,
+        texts=text_table(settled),
     )
+
+
+def text_table(settled: Settled) -> TextTable | None:
+    """The table of n-grams on the device; None where nothing drafts from one."""
+    draft, told = settled.draft, settled.told.ngram
+    if not draft.drafts_from_table:
+        return None
+    entries = 1 << (told.speculative_ngram_capacity.bit_length() - 1)
+    by_request = told.speculative_ngram_scope == REQUEST
+    return TextTable(groups=entries // (len(LENGTHS) * WAYS), by_request=by_request)
 
 
 @dataclass(frozen=True)
@@ -181,6 +195,8 @@ def _programs(settled: Settled, buckets: Buckets) -> list[Program]:
     ]
     if on_host:
         decodes = [p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
+    elif settled.draft.drafts_from_table:
+        decodes = [p.having({Extra.TEXTS: not p.shape.is_plain}) for p in decodes]
     decodes = [p.having({Extra.COPIES: p.shape.copied > 0}) for p in decodes]
     return decodes + prefills
 
@@ -201,7 +217,8 @@ def _masked(settled: Settled, decodes: Sequence[Program]) -> list[Program]:
         plain = [p for p in decodes if p.shape.is_plain]
         trees = [replace(p, shape=masked_shape(settled, p.batch)) for p in plain]
         decodes = [*plain, *trees] if settled.draft.drafts_on_host else trees
-    masked = [p.having({Extra.MASK: True, Extra.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
+    brought = [p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
+    masked = [p.having({Extra.MASK: True, Extra.TEXTS: False}) for p in brought]
     if not settled.draft.drafts or settled.draft.drafts_on_host:
         return masked
     drafts = [replace(p, work=Work.DRAFT, extras=p.extras & ~Extra.LOGPROBS) for p in decodes]

@@ -203,6 +203,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         **{"tp_size": 2, "launcher": "ray"},
         **{"max_picture_tokens": 512, "picture_pool_tokens": 4096},
         "speculative_token_map": "map.json",
+        "speculative_ngram_index": "table",
     }
     options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
     parts = PARTS.keys() - {"ngram"}
