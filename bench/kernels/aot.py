@@ -86,6 +86,9 @@ STEPS = (
     Step("qwen3-8b", "DSPARK", 8, 2**20),
     # Its convolutions are fused with what is added to 64 rows of the stream.
     Step("qwen3-8b", "DFLASH2", 8, 2**21),
+    # Of 100 MB of n-grams nothing is copied.
+    Step("qwen3-8b", "NGRAM:N=8", 8, 2**20),
+    Step("qwen3-8b", "NGRAM:N=8", 1, 2**24, tokens=2048),
     Step("qwen3.5-9b", "NEXTN:S=5,k=4,N=16", 8, 2**20),
     Step("qwen3.5-35b-a3b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20),
     # The embeddings of 2,048 rows are 16 MiB.

@@ -221,7 +221,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     device = platform.find_device()
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
-    options = _with_index(options, device)
+    options = with_index(options, device)
     if options.speculative.drafts_from_table:
         draft_files = DraftFiles(Drafts.of_text(), None)
     drafts, costs = draft_files.drafts, platform.costs
@@ -232,7 +232,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     return Start(checkpoint, draft_files, memory, plain, defaults, grammars)
 
 
-def _with_index(options: Options, device: Device) -> Options:
+def with_index(options: Options, device: Device) -> Options:
     """With the place of n-grams, where the flags leave it open.
 
     On a CPU host and device are one, and nothing waits; a trie takes it less time.

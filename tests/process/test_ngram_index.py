@@ -1,0 +1,92 @@
+"""Where a start keeps n-grams, and that steps which draft from a table wait for nobody."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared.boundary.backend import StepFuture, StepPlan
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.engine import Engine
+from shared.engine.request import NGRAM, PREFILL, Request, SamplingParams
+from shared.options.options import parse
+from shared.process import engines
+from shared.process.device import Device
+from shared.process.start import Start, prepare
+from tests.support import reference_serve
+from tests.support.driving import drive
+from tests.support.tiny_models import write_tiny
+
+SIZES = ["--max-running-requests", "2", "--context-length", "64", "--chunked-prefill-size", "64"]
+
+
+def started(folder: Path, kind: str, flags: str) -> Start:
+    write_tiny(folder, "llama", 0)
+    line = ["--model-path", str(folder), "--speculative-algorithm", "NGRAM", *SIZES]
+    line += ["--dtype", "float32", "--speculative-ngram-capacity", "70000"]
+    device = Device(kind, kind.upper(), 1 << 31)
+    platform = replace(reference_serve.PLATFORM, find_device=lambda: device)
+    return prepare(parse([*line, *flags.split()]), platform)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "is_table"),
+    [
+        ("gpu", "", True),
+        ("cpu", "", False),
+        ("cpu", "--speculative-ngram-index table", True),
+        ("gpu", "--speculative-ngram-index trie", False),
+        ("gpu", "--speculative-ngram-scope request", True),
+        ("gpu", "--speculative-adaptive", False),
+        ("gpu", "--speculative-ngram-external-sam-budget 2", False),
+        ("gpu", "--speculative-ngram-match-type PROB", False),
+    ],
+)
+def test_a_table_is_taken_on_a_gpu_but_for_what_a_trie_alone_can_do(
+    kind: str, flags: str, is_table: bool, tmp_path: Path
+) -> None:
+    memory = started(tmp_path, kind, flags).memory
+    table = memory.capacity.texts
+    assert memory.blueprint.drafts.from_text is is_table is (table is not None)
+    lines = {line.name: line for line in memory.lines}
+    if table is not None:
+        assert table.groups == 1024
+        assert table.by_request is ("request" in flags)
+        assert 12 * 65536 < lines["n-grams"].num_bytes < 12 * 66000
+    else:
+        assert ("n-grams" in lines) is (kind == "cpu")
+
+
+def test_steps_of_a_table_follow_each_other_and_are_told_as_those_of_n_grams(
+    tmp_path: Path,
+) -> None:
+    start = started(tmp_path, "cpu", "--speculative-ngram-index table")
+    backend = start.load(reference_serve.PLATFORM, lambda num_bytes: None)
+    settled = start.memory.settled
+    controller = engines.make_controller(
+        backend, settled, on_gpu=False, has_experts=False, draft_share=0.0
+    )
+    engine = Engine(
+        backend, controller, overlap=1, chunked_prefill_size=settled.chunk, cache=NO_CACHE
+    )
+    backend.prepare(backend.capacity.programs, lambda program: None)
+    submit, in_flight = backend.submit, list[int]()
+
+    def counted(plan: StepPlan) -> StepFuture:
+        in_flight.append(len(engine.flights))
+        return submit(plan)
+
+    vars(backend)["submit"] = counted
+    sampling = SamplingParams(max_tokens=20, traces=True)
+    texts = []
+    for number in range(2):
+        in_flight.clear()
+        asked = Request(request_id=number, prompt=(3, 4, 5, 6), sampling=sampling)
+        texts.append(drive(engine, [asked])[number])
+    backend.close()
+    assert texts[0].tokens == texts[1].tokens
+    assert sum(texts[1].accepted) > 10
+    steps = [event.step for event in texts[1].traced]
+    assert {step.source for step in steps if step is not None} == {PREFILL, NGRAM}
+    assert in_flight[0] == 0
+    assert set(in_flight[1 : len(steps)]) == {1}
