@@ -139,7 +139,7 @@ class SpeculativeConfig:
     )  # fmt: skip
     speculative_ngram_index: str | None = flag(
         None, "where NGRAM keeps n-grams: in a table on the device, and steps wait for nobody, or "
-        "in a trie on the host (default: table on a GPU, but for what only a trie can do)",
+        "in a trie on the host (default: trie)",
         choices=INDEXES, metavar="INDEX",
     )  # fmt: skip
     accept_rule: str | None = flag(

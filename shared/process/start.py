@@ -43,11 +43,9 @@ from shared.models.tower import check_tower, tower_parameters
 from shared.models.vision import VisionConfig
 from shared.options.adaptive import read_candidates
 from shared.options.flags import spelling
-from shared.options.ngram import TABLE
 from shared.options.options import BLOCK_ALGORITHMS, ConfigError, Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
-from shared.options.text_rules import needs_trie
 from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.grammars import Grammars
@@ -221,7 +219,6 @@ def prepare(options: Options, platform: Platform) -> Start:
     device = platform.find_device()
     if device.kind == "gpu":
         _refuse_without_kernels(device, [p for p in wanted if p.name in in_codes])
-    options = with_index(options, device)
     if options.speculative.drafts_from_table:
         draft_files = DraftFiles(Drafts.of_text(), None)
     drafts, costs = draft_files.drafts, platform.costs
@@ -230,18 +227,6 @@ def prepare(options: Options, platform: Platform) -> Start:
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
     return Start(checkpoint, draft_files, memory, plain, defaults, grammars)
-
-
-def with_index(options: Options, device: Device) -> Options:
-    """With the place of n-grams, where the flags leave it open.
-
-    On a CPU host and device are one, and nothing waits; a trie takes it less time.
-    """
-    draft = options.speculative
-    is_open = draft.from_text and draft.speculative_ngram_index is None
-    if not is_open or device.kind != "gpu" or needs_trie(options):
-        return options
-    return replace(options, speculative=replace(draft, speculative_ngram_index=TABLE))
 
 
 def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:
