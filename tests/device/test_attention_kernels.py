@@ -121,6 +121,8 @@ def test_rows_of_a_block_see_what_lies_behind_them_too(window, is_causal, run) -
         from_anchor=False,
         first_slot=1,
         markov=None,
+        conv=None,
+        selector=None,
     )
     lengths, draft_from = np.array([60, 109, 31]), np.array([0, 100, 31])
     (rows,) = block_rows(block, lengths, draft_from, TREE.page_table)
