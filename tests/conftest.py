@@ -21,6 +21,9 @@ from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
     pytest_configure,
     pytest_sessionfinish,
 )
+from tests.support.rounding import round_products
+
+round_products()
 
 CHECKED_SHAPES = ("tests/spec/", "tests/reference/", "tests/test_layout.py")
 SERVED_TEXTS = (

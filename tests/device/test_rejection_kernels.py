@@ -19,11 +19,10 @@ from shared.spec.noise import ACCEPT_STREAM, RESIDUAL_STREAM
 from tests.support.cases.acceptance import TABLE, judge_arguments
 from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import (
+    AS_ROUNDED,
     INTERPRET,
     KERNELS,
     ON_GPU,
-    OPTIONS,
-    UNFUSED,
     bind_kernels,
     in_languages,
     share_arithmetic,
@@ -75,7 +74,7 @@ def run(language: str, arguments: dict[str, Any]) -> np.ndarray:
 def pallas_program(is_block: bool) -> Callable[..., Any]:
     how = {"accept_stream": ACCEPT_STREAM, "residual_stream": RESIDUAL_STREAM}
     function = partial(pallas.judge, is_block=is_block, **how, interpret=INTERPRET)
-    return jax.jit(function, compiler_options=OPTIONS | UNFUSED)
+    return jax.jit(function, compiler_options=AS_ROUNDED)
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))

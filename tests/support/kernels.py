@@ -27,6 +27,7 @@ from jax_impl.backend import compiler_options
 from kernels.tiles import MEASURED, Tiles
 from tests.support.addresses import watch
 from tests.support.op_case import changed
+from tests.support.rounding import IS_ROUNDED_TWICE
 
 ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
@@ -61,15 +62,18 @@ MODULES = (
 )
 # An interpreted Pallas kernel is compiled once a shape and hardly runs, so it is compiled quickly.
 OPTIONS = compiler_options(jax.devices()[0], quick_compile=True)
-# Fused, a product and a sum may be rounded once in one program and twice in another, which a GPU's
-# compiler does not do. For kernels of which bits are compared; by XLA's older emitters each such
-# program would have some thousand mappings of memory, and a process may have 65,530.
-UNFUSED = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
-UNFUSED = UNFUSED if INTERPRET else {}
+# For kernels of which bits are compared: a product and a sum, fused, may be rounded once in one
+# program and twice in another, which a GPU's compiler does not do. A processor that is told to do
+# without the instruction for it (`tests.support.rounding`) rounds twice; another does without
+# fusions, which XLA compiles for three times as long.
+AS_ROUNDED = OPTIONS
+if not IS_ROUNDED_TWICE:
+    AS_ROUNDED = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
+AS_ROUNDED = AS_ROUNDED if INTERPRET else {}
 # Two sums, one of the other's results, may be made one in an order of its own, and a number that is
 # rounded to bfloat16 may keep its digits; no GPU's do.
-AS_WRITTEN = UNFUSED and UNFUSED | {
-    "xla_disable_hlo_passes": "fusion,algsimp",
+AS_WRITTEN = AS_ROUNDED and AS_ROUNDED | {
+    "xla_disable_hlo_passes": "algsimp" if IS_ROUNDED_TWICE else "fusion,algsimp",
     "xla_allow_excess_precision": False,
 }
 

@@ -15,7 +15,7 @@ from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import reach
 from shared.spec.numerics import ATTENTION, SQUARES, AttentionOrder
 from tests.support.cases.mix import EPS, MixCase
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, UNFUSED
+from tests.support.kernels import AS_ROUNDED, INTERPRET, KERNELS, ON_GPU
 
 TILES = {name: Tiles.load(f"{name}_gpu", MEASURED) for name in ("pallas", "triton")}
 
@@ -99,7 +99,7 @@ def pallas_program(new: tuple, attends: tuple, most_parts: int | None) -> Callab
         arrays["gate"] = arrays["projected"] if new["gated"] else None
         return call_with(modules["attention"].attend, arrays, **attends), kv, None
 
-    return jax.jit(program, compiler_options=UNFUSED)
+    return jax.jit(program, compiler_options=AS_ROUNDED)
 
 
 def run_pallas(case: MixCase, how: How = FUSED) -> Found:
