@@ -68,14 +68,13 @@ class MixTiles:
         positions of a request keeps its sums, where they are within a span.
       ones: As of `AttentionTiles`.
       placed: Whether `place` makes the queries first and writes keys and values.
-      described: Whether `mix_described` attends behind that, where it can; programs share spans.
+      described: Whether `mix_described` attends behind that, where it can.
       warps, stages: Of the kernel.
       registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "requests", "head_size")
-    """Bytes of an element of q, the most pairs that a request can have, the requests, and the size
-    of a head."""
+    """Bytes of an element of q, most pairs of a request, requests, and the size of a head."""
 
     lanes: int
     programs: int
@@ -290,9 +289,8 @@ class LeavesTiles:
     """How tokens are chosen behind a head, see `leaves`.
 
     Attributes:
-      joined: Whether the head's product leaves what the choice needs, and stores scores only for
-        rows that ask for them; else it stores them all, and the choice reads them.
-      ranked: The same of a drafter's head and the best children of nodes with their weights.
+      joined: Whether the head's product leaves what the choice needs, and scores where asked for.
+      ranked: The same of a drafter's head and the best children of nodes.
     """
 
     sizes: ClassVar = ("rows",)
