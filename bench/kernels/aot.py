@@ -76,6 +76,7 @@ class Step:
         return f"{self.model}, {Draft.parse(self.drafts)}, {work}"
 
 
+ON_DEVICE = ("--speculative-ngram-index", "table")
 STEPS = (
     Step("qwen3-8b", "none", 1, 2**20),
     Step("qwen3-8b", "EAGLE3:S=3,k=1,N=4", 1, 2**20),
@@ -87,8 +88,8 @@ STEPS = (
     # Its convolutions are fused with what is added to 64 rows of the stream.
     Step("qwen3-8b", "DFLASH2", 8, 2**21),
     # Of 100 MB of n-grams nothing is copied.
-    Step("qwen3-8b", "NGRAM:N=8", 8, 2**20),
-    Step("qwen3-8b", "NGRAM:N=8", 1, 2**24, tokens=2048),
+    Step("qwen3-8b", "NGRAM:N=8", 8, 2**20, flags=ON_DEVICE),
+    Step("qwen3-8b", "NGRAM:N=8", 1, 2**24, tokens=2048, flags=ON_DEVICE),
     Step("qwen3.5-9b", "NEXTN:S=5,k=4,N=16", 8, 2**20),
     Step("qwen3.5-35b-a3b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20),
     # The embeddings of 2,048 rows are 16 MiB.

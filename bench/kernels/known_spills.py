@@ -28,6 +28,7 @@ TIMED = "of the tiles that were timed, the fastest"
 LOTS = "qwen3-8b, EAGLE3 S=3 L=2.5, batch 8"
 BLOCKS = "qwen3-8b, DFLASH rule=rejection, batch 1"
 MARKED, PAIRED = "qwen3-8b, DSPARK, batch 8", "qwen3-8b, DFLASH2, batch 8"
+COPIED, COPIED_FED = "qwen3-8b, NGRAM N=8, batch 8", "qwen3-8b, NGRAM N=8, prompt of 2048"
 CHAINS, TREES = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 1", "qwen3.5-9b, NEXTN S=5 k=4 N=16, batch 8"
 EXPERTS = "qwen3.5-35b-a3b-fp8, NEXTN S=3 k=1 N=4, batch 8"
 CHAINS_OF_RANKS = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 8, 2 ranks"
@@ -71,7 +72,7 @@ FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
 PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
     *(f"heads of {D}, prompt of 512" for D in (80, 96)),
-    *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED, CODES_FED),
+    *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED, CODES_FED, COPIED_FED),
 )
 
 EXCUSES = (
@@ -94,11 +95,11 @@ EXCUSES = (
     Excuse(
         "find_border", (TREES, LOTS, EXPERTS, EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS
     ),
-    Excuse("find_border", (MARKED, PAIRED), 248, MANY_WARPS),
+    Excuse("find_border", (MARKED, PAIRED, COPIED), 248, MANY_WARPS),
     Excuse("mix", MIXES, 240, TIMED),
     Excuse(
         "mix", ("heads of 80, 8 x 4 rows after 512", "heads of 96, 8 x 4 rows after 512"), 8, SOME
     ),
-    Excuse("mix", (*WIDE, MARKED, PAIRED), 96, SOME),
+    Excuse("mix", (*WIDE, MARKED, PAIRED, COPIED), 96, SOME),
     Excuse("mix", (TREES,), 48, "heads of 256 by 8 warps; by 4 it was 1,448 bytes"),
 )
