@@ -68,7 +68,7 @@ class MixTiles:
         positions of a request keeps its sums, where they are within a span.
       ones: As of `AttentionTiles`.
       placed: Whether `place` makes the queries first and writes keys and values.
-      described: Whether `mix_described` attends behind that, where it can.
+      described: Whether `mix_described` attends behind `place`, where it can.
       warps, stages: Of the kernel.
       registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
     """
@@ -89,8 +89,6 @@ class MixTiles:
     def __post_init__(self) -> None:
         _check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
         _check_positive(self, "programs", "splits", "stages")
-        if self.described and not self.placed:
-            raise ValueError("where tiles are described, `place` must make the queries: placed")
 
 
 def _check_positive(tiles: object, *names: str) -> None:

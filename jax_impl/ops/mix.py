@@ -163,7 +163,7 @@ def kernel_mix(
         return out, kv._replace(pools=pools)
     requests, q, pools = len(rows.page_table), None, kv.pools
     tiles = kernels.tiles.mix.of(**sizes, requests=requests)
-    if tiles.placed:
+    if tiles.placed or tiles.described:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, pools, layer)
     out, pools, arrivals = kernels.mix.mix(
         qkv,

@@ -154,7 +154,7 @@ def kernel_mix(
     requests = len(rows.page_table)
     tiles = kernels.tiles.mix.of(**sizes, requests=requests)
     q = None
-    if tiles.placed:
+    if tiles.placed or tiles.described:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
     return kernels.mix.mix(
         qkv,

@@ -367,7 +367,7 @@ TABLE = [
     _op_case("chunks of prompts", partial(prompt_case, [(0, 7), (16, 37)]), "float32", False),
     *(_op_case(name, make, "bfloat16", True) for name, make in _LARGE.items()),
     *(
-        _op_case(f"described, {name}", make, "bfloat16", True, placed=1, described=1, stages=2)
+        _op_case(f"described, {name}", make, "bfloat16", True, described=1, stages=2)
         for name, make in _DESCRIBED.items()
     ),
 ]
