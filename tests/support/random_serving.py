@@ -263,7 +263,7 @@ def controller_of(server: Server, capacity: Capacity) -> Controller:
     # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
     widest = max(server.taken, key=lambda shape: shape.nodes)
     if server.joins:
-        return JoinedInTurns(capacity, joined_index_of(server, widest, capacity.vocab), 0.0)
+        return JoinedInTurns(capacity, joined_index_of(server, widest, capacity.vocab), 0.0, {})
     if not server.drafts_on_host:
         return InTurns(capacity, server.taken)
     if widest == PLAIN:
