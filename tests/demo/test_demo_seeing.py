@@ -1,13 +1,19 @@
 """The demo model's eyes: what is drawn is what is told, and fits where the picture stands."""
 
+import json
+
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from examples.ask_picture import answer, png_of
 from models.demo.drawn import OUTLINES, SHADES, drawn
-from models.demo.seeing import FOLDER, TEXT, batch_of, words
+from models.demo.seeing import FOLDER, HELD_OUT, TEXT, batch_of, words
 from shared.models.families import vision_from_folder
 from shared.models.pictures import pictures_from_folder
+from tests.support.http_fixtures import serving
+
+ASKED, LEAST = 12, 9
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -35,3 +41,18 @@ def test_a_sentence_has_a_token_for_each_row_of_its_picture():
     assert {*batch.tokens.flat} <= {*words()}
     tokenizer = Tokenizer.from_file(str(TEXT / "tokenizer.json"))
     assert {tokenizer.id_to_token(x) for x in batch.tokens[:, 5]} == {f"Ġ{x}" for x in OUTLINES}
+
+
+def test_the_model_that_ships_says_what_is_drawn():
+    """With drafts of its own mtp layer; of pictures that it has not seen."""
+    command = ["-m", "torch_impl.serve", "--model-path", str(FOLDER), "--port", "0"]
+    drafts = ["--speculative-algorithm", "NEXTN", "--context-length", "256"]
+    pictures = [drawn(np.random.default_rng(HELD_OUT + 10**6 + i)) for i in range(ASKED)]
+    with serving([*command, *drafts]) as server:
+        told = [answer(server.url, png_of(each)) for each in pictures]
+    right = [
+        json.loads(said)
+        == {"product": f"{each.color} {each.thing}", "color": each.color, "quantity": each.count}
+        for said, each in zip(told, pictures, strict=True)
+    ]
+    assert sum(right) >= LEAST, list(zip(told, pictures, strict=True))
