@@ -17,10 +17,10 @@ from tests.support.tree_cells import TREES, cell, head_of
 
 CHAIN, TREE = TREES[0], TREES[2]
 SHAPES = (CHAIN, TREE)
-# XLA compiles a family's two programs for ten seconds. These have norms behind layers, joined
-# tensors with long rotations, and biases with windows; JAX has all families in tests of golden
-# numbers, and here in the matrix.
-IN_JAX = ("olmo3", "phi3", "qwen2")
+# XLA compiles a family's two programs for ten seconds. This one has biases and windows, which rows
+# of a tree see by their places; JAX has all families in tests of golden numbers, with branches of
+# trees, and here in the matrix.
+IN_JAX = ("qwen2",)
 
 
 @pytest.fixture(scope="module")
