@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -107,6 +107,11 @@ def triton_interpreter() -> Iterator[None]:
             patch.setenv("TRITON_INTERPRET", "1")
             interpreter = importlib.import_module("triton.runtime.interpreter")
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            # Of sums of integers it computes whether they overflow, and drops what it found.
+            options = interpreter.interpreter_builder.options
+            assert not options.debug
+            silent = replace(options, sanitize_overflow=False)
+            patch.setattr(interpreter.interpreter_builder, "options", silent)
             patch.setattr(interpreter, "_convert_float", _rounding(interpreter._convert_float))
             patch.setattr(interpreter.InterpretedFunction, "__call__", _call)
             patch.setattr(interpreter, "_get_np_dtype", _numpy_type(interpreter._get_np_dtype))
