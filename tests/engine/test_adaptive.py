@@ -130,9 +130,9 @@ SLOW = seconds_of(
 def test_off_is_left_where_only_deep_drafts_pay_and_each_try_is_dear():
     """What a try shows of all requests is worth it, though none of them alone is."""
     plan = [
-        ("free text", 1, 20, 400, always(0.2)),
-        ("mixed", 1, 20, 400, mixed),
-        ("copying", 8, 80, 400, always(0.95)),
+        ("free text", 1, 10, 400, always(0.2)),
+        ("mixed", 1, 10, 400, mixed),
+        ("copying", 8, 40, 400, always(0.95)),
     ]
     work = imposed(plan, part=1 << 20)
     adaptive, deep = (Run(p, *work, seconds=SLOW) for p in (BestValue(), Static(LONG)))
