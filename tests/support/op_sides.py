@@ -123,7 +123,7 @@ class Side(ABC):
 
     @abstractmethod
     def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
-        """The results of one call, bfloat16 as float32."""
+        """The results of one call, or what it has changed if it gives none; bfloat16 as float32."""
 
     @abstractmethod
     def timer(self, operation: Operation, sets: list[Placed]) -> Timer:
@@ -182,7 +182,10 @@ class TorchSide(Side):
         self.device = self._torch.cuda.get_device_name() if self.is_gpu else "CPU"
 
     def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
-        results = as_list(operation(*placed))
+        results = operation(*placed)
+        if results is None:
+            results = tuple(placed[place] for place in operation.in_place)
+        results = as_list(results)
         return [to_numpy(x.float().cpu() if x.is_floating_point() else x.cpu()) for x in results]
 
     def timer(self, operation: Operation, sets: list[Placed]) -> Timer:
@@ -278,8 +281,11 @@ class JaxSide(Side):
             placed = jax.tree.unflatten(tree, rebuilt)
             for place, value in zip(operation.in_place, changed, strict=True):
                 placed[place] = value
-            found = as_list(operation(*placed))
-            return found[: len(found) - len(changed)], found[len(found) - len(changed) :]
+            results = operation(*placed)
+            is_record = len(changed) == 1 and type(results) is type(changed[0])
+            found = results if isinstance(results, tuple) and not is_record else (results,)
+            own = len(found) - len(changed)
+            return as_list(found[:own]), list(found[own:])
 
         def calls(arrays: list[Any], changed: list[Any]) -> tuple[list[Any], list[Any]]:
             pairs = [call(a, c) for a, c in zip(arrays, changed, strict=True)]
