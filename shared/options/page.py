@@ -16,7 +16,7 @@ _HEAD = """<!-- Made by `python -m shared.options.page`; a test compares. -->
 
 Spelled as users of SGLang know them; `--help` lists them too. A flag that is not supported ends the
 start with exit code 2 and one sentence that names it and the way out. What does not work together
-is in [capabilities.md](capabilities.md). `make serve ARGS="--port 8001"` passes flags on."""
+is in [capabilities.md](capabilities.md). `make serve ARGS="--tp-size 2"` passes flags on."""
 _TABLE = "| flag | default | meaning |\n|---|---|---|"
 
 
