@@ -86,7 +86,8 @@ def test_every_folder_that_ships_has_the_same_tokenizer_and_stays_small():
     assert {DEMO / name for name in ARCHITECTURES} <= folders
     for folder in folders:
         assert sum(path.stat().st_size for path in folder.iterdir()) < MOST_BYTES
-        for path in folder.glob("tokenizer*.json"):
+        own = folder.name == "seeing"  # one of its tokens is the place of a picture
+        for path in () if own else folder.glob("tokenizer*.json"):
             assert path.read_bytes() == (DEMO / path.name).read_bytes()
     for name in ARCHITECTURES:
         assert (DEMO / name / "tokenizer.json").is_file()

@@ -1,5 +1,6 @@
 """Every example runs, and says what its page says."""
 
+import json
 import os
 import subprocess
 import sys
@@ -45,6 +46,15 @@ def test_compare_backends():
 
 def test_train_head(tmp_path):
     assert "tokens a step" in run("train_head", str(tmp_path), "2", "4")
+
+
+def test_ask_picture():
+    command = ["-m", "torch_impl.serve", "--model-path", "models/demo/seeing", "--port", "0"]
+    with serving([*command, "--context-length", "256"]) as server:
+        drawn, said = run("ask_picture", server.url, "--seed", "7").split("\n", 1)
+    assert drawn.startswith("drawn: ")
+    assert json.loads(said).keys() == {"product", "color", "quantity"}
+    assert json.loads(said)["color"] in drawn
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
