@@ -60,14 +60,14 @@ def backends() -> Iterator[Backends]:
 def serve_at_random(backends: Backends, count: int, number: int, strategy) -> None:
     """Serves at least `count` requests; another `number` draws others.
 
-    Whether pages run short depends on the steps in flight, hence on the machine: up to three times
+    Whether pages run short depends on the steps in flight, hence on the machine: up to six times
     as many are served until they have.
     """
     begun, preempted = TALLY.requests, TALLY.preemptions
     for part in itertools.count():
         serve_some(backends, 1000 * number + part, strategy)
         served, was_short = TALLY.requests - begun, TALLY.preemptions > preempted
-        if served >= (count if was_short else 3 * count):
+        if served >= (count if was_short else 6 * count):
             break
     assert TALLY.preemptions > preempted, "pages were never short"
     assert_few_excused()
