@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from shared.boundary.backend import Blueprint, Capacity
 from shared.drafts.config import DraftHead
@@ -198,12 +198,20 @@ class BlockDrafter:
     ) -> Trees:
         """See `ReferenceDrafter`."""
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        given, block = (self._kv, newest, *bounds, shape.depth), self._drafter.head.config.block
-        if block is not None and block.markov is not None:
-            return Trees.drafted_as(dspark.draft(self._drafter, *given, rank))
-        if block is not None and block.selector is not None:
-            return Trees.drafted_as(dflash2.draft(self._drafter, *given, rank))
-        return Trees.drafted_as(self._drafter.draft(*given, rank.chain))
+        head = self._drafter.head
+        block, own = head.config.block, (head.config, head.weights, newest)
+
+        def choose(
+            hidden: Float[np.ndarray, "B size hidden"], scored: Float[np.ndarray, "B S vocab"]
+        ) -> dflash.Chain:
+            if block is not None and block.markov is not None:
+                return dspark.chain(*own, hidden, scored, rank)
+            if block is not None and block.selector is not None:
+                return dflash2.chain(*own, hidden, scored, rank)
+            return rank.chain(scored)
+
+        given = (self._kv, newest, *bounds, shape.depth)
+        return Trees.drafted_as(self._drafter.draft(*given, choose))
 
     def extend(
         self,

@@ -24,14 +24,15 @@ from shared.spec.mix import Heads, mix_keys
 from shared.spec.model import KV, Hidden, Weights
 from shared.spec.sampling import over_tokens
 
-Choose = Callable[
-    [Float[np.ndarray, "B S vocab"]], tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]
-]
-"""Picks each request's drafts from the logits of its slots, and says the log weight of each.
+Chain = tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]
+"""The drafts of each request, and the log weight of each."""
 
-All at once: a slot's logits know no draft before it, and neither do its penalties, which would
-have S choices of the whole vocabulary wait for each other. What is accepted is the target's choice
-in any case.
+Choose = Callable[[Float[np.ndarray, "B size hidden"], Float[np.ndarray, "B S vocab"]], Chain]
+"""Picks each request's drafts from the hidden states of its block and the logits of its slots.
+
+DSpark and DFlash2 do it one after the other. DFlash does it all at once: a slot's logits know no
+draft before it, and neither do its penalties, which would have S choices of the whole vocabulary
+wait for each other. What is accepted is the target's choice in any case.
 """
 
 
@@ -193,7 +194,7 @@ class Drafter:
           choose: Picks the drafts.
         """
         hidden = self.filled(kv, newest, lengths, draft_from, page_table)
-        drafts, edges = choose(self.scores(hidden, depth))
+        drafts, edges = choose(hidden, self.scores(hidden, depth))
         chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
         return (*chains, verify_rows.chain_weights(edges))
 

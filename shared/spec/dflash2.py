@@ -11,10 +11,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.drafts.config import DraftConfig
-from shared.spec import draft_tree, layers, verify_rows
-from shared.spec.dflash import Drafter
-from shared.spec.eagle import HeadWeights, Rank, Tree
-from shared.spec.model import KV, Hidden
+from shared.spec import layers
+from shared.spec.eagle import HeadWeights, Rank
 
 NEVER = -1e30
 """Score of a token that is no candidate: its probability is 0 beside any candidate's, and where a
@@ -52,7 +50,7 @@ def chain(
     config: DraftConfig,
     weights: HeadWeights,
     newest: Int[np.ndarray, " B"],
-    hidden: Float[np.ndarray, "B S hidden"],
+    hidden: Float[np.ndarray, "B size hidden"],
     scored: Float[np.ndarray, "B S vocab"],
     rank: Rank,
 ) -> tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]:
@@ -60,16 +58,17 @@ def chain(
 
     Args:
       newest: The token of slot 0.
-      hidden: Of the slots of the drafts.
+      hidden: Of all slots.
       scored: What these slots score without knowing each other.
       rank: Picks a draft after those before it, among all tokens.
     """
     assert config.block is not None  # a DFlash2 head has both
     assert config.block.selector is not None
+    first = config.block.first_slot
     previous, drafts, edges = newest, np.zeros((len(newest), 0), np.int32), []
     for level in range(scored.shape[1]):
         values, ids = candidates(scored[:, level], config.block.selector.candidates)
-        projected: Hidden = layers.linear(hidden[:, level], weights["selector.hidden"])
+        projected = layers.linear(hidden[:, first + level], weights["selector.hidden"])
         logits = np.full_like(scored[:, level], NEVER)
         own = values + pairs(weights, previous, projected, ids)
         np.put_along_axis(logits, ids, own, axis=1)
@@ -78,30 +77,3 @@ def chain(
         drafts = np.concatenate([drafts, previous[:, None]], axis=1)
         edges.append(ranked[:, 0, 0])
     return drafts, np.stack(edges, axis=1)
-
-
-def draft(
-    drafter: Drafter,
-    kv: KV,
-    newest: Int[np.ndarray, " B"],
-    lengths: Int[np.ndarray, " B"],
-    draft_from: Int[np.ndarray, " B"],
-    max_drafts: Int[np.ndarray, " B"],
-    page_table: Int[np.ndarray, "B table"],
-    depth: int,
-    rank: Rank,
-) -> Tree:
-    """Drafts a chain for each request; the pools stay as they are.
-
-    Args:
-      drafter: Of a DFlash2 head; the other arguments are those of its own `draft`.
-      rank: Picks the one child of a node.
-    """
-    config = drafter.head.config
-    assert config.block is not None  # a DFlash2 head has a block
-    hidden = drafter.filled(kv, newest, lengths, draft_from, page_table)
-    scored, first = drafter.scores(hidden, depth), config.block.first_slot
-    slots = hidden[:, first : first + depth]
-    drafts, edges = chain(config, drafter.head.weights, newest, slots, scored, rank)
-    chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
-    return (*chains, verify_rows.chain_weights(edges))

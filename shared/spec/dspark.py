@@ -14,10 +14,9 @@ from jaxtyping import Float, Int
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig
 from shared.drafts.markov import GATED, VANILLA, MarkovConfig
-from shared.spec import draft_tree, layers, verify_rows
-from shared.spec.dflash import Drafter
-from shared.spec.eagle import HeadWeights, Rank, Tree
-from shared.spec.model import KV, Hidden
+from shared.spec import layers
+from shared.spec.eagle import HeadWeights, Rank
+from shared.spec.model import Hidden
 from shared.spec.sampling import over_tokens
 
 Rows = Float[np.ndarray, "B rank"]
@@ -133,28 +132,3 @@ def _of(config: DraftConfig) -> tuple[BlockConfig, MarkovConfig]:
     assert config.block is not None  # a DSpark head has both
     assert config.block.markov is not None
     return config.block, config.block.markov
-
-
-def draft(
-    drafter: Drafter,
-    kv: KV,
-    newest: Int[np.ndarray, " B"],
-    lengths: Int[np.ndarray, " B"],
-    draft_from: Int[np.ndarray, " B"],
-    max_drafts: Int[np.ndarray, " B"],
-    page_table: Int[np.ndarray, "B table"],
-    depth: int,
-    rank: Rank,
-) -> Tree:
-    """Drafts a chain for each request; the pools stay as they are.
-
-    Args:
-      drafter: Of a DSpark head; the other arguments are those of its own `draft`.
-      rank: Picks the one child of a node.
-    """
-    hidden = drafter.filled(kv, newest, lengths, draft_from, page_table)
-    scored = drafter.scores(hidden, depth)
-    given = (drafter.head.config, drafter.head.weights, newest, hidden)
-    drafts, edges = chain(*given, scored, rank)
-    chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
-    return (*chains, verify_rows.chain_weights(edges))

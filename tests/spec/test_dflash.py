@@ -156,7 +156,7 @@ def test_the_drafts_of_a_block_are_a_chain_below_the_newest_token():
     head, weights = head_with(), cyclic(TARGET_CONFIG, TARGET_WEIGHTS)
     drafter = dflash.Drafter(head, weights)
 
-    def choose(logits):
+    def choose(_, logits):
         return logits.argmax(axis=2), logits.max(axis=2)
 
     kv = model.new_kv(drafter.layer, drafter.layer.num_layers, 4, 16)

@@ -63,10 +63,8 @@ class SpecChain:
             kept=[],
         )
         own, block = (self._head.config, self._head.weights, newest), self._head.config.block
-        if block.markov is not None:
-            return *dspark.chain(*own, hidden, everywhere, rank), rank.drafted
-        slots = hidden[:, block.first_slot : block.first_slot + scored.shape[1]]
-        return *dflash2.chain(*own, slots, everywhere, rank), rank.drafted
+        chain = dflash2.chain if block.markov is None else dspark.chain
+        return *chain(*own, hidden, everywhere, rank), rank.drafted
 
 
 class TorchChain:
