@@ -181,6 +181,7 @@ def _compile_into(kept: Any, function: Any, job: dict[str, Any]) -> None:
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     specialization = job["data"]
 
@@ -189,7 +190,8 @@ def _compile_into(kept: Any, function: Any, job: dict[str, Any]) -> None:
             return tl.constexpr(_decoded(value["constexpr"]))
         return tl.dtype(value) if tl.dtype.is_dtype(value) else _decoded(value)
 
-    source = ASTSource(
+    language = GluonASTSource if function.is_gluon() else ASTSource
+    source = language(
         function,
         _decoded(specialization["signature"]),
         dict(

@@ -196,10 +196,13 @@ def _entry(held, first, second, level, missing, groups):
 @triton.jit
 def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: tl.constexpr):
     """One program per request, which grows its tree node by node."""
-    request, node = tl.program_id(0), tl.arange(0, sizes.lanes)
-    ring, child = tl.arange(0, _RING), tl.arange(0, sizes.children)
+    lanes: tl.constexpr = sizes.lanes
+    children: tl.constexpr = sizes.children
+    width: tl.constexpr = sizes.width
+    request, node = tl.program_id(0), tl.arange(0, lanes)
+    ring, child = tl.arange(0, _RING), tl.arange(0, children)
     slot = tl.arange(0, _LENGTHS)[:, None] * _WAYS + tl.arange(0, _WAYS)[None, :]
-    number = node[:, None] * sizes.children + child[None, :]
+    number = node[:, None] * children + child[None, :]
     scope, other_scope = tl.load(scopes_at + 2 * request), tl.load(scopes_at + 2 * request + 1)
     limit = tl.minimum(sizes.nodes, 1 + tl.load(most_at + request))
     first = tl.zeros((_RING,), tl.int32) + scope
@@ -213,10 +216,10 @@ def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: t
     is_root = node == 0
     firsts = tl.where(is_root[:, None], first[None, :], 0)
     seconds = tl.where(is_root[:, None], second[None, :], 0)
-    token_of, parent_of = tl.where(is_root, newest, 0), tl.zeros((sizes.lanes,), tl.int32)
+    token_of, parent_of = tl.where(is_root, newest, 0), tl.zeros((lanes,), tl.int32)
     level_of, cost_of = parent_of, parent_of
-    open_costs = tl.zeros((sizes.lanes, sizes.children), tl.int32) + _NONE
-    open_tokens = tl.zeros((sizes.lanes, sizes.children), tl.int32)
+    open_costs = tl.zeros((lanes, children), tl.int32) + _NONE
+    open_tokens = tl.zeros((lanes, children), tl.int32)
     size, grows = 1, 1
     while (size < limit) & (grows > 0):
         is_last = node == size - 1
@@ -226,7 +229,7 @@ def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: t
         token, rank = _entry(
             held, _row(firsts, is_last), _row(seconds, is_last), level, absent, groups
         )
-        for elders in tl.static_range(0, sizes.width):
+        for elders in tl.static_range(0, width):
             best = tl.max(tl.max(rank, axis=1), axis=0)
             lane = tl.where(rank == best, slot, _LENGTHS * _WAYS)
             lane = tl.min(tl.min(lane, axis=1), axis=0)
@@ -243,8 +246,8 @@ def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: t
         best = tl.min(tl.min(best, axis=1), axis=0)
         newest = tl.sum(tl.sum(tl.where(number == best, open_tokens, 0), axis=1), axis=0)
         open_costs = tl.where(number == best, _NONE, open_costs)
-        parent = best // sizes.children
-        is_parent, is_new = node == parent, node == tl.where(grows > 0, size, sizes.lanes)
+        parent = best // children
+        is_parent, is_new = node == parent, node == tl.where(grows > 0, size, lanes)
         level = tl.sum(tl.where(is_parent, level_of, 0)) + 1
         is_begun = ring == ((_WINDOW - 1 + level) & (_RING - 1))
         first = tl.where(is_begun, scope, _row(firsts, is_parent)) * _FIRST + newest + 1

@@ -80,13 +80,19 @@ def test_afterwards_kernels_are_launched_again_even_where_the_step_fails(
 COMPILES = """
 import torch, triton
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from tests.support import named_kernels
 from tests.support.triton_driver import Driver
 from torch_impl.compiling import compile_kernels
 
 triton.runtime.driver.set_active(Driver())
-made, make_ir = [], ASTSource.make_ir
-ASTSource.make_ir = lambda self, *rest: made.append(self.name) or make_ir(self, *rest)
+made = []
+
+def note(kind):
+    make_ir = kind.make_ir
+    kind.make_ir = lambda self, *rest: made.append(self.name) or make_ir(self, *rest)
+
+note(ASTSource), note(GluonASTSource)
 kernels = [named_kernels.first_kernel, named_kernels.second_kernel]
 x, how = torch.zeros(16), {"lanes": 16, "sizes": SIZES, "enable_fp_fusion": False}
 place = named_kernels.Place(x, 3)
@@ -96,6 +102,7 @@ def steps():
         kernel[(1,)](x, **how)
     named = named_kernels.Sizes(*how["sizes"])
     named_kernels.third_kernel[(1,)](place, **how | {"sizes": named})
+    named_kernels.fourth_kernel[(1,)](x, **how | {"sizes": named})
 
 compile_kernels(steps)
 print("here", len(made))
@@ -103,6 +110,7 @@ for kernel in kernels:
     kernel.warmup(x, **how, grid=(1,))
 how["sizes"] = named_kernels.Sizes(*how["sizes"])
 named_kernels.third_kernel.warmup(place, **how, grid=(1,))
+named_kernels.fourth_kernel.warmup(x, **how, grid=(1,))
 print("after", len(made))
 """
 
@@ -119,7 +127,7 @@ def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Pa
     first = compiled(tmp_path, "(5, 7)")
     assert first.stdout.split() == ["here", "0", "after", "0"], first.stderr
     are_done = sorted(tmp_path.glob("*/compiled"))
-    assert len(are_done) == 3  # asked for twice, compiled once
+    assert len(are_done) == 4  # asked for twice, compiled once
     stamps = [path.stat().st_mtime_ns for path in are_done]
     assert compiled(tmp_path, "(5, 7)").stdout.split() == ["here", "0", "after", "0"]
     assert [path.stat().st_mtime_ns for path in are_done] == stamps  # by no process again
