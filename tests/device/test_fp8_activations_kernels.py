@@ -1,6 +1,7 @@
 """Rows in FP8 by kernels: the codes and the products are those of the specification."""
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ def of_codes(**changed: int | bool) -> LinearTiles:
     return tiles(**({"depth": fp8.BLOCK} | changed))
 
 
+@lru_cache(maxsize=1)  # many tiles multiply by the same weights, which take seconds to make
 def weight_of(outputs: int, inputs: int) -> Arrays:
     """Two weights as codes, and the scales of their blocks."""
     rng = np.random.default_rng(outputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -91,12 +91,13 @@ def in_bfloat16(
       granularity: Of the scales of FP8.
     """
     is_gated = "gated" in kind
-    x, weights = normal(0, R, K), normal(1, 2, first + (2 if is_gated else 1) * N, K) / 8
-    scales = None
-    if words is not None:
-        weights, scales = in_words(weights, granularity)
-        if not words:
-            weights, scales = fp8_words.widened(weights, scales), None
+    x, outputs, scales = normal(0, R, K), first + (2 if is_gated else 1) * N, None
+    if words is None:
+        weights = normal(1, 2, outputs, K) / 8
+    elif words:
+        weights, scales = in_words(outputs, K, granularity)
+    else:
+        weights = fp8_words.widened(*in_words(outputs, K, granularity))
     stored = weights.shape[1]
     first_scale = 0 if scales is None else fp8_words.first_scale(first, stored, scales.shape[1])
     added, norm, how = behind(kind, cut, R, N)
@@ -146,11 +147,12 @@ def in_bfloat16(
     )
 
 
-def in_words(weights: np.ndarray, granularity: Granularity) -> Arrays:
-    """Weights in FP8, in words and with the scales that kernels take, of several sizes."""
-    rng = np.random.default_rng(5)
+@lru_cache(maxsize=1)  # many tiles multiply by the same weights, which take seconds to make
+def in_words(outputs: int, inputs: int, granularity: Granularity) -> Arrays:
+    """Two weights in FP8, in words and with the scales that kernels take, of several sizes."""
+    rng, weights = np.random.default_rng(5), normal(1, 2, outputs, inputs) / 8
     scales = rng.uniform(2.0**-9, 2.0**-8, fp8.scale_shape(weights.shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
-    codes = fp8.scaled(weights.copy(), 1 / scales.astype(np.float32))
+    codes = fp8.scaled(weights, 1 / scales.astype(np.float32))
     codes = codes.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return fp8_words.packed(codes), fp8_words.packed_scales(scales)
