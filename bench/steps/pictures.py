@@ -86,18 +86,36 @@ def torch_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
         placed = {name: torch.from_numpy(x).to(device) for name, x in vars(picture).items()}
         own = of_torch.Pixels(**placed)
 
+        def encoded() -> Any:
+            return of_torch.encoded(vision, weights, of_torch.patches(vision, own)).float()
+
+        launched = _captured(torch, encoded) if device.type == "cuda" else encoded
+
         def encode() -> Rows:
             with torch.inference_mode():
-                return (
-                    of_torch.encoded(vision, weights, of_torch.patches(vision, own))
-                    .float()
-                    .cpu()
-                    .numpy()
-                )
+                return launched().cpu().numpy()
 
         return encode
 
     return of
+
+
+def _captured(torch: Any, encoded: Callable[[], Any]) -> Callable[[], Any]:
+    """As a CUDA graph, as the backend runs it; the first run compiles its kernels."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode():
+        with torch.cuda.stream(stream):
+            encoded()
+        stream.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            rows = encoded()
+
+    def replayed() -> Any:
+        graph.replay()
+        return rows
+
+    return replayed
 
 
 def jax_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:

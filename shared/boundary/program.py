@@ -19,7 +19,7 @@ class Work(Enum):
     ENCODE = "encode"
 
 
-CAPTURED = (Work.DECODE, Work.DRAFT, Work.PREFILL)
+CAPTURED = (Work.DECODE, Work.DRAFT, Work.PREFILL, Work.ENCODE)
 """What is captured where steps can be."""
 
 

@@ -70,7 +70,7 @@ class EngineConfig:
         "encodes nothing (default: four times the largest picture)", low=1, high=1 << 24,
     )  # fmt: skip
     disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
-    disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts alone")
+    disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts and pictures alone")
 
     def __post_init__(self) -> None:
         check_rules(self)

@@ -364,7 +364,11 @@ def _state_lines(
 
 
 def _buffer_line(capacity: Capacity) -> MemoryLine:
-    """Rings of plans and results; each has an entry more than steps may be in flight."""
+    """Rings of plans and results; each has an entry more than steps may be in flight.
+
+    A captured program's plan stays where it lies. Of encodings, whose plans are the largest, sizes
+    double, so all together take less than two of the largest: no more than the ring.
+    """
     count = capacity.overlap + 2
     plans = max(plan_layout(program, capacity).size for program in capacity.programs)
     results = max(result_layout(program, capacity).size for program in capacity.programs)
@@ -392,8 +396,7 @@ def _text_lines(options: Options) -> Iterator[MemoryLine]:
 def _workspace_lines(blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
     """Of prompts and of decoding apart: what one has freed is not always the other's to take.
 
-    A captured decode keeps its memory in a pool of its own, beside that of prompts, which run
-    without a capture.
+    Captured programs share a pool, in which no step that runs without a capture finds room.
     """
     prompts = (Work.PREFILL, Work.COUNT, Work.ENCODE)
     for name, is_prompt in (("prompt workspace", True), ("decode workspace", False)):

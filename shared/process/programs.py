@@ -173,8 +173,8 @@ def captured_works(options: Options) -> tuple[Work, ...]:
     engine = options.engine
     if engine.disable_cuda_graph:
         return ()
-    is_left_out = Work.PREFILL if engine.disable_piecewise_cuda_graph else None
-    return tuple(work for work in CAPTURED if work is not is_left_out)
+    of_prompts = (Work.PREFILL, Work.ENCODE) if engine.disable_piecewise_cuda_graph else ()
+    return tuple(work for work in CAPTURED if work not in of_prompts)
 
 
 def _programs(settled: Settled, buckets: Buckets) -> list[Program]:

@@ -240,7 +240,7 @@ def test_the_flags_of_cuda_graphs_say_which_work_is_captured():
         for flags in ("", "--disable-piecewise-cuda-graph", "--disable-cuda-graph")
     )
     decoding = (Work.DECODE, Work.DRAFT)
-    assert (all_, some, none) == ((*decoding, Work.PREFILL), decoding, ())
+    assert (all_, some, none) == ((*decoding, Work.PREFILL, Work.ENCODE), decoding, ())
 
 
 GRAMMARS = "--grammar-backend llguidance "
