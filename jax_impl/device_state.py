@@ -16,9 +16,10 @@ from jax_impl.ops.attention import KV
 from jax_impl.ops.copies import Copies
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.ops.sampling import Sampling
-from jax_impl.tower import Pixels
+from jax_impl.tower import Begun, Pixels
 from shared.boundary.backend import Capacity
 from shared.boundary.buffers import Field, plan_layout, result_layout
+from shared.boundary.pictures import most_begun
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
@@ -67,10 +68,12 @@ class PictureState(NamedTuple):
     Attributes:
       pool: Rows of pictures that wait for their prompts; row 0 is the sink.
       deltas: By slot, what the turns of later tokens are above their positions.
+      begun: A picture between two blocks; None where each is encoded in one step.
     """
 
     pool: Float[jax.Array, "rows hidden"]
     deltas: Int[jax.Array, " slots"]
+    begun: Begun | None
 
 
 class DeviceState(NamedTuple):
@@ -135,9 +138,14 @@ def _new_pictures(capacity: Capacity, dtype: np.dtype | type) -> PictureState | 
     pictures = capacity.pictures
     if pictures is None:
         return None
+    vision, most, begun = pictures.vision, most_begun(capacity.programs, pictures.vision), None
+    if most:
+        cos, sin = (jnp.zeros((most, vision.head_size // 2)) for _ in range(2))
+        begun = Begun(jnp.zeros((most, vision.hidden), dtype), cos, sin, jnp.zeros(1, np.int32))
     return PictureState(
-        pool=jnp.zeros((pictures.num_rows, pictures.vision.out), dtype),
+        pool=jnp.zeros((pictures.num_rows, vision.out), dtype),
         deltas=jnp.zeros(capacity.num_slots, np.int32),
+        begun=begun,
     )
 
 
@@ -212,7 +220,7 @@ class Pictures:
 class Picture:
     """A picture to be encoded; see `shared.boundary.pictures.Encode`."""
 
-    pixels: Pixels
+    pixels: Pixels | None
     place: Int[jax.Array, " 1"]
 
 
@@ -351,15 +359,8 @@ def _read_pictures(at: Fields) -> Pictures | None:
 
 
 def _read_picture(at: Fields) -> Picture:
-    pixels = Pixels(
-        bytes=at["picture_bytes"],
-        sides=at["picture_sides"],
-        levels=at["picture_levels"],
-        corners=at["picture_corners"],
-        shares=at["picture_shares"],
-        cos=at["picture_cos"],
-        sin=at["picture_sin"],
-    )
+    begins = "picture_bytes" in at
+    pixels = Pixels(*(at[f"picture_{name}"] for name in Pixels._fields)) if begins else None
     return Picture(pixels, at["place"])
 
 

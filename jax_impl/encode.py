@@ -3,25 +3,48 @@
 import jax.numpy as jnp
 
 from jax_impl import tower
-from jax_impl.device_state import DeviceState, Fields, Plan
+from jax_impl.device_state import DeviceState, Fields, PictureState, Plan
 from jax_impl.machine import Machine
+from jax_impl.tower import Begun
 from shared.boundary.program import Program
 
 
 def encode(
     machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
-    """Writes a picture's rows into the pool; those of its padding go to the sink."""
+    """Takes a picture through blocks of the tower; behind the last its rows are in the pool.
+
+    Those of its padding go to the sink. What is left for later steps waits in the state.
+    """
     picture, held, pictures = plan.picture, state.pictures, machine.capacity.pictures
     assert picture is not None  # an encoding has one
     assert held is not None  # and a model that sees
     assert pictures is not None
     assert machine.tower is not None
     vision = pictures.vision
-    patches = tower.patches(vision, picture.pixels)
-    rows = tower.encoded(vision, machine.tower, patches)
+    if picture.pixels is not None:
+        begun = tower.begun(machine.tower, tower.patches(vision, picture.pixels))
+    else:
+        begun = _kept(held, program.tokens)
+    begun = tower.advanced(machine.tower, begun, program.blocks)
+    if program.blocks.stop < vision.depth:
+        held = _keeping(held, begun)
+        return state._replace(pictures=held), {"counts": jnp.zeros_like(plan.save_at)}
+    rows = tower.finished(vision, machine.tower, begun)
     number = jnp.arange(len(rows), dtype=jnp.int32)
-    is_real = number * vision.merged < patches.count
+    is_real = number * vision.merged < begun.count
     place = jnp.where(is_real & (picture.place > 0), picture.place + number, 0)
     held = held._replace(pool=held.pool.at[place].set(rows))
     return state._replace(pictures=held), {"counts": jnp.zeros_like(plan.save_at)}
+
+
+def _kept(held: PictureState, size: int) -> Begun:
+    """The picture of the encoding before, in so many rows."""
+    assert held.begun is not None  # a program that goes on has one to go on with
+    return Begun(*(x[:size] for x in held.begun))
+
+
+def _keeping(held: PictureState, begun: Begun) -> PictureState:
+    assert held.begun is not None
+    kept = zip(held.begun, begun, strict=True)
+    return held._replace(begun=Begun(*(to.at[: len(x)].set(x) for to, x in kept)))

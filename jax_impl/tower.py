@@ -34,6 +34,15 @@ class Patches(NamedTuple):
     count: Int[jax.Array, " 1"]
 
 
+class Begun(NamedTuple):
+    """As the specification's."""
+
+    rows: Float[jax.Array, "R hidden"]
+    cos: Float[jax.Array, "R half"]
+    sin: Float[jax.Array, "R half"]
+    count: Int[jax.Array, " 1"]
+
+
 def patches(vision: VisionConfig, picture: Pixels) -> Patches:
     """Cuts a picture into patches; those of padding are the last one again."""
     size, merge = vision.patch_size, vision.merge_size
@@ -67,15 +76,33 @@ def encoded(
     config: VisionConfig, weights: TowerWeights, picture: Patches
 ) -> Float[jax.Array, "tokens out"]:
     """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
-    pixels = picture.pixels.astype(weights.places.dtype)
-    x = linear.product(pixels, weights.patches)
+    return finished(
+        config, weights, advanced(weights, begun(weights, picture), range(config.depth))
+    )
+
+
+def begun(weights: TowerWeights, picture: Patches) -> Begun:
+    """A picture before the first block."""
+    x = linear.product(picture.pixels.astype(weights.places.dtype), weights.patches)
     x = x + layers.blended(weights.places, picture.corners, picture.shares)
+    return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+
+
+def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
+    """A picture behind these blocks, which are the next ones."""
 
     def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:
-        return _block(config, _at(weights.blocks, place), x, picture), None
+        return _block(_at(weights.blocks, place), x, picture), None
 
-    x, _ = scan(block, x, jnp.arange(config.depth))
-    merged = _normed(weights.merger_norm, x).reshape(-1, config.merged * config.hidden)
+    rows, _ = scan(block, picture.rows, jnp.arange(blocks.start, blocks.stop))
+    return picture._replace(rows=rows)
+
+
+def finished(
+    config: VisionConfig, weights: TowerWeights, picture: Begun
+) -> Float[jax.Array, "tokens out"]:
+    """The rows of the prompt, of a picture behind the last block."""
+    merged = _normed(weights.merger_norm, picture.rows).reshape(-1, config.merged * config.hidden)
     wide = layers.gelu(linear.product(merged, weights.merger_up))
     return linear.product(wide, weights.merger_down)
 
@@ -97,7 +124,7 @@ def _at(blocks: TowerBlock, place: Place) -> TowerBlock:
 
 
 def _block(
-    config: VisionConfig, block: TowerBlock, x: Float[jax.Array, "R hidden"], picture: Patches
+    block: TowerBlock, x: Float[jax.Array, "R hidden"], picture: Begun
 ) -> Float[jax.Array, "R hidden"]:
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
     mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shared.boundary.backend import Capacity
 from shared.boundary.buffers import plan_layout, result_layout
+from shared.boundary.pictures import most_begun
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
@@ -17,7 +18,7 @@ from torch_impl.ops import ngram, slots
 from torch_impl.ops.copies import Copies
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
-from torch_impl.tower import Pixels
+from torch_impl.tower import Begun, Pixels
 
 Fields = dict[str, Tensor]
 """Fields of a result by name."""
@@ -62,10 +63,12 @@ class PictureState:
     Attributes:
       pool: Rows of pictures that wait for their prompts; row 0 is the sink.
       deltas: By slot, what the turns of later tokens are above their positions.
+      begun: A picture between two blocks; None where each is encoded in one step.
     """
 
     pool: Float[Tensor, "rows hidden"]
     deltas: Int[Tensor, " slots"]
+    begun: Begun | None
 
 
 @dataclass(frozen=True)
@@ -129,10 +132,19 @@ def _new_pictures(
     pictures = capacity.pictures
     if pictures is None:
         return None
-    pool = (pictures.num_rows, pictures.vision.out)
+    vision, most = pictures.vision, most_begun(capacity.programs, pictures.vision)
+
+    def new(*shape: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    begun = None
+    if most:
+        half, count = (most, vision.head_size // 2), new(1, kind=torch.int32)
+        begun = Begun(new(most, vision.hidden, kind=dtype), new(*half), new(*half), count)
     return PictureState(
-        pool=torch.zeros(pool, dtype=dtype, device=device),
-        deltas=torch.zeros(capacity.num_slots, dtype=torch.int32, device=device),
+        pool=new(pictures.num_rows, vision.out, kind=dtype),
+        deltas=new(capacity.num_slots, kind=torch.int32),
+        begun=begun,
     )
 
 
@@ -220,7 +232,7 @@ class Pictures:
 class Picture:
     """A picture to be encoded; see `shared.boundary.pictures.Encode`."""
 
-    pixels: Pixels
+    pixels: Pixels | None
     place: Int[Tensor, " 1"]
 
 
@@ -359,15 +371,8 @@ def _read_pictures(at: Fields) -> Pictures | None:
 
 
 def _read_picture(at: Fields) -> Picture:
-    pixels = Pixels(
-        bytes=at["picture_bytes"],
-        sides=at["picture_sides"],
-        levels=at["picture_levels"],
-        corners=at["picture_corners"],
-        shares=at["picture_shares"],
-        cos=at["picture_cos"],
-        sin=at["picture_sin"],
-    )
+    begins = "picture_bytes" in at
+    pixels = Pixels(**{f.name: at[f"picture_{f.name}"] for f in fields(Pixels)}) if begins else None
     return Picture(pixels, at["place"])
 
 

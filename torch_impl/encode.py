@@ -4,22 +4,45 @@ import torch
 
 from shared.boundary.program import Program
 from torch_impl import tower
-from torch_impl.device_state import Fields, Plan
+from torch_impl.device_state import Fields, PictureState, Plan
 from torch_impl.machine import Machine
+from torch_impl.tower import Begun
 
 
 def encode(machine: Machine, plan: Plan, program: Program) -> Fields:
-    """Writes a picture's rows into the pool; those of its padding go to the sink."""
+    """Takes a picture through blocks of the tower; behind the last its rows are in the pool.
+
+    Those of its padding go to the sink. What is left for later steps waits in the state.
+    """
     picture, held, pictures = plan.picture, machine.state.pictures, machine.capacity.pictures
     assert picture is not None  # an encoding has one
     assert held is not None  # and a model that sees
     assert pictures is not None
     assert machine.tower is not None
     vision = pictures.vision
-    patches = tower.patches(vision, picture.pixels)
-    rows = tower.encoded(vision, machine.tower, patches)
+    if picture.pixels is not None:
+        begun = tower.begun(machine.tower, tower.patches(vision, picture.pixels))
+    else:
+        begun = _kept(held, program.tokens)
+    begun = tower.advanced(machine.tower, begun, program.blocks)
+    if program.blocks.stop < vision.depth:
+        _keep(held, begun)
+        return {"counts": torch.zeros_like(plan.save_at)}
+    rows = tower.finished(vision, machine.tower, begun)
     number = torch.arange(len(rows), device=rows.device)
-    is_real = number * vision.merged < patches.count
+    is_real = number * vision.merged < begun.count
     place = torch.where(is_real & (picture.place > 0), picture.place + number, 0)
     held.pool[place] = rows
     return {"counts": torch.zeros_like(plan.save_at)}
+
+
+def _kept(held: PictureState, size: int) -> Begun:
+    """The picture of the encoding before, in so many rows."""
+    assert held.begun is not None  # a program that goes on has one to go on with
+    return Begun(**{name: x[:size] for name, x in vars(held.begun).items()})
+
+
+def _keep(held: PictureState, begun: Begun) -> None:
+    assert held.begun is not None
+    for name, x in vars(begun).items():
+        getattr(held.begun, name)[: len(x)] = x

@@ -1,6 +1,6 @@
 """The vision tower over the patches of one picture; as `shared.spec.tower`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int, UInt8
@@ -31,6 +31,16 @@ class Patches:
     pixels: Float[Tensor, "R numbers"]
     corners: Int[Tensor, "R 4"]
     shares: Float[Tensor, "R 4"]
+    cos: Float[Tensor, "R half"]
+    sin: Float[Tensor, "R half"]
+    count: Int[Tensor, " 1"]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """As the specification's."""
+
+    rows: Float[Tensor, "R hidden"]
     cos: Float[Tensor, "R half"]
     sin: Float[Tensor, "R half"]
     count: Int[Tensor, " 1"]
@@ -69,17 +79,37 @@ def encoded(
     config: VisionConfig, weights: TowerWeights, picture: Patches
 ) -> Float[Tensor, "tokens out"]:
     """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
+    return finished(
+        config, weights, advanced(weights, begun(weights, picture), range(config.depth))
+    )
+
+
+def begun(weights: TowerWeights, picture: Patches) -> Begun:
+    """A picture before the first block."""
     x = linear.product(picture.pixels.to(weights.places.dtype), weights.patches)
     x = x + layers.blended(weights.places, picture.corners, picture.shares)
-    for block in weights.blocks:
-        x = _block(config, block, x, picture)
-    merged = _normed(weights.merger_norm, x).reshape(-1, config.merged * config.hidden)
+    return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+
+
+def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
+    """A picture behind these blocks, which are the next ones."""
+    x = picture.rows
+    for block in weights.blocks[blocks.start : blocks.stop]:
+        x = _block(block, x, picture)
+    return replace(picture, rows=x)
+
+
+def finished(
+    config: VisionConfig, weights: TowerWeights, picture: Begun
+) -> Float[Tensor, "tokens out"]:
+    """The rows of the prompt, of a picture behind the last block."""
+    merged = _normed(weights.merger_norm, picture.rows).reshape(-1, config.merged * config.hidden)
     wide = layers.gelu(linear.product(merged, weights.merger_up))
     return linear.product(wide, weights.merger_down)
 
 
 def _block(
-    config: VisionConfig, block: TowerBlock, x: Float[Tensor, "R hidden"], picture: Patches
+    block: TowerBlock, x: Float[Tensor, "R hidden"], picture: Begun
 ) -> Float[Tensor, "R hidden"]:
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
     mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)

@@ -185,8 +185,8 @@ def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tup
 
 
 def _pixel_layout(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...], type]]:
-    """The fields of `Pixels`, of an encoding."""
-    if program.work is not Work.ENCODE or capacity.pictures is None:
+    """The fields of `Pixels`, of an encoding that begins."""
+    if program.work is not Work.ENCODE or program.blocks.start or capacity.pictures is None:
         return []
     vision = capacity.pictures.vision
     lines, quarter = vision.most_lines(program.tokens), vision.head_size // 4
@@ -281,7 +281,8 @@ def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Dra
             names = (f.name for f in fields(Prefill) if f.name != "pictures")
             return Prefill(**{name: at[name] for name in names}, pictures=pictures)
         case Work.ENCODE:
-            return Encode(_prefixed(Pixels, "picture_", at), at["place"])
+            begins = "picture_bytes" in at
+            return Encode(_prefixed(Pixels, "picture_", at) if begins else None, at["place"])
         case Work.COUNT:
             return Count(**{f.name: at[f.name] for f in fields(Count)})
         case Work.DRAFT:

@@ -1,6 +1,7 @@
 """What no backend has: refused by name where a backend is made and where a plan arrives."""
 
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -69,6 +70,13 @@ def _check_encoding(program: Program, capacity: Capacity) -> None:
         raise ValueError(
             f"{merged} patches make a row of {pictures.num_rows}, one of them the sink, and they "
             f"do not hold {program}"
+        )
+    depth, size = pictures.vision.depth, (Work.ENCODE, program.tokens)
+    pieces = [p.blocks for p in capacity.programs if (p.work, p.tokens) == size]
+    if [*chain(*sorted(pieces, key=lambda blocks: blocks.start))] != [*range(depth)]:
+        raise ValueError(
+            f"encodings of one size run each of the tower's {depth} blocks once, which those "
+            f"beside {program} do not"
         )
 
 

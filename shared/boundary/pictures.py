@@ -1,10 +1,12 @@
 """What plans say of pictures, and where their rows wait."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int32
 
+from shared.boundary.program import Program, Work
 from shared.models.pictures import PictureConfig
 from shared.models.vision import VisionConfig
 from shared.spec.tower import Pixels
@@ -44,12 +46,22 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Encode:
-    """Makes the rows of one picture; no row of the plan is read.
+    """Makes the rows of one picture, or takes it some blocks further; no row of the plan is read.
+
+    A picture that is encoded in several steps waits between them on the device, which has room for
+    one: where another one begins that takes several, it is given up.
 
     Attributes:
-      pixels: The picture's, with padding behind.
-      place: The pool's row that gets the first of them; 0: the sink gets all.
+      pixels: The picture's, with padding behind; None where the step goes on with one.
+      place: The pool's row that gets the first of its rows; 0: the sink gets all. Read by the step
+        that runs the last block.
     """
 
-    pixels: Pixels
+    pixels: Pixels | None
     place: Int32[np.ndarray, " 1"]
+
+
+def most_begun(programs: Iterable[Program], vision: VisionConfig) -> int:
+    """Patches of the largest picture that is encoded in several steps; 0 where none is."""
+    cut = (p.tokens for p in programs if p.work is Work.ENCODE and len(p.blocks) < vision.depth)
+    return max(cut, default=0)

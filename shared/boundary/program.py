@@ -60,6 +60,8 @@ class Program:
       tokens: T, flat tokens of a prefill or a count, patches of an encoding; 0 elsewhere.
       shape: Draft tree of a decode or a draft; the one-node tree elsewhere.
       extras: What its plans and results have that not all of its work have.
+      blocks: Of the tower, which an encoding runs; none elsewhere. One that begins behind the first
+        goes on with the picture of the encoding before it.
     """
 
     work: Work
@@ -68,6 +70,7 @@ class Program:
     tokens: int
     shape: TreeShape
     extras: Extra
+    blocks: range = range(0)
 
     def has(self, extra: Extra) -> bool:
         """Whether it is one of the program's extras."""
@@ -102,6 +105,7 @@ class Program:
         sizes = [f"{self.batch} rows"]
         of = "patches" if self.work is Work.ENCODE else "tokens"
         sizes += [f"{self.tokens} {of}"] * bool(self.tokens)
+        sizes += [f"blocks {b.start} to {b.stop - 1}" for b in [self.blocks] if b]
         sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
         sizes += [f"{self.shape.rows} verify rows"] * self.shape.shares_rows(self.batch)
         sizes += [f"{self.pages} pages"]

@@ -66,7 +66,7 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
 
 
 def _tower_bytes(program: Program, blueprint: Blueprint) -> int:
-    """Of a picture: its patches, and the widest part of a block.
+    """Of a picture: its patches, where it begins, and the widest part of a block.
 
     Where operations are plain they work in float32, and attention has the scores of some rows.
     """
@@ -74,7 +74,8 @@ def _tower_bytes(program: Program, blueprint: Blueprint) -> int:
     assert pictures is not None  # a model that sees has the program
     vision, rows = pictures.vision, program.tokens
     widest = max(8 * vision.hidden, 2 * vision.hidden + 2 * vision.intermediate)
-    patches = rows * (vision.patch_numbers + 2 * vision.head_size) * 4
+    numbers = 0 if program.blocks.start else vision.patch_numbers
+    patches = rows * (numbers + 2 * vision.head_size) * 4
     if blueprint.on_gpu and blueprint.dtype == "bfloat16":
         return patches + rows * widest * blueprint.item_bytes
     scores = vision.num_heads * min(rows, QUERIES) * rows * 12  # with weights, and their type's

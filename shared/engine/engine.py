@@ -70,7 +70,9 @@ class Engine:
         self.allocator = Allocator(capacity)
         self.planner = Planner(capacity, self.allocator)
         self.cache = PrefixCache(capacity, self.allocator, cache, overlap)
-        self.pictures = None if capacity.pictures is None else PictureRows(capacity.pictures)
+        self.pictures = (
+            None if capacity.pictures is None else PictureRows(capacity.pictures, capacity.programs)
+        )
         self.scheduler = Scheduler(
             capacity,
             self.allocator,

@@ -45,9 +45,9 @@ class Planner:
         self._scopes = np.zeros((capacity.num_slots, 2), np.int32)
         self._binding = 0
         self._held: dict[Program, _Held] = {}
-        self._by_kind: dict[tuple[Work, Extra], list[tuple[Program, tuple[int, ...]]]] = {}
+        self._by_kind: dict[tuple[Work, Extra, range], list[tuple[Program, tuple[int, ...]]]] = {}
         for program in sorted(capacity.programs, key=_order):
-            kind = program.work, program.extras & OF_A_PLAN
+            kind = program.work, program.extras & OF_A_PLAN, program.blocks
             self._by_kind.setdefault(kind, []).append((program, _sizes(program)))
 
     def bind(self, request: Request) -> None:
@@ -131,7 +131,7 @@ class Planner:
         scores = rows.work is Work.PREFILL and any(r.wants_scores for r in requests)
         wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs, scores)
         tree = None if rows.shape is None else rows.shape.tree
-        for program, sizes in self._by_kind.get((rows.work, _brought(rows)), ()):
+        for program, sizes in self._by_kind.get((rows.work, _brought(rows), rows.blocks), ()):
             if tree in (None, program.shape.tree) and all(map(operator.ge, sizes, wanted)):
                 return program
         raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")

@@ -71,8 +71,10 @@ class Rows:
       requests: The request of each row; an encoding has none.
       chunks: The chunk of each row of a prefill; empty in any other step.
       counted: What a count adds to `seen`, for penalties: tokens that no prefill will feed.
-      pixels: Of the picture that an encoding reads.
-      place: Of its first row in the pool.
+      patches: Of the picture that is encoded; 0 in any other step.
+      blocks: Of the tower, through which it goes.
+      pixels: Of the picture, where an encoding begins.
+      place: Of its first row in the pool, where an encoding ends.
       shape: The draft shape of a decode and of a draft.
       drafts: The host's tree of each row of a decode; None where the device or nobody drafts.
       copies: Copies of seen text for each row, to join what the device drafts; None: none join.
@@ -87,6 +89,8 @@ class Rows:
     requests: Sequence[Request]
     chunks: Sequence[Chunk] = ()
     counted: Chunk | None = None
+    patches: int = 0
+    blocks: range = range(0)
     pixels: Pixels | None = None
     place: int = 0
     shape: TreeShape | None = None
@@ -107,9 +111,16 @@ class Rows:
         return cls(work=Work.COUNT, requests=[counted.request], counted=counted)
 
     @classmethod
-    def encode(cls, pixels: Pixels, place: int) -> Self:
-        """A step that makes the rows of one picture."""
-        return cls(work=Work.ENCODE, requests=[], pixels=pixels, place=place)
+    def encode(cls, patches: int, blocks: range, pixels: Pixels | None, place: int) -> Self:
+        """A step that takes a picture through blocks of the tower; see `Encode`."""
+        return cls(
+            work=Work.ENCODE,
+            requests=[],
+            patches=patches,
+            blocks=blocks,
+            pixels=pixels,
+            place=place,
+        )
 
     @classmethod
     def decode(
@@ -143,10 +154,8 @@ class Rows:
     @property
     def num_tokens(self) -> int:
         """Prompt tokens that the step feeds or counts, or patches; 0 in a decode and a draft."""
-        if self.pixels is not None:
-            return self.pixels.num_patches
         chunks = self.chunks if self.counted is None else (self.counted,)
-        return sum(chunk.end - chunk.first for chunk in chunks)
+        return self.patches + sum(chunk.end - chunk.first for chunk in chunks)
 
     @property
     def most_tokens(self) -> list[int]:
@@ -174,8 +183,7 @@ class Rows:
             assert self.counted is not None
             _lay_counted(plan, plan.work, self.counted)
         elif isinstance(plan.work, Encode):
-            assert self.pixels is not None
-            _lay_pixels(plan.work, self.pixels, self.place)
+            _lay_picture(plan.work, self.pixels, self.place)
         else:
             _check_prefilled(self.requests)
             _copy_known(plan, self)
@@ -221,9 +229,10 @@ def _lay_pictures(pictures: Pictures, row: int, start: int, chunk: Chunk) -> Non
             pictures.next_sources[row] = end + at
 
 
-def _lay_pixels(work: Encode, pixels: Pixels, place: int) -> None:
-    for name, values in vars(pixels).items():
-        getattr(work.pixels, name)[: len(values)] = values
+def _lay_picture(work: Encode, pixels: Pixels | None, place: int) -> None:
+    if pixels is not None:
+        for name, values in vars(pixels).items():
+            getattr(work.pixels, name)[: len(values)] = values
     work.place[0] = place
 
 

@@ -102,6 +102,11 @@ class VisionConfig:
         """Most rows and columns together of a picture of so many patches: of the narrowest."""
         return num_patches // self.merge_size + self.merge_size
 
+    def block_products(self, num_patches: int) -> int:
+        """Multiplications of one block, with those of every patch's attention to all."""
+        weights = 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
+        return num_patches * (weights + 2 * num_patches * self.hidden)
+
     @property
     def merged(self) -> int:
         """Patches that become one row of the prompt."""

@@ -12,7 +12,7 @@ from math import prod
 from shared.boundary.backend import ITEM_BYTES, Blueprint, Capacity
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.mailboxes import mailbox_bytes
-from shared.boundary.pictures import PicturePool
+from shared.boundary.pictures import PicturePool, most_begun
 from shared.boundary.program import Work
 from shared.boundary.ranks import Ranks
 from shared.boundary.texts import TextTable
@@ -346,9 +346,13 @@ def _slot_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
 
 def _picture_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
     """Rows that wait for their prompts, and how later tokens of each slot turn."""
-    rows = pictures.num_rows * pictures.vision.out * blueprint.item_bytes
+    vision, item = pictures.vision, blueprint.item_bytes
+    num_bytes = pictures.num_rows * vision.out * item + 4 * blueprint.capacity.num_slots
     detail = f"{pictures.num_rows - 1} tokens of pictures, and a sink"
-    return MemoryLine("picture rows", detail, rows + 4 * blueprint.capacity.num_slots)
+    if most := most_begun(blueprint.capacity.programs, vision):
+        num_bytes += most * (vision.hidden * item + 4 * vision.head_size) + 4
+        detail += f"; {most} patches of one that is encoded in several steps"
+    return MemoryLine("picture rows", detail, num_bytes)
 
 
 def _state_lines(

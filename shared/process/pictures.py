@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 from shared.boundary.pictures import PicturePool
@@ -22,6 +23,9 @@ DECODER = "PIL"
 
 KEPT_PICTURES = 4
 """Of the largest size, for which a pool has rows where no flag says how many it has."""
+
+MOST_PRODUCTS = 3 * 10**12
+"""Multiplications of a step that encodes, unless a block alone has more: some 20 ms of an H100."""
 
 FEW_SIZES = 8
 """Where programs are few, a picture up to this part of the largest has one of its own."""
@@ -109,21 +113,35 @@ def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
 
 
 def encodings(pool: PicturePool, are_few: bool) -> list[Program]:
-    """The programs that encode: for sizes that double, from the smallest picture's on."""
+    """The programs that encode: for sizes that double, from the smallest picture's on.
+
+    Large pictures are encoded in several steps, between which streams have theirs.
+    """
     per_row = pool.processor.factor**2
     most, size = pool.processor.most // per_row, -(-pool.processor.least // per_row)
     sizes = {max(size, most // FEW_SIZES), most} if are_few else {most}
     while not are_few and size < most:
         sizes.add(size)
         size *= 2
+    patches = [rows * pool.vision.merged for rows in sorted(sizes)]
     return [
         Program(
             work=Work.ENCODE,
             batch=1,
             pages=1,
-            tokens=rows * pool.vision.merged,
+            tokens=size,
             shape=TreeShape.plain(1),
             extras=Extra.NONE,
+            blocks=blocks,
         )
-        for rows in sorted(sizes)
+        for size in patches
+        for blocks in _pieces(pool.vision, size)
     ]
+
+
+def _pieces(vision: VisionConfig, patches: int) -> list[range]:
+    """The blocks of each step that encodes a picture of so many patches."""
+    most = max(1, MOST_PRODUCTS // vision.block_products(patches))
+    count = -(-vision.depth // most)
+    bounds = [vision.depth * i // count for i in range(count + 1)]
+    return [range(*pair) for pair in pairwise(bounds)]

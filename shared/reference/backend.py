@@ -130,7 +130,7 @@ class ReferenceBackend:
         sees = self.capacity.pictures is not None
         batch = Batch.of(plan, self.state.turn_deltas if sees else None)
         if isinstance(plan.work, Encode):
-            encode(plan.work, self.capacity.pictures, self._tower, self.state.pool)
+            encode(plan.work, plan.program.blocks, self.capacity.pictures, self._tower, self.state)
         elif len(batch.index):
             if isinstance(plan.work, Prefill | Count):
                 self._start(batch)

@@ -9,7 +9,7 @@ from jaxtyping import Float32, Int32
 
 from shared.boundary.backend import Capacity
 from shared.models.config import ModelConfig
-from shared.spec import model, ngram
+from shared.spec import model, ngram, tower
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import KV
 
@@ -28,6 +28,7 @@ class DeviceState:
       kv: Keys and values of each attention layer's page pool.
       delta, snapshots: Recurrent states by slot and by snapshot.
       pool: Rows of pictures; without rows where the model sees none.
+      begun: A picture between two blocks of the tower; None where none was begun.
       turn_deltas: By slot, what the turns of later tokens are above their positions.
       texts: What is kept of texts; None where nothing drafts from it.
     """
@@ -40,6 +41,7 @@ class DeviceState:
     delta: DeltaState
     snapshots: DeltaState
     pool: Float32[np.ndarray, "rows hidden"]
+    begun: tower.Begun | None
     turn_deltas: Int32[np.ndarray, " slots"]
     texts: ngram.Memory | None
 
@@ -57,6 +59,7 @@ def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
         delta=model.new_state(config, num_slots),
         snapshots=model.new_state(config, capacity.num_snapshots),
         pool=np.zeros((pictures.num_rows if pictures else 0, config.hidden), np.float32),
+        begun=None,
         turn_deltas=np.zeros(num_slots, np.int32),
         texts=_new_texts(capacity),
     )

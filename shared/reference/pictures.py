@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Int
 
 from shared.boundary.pictures import Encode, PicturePool, Pictures
+from shared.reference.device_state import DeviceState
 from shared.spec import tower
 from shared.spec.layers import Shown
 from shared.spec.model import Weights
@@ -13,19 +14,25 @@ from shared.spec.model import Weights
 
 def encode(
     work: Encode,
+    blocks: range,
     pictures: PicturePool | None,
     weights: Weights | None,
-    pool: Float32[np.ndarray, "rows hidden"],
+    state: DeviceState,
 ) -> None:
-    """Writes a picture's rows into the pool."""
+    """Takes a picture through blocks of the tower; behind the last its rows are in the pool."""
     assert pictures is not None  # a model that sees has the program
     assert weights is not None
     vision, place = pictures.vision, int(work.place[0])
-    patches = tower.patches(vision, work.pixels)
-    count = work.pixels.num_patches // vision.merged
-    rows = tower.encoded(vision, weights, patches)[:count]
-    if place:
-        pool[place : place + count] = rows
+    picture = state.begun
+    if work.pixels is not None:
+        picture = tower.begun(weights, tower.patches(vision, work.pixels))
+    assert picture is not None  # by this encoding or an earlier one
+    picture = tower.advanced(weights, picture, blocks)
+    if blocks.stop < vision.depth:
+        state.begun = picture
+    elif place:
+        count = int(picture.count[0]) // vision.merged
+        state.pool[place : place + count] = tower.finished(vision, weights, picture)[:count]
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,21 @@ class Patches:
     count: Int[np.ndarray, " 1"]
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A picture between two blocks of the tower, with what each of them is told.
+
+    Attributes:
+      rows: Of its patches.
+      cos, sin, count: As the patches'.
+    """
+
+    rows: Float[np.ndarray, "R hidden"]
+    cos: Float[np.ndarray, "R half"]
+    sin: Float[np.ndarray, "R half"]
+    count: Int[np.ndarray, " 1"]
+
+
 def pixels_of(
     picture: UInt8[np.ndarray, "height width 3"], vision: VisionConfig, pictures: PictureConfig
 ) -> Pixels:
@@ -164,11 +179,30 @@ def encoded(
       weights: By the names of `shared.models.tower.tower_parameters`.
       picture: With any number of rows of padding, which become rows of no use behind the others.
     """
+    x = advanced(weights, begun(weights, picture), range(config.depth))
+    return finished(config, weights, x)
+
+
+def begun(weights: Weights, picture: Patches) -> Begun:
+    """A picture before the first block."""
     x = linear.product(picture.pixels, _single(weights, "vision.patches"))
     x = x + layers.blended(weights["vision.places"], picture.corners, picture.shares)
-    for block in range(config.depth):
-        x = _block(config, weights, block, x, picture)
-    x = _normed(weights, "vision.merger_norm", x)
+    return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+
+
+def advanced(weights: Weights, picture: Begun, blocks: range) -> Begun:
+    """A picture behind these blocks, which are the next ones."""
+    x = picture.rows
+    for block in blocks:
+        x = _block(weights, block, x, picture)
+    return replace(picture, rows=x)
+
+
+def finished(
+    config: VisionConfig, weights: Weights, picture: Begun
+) -> Float[np.ndarray, "tokens out"]:
+    """The rows of the prompt, of a picture behind the last block."""
+    x = _normed(weights, "vision.merger_norm", picture.rows)
     wide = linear.product(
         x.reshape(-1, config.merged * config.hidden), _single(weights, "vision.merger.up")
     )
@@ -176,11 +210,7 @@ def encoded(
 
 
 def _block(
-    config: VisionConfig,
-    weights: Weights,
-    block: int,
-    x: Float[np.ndarray, "R hidden"],
-    picture: Patches,
+    weights: Weights, block: int, x: Float[np.ndarray, "R hidden"], picture: Begun
 ) -> Float[np.ndarray, "R hidden"]:
     normed = _normed(weights, "vision.attention_norm", x, block)
     qkv = linear.product(normed, matrix(weights, "vision.attention.inputs", block))

@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 
 from bench.steps import pictures, seeing
+from shared.boundary.pictures import PicturePool
+from shared.boundary.program import Program
+from shared.process.pictures import MOST_PRODUCTS, encodings
 from tests.support.golden_pictures import MODEL
 
 TINY = replace(
@@ -68,3 +71,24 @@ def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monke
     (line,) = json.loads(out.read_text())["lines"]
     assert kept == [x for n in range(2) for x in ((True, n), (True, n + 1), (False, n + 1))]
     assert all(line[f"{what}_{x}_ms"] > 0 for what in ("first", "step") for x in ("new", "kept"))
+
+
+def test_a_large_picture_is_encoded_in_steps_of_about_a_length():
+    """Of Qwen3.5's tower: 16,384 patches in nine, a quarter of them in one."""
+    pool = PicturePool(pictures.QWEN3_5, replace(pictures.PICTURES, most=4096 * 32**2), 9000)
+    of_size: dict[int, list[Program]] = {}
+    for program in encodings(pool, are_few=False):
+        of_size.setdefault(program.tokens, []).append(program)
+    assert [(size, len(each)) for size, each in of_size.items()][-3:] == [
+        (4096, 1),
+        (8192, 3),
+        (16384, 9),
+    ]
+    for size, each in of_size.items():
+        longest = max(len(program.blocks) for program in each) * pictures.QWEN3_5.block_products(
+            size
+        )
+        assert longest <= MOST_PRODUCTS
+        assert [block for program in each for block in program.blocks] == [
+            *range(pictures.QWEN3_5.depth)
+        ]

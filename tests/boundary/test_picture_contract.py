@@ -44,12 +44,20 @@ ROWS = 101
 """Of the pool: two prompts with two pictures each have 80."""
 
 
-def program(work: Work, shape: TreeShape, batch: int, tokens: int) -> Program:
+def program(
+    work: Work, shape: TreeShape, batch: int, tokens: int, blocks: range = range(0)
+) -> Program:
     sizes = {"batch": batch, "pages": 64, "tokens": tokens, "shape": shape}
-    return Program(work=work, **sizes, extras=Extra.NONE)
+    return Program(work=work, **sizes, extras=Extra.NONE, blocks=blocks)
 
 
-ENCODE = program(Work.ENCODE, TreeShape.plain(1), 1, PATCHES)
+DEPTH = vision().depth
+ENCODE = program(Work.ENCODE, TreeShape.plain(1), 1, PATCHES, range(DEPTH))
+PIECES = [
+    program(Work.ENCODE, TreeShape.plain(1), 1, 2 * PATCHES, blocks)
+    for blocks in (range(1), range(1, DEPTH))
+]
+"""Of pictures up to another size, which are encoded in two steps."""
 
 
 def capacity() -> Capacity:
@@ -63,6 +71,7 @@ def capacity() -> Capacity:
             program(Work.DECODE, PLAIN, BATCH, 0),
             program(Work.DECODE, CHAIN, BATCH, 0),
             ENCODE,
+            *PIECES,
         ),
         overlap=2,
         context_length=200,
@@ -92,12 +101,13 @@ def host(backend) -> Host:
     return Host(backend, {})
 
 
-def picture_plan(host: Host, number: int, place: int) -> StepPlan:
-    plan = empty_plan(ENCODE, host.capacity)
+def picture_plan(host: Host, number: int, place: int, program: Program = ENCODE) -> StepPlan:
+    plan = empty_plan(program, host.capacity)
     assert isinstance(plan.work, Encode)
-    given = pixels_of(fitted(number)).padded(PATCHES, vision())
-    for name, values in vars(given).items():
-        getattr(plan.work.pixels, name)[:] = values
+    if plan.work.pixels is not None:
+        given = pixels_of(fitted(number)).padded(program.tokens, vision())
+        for name, values in vars(given).items():
+            getattr(plan.work.pixels, name)[:] = values
     plan.work.place[0] = place
     return plan
 
@@ -187,6 +197,33 @@ def test_a_pictures_rows_do_not_depend_on_where_they_lie_nor_on_what_else_lies_t
         logged = host.run(moved.plan(host, request, 0, len(moved.tokens)))
         texts.append([*emitted(logged, 0), *host.go_on(request, 9, CHAIN)])
     assert texts == [ONE.text] * 3
+
+
+def test_a_picture_that_is_encoded_in_steps_has_its_rows_whatever_stands_between_them(host):
+    """Text is decoded between them, a smaller picture encoded, and a picture given up before."""
+    ONE.encode(host)
+    beside = ONE.request(host)
+    host.run(ONE.plan(host, beside, 0, len(ONE.tokens)))
+    begins, goes_on = PIECES
+    host.run(picture_plan(host, 2, 0, begins))  # nobody ends it
+    for number, place in enumerate(TWO.places[:2].tolist()):
+        host.run(picture_plan(host, number, 0, begins))
+        host.decode(beside, shape=CHAIN)
+        host.run(picture_plan(host, 2, 41))
+        host.run(picture_plan(host, number, place, goes_on))
+    request = TWO.request(host)
+    result = host.run(TWO.plan(host, request, 0, len(TWO.tokens)))
+    assert [*emitted(result, 0), *host.go_on(request, 9, CHAIN)] == TWO.text
+
+
+def test_encodings_that_leave_out_a_block_are_refused_by_name():
+    config = config_from_folder(MODEL)
+    weights = load_all(MODEL, config, True)
+    fewer = tuple(each for each in capacity().programs if each is not PIECES[0])
+    with pytest.raises(ValueError, match=f"run each of the tower's {DEPTH} blocks once, which"):
+        make_seeing_backend(
+            "reference", MODEL, config, weights, replace(capacity(), programs=fewer)
+        )
 
 
 def test_another_picture_of_the_same_size_gives_another_text(host):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.buffers import empty_plan
-from shared.boundary.program import Work
+from shared.boundary.program import Program, Work
 from shared.engine.allocator import Allocator
 from shared.engine.engine import Engine
 from shared.engine.ngram.index import NgramIndex
@@ -221,6 +223,49 @@ def test_a_picture_whose_prompt_shares_a_step_is_encoded_before_it_is_read():
     assert engine.pictures.num_encoded == 2
 
 
+def test_a_stream_has_steps_between_those_of_a_picture_that_others_give_up_or_go_before():
+    """One prompt ends when its picture has had a step; another's waits for a better priority's."""
+    engine, submitted = engine_of("reference", "none"), list[Program]()
+    submit = engine.backend.submit
+
+    def noted(plan: StepPlan) -> StepFuture:
+        submitted.append(plan.program)
+        return submit(plan)
+
+    def blocks() -> list[int]:
+        return [each.blocks.start for each in submitted if each.work is Work.ENCODE]
+
+    engine.backend.submit = noted
+    stream = Prompt(words(9, 1))
+    large = [Prompt(words(3, n), pixels(8, 10, n), words(5, n)) for n in range(4)]
+    asked = [stream.request(0, tokens=30), *(large[n].request(n) for n in (1, 2, 3))]
+    asked[3].priority = -1
+    outcomes = {number: Outcome() for number in (0, 2, 3)}
+
+    def step() -> None:
+        for event in checked_step(engine):
+            outcomes[event.request_id].take(event)
+
+    engine.add(asked[0])
+    while not outcomes[0].tokens:
+        step()
+    for number in (1, 2):
+        engine.add(asked[number])
+        while len(blocks()) < number:
+            step()
+        if number == 1:
+            engine.abort(1)
+    engine.add(asked[3])
+    while engine.busy:
+        step()
+    assert blocks() == [0, 0, *(0, 1), *(0, 1)]
+    works = [each.work for each in submitted]
+    assert (Work.ENCODE, Work.ENCODE) not in [*pairwise(works)]
+    assert outcomes[0].tokens == stream.text(30)
+    assert all(outcomes[n].tokens == large[n].text() for n in (2, 3))
+    assert engine.pictures.num_encoded == 2
+
+
 def test_what_cannot_be_served_is_refused_by_name():
     engine, picture = engine_of("reference", "none"), Picture.of(1, pixels(2, 3, 1), FACTOR)
     given = Prompt([1], pixels(2, 3, 1), [2])
@@ -277,7 +322,10 @@ def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
     pool = replace(
         backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
     )
-    rows, sizes = PictureRows(pool), [(1, 1), (3, 5), (8, 12), (6, 16), (2, 30)]
+    rows, sizes = (
+        PictureRows(pool, backend_of("reference", "none").capacity.programs),
+        [(1, 1), (3, 5), (8, 12), (6, 16), (2, 30)],
+    )
     for number in range(60):
         parts: list[list[int] | np.ndarray] = []
         while sum(len(part) if isinstance(part, list) else 9 for part in parts) < 60:
@@ -306,7 +354,7 @@ def test_what_a_chunk_names_stays_for_its_other_pictures():
     pool = replace(
         backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
     )
-    rows = PictureRows(pool)
+    rows = PictureRows(pool, backend_of("reference", "none").capacity.programs)
     first, other, last = (pixels(8, 12, seed) for seed in (1, 2, 3))
     for parts, encoded in (((first, [1]), 1), ((other, [1]), 2), ((first, last, [1]), 3)):
         request = Prompt(*parts).request()

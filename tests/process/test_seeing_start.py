@@ -102,6 +102,15 @@ def test_encodings_have_sizes_that_double_and_a_cpu_that_compiles_has_few(folder
     assert capacity.pictures.num_rows == 1 + max(4 * 32, least_rows(32))
 
 
+def test_memory_is_planned_for_a_picture_between_two_steps(folder, monkeypatch):
+    monkeypatch.setattr(pictures, "MOST_PRODUCTS", 1)
+    start = started(folder)
+    backend = start.load(PLATFORMS["torch"], lambda num_bytes: None)
+    assert backend.state.pictures.begun is not None
+    assert tensor_bytes(backend.state.pictures) == sizes(start)["picture rows"]
+    backend.close()
+
+
 def test_flags_bound_pictures_and_the_pool(folder):
     pictures = started(folder, "--max-picture-tokens 20").memory.capacity.pictures
     assert pictures.processor.fitted(600, 600)[0] ** 2 <= 20 * 64

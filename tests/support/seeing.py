@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -135,15 +136,24 @@ def _drafter(name: str) -> Drafter:
 
 
 def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
-    """A prefill, plain steps, the drafter's, and encodings of two sizes."""
+    """A prefill, plain steps, the drafter's, and encodings: of small pictures, and in two steps."""
 
     def program(work: Work, shape: TreeShape, tokens: int, extras: Extra = Extra.NONE) -> Program:
-        batch, pages = (1, 1) if work is Work.ENCODE else (BATCH, 1 + CONTEXT // PAGE)
         return Program(
-            work=work, batch=batch, pages=pages, tokens=tokens, shape=shape, extras=extras
+            work=work,
+            batch=BATCH,
+            pages=1 + CONTEXT // PAGE,
+            tokens=tokens,
+            shape=shape,
+            extras=extras,
         )
 
-    shape, single = SHAPES[drafter], TreeShape.plain(1)
+    def encoding(rows: int, *bounds: int) -> list[Program]:
+        single = program(Work.ENCODE, TreeShape.plain(1), rows * vision().merged)
+        pieces = pairwise((0, *bounds, vision().depth))
+        return [replace(single, batch=1, pages=1, blocks=range(*each)) for each in pieces]
+
+    shape = SHAPES[drafter]
     decodes = [program(Work.DECODE, PLAIN, 0)]
     if drafter == "NGRAM":
         decodes.append(program(Work.DECODE, shape, 0, Extra.HOST_DRAFT))
@@ -153,7 +163,6 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
         for own in (PLAIN, CHAIN):
             joined = TreeShape(own.nodes + 4, 4, 1, BATCH * (own.nodes + 4), grown=own, copied=9)
             decodes.append(program(Work.DECODE, joined, 0, Extra.COPIES))
-    merged = vision().merged
     return Capacity(
         page_size=PAGE,
         num_pages=1 + num_pages,
@@ -162,8 +171,8 @@ def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
         programs=(
             program(Work.PREFILL, PLAIN, CHUNK),
             *decodes,
-            program(Work.ENCODE, single, 32 * merged),
-            program(Work.ENCODE, single, LARGEST * merged),
+            *encoding(32),
+            *encoding(LARGEST, 1),
         ),
         overlap=1,
         context_length=CONTEXT - 40,
