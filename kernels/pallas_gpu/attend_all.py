@@ -139,10 +139,7 @@ def _attend_kernel(turned_ref, qkv_ref, count_ref, out_ref, *, D, tile, scale, l
     q = [_load(turned_ref, patch, head * D, piece) for piece in pieces]
     rows = Rows(turned_ref, qkv_ref, head * D, count, scale)
     add = functools.partial(_add_tile, q, rows, pieces, tile)
-    whole = lax.div(end, tile)
-    sums = lax.fori_loop(0, whole, functools.partial(add, True), sums)
-    # At most one, which is not whole.
-    sums = lax.fori_loop(whole, pl.cdiv(end, tile), functools.partial(add, False), sums)
+    sums = lax.fori_loop(0, pl.cdiv(end, tile), add, sums)
     weight = jnp.maximum(sums.total.max(axis=1), 1e-30)[:, None]
     (R, hidden), is_row = out_ref.shape, (row < out_ref.shape[0])[:, None]
     for piece, value in zip(pieces, sums.values, strict=True):
@@ -154,25 +151,28 @@ def _attend_kernel(turned_ref, qkv_ref, count_ref, out_ref, *, D, tile, scale, l
         pltriton.store(out_ref.at[to_row, to], (value / weight).astype(out_ref.dtype), mask=keep)
 
 
-def _add_tile(q, rows, pieces, tile, is_whole, i, sums):
-    """Adds a tile of patches to the sums of a block of rows."""
+def _add_tile(q, rows, pieces, tile, i, sums):
+    """Adds a tile of patches to the sums of a block of rows.
+
+    Behind the last patch stands that one again, with no weight. So the tile that is not whole is
+    no other code: its loads, masked by rows in a loop of its own, gave the columns of a head's
+    second block other values in one of the languages on an H100.
+    """
     hidden, patch = rows.qkv_ref.shape[1] // 3, i * tile + lax.iota(jnp.int32, tile)
-    is_real = None if is_whole else patch < rows.count
-    load = functools.partial(_load, is_row=is_real)
-    keys = [load(rows.turned_ref, patch, hidden + rows.head, piece) for piece in pieces]
+    beside = jnp.where(patch < rows.count, 0.0, NEGATIVE)
+    patch = jnp.minimum(patch, rows.count - 1)
+    keys = [_load(rows.turned_ref, patch, hidden + rows.head, piece) for piece in pieces]
     scores = pltriton.dot(q[0], keys[0].T, **EXACT)
     for mine, theirs in zip(q[1:], keys[1:], strict=True):
         scores += pltriton.dot(mine, theirs.T, **EXACT)
-    scores = scores * rows.scale
-    if is_real is not None:
-        scores = jnp.where(is_real[None, :], scores, NEGATIVE)
+    scores = scores * rows.scale + beside[None, :]
     highest = jnp.maximum(sums.peak, scores.max(axis=1))
     weights = jnp.exp2(scores - highest[:, None]).astype(q[0].dtype)
     decay = jnp.exp2(sums.peak - highest)[:, None]
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     units = jnp.ones((tile, sums.total.shape[1]), weights.dtype)
     total = sums.total * decay + pltriton.dot(weights, units, **EXACT)
-    values = [load(rows.qkv_ref, patch, 2 * hidden + rows.head, piece) for piece in pieces]
+    values = [_load(rows.qkv_ref, patch, 2 * hidden + rows.head, piece) for piece in pieces]
     values = tuple(
         value * decay + pltriton.dot(weights, v, **EXACT)
         for value, v in zip(sums.values, values, strict=True)
@@ -180,11 +180,10 @@ def _add_tile(q, rows, pieces, tile, is_whole, i, sums):
     return Sums(highest, total, values)
 
 
-def _load(ref, row, first, piece, is_row=None):
-    """A piece of the head of some rows; 0 past the piece, and for a row that is not there."""
+def _load(ref, row, first, piece):
+    """A piece of the head of some rows; 0 past the piece."""
     column = lax.iota(jnp.int32, piece.block)[None, :]
     at = ref.at[row[:, None], first + piece.first + column]
-    if is_row is None and piece.width == piece.block:
+    if piece.width == piece.block:
         return pltriton.load(at)
-    keep = (column < piece.width) if is_row is None else is_row[:, None] & (column < piece.width)
-    return pltriton.load(at, mask=keep, other=0.0)
+    return pltriton.load(at, mask=column < piece.width, other=0.0)

@@ -161,15 +161,12 @@ def _attend_kernel(
     end = tl.where(tl.program_id(0) * lanes < count, count, 0)
     patch = tl.minimum(row, tl.maximum(count - 1, 0))
     queries = rows.turned + patch.to(tl.int64)[:, None] * (2 * hidden)
-    q = _load(queries, row, num_rows, 0, main, main_block, True)
+    q = _load(queries, 0, main, main_block)
     q_rest = q
     if rest > 0:
-        q_rest = _load(queries, row, num_rows, main, rest, rest_block, True)
-    for i in tl.range(0, end // tile):
-        sums = _add_tile(q, q_rest, rows, i, sums, sizes, True)
-    # At most one, which is not whole.
-    for i in tl.range(end // tile, tl.cdiv(end, tile), num_stages=1):
-        sums = _add_tile(q, q_rest, rows, i, sums, sizes, False)
+        q_rest = _load(queries, main, rest, rest_block)
+    for i in tl.range(0, tl.cdiv(end, tile)):
+        sums = _add_tile(q, q_rest, rows, i, sums, sizes)
     weight = tl.maximum(tl.max(sums.total, axis=1), 1e-30)[:, None]
     is_row, out = row < num_rows, out_at + row.to(tl.int64)[:, None] * hidden + head
     _store(out, sums.main / weight, is_row, 0, main, main_block)
@@ -178,58 +175,55 @@ def _attend_kernel(
 
 
 @triton.jit
-def _add_tile(
-    q, q_rest, rows, i, sums, sizes: tl.constexpr, is_whole: tl.constexpr
-):  # fmt: skip
-    """Adds a tile of patches to the sums of a block of rows."""
+def _add_tile(q, q_rest, rows, i, sums, sizes: tl.constexpr):
+    """Adds a tile of patches to the sums of a block of rows.
+
+    Behind the last patch stands that one again, with no weight. So the tile that is not whole is
+    no other code: its loads, masked by rows in a loop of its own, gave the columns of a head's
+    second block other values in one of the languages on an H100.
+    """
     hidden: tl.constexpr = sizes.hidden
     main: tl.constexpr = sizes.main
     rest: tl.constexpr = sizes.rest
     main_block: tl.constexpr = sizes.main_block
     rest_block: tl.constexpr = sizes.rest_block
     tile: tl.constexpr = sizes.tile
-    patch, count = i * tile + tl.arange(0, tile), rows.count
-    keys = rows.turned + hidden + patch.to(tl.int64)[:, None] * (2 * hidden)
-    values = rows.qkv + patch.to(tl.int64)[:, None] * (3 * hidden)
-    k = _load(keys, patch, count, 0, main, main_block, is_whole)
+    patch = i * tile + tl.arange(0, tile)
+    beside = tl.where(patch < rows.count, 0.0, NEGATIVE)
+    patch = tl.minimum(patch, rows.count - 1).to(tl.int64)[:, None]
+    keys = rows.turned + hidden + patch * (2 * hidden)
+    values = rows.qkv + patch * (3 * hidden)
+    k = _load(keys, 0, main, main_block)
     # "ieee": float32 stays float32, no tf32
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if rest > 0:
-        k_rest = _load(keys, patch, count, main, rest, rest_block, is_whole)
+        k_rest = _load(keys, main, rest, rest_block)
         scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
-    scores = scores * rows.scale
-    if not is_whole:
-        scores = tl.where((patch < count)[None, :], scores, NEGATIVE)
+    scores = scores * rows.scale + beside[None, :]
     highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
     weights = tl.exp2(scores - highest[:, None]).to(q.dtype)
     decay = tl.exp2(sums.peak - highest)[:, None]
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     units = tl.full((tile, sums.total.shape[1]), 1.0, q.dtype)
     total = sums.total * decay + tl.dot(weights, units, input_precision="ieee")
-    v = _load(values, patch, count, 0, main, main_block, is_whole)
+    v = _load(values, 0, main, main_block)
     of_main = sums.main * decay + tl.dot(weights, v, input_precision="ieee")
     of_rest = sums.rest
     if rest > 0:
-        v_rest = _load(values, patch, count, main, rest, rest_block, is_whole)
+        v_rest = _load(values, main, rest, rest_block)
         of_rest = of_rest * decay + tl.dot(weights, v_rest, input_precision="ieee")
     return Sums(peak=highest, total=total, main=of_main, rest=of_rest)
 
 
 @triton.jit
-def _load(
-    at, row, end, first: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
-    is_whole: tl.constexpr,
-):  # fmt: skip
-    """A piece of the head of some rows; 0 past it and, unless all are whole, from row `end` on."""
+def _load(at, first: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
+    """A piece of the head of some rows; 0 past it."""
     column = tl.arange(0, block)[None, :]
     at += first + column
-    if is_whole and width == block:
+    if width == block:
         return tl.load(at)
     else:
-        keep = column < width
-        if not is_whole:
-            keep = keep & (row < end)[:, None]
-        return tl.load(at, mask=keep, other=0.0)
+        return tl.load(at, mask=column < width, other=0.0)
 
 
 @triton.jit

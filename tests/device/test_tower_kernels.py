@@ -131,7 +131,7 @@ def test_both_languages_give_the_same_bits(function: str, monkeypatch) -> None:
         module, how = "attend_all", attention_how(72)
         given = picture_arguments(2, R=24, heads=1, D=72, spare=3)
     if ON_GPU and function == "attend_all":  # tiles, types and sizes of a real tower
-        given = picture_arguments(2, R=1100, heads=16, D=72, spare=76)
+        given = picture_arguments(2, R=1100, heads=16, D=72, spare=40)
         tables = {x: Tiles.load(f"{x}_gpu", MEASURED).attend_all for x in KERNELS}
         sizes = {"item_bytes": 2, "rows": 1100, "head_size": 72}
         how |= {"tile": ATTENTION.tile}
