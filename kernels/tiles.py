@@ -8,16 +8,18 @@ or captured.
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
+from kernels.tables import Line, Table, check_positive, check_powers_of_two
 from shared.models.fp8_words import FP8_BLOCK
 
 FOLDER = Path(__file__).parent / "gpus"
 MEASURED = "nvidia_h200"
 """A GPU without a file has the tiles of this one, until it is measured itself."""
+_THREE_HALVES = (96, 192)
+"""Columns of tiles that are a power of two and half of one, so that they fill more of a GPU."""
 _WIDE = 64
 """Of the sides of a tile of codes one is as wide, or a compiler takes no unit that multiplies
 codes."""
@@ -47,8 +49,8 @@ class AttentionTiles:
 
     def __post_init__(self) -> None:
         # Fewer than 16 rows or columns a matrix unit does not take.
-        _check_powers_of_two(self, {"lanes": 16, "ones": 16, "unroll": 1, "warps": 1})
-        _check_positive(self, "stages")
+        check_powers_of_two(self, {"lanes": 16, "ones": 16, "unroll": 1, "warps": 1})
+        check_positive(self, "stages")
 
 
 BLOCKS = 16
@@ -87,14 +89,8 @@ class MixTiles:
     registers: int
 
     def __post_init__(self) -> None:
-        _check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
-        _check_positive(self, "programs", "splits", "stages")
-
-
-def _check_positive(tiles: object, *names: str) -> None:
-    for name in names:
-        if getattr(tiles, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(tiles, name)}")
+        check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
+        check_positive(self, "programs", "splits", "stages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +116,7 @@ class DeltaTiles:
     def __post_init__(self) -> None:
         least = {"columns": 8, "warps": 1}
         least |= {f"commit_{name}": x for name, x in least.items()}
-        _check_powers_of_two(self, least | {"prepare_warps": 0})
+        check_powers_of_two(self, least | {"prepare_warps": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +143,7 @@ class DeltaFeedTiles:
     def __post_init__(self) -> None:
         # Fewer than 16 columns a matrix unit does not take.
         least = {"columns": 16, "warps": 1, "prepare_warps": 1, "rows": 1, "row_warps": 1}
-        _check_powers_of_two(self, least)
+        check_powers_of_two(self, least)
         if self.stages < 2:  # by Triton 3.6 the kernel reads and writes what it must not
             raise ValueError(f"stages must be at least 2, got {self.stages}")
         if self.rows > 64:
@@ -199,8 +195,8 @@ class ExpertsTiles:
         least |= {"down_columns": 64, "down_depth": 16, "down_warps": 1}
         least |= {"sum_columns": 64, "sum_warps": 1}
         least |= {"router_rows": 1, "router_depth": 16, "router_warps": 1, "group_rows": 16}
-        _check_powers_of_two(self, least)
-        _check_positive(self, "stages", "down_stages", "router_stages")
+        check_powers_of_two(self, least)
+        check_positive(self, "stages", "down_stages", "router_stages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +204,8 @@ class LinearTiles:
     """Tiles of a product of `linear`.
 
     Attributes:
-      rows, columns: Rows and outputs of a program; fewer rows where a call has fewer.
+      rows, columns: Rows and outputs of a program; fewer rows where a call has fewer. Blocks that
+        descriptors copy can also have 96 or 192 columns.
       depth: Inputs of a step along the chain; of codes some blocks, which are added one by one.
       swapped: Whether the outputs, not the rows, are the wide side of the matrix unit.
       described: Whether blocks are copied by tensor descriptors (TMA); in Pallas by a kernel of its
@@ -241,7 +238,16 @@ class LinearTiles:
         return has_blocks and not (self.described or self.persistent)
 
     def __post_init__(self) -> None:
-        _check_powers_of_two(self, {"rows": 16, "columns": 16, "depth": 16, "warps": 1})
+        least = {"rows": 16, "columns": 16, "depth": 16, "warps": 1}
+        if self.columns in _THREE_HALVES:
+            del least["columns"]
+            is_tall = self.rows >= 16 * max(4, self.warps)
+            if not (self.described and is_tall) or self.swapped:
+                raise ValueError(
+                    f"tiles of {self.columns} columns must be described, not swapped, and have 64 "
+                    "rows or more for 4 warps"
+                )
+        check_powers_of_two(self, least)
         if not (self.widens or self.takes_fp8):
             raise ValueError(
                 f"tiles that widen no weight must be swapped, {FP8_BLOCK} deep, and neither "
@@ -249,6 +255,16 @@ class LinearTiles:
             )
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
+
+    @property
+    def are_powers_of_two(self) -> bool:
+        """Whether every kernel can have blocks of these columns."""
+        return self.columns not in _THREE_HALVES
+
+    @property
+    def narrowed(self) -> "LinearTiles":
+        """With a power of two of columns, for a kernel that can have no others."""
+        return self if self.are_powers_of_two else replace(self, columns=self.columns * 2 // 3)
 
     def rows_of_codes(self, rows: int) -> int:
         """The rows of a tile of codes; all of them where they are the wide side of the matrix unit.
@@ -260,10 +276,11 @@ class LinearTiles:
           ValueError: The wide side is not wide enough, so that the bits would be others.
         """
         wide = self.columns if self.swapped else self.rows
-        if wide < _WIDE or self.columns > FP8_BLOCK or self.depth < FP8_BLOCK:
+        is_wide = wide >= _WIDE and self.are_powers_of_two
+        if not is_wide or self.columns > FP8_BLOCK or self.depth < FP8_BLOCK:
             raise ValueError(
                 f"tiles of codes must be {FP8_BLOCK} deep or more, {_WIDE} wide or more, and have "
-                f"{FP8_BLOCK} columns at most, got {self}"
+                f"{FP8_BLOCK} columns at most, a power of two, got {self}"
             )
         return rows if self.swapped else self.rows
 
@@ -324,49 +341,8 @@ class SamplingTiles:
 
     def __post_init__(self) -> None:
         least = {"groups": 1, "warps": 1, "at_once": 1, "row_warps": 1, "sampled": 8, "listed": 1}
-        _check_powers_of_two(self, least)
-        _check_positive(self, "programs", "row_programs")
-
-
-def _check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:
-    for name, bound in least.items():
-        value = getattr(tiles, name)
-        if value < bound or value & (value - 1):
-            raise ValueError(f"{name} must be a power of two from {bound}, got {value}")
-
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Line(Generic[T]):
-    """Tiles, and the sizes up to which they are taken."""
-
-    at_most: Mapping[str, int]
-    tiles: T
-
-    def takes(self, sizes: Mapping[str, int]) -> bool:
-        """Whether no size is above its bound."""
-        return all(sizes[name] <= bound for name, bound in self.at_most.items())
-
-
-@dataclass(frozen=True)
-class Table(Generic[T]):
-    """The tiles of one kernel; the first line that takes a call's sizes holds, the last takes all.
-
-    Raises:
-      ValueError: The last line does not take all sizes.
-    """
-
-    lines: tuple[Line[T], ...]
-
-    def __post_init__(self) -> None:
-        if not self.lines or self.lines[-1].at_most:
-            raise ValueError("the last line must have no at_most, so that every size has tiles")
-
-    def of(self, **sizes: int) -> T:
-        """The tiles for a call; `sizes` names every one that the tables of the kernel can bound."""
-        return next(line.tiles for line in self.lines if line.takes(sizes))
+        check_powers_of_two(self, least)
+        check_positive(self, "programs", "row_programs")
 
 
 @dataclass(frozen=True)

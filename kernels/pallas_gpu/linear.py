@@ -132,6 +132,8 @@ def product(
         weights, scales = widened(weights, scales, layer, interpret=interpret)[None], None
         bias, layer = None if bias is None else bias[layer][None], jnp.zeros_like(layer)
     R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
+    if asks is not None:  # blocks of a head have whole groups
+        tiles = tiles.narrowed
     # Mosaic GPU's interpreter knows neither loads in a layout nor instructions of PTX, and jax 0.10
     # has none to call.
     if (
@@ -171,6 +173,7 @@ def product(
         return found if gather is None else _gathered(*found[:3], gather)
     if is_quantised and not (interpret or is_on_hopper()):
         raise ValueError("rows in FP8 are multiplied on a Hopper alone")
+    tiles = tiles.narrowed
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
     if is_quantised:
         rows = tiles.rows_of_codes(rows)

@@ -5,6 +5,7 @@ which multiply them; barriers tell each side how far the other is.
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -124,11 +125,13 @@ def ring_of(work, dtype, out_type):
     tiles = work.tiles
 
     def block(shape, dtype):
-        line = LINE_BYTES // dtype.itemsize
-        layout = plgpu.TilingTransform((LINES, line)), plgpu.SwizzleTransform(LINE_BYTES)
+        line = min(LINE_BYTES // dtype.itemsize, shape[-1])
+        layout = plgpu.TilingTransform((LINES, line)), plgpu.SwizzleTransform(line * dtype.itemsize)
         return plgpu.SMEM(shape, dtype, transforms=layout)
 
-    parts = (work.groups, PARTS, WIDE, LINE_BYTES // out_type.itemsize)
+    # 96 columns are three lines of half the bytes.
+    line = math.gcd(tiles.columns, LINE_BYTES // out_type.itemsize)
+    parts = (work.groups, PARTS, WIDE, line)
     return Shared(
         rows=block((tiles.stages, tiles.rows, tiles.depth), dtype),
         weight=block((tiles.stages, work.weights * tiles.columns, tiles.depth), dtype),

@@ -5,6 +5,7 @@ a row's bits depend neither on the blocks nor on how many rows there are.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.mail import is_joined
 from kernels.tiles import LinearTiles
+from kernels.triton_gpu import linear_described
 from kernels.triton_gpu.codes import add_blocks, width_of
 from kernels.triton_gpu.expert_tiles import Stored, add_four, place_in_words
 from kernels.triton_gpu.fp8 import widened
@@ -89,7 +91,11 @@ def product(
     is_quantised = row_scales is not None
     if scales is not None and tiles.widens and not is_quantised:
         weight, scales = widened(weight, scales, **launching(x)), None
-    rows = min(tiles.rows, max(16, triton.next_power_of_2(R)))
+    is_wide = asks is None and linear_described.takes(
+        x, weight, is_gated=is_gated, is_added=added is not None, tiles=tiles
+    )
+    tiles = tiles if is_wide else tiles.narrowed
+    rows = tiles.rows if is_wide else min(tiles.rows, max(16, triton.next_power_of_2(R)))
     if is_quantised:
         rows = tiles.rows_of_codes(rows)
         depth = tiles.depth_of_codes(K)
@@ -103,7 +109,7 @@ def product(
     out_chunks = 0 if added is None else triton.cdiv(N, order.chunk)
     joins = (
         gather is not None
-        and not tiles.persistent
+        and not (tiles.persistent or is_wide)
         and is_joined(R, N, out.element_size(), out_chunks)
     )
     if gather is not None and joins:
@@ -115,7 +121,7 @@ def product(
         sums = torch.empty((R, out_chunks), dtype=torch.float32, device=x.device)
     is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
     x_at, weight_at = x, weight
-    if is_described:
+    if is_described and not is_wide:
         lanes = BLOCK if is_quantised else depth
         x_at = TensorDescriptor.from_tensor(x, [rows, lanes])
         block = [width_of(rows, tiles.columns, is_quantised, is_gated), lanes]
@@ -124,34 +130,27 @@ def product(
         weight_at = TensorDescriptor.from_tensor(weight_at, block)
     blocks = row_blocks * column_blocks
     # Triton 3.6 cannot flatten a loop at whose end some blocks store their scores and others not.
-    is_persistent = tiles.persistent and asks is None
+    is_persistent = tiles.persistent and asks is None or is_wide
     programs = min(blocks, _multiprocessors(x.device)) if is_persistent else blocks
-    _product_kernel[(programs,)](
-        x_at,
-        weight_at,
-        x if scales is None else scales,
-        x if row_scales is None else row_scales,
-        Ends(
-            # A pointer must be there, also where nothing reads it.
-            squares=x if squares is None else squares,
-            bias=x if bias is None else bias,
-            added=out if added is None else added,
-            norm=out if norm is None else norm,
-            out=out,
-            scaled=out if scaled is None else scaled,
-            sums=out if sums is None else sums,
-            eps=eps,
-            **(dict.fromkeys(Leaves._fields, out) if leaves is None else leaves._asdict()),
-            all_words=out if every is None else every.view(torch.int32),
-            all_sums=out if all_sums is None else all_sums.view(torch.int32),
-            mail=out if gather is None else gather.mail.place,
-            clock=out if gather is None else gather.mail.clock,
-            call=0 if gather is None else gather.call,
-        ),
-        R,
-        row_blocks,
-        blocks,
-        sizes=Sizes(
+    ends = Ends(
+        # A pointer must be there, also where nothing reads it.
+        squares=x if squares is None else squares,
+        bias=x if bias is None else bias,
+        added=out if added is None else added,
+        norm=out if norm is None else norm,
+        out=out,
+        scaled=out if scaled is None else scaled,
+        sums=out if sums is None else sums,
+        eps=eps,
+        **(dict.fromkeys(Leaves._fields, out) if leaves is None else leaves._asdict()),
+        all_words=out if every is None else every.view(torch.int32),
+        all_sums=out if all_sums is None else all_sums.view(torch.int32),
+        mail=out if gather is None else gather.mail.place,
+        clock=out if gather is None else gather.mail.clock,
+        call=0 if gather is None else gather.call,
+    )
+    how: dict[str, Any] = {
+        "sizes": Sizes(
             N=N,
             K=K,
             shares=None
@@ -168,14 +167,14 @@ def product(
             box=Box.of(gather.boxes) if gather is not None and joins else None,
             pack=_pack(rows * tiles.columns * out.element_size() // 4, tiles.warps),
         ),
-        squares=Chunks(
+        "squares": Chunks(
             count=chunks,
             spread=triton.next_power_of_2(max(chunks, 1)),
             length=order.chunk,
             digits=order.digits,
             digits_of_chunks=order.digits_of_chunks,
         ),
-        cut=Cut(
+        "cut": Cut(
             rows=rows,
             columns=tiles.columns,
             depth=depth,
@@ -185,9 +184,24 @@ def product(
             is_persistent=is_persistent,
             has_all_rows=rows * row_blocks == R,
         ),
-        num_warps=tiles.warps,
         **launching(x),
-    )
+    }
+    if is_wide:
+        given = (x, weight, ends, row_blocks, blocks)
+        linear_described.launch(*given, programs=programs, warps=tiles.warps, **how)
+    else:
+        _product_kernel[(programs,)](
+            x_at,
+            weight_at,
+            x if scales is None else scales,
+            x if row_scales is None else row_scales,
+            ends,
+            R,
+            row_blocks,
+            blocks,
+            num_warps=tiles.warps,
+            **how,
+        )
     if gather is None:
         return out, scaled, sums, leaves
     if every is None:

@@ -9,21 +9,20 @@ The sums over a span of 2,048 positions stay in registers; programs leave each o
 that a long request is shared out by whole spans.
 """
 
-from functools import cache
-
 import torch
 import triton
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import MixTiles
 from kernels.triton_gpu.heads import Heads
 from kernels.triton_gpu.linear import launching
+from kernels.triton_gpu.linear_described import copy_tile, is_on_hopper
 from kernels.triton_gpu.pair_sums import (
     LANES,
     LOG2_E,
@@ -48,15 +47,6 @@ _BOUNDS = gl.constexpr(BOUNDS)
 _COPYING_REGISTERS = gl.constexpr(24)
 _REGISTERS, _MORE_REGISTERS = 128, 168
 """Of a thread where two programs are to have room on a multiprocessor, and where one has."""
-
-# A name that is another from one version of Triton to the next.
-_copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-
-
-@cache
-def is_on_hopper() -> bool:
-    """Whether the GPU is one, whose matrix units no other has."""
-    return torch.cuda.get_device_capability()[0] == 9
 
 
 def takes(kv: Float[Tensor, "L 2 P page Hk D"], tile: int) -> bool:
@@ -294,8 +284,8 @@ def _copy(
         line = number * page + i * TILE % page
         come = ring.keys_come.index(slot)
         mbarrier.expect(come, TILE * heads.D * 2)
-        _copy_tile(k_of, [line, column], come, ring.k_tiles.index(slot))
+        copy_tile(k_of, [line, column], come, ring.k_tiles.index(slot))
         come = ring.values_come.index(slot)
         mbarrier.expect(come, TILE * cut.width * 2)
-        _copy_tile(v_of, [line, column + v_column], come, ring.v_tiles.index(slot))
+        copy_tile(v_of, [line, column + v_column], come, ring.v_tiles.index(slot))
         number = following

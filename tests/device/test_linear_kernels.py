@@ -227,6 +227,25 @@ def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.skipif(
+    INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="blocks are copied by TMA on a GPU"
+)
+@pytest.mark.parametrize(
+    ("kind", "out_type"),
+    [*((kind, "bfloat16") for kind in KINDS), ("gated", "float32"), ("added", "float32")],
+)
+def test_tiles_of_192_columns_give_the_bits_of_others(kind: str, out_type: str) -> None:
+    given = {"kind": kind, "R": 300, "K": 1024, "N": 320, "first": 0, "out_type": out_type}
+    how = {"rows": 128, "columns": 128, "swapped": False, "warps": 8, "stages": 3}
+    want = in_bfloat16("triton", cut=tiles(**how), **given)
+    wide = how | TMA | {"columns": 96 if "gated" in kind else 192}
+    for change in ({}, {"rows": 64, "warps": 4, "stages": 4}):
+        for language in ("triton", "pallas"):
+            got = in_bfloat16(language, cut=tiles(**wide | change), **given)
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.skipif(INTERPRET or not ON_GPU, reason="a compiler rounds, and an interpreter never")
 @pytest.mark.parametrize("kind", ["added", "biased", "biased, times, added"])
 @each_language
@@ -273,6 +292,26 @@ def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
 def test_programs_that_stay_are_refused_where_pallas_has_none() -> None:
     with pytest.raises(ValueError, match="in Pallas only what descriptors copy is persistent"):
         multiply("pallas", normal(0, 3, 64), normal(1, 64, 64), cut=tiles(persistent=True))
+
+
+@pytest.mark.parametrize("change", [{"described": False}, {"rows": 32}, {"swapped": True}], ids=str)
+@pytest.mark.parametrize("columns", [96, 192])
+def test_columns_that_are_no_power_of_two_are_refused_where_no_kernel_has_them(
+    columns: int, change: dict[str, int]
+) -> None:
+    how = {"rows": 64, "columns": columns, "swapped": False} | TMA
+    assert tiles(**how).narrowed == tiles(**how | {"columns": columns * 2 // 3})
+    with pytest.raises(ValueError, match=f"tiles of {columns} columns must be described, not swa"):
+        tiles(**how | change)
+
+
+@each_language
+def test_where_descriptors_copy_nothing_such_tiles_are_narrower(language: str) -> None:
+    x, weight = normal(0, 20, 128), normal(1, 256, 128)
+    how = {"rows": 64, "swapped": False} | TMA
+    (want,) = multiply(language, x, weight, cut=tiles(columns=128, **how))
+    (got,) = multiply(language, x, weight, cut=tiles(columns=192, **how))
+    np.testing.assert_array_equal(got, want)
 
 
 @each_language

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.tiles import MEASURED, Line, SamplingTiles, Table, Tiles
+from kernels.tables import Line, Table
+from kernels.tiles import MEASURED, SamplingTiles, Tiles
 from shared.spec.noise import TARGET_STREAM
 from tests.support.cases.projection import mixed_arguments as head_arguments
 from tests.support.cases.sampling import drafted_arguments, mixed_arguments, ranked_arguments

@@ -15,7 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kernels.tiles import Table, Tiles
+from kernels.tables import Table
+from kernels.tiles import Tiles
 from shared.boundary.ranks import Ranks
 
 Arguments = dict[str, Any]

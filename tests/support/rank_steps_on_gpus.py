@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kernels.tiles import LeavesTiles, Line, Table
+from kernels.tables import Line, Table
+from kernels.tiles import LeavesTiles
 from shared.boundary.backend import Backend, StepFuture, StepPlan
 from shared.boundary.buffers import plan_in
 from shared.boundary.mailboxes import Mailboxes

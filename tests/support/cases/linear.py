@@ -1,5 +1,6 @@
 """Cases of the products of `linear`: small and odd ones, and those of a layer of Qwen3-8B."""
 
+from dataclasses import replace
 from functools import partial
 
 import ml_dtypes
@@ -141,4 +142,17 @@ TABLE += [
     for kind, granularity in FP8.items()
     for R in _ROWS
     if granularity is Granularity.BLOCK or (name == "gate and up" and R in (1, 32, 512))
+]
+
+_COPIED = {"depth": 64, "swapped": 0, "described": 1, "persistent": 1, "widens": 1}
+THREE_HALVES = {
+    "gate and up, 128 rows": {"rows": 64, "columns": 96, "warps": 4, "stages": 6} | _COPIED,
+    "gate and up, 256 rows": {"rows": 128, "columns": 96, "warps": 8, "stages": 5} | _COPIED,
+    "qkv, 512 rows": {"rows": 128, "columns": 192, "warps": 8, "stages": 4} | _COPIED,
+}
+"""Tiles of 192 columns of the weight, by the names of the cases above that they fill a GPU with."""
+TABLE += [
+    replace(case, name=f"{case.name}, 192 columns", tiles=THREE_HALVES[case.name])
+    for case in TABLE
+    if case.name in THREE_HALVES
 ]
