@@ -85,8 +85,7 @@ STEPS = (
     Step("qwen3-8b", "DFLASH:rule=rejection", 1, 10 * 2**20),
     # Its bias of a step is as large as the scores: 7 drafts of 8 requests.
     Step("qwen3-8b", "DSPARK", 8, 2**20),
-    # Its convolutions are fused with what is added to 64 rows of the stream.
-    Step("qwen3-8b", "DFLASH2", 8, 2**21),
+    Step("qwen3-8b", "DFLASH2", 8, 2**20),
     # Of 100 MB of n-grams nothing is copied.
     Step("qwen3-8b", "NGRAM:N=8", 8, 2**20, flags=ON_DEVICE),
     Step("qwen3-8b", "NGRAM:N=8", 1, 2**24, tokens=2048, flags=ON_DEVICE),

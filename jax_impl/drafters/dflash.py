@@ -11,7 +11,7 @@ from jax_impl.drafters import Drafted, Fed, Prompts, Ranking, convolution, dflas
 from jax_impl.drafters.heads import embedding
 from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, projected
-from jax_impl.ops import draft_tree, linear, projection, ranks, verify_rows
+from jax_impl.ops import alone, draft_tree, linear, projection, ranks, verify_rows
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import embedded, rms_norm
 from jax_impl.ops.linear import normed_product, product
@@ -208,12 +208,15 @@ def fill(
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     x = embedded(embed, tokens.reshape(-1), None)
     if weights.around is not None:
+        norms = [norm for each in weights.layers for norm in (each.input_norm, each.post_norm)]
+        scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
+        out = rms_norm(x, alone(scales[0]), config.rms_eps)
         for place, (around, seen) in enumerate(zip(weights.around, rows, strict=True)):
             sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
-            given = (config, weights.layers[place], around, place, block.size)
-            x, paged = convolution.layer(*given, x, sight)
+            following = (scales[2 * place + 1], scales[2 * place + 2])
+            given = (config, weights.layers[place], around, following, place, block.size)
+            x, out, paged = convolution.layer(*given, x, out, sight)
             kv = paged.pools
-        out = rms_norm(x, weights.final_norm, config.rms_eps)
         return out.reshape(*tokens.shape, -1), kv
     norms = [*(layer.input_norm for layer in weights.layers), None]
     stream = linear.stream(x, norms[0], None, group)

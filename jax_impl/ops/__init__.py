@@ -35,6 +35,7 @@ class Kernels:
     acceptance: ModuleType
     attend_all: ModuleType
     attention: ModuleType
+    convolution: ModuleType
     delta_commit: ModuleType
     delta_feed: ModuleType
     delta_mix: ModuleType

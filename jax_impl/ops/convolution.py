@@ -1,8 +1,15 @@
-"""A convolution along the rows of a block; as `shared.spec.convolution`."""
+"""A convolution along the rows of a block; as `shared.spec.convolution`.
+
+On a GPU what is in bfloat16 is kernels.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float
+
+from jax_impl.ops import Kernels, Norm, alone, in_stack, is_bfloat16, kernel_or_plain
+from jax_impl.ops.layers import plain_rms_norm
+from shared.spec.numerics import SQUARES
 
 
 def convolved(
@@ -24,3 +31,58 @@ def convolved(
         by_group = read.reshape(R, groups, -1) * moved[:, tap, :, None].astype(jnp.float32)
         total = total + own * read + by_group.reshape(R, hidden)
     return total
+
+
+def plain_before(
+    normed: Float[jax.Array, "R hidden"],
+    base: Float[jax.Array, "2 taps hidden"],
+    moved: Float[jax.Array, "R 2 taps groups"],
+    size: int,
+) -> Float[jax.Array, "R hidden"]:
+    """What a part of a layer reads, by the first of its convolutions, in the type of the rows."""
+    return convolved(normed, base[0], moved[:, 0], size, None).astype(normed.dtype)
+
+
+def kernel_before(
+    kernels: Kernels,
+    normed: Float[jax.Array, "R hidden"],
+    base: Float[jax.Array, "2 taps hidden"],
+    moved: Float[jax.Array, "R 2 taps groups"],
+    size: int,
+) -> Float[jax.Array, "R hidden"]:
+    return kernels.convolution.before(normed, base, moved, size)
+
+
+before = kernel_or_plain(kernel_before, plain_before, is_bfloat16)
+
+
+def plain_behind(
+    given: Float[jax.Array, "R hidden"],
+    base: Float[jax.Array, "2 taps hidden"],
+    moved: Float[jax.Array, "R 2 taps groups"],
+    size: int,
+    x: Float[jax.Array, "R hidden"],
+    norm: Norm,
+    eps: float,
+) -> tuple[Float[jax.Array, "R hidden"], Float[jax.Array, "R hidden"]]:
+    """The stream with what a part gives, by the second convolution, and that stream normed."""
+    x = convolved(given, base[1], moved[:, 1], size, x).astype(x.dtype)
+    return x, plain_rms_norm(x, alone(norm), eps)
+
+
+def kernel_behind(
+    kernels: Kernels,
+    given: Float[jax.Array, "R hidden"],
+    base: Float[jax.Array, "2 taps hidden"],
+    moved: Float[jax.Array, "R 2 taps groups"],
+    size: int,
+    x: Float[jax.Array, "R hidden"],
+    norm: Norm,
+    eps: float,
+) -> tuple[Float[jax.Array, "R hidden"], Float[jax.Array, "R hidden"]]:
+    norms, layer = in_stack(norm)
+    how = (size, x, norms, layer, eps)
+    return kernels.convolution.behind(given, base, moved, *how, order=SQUARES)
+
+
+behind = kernel_or_plain(kernel_behind, plain_behind, is_bfloat16)

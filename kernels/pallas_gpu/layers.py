@@ -136,7 +136,7 @@ def _beside_kernel(x_ref, norms_ref, layer_ref, scaled_ref, sums_ref, *, order):
     if norms_ref is not None:
         norm = norms_ref.at[layer_ref[0], column]
         x = x * pltriton.load(norm, mask=column < x_ref.shape[1], other=0.0)
-        _store_row(scaled_ref, x, column)
+        store_row(scaled_ref, x, column)
 
 
 def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
@@ -148,7 +148,7 @@ def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
     x = x * lax.rsqrt(total * (1.0 / size) + eps)
     if weight_ref is not None:
         x = x * pltriton.load(weight_ref.at[column], mask=column < size, other=0.0)
-    _store_row(out_ref, x, column)
+    store_row(out_ref, x, column)
 
 
 def _layer_norm_kernel(x_ref, weight_ref, bias_ref, out_ref, *, eps, order):
@@ -159,7 +159,7 @@ def _layer_norm_kernel(x_ref, weight_ref, bias_ref, out_ref, *, eps, order):
     x = x * lax.rsqrt(_sum(x * x, order) * (1.0 / size) + eps)
     x = x * pltriton.load(weight_ref.at[column], mask=inside, other=0.0)
     x = x + pltriton.load(bias_ref.at[column], mask=inside, other=0.0)
-    _store_row(out_ref, x, column)
+    store_row(out_ref, x, column)
 
 
 def _sum(terms, order):
@@ -201,10 +201,11 @@ def _blend_kernel(table_ref, corners_ref, shares_ref, out_ref):
         at = table_ref.at[corners_ref[row, corner], column]
         x = pltriton.load(at, mask=column < hidden, other=0.0).astype(jnp.float32)
         out += x * shares_ref[row, corner]
-    _store_row(out_ref, out, column)
+    store_row(out_ref, out, column)
 
 
-def _store_row(out_ref, x, column):
+def store_row(out_ref, x, column):
+    """Stores the row of this program, whose columns may be more than there are."""
     size = out_ref.shape[1]
     # A column that is not written gets an index outside, for the interpreter.
     at = jnp.where(column < size, column, size)

@@ -112,6 +112,14 @@ def _feed_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> 
     return _dtype_fault(takes, blueprint, program) if is_fed else None
 
 
+def _convolution_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+    block = blueprint.drafts.block
+    is_drafted = program.work in (Work.DECODE, Work.DRAFT)
+    if not is_drafted or block is None or block.conv is None:
+        return None
+    return _dtype_fault(takes, blueprint, program)
+
+
 def _experts_dtype_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
     has_layers = any(model.experts is not None for model in _models(blueprint))
     return _dtype_fault(takes, blueprint, program) if has_layers else None
@@ -144,6 +152,7 @@ OPERATIONS = (
     Operation("delta_mix.feed", _feed_fault, is_refused=False),
     Operation("experts", _experts_dtype_fault, is_refused=False),
     Operation("experts.added_experts", _experts_size_fault, is_refused=True),
+    Operation("convolution", _convolution_fault, is_refused=False),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
     Operation("projection", _dtype_fault, is_refused=False),

@@ -4,7 +4,6 @@ It stands before and behind each part of a layer of a DFlash2 head.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -16,6 +15,8 @@ from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights
 from shared.spec.linear import Stream
 from shared.spec.model import KV, Hidden
+
+Norm = Float[np.ndarray, " hidden"]
 
 
 def convolved(
@@ -46,50 +47,93 @@ def convolved(
     return total
 
 
+def before(
+    normed: Float[np.ndarray, "R hidden"],
+    base: Float[np.ndarray, "2 taps hidden"],
+    moved: Float[np.ndarray, "R 2 taps groups"],
+    size: int,
+) -> Float[np.ndarray, "R hidden"]:
+    """What a part of a layer reads: the first of its two convolutions.
+
+    Args:
+      normed: The residual stream behind the part's norm.
+      base, moved, size: As `convolved`, of both convolutions.
+    """
+    return convolved(normed, base[0], moved[:, 0], size, None)
+
+
+def behind(
+    given: Float[np.ndarray, "R hidden"],
+    base: Float[np.ndarray, "2 taps hidden"],
+    moved: Float[np.ndarray, "R 2 taps groups"],
+    size: int,
+    x: Float[np.ndarray, "R hidden"],
+    norm: Float[np.ndarray, " hidden"],
+    eps: float,
+) -> tuple[Float[np.ndarray, "R hidden"], Float[np.ndarray, "R hidden"]]:
+    """The stream with what a part gives, through the second convolution; and that stream normed.
+
+    Args:
+      given: What the part gives.
+      base, moved, size: As `convolved`, of both convolutions.
+      x: The residual stream.
+      norm: Scale of the norm through which the stream is read next.
+      eps: Of that norm.
+    """
+    x = convolved(given, base[1], moved[:, 1], size, x)
+    return x, layers.rms_norm(x, norm, eps)
+
+
 def layer(
     sizes: ModelConfig,
     block: BlockConfig,
     weights: HeadWeights,
     number: int,
     x: Hidden,
+    normed: Hidden,
     rows: Rows,
     kv: KV,
-) -> tuple[Hidden, KV]:
+) -> tuple[Hidden, Hidden, KV]:
     """One layer of a DFlash2 head: each part stands between two convolutions, and is added then.
 
     Args:
       sizes: Of the head's layers.
       number: The layer's.
-      x: The residual stream.
+      x, normed: The residual stream, as it is and behind the layer's first norm.
       rows: Where its rows stand, and what they see.
+
+    Returns:
+      The stream, as it is and behind the norm of the next layer or of the head; and the KV.
     """
-    read, behind = _around(sizes, block, weights, "attention", number, x)
+    read, added = _around(sizes, block, weights, "attention", number, normed)
     own, nothing = (sizes, sizes.attention, weights, "layer.", number), Stream(np.zeros_like(x))
     mixed, kv = model.attention_layer(*own, read, nothing, rows, kv)
-    x = behind(mixed.rows, x)
-    read, behind = _around(sizes, block, weights, "mlp", number, x)
+    x, normed = added(mixed.rows, x, weights["layer.post_attention_norm"][number])
+    read, added = _around(sizes, block, weights, "mlp", number, normed)
     gate_up, down = (model.matrix(weights, f"layer.mlp.{x}", number) for x in ("gate_up", "down"))
     fed = linear.product(linear.gated_product(Stream(read), None, gate_up), down)
-    return behind(fed, x), kv
-
-
-NORMS = {"attention": "input_norm", "mlp": "post_attention_norm"}
-"""Through which the parts of a layer read the stream."""
+    norms = [*weights["layer.input_norm"], weights["final_norm"]]
+    return *added(fed, x, norms[number + 1]), kv
 
 
 def _around(
-    sizes: ModelConfig, block: BlockConfig, weights: HeadWeights, part: str, number: int, x: Hidden
-) -> tuple[Hidden, Callable[[Hidden, Hidden], Hidden]]:
-    """What a part reads, and what is made of what it gives and of the stream.
+    sizes: ModelConfig,
+    block: BlockConfig,
+    weights: HeadWeights,
+    part: str,
+    number: int,
+    normed: Hidden,
+) -> tuple[Hidden, Callable[[Hidden, Hidden, Norm], tuple[Hidden, Hidden]]]:
+    """What a part reads, and what is made of what it gives, of the stream and of its next norm.
 
     What moves the coefficients of both convolutions is read before the part.
     """
     assert block.conv is not None  # a DFlash2 head has it
-    normed = model.norm(sizes, x, weights[f"layer.{NORMS[part]}"][number])
     base, moving = (weights[f"conv.{number}.{part}.{x}"] for x in ("base", "moved"))
-    moved = layers.linear(normed, moving).reshape(len(x), 2, block.conv.taps, -1)
+    moved = layers.linear(normed, moving).reshape(len(normed), 2, block.conv.taps, -1)
 
-    def side(at: int, values: Hidden, added: Hidden | None) -> Hidden:
-        return convolved(values, base[at], moved[:, at], block.size, added)
+    def added(given: Hidden, x: Hidden, norm: Norm) -> tuple[Hidden, Hidden]:
+        scale = model.scale(sizes, norm)
+        return behind(given, base, moved, block.size, x, scale, sizes.rms_eps)
 
-    return side(0, normed, None), partial(side, 1)
+    return before(normed, base, moved, block.size), added

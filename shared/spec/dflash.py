@@ -122,13 +122,14 @@ def fill(
     assert block is not None  # a DFlash head has a block
     tokens = np.full((len(newest), block.size), block.mask_id)
     tokens[:, 0] = newest
-    stream = Stream(layers.embedded(embedding(weights, target), tokens.reshape(-1), None))
+    x = layers.embedded(embedding(weights, target), tokens.reshape(-1), None)
+    if block.conv is not None:
+        out = model.norm(sizes, x, weights["layer.input_norm"][0])
+        for layer, seen in enumerate(rows):
+            x, out, kv = convolution.layer(sizes, block, weights, layer, x, out, seen, kv)
+        return out.reshape(len(newest), block.size, -1), kv
+    stream = Stream(x)
     for layer, seen in enumerate(rows):
-        if block.conv is not None:
-            given = (sizes, block, weights, layer, stream.rows, seen, kv)
-            x, kv = convolution.layer(*given)
-            stream = stream.followed(x)
-            continue
         y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
         given = (sizes.attention, weights, "layer.", layer, y, stream, seen, kv)
         stream, kv = model.attention_layer(sizes, *given)

@@ -15,6 +15,7 @@ from shared.boundary.operations import (
     plain_gauges,
     plain_operations,
 )
+from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.layers import LayerConfig
@@ -29,6 +30,7 @@ from shared.server.server_metrics import ServerMetrics
 from shared.spec.acceptance import RULES
 from tests.support import reference_serve
 from tests.support.golden_pictures import picture_config, vision
+from tests.support.tiny_heads import tiny_pair_head
 from tests.support.tiny_models import tiny_model, write_tiny
 from torch_impl import platform as torch_platform
 
@@ -56,12 +58,14 @@ def asked(
     model: ModelConfig,
     device: Device = GPU,
     tower: Tower | None = None,
+    head: DraftConfig | None = None,
     **flags: object,
 ) -> tuple[PlainOperation, ...]:
     """What runs plain in the programs of a start, unless it is refused."""
     values = {"model_path": "model", "max_running_requests": 2, "max_total_tokens": 4096} | flags
     options = Options.from_values(values)
     drafts = Drafts.of_mtp(model) if options.speculative.with_mtp else Drafts.none()
+    drafts = Drafts.of_head(head) if head else drafts
     memory = plan(options, model, drafts, device, platform.costs, tower=tower)
     assert platform.kernels is not None
     return plain_operations(memory.blueprint, platform.kernels)
@@ -117,6 +121,16 @@ def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
     assert [each.name for each in found] == names
     assert {each.reason for each in found} == {"bfloat16, not float32"}
     assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
+
+
+@each_platform
+def test_the_convolutions_of_a_head_in_float32_are_counted_on_a_gpu(platform):
+    flags = {"speculative_algorithm": "DFLASH2", "speculative_draft_model_path": "head"}
+    flags |= {"head": tiny_pair_head(CONFIG, 0, head_dim=16).config}
+    found = {each.name: each for each in asked(platform, CONFIG, dtype="float32", **flags)}
+    assert found["convolution"].reason == "bfloat16, not float32"
+    assert found["convolution"].programs < found["linear"].programs
+    assert asked(platform, CONFIG, **flags) == ()
 
 
 @each_platform

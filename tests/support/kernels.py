@@ -35,6 +35,7 @@ MODULES = (
     "acceptance",
     "attend_all",
     "attention",
+    "convolution",
     "delta_commit",
     "delta_feed",
     "delta_mix",

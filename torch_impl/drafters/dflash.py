@@ -229,11 +229,14 @@ def fill(
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
     x = embedded(embed, tokens, None)
     if weights.around is not None:
+        norms = [norm for each in weights.layers for norm in (each.input_norm, each.post_norm)]
+        scales = [*(norm for norm in norms if norm is not None), weights.final_norm]
+        out = rms_norm(x, scales[0], config.rms_eps)
         for place, (around, seen) in enumerate(zip(weights.around, rows, strict=True)):
             sight = Sight(turn, None, seen, PagedKV.of(kv, seen), group)
-            given = (config, weights.layers[place], around, place, block.size)
-            x = convolution.layer(*given, x, sight)
-        out = rms_norm(x, weights.final_norm, config.rms_eps)
+            following = (scales[2 * place + 1], scales[2 * place + 2])
+            given = (config, weights.layers[place], around, following, place, block.size)
+            x, out = convolution.layer(*given, x, out, sight)
         return out.unflatten(0, (len(newest), block.size))
     norms = [*(layer.input_norm for layer in weights.layers), None]
     stream = linear.stream(x, norms[0], None, group)

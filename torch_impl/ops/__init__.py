@@ -29,6 +29,7 @@ class Kernels:
     acceptance: ModuleType
     attend_all: ModuleType
     attention: ModuleType
+    convolution: ModuleType
     delta_commit: ModuleType
     delta_feed: ModuleType
     delta_mix: ModuleType
@@ -61,6 +62,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import acceptance as acceptance_kernel
     from kernels.triton_gpu import attend_all as attend_all_kernel
     from kernels.triton_gpu import attention as attention_kernel
+    from kernels.triton_gpu import convolution as convolution_kernel
     from kernels.triton_gpu import delta_commit as delta_commit_kernel
     from kernels.triton_gpu import delta_feed as delta_feed_kernel
     from kernels.triton_gpu import delta_mix as delta_mix_kernel
@@ -89,6 +91,7 @@ if torch.cuda.is_available():
         acceptance=acceptance_kernel,
         attend_all=attend_all_kernel,
         attention=attention_kernel,
+        convolution=convolution_kernel,
         delta_commit=delta_commit_kernel,
         delta_feed=delta_feed_kernel,
         delta_mix=delta_mix_kernel,

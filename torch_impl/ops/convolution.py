@@ -1,9 +1,13 @@
-"""As `shared.spec.convolution`, in torch."""
+"""As `shared.spec.convolution`, in torch; on a GPU what is in bfloat16 is kernels."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
+
+from shared.spec.numerics import SQUARES
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops.layers import plain_rms_norm
 
 
 def convolved(
@@ -29,3 +33,56 @@ def convolved(
         total = torch.addcmul(total, own[tap], read)
         total = torch.addcmul(total, moved[:, tap, :, None], read)
     return total.view(R, hidden)
+
+
+def plain_before(
+    normed: Float[Tensor, "R hidden"],
+    base: Float[Tensor, "2 taps hidden"],
+    moved: Float[Tensor, "R 2 taps groups"],
+    size: int,
+) -> Float[Tensor, "R hidden"]:
+    """As the specification, in the type of the rows."""
+    return convolved(normed, base[0], moved[:, 0], size, None).to(normed.dtype)
+
+
+def kernel_before(
+    kernels: Kernels,
+    normed: Float[Tensor, "R hidden"],
+    base: Float[Tensor, "2 taps hidden"],
+    moved: Float[Tensor, "R 2 taps groups"],
+    size: int,
+) -> Float[Tensor, "R hidden"]:
+    return kernels.convolution.before(normed, base, moved, size)
+
+
+before = kernel_or_plain(kernel_before, plain_before, is_bfloat16)
+
+
+def plain_behind(
+    given: Float[Tensor, "R hidden"],
+    base: Float[Tensor, "2 taps hidden"],
+    moved: Float[Tensor, "R 2 taps groups"],
+    size: int,
+    x: Float[Tensor, "R hidden"],
+    norm: Float[Tensor, " hidden"],
+    eps: float,
+) -> tuple[Float[Tensor, "R hidden"], Float[Tensor, "R hidden"]]:
+    """As the specification; the stream and its norm have the type of the rows."""
+    x = convolved(given, base[1], moved[:, 1], size, x).to(x.dtype)
+    return x, plain_rms_norm(x, norm, eps)
+
+
+def kernel_behind(
+    kernels: Kernels,
+    given: Float[Tensor, "R hidden"],
+    base: Float[Tensor, "2 taps hidden"],
+    moved: Float[Tensor, "R 2 taps groups"],
+    size: int,
+    x: Float[Tensor, "R hidden"],
+    norm: Float[Tensor, " hidden"],
+    eps: float,
+) -> tuple[Float[Tensor, "R hidden"], Float[Tensor, "R hidden"]]:
+    return kernels.convolution.behind(given, base, moved, size, x, norm, eps, order=SQUARES)
+
+
+behind = kernel_or_plain(kernel_behind, plain_behind, is_bfloat16)
