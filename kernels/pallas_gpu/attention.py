@@ -79,7 +79,7 @@ def attend(
             order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
             interpret=interpret,
         ),
-        grid=(blocks, Hk, B),
+        grid=(Hk, blocks, B),
         out_shape=jax.ShapeDtypeStruct((R, Hq * D), q.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
@@ -159,9 +159,10 @@ def _attend_kernel(
     order,
     interpret,
 ):
-    """One program per block of rows, key head and request."""
-    block, head, request = (pl.program_id(axis) for axis in range(3))
-    block = blocks - 1 - block  # the last rows see the most: their programs, the longest, are first
+    """One program per key head, block of rows and request."""
+    head, block, request = (pl.program_id(axis) for axis in range(3))
+    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    block = blocks - 1 - block
     group = q_ref.shape[1] // kv_ref.shape[4]
     turn = request * blocks + block
     clear_padding(starts_ref, out_ref, head, turn, group, q_ref.shape[2], blocks)

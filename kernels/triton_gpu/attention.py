@@ -109,7 +109,7 @@ def attend(
     (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
     out, nodes = q.new_empty((R, Hq * D)), window.shape[1]
     blocks = triton.cdiv(max_rows * (Hq // Hk), tiles.lanes)
-    _attend_kernel[(blocks, Hk, B)](
+    _attend_kernel[(Hk, blocks, B)](
         *(q, q if gate is None else gate, out),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=table),
         Rows(starts=row_starts, first=first, until=until, window=window if nodes else until),
@@ -134,7 +134,7 @@ def _attend_kernel(
     heads: tl.constexpr, order: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr,
     is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of rows, key head and request."""
+    """One program per key head, block of rows and request."""
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
@@ -142,10 +142,10 @@ def _attend_kernel(
     k_heads: tl.constexpr = heads.k_heads
     D: tl.constexpr = heads.D
     group: tl.constexpr = q_heads // k_heads
-    # The last rows see the most: their programs, which take longest, begin first.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, request = tl.program_id(1), tl.program_id(2)
-    turn, turns = request * tl.num_programs(0) + block, num_requests * tl.num_programs(0)
+    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    blocks = tl.num_programs(1)
+    head, block, request = tl.program_id(0), blocks - 1 - tl.program_id(1), tl.program_id(2)
+    turn, turns = request * blocks + block, num_requests * blocks
     padding = tl.load(rows.starts + num_requests)
     clear_padding(padding + turn, out_at, num_rows, turns, head, group, k_heads, D)
     start, stop = tl.load(rows.starts + request), tl.load(rows.starts + request + 1)
