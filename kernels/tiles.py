@@ -26,8 +26,8 @@ codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionTiles:
-    """Tiles of `attention.attend`, and of `attend_all`, whose rows are a picture's patches.
+class AttendAllTiles:
+    """Tiles of `attend_all`, whose rows are a picture's patches.
 
     Attributes:
       lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
@@ -51,6 +51,17 @@ class AttentionTiles:
         # Fewer than 16 rows or columns a matrix unit does not take.
         check_powers_of_two(self, {"lanes": 16, "ones": 16, "unroll": 1, "warps": 1})
         check_positive(self, "stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTiles(AttendAllTiles):
+    """Tiles of `attention.attend`; those of `attend_all`, and another.
+
+    Attributes:
+      described: Whether `attend_described` attends, where it can; of the others it has the stages.
+    """
+
+    described: bool
 
 
 BLOCKS = 16
@@ -349,7 +360,7 @@ class SamplingTiles:
 class Tiles:
     """The tables of all kernels of one language, a field for each module that has some."""
 
-    attend_all: Table[AttentionTiles]
+    attend_all: Table[AttendAllTiles]
     attention: Table[AttentionTiles]
     delta_feed: Table[DeltaFeedTiles]
     delta_mix: Table[DeltaTiles]
@@ -381,7 +392,7 @@ class Tiles:
 
 
 CLASSES: dict[str, Any] = {
-    "attend_all": AttentionTiles,
+    "attend_all": AttendAllTiles,
     "attention": AttentionTiles,
     "delta_feed": DeltaFeedTiles,
     "delta_mix": DeltaTiles,

@@ -28,10 +28,11 @@ PARTS = {
     *("flat_nodes", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
     *("rejection", "support", "window", "winners", "expert_tiles", "fp8", "groups", "router"),
     *("attend_all", "codes", "fp8_activations", "leaves", "linear_result", "mailboxes", "ranks"),
-    *("choices", "flags", "linear_described", "mix_described", "pair_sums", "vocabulary"),
+    *("attend_described", "choices", "flags", "linear_described", "mix_described", "pair_sums"),
+    *("pair_tiles", "vocabulary"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
-PALLAS_ALONE = {"instructions", "linear_ring", "linear_sums"}
+PALLAS_ALONE = {"instructions", "linear_ring", "linear_sums", "sums"}
 TEST_OF_SPEC = {"model": "golden", "convolution": "dflash2"}  # the proof: other people's numbers
 MAX_LINES = 450
 MOST_ARGUMENTS = 12  # of a call, by place

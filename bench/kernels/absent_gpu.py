@@ -162,7 +162,8 @@ def compiled_case(gpu: AbsentGpu, case: OpCase) -> Compiled | None:
     with gpu.traced():
         bound = ops.KERNELS
         assert bound is not None
-        tiles = changed(bound.tiles, case.op, case.tiles) if case.tiles else bound.tiles
+        table = case.table_in(bound.tiles)
+        tiles = changed(bound.tiles, table, case.tiles) if case.tiles else bound.tiles
         with patch.object(ops, "KERNELS", replace(bound, tiles=tiles)):
             lowered = jax.jit(call).lower(*shapes)
     return gpu.compiled(lowered) if any(call in lowered.as_text() for call in CALLS) else None

@@ -1,15 +1,22 @@
-"""Times the attention of verify rows by 64 pairs a program beside the kernel that a table names.
+"""Times attention by a Hopper's wide matrix unit beside the kernel that a table names.
 
     python -m bench.kernels.attention
     python -m bench.kernels.attention --sides torch --requests 32 --contexts 4096 --programs 1 4
+    python -m bench.kernels.attention --prompts
 
-The heads are those of Qwen3-8B, 32 and 8 of 128, and each request has a tree of 16 rows, if no
-others are asked for. A line says, for a framework, a number of requests and a context, the
-microseconds of a layer between its two products as the table of the GPU has it, those of
-`mix_described` with each number of programs that share a request, the GB/s of keys and values at
-the fastest, and whether all bits are equal; the exit code is 1 where some are not. Keys and values
-are a few pages of random numbers that are repeated on the device, in as many pools as a cache does
-not keep.
+Without `--prompts`, that of verify rows. The heads are those of Qwen3-8B, 32 and 8 of 128, and each
+request has a tree of 16 rows, if no others are asked for. A line says, for a framework, a number of
+requests and a context, the microseconds of a layer between its two products as the table of the GPU
+has it, those of `mix_described` with each number of programs that share a request, the GB/s of keys
+and values at the fastest, and whether all bits are equal; the exit code is 1 where some are not.
+Keys and values are a few pages of random numbers that are repeated on the device, in as many pools
+as a cache does not keep.
+
+With `--prompts`, that of one prompt, of so many tokens if numbers follow, with the heads of
+Qwen3-8B and those of Qwen3.5-9B, 16 and 4 of 256, if no others are asked for. A line says the
+microseconds of a layer as the table has it and by `attend_described`, the TFLOP/s of the products
+of attention alone at the faster, by the positions that rows see, and whether all bits are equal.
+Writing keys and values is in both times, and in the rates.
 """
 
 import argparse
@@ -24,14 +31,21 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.kernels.aot_torch import Zeros
-from tests.support.cases.mix import arguments, tree_case
+from tests.support.cases.mix import MixCase, arguments, prompt_case, tree_case
 from tests.support.op_case import OpCase
-from tests.support.op_sides import SIDES, Placed, Side, rounds_for
+from tests.support.op_sides import ROUND_S, SIDES, Placed, Side, rounds_for
 
 PAGE = 64
 DRAWN_PAGES = 32
 ROTATED_BYTES, MOST_SETS = 200 * 2**20, 32
 """Of keys and values, and pools that have them."""
+PROMPTS = (512, 2048, 8192)
+MODELS = ((32, 8, 128), (16, 4, 256))
+"""Heads of queries and of keys, and their size: of Qwen3-8B and of Qwen3.5-9B."""
+STAGES = {64: 6, 128: 3, 256: 2}
+"""Of `attend_described`, for which there is room with heads of that size."""
+PROMPT_S = 0.1
+"""Of a round of prompts."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +69,44 @@ class Sizes:
         return 2 * 2 * self.requests * (self.context + self.rows) * k_heads * D
 
 
+@dataclass(frozen=True)
+class Prompt(Sizes):
+    """A prompt, all of whose rows are those of one request."""
+
+    @property
+    def flops(self) -> int:
+        """Of the products of queries with keys, and of weights with values."""
+        q_heads, _, D = self.heads
+        return 4 * q_heads * D * (self.rows * (self.rows + 1) // 2)
+
+
+def _made(sizes: Sizes) -> MixCase:
+    B, (q_heads, k_heads, D) = sizes.requests, sizes.heads
+    heads = {"page": 1, "heads": (q_heads, k_heads), "D": D}
+    if isinstance(sizes, Prompt):
+        made = prompt_case([(0, sizes.rows)], **heads)
+        table = 1 + np.arange(sizes.columns, dtype=np.int32)[None]
+        return replace(made, rows=replace(made.rows, page_table=table))
+    trees = [sizes.rows] * B, [sizes.context] * B
+    return tree_case(*trees, nodes=sizes.rows, columns=sizes.columns, **heads)
+
+
 def case_of(sizes: Sizes) -> OpCase:
     """Its pools have the pages that are drawn, and no others."""
-    B, (q_heads, k_heads, D) = sizes.requests, sizes.heads
+    _, k_heads, D = sizes.heads
 
     def make(seed: int) -> dict[str, Any]:
         rng = np.random.default_rng(seed)
         with patch.object(np.random, "default_rng", lambda *_: Zeros(rng)):
-            made = tree_case(
-                [sizes.rows] * B,
-                [sizes.context] * B,
-                nodes=sizes.rows,
-                columns=sizes.columns,
-                page=1,
-                heads=(q_heads, k_heads),
-                D=D,
-            )
+            made = _made(sizes)
         given = arguments(made)
         given["qkv"] = rng.standard_normal(given["qkv"].shape, np.float32)
         pools = rng.standard_normal((1, 2, DRAWN_PAGES, PAGE, k_heads, D), np.float32)
         given["kv"] = replace(given["kv"], pools=pools)
         return given
 
-    how = {"dtype": "bfloat16", "wide": ("norms", "angles"), "in_place": ("kv",)}
+    tiled = "attention" if isinstance(sizes, Prompt) else ""
+    how = {"dtype": "bfloat16", "wide": ("norms", "angles"), "in_place": ("kv",), "tiled": tiled}
     return OpCase(op="mix", function="mix", name=str(sizes), make=make, **how)
 
 
@@ -96,27 +125,44 @@ def with_pools(kv: Any, pools: Any) -> Any:
     return kv._replace(pools=pools) if hasattr(kv, "_replace") else replace(kv, pools=pools)
 
 
-def measure(side: Side, sizes: Sizes, programs: list[int]) -> bool:
-    """Prints a line; whether all bits are equal."""
-    case, num_bytes = case_of(sizes), sizes.num_bytes
-    count = min(MOST_SETS, -(-ROTATED_BYTES // num_bytes)) if side.is_gpu else 1
+def timed(
+    side: Side, sizes: Sizes, ways: list[dict[str, int]], seconds: float
+) -> tuple[list[float], bool]:
+    """Microseconds of a layer with each change of tiles, and whether all bits are equal."""
+    case = case_of(sizes)
+    count = min(MOST_SETS, -(-ROTATED_BYTES // sizes.num_bytes)) if side.is_gpu else 1
     sets = list(placed_sets(side, case, 1 + sizes.requests * sizes.columns, count))
-    described = {"described": 1, "stages": 2}
-    ways = [{}, *(described | {"programs": n} for n in programs)]
     found, times = [], []
     for tiles in ways if side.is_gpu else ways[:1]:
         with side.with_tiles(case, tiles):
             operation = side.operation(case)
             found.append(side.run(operation, sets[0])[0])
             timer = side.timer(operation, sets)
-            rounds = rounds_for(timer, count)
+            rounds = rounds_for(timer, count, seconds)
             times.append(1e6 * statistics.median(timer(rounds) for _ in range(5)))
-    is_equal = all(np.array_equal(found[0], x) for x in found)
-    rate = num_bytes / min(times) / 1e3
+    return times, all(np.array_equal(found[0], x) for x in found)
+
+
+def measure(side: Side, sizes: Sizes, programs: list[int]) -> bool:
+    """Prints a line of verify rows; whether all bits are equal."""
+    described = {"described": 1, "stages": 2}
+    ways = [{}, *(described | {"programs": n} for n in programs)]
+    times, is_equal = timed(side, sizes, ways, ROUND_S)
+    rate = sizes.num_bytes / min(times) / 1e3
     line = f"{side.name:7}{sizes.requests:9}{sizes.rows:6}{sizes.context:9}" + "".join(
         f"{x:10.1f}" for x in times
     )
     print(f"{line}{rate:9.0f}  {'equal' if is_equal else 'DIFFERENT'}", flush=True)
+    return is_equal
+
+
+def measure_prompt(side: Side, prompt: Prompt) -> bool:
+    """Prints a line of a prompt; whether all bits are equal."""
+    described = {"described": 1, "stages": STAGES[prompt.heads[2]]}
+    times, is_equal = timed(side, prompt, [{}, described], PROMPT_S)
+    line = f"{side.name:7}{prompt.rows:9}{'/'.join(map(str, prompt.heads)):>12}"
+    line += "".join(f"{x:12.1f}" for x in times) + f"{prompt.flops / min(times) / 1e6:9.0f}"
+    print(f"{line}  {'equal' if is_equal else 'DIFFERENT'}", flush=True)
     return is_equal
 
 
@@ -125,26 +171,45 @@ def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", nargs="+", type=int, default=[8, 32])
     parser.add_argument("--rows", type=int, default=16, help="of a request, up to 64")
-    parser.add_argument("--heads", nargs=3, type=int, default=(32, 8, 128), help="and their size")
+    parser.add_argument("--heads", nargs=3, type=int, help="and their size")
     parser.add_argument("--contexts", nargs="+", type=int, default=[256, 512, 4096])
     parser.add_argument("--programs", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--prompts", nargs="*", type=int, help="tokens; no verify rows are timed")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     return parser
+
+
+def _measure_prompts(side: Side, given: argparse.Namespace) -> bool:
+    shared = f"{'described':>12}" if side.is_gpu else ""
+    cells = f"{'side':7}{'tokens':>9}{'heads':>12}{'table us':>12}{shared}"
+    print(f"{side.name} on {side.device}\n{cells}{'TFLOP/s':>9}  bits", flush=True)
+    are_equal = True
+    for heads in [given.heads] if given.heads else MODELS:
+        for tokens in given.prompts or PROMPTS:
+            are_equal &= measure_prompt(side, Prompt(1, tokens, 0, heads))
+            side.release()
+    return are_equal
+
+
+def _measure_verify_rows(side: Side, given: argparse.Namespace) -> bool:
+    shared = "".join(f"{f'by {n}':>10}" for n in given.programs if side.is_gpu)
+    cells = f"{'side':7}{'requests':>9}{'rows':>6}{'context':>9}{'table us':>10}{shared}"
+    print(f"{side.name} on {side.device}\n{cells}{'GB/s':>9}  bits", flush=True)
+    are_equal = True
+    for requests in given.requests:
+        for context in given.contexts:
+            sizes = Sizes(requests, given.rows, context, given.heads or MODELS[0])
+            are_equal &= measure(side, sizes, given.programs)
+            side.release()
+    return are_equal
 
 
 def main() -> int:
     """Prints the table."""
     given, are_equal = options().parse_args(), True
+    measure_side = _measure_verify_rows if given.prompts is None else _measure_prompts
     for name in (name for name in SIDES if name in given.sides):
-        side = SIDES[name]()
-        shared = "".join(f"{f'by {n}':>10}" for n in given.programs if side.is_gpu)
-        cells = f"{'side':7}{'requests':>9}{'rows':>6}{'context':>9}{'table us':>10}{shared}"
-        print(f"{name} on {side.device}\n{cells}{'GB/s':>9}  bits", flush=True)
-        for requests in given.requests:
-            for context in given.contexts:
-                sizes = Sizes(requests, given.rows, context, tuple(given.heads))
-                are_equal &= measure(side, sizes, given.programs)
-                side.release()
+        are_equal &= measure_side(SIDES[name](), given)
     return 0 if are_equal else 1
 
 

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-from kernels.tiles import AttentionTiles
+from kernels.tiles import AttendAllTiles
 
 LOG2_E = 1.4426950408889634
 NEGATIVE = -1e30
@@ -30,7 +30,7 @@ def attend_all(
     *,
     tile: int,
     scale: float,
-    tiles: AttentionTiles,
+    tiles: AttendAllTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "R hidden"]:
     """As `shared.spec.attention.attend_all`, its heads side by side; rows of padding are 0.

@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
+from kernels.limits import MOST_NODES
+from kernels.pallas_gpu.attend_described import attend_described
 from kernels.pallas_gpu.columns import (
     columns_of,
     in_head,
@@ -25,10 +27,9 @@ from kernels.pallas_gpu.columns import (
     outside,
 )
 from kernels.pallas_gpu.heads import early
+from kernels.pallas_gpu.mix_described import takes
+from kernels.pallas_gpu.sums import LOG2_E, NEGATIVE, Sums, fold
 from kernels.tiles import AttentionTiles
-
-LOG2_E = 1.4426950408889634
-NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN where a row sees nothing
 
 
 def attend(
@@ -66,6 +67,12 @@ def attend(
       tiles: How the work is cut otherwise.
       interpret: Run on a CPU.
     """
+    # Mosaic GPU's interpreter knows no instructions of PTX.
+    is_narrow = window.shape[1] <= MOST_NODES
+    if tiles.described and is_narrow and not interpret and takes(kv, tile):
+        rows = (page_table, row_starts, first, until, window)
+        sums = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
+        return attend_described(q, gate, kv, layer, *rows, **sums, tiles=tiles)
     R, Hq, D = q.shape
     Hk, B = kv.shape[4], len(page_table)
     blocks = pl.cdiv(max_rows * (Hq // Hk), tiles.lanes)
@@ -109,21 +116,6 @@ class Order(NamedTuple):
     ones: int
     nodes: int
     scale: float
-
-
-class Sums(NamedTuple):
-    """Sums over some positions: of the weighted values, the highest score, of the weights."""
-
-    value: jax.Array
-    peak: jax.Array
-    total: jax.Array
-
-    @classmethod
-    def nothing(cls, lanes, D, *ones):
-        """Over no position; within a split the weights have columns of ones."""
-        values = jnp.zeros((lanes, pl.next_power_of_2(D)), jnp.float32)
-        peak = jnp.full((lanes,), NEGATIVE, jnp.float32)
-        return cls(values, peak, jnp.zeros((lanes, *ones), jnp.float32))
 
 
 class Seen(NamedTuple):
@@ -383,14 +375,6 @@ def _fold_where(ends_split, split_sums, sums):
 def _fold_split(sums, split):
     """Adds the sums over a split, whose weights are in columns, to those over its span."""
     return fold(sums, split._replace(total=split.total.max(axis=1)))
-
-
-def fold(sums, more):
-    """Adds the sums over some positions to those over the positions before."""
-    highest = jnp.maximum(sums.peak, more.peak)
-    ours, theirs = jnp.exp2(sums.peak - highest), jnp.exp2(more.peak - highest)
-    values = sums.value * ours[:, None] + more.value * theirs[:, None]
-    return Sums(values, highest, sums.total * ours + more.total * theirs)
 
 
 def finish(sums, gate_ref, out_ref, row, q_head, is_lane, D):

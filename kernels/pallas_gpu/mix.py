@@ -16,15 +16,12 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.attention import (
-    NEGATIVE,
     Order,
     Seen,
-    Sums,
     add_tile,
     add_whole,
     clear_padding,
     finish,
-    fold,
     load_rows,
     page_of,
     pages_of,
@@ -45,6 +42,7 @@ from kernels.pallas_gpu.heads import (
 from kernels.pallas_gpu.mix_described import mix_described, takes
 from kernels.pallas_gpu.parts import Parts, combine, store_unit
 from kernels.pallas_gpu.reach import bounds_of, is_in, pack, sees
+from kernels.pallas_gpu.sums import NEGATIVE, Sums, fold
 from kernels.tiles import MixTiles
 
 

@@ -11,6 +11,7 @@ Pallas for Triton adds them behind.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +21,65 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from kernels.pallas_gpu.attention import LOG2_E, Sums, fold
-from kernels.pallas_gpu.instructions import LAYOUT, divided, flushed_power_of_two, times
 from kernels.pallas_gpu.linear_described import is_on_hopper
-from kernels.pallas_gpu.linear_ring import LINE_BYTES, LINES
 from kernels.pallas_gpu.pair_sums import (
     GROUPS,
     LANES,
     TILE,
-    Refs,
     Share,
     Shared,
+    Sight,
     Work,
-    attend_pairs,
-    beside,
+    loaded_pairs,
+    nothing,
+    spans_of,
+    sum_span,
 )
+from kernels.pallas_gpu.pair_tiles import (
+    Own,
+    clear_padding,
+    copy_tiles,
+    fetch_queries,
+    shared_of,
+    words_of,
+    write_result,
+)
+from kernels.pallas_gpu.sums import LOG2_E, Sums, fold
 from kernels.tiles import MixTiles
+
+
+class Refs(NamedTuple):
+    """What a program reads and writes in the GPU's memory.
+
+    Attributes:
+      q, gate, out: Queries, gates and results.
+      pool: Keys and values of all layers, a position a line.
+      layer, table, starts, bounds: As of `mix`.
+      pairs: Of each block of pairs `first`, `until` and the two words of the window.
+      sights: Of each block, from and until where all pairs see all.
+      sums, peaks, totals: Of the spans that programs leave.
+    """
+
+    q: Any
+    gate: Any
+    pool: Any
+    layer: Any
+    table: Any
+    starts: Any
+    bounds: Any
+    pairs: Any
+    sights: Any
+    out: Any
+    sums: Any
+    peaks: Any
+    totals: Any
+
 
 COLUMNS = 128
 """Most columns of the values of a warpgroup."""
 _MOST_STAGED = 2 * COLUMNS
 """Columns of a warpgroup's part in all stages."""
-_COPYING_REGISTERS, _REGISTERS = 24, 240
+COPYING_REGISTERS, REGISTERS = 24, 240
 
 
 def takes(kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> bool:
@@ -103,6 +141,7 @@ def mix_described(
         group=group,
         D=D,
         width=width,
+        copied=GROUPS,
         rows=rows,
         blocks=pl.cdiv(max_rows, rows),
         pages=P,
@@ -130,7 +169,7 @@ def mix_described(
         grid_names=("number", "request", "share"),
         num_threads=GROUPS + 1,
         thread_name="group",
-        scratch_types=_shared_of(work)._asdict(),
+        scratch_types=shared_of(work)._asdict(),
         compiler_params=plgpu.CompilerParams(),
         kernel_name="mix_described",
     )(
@@ -148,40 +187,10 @@ def _pairs_of(row_starts, first, until, window, work):
     start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
     of_block = jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(LANES) // work.group
     row = jnp.clip(jnp.minimum(start + of_block, stop - 1), 0)
-    words = []
-    for begin in (0, 32):
-        bits = window[:, begin : begin + 32]
-        bit = jnp.left_shift(jnp.int32(1), jnp.arange(bits.shape[1], dtype=jnp.int32))
-        words.append(jnp.where(bits, bit, 0).sum(axis=1, dtype=jnp.int32))
-    each = [x[row].astype(jnp.int32) for x in (first, until, *words)]
+    each = [x[row].astype(jnp.int32) for x in (first, until, *words_of(window))]
     pairs = jnp.stack(each, axis=2).reshape(-1, len(each), LANES)
     sights = jnp.stack([each[0].max(axis=2), each[1].min(axis=2)], axis=2)
     return pairs, sights.reshape(-1, 2)
-
-
-def _shared_of(work):
-    """The shared memory of a program."""
-    kind = jnp.bfloat16
-
-    def block(*shape):
-        line = LINE_BYTES // kind.dtype.itemsize
-        layout = plgpu.TilingTransform((LINES, line)), plgpu.SwizzleTransform(LINE_BYTES)
-        return plgpu.SMEM(shape, kind, transforms=layout)
-
-    rings = plgpu.Barrier(num_arrivals=GROUPS, num_barriers=work.stages)
-    return Shared(
-        queries=block(GROUPS, LANES, work.width),
-        ones=block(LANES, TILE),
-        keys=block(work.stages, GROUPS, TILE, work.width),
-        values=block(work.stages, GROUPS, TILE, work.width),
-        lines=plgpu.SMEM((GROUPS, LANES, work.width), kind),
-        bad=plgpu.SMEM((GROUPS, 2, TILE), jnp.int32),
-        lines_come=plgpu.Barrier(num_arrivals=work.rows, num_barriers=GROUPS),
-        keys_come=rings,
-        values_come=rings,
-        is_free=rings,
-        is_ready=plgpu.Barrier(num_arrivals=GROUPS),
-    )
 
 
 def _share(number, bounds, has_rows, reach, work):
@@ -205,124 +214,63 @@ def _mix_described_kernel(*refs, work, **shared):
     group, share_number = lax.axis_index("group"), lax.axis_index("share")
     pair, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
     bounds = [refs.bounds[request, i] for i in range(refs.bounds.shape[1])]
-    row, num_rows = refs.starts[request] + block * work.rows, refs.q.shape[0]
-    stop = refs.starts[request + 1]
+    row, stop = refs.starts[request] + block * work.rows, refs.starts[request + 1]
     reach = refs.table.shape[1] * work.page
     share = _share(share_number, bounds, row < stop, reach, work)
 
     @pl.when(group == GROUPS)
     def _copy():
-        plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
-        _copy_tiles(refs, shared, share, request, pair, work)
+        plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+        copy_tiles(refs, shared, share, request, pair * GROUPS * work.width, work)
 
     @pl.when(group < GROUPS)
     def _attend():
-        plgpu.set_max_registers(_REGISTERS, action="increase")
+        plgpu.set_max_registers(REGISTERS, action="increase")
         part = pair * GROUPS + group
         head, column = lax.div(part, work.parts), lax.rem(part, work.parts) * work.width
-        lines = shared.lines.at[group]
+        own = Own(head=head, column=column, row=row, stop=stop)
 
         @pl.when((share_number == 0) & (block == 0))
         def _():
-            _clear_padding(refs, lines, head * work.group, column, request, work)
-
-        at = pl.ds(head * work.group, work.group), pl.ds(column, work.width)
+            num_requests = refs.starts.shape[0] - 1
+            begin = refs.starts[num_requests] + request
+            clear_padding(refs, shared, group, own, begin, num_requests, work)
 
         @pl.when(share.is_one)
         def _():
-            come = shared.lines_come.at[group]
-            _fetch_lines(lambda each: refs.q.at[(each, *at)], lines, come, row, num_rows, work)
-            shared.queries[group] = plgpu.load(lines, layout=LAYOUT, optimized=False)
-            shared.ones[...] = plgpu.layout_cast(jnp.ones((LANES, TILE), jnp.bfloat16), LAYOUT)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(shared.is_ready)
-            plgpu.barrier_wait(shared.is_ready)
-
-            def store(unit, sums):
-                place = (unit - share.base, request, part * work.blocks + block)
-                refs.sums[place] = sums.value
-                refs.peaks[place] = sums.peak
-                refs.totals[place] = sums.total
-
+            fetch_queries(refs, shared, group, own, work)
             index = request * work.blocks + block
-            sums = attend_pairs(refs, shared, share, index, group, bounds, work, store=store)
+            sight = _sight_of(refs, index, bounds)
+
+            def add(span, _):
+                sums = sum_span(shared, share, span, group, sight, work)
+
+                @pl.when(~share.is_alone)
+                def _store():
+                    place = (span - share.base, request, part * work.blocks + block)
+                    refs.sums[place] = sums.value
+                    refs.peaks[place] = sums.peak
+                    refs.totals[place] = sums.total
+
+                return sums
+
+            sums = lax.fori_loop(*spans_of(share, work), add, nothing(work.width))
 
             @pl.when(share.is_alone)
             def _finish():
-                out = divided(sums.value, beside(jnp.maximum(sums.total, 1e-30), work.width))
-                if work.gated:
-                    heads = pl.ds(head * work.group, work.group), 1, at[1]
-                    gates = lambda each: refs.gate.at[(each, *heads)]  # noqa: E731
-                    _fetch_lines(gates, lines, come, row, num_rows, work)
-                    gate = plgpu.load(lines, layout=LAYOUT, optimized=False).astype(jnp.float32)
-                    out = divided(out, 1.0 + flushed_power_of_two(times(gate, -LOG2_E)))
-                lines[...] = out.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-
-                def write(each, _):
-                    own = lines.at[pl.ds(each * work.group, work.group)]
-                    plgpu.copy_smem_to_gmem(own, refs.out.at[(row + each, *at)])
-
-                lax.fori_loop(0, jnp.minimum(work.rows, stop - row), write, None)
-                plgpu.wait_smem_to_gmem(0)
+                write_result(refs, shared, group, own, sums, work)
 
 
-def _fetch_lines(line_of, lines, come, row, num_rows, work):
-    """Copies what the rows of a block have; a spare row has what the last row of all has."""
-    for each in range(work.rows):
-        own = lines.at[pl.ds(each * work.group, work.group)]
-        plgpu.copy_gmem_to_smem(line_of(jnp.minimum(row + each, num_rows - 1)), own, come)
-    plgpu.barrier_wait(come)
-
-
-def _clear_padding(refs, lines, q_head, column, request, work):
-    """Writes 0 for a key head's queries of every so manyth row of padding."""
-    num_requests, num_rows = refs.starts.shape[0] - 1, refs.out.shape[0]
-    begin = refs.starts[num_requests] + request
-
-    @pl.when(begin < num_rows)
-    def _():
-        lines[...] = plgpu.layout_cast(jnp.zeros((LANES, work.width), jnp.bfloat16), LAYOUT)
-        plgpu.commit_smem()
-        at = pl.ds(q_head, work.group), pl.ds(column, work.width)
-
-        def clear(i, _):
-            own = lines.at[pl.ds(0, work.group)]
-            plgpu.copy_smem_to_gmem(own, refs.out.at[(begin + i * num_requests, *at)])
-
-        lax.fori_loop(0, pl.cdiv(num_rows - begin, num_requests), clear, None)
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _copy_tiles(refs, shared, share, request, pair, work):
-    """Copies the tiles of a share, as long as there is room in the rings."""
-    columns, per_page = refs.table.shape[1], work.page // TILE
-    layer, parts = refs.layer[0], pair * GROUPS
-
-    def copy(i, number):
-        turn = i - share.begin
-        slot = lax.rem(turn, work.stages)
-
-        @pl.when(turn >= work.stages)
-        def _wait():
-            plgpu.barrier_wait(shared.is_free.at[slot])
-
-        for which, ring, come in (
-            (0, shared.keys, shared.keys_come),
-            (1, shared.values, shared.values_come),
-        ):
-            page = (layer * 2 + which) * work.pages + number
-            line = page * work.page + lax.rem(i, per_page) * TILE
-            for part in range(GROUPS):
-                column = (parts + part) * work.width
-                tile = refs.pool.at[pl.ds(line, TILE), pl.ds(column, work.width)]
-                plgpu.copy_gmem_to_smem(tile, ring.at[slot, part], come.at[slot])
-        return page_at(i + 1)
-
-    def page_at(i):
-        return refs.table[request, jnp.minimum(lax.div(i, per_page), columns - 1)]
-
-    lax.fori_loop(share.begin, share.end, copy, page_at(share.begin))
+def _sight_of(refs, index, bounds):
+    """Of the pairs of a block."""
+    _, seen_from, seen_until, new_from, _ = bounds
+    return Sight(
+        pairs=loaded_pairs(refs.pairs.at[index, i] for i in range(refs.pairs.shape[1])),
+        whole_from=refs.sights[index, 0],
+        whole_until=jnp.minimum(refs.sights[index, 1], new_from),
+        old_from=seen_from,
+        old_until=jnp.minimum(seen_until, new_from),
+    )
 
 
 def _combined(out, gate, left, bounds, row_starts, columns, work):

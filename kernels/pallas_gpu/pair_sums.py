@@ -1,10 +1,10 @@
-"""What the warpgroups of `mix_described` sum that multiply, for Pallas by Mosaic GPU.
+"""What the warpgroups sum that multiply in `mix_described` and `attend_described`, in Pallas.
 
-A tile's scores, weights and sums are in the registers of a warpgroup as its matrix units leave
-them, so that nothing is exchanged between threads but the highest of a row.
+Both are kernels of Mosaic GPU. A tile's scores, weights and sums are in the registers of a
+warpgroup as its matrix units leave them, so that nothing is exchanged between threads but the
+highest of a row.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.pallas_gpu.attention import NEGATIVE, Sums
 from kernels.pallas_gpu.instructions import (
     LAYOUT,
     flushed_power_of_two,
@@ -20,6 +19,7 @@ from kernels.pallas_gpu.instructions import (
     sum_of,
     times,
 )
+from kernels.pallas_gpu.sums import NEGATIVE, Sums
 
 LANES, TILE = 64, 64
 """Pairs of a warpgroup, which are the rows of a product, and positions of a tile."""
@@ -32,39 +32,13 @@ _PART = 64
 _OF_ROWS, _OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
-class Refs(NamedTuple):
-    """What a program reads and writes in the GPU's memory.
-
-    Attributes:
-      q, gate, out: Queries, gates and results.
-      pool: Keys and values of all layers, a position a line.
-      layer, table, starts, bounds: As of `mix`.
-      pairs: Of each block of pairs `first`, `until` and the two words of the window.
-      sights: Of each block, from and until where all pairs see all.
-      sums, peaks, totals: Of the spans that programs leave.
-    """
-
-    q: Any
-    gate: Any
-    pool: Any
-    layer: Any
-    table: Any
-    starts: Any
-    bounds: Any
-    pairs: Any
-    sights: Any
-    out: Any
-    sums: Any
-    peaks: Any
-    totals: Any
-
-
 class Shared(NamedTuple):
     """What a program has in shared memory.
 
     Attributes:
       queries, ones: What both products of a tile are with.
-      keys, values: Rings of tiles.
+      keys, values: Rings of tiles. Where warpgroups share those of values, each has one more of its
+        own behind them, for a tile of which something is taken out.
       lines: Rows of queries, of gates and of results, on their way, and zeros.
       bad: Of each warpgroup, which positions of a tile are taken out, and whether some are.
       lines_come, keys_come, values_come, is_free, is_ready: Barriers: something has come, both
@@ -90,6 +64,7 @@ class Work(NamedTuple):
     Attributes:
       group: Query heads of a key head.
       D, width: Of a head, and of the part of it that a warpgroup has.
+      copied: Key heads, or parts of one, that a program copies.
       rows: Of a block.
       blocks, pages, programs: Blocks of a request, pages of the pool, and programs of a request.
       span, split, nodes, page, scale: As of `mix`; the scale is that by which 2 is raised.
@@ -99,6 +74,7 @@ class Work(NamedTuple):
     group: int
     D: int
     width: int
+    copied: int
     rows: int
     blocks: int
     pages: int
@@ -115,6 +91,16 @@ class Work(NamedTuple):
     def parts(self) -> int:
         """Of a head's values."""
         return self.D // self.width
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether both warpgroups read the same tiles."""
+        return self.copied < GROUPS
+
+    @property
+    def spare(self) -> int:
+        """Tiles of values that the warpgroups have for themselves."""
+        return GROUPS if self.is_shared else 0
 
 
 class Share(NamedTuple):
@@ -134,33 +120,61 @@ class Share(NamedTuple):
     is_one: Any
 
 
-def attend_pairs(refs, shared, share, index, group, bounds, work, *, store):
-    """Sums the positions of a share, tiles to splits and splits to spans, which are stored.
+class Sight(NamedTuple):
+    """What the pairs of a warpgroup see.
 
-    Gives the sums of a request of one span.
+    Attributes:
+      pairs: Of each pair `first`, `until` and the two words of the window.
+      whole_from, whole_until: Positions that every pair sees, whose values nothing is taken out of.
+      old_from, old_until: Positions whose values stay as they are in other tiles too.
     """
+
+    pairs: dict[str, Any]
+    whole_from: Any
+    whole_until: Any
+    old_from: Any
+    old_until: Any
+
+
+def loaded_pairs(lines):
+    """What pairs see, of references to a number of each: `first`, `until`, words of the window."""
+    names = ("first", "until", "low", "high")
+    loaded = (plgpu.load(line, layout=_OF_ROWS, optimized=False) for line in lines)
+    return dict(zip(names, loaded, strict=False))
+
+
+def spans_of(share, work):
+    """The spans of which a program has tiles: the first, and the end."""
+    each = work.span // TILE
+    return lax.div(share.begin, each), pl.cdiv(share.end, each)
+
+
+def sum_span(shared, share, span, group, sight, work):
+    """Sums the positions of a span that a program has, tiles to splits and these to a whole."""
 
     def add(i, carry):
         split, sums = carry
         turn = i - share.begin
         slot = lax.rem(turn, work.stages)
-        keys, values = shared.keys.at[slot], shared.values.at[slot, group]
-        is_partly = (i * TILE < refs.sights[index, 0]) | ((i + 1) * TILE > whole_until)
+        own = 0 if work.copied == 1 else group
+        keys, number = shared.keys.at[slot], slot * work.copied + own
+        is_partly = (i * TILE < sight.whole_from) | ((i + 1) * TILE > sight.whole_until)
         plgpu.barrier_wait(shared.values_come.at[slot])
-        value = lax.cond(
+        value, number = lax.cond(
             is_partly,
-            lambda value: _without_bad(value, values, shared.bad.at[group], i, old, see, work),
-            lambda value: value,
+            lambda value: _without_bad(value, number, shared, group, i, sight, work),
+            lambda value: (value, number),
             split.value,
         )
+        values = shared.values.at[number]
         plgpu.barrier_wait(shared.keys_come.at[slot])
 
         def multiply(scores_ref):
             if work.parts == 1:
                 queries = shared.queries.at[group]
-                plgpu.wgmma(scores_ref, queries, keys.at[group].transpose((1, 0)))
+                plgpu.wgmma(scores_ref, queries, keys.at[own].transpose((1, 0)))
             else:
-                for part in range(GROUPS):
+                for part in range(work.parts):
                     queries = shared.queries.at[part]
                     plgpu.wgmma(scores_ref, queries, keys.at[part].transpose((1, 0)))
             return scores_ref[...]
@@ -169,7 +183,7 @@ def attend_pairs(refs, shared, share, index, group, bounds, work, *, store):
         scores = times(scores, work.scale)
         scores = lax.cond(
             is_partly,
-            lambda scores: jnp.where(see(i), scores, NEGATIVE),
+            lambda scores: jnp.where(_sees(sight.pairs, i, work.nodes), scores, NEGATIVE),
             lambda scores: scores,
             scores,
         )
@@ -189,36 +203,20 @@ def attend_pairs(refs, shared, share, index, group, bounds, work, *, store):
             (plgpu.ACC.init(value), plgpu.ACC.init(total))
         )
         plgpu.barrier_arrive(shared.is_free.at[slot])
-        split = Sums(value, highest, total)
-        after, is_last = (i + 1) * TILE, i + 1 == share.end
-        ends_split = (lax.rem(after, work.split) == 0) | is_last
-        split, sums = lax.cond(ends_split, end_split, lambda *x: x, split, sums)
-        ends_span = ((lax.rem(after, work.span) == 0) | is_last) & ~share.is_alone
-        return split, lax.cond(ends_span, lambda sums: end_span(i, sums), lambda sums: sums, sums)
+        ends_split = (lax.rem((i + 1) * TILE, work.split) == 0) | (i + 1 == end)
+        return lax.cond(ends_split, end_split, lambda *x: x, Sums(value, highest, total), sums)
 
     def end_split(split, sums):
-        return _nothing(work.width, ONES), _fold(
-            sums, split._replace(total=split.total.max(axis=1))
-        )
+        total = split.total.max(axis=1)
+        return nothing(work.width, ONES), folded(sums, split._replace(total=total))
 
-    def end_span(i, sums):
-        store(lax.div(i * TILE, work.span), sums)
-        return _nothing(work.width)
-
-    _, seen_from, seen_until, new_from, _ = bounds
-    old = seen_from, jnp.minimum(seen_until, new_from)
-    whole_until = jnp.minimum(refs.sights[index, 1], new_from)
-    names = ("first", "until", "low", "high")
-    pairs = {
-        name: plgpu.load(refs.pairs.at[index, i], layout=_OF_ROWS, optimized=False)
-        for i, name in enumerate(names)
-    }
-    see = functools.partial(_sees, pairs, nodes=work.nodes)
-    nothing = _nothing(work.width, ONES), _nothing(work.width)
-    return lax.fori_loop(share.begin, share.end, add, nothing)[1]
+    each = work.span // TILE
+    begin = jnp.maximum(share.begin, span * each)
+    end = jnp.minimum(share.end, (span + 1) * each)
+    return lax.fori_loop(begin, end, add, (nothing(work.width, ONES), nothing(work.width)))[1]
 
 
-def _nothing(width, *ones):
+def nothing(width, *ones):
     """The sums over no position; within a split the weights have columns of ones."""
     total = jnp.zeros((LANES, *ones), jnp.float32)
     return Sums(
@@ -233,7 +231,7 @@ def beside(x, columns):
     return lax.broadcast_in_dim(x, (LANES, columns), [0])
 
 
-def _fold(sums, more):
+def folded(sums, more):
     """As `attention.fold`."""
     highest = jnp.maximum(sums.peak, more.peak)
     ours, theirs = (flushed_power_of_two(x.peak - highest, _OF_ROWS) for x in (sums, more))
@@ -250,7 +248,7 @@ def _fold(sums, more):
     )
 
 
-def _sees(pairs, i, *, nodes):
+def _sees(pairs, i, nodes):
     """Which positions of a tile each pair sees."""
     shape = LANES, TILE
     position = i * TILE + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
@@ -265,13 +263,13 @@ def _sees(pairs, i, *, nodes):
     return is_seen
 
 
-def _without_bad(value, values_ref, bad_ref, i, old, see, work):
-    """Takes new or unread values that are no numbers out of a tile, as 0 x NaN is NaN.
+def _without_bad(value, number, shared, group, i, sight, work):
+    """Takes values that are no numbers and not old out of a tile, as 0 x NaN is NaN.
 
     They are given back to the pairs that see them, in the sums of the values. Old ones make what
-    they make in a tile that is seen whole.
+    they make in a tile that is seen whole. Gives the sums, and the number of the tile that is left.
     """
-    bad = None
+    values_ref, bad_ref, bad = shared.values.at[number], shared.bad.at[group], None
     for column in range(0, work.width, _PART):
         part = values_ref.at[:, pl.ds(column, _PART)]
         v = plgpu.load(part, layout=LAYOUT).astype(jnp.float32)
@@ -279,7 +277,7 @@ def _without_bad(value, values_ref, bad_ref, i, old, see, work):
         bad = of_part if bad is None else jnp.maximum(bad, of_part)
     position = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=LAYOUT).max(axis=1)
     position += i * TILE
-    is_old = (position >= old[0]) & (position < old[1])
+    is_old = (position >= sight.old_from) & (position < sight.old_until)
     is_gone = jnp.where(is_old, 0, bad)
     bad_ref[0] = is_gone
     across = plgpu.load(bad_ref.at[0], layout=_OF_COLUMNS, optimized=False)
@@ -287,12 +285,14 @@ def _without_bad(value, values_ref, bad_ref, i, old, see, work):
     bad_ref[1] = across.max(axis=1)  # of each pair the same
 
     def take_out(value):
+        left = work.stages * work.copied + group if work.is_shared else number
         for column in range(0, work.width, _PART):
-            part = values_ref.at[:, pl.ds(column, _PART)]
-            v = plgpu.load(part, layout=LAYOUT)
-            part[...] = jnp.where(beside(is_gone, v.shape[1]) > 0, jnp.zeros_like(v), v)
+            at = slice(None), pl.ds(column, _PART)
+            v = plgpu.load(values_ref.at[at], layout=LAYOUT)
+            clean = jnp.where(beside(is_gone, v.shape[1]) > 0, jnp.zeros_like(v), v)
+            shared.values.at[left].at[at][...] = clean
         plgpu.commit_smem()
-        is_harmed = jnp.where(see(i), across, 0).max(axis=1)
-        return jnp.where(beside(is_harmed, work.width) > 0, jnp.nan, value)
+        is_harmed = jnp.where(_sees(sight.pairs, i, work.nodes), across, 0).max(axis=1)
+        return jnp.where(beside(is_harmed, work.width) > 0, jnp.nan, value), left
 
-    return lax.cond(bad_ref[1, 0] > 0, take_out, lambda value: value, value)
+    return lax.cond(bad_ref[1, 0] > 0, take_out, lambda value: (value, number), value)

@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.attention import Sums, fold
 from kernels.pallas_gpu.columns import columns_of, in_head
+from kernels.pallas_gpu.sums import Sums, fold
 
 
 class Parts(NamedTuple):

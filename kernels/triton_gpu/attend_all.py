@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.tiles import AttentionTiles
+from kernels.tiles import AttendAllTiles
 from kernels.triton_gpu.linear import launching
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -68,7 +68,7 @@ def attend_all(
     *,
     tile: int,
     scale: float,
-    tiles: AttentionTiles,
+    tiles: AttendAllTiles,
 ) -> Float[Tensor, "R hidden"]:
     """As `shared.spec.attention.attend_all`, its heads side by side; rows of padding are 0.
 

@@ -14,10 +14,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.limits import MOST_NODES
 from kernels.tiles import AttentionTiles
+from kernels.triton_gpu.attend_described import attend_described
 from kernels.triton_gpu.columns import columns_of, in_head, load_head, store_head
 from kernels.triton_gpu.heads import Heads, Pool
 from kernels.triton_gpu.linear import launching
+from kernels.triton_gpu.mix_described import takes
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
@@ -105,6 +108,10 @@ def attend(
     """
     if not kv.is_contiguous():
         raise ValueError("the pools must be contiguous")
+    if tiles.described and takes(kv, tile) and window.shape[1] <= MOST_NODES:
+        rows = (page_table, row_starts, first, until, window)
+        order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
+        return attend_described(q, gate, kv, layer, *rows, **order, tiles=tiles)
     q, table, first, until, window = (x.contiguous() for x in (q, page_table, first, until, window))
     (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
     out, nodes = q.new_empty((R, Hq * D)), window.shape[1]

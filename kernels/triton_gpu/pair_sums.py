@@ -1,4 +1,4 @@
-"""What the warps of `mix_described` sum that multiply, in Gluon.
+"""What the warps sum that multiply in `mix_described` and `attend_described`, in Gluon.
 
 A tile's scores, weights and sums are in the registers of a warpgroup as its matrix units leave
 them, so that nothing is exchanged between threads but the highest of a row.
@@ -29,6 +29,21 @@ _PART = gl.constexpr(32)
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
+class Block(NamedTuple):
+    """Which pairs a warpgroup has, and which part of their values.
+
+    Attributes:
+      request, head: Whose, and of which key head.
+      number: Of the block among those of the request and head.
+      part: Of the values' columns.
+    """
+
+    request: Any
+    head: Any
+    number: Any
+    part: Any
+
+
 class Pairs(NamedTuple):
     """The rows of the matrix unit: pairs of a row and a query head.
 
@@ -51,7 +66,9 @@ class Ring(NamedTuple):
     """Tiles of keys and values in shared memory, and the barriers that tell how far both sides are.
 
     Attributes:
-      k_tiles, v_tiles: Of keys and of values, as many as there are stages.
+      k_tiles, v_tiles: Of keys, as many as there are stages; and of the parts of values that a
+        program copies. Where warpgroups share these, each has one more of its own, for a tile of
+        which something is taken out.
       keys_come, values_come: A tile is there.
       is_free: A tile is used up.
     """
@@ -68,8 +85,8 @@ class Share(NamedTuple):
 
     Attributes:
       begin, end: Its tiles.
-      whole_from, whole_until: Positions that every pair sees, none of which is new.
-      old_from, old_until: Positions before the new ones that some pair of the request sees.
+      whole_from, whole_until: Positions that every pair sees, whose values nothing is taken out of.
+      old_from, old_until: Positions whose values stay as they are in other tiles too.
       base, units: The first span of the request, and how many it has.
       is_alone: Whether there is one span, whose sums need not be kept.
       sharing: How many there are.
@@ -93,13 +110,21 @@ class Stored(NamedTuple):
     Attributes:
       out, gate: Of all rows; the gate's are those of the projection.
       starts: Of the rows of requests.
-      arrivals: Counters of the programs of a request.
-      sums, peaks, totals: Of the spans that programs leave each other.
     """
 
     out: Any
     gate: Any
     starts: Any
+
+
+class Left(NamedTuple):
+    """What programs leave each other.
+
+    Attributes:
+      arrivals: Counters of the programs of a request.
+      sums, peaks, totals: Of their spans.
+    """
+
     arrivals: Any
     sums: Any
     peaks: Any
@@ -110,17 +135,21 @@ class Cut(NamedTuple):
     """How the work is cut.
 
     Attributes:
-      blocks, parts: Blocks of pairs, and of the values' columns.
+      groups: Warpgroups that multiply.
+      blocks, parts: Blocks of pairs of a request and key head, and parts of the values' columns.
       width: Columns of such a part.
+      copied: Parts that a program copies.
       stages: Of the ring.
       nodes: Width of the window.
       span, split: Positions of each.
       lines: Rows of the projection are so many numbers apart.
     """
 
+    groups: int
     blocks: int
     parts: int
     width: int
+    copied: int
     stages: int
     nodes: int
     span: int
@@ -130,30 +159,63 @@ class Cut(NamedTuple):
 
 @gluon.jit
 def attend_pairs(
-    queries, ones, ring, pairs, own, stored, num_rows, counters, scale, heads: gl.constexpr,
-    cut: gl.constexpr,
+    queries, ones, ring, block, pairs, own, stored, left, num_rows, counters, scale,
+    heads: gl.constexpr, cut: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of a share; whoever arrives last adds the spans and writes the result."""
+    peak, total, sums = no_sums(cut.width)
+    stride = num_rows * heads.q_heads
+    each: gl.constexpr = cut.span // TILE
+    for unit in range(own.begin // each, gl.cdiv(own.end, each)):
+        begin, end = gl.maximum(own.begin, unit * each), gl.minimum(own.end, (unit + 1) * each)
+        peak, total, sums = sum_span(queries, ones, ring, pairs, own, begin, end, scale, 0, cut)
+        if not own.is_alone:
+            place = pairs.place + (unit - own.base) * stride
+            _store_span(left, block.part, place, pairs.is_one, peak, total, sums, heads, cut)
+    is_last = own.is_alone & (own.sharing > 0)
+    if (not own.is_alone) & (own.sharing > 0):
+        _barrier()
+        counter = left.arrivals + block.request * counters + gl.program_id(0)
+        is_last = gl.atomic_add(counter, 1, sem="acq_rel") == own.sharing - 1
+        if is_last:
+            gl.store(counter, 0)
+            peak, total, sums = no_sums(cut.width)
+            for unit in range(0, own.units):
+                place = pairs.place + unit * stride
+                more = _load_span(left, block.part, place, pairs.is_one, heads, cut)
+                peak, total, sums = fold(peak, total, sums, more[0], more[1], more[2])
+    if is_last:
+        finish(stored, block, total, sums, heads, cut)
+
+
+@gluon.jit
+def sum_span(
+    queries, ones, ring, pairs, own, begin, end, scale, which: gl.constexpr, cut: gl.constexpr
+):  # fmt: skip
+    """The sums over the tiles of a span that a program has, by one of its warpgroups."""
     of_scores: gl.constexpr = wide(TILE)
     of_values: gl.constexpr = wide(cut.width)
     of_totals: gl.constexpr = wide(ONES)
     lanes: gl.constexpr = gl.SliceLayout(1, of_scores)
-    peak, total, sums = _no_sums(cut.width)
+    peak, total, sums = no_sums(cut.width)
     s_peak, s_total, s_sums = _no_split(cut.width)
     zero = gl.zeros((LANES, TILE), gl.float32, layout=of_scores)
-    stride = num_rows * heads.q_heads
-    for i in range(own.begin, own.end):
+    for i in range(begin, end):
         turn = i - own.begin
         slot = turn % cut.stages
         phase = (turn // cut.stages) & 1
         keys = ring.k_tiles.index(slot)
-        values = ring.v_tiles.index(slot)
+        v_slot = slot * cut.copied + which % cut.copied
         is_partly = (i * TILE < own.whole_from) | ((i + 1) * TILE > own.whole_until)
         if is_partly:
             mbarrier.wait(ring.values_come.index(slot), phase)
+            values = ring.v_tiles.index(v_slot)
             is_gone = _bad_lines(values, i * TILE, own, cut.width)
             if gl.max(is_gone, 0) > 0:
-                is_harmed = _take_out(values, is_gone, i * TILE, pairs, cut.width, cut.nodes)
+                if cut.groups > 1:
+                    v_slot = cut.stages * cut.copied + which + 0 * slot
+                rest = ring.v_tiles.index(v_slot)
+                is_harmed = _take_out(values, rest, is_gone, i * TILE, pairs, cut.width, cut.nodes)
                 s_sums = gl.where(_beside(is_harmed, cut.width) > 0, float("nan"), s_sums)
         mbarrier.wait(ring.keys_come.index(slot), phase)
         scores = warpgroup_mma(queries, keys.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -173,45 +235,27 @@ def attend_pairs(
         for_totals = gl.convert_layout(weights, gl.DotOperandLayout(0, of_totals, 2))
         for_values = gl.convert_layout(weights, gl.DotOperandLayout(0, of_values, 2))
         s_total = warpgroup_mma(for_totals, ones.permute((1, 0)), s_total, is_async=True)
-        s_sums = warpgroup_mma(for_values, values, s_sums, is_async=True)
+        s_sums = warpgroup_mma(for_values, ring.v_tiles.index(v_slot), s_sums, is_async=True)
         s_total, s_sums = warpgroup_mma_wait(num_outstanding=0, deps=(s_total, s_sums))
         mbarrier.arrive(ring.is_free.index(slot), count=1)
-        after = (i + 1) * TILE
-        if (after % cut.split == 0) | (i + 1 == own.end):
+        if ((i + 1) * TILE % cut.split == 0) | (i + 1 == end):
             split_total = gl.convert_layout(gl.max(s_total, 1), lanes)
-            peak, total, sums = _fold(peak, total, sums, s_peak, split_total, s_sums)
+            peak, total, sums = fold(peak, total, sums, s_peak, split_total, s_sums)
             s_peak, s_total, s_sums = _no_split(cut.width)
-            if ((after % cut.span == 0) | (i + 1 == own.end)) & (not own.is_alone):
-                place = pairs.place + (i * TILE // cut.span - own.base) * stride
-                _store_span(stored, place, pairs.is_one, peak, total, sums, heads, cut)
-                peak, total, sums = _no_sums(cut.width)
-    is_last = own.is_alone & (own.sharing > 0)
-    if (not own.is_alone) & (own.sharing > 0):
-        _barrier()
-        counter = stored.arrivals + gl.program_id(1) * counters + gl.program_id(0)
-        is_last = gl.atomic_add(counter, 1, sem="acq_rel") == own.sharing - 1
-        if is_last:
-            gl.store(counter, 0)
-            for unit in range(0, own.units):
-                place = pairs.place + unit * stride
-                more = _load_span(stored, place, pairs.is_one, heads, cut)
-                peak, total, sums = _fold(peak, total, sums, more[0], more[1], more[2])
-    if is_last:
-        _finish(stored, total, sums, heads, cut)
+    return peak, total, sums
 
 
 @gluon.jit
-def _finish(stored, total, sums, heads: gl.constexpr, cut: gl.constexpr):
+def finish(stored, block, total, sums, heads: gl.constexpr, cut: gl.constexpr):
     """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
     q_heads: gl.constexpr = heads.q_heads
     group: gl.constexpr = q_heads // heads.k_heads
     lines: gl.constexpr = lines_of(cut.width)
-    part, block, head = own_pairs(cut)
-    starts_at = stored.starts + gl.program_id(1)
-    lane = block * LANES + gl.arange(0, LANES, layout=gl.SliceLayout(1, lines))
-    row, q_head = gl.load(starts_at) + lane // group, head * group + lane % group
+    starts_at = stored.starts + block.request
+    lane = block.number * LANES + gl.arange(0, LANES, layout=gl.SliceLayout(1, lines))
+    row, q_head = gl.load(starts_at) + lane // group, block.head * group + lane % group
     column = gl.arange(0, cut.width, layout=gl.SliceLayout(0, lines))
-    column = (part * cut.width + column)[None, :]
+    column = (block.part * cut.width + column)[None, :]
     keep = (row < gl.load(starts_at + 1))[:, None] & (column >= 0)
     out = sums / gl.maximum(_beside(total, cut.width), 1e-30)
     if heads.gated:
@@ -238,7 +282,7 @@ def lines_of(columns):
 
 
 @gluon.jit
-def _no_sums(D: gl.constexpr):
+def no_sums(D: gl.constexpr):
     """The sums over no position: peaks, totals and weighted values."""
     lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
     peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=lanes)
@@ -262,7 +306,7 @@ def _beside(x, columns: gl.constexpr):
 
 
 @gluon.jit
-def _fold(peak, total, sums, more_peak, more_total, more_sums):
+def fold(peak, total, sums, more_peak, more_total, more_sums):
     """Adds the sums over some positions to those over the positions before."""
     D: gl.constexpr = sums.shape[1]
     highest = gl.maximum(peak, more_peak)
@@ -303,13 +347,15 @@ def _bad_lines(values, begin, own, D: gl.constexpr):
 
 
 @gluon.jit
-def _take_out(values, is_gone, begin, pairs, D: gl.constexpr, nodes: gl.constexpr):
-    """Makes some positions of a tile 0; tells which pairs see one of them."""
+def _take_out(values, rest, is_gone, begin, pairs, D: gl.constexpr, nodes: gl.constexpr):
+    """Leaves the rest of a tile, in which some positions are 0; tells which pairs see one."""
     lines: gl.constexpr = lines_of(_PART)
     for i in gl.static_range(D // _PART):
-        part = values.slice(i * _PART, _PART, dim=1)
-        part.store(gl.where(is_gone[:, None] > 0, 0.0, part.load(lines)).to(gl.bfloat16))
+        part = values.slice(i * _PART, _PART, dim=1).load(lines)
+        part = gl.where(is_gone[:, None] > 0, 0.0, part).to(gl.bfloat16)
+        rest.slice(i * _PART, _PART, dim=1).store(part)
     fence_async_shared()
+    _barrier()
     is_harmed = gl.zeros((LANES,), gl.int32, layout=gl.SliceLayout(1, wide(TILE)))
     number = gl.arange(0, TILE, layout=gl.SliceLayout(1, lines))
     for i in range(0, TILE):
@@ -320,10 +366,9 @@ def _take_out(values, is_gone, begin, pairs, D: gl.constexpr, nodes: gl.constexp
 
 
 @gluon.jit
-def _span_at(place, heads: gl.constexpr, cut: gl.constexpr):
+def _span_at(place, part, heads: gl.constexpr, cut: gl.constexpr):
     """Where the values of the sums over a span are."""
     of_values: gl.constexpr = wide(cut.width)
-    part, _, _ = own_pairs(cut)
     place = gl.convert_layout(place, gl.SliceLayout(1, of_values)).to(gl.int64)
     column = gl.arange(0, cut.width, layout=gl.SliceLayout(0, of_values))
     return place[:, None] * heads.D + (part * cut.width + column)[None, :]
@@ -331,27 +376,19 @@ def _span_at(place, heads: gl.constexpr, cut: gl.constexpr):
 
 @gluon.jit
 def _store_span(
-    stored, place, is_one, peak, total, sums, heads: gl.constexpr, cut: gl.constexpr
+    left, part, place, is_one, peak, total, sums, heads: gl.constexpr, cut: gl.constexpr
 ):  # fmt: skip
     keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
-    gl.store(stored.sums + _span_at(place, heads, cut), sums, mask=keep)
-    gl.store(stored.peaks + place, peak, mask=is_one)
-    gl.store(stored.totals + place, total, mask=is_one)
+    gl.store(left.sums + _span_at(place, part, heads, cut), sums, mask=keep)
+    gl.store(left.peaks + place, peak, mask=is_one)
+    gl.store(left.totals + place, total, mask=is_one)
 
 
 @gluon.jit
-def _load_span(stored, place, is_one, heads: gl.constexpr, cut: gl.constexpr):
+def _load_span(left, part, place, is_one, heads: gl.constexpr, cut: gl.constexpr):
     keep = gl.convert_layout(is_one, gl.SliceLayout(1, wide(cut.width)))[:, None]
-    at = stored.sums + _span_at(place, heads, cut)
+    at = left.sums + _span_at(place, part, heads, cut)
     sums = gl.load(at, mask=keep, other=0.0, cache_modifier=".cg")
-    peak = gl.load(stored.peaks + place, mask=is_one, other=NEGATIVE, cache_modifier=".cg")
-    total = gl.load(stored.totals + place, mask=is_one, other=0.0, cache_modifier=".cg")
+    peak = gl.load(left.peaks + place, mask=is_one, other=NEGATIVE, cache_modifier=".cg")
+    total = gl.load(left.totals + place, mask=is_one, other=0.0, cache_modifier=".cg")
     return peak, total, sums
-
-
-@gluon.jit
-def own_pairs(cut: gl.constexpr):
-    """Which part of a head's values a program has, which block of pairs, and of which head."""
-    number = gl.program_id(0)
-    block = number // cut.parts
-    return number % cut.parts, block % cut.blocks, block // cut.blocks

@@ -11,7 +11,15 @@ from kernels.tiles import CLASSES, FOLDER, MEASURED, Tiles
 from shared.spec.numerics import SQUARES
 
 LANGUAGES = ("pallas_gpu", "triton_gpu")
-LINE = {"at_most": {}, "lanes": 32, "ones": 16, "unroll": 1, "warps": 4, "stages": 2}
+LINE = {
+    "at_most": {},
+    "lanes": 32,
+    "ones": 16,
+    "described": False,
+    "unroll": 1,
+    "warps": 4,
+    "stages": 2,
+}
 MIX = {
     "at_most": {},
     "lanes": 16,

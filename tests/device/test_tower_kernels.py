@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.tiles import MEASURED, AttentionTiles, Tiles
+from kernels.tiles import MEASURED, AttendAllTiles, Tiles
 from shared.spec import attention as spec_attention
 from shared.spec import layers as spec
 from shared.spec.numerics import ATTENTION, SQUARES
@@ -71,7 +71,7 @@ def how_of(function: str) -> dict[str, Any]:
     return {"eps": 1e-6, "order": SQUARES} if function == "layer_norm" else {}
 
 
-def attention_how(D: int, tiles: AttentionTiles = SMALL) -> dict[str, Any]:
+def attention_how(D: int, tiles: AttendAllTiles = SMALL) -> dict[str, Any]:
     return {"tile": ATTENTION.tile_float32, "scale": D**-0.5, "tiles": tiles}
 
 

@@ -46,7 +46,8 @@ class OpCase:
         large case is compared in some of them.
       specify: The specification's results for some rows, where it takes more than leaving out the
         others' entries in `row_arguments`.
-      tiles: Fields of the tiles of the op's module that are others than in the GPU's file.
+      tiles: Fields of the tiles that are others than in the GPU's file.
+      tiled: The table of these, if it is neither that of the function nor that of the module.
       num_bytes: What a call must read and write, for the arguments and the bytes of a float; None
         for all arguments and results.
     """
@@ -62,11 +63,16 @@ class OpCase:
     real_rows: Callable[[Arguments], np.ndarray] | None = None
     row_arguments: tuple[str, ...] = ()
     tiles: Mapping[str, int] = field(default_factory=dict)
+    tiled: str = ""
     specify: Callable[[Arguments, np.ndarray], list[np.ndarray]] | None = None
     num_bytes: Callable[[Arguments, int], int] | None = None
 
     def __str__(self) -> str:
         return f"{self.function}, {self.name}"
+
+    def table_in(self, tiles: Tiles) -> str:
+        """The name of its table of tiles."""
+        return self.tiled or (self.function if hasattr(tiles, self.function) else self.op)
 
     @property
     def item_bytes(self) -> int:

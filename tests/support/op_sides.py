@@ -88,14 +88,14 @@ class Side(ABC):
     def with_tiles(self, case: OpCase, changes: Changes) -> Iterator[None]:
         """Within it a case's kernels have the tiles of the GPU's file, and some of them changed.
 
-        They are those of its function, where it has a table, else of its module. A case can have
-        changes of its own.
+        They are those of the table that it names, else of its function, where it has a table, else
+        of its module. A case can have changes of its own.
 
         Raises:
           ValueError: There are tiles to change and no kernels here that have any.
         """
         bound, changes = self._ops.KERNELS, {**case.tiles, **changes}
-        op = case.function if bound and hasattr(bound.tiles, case.function) else case.op
+        op = case.table_in(bound.tiles) if bound else case.op
         if changes and (bound is None or not hasattr(bound.tiles, op)):
             raise ValueError(f"{op} has no tiles on {self.device}")
         if changes:

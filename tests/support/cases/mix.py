@@ -317,6 +317,13 @@ _DESCRIBED = {
 }
 """For `mix_described`, whatever a file says."""
 
+_PROMPTS = {
+    "prompt of 2048": (_LARGE["prompt of 2048"], 3),
+    "hybrid, prompt of 2048": (_LARGE["hybrid, prompt of 2048"], 2),
+    "heads of 64, prompt of 512": (_LARGE["heads of 64, prompt of 512"], 6),
+}
+"""For `attend_described`, whatever a file says, and the stages for which there is room."""
+
 
 def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
     """What the specification gives for some rows, after all have written."""
@@ -344,7 +351,12 @@ def _bytes(arguments: Arguments, item_bytes: int) -> int:
 
 
 def _op_case(
-    name: str, make: Callable[..., MixCase], dtype: str, is_large: bool, **tiles: int
+    name: str,
+    make: Callable[..., MixCase],
+    dtype: str,
+    is_large: bool,
+    tiled: str = "",
+    **tiles: int,
 ) -> OpCase:
     return OpCase(
         op="mix",
@@ -356,6 +368,7 @@ def _op_case(
         in_place=("kv",),
         is_large=is_large,
         tiles=tiles,
+        tiled=tiled,
         real_rows=lambda arguments: np.arange(arguments["rows"].row_starts[-1]),
         specify=specified_rows,
         num_bytes=_bytes,
@@ -369,5 +382,11 @@ TABLE = [
     *(
         _op_case(f"described, {name}", make, "bfloat16", True, described=1, stages=2)
         for name, make in _DESCRIBED.items()
+    ),
+    *(
+        _op_case(
+            f"described, {name}", make, "bfloat16", True, "attention", described=1, stages=stages
+        )
+        for name, (make, stages) in _PROMPTS.items()
     ),
 ]

@@ -1,0 +1,33 @@
+"""Sums over some positions, of which attention is made, in Pallas."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+LOG2_E = 1.4426950408889634
+NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN where a row sees nothing
+
+
+class Sums(NamedTuple):
+    """Sums over some positions: of the weighted values, the highest score, of the weights."""
+
+    value: jax.Array
+    peak: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def nothing(cls, lanes, D, *ones):
+        """Over no position; within a split the weights have columns of ones."""
+        values = jnp.zeros((lanes, pl.next_power_of_2(D)), jnp.float32)
+        peak = jnp.full((lanes,), NEGATIVE, jnp.float32)
+        return cls(values, peak, jnp.zeros((lanes, *ones), jnp.float32))
+
+
+def fold(sums, more):
+    """Adds the sums over some positions to those over the positions before."""
+    highest = jnp.maximum(sums.peak, more.peak)
+    ours, theirs = jnp.exp2(sums.peak - highest), jnp.exp2(more.peak - highest)
+    values = sums.value * ours[:, None] + more.value * theirs[:, None]
+    return Sums(values, highest, sums.total * ours + more.total * theirs)

@@ -1,0 +1,132 @@
+"""Attention of many rows by a Hopper's wide matrix unit: the bits of `attention`, both languages.
+
+No interpreter knows Gluon or Mosaic GPU, so a GPU alone runs them; what they are to give is what
+the kernels of `attention` give, which are proved elsewhere.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.tiles import AttentionTiles
+from shared.spec.attention import windowed
+from tests.support.cases.mix import MixCase, prompt_case, tree_case
+from tests.support.kernels import KERNELS
+from tests.support.mix_kernels import TILES, Found, How, run_pallas, run_triton
+
+RUN = {"pallas": run_pallas, "triton": run_triton}
+MODEL = {"heads": (32, 8), "D": 128, "page": 64, "half": True}
+HYBRID = {"heads": (16, 4), "D": 256, "page": 64, "turned": 64, "gated": True, "half": True}
+SIZES = {
+    "model": MODEL,
+    "hybrid": HYBRID,
+    "group of seven, heads of 64": {"heads": (14, 2), "D": 64, "page": 64, "half": True},
+    "pages of two tiles": MODEL | {"page": 128},
+}
+
+
+def windowed_case(size: int, **how: object) -> MixCase:
+    """A prompt whose rows see no more than the last positions."""
+    case = prompt_case([(0, 700), (100, 190)], **how)
+    return replace(case, rows=windowed(case.rows, size))
+
+
+CASES: dict[str, Callable[..., MixCase]] = {
+    "prompt": partial(prompt_case, [(0, 300)]),
+    "chunks": partial(
+        prompt_case,
+        [(500, 700), (130, 137), (0, 16), (63, 65), (64, 192)],
+        draft_from=(0, 64, 0, 20, 100),
+        bucket=450,
+    ),
+    "spans": partial(prompt_case, [(4010, 4200), (2040, 2060), (0, 100)]),
+    "sliding windows": partial(windowed_case, 150),
+    "trees": partial(tree_case, [64, 40, 1, 0], [500, 130, 0, 65], nodes=64, columns=9),
+}
+PAIRS = [(name, "model") for name in CASES]
+PAIRS += [(name, "hybrid") for name in ("chunks", "spans")]
+PAIRS += [("chunks", "group of seven, heads of 64"), ("chunks", "pages of two tiles")]
+
+
+@pytest.fixture(params=KERNELS)
+def language(request: pytest.FixtureRequest) -> str:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("kernels of a Hopper's matrix units")
+    return request.param
+
+
+@cache
+def case_of(name: str, sizes: str) -> MixCase:
+    """A case whose pools have numbers only where some row sees them."""
+    case = CASES[name](**SIZES[sizes])
+    page = case.k_pages.shape[1]
+    is_seen = np.zeros(case.k_pages.shape[:2], bool)
+    for row in np.flatnonzero(case.rows.is_real):
+        position = np.arange(case.rows.first[row], case.rows.until[row])
+        table = case.rows.page_table[case.rows.request[row]]
+        is_seen[table[position // page], position % page] = True
+    pools = (np.where(is_seen[..., None, None], x, np.nan) for x in (case.k_pages, case.v_pages))
+    k_pages, v_pages = (x.astype(np.float32) for x in pools)
+    return replace(case, k_pages=k_pages, v_pages=v_pages)
+
+
+def tiles_of(language: str, case: MixCase, **changes: int) -> AttentionTiles:
+    """Those of the table, and some of them changed."""
+    sizes = {"item_bytes": 2, "rows": case.most_rows * case.group}
+    tiles = TILES[language].attention.of(**sizes, head_size=case.heads.head_size)
+    return replace(tiles, **changes)
+
+
+@cache
+def today(language: str, name: str, sizes: str) -> Found:
+    """What `attention` gives."""
+    case = case_of(name, sizes)
+    return RUN[language](case, How(False, tiles=tiles_of(language, case, described=False)))
+
+
+def described(language: str, case: MixCase, stages: int = 2) -> Found:
+    tiles = tiles_of(language, case, described=True, stages=stages)
+    return RUN[language](case, How(False, tiles=tiles))
+
+
+def assert_equal(got: Found, want: Found) -> None:
+    assert np.isfinite(want.out).all()
+    np.testing.assert_array_equal(got.out, want.out)
+    np.testing.assert_array_equal(got.pools, want.pools)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "sizes"), PAIRS)
+def test_a_described_attention_has_the_bits_of_attention(
+    name: str, sizes: str, language: str
+) -> None:
+    got = described(language, case_of(name, sizes))
+    assert_equal(got, today(language, name, sizes))
+    np.testing.assert_array_equal(got.out, today("triton", name, sizes).out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stages", [1, 3])
+def test_the_stages_leave_the_bits_as_they_are(stages: int, language: str) -> None:
+    got = described(language, case_of("spans", "model"), stages)
+    assert_equal(got, today(language, "spans", "model"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", ["model", "hybrid"])
+@pytest.mark.parametrize("row", [3, 30, 250])
+def test_a_described_value_that_is_no_number_reaches_only_rows_that_see_it(
+    row: int, sizes: str, language: str
+) -> None:
+    case = case_of("prompt", sizes)
+    qkv = case.qkv.copy()
+    qkv[row, -1] = np.nan  # the row's new value
+    got = described(language, replace(case, qkv=qkv))
+    spoiled = case.rows.is_real & (np.arange(len(qkv)) >= row)
+    np.testing.assert_array_equal(~np.isfinite(got.out).all(axis=1), spoiled)
+    want = today(language, "prompt", sizes).out
+    np.testing.assert_array_equal(got.out[~spoiled], want[~spoiled])
