@@ -4,7 +4,8 @@
 
 A model with dummy weights is given a vision tower of Qwen3.5-9B's shape. One prompt at a time holds
 one picture between some words, and is handed to an engine that has nothing else to do, without
-HTTP: with a picture that is new, with one whose rows are kept, and as long a prompt of text.
+HTTP: with a picture that is new, with one whose rows are kept, and as long a prompt of text. Then a
+prompt with a new picture comes beside a stream, whose gaps are told.
 """
 
 import argparse
@@ -15,9 +16,11 @@ import statistics
 import sys
 import time
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -27,19 +30,26 @@ from bench.steps.pictures import PICTURES, QWEN3_5
 from shared.engine.pictures import Picture
 from shared.engine.request import Request, SamplingParams
 from shared.models.pictures import FILE, PROCESSORS
+from shared.process import pictures as starting
 from tests.support.op_sides import SIDES
 from tests.support.started import Served, start
 
 AROUND = 32
 """Words before a picture, and as many behind it."""
 
+STEADY = 8
+"""Tokens that a stream has before a picture comes beside it."""
+
 Line = dict[str, Any]
 
 
-def write_seeing(model: Path, folder: Path) -> None:
+def write_seeing(model: Path, folder: Path, tokens: int) -> None:
     """A config.json that has a tower beside a model's own settings, and what its processor is told.
 
     The model's heads turn as Qwen3.5's do, in the sections of a model that sees.
+
+    Args:
+      tokens: Of the smallest picture; a start has no programs for smaller ones.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config", config)
@@ -67,7 +77,7 @@ def write_seeing(model: Path, folder: Path) -> None:
         "merge_size": QWEN3_5.merge_size,
         "patch_size": size,
         "temporal_patch_size": QWEN3_5.frames,
-        "size": {"shortest_edge": PICTURES.least, "longest_edge": PICTURES.most},
+        "size": {"shortest_edge": tokens * PICTURES.factor**2, "longest_edge": PICTURES.most},
     }
     (folder / FILE).write_text(json.dumps(processor), encoding="utf-8")
 
@@ -97,6 +107,25 @@ def asked(served: Served, request: Request) -> tuple[float, float]:
     return 1e3 * (at[0] - began), 1e3 * (at[-1] - at[0]) / (len(at) - 1)
 
 
+def gaps_beside(served: Served, tokens: int, seed: int, output: int) -> list[float]:
+    """Milliseconds between the tokens of a stream until a new picture beside it is answered."""
+    length = served.memory.max_request_tokens - 2 * AROUND - 1
+    stream = request_of(served, 1, 2 * seed, length, sees=False)
+    other = request_of(served, tokens, 2 * seed + 1, output, sees=True)
+    at: list[float] = []
+    served.engine.add(stream)
+    while other.finish_reason is None:
+        assert stream.finish_reason is None, "the stream outlives the picture's answer"
+        events = served.engine.step()
+        at += [time.perf_counter() for event in events if event.request_id == stream.request_id]
+        if len(at) == STEADY and not other.arrival:
+            served.engine.add(other)
+    served.engine.abort(stream.request_id)
+    while served.engine.busy:
+        served.engine.step()
+    return [1e3 * (later - earlier) for earlier, later in pairwise(at[STEADY - 1 :])]
+
+
 def measure(served: Served, tokens: int, rounds: int, output: int) -> Line:
     """One size of picture: medians."""
     found: dict[str, list[tuple[float, float]]] = {"new": [], "kept": [], "text": []}
@@ -109,6 +138,9 @@ def measure(served: Served, tokens: int, rounds: int, output: int) -> Line:
     for name, times in found.items():
         first, step = (statistics.median(each) for each in zip(*times[1:], strict=True))
         line |= {f"first_{name}_ms": round(first, 3), f"step_{name}_ms": round(step, 3)}
+    gaps = [gaps_beside(served, tokens, 1000 + number, output) for number in range(1 + rounds)][1:]
+    line |= {"gap_longest_ms": round(max(map(max, gaps)), 3)}
+    line |= {"gap_median_ms": round(statistics.median(gap for each in gaps for gap in each), 3)}
     return line
 
 
@@ -120,7 +152,8 @@ def told(line: Line) -> str:
     )
     return (
         f"{line['backend']:6}{line['tokens']:6} tokens: first {first[0]} ms, {first[1]} where the "
-        f"picture is kept, {first[2]} of text; a step {step[0]} ms, {step[1]}, {step[2]}"
+        f"picture is kept, {first[2]} of text; a step {step[0]} ms, {step[1]}, {step[2]}; "
+        f"a stream's longest gap {line['gap_longest_ms']:.2f}, median {line['gap_median_ms']:.2f}"
         f"{card.told_card(line['card'])}"
     )
 
@@ -133,7 +166,7 @@ def run(options: argparse.Namespace, command: str) -> Line:
     """
     found: Line = {"command": command, "tower": asdict(QWEN3_5), "sides": {}, "lines": []}
     with TemporaryDirectory() as folder:
-        write_seeing(options.model, Path(folder))
+        write_seeing(options.model, Path(folder), min(options.tokens))
         for backend in options.backend:
             side = SIDES[backend]()
             found["sides"][backend] = {"device": side.device, "version": side.version}
@@ -142,7 +175,9 @@ def run(options: argparse.Namespace, command: str) -> Line:
             words = ["--model-path", folder, "--load-format", "dummy", *options.flags.split()]
             words += ["--max-picture-tokens", str(max(options.tokens))]
             context = max(options.tokens) + 2 * AROUND + options.output
-            served = start(backend, words, batch=1, context=context, radix_cache=False)
+            # Pictures come as pixels here: nothing is decoded, so nothing has to be installed.
+            with patch.object(starting, "find_spec", lambda name: True):
+                served = start(backend, words, batch=2, context=context, radix_cache=False)
             for tokens in options.tokens:
                 line = {"backend": backend}
                 line |= measure(served, tokens, options.rounds, options.output)

@@ -70,6 +70,7 @@ def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monke
     seeing.run(seeing.options([*words, "--output", "4", "--out", str(out)]), "the command")
     (line,) = json.loads(out.read_text())["lines"]
     assert kept == [x for n in range(2) for x in ((True, n), (True, n + 1), (False, n + 1))]
+    assert line["gap_longest_ms"] >= line["gap_median_ms"] > 0
     assert all(line[f"{what}_{x}_ms"] > 0 for what in ("first", "step") for x in ("new", "kept"))
 
 
