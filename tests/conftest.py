@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -82,6 +83,16 @@ def host(backend: Backend, texts: Texts) -> Host:
 def sink_length(backend: Any) -> Callable[[], int]:
     """Reads the length of slot 0, which nothing at the boundary shows."""
     return lambda: int(backend.state.lengths[0])
+
+
+@pytest.fixture(scope="module")
+def quick_jax() -> Iterator[None]:
+    """What a start in this process compiles, XLA compiles in a third of the time."""
+    backend = import_module("jax_impl.backend")
+    options = backend.compiler_options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "compiler_options", lambda device, _: options(device, True))
+        yield
 
 
 HOST_FILES = (

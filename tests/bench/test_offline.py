@@ -69,7 +69,7 @@ def run(model: Path, *more: str) -> Report:
 
 
 @pytest.fixture(scope="module")
-def both(model: Path) -> Report:
+def both(model: Path, quick_jax: None) -> Report:
     line = ["--backend", "jax", "torch", "--batch", "1", "--drafts", "none"]
     return run(model, *line, "--flags", "--chunked-prefill-size 64")
 

@@ -2,12 +2,14 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from examples import train_head
 from tests.support.http_fixtures import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,13 +41,16 @@ def test_trace_step():
     assert any(line.startswith("draft") and "drafts accepted" in line for line in lines)
 
 
-def test_compare_backends():
-    lines = run("compare_backends").splitlines()
+def test_compare_backends(quick_jax, capsys):
+    runpy.run_module("examples.compare_backends", run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
     assert lines == [f"{name} with NEXTN: equal to plain decoding" for name in ("torch", "jax")]
 
 
-def test_train_head(tmp_path):
-    assert "tokens a step" in run("train_head", str(tmp_path), "2", "4")
+def test_train_head(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_head, "TARGET", "models/random")
+    train_head.main(str(tmp_path), "2", "4")
+    assert "tokens a step" in capsys.readouterr().out
 
 
 def test_ask_picture():

@@ -41,9 +41,8 @@ def test_a_chat_has_the_text_of_the_server(llm, server, how):
     assert answer.outputs[0].accept_length > 2
 
 
-def test_jax_answers_as_torch_does(llm):
+def test_jax_answers_as_torch_does(llm, quick_jax):
     asked = SamplingParams(**SAMPLED)
-    # With the programs of `examples.compare_backends`, so that they are compiled once.
     few = {"max_running_requests": 1, "chunked_prefill_size": 64, "disable_radix_cache": True}
     with JaxLLM(speculative_algorithm="NEXTN", **OPTIONS | few) as other:
         theirs, ours = other.chat(QUESTION, asked)[0], llm.chat(QUESTION, asked)[0]
