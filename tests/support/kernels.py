@@ -28,6 +28,7 @@ from kernels.tiles import MEASURED, Tiles
 from tests.support.addresses import watch
 from tests.support.op_case import changed
 from tests.support.rounding import IS_ROUNDED_TWICE
+from tests.support.triton_types import remember_types
 
 ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
@@ -116,6 +117,7 @@ def triton_interpreter() -> Iterator[None]:
             patch.setattr(interpreter, "_convert_float", _rounding(interpreter._convert_float))
             patch.setattr(interpreter.InterpretedFunction, "__call__", _call)
             patch.setattr(interpreter, "_get_np_dtype", _numpy_type(interpreter._get_np_dtype))
+            remember_types(patch)
             watch(patch)
         yield
 
