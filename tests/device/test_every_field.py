@@ -210,6 +210,14 @@ def test_every_field_with_every_drafter_at_every_limit_keeps_its_plain_answer(al
     check(House(backends, "torch", algorithm), PRODUCT)
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("algorithm", ["NEXTN", "EAGLE", "NEXTN+NGRAM"])
+def test_every_field_with_a_token_map_keeps_its_plain_answer(algorithm, backends):
+    """The tokens that are no drafts are some of those that every answer has."""
+    house = House(backends, "torch", algorithm, tuple(range(0, 256, 2)))
+    check(house, PRODUCT)
+
+
 def test_every_parameter_of_the_engine_is_asked_for_by_some_field(backends):
     """What the HTTP server hands to the engine, by field; a new one has a case as well."""
     facts, neutral = House(backends, "reference", "NGRAM").facts, SamplingParams()

@@ -69,9 +69,19 @@ def tokenizer() -> Tokenizer:
 
 
 class House:
-    """The servers of one drafter on one framework, made when they are asked for."""
+    """The servers of one drafter on one framework, made when they are asked for.
 
-    def __init__(self, backends: Backends, framework: str, algorithm: str) -> None:
+    Args:
+      token_map: The tokens that are drafted; None: all.
+    """
+
+    def __init__(
+        self,
+        backends: Backends,
+        framework: str,
+        algorithm: str,
+        token_map: tuple[int, ...] | None = None,
+    ) -> None:
         family, drafter, self._shape = DRAFTS[algorithm]
         self._server = Server(
             framework=framework,
@@ -86,7 +96,7 @@ class House:
             match_type="BFS",
             caches=True,
         )
-        self._backend = backends.get(self._server)
+        self._backend = backends.get(self._server, token_map)
         self._policy = policy_of(self._server.own_drafter, is_hybrid=family == HYBRID)
         self._plain = self._served(self._static(PLAIN), cached=False)
         self.facts = self._plain.facts

@@ -29,7 +29,7 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import derive_seed
 from tests.support import tiny_heads as heads_of
-from tests.support.backends import make_backend
+from tests.support.backends import Mapped, make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.cells import MODEL_SEEDS
 from tests.support.driving import Outcome, checked_step
@@ -177,15 +177,17 @@ class Backends:
     def __init__(self) -> None:
         self._made: dict[tuple, Backend] = {}
 
-    def get(self, server: Server) -> Backend:
+    def get(self, server: Server, token_map: tuple[int, ...] | None = None) -> Backend:
+        """The backend of a server, which drafts the tokens of a map alone where there is one."""
         capacity = capacity_of(server)
         key = (server.framework, server.family, server.own_drafter, server.page_size, server.rule)
-        key += (capacity.programs, capacity.num_snapshots)
+        key += (capacity.programs, capacity.num_snapshots, token_map)
         if key not in self._made:
             made = (*target_of(server.family, server.own_drafter), capacity)
             of = divided_drafter_of if server.framework in RANK_MAKERS else drafter_of
             head = of(server.family, server.own_drafter)
-            self._made[key] = make_backend(server.framework, *made, head)
+            drafter = Mapped(head, token_map) if token_map else head
+            self._made[key] = make_backend(server.framework, *made, drafter)
         return self._made[key]
 
     def close(self) -> None:
