@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +11,7 @@ from torch import Tensor
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
+from shared.models.rotary import RotaryConfig
 from shared.spec import layers as layers_spec
 from shared.spec.turns import turn_of_pairs
 from torch_impl.ops import delta_mix, layers, linear, mix, ranks
@@ -41,7 +43,13 @@ def turning(config: AttentionConfig, rows: Rows) -> Int[Tensor, "R ..."]:
     """By what rows turn: their positions or, of a model that sees, what each pair takes of them."""
     if rows.turns is None or not config.rotary.sections:
         return rows.positions
-    return rows.turns[:, turn_of_pairs(config.rotary)]
+    return rows.turns[:, _turn_of_pairs(config.rotary, rows.turns.device)]
+
+
+@cache
+def _turn_of_pairs(rotary: RotaryConfig, device: torch.device) -> Int[Tensor, " half"]:
+    """On the device once, as nothing of the host's can be copied while a graph is captured."""
+    return torch.from_numpy(turn_of_pairs(rotary)).to(device)
 
 
 def angles(config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Angles:

@@ -118,7 +118,7 @@ def test_of_many_requests_and_aborts_on_two_ranks_nothing_is_wrong_or_lost(
     left = set(rng.sample(range(requests), aborts))
     kinds = [rng.randrange(KINDS) for _ in range(requests)]
     with torch_ranks(2, *DRAFTING) as server:
-        pids = server.pids()
+        pids, pages = server.pids(), server.metrics()["tandem:kv_pages_free"]
 
         def ask(number: int) -> str:
             body = body_of(kinds[number])
@@ -140,7 +140,7 @@ def test_of_many_requests_and_aborts_on_two_ranks_nothing_is_wrong_or_lost(
         aborted = figures['tandem:request_success_total{finished_reason="abort"}']
         assert aborted == aborts
         assert figures["tandem:state_slots_free"] == 8
-        assert figures["tandem:kv_pages_free"] == 2048 // 16
+        assert figures["tandem:kv_pages_free"] == pages > 0
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
 
