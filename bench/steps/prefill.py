@@ -5,8 +5,9 @@
 
 One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Its answer goes
 on for some tokens: texts and acceptance must be the same however prompts are launched. Beside it
-stands what the products with the layers' weights alone take by the framework itself, for so long
-that a card comes to its clock; `--kernels` tells which of a prompt's kernels take the most.
+stand what the products with the layers' weights alone take by the framework itself, in a chain that
+goes on until a card comes to the clock that its power allows, and their share of the prompt's time;
+`--kernels` tells which of a prompt's kernels take the most.
 """
 
 import argparse
@@ -14,9 +15,10 @@ import json
 import shlex
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from bench.ground import card
@@ -36,7 +38,7 @@ from tests.support.started import Answer, Served, ask, start
 EAGER = "--disable-piecewise-cuda-graph"
 HEADER = (
     f"{'side':6}{'drafts':26}{'launch':>14}{'tokens':>8}{'ms':>9}{'low':>8}{'high':>8}"
-    f"{'products':>10}{'tokens/s':>10}{card.HEADER}  answer"
+    f"{'products':>10}{'share':>7}{'tokens/s':>10}{card.HEADER}  answer"
 )
 OUTSIDE = ("embed", "lm_head", "gated_delta.conv")
 """Matrices that a prompt has no product with, or only its last token."""
@@ -90,16 +92,27 @@ def _kernels_of(served: Served, load: Load, backend: str) -> dict[str, tuple[flo
 
 
 def _product_seconds(side: Side, config: ModelConfig, prompt: int) -> float:
-    """Of a prompt's products with the layers' weights; of experts, as if all chose the same."""
-    seconds, experts = 0.0, config.experts
+    """Of a prompt's products with the layers' weights; of experts, as if all chose the same.
+
+    They are timed as a chain, in which each has its share: kernels of many operations and of few
+    take turns in a prompt too, and a card's clock follows from all of them. The chain is the
+    shortest that repeats, a layer where all are alike.
+    """
+    counts, experts = Counter[tuple[int, int, int]](), config.experts
     for p in parameters(config, False):
         own = p.shape[p.stacked :]
         if len(own) == 2 and p.name not in OUTSIDE:
-            seconds += prod(p.shape[: p.stacked]) * side.product_seconds(prompt, *own)
+            counts[prompt, own[0], own[1]] += prod(p.shape[: p.stacked])
         elif len(own) == 3 and experts is not None and p.name in EXPERTS:
             slots = experts.num_chosen + experts.shares_stacks
-            seconds += p.shape[0] * side.product_seconds(slots * prompt, *own[1:])
-    return seconds
+            counts[slots * prompt, own[1], own[2]] += p.shape[0]
+    times = gcd(*counts.values())
+    places = [
+        ((place + 0.5) * times / count, product)
+        for product, count in counts.items()
+        for place in range(count // times)
+    ]
+    return times * side.chain_seconds([product for _, product in sorted(places)])
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -116,11 +129,18 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     for backend in options.backend:
         side = SIDES[backend]()
         config = config_from_folder(options.model)
-        products = {n: _product_seconds(side, config, n) for n in options.prompt}
-        side.release()
         found["versions"][backend] = side.version
-        found["sides"][backend] = {"device": side.device}
-        print(f"{backend} on {side.device}\n{HEADER}")
+        found["sides"][backend] = {"device": side.device, "products": {}}
+        print(f"{backend} on {side.device}")
+        products = {}
+        for prompt in options.prompt:
+            with card.watched(side.is_gpu) as watched:
+                products[prompt] = _product_seconds(side, config, prompt)
+            side.release()
+            found["sides"][backend]["products"][prompt] = watched
+            told = f"products of {prompt} tokens: {1e3 * products[prompt]:.2f} ms, MHz and watts"
+            print(f"{told}{card.told_card(watched)}", flush=True)
+        print(HEADER)
         for draft in drafts:
             for own in _launches(backend, side.is_gpu):
                 reset_peak(backend)
@@ -158,7 +178,8 @@ def line_of(line: Line) -> str:
     return (
         f"{line['backend']:6}{line['drafts']:26}{launch:>14}{line['prompt']:8}{line['ms']:9.2f}"
         f"{line['ms_low']:8.2f}{line['ms_high']:8.2f}{line['products_ms']:10.2f}"
-        f"{line['tokens_per_s']:10.0f}{card.told_card(line['card'])}  "
+        f"{line['products_ms'] / line['ms']:7.0%}{line['tokens_per_s']:10.0f}"
+        f"{card.told_card(line['card'])}  "
         f"{'same' if line['is_same'] else 'ANOTHER'}"
     )
 

@@ -1,6 +1,7 @@
 """The bench of prompts: what it times, and that it sees another answer."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,9 +43,14 @@ def test_a_prompt_is_timed_and_an_answer_that_differs_ends_the_bench_with_1(
 
 
 def test_a_prompts_products_are_those_of_the_experts_that_its_rows_choose():
-    asked = []
-    side = SimpleNamespace(product_seconds=lambda *sizes: asked.append(sizes) or 1.0)
-    config = config_from_folder(SHAPES / "qwen3.5-35b-a3b")
-    # In each of 40 layers two of the mixer, the router, gate and up, down.
-    assert prefill._product_seconds(side, config, 512) == 40 * 5
-    assert {(9 * 512, 2 * 512, 2048), (9 * 512, 2048, 512)} < set(asked)
+    config, asked = config_from_folder(SHAPES / "qwen3.5-35b-a3b"), []
+    side = SimpleNamespace(chain_seconds=lambda products: asked.append(products) or 1.0)
+    # 30 layers have a delta rule and 10 attention: the chain is of three and one.
+    assert prefill._product_seconds(side, config, 512) == 10
+    (chain,) = asked
+    # In each of four layers two of the mixer, the router, gate and up, down.
+    assert len(chain) == 4 * 5
+    counts = Counter(chain)
+    assert counts[9 * 512, 2 * 512, 2048] == counts[9 * 512, 2048, 512] == 4
+    first = len(chain) // 4
+    assert Counter(chain[:first])[9 * 512, 2 * 512, 2048] == 1  # not all of a kind at once

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,16 +141,29 @@ class Side(ABC):
             timer(rounds)
         return 2 * 4 * floats / statistics.median(timer(rounds) for _ in range(7))
 
-    def product_seconds(self, rows: int, outputs: int, inputs: int) -> float:
-        """Seconds of a product of rows with a weight in bfloat16 by the framework, sustained."""
+    def chain_seconds(self, products: Sequence[tuple[int, int, int]]) -> float:
+        """Seconds of products in bfloat16 by the framework, one behind the other, sustained.
+
+        Args:
+          products: Rows, outputs and inputs of each.
+        """
         draw = partial(np.random.default_rng(0).standard_normal, dtype=np.float32)
-        x = self._array(draw((rows, inputs)), "bfloat16")
         numbers = GPU_WEIGHTS if self.is_gpu else CPU_WEIGHTS
-        weight = self._array(draw((outputs, inputs)), "bfloat16")
-        sets = [[x, weight + copy] for copy in range(math.ceil(numbers / (outputs * inputs)))]
+        chain = sum(outputs * inputs for _, outputs, inputs in products)
+        sets, drawn = [], {}
+        for number, (rows, *shape) in enumerate([*products] * math.ceil(numbers / chain)):
+            of_rows, of_weight = (rows, shape[1]), tuple(shape)
+            for each in (of_rows, of_weight):
+                if each not in drawn:
+                    drawn[each] = self._array(draw(each), "bfloat16")
+            sets.append([drawn[of_rows], drawn[of_weight] + number])
         timer = self.timer(Operation(lambda x, weight: x @ weight.T, ()), sets)
         rounds = rounds_for(timer, len(sets), SUSTAINED_S if self.is_gpu else ROUND_S)
-        return statistics.median(timer(rounds) for _ in range(3))
+        return len(products) * statistics.median(timer(rounds) for _ in range(3))
+
+    def product_seconds(self, rows: int, outputs: int, inputs: int) -> float:
+        """Seconds of a product of rows with a weight in bfloat16 by the framework, sustained."""
+        return self.chain_seconds([(rows, outputs, inputs)])
 
     def product_rate(self) -> float:
         """Multiplications a second of large products in bfloat16 by the framework, sustained."""
