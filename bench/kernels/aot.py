@@ -159,6 +159,7 @@ def line_of(kernel: Kernel, case: str, seconds: float | None) -> str:
     """A line for a terminal, under `HEADER`; a step's seconds stand in the step's own line."""
     line = f"{kernel.name:22}{case:48}{kernel.registers:10}{kernel.spilled_bytes:9}"
     line += f"{kernel.shared_bytes:9}" + ("" if seconds is None else f"{seconds:7.1f}")
+    line += f"  serialised: {kernel.serialised}" if kernel.serialised else ""
     known = excuse(kernel, case)
     return f"{line}  excused: {known.reason}" if known else line
 

@@ -24,6 +24,9 @@ IN_BUFFER = KERNELS_IN_BUFFER | {"kKernel", "kCopy", "kMemset32BitValue", "kMemz
 
 _SHARED = re.compile(r"shared_memory: (\d+) bytes")
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)\s+\[[^]]*\] ?(\S*)")
+_SERIALISED = re.compile(
+    r"wgmma\.\S+ instructions are serialized due to (.+?) in the function '(\w+)'"
+)
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<what>[\w\-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
 _NAMED = re.compile(r"\b(?:kernel_)?name=\"(\w+)\"")
@@ -60,12 +63,14 @@ class Kernel:
       registers: Of a thread.
       spilled_bytes: That a thread stores or loads since it has too few registers.
       shared_bytes: Of a block.
+      serialised: Why the products of its matrix units wait for each other; empty where none does.
     """
 
     name: str
     registers: int
     spilled_bytes: int
     shared_bytes: int
+    serialised: str = ""
 
     @property
     def source(self) -> str:
@@ -83,6 +88,7 @@ def read_ptxas(text: str, thunks: Sequence[Thunk]) -> list[Kernel]:
       ValueError: A kernel has no figures, or nothing starts it, so a form has changed.
     """
     shared = {thunk.name: thunk.shared_bytes for thunk in thunks}
+    told = {name: why for why, name in _SERIALISED.findall(text)}
     found = []
     for part in text.split("Compiling entry function ")[1:]:
         name = part.split("'")[1]
@@ -94,7 +100,8 @@ def read_ptxas(text: str, thunks: Sequence[Thunk]) -> list[Kernel]:
             raise ValueError(f"no thunk starts {name}")
         static = re.search(r"(\d+) bytes smem", part)
         held = shared[name] + (int(static[1]) if static else 0)
-        found.append(Kernel(name, int(registers[1]), max(map(int, spills.groups())), held))
+        spilled = max(map(int, spills.groups()))
+        found.append(Kernel(name, int(registers[1]), spilled, held, told.get(name, "")))
     return found
 
 

@@ -38,6 +38,10 @@ ptxas info    : Function properties for input_reduce_fusion
     592 bytes stack frame, 588 bytes spill stores, 640 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 592 bytes cumulative stack size, 128 bytes smem
 """
+WAITS = """\
+ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to ill formed pipeline stage in the function 'product__1'
+"""
 THUNKS = """\
 000: kCommandBuffer [source | sink] 
     001: kCustomKernel [source        | next=002 (1) ] input_reduce_fusion grid: [1, 1, 1] \
@@ -75,6 +79,12 @@ def test_registers_and_spills_are_of_ptxas_and_shared_memory_is_of_the_start_too
         Kernel("input_reduce_fusion", registers=255, spilled_bytes=640, shared_bytes=128),
     ]
     assert Kernel("product__1", 48, 0, 0).source == "product"
+
+
+def test_products_that_wait_for_each_other_are_told_with_the_reason():
+    waits, other = read_ptxas(WAITS + PTXAS, read_thunks(THUNKS))
+    assert line_of(waits, "case", None).endswith("  serialised: ill formed pipeline stage")
+    assert not other.serialised
 
 
 @pytest.mark.parametrize("gone", ["spill", "registers"])
