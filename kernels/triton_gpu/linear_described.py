@@ -196,13 +196,18 @@ def _multiply(
     rows: gl.constexpr = cut.rows
     depth: gl.constexpr = cut.depth
     second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
+    of_row = gl.program_id(0) % row_blocks * rows
+    scale = of_row
+    if squares.count > 0:  # while the first blocks are copied
+        scale = _scale_of(ends, of_row, num_rows, sizes, squares, rows, warps)
     done = 0
     for number in range(gl.program_id(0), blocks, gl.num_programs(0)):
         row = number % row_blocks * rows
         column = number // row_blocks * cut.columns
-        scale = row
-        if squares.count > 0:  # while the first blocks are copied
-            scale = _scale_of(ends, row, num_rows, sizes, squares, rows, warps)
+        if squares.count > 0:
+            if row != of_row:
+                scale = _scale_of(ends, row, num_rows, sizes, squares, rows, warps)
+            of_row = row
         sums = gl.zeros((rows, WIDE), gl.float32, _sums_layout(WIDE, warps))
         more = gl.zeros((rows, NARROW), gl.float32, _sums_layout(NARROW, warps))
         for at in range(0, sizes.K, depth):
