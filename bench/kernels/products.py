@@ -2,13 +2,14 @@
 
     python -m bench.kernels.products
     python -m bench.kernels.products --sides jax --rows 128 --seconds 60
+    python -m bench.kernels.products --lines head
 
 The layer is one of Qwen3-8B, with the norms, the gate and the sums that stand around its products.
 A line says, for a framework, a number of rows, a product and tiles, the microseconds of one product
 over weights that rotate, once the card has worked for a while; its clock and power meanwhile; and
 whether all that it leaves has the bits of today's tiles, and its rows those of the other framework.
 The exit code is 1 where something has not. In the end stand the lines of a table (`kernels/gpus`)
-that are faster than today's, as they could stand there.
+that are faster than today's; each goes before the line that takes its products now.
 """
 
 import argparse
@@ -17,16 +18,22 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from bench.ground.card import HEADER as CARD_HEADER
 from bench.ground.card import told_card, watched
-from tests.support.cases.linear import added_arguments, gated_arguments, normed_arguments
+from tests.support.cases.linear import (
+    added_arguments,
+    gated_arguments,
+    normed_arguments,
+    product_arguments,
+)
 from tests.support.op_case import OpCase
 from tests.support.op_sides import SIDES, Placed, Side
 
@@ -35,22 +42,25 @@ PRODUCTS = {
     "o": ("added_product", added_arguments, 4096, 4096),
     "down": ("added_product", added_arguments, 12288, 4096),
     "gate and up": ("gated_product", gated_arguments, 4096, 12288),
+    "head": ("product_float32", product_arguments, 4096, 151_936),
 }
 """The operation of each, its arguments, inputs and outputs."""
 LINES = {
     "o, down": {"outputs": 4096, "gated": 0},
     "qkv": {"outputs": 16384, "gated": 0},
     "gate and up": {},
+    "head": {"gated": 0},
 }
 """Products that share a line of a table, and its bounds beside that of the rows."""
-WEIGHTS = 3
-"""Of a product, in turn: more than a cache keeps."""
+ROTATED_BYTES = 90 * 2**20
+"""Of weights that are taken in turn: more than a cache keeps."""
 DURATIONS = 0.3, 0.1
 """Seconds that a card works before it is timed, and of each of three times."""
+UNTOLD = ("swapped", "described", "widens")
 LEAST_GAIN = 0.01
 HEADER = f"{'side':7}{'rows':>5}  {'product':13}{'us':>7}{CARD_HEADER}  {'bits':7}tiles"
 
-Tiles = Mapping[str, int]
+Tiles = dict[str, int]
 
 
 def _tiles(rows: int, columns: int, depth: int, stages: int) -> Tiles:
@@ -65,6 +75,7 @@ TRIED: dict[str, dict[tuple[int, str], list[Tiles]]] = {
         (128, "gate and up"): [_tiles(64, 96, 64, 6), _tiles(128, 96, 64, 5)],
         (256, "gate and up"): [_tiles(128, 96, 64, 5), _tiles(64, 96, 64, 6)],
         (512, "qkv"): [_tiles(128, 192, 64, 4)],
+        (256, "head"): [_tiles(128, 256, 64, 4), _tiles(128, 256, 64, 4) | {"persistent": False}],
     },
     "jax": {
         (64, "qkv"): [_tiles(64, 64, 128, 6)],
@@ -77,6 +88,9 @@ TRIED: dict[str, dict[tuple[int, str], list[Tiles]]] = {
         (256, "o, down"): [_tiles(128, 64, 64, 8)],
         (256, "gate and up"): [_tiles(128, 96, 64, 5)],
         (512, "qkv"): [_tiles(128, 192, 64, 4)],
+        (64, "head"): [_tiles(64, 128, 128, 4), _tiles(64, 256, 64, 4)],
+        (128, "head"): [_tiles(128, 128, 64, 6), _tiles(128, 256, 64, 4)],
+        (256, "head"): [_tiles(128, 256, 64, 4)],
     },
 }
 """By rows and the products of a line."""
@@ -104,7 +118,8 @@ class Product:
         names = inspect.signature(side.operation(self.case).call).parameters
         placed = zip((x for x in names if x in made), side.placed(self.case, made), strict=True)
         self._placed = dict(placed)
-        weight, copies = self._placed["weight"], range(1, WEIGHTS if side.is_gpu else 1)
+        weight = self._placed["weight"]
+        copies = range(1, -(-ROTATED_BYTES // (2 * N * K)) if side.is_gpu else 1)
         # A sum, as a copy can be the same memory.
         self._weights = [weight, *(replace_values(weight, weight.values + 0 * i) for i in copies)]
         self._stream = import_module(f"{side.name}_impl.ops.linear").stream
@@ -112,10 +127,11 @@ class Product:
     def sets_of(self, rows: int) -> list[Placed]:
         """The arguments for some rows with each weight, as kernels have left them."""
         given = dict(self._placed)
-        if "x" in given:  # the stream is what is added to
+        if "x" in given:  # a stream is what is added to
             given["x"] = given["x"][:rows]
+        if "x" in given and "stream" in given:
             given["stream"] = self._stream(given["stream"].rows[:rows])
-        else:
+        elif "stream" in given:
             given["stream"] = self._stream(given["stream"].rows[:rows], given["stream"].norm)
         return [list((given | {"weight": weight}).values()) for weight in self._weights]
 
@@ -155,16 +171,22 @@ class Report:
         is_equal = np.array_equal(other[0], found[0])
         is_equal &= all(np.array_equal(x, y) for x, y in zip(today, found, strict=True))
         self.are_equal &= is_equal
-        told = " ".join(f"{k} {v}" for k, v in tiles.items() if not isinstance(v, bool))
+        told = " ".join(f"{k} {int(v)}" for k, v in tiles.items() if k not in UNTOLD)
         line = f"{side.name:7}{rows:5}  {name:13}{us:7.1f}{told_card(card)}"
         print(f"{line}  {'equal' if is_equal else 'OTHER':7}{told or 'today'}", flush=True)
         return us
 
 
-def run(side: Side, rows: list[int], until: float, report: Report) -> list[str]:
-    """Times what is tried with a framework; what is to be said in the end."""
-    said, products = [], {name: Product(side, name, max(rows)) for name in PRODUCTS}
-    for count, line in ((count, line) for count in rows for line in LINES):
+def told_line(rows: int, line: str, tiles: Tiles) -> str:
+    """As a table has it."""
+    return json.dumps({"at_most": {"rows": rows, **LINES[line]}} | tiles)
+
+
+def run(side: Side, cuts: list[tuple[int, str]], until: float, report: Report) -> list[str]:
+    """Times what is tried with a framework, by rows and line; what is to be said in the end."""
+    made = cache(partial(Product, side, most_rows=max(rows for rows, _ in cuts)))
+    said = []
+    for count, line in cuts:
         tried = TRIED[side.name].get((count, line), []) if side.is_gpu else []
         us: dict[str, float] = {}
         for tiles in [{}, *tried] if tried or not side.is_gpu else []:
@@ -173,13 +195,12 @@ def run(side: Side, rows: list[int], until: float, report: Report) -> list[str]:
                 continue
             names = line.split(", ")
             us[json.dumps(tiles)] = sum(
-                report.measure(side, products[name], count, tiles) for name in names
+                report.measure(side, made(name), count, tiles) for name in names
             )
         best = min(us, key=us.__getitem__, default="{}")
         if best != "{}" and "{}" in us and us[best] < (1 - LEAST_GAIN) * us["{}"]:
-            text = json.dumps({"at_most": {"rows": count, **LINES[line]}} | json.loads(best))
             told = f"{side.name}, {count} rows, {line}: {us['{}']:.1f} us become {us[best]:.1f}"
-            said.append(f"{told}\n   {text},")
+            said.append(f"{told}\n   {told_line(count, line, json.loads(best))},")
     return said
 
 
@@ -187,6 +208,8 @@ def options() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    layer = [line for line in LINES if line != "head"]
+    parser.add_argument("--lines", nargs="+", choices=list(LINES), default=layer)
     parser.add_argument("--rows", nargs="+", type=int, default=[512, 128, 256, 64])
     parser.add_argument("--seconds", type=float, default=110, help="begin nothing after that long")
     return parser
@@ -199,7 +222,7 @@ def main() -> int:
     for name in (name for name in SIDES if name in given.sides):
         side = SIDES[name]()
         print(f"{name} on {side.device}\n{HEADER}", flush=True)
-        said += run(side, given.rows, until, report)
+        said += run(side, list(product(given.rows, given.lines)), until, report)
         side.release()
     print("\n".join(said))
     print("all bits are equal" if report.are_equal else "bits DIFFER")
