@@ -75,7 +75,7 @@ TRIED: dict[str, dict[tuple[int, str], list[Tiles]]] = {
         (128, "gate and up"): [_tiles(64, 96, 64, 6), _tiles(128, 96, 64, 5)],
         (256, "gate and up"): [_tiles(128, 96, 64, 5), _tiles(64, 96, 64, 6)],
         (512, "qkv"): [_tiles(128, 192, 64, 4)],
-        (256, "head"): [_tiles(128, 256, 64, 4), _tiles(128, 256, 64, 4) | {"persistent": False}],
+        (256, "head"): [_tiles(128, 256, 64, 3) | {"persistent": False}],
     },
     "jax": {
         (64, "qkv"): [_tiles(64, 64, 128, 6)],
