@@ -32,7 +32,8 @@ class AttendAllTiles:
     Attributes:
       lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
       ones: Weights are summed by a matrix product with so many columns of 1. Where there are no
-        more of them than lanes, Triton splits the rows over its warps, otherwise the columns.
+        more of them than lanes, Triton splits the rows over its warps, otherwise the columns. A
+        picture's are summed beside its values.
       unroll: Tiles of a split that a step of the loop adds; all where a split has fewer. A picture
         has no splits, and 1.
       warps, stages: Of the kernel.
