@@ -56,9 +56,10 @@ NOT_QUICK := tests/engine/test_adaptive.py tests/engine/test_ngram_adaptive_work
 quick: lint layers
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(QUICK) $(NOT_QUICK:%=--ignore=%) $(ARGS)
 
-# One thread a worker: more would only take turns on the same cores.
+# One thread a worker: more would only take turns on the same cores. Some 300 processes are started,
+# which read what the first has compiled of the sources.
 unit: venv
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
 
 # Every cell of the cross-backend product: hours, so it stands beside the test run.
 matrix: venv
