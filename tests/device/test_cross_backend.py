@@ -64,13 +64,23 @@ def backends() -> Iterator[Backends]:
     made.close()
 
 
+IN_JAX = (0, 3)
+"""Depths whose programs a default run compiles; chains of 1 and of 5 differ in one number."""
+
+
+def frameworks_of(cell: Cell) -> tuple[str, ...]:
+    return ("torch", "jax") if cell.depth in IN_JAX else ("torch",)
+
+
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_backends_agree_with_each_other_and_with_the_specification(cell, backends):
-    assert_cell(cell, backends, ("torch", "jax"))
+    assert_cell(cell, backends, frameworks_of(cell))
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("cell", MATRIX, ids=str)
+@pytest.mark.parametrize(
+    "cell", [*MATRIX, *(each for each in CELLS if each.depth not in IN_JAX)], ids=str
+)
 def test_backends_agree_in_the_full_matrix(cell, backends):
     assert_cell(cell, backends, ("torch", "jax"))
 
@@ -86,7 +96,7 @@ REFERENCE_CELLS = [
 
 @pytest.mark.parametrize("cell", REFERENCE_CELLS, ids=str)
 def test_backends_accept_what_the_numpy_backend_accepts(cell, backends):
-    assert_cell(cell, backends, ("reference", "torch", "jax"))
+    assert_cell(cell, backends, ("reference", *frameworks_of(cell)))
 
 
 def test_some_drafts_are_accepted_and_some_are_not(backends):
