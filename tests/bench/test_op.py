@@ -15,7 +15,7 @@ from tests.support.op_case import TOLERANCE, OpCase, table, tables
 from tests.support.op_sides import SIDES, Side
 
 
-@pytest.fixture(scope="module", params=SIDES)
+@pytest.fixture(scope="module")
 def side(request: pytest.FixtureRequest) -> Side:
     return SIDES[request.param]()
 
@@ -30,19 +30,22 @@ SMALL = [case for name in tables() for case in table(name) if not case.is_large]
 
 
 def first_of_each() -> list:
-    """Of each function the first case; the others are of the matrix where they run no kernel.
+    """Of each function the first case, and of each operation the first one with JAX.
 
-    Without a GPU they are plain operations, which have tests of their own.
+    The others are of the matrix where they run no kernel: without a GPU they are plain operations,
+    which have tests of their own, and JAX compiles each for a second.
     """
     seen, found = set(), []
     for case in SMALL:
-        is_first = (case.op, case.function) not in seen
-        seen.add((case.op, case.function))
-        found.append(pytest.param(case, marks=() if is_first or ON_GPU else pytest.mark.matrix))
+        for side in SIDES:
+            first = (side, case.op, case.function if side == "torch" else "")
+            is_default = ON_GPU or first not in seen
+            seen.add(first)
+            found.append(pytest.param(side, case, marks=() if is_default else pytest.mark.matrix))
     return found
 
 
-@pytest.mark.parametrize("case", first_of_each(), ids=str)
+@pytest.mark.parametrize(("side", "case"), first_of_each(), ids=str, indirect=["side"])
 def test_every_small_case_gives_what_the_specification_says(case: OpCase, side: Side) -> None:
     arguments = case.arguments(seed=0)
     got = side.run(side.operation(case), side.placed(case, arguments))

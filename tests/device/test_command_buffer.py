@@ -93,7 +93,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LIKE_OTHERS = (
+    "STANDALONE, trees",
+    "DFLASH, a chain",
+    "DSPARK, a short chain in fewer rows",
+    "DFLASH2, a sampled chain",
+)
+"""Cases of the matrix, of whose drafter, shape and rule the others have each with another one."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.matrix if x in LIKE_OTHERS else ()) for x in CASES],
+)
 def test_a_decode_step_on_a_gpu_has_no_branch_no_loop_and_no_sort(case):
     found = operations(lowered(*CASES[case], "cuda"))
     assert "dot_general" in found  # it is a step
