@@ -193,10 +193,11 @@ def test_an_answer_comes_back_in_every_shape(server, client, case):
     first = shown(server, raw)
     assert ("[hm" in first) == ("<think>hm" in said)
     assert first.count('"function": {') == len(calls)
+    answers = whole(client, said), streamed(client, said)
     for shape, keep in SHAPES.items():
         if shape == "langchain" and raw["content"] is None and not calls:
             continue  # it has dropped all that there was
-        for answer in (whole(client, said), streamed(client, said)):
+        for answer in answers:
             back = keep(answer)
             assert comparable(shown(server, back), shape) == comparable(first, shape), shape
             turns: Any = [{"role": "user", "content": "Q"}, back, {"role": "user", "content": "A"}]
