@@ -92,7 +92,7 @@ def test_two_ranks_of_jax_have_the_text_of_one_of_torch(wanted):
     """They are devices of one process, which a CPU makes as many of as are asked for."""
     few = ["--max-running-requests", "1", *FLAGS[:6], *FLAGS[10:]]
     few += ["--chunked-prefill-size", "64", "--disable-radix-cache"]  # two programs to compile
-    with serving(["-m", "jax_impl.serve", *few, "--tp-size", "2"]) as server:
+    with serving(["-m", "tests.support.quick_serve", *few, "--tp-size", "2"]) as server:
         assert len(server.pids()) == 2, "the engine and the HTTP server"
         assert server.metrics()["tandem:ranks"] == 2
         assert [answer[:2] for answer in all_said(server)] == [answer[:2] for answer in wanted]
