@@ -131,7 +131,8 @@ def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *,
     gates = q if gate is None else gate.reshape(R, -1, 2, D)
     pairs = jnp.stack([first, until, *words_of(window)[: pl.cdiv(work.nodes, 32)]])
     pairs = jnp.repeat(pairs.astype(jnp.int32), work.group, axis=1)
-    pairs = jnp.pad(pairs, ((0, 0), (0, LANES)))
+    # A block that lies behind the last row reads as many more.
+    pairs = jnp.pad(pairs, ((0, 0), (0, 2 * LANES)))
     out = plgpu.kernel(
         functools.partial(_attend_described_kernel, work=work),
         out_type=jax.ShapeDtypeStruct((R, Hq, D), q.dtype),
