@@ -126,21 +126,22 @@ def _attend_described_kernel(
     # The last rows see the most: their programs, which take longest, begin first, of all heads.
     programs = gl.num_programs(1)
     head, number, request = gl.program_id(0), programs - 1 - gl.program_id(1), gl.program_id(2)
-    queries, ones, ring = shared_memory(k_of, v_of, blocks, heads, cut)
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
     padding = gl.load(seen.starts + num_requests) + request * programs + number
     clear_padding(out_at, padding, num_rows, num_requests * programs, head, heads)
     start, stop = gl.load(seen.starts + request), gl.load(seen.starts + request + 1)
+    if start + number * pairs // group >= stop:
+        return
+    queries, ones, ring = shared_memory(k_of, v_of, blocks, heads, cut)
     lane = number * pairs + gl.arange(0, pairs, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
     first, until = gl.load(seen.first + row), gl.load(seen.until + row)
     low = gl.min(gl.minimum(first, until), 0)
     high = gl.minimum(gl.max(until, 0) + cut.nodes, columns * heads.page)
     begin = low // TILE
-    has_tiles = (low < high) & (start + number * pairs // group < stop)
-    end = gl.where(has_tiles, gl.cdiv(high, TILE), begin)
+    end = gl.where(low < high, gl.cdiv(high, TILE), begin)
     for i in gl.static_range(blocks):
         block = Block(request=request, head=head, number=number * blocks + i, part=0)
         queries.index(i).store(queries_of(q_at, block, seen, heads))
