@@ -30,13 +30,34 @@ class AttendAllTiles:
     """Tiles of `attend_all`, whose rows are a picture's patches.
 
     Attributes:
+      lanes: Rows of a product.
+      warps, stages: Of the kernel.
+    """
+
+    sizes: ClassVar = ("item_bytes", "rows", "head_size")
+    """Bytes of an element of q, the rows, and D."""
+
+    lanes: int
+    warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        # Fewer than 16 rows or columns a matrix unit does not take.
+        check_powers_of_two(self, {"lanes": 16, "warps": 1})
+        check_positive(self, "stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTiles:
+    """Tiles of `attention.attend`.
+
+    Attributes:
       lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
       ones: Weights are summed by a matrix product with so many columns of 1. Where there are no
-        more of them than lanes, Triton splits the rows over its warps, otherwise the columns. A
-        picture's are summed beside its values.
-      unroll: Tiles of a split that a step of the loop adds; all where a split has fewer. A picture
-        has no splits, and 1.
+        more of them than lanes, Triton splits the rows over its warps, otherwise the columns.
+      unroll: Tiles of a split that a step of the loop adds; all where a split has fewer.
       warps, stages: Of the kernel.
+      described: Whether `attend_described` attends, where it can; of the others it has the stages.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "head_size")
@@ -47,22 +68,11 @@ class AttendAllTiles:
     unroll: int
     warps: int
     stages: int
+    described: bool
 
     def __post_init__(self) -> None:
-        # Fewer than 16 rows or columns a matrix unit does not take.
         check_powers_of_two(self, {"lanes": 16, "ones": 16, "unroll": 1, "warps": 1})
         check_positive(self, "stages")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionTiles(AttendAllTiles):
-    """Tiles of `attention.attend`; those of `attend_all`, and another.
-
-    Attributes:
-      described: Whether `attend_described` attends, where it can; of the others it has the stages.
-    """
-
-    described: bool
 
 
 BLOCKS = 16
