@@ -25,6 +25,24 @@ def implementation(request):
     return IMPLEMENTATIONS[request.param]
 
 
+WITHIN_OTHERS = ("mistral", "olmo2", "phi3", "qwen2")
+"""Families of which another one has all switches and more, so that JAX has them in the matrix."""
+
+
+def each_of(folders):
+    """Each model on each implementation; JAX compiles three programs of some seconds for one."""
+    cases = [
+        pytest.param(
+            name,
+            folder,
+            marks=pytest.mark.matrix if name == "jax" and folder in WITHIN_OTHERS else (),
+        )
+        for name in IMPLEMENTATIONS
+        for folder in folders
+    ]
+    return pytest.mark.parametrize(("implementation", "folder"), cases, indirect=["implementation"])
+
+
 def vectors(folder):
     return dict(np.load(GOLDEN / folder / "vectors.npz"))
 
@@ -57,7 +75,7 @@ CONTEXTS = {"phi3_longrope": 4096}
 """Of models that turn in another way beyond it, which their numbers of short texts do not."""
 
 
-@pytest.mark.parametrize("folder", MODELS)
+@each_of(MODELS)
 def test_prefill_gives_logits_hidden_and_residual_streams(folder, implementation):
     want = vectors(folder)
     got = implementation(GOLDEN / folder, CONTEXTS.get(folder)).prefill(want["short_ids"], None)
@@ -79,7 +97,7 @@ def test_rows_in_fp8_give_the_logits_of_the_reference_implementation(implementat
     assert (np.abs(want["short_logits"] - want["w8a8_logits"]).max(axis=1) > 0.05).all()
 
 
-@pytest.mark.parametrize("folder", MODELS)
+@each_of(MODELS)
 def test_prefill_writes_the_kv_of_the_first_attention_layer(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
@@ -92,7 +110,7 @@ def test_prefill_writes_the_kv_of_the_first_attention_layer(folder, implementati
     close(v[-kept:], want[f"short_V_{layer}"])
 
 
-@pytest.mark.parametrize("folder", MODELS)
+@each_of(MODELS)
 @pytest.mark.parametrize("step", [1, 3, 8])
 def test_decoding_gives_the_logits_in_any_number_of_steps(folder, step, implementation):
     want = vectors(folder)
@@ -108,7 +126,7 @@ def test_decoding_gives_the_logits_in_any_number_of_steps(folder, step, implemen
 GREEDY = [folder for folder in MODELS if "greedy_ids" in vectors(folder)]
 
 
-@pytest.mark.parametrize("folder", GREEDY)
+@each_of(GREEDY)
 def test_the_greedy_text_is_the_reference_implementations(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
@@ -121,7 +139,7 @@ def test_the_greedy_text_is_the_reference_implementations(folder, implementation
     assert text == want["greedy_ids"].tolist()
 
 
-@pytest.mark.parametrize("folder", MODELS)
+@each_of(MODELS)
 def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
@@ -136,7 +154,7 @@ def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
     close(got.logits, want["decode_logits"][3:])
 
 
-@pytest.mark.parametrize("folder", TURNED)
+@each_of(TURNED)
 def test_far_positions_keep_the_rotation_exact(folder, implementation):
     want = vectors(folder)
     got = implementation(GOLDEN / folder).prefill(want["short_ids"], want["far_pos"])
