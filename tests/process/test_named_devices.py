@@ -30,7 +30,7 @@ def start(backend: str, folder: Path, **variables: str) -> subprocess.CompletedP
     ("backend", "variables"),
     [
         ("jax_impl", {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "-1"}),
-        ("jax_impl", {"JAX_PLATFORMS": "tpu"}),
+        pytest.param("jax_impl", {"JAX_PLATFORMS": "tpu"}, marks=pytest.mark.matrix),
         ("jax_impl", {"JAX_PLATFORMS": "no_such"}),
         ("jax_impl", {"JAX_PLATFORM_NAME": "tpu"}),
         ("jax_impl", {"CUDA_VISIBLE_DEVICES": str(MISSING)}),
