@@ -59,7 +59,7 @@ class Ring(NamedTuple):
 @cache
 def is_on_hopper() -> bool:
     """Whether the GPU is one, whose matrix units no other has."""
-    return torch.cuda.get_device_capability()[0] == 9
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
 def takes(
