@@ -1,6 +1,6 @@
 """The law of the text under the rejection rule, which depends on the drafts but not in its law.
 
-As `tests/spec/test_law.py`: 25,000 requests of four tokens are 100,000 draws, held against exact
+As `tests/spec/test_law.py`: 12,000 requests of four tokens are 48,000 draws, held against exact
 probabilities. Drafts are sampled from a head that disagrees, or made without sampling.
 """
 
@@ -136,7 +136,7 @@ def test_a_chain_judged_as_a_whole_accepts_more() -> None:
     def first(accepts: str) -> float:
         return judged("specification", accepts, "sampled", "nothing")[1]
 
-    # Of 25,000 steps each mean is known to 0.007.
+    # Of 12,000 steps each mean is known to 0.01.
     assert first("block_choices") > first("rejection_choices") + 0.02
 
 

@@ -20,7 +20,7 @@ from shared.spec.sampling import Sampling
 from tests.support.implementations import Implementation
 from tests.support.sampling_rows import neutral
 
-VOCAB, TOKENS, ROWS = 9, 4, 25_000
+VOCAB, TOKENS, ROWS = 9, 4, 12_000
 ROWS_OF_A_BACKEND = 5_000
 """Its texts are held against the specification's as well, one by one."""
 PROMPT = (4, 1, 4, 6)
