@@ -21,9 +21,9 @@ SERVERS = {
     "torch": "torch_impl.serve",
     "jax": "jax_impl.serve",
 }
-NUM_KINDS = 24  # different requests
-NUM_REQUESTS = 100
-ARRIVALS_S = 1.5
+NUM_KINDS = 16  # different requests
+NUM_REQUESTS = 60
+ARRIVALS_S = 0.9
 SHARE_LEAVING = 0.2
 # 16 pages of 8 tokens for up to 6 requests of up to 60 tokens: they cannot all stay.
 FEW_PAGES = ["--page-size", "8", "--max-total-tokens", "136", "--max-running-requests", "6"]
