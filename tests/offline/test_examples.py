@@ -2,14 +2,13 @@
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from examples import train_head
+from examples import compare_backends, train_head
 from tests.support.http_fixtures import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +41,7 @@ def test_trace_step():
 
 
 def test_compare_backends(quick_jax, capsys):
-    runpy.run_module("examples.compare_backends", run_name="__main__")
+    compare_backends.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"{name} with NEXTN: equal to plain decoding" for name in ("torch", "jax")]
 
