@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -177,6 +178,30 @@ def test_where_nothing_was_seen_the_steps_are_the_drafters_own(backend, plain):
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in own.items()}
 
 
+def test_behind_a_step_with_copies_only_what_goes_on_past_them_is_of_use(backend, plain):
+    """Where one of them is wrong, the text has left the copies that the next step brings."""
+    index = index_of(backend.capacity, external_sam_budget=DEPTH)
+    text_again(index, plain[False], wrong=9)
+    controller = JoinedController(backend.capacity, index, SHARE, {})
+    worth, weigh = controller.worth, controller.worth.tokens_of
+    noted = list[tuple[str, int]]()
+
+    def noting(trees, chances, ahead):
+        kind = next(iter(controller.steps - before), "none")
+        before.update(controller.steps - before)
+        noted.extend((kind, int(each)) for each in ahead if each > 1)  # a decode step in flight
+        return weigh(trees, chances, ahead)
+
+    before = Counter[str]()
+    vars(worth)["tokens_of"] = noting
+    served(backend, controller, 1, False)
+    with_copies = {ahead for kind, ahead in noted if kind in ("joined", "copied")}
+    assert with_copies == {worth.depth + 1}
+    alone = {ahead for kind, ahead in noted if kind == "drafted"}
+    assert alone
+    assert max(alone) <= CHAIN.max_tokens
+
+
 def test_a_path_of_copies_is_longer_than_any_n_gram(backend):
     index = index_of(backend.capacity, max_trie_depth=4)
     text = Request(request_id=1, prompt=(), sampling=SamplingParams())
@@ -211,12 +236,10 @@ def test_copies_are_worth_what_they_give_beyond_the_drafter():
 def test_what_the_drafter_is_worth_follows_the_steps_that_show_it():
     worth = Worth(2, 4)
     for _ in range(400):
-        worth.learn(1, accepted=3, drafted=2, by_drafter=1)  # copies went on from its first draft
-        worth.learn(2, accepted=0, drafted=0, by_drafter=0)  # shows nothing
+        worth.learn(drafted=2, by_drafter=1)  # copies went on from its first draft
+        worth.learn(drafted=0, by_drafter=0)  # shows nothing
     assert worth.rates == pytest.approx([1, 0], abs=0.02)
-    assert (worth.tokens(1), worth.tokens(2)) == pytest.approx((4, 1))
-    worth.forget(1)
-    assert worth.tokens(1) == pytest.approx(worth.alone) == pytest.approx(2, abs=0.05)
+    assert worth.alone == pytest.approx(2, abs=0.05)
 
 
 def test_the_drafters_part_of_a_path_ends_with_the_first_copy():
@@ -273,7 +296,7 @@ def test_drafts_that_do_not_pay_are_tried_again_ever_more_seldom(backend):
         tokens = {"drafted": worth.alone, "joined": worth.alone, "copied": 1.0}
         kinds.append(controller.kind_of(tokens, BATCH))
         if kinds[-1] == "drafted":  # and nothing is accepted
-            worth.learn(1, accepted=0, drafted=2, by_drafter=0)
+            worth.learn(drafted=2, by_drafter=0)
     first, *trials = np.flatnonzero(np.array(kinds) == "drafted")
     assert first == 0
     gaps = np.diff([first, *trials])
@@ -294,7 +317,7 @@ def test_drafts_that_pay_again_are_found_and_copies_end_a_pause(backend):
     for _ in range(2 * LONGEST):
         worth = controller.worth
         if controller.kind_of(none | {"drafted": worth.alone}, BATCH) == "drafted":
-            worth.learn(1, accepted=2, drafted=2, by_drafter=2)
+            worth.learn(drafted=2, by_drafter=2)
     assert controller.worth.alone > 2.5
     assert controller.kind_of(none | {"drafted": controller.worth.alone}, BATCH) == "drafted"
 

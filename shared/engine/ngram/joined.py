@@ -194,11 +194,22 @@ class JoinedController:
         return OFF
 
     def _ahead(self, request: Request) -> int:
-        """Tokens that the steps in flight are expected to add."""
+        """Tokens that the steps in flight must add, so that its copies are of use behind them.
+
+        A step that verifies copies ends where they end, or at a token that they have not: then the
+        text has left them. A step of the drafter's adds what it mostly gives.
+        """
         if request.most_growth <= 1:
             return request.most_growth
         steps = request.least_growth  # each adds one at least
-        return max(1, round(steps * self.worth.tokens(request.request_id)))
+        kinds = [flight.kind for flight in self._flights][-steps:]
+        return max(1, sum(self._reach[kind] for kind in kinds))
+
+    @property
+    def _reach(self) -> dict[str, int]:
+        """The same of a step of each kind."""
+        whole = self.worth.depth + 1
+        return {"drafted": round(self.worth.alone), "joined": whole, "copied": whole, OFF: 1}
 
     def submitted(self, rows: Rows) -> None:
         """Enters prompts and outputs into the index while the device runs."""
@@ -232,11 +243,11 @@ class JoinedController:
         self.evidence.learn(flight.trees, np.array(alive), padded, lengths)
 
     def _learn_row(self, rows: Rows, result: StepResult, row: int, tokens: list[int]) -> None:
-        count, request = int(result.num_nodes[row]), rows.requests[row].request_id
+        count = int(result.num_nodes[row])
         parents, drafts = (each[row, 1:count].tolist() for each in (result.parents, result.drafts))
         path, origins = accepted_path(drafts, parents, tokens[:-1]), origins_of(rows, result, row)
         levels = drafter_levels(parents, [origin == DRAFT for origin in origins], path)
-        self.worth.learn(request, len(path), *levels)
+        self.worth.learn(*levels)
         self.drafts.update(origins)
         self.accepted.update(origins[node - 1] for node in path)
 
@@ -247,7 +258,6 @@ class JoinedController:
     def ended(self, request: Request) -> None:
         """Keeps the text, and lets go of the request."""
         self.index.end(request, is_learnt=True)
-        self.worth.forget(request.request_id)
 
     def cut(self, request_id: int, num_tokens: int) -> None:
         """Forgets what does not belong to the text."""

@@ -13,9 +13,6 @@ from shared.engine.ngram.tree import Trees
 MEMORY = 1 / 64
 """The part of what is known of a depth that a draft of it replaces."""
 
-STEP_MEMORY = 1 / 4
-"""The same of a request's tokens in a step, which change where a copy begins and ends."""
-
 PRIOR_RATE = 0.7
 """How often a draft is accepted where its parent is, before anything was seen."""
 
@@ -37,20 +34,21 @@ FEW = 2.0
 
 
 class Worth:
-    """How far the drafter's paths were accepted lately, and how many tokens a request's steps gave.
+    """How far the drafter's paths were accepted lately.
 
     Args:
       drafted_depth: Levels that the drafter drafts.
       depth: Levels of a tree.
 
     Attributes:
+      depth: As above.
       rates: How often the drafter's draft of each level is accepted where its parent is.
     """
 
     def __init__(self, drafted_depth: int, depth: int) -> None:
         self.rates = np.full(drafted_depth, PRIOR_RATE)
         self._seen = np.full(drafted_depth, 1 / MEMORY)
-        self._depth, self._tokens = depth, dict[int, float]()
+        self.depth = depth
 
     def doubt(self) -> None:
         """Holds what is known of the drafter for old: a few drafts may say the contrary."""
@@ -59,20 +57,17 @@ class Worth:
     @property
     def survivals(self) -> Float64[np.ndarray, " depth"]:
         """How often a path of the drafter is accepted as far as each level of a tree."""
-        reached = np.zeros(self._depth)
+        reached = np.zeros(self.depth)
         reached[: len(self.rates)] = np.cumprod(self.rates)
         return reached
 
-    def learn(self, request_id: int, accepted: int, drafted: int, by_drafter: int) -> None:
+    def learn(self, drafted: int, by_drafter: int) -> None:
         """Learns from a row of a step.
 
         Args:
-          accepted: Drafts of both sources.
           drafted: Levels that the drafter's nodes reach; 0 shows nothing of it.
           by_drafter: Levels of the accepted path whose nodes are the drafter's, from the root on.
         """
-        before = self._tokens.get(request_id, float(1 + accepted))
-        self._tokens[request_id] = before + STEP_MEMORY * (1 + accepted - before)
         for level in range(min(by_drafter + 1, drafted)):
             won = 1.0 if level < by_drafter else 0.0
             self._seen[level] += 1
@@ -82,14 +77,6 @@ class Worth:
     def alone(self) -> float:
         """Tokens that a step of the drafter gives a request."""
         return 1 + float(self.survivals.sum())
-
-    def tokens(self, request_id: int) -> float:
-        """Tokens that a step of a request gives."""
-        return self._tokens.get(request_id, self.alone)
-
-    def forget(self, request_id: int) -> None:
-        """Lets go of a request that ended."""
-        self._tokens.pop(request_id, None)
 
     def tokens_of(
         self, trees: Trees, chances: Float64[np.ndarray, "B N"], ahead: Int64[np.ndarray, " B"]
@@ -106,7 +93,7 @@ class Worth:
         best = np.zeros(chances.shape)
         _best_by_level(trees, chances, best)
         most = chances.shape[1]
-        levels = ahead[:, None] + 1 + np.arange(self._depth)
+        levels = ahead[:, None] + 1 + np.arange(self.depth)
         within = np.take_along_axis(best, np.minimum(levels, most - 1), axis=1)
         within = np.where(levels < most, within, 0.0)
         copied, drafted = within.sum(axis=1), self.survivals
