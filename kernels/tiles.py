@@ -57,7 +57,7 @@ class AttentionTiles:
         more of them than lanes, Triton splits the rows over its warps, otherwise the columns.
       unroll: Tiles of a split that a step of the loop adds; all where a split has fewer.
       warps, stages: Of the kernel.
-      described: Whether `attend_described` attends, where it can; of the others it has the stages.
+      described: Stages of `attend_described`, which attends where it can; 0: it does not.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "head_size")
@@ -68,11 +68,13 @@ class AttentionTiles:
     unroll: int
     warps: int
     stages: int
-    described: bool
+    described: int
 
     def __post_init__(self) -> None:
         check_powers_of_two(self, {"lanes": 16, "ones": 16, "unroll": 1, "warps": 1})
         check_positive(self, "stages")
+        if self.described < 0:
+            raise ValueError(f"described must be at least 0, got {self.described}")
 
 
 BLOCKS = 16

@@ -163,7 +163,7 @@ def measure(side: Side, sizes: Sizes, programs: list[int]) -> bool:
 
 def measure_prompt(side: Side, prompt: Prompt) -> bool:
     """Prints a line of a prompt; whether all bits are equal."""
-    described = {"described": 1, "stages": STAGES[prompt.heads[2]]}
+    described = {"described": STAGES[prompt.heads[2]]}
     times, is_equal = timed(side, prompt, [{}, described], PROMPT_S)
     line = f"{side.name:7}{prompt.rows:9}{'/'.join(map(str, prompt.heads)):>12}"
     line += "".join(f"{x:12.1f}" for x in times) + f"{prompt.flops / min(times) / 1e6:9.0f}"

@@ -113,7 +113,7 @@ def attend_described(
         split=split,
         nodes=window.shape[1],
         page=page,
-        stages=tiles.stages,
+        stages=tiles.described,
         scale=scale * LOG2_E,
         gated=gate is not None,
     )

@@ -101,7 +101,7 @@ def attend_described(
             parts=parts,
             width=width,
             copied=parts,
-            stages=tiles.stages,
+            stages=tiles.described,
             nodes=window.shape[1],
             span=span,
             split=split,

@@ -85,12 +85,11 @@ def tiles_of(language: str, case: MixCase, **changes: int) -> AttentionTiles:
 def today(language: str, name: str, sizes: str) -> Found:
     """What `attention` gives."""
     case = case_of(name, sizes)
-    return RUN[language](case, How(False, tiles=tiles_of(language, case, described=False)))
+    return RUN[language](case, How(False, tiles=tiles_of(language, case, described=0)))
 
 
 def described(language: str, case: MixCase, stages: int = 2) -> Found:
-    tiles = tiles_of(language, case, described=True, stages=stages)
-    return RUN[language](case, How(False, tiles=tiles))
+    return RUN[language](case, How(False, tiles=tiles_of(language, case, described=stages)))
 
 
 def assert_equal(got: Found, want: Found) -> None:

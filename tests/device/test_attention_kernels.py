@@ -212,9 +212,7 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, m
 
 
 OTHER_TILES = [
-    AttentionTiles(
-        lanes=lanes, ones=ones, described=False, unroll=unroll, warps=warps, stages=stages
-    )
+    AttentionTiles(lanes=lanes, ones=ones, described=0, unroll=unroll, warps=warps, stages=stages)
     for lanes, ones, unroll, warps, stages in [(16, 16, 2, 8, 1), (32, 64, 1, 2, 3)]
 ]
 

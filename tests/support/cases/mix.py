@@ -384,9 +384,7 @@ TABLE = [
         for name, make in _DESCRIBED.items()
     ),
     *(
-        _op_case(
-            f"described, {name}", make, "bfloat16", True, "attention", described=1, stages=stages
-        )
+        _op_case(f"described, {name}", make, "bfloat16", True, "attention", described=stages)
         for name, (make, stages) in _PROMPTS.items()
     ),
 ]
