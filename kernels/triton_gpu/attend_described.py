@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from kernels.tiles import AttentionTiles
 from kernels.triton_gpu.heads import Heads
@@ -126,9 +126,8 @@ def _attend_described_kernel(
     # The last rows see the most: their programs, which take longest, begin first, of all heads.
     programs = gl.num_programs(1)
     head, number, request = gl.program_id(0), programs - 1 - gl.program_id(1), gl.program_id(2)
-    if is_launched:
+    if is_launched:  # what follows is not called early, as it would wait where tiles are added
         gdc_wait()
-        gdc_launch_dependents()
     padding = gl.load(seen.starts + num_requests) + request * programs + number
     clear_padding(out_at, padding, num_rows, num_requests * programs, head, heads)
     start, stop = gl.load(seen.starts + request), gl.load(seen.starts + request + 1)
