@@ -15,18 +15,15 @@ import torch
 from kernels.tiles import AttentionTiles
 from shared.spec.attention import windowed
 from tests.support.cases.mix import MixCase, prompt_case, tree_case
+from tests.support.described_cases import (
+    RUN,
+    SIZES,
+    assert_equal,
+    assert_harmed,
+    with_seen_pools,
+)
 from tests.support.kernels import KERNELS
-from tests.support.mix_kernels import TILES, Found, How, run_pallas, run_triton
-
-RUN = {"pallas": run_pallas, "triton": run_triton}
-MODEL = {"heads": (32, 8), "D": 128, "page": 64, "half": True}
-HYBRID = {"heads": (16, 4), "D": 256, "page": 64, "turned": 64, "gated": True, "half": True}
-SIZES = {
-    "model": MODEL,
-    "hybrid": HYBRID,
-    "group of seven, heads of 64": {"heads": (14, 2), "D": 64, "page": 64, "half": True},
-    "pages of two tiles": MODEL | {"page": 128},
-}
+from tests.support.mix_kernels import TILES, Found, How
 
 
 def windowed_case(size: int, **how: object) -> MixCase:
@@ -62,16 +59,7 @@ def language(request: pytest.FixtureRequest) -> str:
 @cache
 def case_of(name: str, sizes: str) -> MixCase:
     """A case whose pools have numbers only where some row sees them."""
-    case = CASES[name](**SIZES[sizes])
-    page = case.k_pages.shape[1]
-    is_seen = np.zeros(case.k_pages.shape[:2], bool)
-    for row in np.flatnonzero(case.rows.is_real):
-        position = np.arange(case.rows.first[row], case.rows.until[row])
-        table = case.rows.page_table[case.rows.request[row]]
-        is_seen[table[position // page], position % page] = True
-    pools = (np.where(is_seen[..., None, None], x, np.nan) for x in (case.k_pages, case.v_pages))
-    k_pages, v_pages = (x.astype(np.float32) for x in pools)
-    return replace(case, k_pages=k_pages, v_pages=v_pages)
+    return with_seen_pools(CASES[name](**SIZES[sizes]))
 
 
 def tiles_of(language: str, case: MixCase, **changes: int) -> AttentionTiles:
@@ -90,12 +78,6 @@ def today(language: str, name: str, sizes: str) -> Found:
 
 def described(language: str, case: MixCase, stages: int = 2) -> Found:
     return RUN[language](case, How(False, tiles=tiles_of(language, case, described=stages)))
-
-
-def assert_equal(got: Found, want: Found) -> None:
-    assert np.isfinite(want.out).all()
-    np.testing.assert_array_equal(got.out, want.out)
-    np.testing.assert_array_equal(got.pools, want.pools)
 
 
 @pytest.mark.gpu
@@ -126,6 +108,4 @@ def test_a_described_value_that_is_no_number_reaches_only_rows_that_see_it(
     qkv[row, -1] = np.nan  # the row's new value
     got = described(language, replace(case, qkv=qkv))
     spoiled = case.rows.is_real & (np.arange(len(qkv)) >= row)
-    np.testing.assert_array_equal(~np.isfinite(got.out).all(axis=1), spoiled)
-    want = today(language, "prompt", sizes).out
-    np.testing.assert_array_equal(got.out[~spoiled], want[~spoiled])
+    assert_harmed(got, today(language, "prompt", sizes), spoiled)

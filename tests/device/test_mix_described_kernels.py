@@ -14,16 +14,20 @@ import torch
 
 from kernels.tiles import MixTiles
 from tests.support.cases.mix import MixCase, prompt_case, tree_case
+from tests.support.described_cases import (
+    RUN,
+    SIZES,
+    assert_equal,
+    assert_harmed,
+    with_seen_pools,
+)
 from tests.support.kernels import KERNELS
-from tests.support.mix_kernels import TILES, Found, How, run_pallas, run_triton
+from tests.support.mix_kernels import TILES, Found, How
 
-RUN = {"pallas": run_pallas, "triton": run_triton}
 DESCRIBED = MixTiles(
     lanes=32, programs=4, splits=8, ones=64, placed=True, described=True, warps=4, stages=2,
     registers=0,
 )  # fmt: skip
-MODEL = {"heads": (32, 8), "D": 128, "page": 64, "half": True}
-HYBRID = {"heads": (16, 4), "D": 256, "page": 64, "turned": 64, "gated": True, "half": True}
 CASES: dict[str, Callable[..., MixCase]] = {
     "trees": partial(tree_case, [16, 9, 1, 0, 16], [500, 130, 0, 65, 2040], nodes=16, columns=34),
     "chains": partial(
@@ -34,12 +38,6 @@ CASES: dict[str, Callable[..., MixCase]] = {
         tree_case, [16, 9, 16], [500, 130, 300], nodes=16, columns=10, draft_from=(100, 64, 290)
     ),
     "spans": partial(tree_case, [16, 5, 16], [5000, 2047, 4096], nodes=16, columns=80),
-}
-SIZES = {
-    "model": MODEL,
-    "hybrid": HYBRID,
-    "group of seven, heads of 64": {"heads": (14, 2), "D": 64, "page": 64, "half": True},
-    "pages of two tiles": MODEL | {"page": 128},
 }
 PAIRS = [(name, "model") for name in CASES]
 PAIRS += [(name, "hybrid") for name in ("trees", "spans")]
@@ -56,16 +54,7 @@ def language(request: pytest.FixtureRequest) -> str:
 @cache
 def case_of(name: str, sizes: str) -> MixCase:
     """A case whose pools have numbers only where some row sees them."""
-    case = CASES[name](**SIZES[sizes])
-    page = case.k_pages.shape[1]
-    is_seen = np.zeros(case.k_pages.shape[:2], bool)
-    for row in np.flatnonzero(case.rows.is_real):
-        position = np.arange(case.rows.first[row], case.rows.until[row])
-        table = case.rows.page_table[case.rows.request[row]]
-        is_seen[table[position // page], position % page] = True
-    pools = (np.where(is_seen[..., None, None], x, np.nan) for x in (case.k_pages, case.v_pages))
-    k_pages, v_pages = (x.astype(np.float32) for x in pools)
-    return replace(case, k_pages=k_pages, v_pages=v_pages)
+    return with_seen_pools(CASES[name](**SIZES[sizes]))
 
 
 @cache
@@ -77,10 +66,8 @@ def today(language: str, name: str, sizes: str) -> Found:
     return RUN[language](case, How(True, tiles=replace(tiles, placed=True, described=False)))
 
 
-def assert_equal(got: Found, want: Found) -> None:
-    assert np.isfinite(want.out).all()
-    np.testing.assert_array_equal(got.out, want.out)
-    np.testing.assert_array_equal(got.pools, want.pools)
+def assert_mixed(got: Found, want: Found) -> None:
+    assert_equal(got, want)
     assert not np.asarray(got.arrivals).any()
 
 
@@ -88,7 +75,7 @@ def assert_equal(got: Found, want: Found) -> None:
 @pytest.mark.parametrize(("name", "sizes"), PAIRS)
 def test_a_described_mix_has_the_bits_of_mix(name: str, sizes: str, language: str) -> None:
     got = RUN[language](case_of(name, sizes), How(True, tiles=DESCRIBED))
-    assert_equal(got, today(language, name, sizes))
+    assert_mixed(got, today(language, name, sizes))
     np.testing.assert_array_equal(got.out, today("triton", name, sizes).out)
 
 
@@ -96,7 +83,7 @@ def test_a_described_mix_has_the_bits_of_mix(name: str, sizes: str, language: st
 @pytest.mark.parametrize("cut", [{"programs": 1}, {"programs": 2}, {"stages": 1}], ids=str)
 def test_how_it_is_cut_leaves_the_bits_as_they_are(cut: dict[str, int], language: str) -> None:
     got = RUN[language](case_of("spans", "model"), How(True, tiles=replace(DESCRIBED, **cut)))
-    assert_equal(got, today(language, "spans", "model"))
+    assert_mixed(got, today(language, "spans", "model"))
 
 
 @pytest.mark.gpu
@@ -110,6 +97,4 @@ def test_a_described_value_that_is_no_number_reaches_only_rows_that_see_it(
     got = RUN[language](replace(case, qkv=qkv), How(True, tiles=DESCRIBED))
     spoiled = case.rows.window[:, node] & (case.rows.request == 0)
     assert 1 <= spoiled.sum() < 16
-    np.testing.assert_array_equal(~np.isfinite(got.out).all(axis=1), spoiled)
-    want = today(language, "trees", "model").out
-    np.testing.assert_array_equal(got.out[~spoiled], want[~spoiled])
+    assert_harmed(got, today(language, "trees", "model"), spoiled)
