@@ -33,7 +33,7 @@ import numpy as np
 from bench.kernels.aot_torch import Zeros
 from tests.support.cases.mix import MixCase, arguments, prompt_case, tree_case
 from tests.support.op_case import OpCase
-from tests.support.op_sides import ROUND_S, SIDES, Placed, Side, rounds_for
+from tests.support.op_sides import ROUND_S, SIDES, Placed, Side, changed_record, rounds_for
 
 PAGE = 64
 DRAWN_PAGES, DRAWN_ROWS = 32, 2048
@@ -120,12 +120,7 @@ def placed_sets(side: Side, case: OpCase, pages: int, count: int) -> Iterator[Pl
     drawn = placed[place]
     for _ in range(count):
         pools = numpy.tile(drawn.pools, (1, 1, -(-pages // DRAWN_PAGES), 1, 1, 1))
-        yield [*placed[:place], with_pools(drawn, pools), *placed[place + 1 :]]
-
-
-def with_pools(kv: Any, pools: Any) -> Any:
-    """A record of one framework or the other, with other pools."""
-    return kv._replace(pools=pools) if hasattr(kv, "_replace") else replace(kv, pools=pools)
+        yield [*placed[:place], changed_record(drawn, pools=pools), *placed[place + 1 :]]
 
 
 def timed(

@@ -19,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from itertools import product
@@ -36,7 +36,7 @@ from tests.support.cases.linear import (
     product_arguments,
 )
 from tests.support.op_case import OpCase
-from tests.support.op_sides import SIDES, Placed, Side
+from tests.support.op_sides import SIDES, Placed, Side, changed_record
 
 PRODUCTS = {
     "qkv": ("normed_product", normed_arguments, 4096, 6144),
@@ -127,7 +127,10 @@ class Product:
         weight = self._placed["weight"]
         copies = range(1, -(-ROTATED_BYTES // (2 * N * K)) if side.is_gpu else 1)
         # A sum, as a copy can be the same memory.
-        self._weights = [weight, *(replace_values(weight, weight.values + 0 * i) for i in copies)]
+        self._weights = [
+            weight,
+            *(changed_record(weight, values=weight.values + 0 * i) for i in copies),
+        ]
         self._stream = import_module(f"{side.name}_impl.ops.linear").stream
 
     def sets_of(self, rows: int) -> list[Placed]:
@@ -140,12 +143,6 @@ class Product:
         elif "stream" in given:
             given["stream"] = self._stream(given["stream"].rows[:rows], given["stream"].norm)
         return [list((given | {"weight": weight}).values()) for weight in self._weights]
-
-
-def replace_values(weight: Any, values: Any) -> Any:
-    """A weight of one framework or the other, with other numbers."""
-    is_tuple = hasattr(weight, "_replace")
-    return weight._replace(values=values) if is_tuple else replace(weight, values=values)
 
 
 @dataclass

@@ -363,6 +363,11 @@ def _by_the_device(once: Callable[[], Any], count: int, wait: Callable[[Any], An
     return seconds
 
 
+def changed_record(record: Any, **fields: Any) -> Any:
+    """A record of one framework or the other, with some fields changed."""
+    return record._replace(**fields) if hasattr(record, "_replace") else replace(record, **fields)
+
+
 def rounds_for(timer: Timer, count: int, seconds: float = ROUND_S) -> int:
     """So many rounds over `count` sets that they take a while."""
     return max(1, math.ceil(seconds / max(timer(1) * count, 1e-9)))
