@@ -65,13 +65,12 @@ def picture_of(tokens: int, vision: VisionConfig) -> Pixels:
 
 def products_of(patches: int, vision: VisionConfig) -> int:
     """Multiplications for one picture, with those of every patch's attention to all."""
-    weights = [p for p in tower_parameters(vision) if len(p.shape) - p.stacked == 2]
-    of_merger = sum(math.prod(p.shape) for p in weights if "merger" in p.name) // vision.merged
-    of_patch = sum(
-        math.prod(p.shape) for p in weights if "merger" not in p.name and p.name != "vision.places"
-    )
-    attended = 2 * vision.depth * patches * vision.hidden
-    return patches * (of_patch + of_merger + attended)
+    outside = [p for p in tower_parameters(vision) if len(p.shape) == 2 and not p.stacked]
+    sizes = {p.name: math.prod(p.shape) for p in outside if p.name != "vision.places"}
+    of_merger = sum(size for name, size in sizes.items() if "merger" in name)
+    of_patch = sum(sizes.values()) - of_merger
+    in_blocks = vision.depth * vision.block_products(patches)
+    return in_blocks + patches * (of_patch + of_merger // vision.merged)
 
 
 def torch_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
