@@ -29,12 +29,12 @@ def encode(
     begun = tower.advanced(machine.tower, begun, program.blocks)
     if program.blocks.stop < vision.depth:
         held = _keeping(held, begun)
-        return state._replace(pictures=held), {"counts": jnp.zeros_like(plan.save_at)}
-    rows = tower.finished(vision, machine.tower, begun)
-    number = jnp.arange(len(rows), dtype=jnp.int32)
-    is_real = number * vision.merged < begun.count
-    place = jnp.where(is_real & (picture.place > 0), picture.place + number, 0)
-    held = held._replace(pool=held.pool.at[place].set(rows))
+    else:
+        rows = tower.finished(vision, machine.tower, begun)
+        number = jnp.arange(len(rows), dtype=jnp.int32)
+        is_real = number * vision.merged < begun.count
+        place = jnp.where(is_real & (picture.place > 0), picture.place + number, 0)
+        held = held._replace(pool=held.pool.at[place].set(rows))
     return state._replace(pictures=held), {"counts": jnp.zeros_like(plan.save_at)}
 
 

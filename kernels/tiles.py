@@ -277,8 +277,7 @@ class LinearTiles:
                 f"tiles that widen no weight must be swapped, {FP8_BLOCK} deep, and neither "
                 "described nor persistent"
             )
-        if self.stages < 1:
-            raise ValueError(f"stages must be at least 1, got {self.stages}")
+        check_positive(self, "stages")
 
     @property
     def are_powers_of_two(self) -> bool:

@@ -27,12 +27,12 @@ def encode(machine: Machine, plan: Plan, program: Program) -> Fields:
     begun = tower.advanced(machine.tower, begun, program.blocks)
     if program.blocks.stop < vision.depth:
         _keep(held, begun)
-        return {"counts": torch.zeros_like(plan.save_at)}
-    rows = tower.finished(vision, machine.tower, begun)
-    number = torch.arange(len(rows), device=rows.device)
-    is_real = number * vision.merged < begun.count
-    place = torch.where(is_real & (picture.place > 0), picture.place + number, 0)
-    held.pool[place] = rows
+    else:
+        rows = tower.finished(vision, machine.tower, begun)
+        number = torch.arange(len(rows), device=rows.device)
+        is_real = number * vision.merged < begun.count
+        place = torch.where(is_real & (picture.place > 0), picture.place + number, 0)
+        held.pool[place] = rows
     return {"counts": torch.zeros_like(plan.save_at)}
 
 

@@ -203,7 +203,8 @@ class JoinedController:
             return request.most_growth
         steps = request.least_growth  # each adds one at least
         kinds = [flight.kind for flight in self._flights][-steps:]
-        return max(1, sum(self._reach[kind] for kind in kinds))
+        reach = self._reach
+        return max(1, sum(reach[kind] for kind in kinds))
 
     @property
     def _reach(self) -> dict[str, int]:
