@@ -22,7 +22,7 @@ def ranked_steps(lines: Sequence[Line]) -> Iterator[list[str]]:
     for line in lines:
         by_side = found.setdefault((line["drafts"], line["batch"]), {})
         by_side[line["backend"], line["ranks"]] = line
-    for (drafts, batch), by_side in found.items():
+    for (drafts, batch), by_side in sorted(found.items(), key=lambda item: item[0]):
         cells = [_cell(by_side, side, count) for side in SIDES for count in counts]
         yield [drafts, str(batch), *cells, _texts(list(by_side.values()))]
 
