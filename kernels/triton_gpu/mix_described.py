@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from kernels.tiles import MixTiles
 from kernels.triton_gpu.heads import Heads
@@ -51,8 +51,12 @@ COLUMNS = gl.constexpr(128)
 """Most columns of the values of a program; a larger head has several."""
 _BOUNDS = gl.constexpr(BOUNDS)
 COPYING_REGISTERS = gl.constexpr(24)
-_REGISTERS, _MORE_REGISTERS = 128, 168
-"""Of a thread where two programs are to have room on a multiprocessor, and where one has."""
+_REGISTERS = 168
+"""Of a thread, so that a multiprocessor has room for one program and no more.
+
+With 128 it has room for two, whose registers are all it has: where one's warps then hand theirs to
+the others, these wait forever.
+"""
 
 
 def takes(kv: Float[Tensor, "L 2 P page Hk D"], tile: int) -> bool:
@@ -134,7 +138,7 @@ def mix_described(
             lines=gate.shape[1],
         ),
         num_warps=WARPS.value,
-        maxnreg=_REGISTERS if parts == 1 else _MORE_REGISTERS,
+        maxnreg=_REGISTERS,
         **launching(q),
     )
     return out
@@ -174,7 +178,6 @@ def _mix_described_kernel(
     queries, ones, ring = shared_memory(k_of, v_of, 1, heads, cut)
     if is_launched:
         gdc_wait()
-        gdc_launch_dependents()
     if (share == 0) & (block.number == 0) & (block.part == 0):
         clear_padding(out_at, num_real + request, num_rows, num_requests, block.head, heads)
     queries.index(0).store(queries_of(q_at, block, seen, heads))
@@ -198,7 +201,7 @@ def _mix_described_kernel(
             (
                 attend_pairs,
                 (queries.index(0), ones, ring, block, pairs, own, stored, left, num_rows, counters,
-                 scale, heads, cut),
+                 scale, heads, cut, is_launched),
             ),
             (
                 copy_tiles,

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 NEGATIVE = gl.constexpr(-1e30)
@@ -160,7 +161,7 @@ class Cut(NamedTuple):
 @gluon.jit
 def attend_pairs(
     queries, ones, ring, block, pairs, own, stored, left, num_rows, counters, scale,
-    heads: gl.constexpr, cut: gl.constexpr,
+    heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of a share; whoever arrives last adds the spans and writes the result."""
     peak, total, sums = no_sums(cut.width)
@@ -172,6 +173,10 @@ def attend_pairs(
         if not own.is_alone:
             place = pairs.place + (unit - own.base) * stride
             _store_span(left, block.part, place, pairs.is_one, peak, total, sums, heads, cut)
+    if is_launched:
+        # Not before: programs that begin early must not find registers that warps are about to
+        # hand to these.
+        gdc_launch_dependents()
     is_last = own.is_alone & (own.sharing > 0)
     if (not own.is_alone) & (own.sharing > 0):
         _barrier()
