@@ -131,7 +131,7 @@ class _Compilers:
         if not answer:
             raise RuntimeError(f"what compiles kernels has ended with code {process.wait()}")
         if error := json.loads(answer):
-            raise RuntimeError(f"a kernel cannot be compiled: {error}")
+            raise RuntimeError(f"{json.loads(line)['name']} cannot be compiled: {error}")
 
 
 def kept_of(function: Any, line: str) -> Any:
@@ -242,6 +242,13 @@ def _decoded(value: Any) -> Any:
     return {k: _decoded(x) for k, x in value.items()} if isinstance(value, dict) else value
 
 
+def told(error: BaseException) -> str:
+    """What went wrong first: Triton tells of every function that it was in."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
 def main() -> None:
     """Compiles a kernel a line, and answers each with what is wrong, or null."""
     for line in sys.stdin:
@@ -249,7 +256,7 @@ def main() -> None:
             compile_line(line.rstrip("\n"))
             error = None
         except Exception as failure:  # whatever a compiler raises is the answer
-            error = f"{type(failure).__name__}: {failure}"
+            error = told(failure)
         print(json.dumps(error), flush=True)
 
 

@@ -28,6 +28,7 @@ from bench.kernels.aot import HEADER, cases_of, line_of
 from bench.kernels.compiled import MOST_SHARED_BYTES, Thunk, read_ptxas
 from tests.support.op_case import OpCase
 from tests.support.triton_driver import CAPABILITY, Driver
+from torch_impl.compiling import told
 
 GPU = "NVIDIA H200"
 
@@ -136,13 +137,6 @@ def run(case: OpCase, side: Any) -> None:
         side.operation(case)(*side.placed(case, arguments))
 
 
-def _cause(error: BaseException) -> str:
-    """What went wrong first: Triton tells of every function that it was in."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-
-
 def main() -> int:
     """Prints what is compiled; the exit code is 1 where something cannot be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -173,7 +167,7 @@ def main() -> int:
                 run(case, side)
             except Exception as error:  # of whatever kind: the others are still to be compiled
                 faults += 1
-                print(f"FAULT: {case}: {_cause(error)}", flush=True)
+                print(f"FAULT: {case}: {' '.join(told(error).split())[:400]}", flush=True)
     kinds = len(set(compiled.names))
     print(f"aot of torch: {kinds} kernels, {len(compiled.names)} compiled, {faults} faults")
     return int(faults > 0)

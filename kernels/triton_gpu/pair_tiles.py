@@ -120,9 +120,11 @@ def copy_tiles(
     """Copies the tiles of a share, as long as there is room in the ring."""
     page: gl.constexpr = heads.page
     copied: gl.constexpr = cut.copied
-    number = gl.load(table_at + gl.minimum(begin * TILE // page, columns - 1))
+    # A descriptor's places have 32 bits; a table can have more.
+    number = gl.load(table_at + gl.minimum(begin * TILE // page, columns - 1)).to(gl.int32)
     for i in range(begin, end):
-        following = gl.load(table_at + gl.minimum((i + 1) * TILE // page, columns - 1))
+        after = gl.minimum((i + 1) * TILE // page, columns - 1)
+        following = gl.load(table_at + after).to(gl.int32)
         turn = i - begin
         slot = turn % cut.stages
         mbarrier.wait(ring.is_free.index(slot), ((turn // cut.stages) & 1) ^ 1)

@@ -123,6 +123,7 @@ def run_triton(case: MixCase, how: How = FUSED, given_as: Callable = torch.clone
     arrays = {k: None if v is None else torch.tensor(v, device=device) for k, v in own}
     arrays |= {k: given_as(arrays[k]) for k in (*ROWS, "cos", "sin", "projected")} | {"layer": 1}
     arrays |= {k: arrays[k].to(dtype) for k in ("projected", "kv")}
+    arrays["page_table"] = arrays["page_table"].long()  # as a step has it
     new, attends = given(case, how, "triton")
     is_placed = not how.is_fused or attends["tiles"].placed
     q = call_with(modules["heads"].place, arrays, **new) if is_placed else None

@@ -213,6 +213,13 @@ class TorchSide(Side):
         if self.is_gpu:
             self._torch.cuda.empty_cache()
 
+    def _argument(self, case: OpCase, name: str, value: Any) -> Any:
+        """Page tables are long numbers, as those of a step are."""
+        placed = super()._argument(case, name, value)
+        if hasattr(placed, "page_table"):
+            return changed_record(placed, page_table=placed.page_table.long())
+        return placed.long() if name == "page_table" else placed
+
     def _gpu_copies(self) -> Timer:
         source = self._torch.ones(GPU_COPY_FLOATS, device="cuda")
         target = self._torch.empty_like(source)
