@@ -25,7 +25,7 @@ IN_BUFFER = KERNELS_IN_BUFFER | {"kKernel", "kCopy", "kMemset32BitValue", "kMemz
 _SHARED = re.compile(r"shared_memory: (\d+) bytes")
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)\s+\[[^]]*\] ?(\S*)")
 _SERIALISED = re.compile(
-    r"wgmma\.\S+ instructions are serialized due to (.+?) in the function '(\w+)'"
+    r"wgmma\.\S+ instructions are serialized due to (.+?) (?:in|for) the function '(\w+)'"
 )
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<what>[\w\-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")

@@ -81,8 +81,10 @@ def test_registers_and_spills_are_of_ptxas_and_shared_memory_is_of_the_start_too
     assert Kernel("product__1", 48, 0, 0).source == "product"
 
 
-def test_products_that_wait_for_each_other_are_told_with_the_reason():
-    waits, other = read_ptxas(WAITS + PTXAS, read_thunks(THUNKS))
+@pytest.mark.parametrize("where", ["in the function", "for the function"])
+def test_products_that_wait_for_each_other_are_told_with_the_reason(where: str) -> None:
+    told = WAITS.replace("in the function", where)
+    waits, other = read_ptxas(told + PTXAS, read_thunks(THUNKS))
     assert line_of(waits, "case", None).endswith("  serialised: ill formed pipeline stage")
     assert not other.serialised
 
