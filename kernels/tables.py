@@ -1,6 +1,6 @@
 """Tables of tiles: lines with bounds, of which a call takes the first that bounds its sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -38,19 +38,31 @@ class Table(Generic[T]):
         return next(line.tiles for line in self.lines if line.takes(sizes))
 
 
-def check_positive(tiles: object, *names: str) -> None:
+def check_at_least(tiles: object, **least: int) -> None:
     """Checks fields of tiles.
 
     Raises:
-      ValueError: One is below 1; says which.
+      ValueError: One is below the least value of it; says which.
     """
-    for name in names:
-        if getattr(tiles, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(tiles, name)}")
+    for name, bound in least.items():
+        if getattr(tiles, name) < bound:
+            raise ValueError(f"{name} must be at least {bound}, got {getattr(tiles, name)}")
+
+
+def check_one_of(tiles: object, **choices: Collection[int]) -> None:
+    """As `check_at_least`, with the values that a field can have.
+
+    Raises:
+      ValueError: One has another; says which.
+    """
+    for name, values in choices.items():
+        if getattr(tiles, name) not in values:
+            told = ", ".join(map(str, values))
+            raise ValueError(f"{name} must be one of {told}, got {getattr(tiles, name)}")
 
 
 def check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:
-    """As `check_positive`, of fields with the least value of each.
+    """As `check_at_least`, of powers of two.
 
     Raises:
       ValueError: One is below it, or no power of two; says which.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kernels.tables import Line, Table, check_positive, check_powers_of_two
+from kernels.tables import Line, Table, check_at_least, check_one_of, check_powers_of_two
 from shared.models.fp8_words import FP8_BLOCK
 
 FOLDER = Path(__file__).parent / "gpus"
@@ -32,6 +32,8 @@ class AttendAllTiles:
     Attributes:
       lanes: Rows of a product.
       warps, stages: Of the kernel.
+      described: Stages of `attend_all_described`, which attends where it can; 0: it does not.
+      groups: Its warpgroups that multiply.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "head_size")
@@ -40,11 +42,14 @@ class AttendAllTiles:
     lanes: int
     warps: int
     stages: int
+    described: int
+    groups: int
 
     def __post_init__(self) -> None:
         # Fewer than 16 rows or columns a matrix unit does not take.
         check_powers_of_two(self, {"lanes": 16, "warps": 1})
-        check_positive(self, "stages")
+        check_at_least(self, stages=1)
+        check_one_of(self, described=(0, *range(2, 9)), groups=(2, 3))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +77,7 @@ class AttentionTiles:
 
     def __post_init__(self) -> None:
         check_powers_of_two(self, {"lanes": 16, "ones": 16, "unroll": 1, "warps": 1})
-        check_positive(self, "stages")
-        if self.described < 0:
-            raise ValueError(f"described must be at least 0, got {self.described}")
+        check_at_least(self, stages=1, described=0)
 
 
 BLOCKS = 16
@@ -114,7 +117,7 @@ class MixTiles:
 
     def __post_init__(self) -> None:
         check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
-        check_positive(self, "programs", "splits", "stages")
+        check_at_least(self, programs=1, splits=1, stages=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +223,7 @@ class ExpertsTiles:
         least |= {"sum_columns": 64, "sum_warps": 1}
         least |= {"router_rows": 1, "router_depth": 16, "router_warps": 1, "group_rows": 16}
         check_powers_of_two(self, least)
-        check_positive(self, "stages", "down_stages", "router_stages")
+        check_at_least(self, stages=1, down_stages=1, router_stages=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +280,7 @@ class LinearTiles:
                 f"tiles that widen no weight must be swapped, {FP8_BLOCK} deep, and neither "
                 "described nor persistent"
             )
-        check_positive(self, "stages")
+        check_at_least(self, stages=1)
 
     @property
     def are_powers_of_two(self) -> bool:
@@ -365,7 +368,7 @@ class SamplingTiles:
     def __post_init__(self) -> None:
         least = {"groups": 1, "warps": 1, "at_once": 1, "row_warps": 1, "sampled": 8, "listed": 1}
         check_powers_of_two(self, least)
-        check_positive(self, "programs", "row_programs")
+        check_at_least(self, programs=1, row_programs=1)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ PARTS = {
     *("rejection", "support", "window", "winners", "expert_tiles", "fp8", "groups", "router"),
     *("attend_all", "codes", "fp8_activations", "leaves", "linear_result", "mailboxes", "ranks"),
     *("attend_described", "choices", "flags", "linear_described", "mix_described", "pair_sums"),
-    *("pair_tiles", "vocabulary"),
+    *("attend_all_described", "pair_tiles", "patch_heads", "vocabulary"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {"instructions", "linear_ring", "linear_sums", "sums"}

@@ -73,7 +73,8 @@ def _tower_bytes(program: Program, blueprint: Blueprint) -> int:
     pictures = blueprint.capacity.pictures
     assert pictures is not None  # a model that sees has the program
     vision, rows = pictures.vision, program.tokens
-    widest = max(8 * vision.hidden, 2 * vision.hidden + 2 * vision.intermediate)
+    # Of attention: rows, the projection, heads in blocks, and the result.
+    widest = max(9 * vision.hidden, 2 * vision.hidden + 2 * vision.intermediate)
     numbers = 0 if program.blocks.start else vision.patch_numbers
     patches = rows * (numbers + 2 * vision.head_size) * 4
     if blueprint.on_gpu and blueprint.dtype == "bfloat16":

@@ -117,6 +117,19 @@ def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
             Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
+def test_tiles_that_a_pictures_kernel_cannot_have_are_refused(tmp_path: Path) -> None:
+    picture = {"at_most": {}, "lanes": 64, "warps": 4, "stages": 2, "described": 2, "groups": 2}
+    write(tmp_path, MEASURED, [LINE], attend_all=[picture])
+    assert Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path).attend_all
+    for wrong, told in (
+        ({"described": 1}, "described .* 0, 2, .*, got 1"),
+        ({"groups": 4}, "got 4"),
+    ):
+        write(tmp_path, MEASURED, [LINE], attend_all=[picture | wrong])
+        with pytest.raises(ValueError, match=f"attend_all, line 1: .*{told}"):
+            Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
+
+
 def test_a_table_of_no_kernel_and_a_kernel_without_one_are_refused(tmp_path: Path) -> None:
     write(tmp_path, MEASURED, [LINE], softmax=[LINE])
     with pytest.raises(ValueError, match=r"tables must be \['attend_all', .*\], got .*'softmax'"):

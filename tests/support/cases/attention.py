@@ -227,15 +227,17 @@ def picture_arguments(seed: int, *, R: int, heads: int, D: int, spare: int) -> A
     return {"qkv": qkv, "cos": cos, "sin": sin, "count": np.array([R - spare], np.int32)}
 
 
-def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str) -> OpCase:
+def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: int) -> OpCase:
+    described = f"described by {tiles['groups']}, " if tiles else ""
     return OpCase(
         op="attention",
         function="attend_all",
-        name=f"{R} patches, {spare} of padding, {heads} heads of {D}",
+        name=f"{described}{R} patches, {spare} of padding, {heads} heads of {D}",
         make=partial(picture_arguments, R=R, heads=heads, D=D, spare=spare),
         dtype=dtype,
         wide=("cos", "sin"),
         is_large=dtype == "bfloat16",
+        tiles=tiles,
         real_rows=lambda arguments: np.arange(arguments["count"][0]),
         specify=lambda arguments, rows: [spec.attend_all(**arguments)[rows]],
     )
@@ -244,5 +246,9 @@ def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str) -> OpCase:
 PICTURES = [
     *(_picture_case(R, 2, D, 5, "float32") for R, D in ((21, 16), (140, 72))),
     *(_picture_case(R, 16, 72, spare, "bfloat16") for R, spare in ((1024, 100), (4096, 0))),
+    *(
+        _picture_case(1024, 16, 72, 100, "bfloat16", described=stages, groups=groups)
+        for stages, groups in ((4, 2), (4, 3))
+    ),
 ]
 TABLE = [*(_op_case(name, make) for name, make in SMALL.items()), *COMMITS, *PICTURES]
