@@ -38,10 +38,12 @@ class AdaptiveConfig:
         "verifies, the best; off always competes (default: chains of 1, 3 and 7 and a tree of 5 "
         "levels with 16 nodes; STANDALONE chains alone, DFLASH, DSPARK, DFLASH2 and NGRAM parts of "
         "their largest)",
+        is_path=True,
     )
     speculative_adaptive_trace: str | None = flag(
-        None, "JSONL file that gets a line for each step: what was chosen, and what came of it"
-    )
+        None, "JSONL file that gets a line for each step: what was chosen, and what came of it",
+        is_path=True,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_rules(self)

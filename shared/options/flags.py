@@ -1,6 +1,8 @@
 """What a command-line flag is: a field of a frozen dataclass with a default, a help and rules."""
 
-from dataclasses import field, fields
+import os
+from dataclasses import field, fields, replace
+from pathlib import Path
 from typing import Any
 
 
@@ -15,7 +17,8 @@ def flag(default: Any, help: str, **rules: Any) -> Any:
       default: Its value where the flag is not given; None means that the start decides.
       help: What it means, in the words of `--help`.
       **rules: `low`, `high` bound a number, which is a whole one unless `is_share`; `multiple_of`
-        divides it; `choices` lists the words; `aliases` are other spellings of the flag.
+        divides it; `choices` lists the words; `aliases` are other spellings of the flag;
+        `is_path` names a file or a folder.
     """
     return field(default=default, metadata={"help": help, **rules})
 
@@ -40,3 +43,13 @@ def check_rules(config: Any) -> None:
         step = rules.get("multiple_of")
         if step is not None and value % step:
             raise ConfigError(f"{spelling(item.name)} must be a multiple of {step}, got {value}")
+
+
+def in_full(config: Any) -> Any:
+    """The same with each path in full: other processes have folders of their own."""
+    found = {}
+    for item in fields(config):
+        path = getattr(config, item.name)
+        if path and item.metadata.get("is_path"):
+            found[item.name] = str(Path(os.path.expanduser(path)).absolute())
+    return replace(config, **found)

@@ -63,10 +63,9 @@ class ModelOptions:
     """What is served."""
 
     model_path: str = flag(
-        str(DEFAULT_MODEL),
-        "folder of a Hugging Face checkpoint (default: the model that ships)",
-        aliases=("--model",),
-    )
+        str(DEFAULT_MODEL), "folder of a Hugging Face checkpoint (default: the model that ships)",
+        aliases=("--model",), is_path=True,
+    )  # fmt: skip
     dtype: str = flag(
         "auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES, metavar="DTYPE"
     )
@@ -107,11 +106,9 @@ class SpeculativeConfig:
         aliases=("--speculative-algo",),
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
-        None,
-        "folder of a draft head, of a small model, or with NEXTN of an mtp layer in the "
-        "speculators format",
-        aliases=("--speculative-draft-model",),
-    )
+        None, "folder of a draft head, of a small model, or with NEXTN of an mtp layer in the "
+        "speculators format", aliases=("--speculative-draft-model",), is_path=True,
+    )  # fmt: skip
     speculative_num_steps: int | None = flag(
         None, "S, levels of a draft tree (default: 3; 5 for a Llama model with a head)",
         low=1, high=16,
@@ -135,7 +132,7 @@ class SpeculativeConfig:
     speculative_token_map: str | None = flag(
         None, "JSON file with the ids of the tokens that are drafted, whose rows of the target's "
         "lm_head are read for a draft in place of all (default: all tokens are drafted); "
-        "python -m models.token_map makes one", metavar="FILE",
+        "python -m models.token_map makes one", metavar="FILE", is_path=True,
     )  # fmt: skip
     speculative_ngram_index: str | None = flag(
         None, "where NGRAM keeps n-grams: in a table on the device, and steps wait for nobody, or "

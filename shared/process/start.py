@@ -42,8 +42,8 @@ from shared.models.sampling import SamplingDefaults
 from shared.models.tower import check_tower, tower_parameters
 from shared.models.vision import VisionConfig
 from shared.options.adaptive import read_candidates
-from shared.options.flags import spelling
-from shared.options.options import BLOCK_ALGORITHMS, ConfigError, Options
+from shared.options.flags import in_full, spelling
+from shared.options.options import BLOCK_ALGORITHMS, PARTS, ConfigError, Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.caching import cache_policy
@@ -169,7 +169,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     Raises:
       ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
     """
-    options = _with_candidates(_expanded(options))
+    options = _with_candidates(with_whole_paths(options))
     options.observing.check_exporter()
     if not platform.captures:
         _refuse_graph_flags(options)
@@ -357,23 +357,10 @@ def _small_config(options: Options, path: str) -> ModelConfig:
         raise ConfigError(f"the draft model cannot be served: {error}") from error
 
 
-def _expanded(options: Options) -> Options:
-    """With `~` replaced in the paths."""
-    model, draft, ngram = options.model, options.speculative, options.ngram
-    folder, path = os.path.expanduser(model.model_path), draft.speculative_draft_model_path
-    draft = replace(draft, speculative_draft_model_path=path and os.path.expanduser(path))
-    if token_map := draft.speculative_token_map:
-        draft = replace(draft, speculative_token_map=os.path.expanduser(token_map))
-    if corpus := ngram.speculative_ngram_external_corpus_path:
-        # The server's process reads it, from a folder of its own.
-        corpus = os.path.abspath(os.path.expanduser(corpus))
-        ngram = replace(ngram, speculative_ngram_external_corpus_path=corpus)
-    adaptive = options.adaptive
-    for name in ("speculative_adaptive_config", "speculative_adaptive_trace"):
-        if path := getattr(adaptive, name):
-            adaptive = replace(adaptive, **{name: os.path.expanduser(path)})
-    model = replace(model, model_path=folder)
-    return replace(options, model=model, speculative=draft, ngram=ngram, adaptive=adaptive)
+def with_whole_paths(options: Options) -> Options:
+    """With each path in full, as a start has several processes."""
+    parts = {name: in_full(getattr(options, name)) for name in PARTS}
+    return replace(options, **parts)
 
 
 def _with_candidates(options: Options) -> Options:

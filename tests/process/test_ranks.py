@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.options.options import ConfigError
+from shared.options.options import ConfigError, parse
+from shared.process.ranks import starting
 from shared.process.ranks.places import gpu_of
 from tests.support import ranked_serve
 from tests.support.http_fixtures import ROOT, Server, serving
@@ -186,6 +187,25 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused_by_name(flags, capfd)
         ranked_serve.launch([*FLAGS, *flags.split()], torch_serve.platform, torch_serve.MODULE) == 2
     )
     assert capfd.readouterr().err.splitlines()[-1].startswith(REFUSED[flags])
+
+
+def test_other_ranks_are_told_where_files_lie_whatever_their_folder(monkeypatch):
+    told = {}
+
+    class Followers:
+        def __init__(self, *given):
+            pass
+
+        def tell(self, kind, values):
+            told[kind] = values
+
+    monkeypatch.setattr(starting, "Followers", Followers)
+    monkeypatch.chdir(MODEL.parent)
+    flags = ["--model-path", MODEL.name, "--speculative-algorithm", "EAGLE3", "--tp-size", "2"]
+    options = parse([*flags, "--speculative-draft-model-path", "demo/eagle3"])
+    starting.RankedStart(options, torch_serve.platform, torch_serve.MODULE, print)
+    assert told["options"]["model_path"] == str(MODEL)
+    assert told["options"]["speculative_draft_model_path"] == str(MODEL.parent / "demo/eagle3")
 
 
 def test_ranks_take_a_gpu_each_of_those_that_are_named():

@@ -26,7 +26,7 @@ from shared.process.ranks.places import (
     gpus_on_host,
 )
 from shared.process.ranks.sharing import Shared, hosts_of
-from shared.process.start import Platform, Start, prepare
+from shared.process.start import Platform, Start, prepare, with_whole_paths
 
 MORE_FREE = 1.1
 """A rank that has so many times the memory of another one is not used in full: that is said."""
@@ -68,7 +68,7 @@ class RankedStart:
             self._check_others(rank_module)
         if self._count > 1 and rank_module is not None:
             self._followers = Followers(_launcher(options), self._count, rank_module, on_failure)
-            self._followers.tell("options", _values(options))
+            self._followers.tell("options", _values(with_whole_paths(options)))
 
     def _check_others(self, rank_module: str | None) -> None:
         """Refuses to look for places where there is nothing to place."""
