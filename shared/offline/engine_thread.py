@@ -42,7 +42,10 @@ class EngineThread:
 
     def __init__(self, start: Callable[[], Started]) -> None:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Of all requests that were taken. Who comes once it is over is refused: nobody looks into
+        # the inbox any more.
         self._sinks: dict[int, Sink] = {}
+        self._is_over, self._taking = False, threading.Lock()
         self._fault: Exception | None = None
         self._is_ready = threading.Event()
         self._thread = threading.Thread(
@@ -59,9 +62,11 @@ class EngineThread:
         Raises:
           RuntimeError: The engine has ended.
         """
-        if self._fault is not None or not self._thread.is_alive():
-            raise RuntimeError("the engine has ended") from self._fault
-        self._inbox.put(lambda: self._add(request, sink))
+        with self._taking:
+            if self._is_over:
+                raise RuntimeError("the engine has ended") from self._fault
+            self._sinks[request.request_id] = sink
+        self._inbox.put(lambda: self._add(request))
 
     def finish(self, request_id: int, num_tokens: int) -> None:
         """Ends a request whose text was found to stop after so many tokens; no event follows."""
@@ -119,8 +124,7 @@ class EngineThread:
                     del self._sinks[event.request_id]
                 sink(event)
 
-    def _add(self, request: Request, sink: Sink) -> None:
-        self._sinks[request.request_id] = sink
+    def _add(self, request: Request) -> None:
         if self._grammars is not None and request.sampling.grammar is not None:
             self._grammars.ask(request)
         else:
@@ -144,6 +148,8 @@ class EngineThread:
             self._engine.abort(request_id)
 
     def _end(self) -> None:
+        with self._taking:
+            self._is_over = True
         reason = RuntimeError("the engine has ended")
         reason.__cause__ = self._fault
         for sink in self._sinks.values():

@@ -1,0 +1,48 @@
+"""Every request that the engine's thread takes hears of its end, and it takes none once it ends."""
+
+import queue
+import threading
+from typing import Any, cast
+
+import pytest
+
+from shared.engine.request import Request, SamplingParams
+from shared.offline.engine_thread import EngineThread, Started
+
+
+class Engine:
+    """Never has anything to do, and ends when it is told that it may."""
+
+    busy = False
+
+    def __init__(self) -> None:
+        self.is_adding, self.may_add = threading.Event(), threading.Event()
+        self.is_ending, self.may_end = threading.Event(), threading.Event()
+        self.thread = EngineThread(lambda: Started(cast(Any, self), None))
+
+    def add(self, request: Request) -> None:
+        self.thread.close()  # on the engine's own thread it asks for the end, and does not wait
+        self.is_adding.set()
+        self.may_add.wait(10)
+
+    def close(self) -> None:
+        self.is_ending.set()
+        self.may_end.wait(10)
+
+
+def request(number: int) -> Request:
+    return Request(request_id=number, prompt=(1,), sampling=SamplingParams(max_tokens=1))
+
+
+def test_a_request_that_comes_while_the_engine_ends_is_told_so():
+    engine, heard = Engine(), queue.SimpleQueue()
+    engine.thread.add(request(1), heard.put)
+    assert engine.is_adding.wait(10)
+    engine.thread.add(request(2), heard.put)
+    engine.may_add.set()
+    assert [str(heard.get(timeout=10)) for _ in range(2)] == ["the engine has ended"] * 2
+    assert engine.is_ending.wait(10)
+    with pytest.raises(RuntimeError, match="the engine has ended"):
+        engine.thread.add(request(3), heard.put)
+    engine.may_end.set()
+    engine.thread.close()
