@@ -5,7 +5,8 @@ What a picture is brought to is decided by name:
 - A palette, grey values, CMYK and other colours become RGB as Pillow converts them.
 - Of transparency the colours beneath are taken, as the processors do with which models are trained.
 - Of 16 bits in a channel the upper 8 are taken.
-- A picture that EXIF says is turned is turned, before its sides are looked at.
+- A picture that EXIF says is turned is turned, before its sides are looked at. Nothing else of EXIF
+  is read, and nothing of a broken one.
 - A picture of several frames is refused; of a JPEG that carries others behind it, as cameras write
   them, the first is taken.
 """
@@ -13,7 +14,7 @@ What a picture is brought to is decided by name:
 import io
 import warnings
 
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 
 from shared.models.pictures import PictureConfig, PictureRefused
 from shared.pictures.exchange import OpenedPicture
@@ -21,6 +22,17 @@ from shared.pictures.header import MAX_PIXELS, Header, read_header
 
 DEEP = "I;16"
 """Begins what Pillow calls 16 bits of grey; those of colours it reads as 8."""
+
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What makes a picture upright, by what EXIF says; nothing of one that is."""
 
 
 def opened(data: bytes, config: PictureConfig) -> OpenedPicture:
@@ -59,7 +71,16 @@ def _decoded(data: bytes, kind: str) -> Image.Image:
     """All of a picture, upright and in RGB."""
     with Image.open(io.BytesIO(data), formats=(kind,)) as image:
         image.load()
-        upright = ImageOps.exif_transpose(image)
+        upright = _upright(image)
         if upright.mode.startswith(DEEP):
             upright = upright.point(lambda value: value * (1 / 256), "L")
         return upright.convert("RGB")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    # Pillow's own function writes the EXIF anew, which it cannot do of every one that it reads.
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+    except Exception:  # whatever the library says of a broken one
+        return image
+    return image if turn is None else image.transpose(turn)

@@ -1,6 +1,7 @@
 """A picture is opened as it was drawn and brought to size, or refused before it is decoded."""
 
 import io
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from shared.models.pictures import PictureRefused
 from shared.pictures import opening
@@ -81,6 +82,29 @@ def test_a_picture_that_exif_turns_is_turned_before_its_sides_are_looked_at():
     exif[0x0112] = 6  # to be turned by a quarter
     got = opened_array(stored(rgb(), exif=exif))
     np.testing.assert_array_equal(got, np.rot90(PATTERN, -1))
+
+
+@pytest.mark.parametrize("turn", range(10))  # 1 is upright, 0 and 9 mean nothing
+def test_every_turn_of_exif_is_what_pillow_makes_of_it(turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    data = stored(rgb(), exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    np.testing.assert_array_equal(opened_array(data), np.asarray(upright))
+
+
+ODD = struct.pack("<4sIHHHIHHHHIfI", b"II*", 8, 2, 0x0112, 3, 1, 6, 0, 0x010E, 11, 1, 1.5, 0)
+"""EXIF of a picture that is turned, with a description that is a number and no text."""
+
+
+@pytest.mark.parametrize(
+    ("exif", "turns"), [(ODD, -1), (b"no list of tags", 0)], ids=["odd", "broken"]
+)
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_of_an_odd_exif_only_the_turn_is_read_and_of_a_broken_one_nothing(kind, exif, turns):
+    how = {"lossless": True} if kind == "WEBP" else {}
+    got = opened_array(stored(rgb(), kind, exif=b"Exif\0\0" + exif, **how))
+    np.testing.assert_array_equal(got, np.rot90(PATTERN, turns))
 
 
 def test_a_side_of_one_pixel_is_lifted_to_the_least_that_a_model_sees():
