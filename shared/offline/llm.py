@@ -265,7 +265,18 @@ def _grammar(prompt: ReadPrompt, params: SamplingParams) -> str | None:
 
 
 def _for_template(message: Message) -> Message:
-    """A message as templates read it: the arguments of its calls are objects."""
+    """A message as templates read it: the arguments of its calls are objects.
+
+    Raises:
+      ValueError: It has more than text, which a template may leave out without a word.
+    """
+    content = message.get("content")
+    kinds = [part.get("type") for part in content] if isinstance(content, list) else []
+    if other := [kind for kind in kinds if kind != "text"]:
+        raise ValueError(
+            f"a message has a part of type {other[0]!r:.80}, and LLM takes text alone; send "
+            "pictures to a server"
+        )
     calls = message.get("tool_calls")
     return message if not calls else {**message, "tool_calls": list(map(_read_call, calls))}
 

@@ -132,6 +132,10 @@ def called(arguments):
             lambda llm: llm.chat(QUESTION, SamplingParams(structured_outputs={"regex": "a+"})),
             "a grammar needs a server that was started with --grammar-backend llguidance",
         ),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]),
+            "a part of type 'image_url', and LLM takes text alone",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
