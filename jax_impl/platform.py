@@ -11,7 +11,7 @@ from jax_impl import convert
 from jax_impl.backend import JaxBackend
 from jax_impl.devices import find_device
 from jax_impl.operations import KERNEL_LIMITS
-from jax_impl.together import Together, take_devices
+from jax_impl.together import Together, free_on_each, take_devices
 from jax_impl.weights import Loaded, load, load_head, load_tower
 from jax_impl.workspace import workspace
 from kernels.mail import device_mailbox_bytes
@@ -102,4 +102,5 @@ PLATFORM = Platform(
     kernels=KERNEL_LIMITS,
     load=load_backend,
     take_devices=take_devices,
+    free_on_each=free_on_each,
 )

@@ -117,3 +117,9 @@ def take_devices(count: int) -> None:
     if has_few and not jax.live_arrays():
         clear_backends()
         jax.config.update("jax_num_cpu_devices", count)
+
+
+def free_on_each(count: int) -> list[int]:
+    """Bytes that can be allocated on each of the first so many GPUs."""
+    stats = [device.memory_stats() for device in jax.devices()[:count]]
+    return [each["bytes_limit"] - each["bytes_in_use"] for each in stats]

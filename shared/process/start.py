@@ -108,6 +108,8 @@ class Platform:
       captures: Whether it has steps on a GPU that it may capture or not.
       take_devices: Where one process has all devices, called with their number before the first
         is asked for.
+      free_on_each: Where one process has all devices, bytes that can be allocated on each of the
+        first so many.
     """
 
     find_device: Callable[[], Device]
@@ -117,6 +119,7 @@ class Platform:
     load: LoadCall
     captures: bool = False
     take_devices: Callable[[int], None] = lambda count: None
+    free_on_each: Callable[[int], Sequence[int]] = lambda count: ()
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,17 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
 from shared.options.options import ConfigError, parse
+from shared.process.device import Device
 from shared.process.ranks import starting
 from shared.process.ranks.places import gpu_of
-from tests.support import ranked_serve
+from tests.support import ranked_serve, reference_serve
 from tests.support.http_fixtures import ROOT, Server, serving
 from tests.support.ranked import NAMED_S, OpenStream, ended, ranks_of, steps_of
 from torch_impl import serve as torch_serve
@@ -173,6 +175,20 @@ def test_a_rank_that_shares_no_memory_gets_its_plans_by_its_socket(monkeypatch):
         server.wait_for_metric('tandem:rank_steps_total{rank="1"}', steps_of(server))
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
+
+
+def test_devices_of_one_process_take_what_fits_the_one_with_the_least_memory():
+    least, most = ranked_serve.GIB // 2, 4 * ranked_serve.GIB
+    platform = replace(
+        reference_serve.PLATFORM,
+        find_device=lambda: Device("gpu", "one", most),
+        free_on_each=lambda count: [most, least, 1][:count],
+    )
+    options = parse([*FLAGS, "--tp-size", "2"])
+    with starting.ranked_start(options, lambda: platform, None, print) as ranked:
+        assert ranked.prepare().memory.device.free_bytes == least
+    note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank takes what fits rank 1"
+    assert ranked.notes == [note]
 
 
 REFUSED = {

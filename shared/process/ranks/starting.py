@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
@@ -154,10 +154,14 @@ class RankedStart:
             self._followers.kill()
 
     def _shared_device(self) -> Device:
-        """What each rank of this process has of memory that they share."""
-        found = self._find_platform().find_device()
-        share = found.free_bytes // self._count if found.kind == "cpu" else found.free_bytes
-        return replace(found, free_bytes=share)
+        """What each rank of this process has: of memory that they share, or of its own at least."""
+        platform = self._find_platform()
+        found = platform.find_device()
+        if found.kind == "cpu":
+            return replace(found, free_bytes=found.free_bytes // self._count)
+        each = platform.free_on_each(self._count) or [found.free_bytes]
+        free = {f"rank {rank}": num_bytes for rank, num_bytes in enumerate(each)}
+        return replace(found, free_bytes=self._least(free))
 
     def _least_device(self) -> Device:
         """Rank 0's device, with as much memory as the rank that has least."""
@@ -175,6 +179,12 @@ class RankedStart:
                     "devices of one kind"
                 )
             free[each.name] = each.free_bytes = num_bytes // (hosts[host] if kind == "cpu" else 1)
+        free_bytes = self._least(free)
+        followers.tell("memory", free_bytes)
+        return replace(own, free_bytes=free_bytes)
+
+    def _least(self, free: Mapping[str, int]) -> int:
+        """What every rank takes as free, of what each has; notes where one has far more."""
         least = min(free, key=lambda name: free[name])
         most = max(free, key=lambda name: free[name])
         if free[most] > MORE_FREE * free[least]:
@@ -182,8 +192,7 @@ class RankedStart:
                 f"{least} has {free[least]:,} bytes free and {most} {free[most]:,}: every rank "
                 f"takes what fits {least}"
             )
-        followers.tell("memory", free[least])
-        return replace(own, free_bytes=free[least])
+        return free[least]
 
 
 @contextmanager
