@@ -9,6 +9,7 @@ import os
 import platform
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -81,10 +82,17 @@ class KeptPrograms:
             warnings.warn(f"a program is not kept for the next start: {error}", stacklevel=2)
 
     def drop_old(self) -> None:
-        """Deletes the files that were not asked for the longest, beyond `MOST_FILES`."""
-        files = sorted(self._folder.glob("*.bin"), key=lambda path: -path.stat().st_mtime)
-        for path in files[MOST_FILES:]:
-            path.unlink(missing_ok=True)
+        """Deletes the files that were not asked for the longest, beyond `MOST_FILES`.
+
+        Other starts may do the same at the same time.
+        """
+        asked = {}
+        for path in self._folder.glob("*.bin"):
+            with suppress(OSError):
+                asked[path] = path.stat().st_mtime
+        for path in sorted(asked, key=lambda path: -asked[path])[MOST_FILES:]:
+            with suppress(OSError):
+                path.unlink()
 
     def _path(self, program: object) -> Path:
         key = self._key.copy()

@@ -97,6 +97,17 @@ def test_programs_that_were_not_asked_for_the_longest_go_first(
     assert [keeping().find(name) is not None for name in names] == [True, False, True]
 
 
+def test_a_file_that_another_start_has_deleted_meanwhile_ends_no_start(
+    keeping, program, tmp_path, monkeypatch
+):
+    keeping().keep("decode", program)
+    (file,) = tmp_path.iterdir()
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([file, folder / "gone.bin"]))
+    monkeypatch.setattr(kept, "MOST_FILES", 0)
+    keeping().drop_old()
+    assert not file.exists()
+
+
 def test_a_backend_traces_nothing_that_an_earlier_start_has_kept(tmp_path):
     config, weights = contract_model()
     capacity = contract_capacity(config)
