@@ -54,9 +54,10 @@ class KeptPrograms:
         path = self._path(program)
         try:
             kept = path.read_bytes()
-            os.utime(path)
         except OSError:
             return None
+        with suppress(OSError):  # a folder that came with an image may be for reading alone
+            os.utime(path)
         try:
             return deserialize_and_load(
                 kept,

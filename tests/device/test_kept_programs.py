@@ -74,6 +74,16 @@ def test_a_file_that_is_no_program_is_told_of_and_written_anew(keeping, program,
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_program_is_found_in_a_folder_that_cannot_be_written(keeping, program, monkeypatch):
+    keeping().keep("decode", program)
+
+    def refused(path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr(kept.os, "utime", refused)
+    assert keeping().find("decode") is not None
+
+
 def test_a_folder_that_cannot_be_written_is_told_of(keeping, program, tmp_path):
     tmp_path.rmdir()
     tmp_path.write_text("no folder")
