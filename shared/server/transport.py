@@ -10,11 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shared.server.connection import LINGER_S
 from shared.server.engine_client import ClientLeft
 from shared.server.errors import ApiError
 from shared.server.generation import Generation
 
 MAX_BODY_BYTES = 8 << 20
+MOST_DROPPED = 2 * MAX_BODY_BYTES  # of what follows a body's refusal
 
 
 async def read_json(request: Request) -> bytes:
@@ -40,24 +42,47 @@ async def read_json(request: Request) -> bytes:
 
 
 class BodyLimit:
-    """Refuses a body that is too long as soon as that is known, without reading the rest."""
+    """Refuses a body that is too long as soon as that is known.
+
+    To close while the rest is on its way would take the answer from many clients (RFC 9112, 9.6):
+    what still comes is read and dropped for a while.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application with a `receive` that counts."""
-        seen = 0
+        seen, is_whole, is_refused = 0, False, False
 
         async def counted() -> Message:
-            nonlocal seen
+            nonlocal seen, is_whole
             message = await receive()
-            seen += len(message.get("body", b""))
+            seen, is_whole = seen + len(message.get("body", b"")), not message.get("more_body")
             if seen > MAX_BODY_BYTES:
                 raise too_large()
             return message
 
-        await self._app(scope, counted, send)
+        async def answered(message: Message) -> None:
+            nonlocal is_refused
+            if message["type"] == "http.response.start":
+                is_refused = message["status"] == 413 and not is_whole
+            elif is_refused and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                await _drop_rest(receive)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._app(scope, counted, answered)
+
+
+async def _drop_rest(receive: Receive) -> None:
+    """Reads what comes of a body, within bounds."""
+    left = MOST_DROPPED
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while left > 0 and (message := await receive()).get("more_body"):
+                left -= len(message["body"])
 
 
 class EventStream(Response):

@@ -317,6 +317,15 @@ def test_a_body_of_100_mb_is_refused_while_it_arrives(server):
     assert sent < 30 << 20
 
 
+def test_a_client_that_sends_its_whole_body_first_gets_the_answer_too(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    size = 12 << 20  # as some clients do, say with a large picture
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(post_head(COMPLETIONS, size) + b" " * size)
+            assert connection.recv(100).startswith(b"HTTP/1.1 413")
+
+
 def test_a_body_whose_length_is_stated_is_refused_at_once(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
