@@ -24,6 +24,9 @@ from shared.engine.request import Event, FinishReason, Request
 MOST_WAITING = 64
 """Texts that wait to be checked; one more is dropped."""
 
+MOST_PICTURE_BYTES = 1 << 28
+"""Of the pixels of what waits, which nothing else needs any more; what has more is dropped."""
+
 MOST_STARTS = 4
 """Times that a check begins, as traffic interrupts it; then it is dropped."""
 
@@ -159,10 +162,16 @@ class ShadowCheck:
             return
         if (reason := self._cannot_be_checked(request)) is not None:
             self._skipped[reason] += 1
-        elif self.num_waiting < MOST_WAITING:
+        elif self._may_wait(request):
             self._waiting.append(_Case(request, tuple(request.output)))
         else:
             self._counts["parity_dropped_total"] += 1
+
+    def _may_wait(self, request: Request) -> bool:
+        """Whether a text and its pictures may be kept beside those that wait."""
+        cases = self._waiting if self._case is None else (*self._waiting, self._case)
+        pixels = sum(_picture_bytes(each) for each in (request, *(case.request for case in cases)))
+        return len(cases) < MOST_WAITING and pixels <= MOST_PICTURE_BYTES
 
     def _cannot_be_checked(self, request: Request) -> Skip | None:
         """Why plain decoding need not give the text of a request that has ended."""
@@ -205,3 +214,7 @@ class ShadowCheck:
             self._waiting.append(case)
         else:
             self._counts["parity_dropped_total"] += 1
+
+
+def _picture_bytes(request: Request) -> int:
+    return sum(picture.pixels.nbytes for picture in request.pictures)

@@ -16,6 +16,7 @@ import pytest
 from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program, Work
+from shared.engine import shadow
 from shared.engine.allocator import Allocator
 from shared.engine.engine import Engine
 from shared.engine.ngram.index import NgramIndex
@@ -24,6 +25,7 @@ from shared.engine.pictures import Picture, Sight, key_of, parting
 from shared.engine.radix_cache import RadixCache
 from shared.engine.request import Refusal, Request
 from shared.engine.rows import Chunk, Rows, chunk_end
+from shared.engine.shadow import ShadowCheck
 from shared.options.ngram import NgramConfig
 from shared.spec.turns import turns
 from tests.support import jax_seeing_ranks
@@ -389,6 +391,21 @@ def test_a_key_names_each_picture_and_the_place_in_it():
     assert parting([one], [two]) == parting([one], []) == 3
     turned = Picture.of(3, pixels(2, 3, 1).reshape(pixels(3, 2, 1).shape), FACTOR)
     assert turned.digest != one.digest, "the same bytes of other sides are another picture"
+
+
+def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
+    engine = engine_of("torch", "NEXTN")
+    monkeypatch.setattr(shadow, "PlainRunner", lambda *given: None)  # none is checked here
+    checked = ShadowCheck(engine, engine.backend, rate=1.0, report=print)
+    few, many = (Prompt(words(9, 1), pixels(rows, 4, 1), words(9, 2)) for rows in (2, 4))
+    most = sum(each.pictures[0].pixels.nbytes for each in (few, few, few))
+    monkeypatch.setattr(shadow, "MOST_PICTURE_BYTES", most)
+    for number, prompt in enumerate((few, many, few)):
+        checked.add(prompt.request(number, tokens=2 + 2 * number))  # they end one after the other
+    while engine.busy:
+        checked.step()
+    names = (f"parity_{name}" for name in ("checks_waiting", "dropped_total"))
+    assert [checked.metrics.snapshot()[name] for name in names] == [2, 1]
 
 
 @pytest.mark.parametrize("end", [4, 8, 10])
