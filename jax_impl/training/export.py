@@ -9,12 +9,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped
-from safetensors.numpy import load_file, save_file
+from safetensors import deserialize
+from safetensors.numpy import save_file
 
 from jax_impl.training.modules import DraftModel, Mtp, Weights, named
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
-from shared.models.checkpoint import INDEX_FILE, SINGLE_FILE
+from shared.models import fp8
+from shared.models.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
 from shared.models.checkpoint import Weights as Tensors
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
@@ -36,6 +38,8 @@ TOKENIZER_FILES = (
 TEMPLATES = "additional_chat_templates"
 KEPT_IN_FLOAT32 = ("a_log", "dt_bias")
 MTP_FILE = "model-mtp.safetensors"
+STORED = {**DTYPES, fp8.STORED: np.dtype(ml_dtypes.float8_e4m3fn), "I64": np.dtype(np.int64)}
+"""Types of the tensors of a target's files."""
 
 
 def save_model(
@@ -91,11 +95,13 @@ def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> Non
     for file in sorted(target.iterdir()):
         if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX_FILE:
             shutil.copyfile(file, folder / file.name)
+    if (target / TEMPLATES).is_dir():
+        shutil.copytree(target / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
     _write_json(folder / "config.json", _with_mtp(read_json(target / "config.json")))
-    if (target / INDEX_FILE).is_file():
-        _extend_shards(folder, target, tensors)
-    else:
+    if (target / SINGLE_FILE).is_file():
         save_file({**_without_mtp(target / SINGLE_FILE), **tensors}, folder / SINGLE_FILE)
+    else:
+        _extend_shards(folder, target, tensors)
 
 
 def arrays_of(module: Weights | DraftModel | Mtp) -> Tensors:
@@ -117,17 +123,28 @@ def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_mtp(file: Path) -> Tensors:
-    return {name: array for name, array in load_file(file).items() if not name.startswith("mtp.")}
+    """All tensors of a file but those of an MTP layer, as they are stored."""
+    stored = deserialize(file.read_bytes())  # `load_file` knows no FP8
+    return {
+        name: np.frombuffer(each["data"], STORED[each["dtype"]]).reshape(each["shape"])
+        for name, each in stored
+        if not name.startswith("mtp.")
+    }
 
 
 def _extend_shards(folder: Path, target: Path, tensors: Tensors) -> None:
-    """Copies the shards without MTP tensors and adds one that holds them."""
+    """Copies the shards without MTP tensors and adds one that holds them.
+
+    Their names are new, as an index may name files outside of its folder.
+    """
     weight_map = read_json(target / INDEX_FILE)["weight_map"]
-    for shard in sorted(set(weight_map.values())):
+    kept_map: dict[str, str] = {}
+    for number, shard in enumerate(sorted(set(weight_map.values())), start=1):
         if kept := _without_mtp(target / shard):
-            save_file(kept, folder / shard)
+            file = f"model-{number:05}.safetensors"
+            save_file(kept, folder / file)
+            kept_map |= dict.fromkeys(kept, file)
     save_file(tensors, folder / MTP_FILE)
-    kept_map = {name: shard for name, shard in weight_map.items() if not name.startswith("mtp.")}
     index = {"metadata": {}, "weight_map": kept_map | dict.fromkeys(tensors, MTP_FILE)}
     _write_json(folder / INDEX_FILE, index)
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from jax_impl.train import BALANCE_WEIGHT, balance_weight, main
 from jax_impl.training import export, init, outputs, tasks
 from jax_impl.training.forward import check_drafted_for, check_trained, forward, logits
+from models import fp8_twin
 from models.make_random import ROOT
 from shared.boundary.program import Work
 from shared.drafts.checkpoint import kind_of, load_head, open_head
@@ -266,21 +267,36 @@ def test_transformers_loads_an_exported_model_and_computes_the_same(config, tmp_
     np.testing.assert_allclose(logits(model, passed.hidden, jnp.float32), want, rtol=0, atol=1e-4)
 
 
-def test_an_mtp_layer_goes_into_a_copy_of_a_target_in_shards(tmp_path):
-    source, out = tmp_path / "source", tmp_path / "out"
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["bfloat16", "fp8"])
+def test_an_mtp_layer_goes_into_a_copy_of_a_target_in_shards(is_fp8, tmp_path):
+    """The target's files lie in another folder, as its index says; they stay as they are."""
+    source, files, out = tmp_path / "source", tmp_path / "files", tmp_path / "out"
     without = {**HYBRID, "mtp_num_hidden_layers": 0}
-    sizes = config_from_dict(HYBRID)
-    model = init.fresh_model(config_from_dict(without), 3, with_mtp=False)
-    weights = export.arrays_of(model)
-    save_checkpoint(source, without, weights, num_shards=2)
+    sizes, bare = config_from_dict(HYBRID), config_from_dict(without)
+    model = init.fresh_model(bare, 3, with_mtp=False)
+    save_checkpoint(source, without, export.arrays_of(model), num_shards=2)
+    if is_fp8:
+        fp8_twin.write(source, tmp_path / "twin")
+        source = tmp_path / "twin"
+    weights = load_all(source, bare, with_mtp=False)
+    index = source / "model.safetensors.index.json"
+    index.write_text(index.read_text("utf-8").replace('"model-', '"../files/model-'), "utf-8")
+    files.mkdir()
+    for shard in [*source.glob("*.safetensors")]:
+        shard.rename(files / shard.name)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tool_use.jinja").write_text("a", encoding="utf-8")
+    before = {path: path.read_bytes() for path in files.iterdir()}
     layer = init.fresh_mtp(sizes, model, 4)
     export.save_mtp(out, source, sizes, layer)
+    assert {path: path.read_bytes() for path in files.iterdir()} == before
     config, opened = config_from_folder(out), open_checkpoint(out)
     opened.check(config, with_mtp=True)
     read = load_all(out, config, with_mtp=True)
     assert all(np.array_equal(read[name], array) for name, array in weights.items())
     fc = export.arrays_of(layer)["fc"]
     assert np.array_equal(read["mtp.fc"], fc.astype(ml_dtypes.bfloat16).astype(np.float32))
+    assert (out / "additional_chat_templates/tool_use.jinja").read_text(encoding="utf-8") == "a"
 
 
 @pytest.mark.parametrize(
