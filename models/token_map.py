@@ -59,6 +59,8 @@ def _texts(path: Path) -> Iterator[Any]:
 def _tokens(text: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
     """The tokens of a text, or of each of its parts."""
     if isinstance(text, dict):
+        if text.keys() == {"target"}:
+            return  # the first line of a model's answers, which says whose they are
         name = next((field for field in FIELDS if field in text), None)
         if name is None:
             raise ValueError(f"it has none of the fields {', '.join(FIELDS)}")

@@ -80,7 +80,8 @@ def test_the_most_frequent_tokens_are_kept_and_of_equals_the_lower():
 def test_texts_of_all_forms_are_counted_and_give_the_same_list_each_time(tmp_path):
     write_tiny(tmp_path / "model", "qwen3_5", 0)
     save_tokenizer(tmp_path / "model")
-    lines = ["aab", [98, 98], {"output_ids": [98, 99]}, {"answer": "d"}, {"text": "e"}]
+    lines = ["aab", [98, 98], {"target": "01ab"}, {"prompt_ids": [122], "output_ids": [98, 99]}]
+    lines += [{"answer": "d"}, {"text": "e"}]
     lines.append(
         {"messages": [{"role": "user", "content": "zz"}, {"role": "assistant", "content": "f"}]}
     )
