@@ -42,6 +42,12 @@ from shared.models.families import config_from_dict, config_from_folder
 from shared.models.fields import Json, is_number, read_json
 
 EXIT_REFUSED = 2
+POSITIVE = (
+    *("steps", "minutes", "batch_tokens", "learning_rate", "max_tokens", "depth", "shards"),
+    *("prompts", "output_tokens", "output_slots", "draft_vocab", "block", "layers", "anchors"),
+)
+"""Numbers that must be above 0 where they are given."""
+
 KINDS = ("mtp", "eagle", "eagle3", *tasks.CHOICES)
 TRAINING = "training"
 OUTPUTS = "outputs.jsonl"
@@ -152,8 +158,7 @@ def _check(given: argparse.Namespace) -> None:
             raise ValueError(f"--{name} does not go with --{pair[0]}; leave it out")
     if given.steps is None and given.minutes is None:
         raise ValueError("give the length of the run as --steps or --minutes")
-    numbers = ("steps", "minutes", "batch_tokens", "learning_rate", "max_tokens", "depth", "shards")
-    for name in numbers:
+    for name in POSITIVE:
         value = getattr(given, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -267,16 +272,16 @@ def _own_outputs(given: argparse.Namespace, target: Target, mark: str) -> Rows:
             f"no prompt leaves room for {given.output_tokens} tokens of answer in {most}; raise "
             "--max-tokens or lower --output-tokens"
         )
-    if not outputs.has_all(path, mark, len(prompts)):
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=given.output_tokens, stop_token_ids=config.eos_ids
+    )
+    if outputs.missing(path, mark, prompts, sampling):
         quick = jax.devices()[0].platform == "cpu" and len(prompts) < FEW_PROMPTS
         slots = min(given.output_slots, len(prompts))
         engine = outputs.make_engine(config, target.model, slots, most, given.dtype, quick)
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=given.output_tokens, stop_token_ids=config.eos_ids
-        )
         outputs.write_outputs(path, engine, mark, prompts, sampling)
         engine.close()
-    return outputs.read_outputs(path, mark, given.max_tokens)
+    return outputs.read_outputs(path, mark, prompts, sampling, given.max_tokens)
 
 
 FEW_PROMPTS = 64

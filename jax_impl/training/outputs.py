@@ -1,8 +1,9 @@
 """A target's own greedy answers to prompts, made once by the engine and kept for all its heads.
 
 A head learns what its target says, so it is trained on the target's words rather than on those of
-the data. The file is JSONL: one line about the target, then a line for each prompt with its place,
-`prompt_ids` and `output_ids`; a run that was broken off goes on after the last whole line.
+the data. The file is JSONL: one line about the target, then a line for each prompt with its
+`prompt_ids` and `output_ids`; a run that was broken off goes on after the last whole line. An
+answer is of use to every run that asks for this prompt, and for so many tokens of it.
 """
 
 import hashlib
@@ -106,22 +107,22 @@ def write_outputs(
     Raises:
       ValueError: The file is that of another target, or the model fails; one sentence.
     """
-    done = _kept(path, target)
+    wanted = missing(path, target, prompts, sampling)
+    num_known = len(prompts) - len(wanted)
     began = reported = time.monotonic()
     num_tokens = num_done = 0
     with path.open("a", encoding="utf-8") as file:
-        if not done and not path.stat().st_size:
+        if not path.stat().st_size:
             file.write(json.dumps({"target": target}) + "\n")
-        wanted = [place for place in range(len(prompts)) if place not in done]
         for place, output in _answers(engine, prompts, wanted, sampling):
-            line = {"place": place, "prompt_ids": prompts[place], "output_ids": output}
+            line = {"prompt_ids": prompts[place], "output_ids": output}
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
             num_tokens, num_done = num_tokens + len(output), num_done + 1
             if num_done == len(wanted) or time.monotonic() - reported > REPORT_S:
                 reported = time.monotonic()
                 speed = num_tokens / (reported - began)
                 print(
-                    f"answers {len(done) + num_done}/{len(prompts)}  {speed:,.0f} tokens/s",
+                    f"answers {num_known + num_done}/{len(prompts)}  {speed:,.0f} tokens/s",
                     flush=True,
                 )
 
@@ -146,19 +147,70 @@ def _answers(
                 yield event.request_id, outputs.pop(event.request_id)
 
 
-def _kept(path: Path, target: str) -> set[int]:
-    """Places that the file has answers for; cuts off a line that was not written to its end."""
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return set()
-    text = path.read_bytes()
+def missing(
+    path: Path, target: str, prompts: Sequence[list[int]], sampling: SamplingParams
+) -> list[int]:
+    """Places of the prompts that the file has no answer to; of equal prompts the last one's.
+
+    Raises:
+      ValueError: The file is that of another target; one sentence.
+    """
+    _cut_off_broken_line(path)
+    known = _known(path, target, sampling)
+    place_of = {_key(prompt): place for place, prompt in enumerate(prompts)}
+    return [place for key, place in place_of.items() if key not in known]
+
+
+def read_outputs(
+    path: Path,
+    target: str,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    max_tokens: int,
+) -> Rows:
+    """Token rows of prompts with their answers, in the order of the prompts.
+
+    Raises:
+      ValueError: The file is that of another target, or has no row; one sentence.
+    """
+    known = _known(path, target, sampling)
+
+    def row(prompt: list[int]) -> Row:
+        output = known[_key(prompt)]
+        return Row(prompt + output, [False] * len(prompt) + [True] * len(output))
+
+    rows = Rows.of(map(row, prompts), max_tokens)
+    if not rows.lengths.size:
+        raise ValueError(f"{path} holds no answer of at most {max_tokens} tokens with its prompt")
+    return rows
+
+
+def _known(path: Path, target: str, sampling: SamplingParams) -> dict[bytes, list[int]]:
+    """Answers by their prompts: those that ended, and of longer ones what is asked for."""
+    most, known = sampling.max_tokens, dict[bytes, list[int]]()
+    for line in _lines(path, target):
+        output = line["output_ids"]
+        if len(output) >= most or output[-1] in sampling.stop_token_ids:
+            known[_key(line["prompt_ids"])] = output[:most]
+    return known
+
+
+def _key(prompt: list[int]) -> bytes:
+    return np.array(prompt, np.int32).tobytes()
+
+
+def _cut_off_broken_line(path: Path) -> None:
+    """Takes off a line that was not written to its end."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_bytes() if path.is_file() else b""
     whole = text[: text.rfind(b"\n") + 1]
     if whole != text:  # a whole file is not touched: another head's run may be reading it
         path.write_bytes(whole)
-    return {line["place"] for line in _lines(path, target)}
 
 
 def _lines(path: Path, target: str) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        return
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file):
             line = json.loads(text)
@@ -168,33 +220,6 @@ def _lines(path: Path, target: str) -> Iterator[dict[str, Any]]:
                 raise ValueError(
                     f"{path} holds the outputs of another model; name another file as --outputs"
                 )
-
-
-def has_all(path: Path, target: str, count: int) -> bool:
-    """Whether the file has an answer for each of `count` prompts.
-
-    Raises:
-      ValueError: The file is that of another target.
-    """
-    return len(_kept(path, target)) >= count
-
-
-def read_outputs(path: Path, target: str, max_tokens: int) -> Rows:
-    """Token rows of prompts with their answers.
-
-    Raises:
-      ValueError: The file is that of another target, or has no row; one sentence.
-    """
-
-    def row(line: dict[str, Any]) -> Row:
-        prompt, output = line["prompt_ids"], line["output_ids"]
-        return Row(prompt + output, [False] * len(prompt) + [True] * len(output))
-
-    lines = sorted(_lines(path, target), key=lambda line: line["place"])
-    rows = Rows.of(map(row, lines), max_tokens)
-    if not rows.lengths.size:
-        raise ValueError(f"{path} holds no answer of at most {max_tokens} tokens with its prompt")
-    return rows
 
 
 def frequent_tokens(rows: Rows, vocab: int, count: int) -> Int32[np.ndarray, " draft_vocab"]:

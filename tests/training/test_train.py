@@ -215,15 +215,30 @@ def test_a_head_is_trained_on_the_targets_own_answers_and_serves(
 def test_the_answers_are_the_targets_own_and_are_made_once(target, data, answers, tmp_path):
     assert trained_head(target, data, answers, "eagle", tmp_path / "a") == 0
     lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
-    assert sorted(line["place"] for line in lines[1:]) == list(range(6))
+    assert len({tuple(line["prompt_ids"]) for line in lines[1:]}) == len(lines[1:]) == 6
     for line in lines[1:3]:
         whole = text_of(target, "none", line["prompt_ids"])
         assert line["output_ids"][: len(whole)] == whole  # which has at most 12 tokens of 16
     written = answers.stat().st_mtime_ns
-    answers.write_bytes(answers.read_bytes() + b'{"place": 6, "prom')  # a write that was cut off
+    answers.write_bytes(answers.read_bytes() + b'{"prompt_ids": [9')  # a write that was cut off
     assert trained_head(target, data, answers, "eagle", tmp_path / "b") == 0
     assert len(answers.read_text(encoding="utf-8").splitlines()) == 7
     assert answers.stat().st_mtime_ns > written
+
+
+def test_answers_are_of_use_to_runs_that_ask_for_their_prompts_and_so_many_tokens(tmp_path):
+    path = tmp_path / "outputs.jsonl"
+    said = {(1, 2): [7, 8, 9, 7], (3,): [9, 258], (4,): [5, 6]}
+    lines = [{"prompt_ids": list(p), "output_ids": output} for p, output in said.items()]
+    path.write_text("\n".join(map(json.dumps, [{"target": "a"}, *lines])) + "\n", "utf-8")
+    asked, most = [[4], [8, 8], [3], [8, 8], [1, 2]], SamplingParams(stop_token_ids=(258,))
+    # Of four tokens the last answer is cut short, and a prompt has none.
+    four, two = (replace(most, max_tokens=count) for count in (4, 2))
+    assert outputs.missing(path, "a", asked, four) == [0, 3]
+    assert outputs.missing(path, "a", asked, two) == [3]
+    rows = outputs.read_outputs(path, "a", [[4], [3], [1, 2]], two, 9)
+    assert rows.tokens.tolist() == [4, 5, 6, 3, 9, 258, 1, 2, 7, 8]
+    assert rows.is_answer.tolist() == [False, True, True] * 2 + [False, False, True, True]
 
 
 def test_the_answers_of_another_model_are_refused(target, data, tmp_path, capsys):
