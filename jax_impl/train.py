@@ -49,6 +49,15 @@ POSITIVE = (
 """Numbers that must be above 0 where they are given."""
 
 KINDS = ("mtp", "eagle", "eagle3", *tasks.CHOICES)
+LAYERS, BLOCK = 3, 8
+"""Of a fresh head with blocks."""
+
+SHAPES = {
+    "draft_vocab": ("eagle3",),
+    **dict.fromkeys(("block", "layers", "mask_token"), (*tasks.CHOICES,)),
+}
+"""The kinds whose fresh heads a flag is about."""
+
 TRAINING = "training"
 OUTPUTS = "outputs.jsonl"
 
@@ -124,8 +133,8 @@ def _add_outputs(group: Any) -> None:
 def _add_shapes(group: Any) -> None:
     group.add_argument("--depth", type=int, default=4, help="draft steps that are trained (TTT)")
     group.add_argument("--draft-vocab", type=int, help="EAGLE3: tokens that it drafts; all")
-    group.add_argument("--block", type=int, default=8, help="tokens of a block")
-    group.add_argument("--layers", type=int, default=3, help="layers of a head with blocks")
+    group.add_argument("--block", type=int, help=f"tokens of a block; {BLOCK}")
+    group.add_argument("--layers", type=int, help=f"layers of a head with blocks; {LAYERS}")
     group.add_argument("--anchors", type=int, default=16, help="blocks of a row in a step")
     group.add_argument("--mask-token", type=int, help="id of a mask; the padding token's")
 
@@ -163,6 +172,7 @@ def _check(given: argparse.Namespace) -> None:
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
     check_format(given.format, given.draft)
+    _refuse_shapes(given)
     for path in given.data:
         if not path.is_file():
             raise ValueError(f"the data file {path} does not exist")
@@ -174,6 +184,18 @@ def _check(given: argparse.Namespace) -> None:
             setattr(given, name, getattr(defaults, name))
     if given.learning_rate is None:
         given.learning_rate = RATES["model" if given.model else "head"]
+
+
+def _refuse_shapes(given: argparse.Namespace) -> None:
+    """Refuses flags of a shape that the head does not take from them."""
+    for name, kinds in SHAPES.items():
+        flag = f"--{name.replace('_', '-')}"
+        if getattr(given, name) is None:
+            continue
+        if given.draft not in kinds:
+            raise ValueError(f"{flag} is for --draft {', '.join(kinds)}; leave it out")
+        if given.start:
+            raise ValueError(f"{flag} is of a fresh head, and --start has one; leave {flag} out")
 
 
 def _train_model(given: argparse.Namespace) -> None:
@@ -205,30 +227,40 @@ def balance_weight(config_json: Json) -> float:
 
 
 def _train_head(given: argparse.Namespace) -> None:
+    """What can be refused is, before the target answers: that may take hours."""
     config, stored = config_from_folder(given.target), open_checkpoint(given.target)
     check_drafted_for(config)
     mark = outputs.fingerprint(stored)
-    if given.draft == "mtp" and not config.has_mtp:
-        raise ValueError(
-            "--draft mtp needs a target whose config.json names an mtp layer "
-            "(mtp_num_hidden_layers: 1, of Qwen3.5 models)"
-        )
-    target = Target(config, tasks.load_model(given.target, config, False, given.dtype))
-    rows = _own_outputs(given, target, mark)
     if given.draft == "mtp":
+        if not config.has_mtp:
+            raise ValueError(
+                "--draft mtp needs a target whose config.json names an mtp layer "
+                "(mtp_num_hidden_layers: 1, of Qwen3.5 models)"
+            )
         _note(given, {"target": mark})
+        target, rows = _target_and_outputs(given, config, mark)
         made = tasks.mtp_task(target, given.start, given.seed, given.depth, _precision(given))
         export.save_mtp(given.out, given.target, config, _run(given, made, rows))
         return
     head_json = _head_json(given, config)
     draft_config = DraftConfig.from_dict(head_json, config)
+    if given.start:
+        draft_config = tasks.started(draft_config, given.draft, given.start, stored)
     tasks.check_head_trained(draft_config)
     _note(given, {"target": mark, "config": dict(head_json)})
+    target, rows = _target_and_outputs(given, config, mark)
     made = _head_task(given, draft_config, target, rows)
     head = _run(given, made, rows)
     if given.format == SPECULATORS and not head_json.get("speculators_model_type"):
         head_json = speculators_json(head_json, draft_config, given.target, given.depth)
     export.save_head(given.out, head_json, draft_config, head)
+
+
+def _target_and_outputs(
+    given: argparse.Namespace, config: ModelConfig, mark: str
+) -> tuple[Target, Rows]:
+    target = Target(config, tasks.load_model(given.target, config, False, given.dtype))
+    return target, _own_outputs(given, target, mark)
 
 
 def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
@@ -239,9 +271,8 @@ def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
         mask = open_tokenizer(given.target).pad_id
         if mask is None:
             raise ValueError("the target's tokenizer names no pad_token; give --mask-token")
-    return tasks.head_json(
-        given.draft, target, given.draft_vocab, given.layers, given.block, mask or 0
-    )
+    layers, block = given.layers or LAYERS, given.block or BLOCK
+    return tasks.head_json(given.draft, target, given.draft_vocab, layers, block, mask or 0)
 
 
 def _head_task(

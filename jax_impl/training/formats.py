@@ -8,6 +8,7 @@ from typing import Any
 
 from shared.drafts.config import DraftConfig
 from shared.models.fields import Json, read_json
+from shared.models.rotary import settings_of
 
 AUTHORS, SPECULATORS = "authors", "speculators"
 FORMATS = (AUTHORS, SPECULATORS)
@@ -25,6 +26,7 @@ _LAYER = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "model_type"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps"),
     *("max_position_embeddings", "attention_bias", "tie_word_embeddings"),
+    "partial_rotary_factor",
 )
 
 
@@ -50,8 +52,8 @@ def speculators_json(head_json: Json, config: DraftConfig, target: Path, depth: 
     """
     named, architecture = TYPES[config.kind]
     layer = {name: head_json[name] for name in _LAYER if name in head_json}
-    theta = config.layer.attention.rotary.theta
-    layer["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    rope = {"rope_theta": config.layer.attention.rotary.theta, **settings_of(head_json)}
+    layer["rope_parameters"] = {"rope_type": rope.pop("type", "default"), **rope}
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.block.nodes - 1 if config.block else depth,

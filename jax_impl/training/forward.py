@@ -61,6 +61,7 @@ def check_trained(config: ModelConfig) -> None:
         "experts that a sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
         "biases": attention.input_bias or attention.out_bias or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),
+        "queries that grow with their position": attention.query_growth > 0,
         "layers that turn in different ways": len({x.rotary for x in config.attentions}) > 1,
         "factors": attention.scale is not None or {*factors, config.logits_factor} != {1.0},
     }

@@ -20,10 +20,11 @@ from jax_impl.training.forward import Tokens
 from jax_impl.training.loop import Metrics, Task
 from jax_impl.training.losses import Mask
 from jax_impl.training.modules import DraftModel, Mtp, Weights
-from shared.drafts.checkpoint import open_head
+from shared.drafts.checkpoint import check_head, open_head
 from shared.drafts.config import DraftConfig
+from shared.drafts.fitting import fitted
 from shared.drafts.markov import VANILLA
-from shared.models.checkpoint import open_checkpoint
+from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.fields import Json
 
@@ -213,6 +214,29 @@ def block_task(
     return _trainable(head, target.model, loss)
 
 
+def started(config: DraftConfig, kind: str, folder: Path, target: Checkpoint) -> DraftConfig:
+    """The settings of a head to start from, as its files have them.
+
+    Args:
+      config: What its config.json says.
+      kind: That is to be trained, as `--draft` says it.
+      folder: Of the head.
+      target: Files of the model that it drafts for.
+
+    Raises:
+      ValueError: It is of another kind, or its files are those of another head; one sentence.
+    """
+    if config.kind != kind.upper():
+        raise ValueError(
+            f"--draft {kind} does not fit --start {folder}, whose head is {config.kind}; give "
+            f"--draft {config.kind.lower()}, or another folder"
+        )
+    opened = open_head(folder)
+    config = fitted(config, opened, target)
+    check_head(opened, config)
+    return config
+
+
 def check_head_trained(config: DraftConfig) -> None:
     """Refuses a head that drafts as no pass of training does.
 
@@ -223,12 +247,16 @@ def check_head_trained(config: DraftConfig) -> None:
     is_block, markov = block is not None, None if block is None else block.markov
     windows = [each.window for each in layer.attentions]
     windows += block.windows if block else ()
+    mlp_bias = layer.dense is not None and layer.dense.bias
+    is_causal = block is not None and any(block.causal)
     found = {
         "norm_before_residual": config.norm_residual,
         "several layers": layer.num_layers > 1 and not is_block,
         "layers that slide": any(windows),
         "norms of queries and keys": layer.attention.qk_norm and not is_block,
-        "biases in its layers": layer.attention.input_bias or layer.attention.out_bias,
+        "biases in its layers": layer.attention.input_bias or layer.attention.out_bias or mlp_bias,
+        "rows that see none behind them": is_causal,
+        "an embedding of its own": config.own_embed and config.kind != "EAGLE3",
         "a vocabulary of its own": is_block and config.has_draft_vocab,
         f"a {markov.kind if markov else ''} Markov step": markov and markov.kind != VANILLA,
     }

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jax_impl.train import main
 from jax_impl.training import export, init, tasks
@@ -62,3 +63,58 @@ def test_a_kind_that_the_format_has_no_place_for_is_refused(capsys, tmp_path):
         "--format speculators is for --draft eagle3, dflash, dspark and dflash2"
         in capsys.readouterr().err
     )
+
+
+def test_a_heads_rotation_is_kept_in_the_other_format():
+    target, _ = golden_model("llama")
+    rope = {"type": "linear", "factor": 4.0}
+    authors = {**tasks.head_json("eagle3", target, 64, 1, 4, 255), "rope_scaling": rope}
+    config = DraftConfig.from_dict(authors, target)
+    other = speculators_json(authors, config, GOLDEN / "llama", 4)
+    rotary = DraftConfig.from_dict(other, target).layer.attention.rotary
+    assert rotary == config.layer.attention.rotary
+    assert rotary.type == "linear"
+
+
+def test_a_head_to_start_from_is_what_its_files_hold(tmp_path):
+    """Its own head and embedding are trained on, and a bias that it lacks is not asked for."""
+    files = open_checkpoint(GOLDEN / "llama")
+    target, model = golden_model("llama")
+    fields = tasks.head_json("eagle3", target, None, 1, 4, 255)
+    config = DraftConfig.from_dict(fields, target)
+    head = init.fresh_head(config, target, model, 0, None)
+    export.save_head(tmp_path, fields, config, head)
+    fields |= {"draft_vocab_size": None}
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["embed_tokens.weight"] = np.ones((target.vocab, target.hidden), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    stated = DraftConfig.from_dict(fields, target)
+    assert not stated.own_lm_head
+    own = tasks.started(stated, "eagle3", tmp_path, files)
+    tasks.check_head_trained(own)
+    assert {"lm_head", "embed"} <= export.arrays_of(tasks.load_head(tmp_path, own)).keys()
+    bare = GOLDEN / "eagle1_nobias"
+    without = tasks.started(DraftConfig.from_folder(bare, target), "eagle", bare, files)
+    assert "fc_bias" not in export.arrays_of(tasks.load_head(bare, without))
+    with pytest.raises(ValueError, match="an embedding of its own"):
+        tasks.check_head_trained(replace(without, own_embed=True))
+
+
+REFUSED = {
+    "whose head is EAGLE; give --draft eagle": ["eagle3", "--start", str(GOLDEN / "eagle1")],
+    "--draft-vocab is for --draft eagle3": ["eagle", "--draft-vocab", "64"],
+    "--block is for --draft dflash, dspark, dflash2": ["eagle3", "--block", "8"],
+    "--draft-vocab is of a fresh head": [
+        *("eagle3", "--draft-vocab", "64", "--start", str(GOLDEN / "eagle3")),
+    ],
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_a_start_leaves_no_choice_of_is_refused_before_any_answer(fault, capsys, tmp_path):
+    data, out = tmp_path / "data.jsonl", tmp_path / "out"
+    data.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    words = ["--target", str(GOLDEN / "llama"), "--data", str(data), "--out", str(out)]
+    assert main([*words, "--steps", "1", "--draft", *REFUSED[fault]]) == 2
+    assert fault in capsys.readouterr().err
+    assert not out.exists()

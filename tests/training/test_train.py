@@ -339,6 +339,7 @@ def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, caps
     [
         ("granite", "factors"),
         ("llama_bias", "biases"),
+        ("ministral3", "queries that grow with their position"),
         ("mistral", "sliding windows"),
         ("olmo3", "norms behind mixers and MLPs"),
         ("qwen2", "biases"),

@@ -162,6 +162,7 @@ UNTRAINED = {
     "biases": ("EAGLE", {"qkv_bias": True}),
     "layers that slide": ("DFLASH", {}),
     "vocabulary": ("DFLASH", {"layer_types": None, "draft_vocab_size": 60}),
+    "none behind them": ("DFLASH", {"layer_types": None, "is_causal": True}),
 }
 
 
