@@ -146,7 +146,7 @@ _TRAINING = {
     *("initializer_range", "use_cache", "max_window_layers", "ttt_steps", "ttt_length"),
     "pretraining_tp",
     *("loss_decay_gamma", "num_anchors", "target_model_type", "target_model_name_or_path"),
-    *("confidence_head_alpha", "attention_mode"),
+    *("confidence_head_alpha", "attention_mode", "parallel_draft_heads_num_layers"),
 }
 _TOKENS = {f"{name}_token_id" for name in ("bos", "eos", "pad", "sep", "decoder_start")}
 _GENERATION = {
@@ -190,6 +190,7 @@ def stated(config: Json) -> Stated:
         return _of_speculators(config)
     kind = _kind(config)
     nested = object_of(config, "dflash_config" if kind in BLOCKS else "eagle_config")
+    nested = {name: value for name, value in nested.items() if value is not None}
     settings = {**config, **nested}
     refuse_unknown(settings, kind)
     return Stated(kind, settings, False, frozenset(nested))

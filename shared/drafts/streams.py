@@ -102,10 +102,9 @@ def doubts(stated: Stated) -> Iterator[str]:
 
 def _listed(stated: Stated, field: str) -> tuple[int, ...] | None:
     listed = stated.settings.get(field)
-    if listed is None:
+    if listed in (None, []):
         return None
-    is_list = isinstance(listed, list) and listed
-    if not is_list or not all(type(each) is int for each in listed):
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
         raise ValueError(f"the draft model's {field} must list whole numbers, got {listed!r}")
     return tuple(sorted(listed))
 
@@ -140,7 +139,7 @@ def _checked(
 
 
 def _said(stated: Stated, field: str) -> str:
-    listed = stated.settings.get(field)
+    listed = _listed(stated, field)
     return "are not given" if listed is None else f"are {list(listed)}"
 
 

@@ -75,11 +75,15 @@ def test_a_variant_of_eagle3_has_the_tensors_that_its_config_asks_for(name, tmp_
 def test_streams_are_outputs_where_they_are_listed_and_inputs_by_default():
     eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     assert parsed("EAGLE3", eight, eagle_config={}).aux_streams == (2, 4, 5)
+    for nothing in ([], None):
+        none = {"eagle_aux_hidden_state_layer_ids": nothing}
+        assert parsed("EAGLE3", eight, eagle_config=none).aux_streams == (2, 4, 5)
     listed = {"eagle_aux_hidden_state_layer_ids": [7, 0, 3]}
     assert parsed("EAGLE3", eight, eagle_config=listed).aux_streams == (1, 4, 8)
     second = {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}
     assert parsed("EAGLE3", eight, eagle_config=second).aux_streams == (2, 4, 6)
-    assert parsed("EAGLE3", eight, eagle_config={}, **second).aux_streams == (2, 4, 6)
+    for nested in ({}, {"eagle_aux_hidden_state_layer_ids": None}):
+        assert parsed("EAGLE3", eight, eagle_config=nested, **second).aux_streams == (2, 4, 6)
     inputs = {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
     assert parsed("EAGLE3", eight, eagle_config=inputs).aux_streams == (2, 4, 5)
     assert parsed("EAGLE").aux_streams == ()

@@ -104,6 +104,7 @@ def _modelopt(target: ModelConfig) -> dict[str, Any]:
         **dict.fromkeys((*fixed, "next_layer_regular"), True),
         "use_mtp_layernorm": False,
         "parallel_draft_step": 1,
+        "parallel_draft_heads_num_layers": 1,
     }
     return tiny_head_config(target, "EAGLE3", eagle_config=nested)
 
