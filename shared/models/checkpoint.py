@@ -141,12 +141,12 @@ class Checkpoint:
         """
         if with_mtp and not self.has_mtp:
             raise CheckpointError("the checkpoint has no mtp.* tensors, so it cannot draft NEXTN")
-        wanted = parameters(config, with_mtp)
-        self.check_parameters(wanted)
-        spare = tuple(f"layers.{config.num_layers + i}." for i in range(config.spare_layers))
+        self.check_parameters(wanted := parameters(config, with_mtp))
+        spare = [f"layers.{config.num_layers + i}." for i in range(config.spare_layers)]
+        unused = tuple(spare if with_mtp else ["mtp.", *spare])
         for name in sorted(self._owners.keys() - self.known(wanted)):
             tied_head = config.tied and name == "lm_head.weight"
-            left_out = name.startswith(("mtp.", *spare)) or any(part in name for part in IGNORED)
+            left_out = name.startswith(unused) or any(part in name for part in IGNORED)
             if tied_head or left_out or self._is_of_activations(name):
                 continue
             raise CheckpointError(

@@ -103,10 +103,17 @@ def test_a_target_without_such_layers_and_a_tensor_too_many_are_refused(tmp_path
     write_layer(tmp_path, "qwen3_5", 7)
     with pytest.raises(ValueError, match="a llama model has none"):
         joined(tmp_path, tmp_path / "llama")
-    path = tmp_path / "layer" / SINGLE_FILE
-    save_file({**load_file(path), "mtp_layers.1.norm.weight": np.ones(3, np.float32)}, path)
+    path, more = tmp_path / "layer" / SINGLE_FILE, np.ones(3, np.float32)
+    tensors = load_file(path)
+    save_file({**tensors, "mtp_layers.1.norm.weight": more}, path)
     with pytest.raises(CheckpointError, match=r"mtp_layers\.1\.norm"):
         joined(tmp_path, tmp_path / "target")
+    save_file({**tensors, "mtp_layers.0.self_attn.q_proj.bias": more}, path)
+    model, files = joined(tmp_path, tmp_path / "target")
+    with pytest.raises(
+        CheckpointError, match=r"mtp\.layers\.0\.self_attn\.q_proj\.bias has no place"
+    ):
+        files.check(model, with_mtp=True)
 
 
 def test_a_start_with_nextn_gives_the_layer_to_the_backend(tmp_path):
