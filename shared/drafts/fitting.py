@@ -29,10 +29,18 @@ def fitted(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | Non
     return replace(
         _with_layers(config, names),
         has_bias="fc.bias" in names,
-        own_lm_head=config.own_lm_head or (config.kind == "EAGLE3" and "lm_head.weight" in names),
+        own_lm_head=_has_lm_head(config, names),
         own_embed=config.own_embed or _is_trained(config, checkpoint, target),
         block=config.block and _with_confidence(config, config.block, checkpoint),
     )
+
+
+def _has_lm_head(config: DraftConfig, names: Collection[str]) -> bool:
+    """A whole vocabulary of the target's width is scored by the target's where a head has none."""
+    if config.kind != "EAGLE3":
+        return config.own_lm_head
+    is_shareable = not config.has_draft_vocab and config.layer.hidden == config.target_hidden
+    return "lm_head.weight" in names or not is_shareable
 
 
 def _with_confidence(

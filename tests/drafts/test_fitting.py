@@ -84,6 +84,20 @@ def test_biases_and_norms_of_heads_are_those_that_the_files_have(tmp_path):
     assert (config.has_bias, fed.bias) == (False, False)
 
 
+@pytest.mark.parametrize("size", [TARGET.vocab, TARGET.vocab // 2])
+def test_a_whole_vocabulary_without_an_lm_head_is_scored_by_the_targets(size, tmp_path):
+    folder = tmp_path / "head"
+    write_tiny_head(folder, TARGET, WEIGHTS, "EAGLE3", 1, draft_vocab_size=size)
+    assert found(folder, None).own_lm_head
+    path = folder / SINGLE_FILE
+    save_file({k: v for k, v in load_file(path).items() if k != "lm_head.weight"}, path)
+    if size == TARGET.vocab:
+        assert not found(folder, None).own_lm_head
+        return
+    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight"):
+        found(folder, None)
+
+
 def padded(table: np.ndarray, more: int) -> np.ndarray:
     """With so many rows more, or less."""
     return np.pad(table, ((0, max(more, 0)), (0, 0)))[: len(table) + more]
