@@ -1,10 +1,10 @@
 """Lines of text to batches of token rows, in few shapes and in an order that a seed gives.
 
-A line of a data file is a JSON object: `messages`, a chat, or `prompt`, a text; `answer`, where it
-is there, is the assistant's last turn or what follows the text. A chat is tokenised as the server
-does it: what precedes an answer is a prompt as it would be sent, and the answer ends with the
-tokenizer's end token. `python -m jax_impl.training.examples` is the worker that `read_rows` starts
-on each core; it must not import JAX, which would take the device.
+A line of a data file is a JSON object: `messages`, a chat, which may have `tools`, or `prompt`, a
+text; `answer`, where it is there, is the assistant's last turn or what follows the text. A chat is
+tokenised as the server does it: what precedes an answer is a prompt as it would be sent, and the
+answer ends with the tokenizer's end token. `python -m jax_impl.training.examples` is the worker
+that `read_rows` starts on each core; it must not import JAX, which would take the device.
 """
 
 import argparse
@@ -16,14 +16,14 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
-from shared.text.chat_template import TemplateFailed
+from shared.text.chat_template import Conversation, TemplateFailed
 from shared.text.tokenizer import Tokenizer
 
 WIDTH_STEP = 64
@@ -31,7 +31,7 @@ WIDTH_STEP = 64
 
 MAX_WIDTHS = 4
 BYTES_PER_WORKER = 4 << 20
-FORM = 1  # of the cache; counts up when rows are made in another way
+FORM = 2  # of the cache; counts up when rows are made in another way
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -151,12 +151,17 @@ def row_of(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> Row:
         prompt, answer = _prompt(name, example, tokenizer), example.get("answer")
         if answer is None:
             return Row(prompt, [True] * len(prompt))
-        return _with_answer(Row(prompt, [False] * len(prompt)), answer, tokenizer)
-    messages, row = _messages(name, example), Row([], [])
-    for turn, message in enumerate(messages):
+        return _with_answer(name, Row(prompt, [False] * len(prompt)), answer, tokenizer)
+    chat, row = _conversation(name, example), Row([], [])
+    for turn, message in enumerate(chat.messages):
         if message["role"] == "assistant":
-            prompt = _chat(name, messages[:turn], tokenizer)
-            row = _with_answer(_continued(row, prompt), message["content"], tokenizer)
+            if message.get("tool_calls"):
+                raise ValueError(
+                    f"{name} has an answer of tool_calls, whose text is the template's; write it "
+                    "as a text"
+                )
+            prompt = _chat(name, replace(chat, messages=chat.messages[:turn]), tokenizer)
+            row = _with_answer(name, _continued(row, prompt), message["content"], tokenizer)
     return row
 
 
@@ -171,7 +176,9 @@ def _continued(row: Row, prompt: list[int]) -> Row:
     return Row(prompt, row.is_answer + [False] * (len(prompt) - known))
 
 
-def _with_answer(row: Row, answer: str, tokenizer: Tokenizer) -> Row:
+def _with_answer(name: str, row: Row, answer: Any, tokenizer: Tokenizer) -> Row:
+    if not isinstance(answer, str):
+        raise ValueError(f"{name} has an answer that is no text")
     tokens = [*tokenizer.encode_more(answer), tokenizer.end_id]
     return Row(row.tokens + tokens, row.is_answer + [True] * len(tokens))
 
@@ -181,27 +188,49 @@ def _prompt(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> list[in
         if not isinstance(example.get("prompt"), str):
             raise ValueError(f"{name} has neither messages nor a prompt")
         return tokenizer.encode(example["prompt"])
-    messages = _messages(name, example)
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    return _chat(name, messages, tokenizer)
+    chat = _conversation(name, example)
+    while chat.messages and chat.messages[-1]["role"] == "assistant":
+        chat.messages.pop()
+    return _chat(name, chat, tokenizer)
 
 
-def _messages(name: str, example: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = example["messages"]
+def _conversation(name: str, example: dict[str, Any]) -> Conversation:
+    """A chat in OpenAI's form as templates read it."""
+    messages, tools = example["messages"], example.get("tools") or []
     is_list = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
     if not is_list or not all({"role", "content"} <= turn.keys() for turn in messages):
         raise ValueError(f"{name}: messages must be a list of objects with role and content")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{name}: tools must be a list of objects")
     if "answer" in example:
         messages = [*messages, {"role": "assistant", "content": example["answer"]}]
-    return messages
+    try:
+        return Conversation([_turn(each) for each in messages], tools)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{name}: a message is none that a template reads: {error}") from error
 
 
-def _chat(name: str, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
+def _turn(message: dict[str, Any]) -> dict[str, Any]:
+    """With a text for no content, and objects for the arguments of calls."""
+    turn = {**message, "content": "" if message["content"] is None else message["content"]}
+    if calls := message.get("tool_calls"):
+        turn["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
+            for call in calls
+        ]
+    return turn
+
+
+def _arguments(function: dict[str, Any]) -> Any:
+    arguments = function.get("arguments") or {}
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def _chat(name: str, chat: Conversation, tokenizer: Tokenizer) -> list[int]:
     if not tokenizer.has_chat_template:
         raise ValueError(f"{name} is a chat, and the tokenizer has no chat template; give prompts")
     try:
-        return tokenizer.encode_chat(messages)
+        return tokenizer.encode_more(tokenizer.render_chat(chat))
     except TemplateFailed as error:
         raise ValueError(f"{name}: {error}") from error
 

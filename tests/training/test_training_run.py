@@ -24,6 +24,9 @@ CHAT = [
     {"role": "user", "content": "Sure?"},
 ]
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+
 
 def write_lines(path, count):
     lines = [{"messages": CHAT, "answer": f"Yes, {i}."} for i in range(count)]
@@ -50,6 +53,23 @@ def test_a_template_that_rewrites_history_leaves_the_last_answer_alone_to_learn(
     assert sum(row.is_answer) == len(b"Yes.") + 1
 
 
+def test_a_prompt_with_tools_is_as_the_server_sends_it(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TOKENIZER / name).read_bytes())
+    written = (
+        "{% for t in tools %}{{ t.function.name }};{% endfor %}{% for m in messages %}"
+        "{{ m.role }}:{{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments.a }}{% endfor %}|{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(written, encoding="utf-8")
+    path = tmp_path / "data.jsonl"
+    turns = [CHAT[0], CALLING, {"role": "tool", "content": "5", "tool_call_id": "x"}]
+    line = {"messages": turns, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    (prompt,) = examples.read_prompts([path], examples.open_tokenizer(tmp_path), 1)
+    assert bytes(prompt) == b"add;user:2 + 3?|assistant:2|tool:5|"
+
+
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
@@ -57,6 +77,10 @@ def test_a_template_that_rewrites_history_leaves_the_last_answer_alone_to_learn(
         ("[]", "must be a JSON object"),
         ('{"text": "a"}', "neither messages nor a prompt"),
         ('{"messages": [{"role": "user"}]}', "role and content"),
+        ('{"messages": [], "tools": {"a": 1}}', "tools must be a list"),
+        ('{"prompt": "a", "answer": 5}', "answer that is no text"),
+        (json.dumps({"messages": [*CHAT[:1], CALLING]}), "an answer of tool_calls"),
+        (json.dumps({"messages": CHAT, "tools": [{"type": "function"}]}), "knows no tools"),
     ],
 )
 def test_a_line_that_is_no_example_is_refused_with_its_place(tmp_path, line, fault):
