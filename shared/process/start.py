@@ -226,6 +226,7 @@ def prepare(options: Options, platform: Platform) -> Start:
         draft_files = DraftFiles(Drafts.of_text(), None)
     drafts, costs = draft_files.drafts, platform.costs
     memory = plan(options, model, drafts, device, costs, in_words, in_codes, tower)
+    _check_map(drafts, memory.blueprint.capacity.max_width)
     cache_policy(memory)  # what it refuses is refused before memory is taken
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
@@ -336,13 +337,16 @@ def _with_map(options: Options, model: ModelConfig, drafts: Drafts) -> Drafts:
             "--speculative-token-map chooses rows of the target's lm_head, and the draft model has "
             f"an lm_head{own} of its own; leave the flag out"
         )
-    token_map = read_token_map(path, model.vocab)
-    if len(token_map) < options.speculative.topk:
+    return replace(drafts, token_map=read_token_map(path, model.vocab))
+
+
+def _check_map(drafts: Drafts, width: int) -> None:
+    """Refuses a map of fewer tokens than a node of the draft trees, whoever shapes them, has."""
+    if drafts.token_map is not None and len(drafts.token_map) < width:
         raise ConfigError(
-            f"--speculative-token-map {path} has {len(token_map)} tokens, and "
-            f"--speculative-eagle-topk {options.speculative.topk} asks for more; name more tokens"
+            f"--speculative-token-map has {len(drafts.token_map)} tokens, and a node of the draft "
+            f"trees may have {width} drafts below it; name more tokens"
         )
-    return replace(drafts, token_map=token_map)
 
 
 def _block(path: str, kind: str) -> int | None:

@@ -159,18 +159,18 @@ def test_a_map_that_a_drafter_cannot_use_is_refused(tmp_path, capfd):
     write_tiny(tmp_path / "model", "llama", 0)
     argv = ["--model-path", str(tmp_path / "model")]
     argv += ["--speculative-token-map", written(tmp_path, [1, 2, 3])]
-    for fields, named in (
-        ({"draft_vocab_size": 32}, "the draft model has an lm_head of 32 tokens of its own"),
-        ({"draft_vocab_size": None}, "has 3 tokens, and --speculative-eagle-topk 4 asks for more"),
+    tree = ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "6"]
+    few = "has 3 tokens, and a node of the draft trees may have 4 drafts below it"
+    for fields, shape, named in (
+        ({"draft_vocab_size": 32}, [], "the draft model has an lm_head of 32 tokens of its own"),
+        ({"draft_vocab_size": None}, tree, few),
+        ({"draft_vocab_size": None}, [], few),  # a Llama model has trees by default
+        ({"draft_vocab_size": None}, ["--speculative-adaptive"], few),
     ):
-        head = tmp_path / named[:8].strip()
-        write_tiny_head(head, *target, "EAGLE3", 0, **fields)
-        drafting = [
-            "--speculative-algorithm",
-            "EAGLE3",
-            "--speculative-draft-model-path",
-            str(head),
-        ]
-        drafting += ["--speculative-num-steps", "2", "--speculative-eagle-topk", "4"]
-        assert start([*argv, *drafting, "--speculative-num-draft-tokens", "6"], []) == 2
+        head = tmp_path / f"head {fields['draft_vocab_size']}"
+        if not head.exists():
+            write_tiny_head(head, *target, "EAGLE3", 0, **fields)
+        drafting = ["--speculative-algorithm", "EAGLE3"]
+        drafting += ["--speculative-draft-model-path", str(head), *shape]
+        assert start([*argv, *drafting], []) == 2
         assert named in capfd.readouterr().err.splitlines()[-1]
