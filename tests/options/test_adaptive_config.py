@@ -123,6 +123,15 @@ def test_every_batch_has_a_program_for_every_tier(algorithm, device, are_compile
         assert any(p.has(Extra.LOGPROBS) for p in told)
 
 
+def test_shapes_that_differ_by_rows_may_be_one_in_a_small_batch():
+    few = tuple(Candidate(3, 1, 4, share) for share in (0.5, 0.6, 0.9, 1.0))
+    options = replace(adaptive("NEXTN", "--max-running-requests", "4"), candidates=few)
+    shapes = Shapes.of(planned(options, CPU, False).capacity, host_draft=False)
+    assert [str(tier) for tier in shapes.tiers[:2]] == ["off", "S3R0.5"]
+    rows = {batch: [shapes.by_size[batch, tier].rows for tier in range(5)] for batch in (1, 4)}
+    assert rows == {1: [1, 2, 2, 4, 4], 4: [4, 8, 10, 14, 16]}
+
+
 def names(algorithm: str, device: Device, are_compiled: bool) -> list[str]:
     capacity = planned(adaptive(algorithm), device, are_compiled).capacity
     return [str(tier) for tier in Shapes.of(capacity, host_draft=algorithm == "NGRAM").tiers]

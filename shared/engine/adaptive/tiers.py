@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shared.boundary.backend import Capacity
@@ -109,7 +109,7 @@ class Shapes:
           host_draft: Takes the programs that take the host's trees, or those that draft.
 
         Raises:
-          ValueError: Nothing drafts, or a bucket has not all tiers.
+          ValueError: Nothing drafts, or a bucket has not all trees.
         """
         shapes_of: dict[int, set[TreeShape]] = {}
         for program in capacity.programs:
@@ -117,23 +117,29 @@ class Shapes:
             if program.work is Work.DECODE and is_ours and not program.has(Extra.MASK):
                 shapes_of.setdefault(program.batch, set()).add(program.shape)
         batches = tuple(sorted(shapes_of))
-        by_batch = [sorted(shapes_of[batch], key=_order) for batch in batches]
-        trees = {tuple(shape.tree for shape in shapes) for shapes in by_batch}
-        if len(trees) > 1:
+        if len({frozenset(shape.tree for shape in shapes) for shapes in shapes_of.values()}) > 1:
             raise ValueError(f"the batches {batches} do not have the same draft shapes")
-        tiers = tuple(Tier.of(shape, batches[-1]) for shape in by_batch[-1])
+        widest = sorted(shapes_of[batches[-1]], key=_order)
+        tiers = tuple(Tier.of(shape, batches[-1]) for shape in widest)
         if len(tiers) < 2 or not tiers[0].is_off:
             raise ValueError("there is nothing to choose from: off and a draft shape are needed")
         by_size = {
-            (batch, tier): shape
-            for batch, shapes in zip(batches, by_batch, strict=True)
-            for tier, shape in enumerate(shapes)
+            (batch, number): _nearest(shapes_of[batch], tier, batch)
+            for batch in batches
+            for number, tier in enumerate(tiers)
         }
         return cls(batches, tiers, by_size)
 
     def bucket(self, num_rows: int) -> int:
         """The smallest batch that holds so many requests."""
         return next(batch for batch in self.batches if batch >= num_rows)
+
+
+def _nearest(shapes: Collection[TreeShape], tier: Tier, batch: int) -> TreeShape:
+    """A tier's shape in a batch; tiers that differ by their rows may share one in a small batch."""
+    rows = batch * tier.nodes * tier.share
+    alike = sorted((shape for shape in shapes if shape.tree == tier.tree), key=_order)
+    return min(alike, key=lambda shape: abs(shape.rows - rows))
 
 
 def _order(shape: TreeShape) -> tuple[int, ...]:
