@@ -14,6 +14,7 @@ import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
 from shared.boundary.backend import Backend
+from shared.process import heap
 from tests.support.backends import FRAMEWORKS, make_backend
 from tests.support.contract_host import Host, Texts, contract_capacity, contract_model
 from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
@@ -94,6 +95,19 @@ def host(backend: Backend, texts: Texts) -> Host:
 def sink_length(backend: Any) -> Callable[[], int]:
     """Reads the length of slot 0, which nothing at the boundary shows."""
     return lambda: int(backend.state.lengths[0])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uncollected() -> Iterator[None]:
+    """Starts in the tests' process look for no garbage; `tests/process/test_heap.py` has its own.
+
+    A worker holds all tests and what they imported and compiled, of which a server has a part: to
+    walk it takes two seconds, and tests make some hundred engines one after the other.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("settle", "unsettle"):
+            patch.setattr(heap, name, lambda: None)
+        yield
 
 
 @pytest.fixture(scope="module")
