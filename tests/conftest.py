@@ -59,6 +59,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -16,7 +16,7 @@ def uncollected() -> Iterator[None]:
     """In place of the other tests' fixture: what they left is out of sight while these collect."""
     gc.freeze()
     yield
-    gc.unfreeze()
+    gc.freeze()
 
 
 class Cycle:
