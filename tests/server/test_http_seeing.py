@@ -34,16 +34,17 @@ TREE = [*NEXTN, "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens
 SMALL = ["--max-running-requests", "2", "--context-length", "224", "--page-size", "16"]
 SMALL += ["--chunked-prefill-size", "64", "--dtype", "float32"]
 HELD = ["--grammar-backend", "llguidance", "--tool-call-parser", "hermes"]
+QUICK_JAX = "tests.support.quick_serve"
 SERVERS = [
     pytest.param(("torch_impl.serve", [*CHAIN, *HELD]), id="torch"),
-    pytest.param(("jax_impl.serve", CHAIN), id="jax"),
+    pytest.param((QUICK_JAX, CHAIN), id="jax"),
     pytest.param(
         ("tests.support.reference_serve", CHAIN), id="reference", marks=pytest.mark.matrix
     ),
-    pytest.param(("jax_impl.serve", [*CHAIN, *HELD]), id="jax held", marks=pytest.mark.matrix),
+    pytest.param((QUICK_JAX, [*CHAIN, *HELD]), id="jax held", marks=pytest.mark.matrix),
     *(
-        pytest.param((f"{side}_impl.serve", flags), id=f"{side} {name}", marks=pytest.mark.matrix)
-        for side in ("torch", "jax")
+        pytest.param((module, flags), id=f"{side} {name}", marks=pytest.mark.matrix)
+        for side, module in (("torch", "torch_impl.serve"), ("jax", QUICK_JAX))
         for name, flags in (("plain", []), ("tree", TREE))
     ),
 ]
