@@ -15,7 +15,7 @@ from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
 from shared.spec.numerics import SQUARES, chunks_of_squares, sum_of_squares
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, in_languages
 from tests.support.linear_kernels import (
     EPS,
     KINDS,
@@ -112,14 +112,20 @@ def beside(language: str, x: np.ndarray, norm: np.ndarray | None) -> Arrays:
 
 
 SIZES = {"few rows": (3, 96, 80), "rows over": (20, 128, 128), "nothing over": (16, 64, 64)}
+SHAPED = [(name, is_swapped) for name in SIZES for is_swapped in (False, True)]
+# Of Pallas each size in one of the two shapes.
+each_shape = pytest.mark.parametrize(
+    ("language", "shaped"),
+    in_languages(SHAPED, [("few rows", True), ("rows over", True), ("nothing over", False)]),
+    ids=str,
+)
 
 
-@each_language
-@pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
-@pytest.mark.parametrize("name", SIZES)
+@each_shape
 def test_a_product_does_what_stands_before_and_after_it(
-    name: str, is_swapped: bool, language: str
+    shaped: tuple[str, bool], language: str
 ) -> None:
+    name, is_swapped = shaped
     R, K, N = SIZES[name]
     x, weight, gates = normal(0, R, K), normal(1, N, K), normal(2, 2 * N, K)
     cut, squares = tiles(swapped=is_swapped), chunks_of_squares(x)
@@ -139,12 +145,11 @@ def test_a_product_does_what_stands_before_and_after_it(
     np.testing.assert_array_equal(scaled, got * norm)
 
 
-@each_language
-@pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
-@pytest.mark.parametrize("name", SIZES)
+@each_shape
 def test_a_product_ends_with_its_bias_and_its_factor(
-    name: str, is_swapped: bool, language: str
+    shaped: tuple[str, bool], language: str
 ) -> None:
+    name, is_swapped = shaped
     R, K, N = SIZES[name]
     x, cut, squares = normal(0, R, K), tiles(swapped=is_swapped), chunks_of_squares(normal(0, R, K))
     weight, gates = (
@@ -169,13 +174,10 @@ def test_a_product_ends_with_its_bias_and_its_factor(
     np.testing.assert_allclose(sums, chunks_of_squares(got), rtol=0 if ON_GPU else 1e-6)
 
 
-@each_language
-@pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
-@pytest.mark.parametrize("name", SIZES)
-def test_blocks_that_descriptors_copy_are_the_same(
-    name: str, is_swapped: bool, language: str
-) -> None:
+@each_shape
+def test_blocks_that_descriptors_copy_are_the_same(shaped: tuple[str, bool], language: str) -> None:
     """In Pallas float32 has no descriptors, and falls back."""
+    name, is_swapped = shaped
     R, K, N = SIZES[name]
     x, weight = normal(0, R, K), normal(1, 2 * N, K)
     given = {"x": x, "weight": weight, "squares": chunks_of_squares(x), "is_gated": True}
