@@ -107,8 +107,8 @@ def alone(logits: np.ndarray, sampling: spec.Sampling) -> dict[str, Any]:
     }
 
 
-# Of Pallas: a choice and two rankings, which have all that the others have.
-COMPILED = ("choose, any rows, masked", "rank, own vocabulary", "rank, sampled, own vocabulary")
+# Of Pallas: a choice and a ranking, which have all that the others have; another has the widest.
+COMPILED = ("choose, any rows, masked", "rank, sampled, own vocabulary")
 
 
 @pytest.mark.parametrize(("language", "name"), in_languages(CASES, COMPILED))
@@ -226,8 +226,10 @@ def test_tokens_that_are_all_alike_stay_in_the_order_of_their_ids(language) -> N
 def test_a_row_does_not_depend_on_its_neighbours(language) -> None:
     arguments = mixed_arguments(5, vocab=VOCAB, is_masked=False)
     together, seen = run(language, arguments), arguments["seen"]
+    # XLA compiles an interpreted kernel for each number of rows: there all rows are the same one.
+    rows = R if language == "pallas" and INTERPRET else 1
     for row in (1, 4):
-        only = slice(row, row + 1)
+        only = np.full(rows, row)
         mine = Seen(seen.counts, seen.slots[only], seen.path[only], seen.on_path[only])
         parts = {name: arguments[name][only] for name in ("logits", "positions", "request")}
         got = run(language, arguments | parts | {"seen": mine})
