@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from jax_impl.backend import compiler_options
 from jax_impl.drafters import Ranking as JaxRanking
 from jax_impl.drafters import dflash2 as jax_dflash2
 from jax_impl.drafters import dspark as jax_dspark
@@ -98,7 +99,8 @@ class JaxChain:
 
     def __init__(self, block, how: SamplingParams) -> None:
         self._weights, self._how = block._weights, sampling_of(how)
-        self._run = jax.jit(self._chained)
+        options = compiler_options(jax.devices("cpu")[0], quick_compile=True)
+        self._run = jax.jit(self._chained, compiler_options=options)
 
     def __call__(self, newest, hidden, scored):
         drafts, same, edges, laws = (np.asarray(x) for x in self._run(newest, hidden, scored))
