@@ -30,6 +30,7 @@ from tests.support.kernels import (
     KERNELS,
     MODULES,
     ON_GPU,
+    OPTIONS,
     bind_kernels,
     in_languages,
 )
@@ -202,24 +203,32 @@ def test_a_value_that_is_no_number_reaches_only_the_rows_that_see_it(bad: float,
     np.testing.assert_array_equal(got.out[~spoiled], want.out[~spoiled])
 
 
+K_HEADS = 3
+
+
 @pytest.mark.parametrize("language", KERNELS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_reach_of_rows_is_that_of_the_specification(name: str, language: str) -> None:
     case = CASES[name]
     names = ("row_starts", "places", "first", "until", "is_real")
     arrays = {key: arrays_of(case)[key] for key in names}
-    sizes = {"max_rows": case.most_rows, "k_heads": 3}
-    kernel = KERNELS[language]["reach"].reach
     if language == "pallas":
-        got = kernel(*map(jnp.asarray, arrays.values()), **sizes, interpret=INTERPRET)
-        bounds, arrivals = map(np.asarray, got)
+        bounds, arrivals = map(np.asarray, pallas_reach(case.most_rows)(*arrays.values()))
     else:
-        device = "cuda" if ON_GPU else "cpu"
-        got = kernel(*(torch.tensor(x, device=device) for x in arrays.values()), **sizes)
+        device, kernel = "cuda" if ON_GPU else "cpu", KERNELS["triton"]["reach"].reach
+        placed = (torch.tensor(x, device=device) for x in arrays.values())
+        got = kernel(*placed, max_rows=case.most_rows, k_heads=K_HEADS)
         bounds, arrivals = (x.cpu().numpy() for x in got)
     has_rows = np.diff(case.row_starts) > 0
     np.testing.assert_array_equal(bounds[has_rows], reach(case.rows, case.row_starts)[has_rows])
-    np.testing.assert_array_equal(arrivals, np.zeros((len(has_rows), 3 * BLOCKS)))
+    np.testing.assert_array_equal(arrivals, np.zeros((len(has_rows), K_HEADS * BLOCKS)))
+
+
+@cache
+def pallas_reach(max_rows: int) -> Callable[..., tuple]:
+    """One program for all cases of the same sizes."""
+    kernel = partial(KERNELS["pallas"]["reach"].reach, max_rows=max_rows, k_heads=K_HEADS)
+    return jax.jit(partial(kernel, interpret=INTERPRET), compiler_options=OPTIONS)
 
 
 @pytest.mark.parametrize(
