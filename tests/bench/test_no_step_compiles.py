@@ -36,14 +36,14 @@ WORK = {
 AdaptiveController(capacity, BestValue(), {}, has_experts=False)
 before = compiled()
 costs = {batch: seconds[:2] for batch, seconds in table.items()}
-rated_runs(tiers, costs, rated_work([1, 4], 60, 5), 1)
+rated_runs(tiers, costs, rated_work([1, 4], 12, 5), 1)
 """,
     "ngram": """
 index = NgramIndex(NgramConfig(), nodes=4, depth=3, vocab=VOCAB, chain=False)
 index.warm_up()
 AdaptiveNgramController(with_host_drafts(capacity, VOCAB), index, {})
 before = compiled()
-written_runs(tiers, table, written_work([1, 4], 60, 5), 1)
+written_runs(tiers, table, written_work([1, 4], 12, 5), 1)
 """,
 }
 
