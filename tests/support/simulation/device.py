@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float, Int, UInt32
@@ -166,6 +167,17 @@ class _Clock:
         return work.ends_prompt * (plan.slots > 0), np.ones(len(fed))
 
 
+DRAWN = 64
+"""Positions of which a request's chances are drawn at once, since a step's alone take as long."""
+
+
+@lru_cache(maxsize=1 << 13)
+def _chances(seed: int, block: int) -> Float[np.ndarray, "DRAWN MOST_DEPTH"]:
+    """What decides on a request's drafts, which is the same whatever serves it."""
+    positions = np.arange(block * DRAWN, (block + 1) * DRAWN, dtype=np.int32)
+    return uniforms(np.full(DRAWN, seed, np.uint32), positions, MOST_DEPTH)
+
+
 class SimulatedBackend(_Clock):
     """Drafts of the device are accepted by a law.
 
@@ -186,8 +198,10 @@ class SimulatedBackend(_Clock):
         most = np.where(self._is_after_off[slots] | (slots == 0), 0, most)
         if shape.rows < len(slots) * shape.nodes:
             most = _granted(most, plan.sampling.calibration, shape.rows - len(slots))
-        chance = uniforms(plan.sampling.seed, lengths.astype(np.int32), MOST_DEPTH)
-        rates = self.law(plan.sampling.seed, lengths + 1 - plan.sampling.prompt_length)
+        seeds = plan.sampling.seed
+        pairs = zip(seeds.tolist(), lengths.tolist(), strict=True)
+        chance = np.stack([_chances(seed, at // DRAWN)[at % DRAWN] for seed, at in pairs])
+        rates = self.law(seeds, lengths + 1 - plan.sampling.prompt_length)
         deep = min(tier.depth, rates.shape[1])
         wins = chance[:, :deep] < 1 - (1 - rates[:, :deep]) ** tier.independent_candidates
         accepted = np.minimum(np.cumprod(wins, axis=1).sum(axis=1), most)
