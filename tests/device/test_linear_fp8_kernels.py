@@ -1,5 +1,7 @@
 """Products with weights in FP8 have the bits of those with the widened weights."""
 
+from itertools import product
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -16,10 +18,8 @@ from tests.support.linear_kernels import KINDS, Arrays, in_bfloat16, in_pallas, 
 pytestmark = pytest.mark.usefixtures("interpreted")
 BLOCK, CHANNEL = Granularity.BLOCK, Granularity.CHANNEL
 each_granularity = pytest.mark.parametrize("granularity", [BLOCK, CHANNEL], ids=str)
-each_kind = pytest.mark.parametrize(
-    ("kind", "granularity"),
-    [*((kind, BLOCK) for kind in KINDS), *((kind, CHANNEL) for kind in ("plain", "gated"))],
-)
+SCALED = [*((kind, BLOCK) for kind in KINDS), *((kind, CHANNEL) for kind in ("plain", "gated"))]
+each_kind = pytest.mark.parametrize(("kind", "granularity"), SCALED)
 each_language = pytest.mark.parametrize("language", KERNELS)
 
 SIZES = [{"R": 3, "K": 256, "N": 128}, {"R": 20, "K": 128, "N": 384}]
@@ -31,13 +31,20 @@ LARGE = [
 ]
 
 
-# Of Pallas the sizes with two blocks of inputs, each with its scale.
-@each_kind
-@pytest.mark.parametrize(("language", "sizes"), in_languages(SIZES, SIZES[:1]), ids=str)
+# Of Pallas the sizes with two blocks of inputs, each with its scale; all kinds have Triton's bits.
+CASES = list(product(SIZES, SCALED))
+COMPILED = [
+    (SIZES[0], (kind, BLOCK)) for kind in ("normed", "biased, gated", "biased, times, added")
+]
+COMPILED += [(SIZES[0], ("gated", CHANNEL))]
+
+
+@pytest.mark.parametrize(("language", "case"), in_languages(CASES, COMPILED), ids=str)
 def test_a_weight_in_fp8_has_the_bits_of_the_widened(
-    sizes: dict[str, int], kind: str, granularity: Granularity, language: str
+    case: tuple[dict[str, int], tuple[str, Granularity]], language: str
 ) -> None:
     """Interpreted, a sum is rounded once a step, so that the steps must be as long."""
+    sizes, (kind, granularity) = case
     first = 0 if "gated" in kind else FP8_BLOCK
     given = sizes | {"kind": kind, "out_type": "float32", "first": first}
     given |= {"granularity": granularity}
