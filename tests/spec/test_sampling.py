@@ -36,7 +36,7 @@ class TestLaw:
         cell = np.where(heads, np.arange(REAL_VOCAB), 8 + np.arange(REAL_VOCAB) % 16)
         cells = [cell, np.minimum(cell, 8)]
         counts = [np.zeros(24), np.zeros(9)]
-        for first in range(0, 1500, 50):
+        for first in range(0, 700, 50):
             positions = np.arange(first, first + 50, dtype=np.int32)
             noise = gumbel(np.full(50, 5, np.uint32), positions, REAL_VOCAB, 0)
             for law, of_id, count in zip(laws, cells, counts, strict=True):
