@@ -121,7 +121,8 @@ TOKENS, TEXTS, WIDE = 4, 800, 64
 HOW = {"temperature": 1.0, "top_k": 3, "max_tokens": TOKENS, "presence_penalty": 0.5}
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+# The laws of both rules are compared in `tests/spec/test_rejection_law.py`.
+@pytest.mark.parametrize("rule", [pytest.param("rejection", marks=pytest.mark.matrix), "block"])
 def test_texts_have_the_targets_law(rule: str, rejecting: Rejecting) -> None:
     """Three tokens may follow any text, so that 81 texts can be counted."""
     asked = [request(number, PROMPT, seed32=number, **HOW) for number in range(TEXTS)]
