@@ -96,6 +96,7 @@ CASES = {
 LIKE_OTHERS = (
     "STANDALONE, trees",
     "DFLASH, a chain",
+    "DFLASH, a sampled chain",
     "DSPARK, a short chain in fewer rows",
     "DFLASH2, a sampled chain",
 )

@@ -102,7 +102,12 @@ def test_near_slots_weigh_more_and_slots_past_the_answer_nothing():
 
 @pytest.mark.parametrize(
     ("folder", "remat"),
-    [("dflash", False), ("dflash", True), ("dspark_vanilla", False), ("dflash2_anchor", False)],
+    [
+        pytest.param("dflash", False, marks=pytest.mark.matrix),
+        ("dflash", True),
+        ("dspark_vanilla", False),
+        ("dflash2_anchor", False),
+    ],
 )
 def test_a_gradient_step_lowers_the_loss_of_a_fresh_head(folder, remat):
     block, _ = golden_block(folder)
