@@ -98,6 +98,9 @@ LIKE_LLAMA = {"llama", "mistral", "ministral3", "smollm3"}
 """Families that differ from each other in what no rank divides: windows and turns of positions."""
 EXPERTS = ("glm4_moe", "qwen3_moe", DIVIDED["qwen3_5_moe"])
 COPYING = {each for each in DRAFTERS if "+" in each} - {"NEXTN+NGRAM"}
+ELSEWHERE = {"EAGLE", "DFLASH", "DSPARK", "NEXTN", "none"}
+"""Drafters of other tests: EAGLE of each dense family, blocks by the formats of their heads
+(`tests/device/test_head_formats.py`) and with rules of acceptance, and the others with copies."""
 
 
 def serve_on(
@@ -120,7 +123,7 @@ def serve_on(
 
 
 @pytest.mark.parametrize(
-    ("framework", "drafter"), every(DRAFTERS, {*DRAFTERS} - COPYING - {"NEXTN", "none"}, ())
+    ("framework", "drafter"), every(DRAFTERS, {*DRAFTERS} - COPYING - ELSEWHERE, ())
 )
 def test_every_drafter_over_hits_and_preemptions(drafter, framework, backends):
     begun = TALLY.preemptions
