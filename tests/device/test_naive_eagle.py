@@ -38,15 +38,16 @@ def served() -> Iterator[Served]:
     made.close()
 
 
-# Trees of JAX are compared in test_cross_backend_trees.py, those of the numpy backend with torch's
-# there and in test_draft_heads.py.
+# Of JAX, test_cross_backend.py compares longer chains, and test_cross_backend_trees.py trees; there
+# and in test_draft_heads.py trees of the numpy backend are compared with torch's.
+USUAL = {"torch": (NAIVE, TREE), "reference": (NAIVE,)}
 SUBJECTS = [
     pytest.param(
-        each,
-        id=f"{each[0]}-{each[1]}-{name_of(each[2])}",
-        marks=pytest.mark.matrix if each[0] != "torch" and each[2] == TREE else (),
+        (framework, drafted, shape),
+        id=f"{framework}-{drafted}-{name_of(shape)}",
+        marks=() if shape in USUAL.get(framework, ()) else pytest.mark.matrix,
     )
-    for each in product(FRAMEWORKS, DRAFTED, (NAIVE, TREE))
+    for framework, drafted, shape in product(FRAMEWORKS, DRAFTED, (NAIVE, TREE))
 ]
 
 
