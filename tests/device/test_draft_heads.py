@@ -40,6 +40,13 @@ DRAFTERS = [
     ("qwen3_5", "NEXTN"),
 ]
 FRAMEWORKS = ("torch", pytest.param("jax", marks=pytest.mark.matrix))
+CASES = [
+    # As many nodes as a step may have: of one head, for both targets.
+    pytest.param(*drafter, shape, marks=pytest.mark.matrix if is_seldom else ())
+    for drafter in DRAFTERS
+    for shape in SHAPES
+    for is_seldom in [shape[0] == 64 and drafter[1] != "EAGLE3"]
+]
 
 
 @lru_cache
@@ -140,8 +147,7 @@ def serve(backend: Backend, shape: tuple[int, int, int]) -> dict[int, Outcome]:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "N{}-S{}-k{}".format(*shape))
-@pytest.mark.parametrize(("family", "kind"), DRAFTERS)
+@pytest.mark.parametrize(("family", "kind", "shape"), CASES, ids=str)
 def test_text_is_plain_decodings_and_as_many_drafts_are_accepted_as_by_the_reference(
     family, kind, shape, framework, backends
 ):
@@ -166,7 +172,7 @@ def test_text_is_plain_decodings_and_as_many_drafts_are_accepted_as_by_the_refer
 @pytest.mark.parametrize(("family", "kind"), DRAFTERS)
 def test_drafts_are_accepted_and_refused_at_several_depths(family, kind, backends):
     """Else equal counts would prove little."""
-    served = [backends.served("torch", family, kind, shape) for shape in SHAPES]
+    served = [backends.served("torch", family, kind, shape) for shape in SHAPES if shape[0] < 64]
     accepted = {n for outcomes in served for o in outcomes.values() for n in o.accepted}
     assert {0, 1} < accepted, accepted
     assert {0, 1, 2} <= accepted, accepted
