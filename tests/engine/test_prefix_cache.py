@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from itertools import count
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -106,9 +106,17 @@ def family(seed: int, number: int) -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2])
+# Chains in the default overlap and with plain steps in the others; the product is of the matrix.
+STEPS = [
+    pytest.param(
+        any_shape, overlap, marks=() if any_shape == (overlap != 1) else pytest.mark.matrix
+    )
+    for any_shape, overlap in product((False, True), (0, 1, 2))
+]
+
+
+@pytest.mark.parametrize(("any_shape", "overlap"), STEPS)
 @pytest.mark.parametrize("num_pages", [65, 400])
-@pytest.mark.parametrize("any_shape", [False, True], ids=["chains", "with plain steps"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_are_the_plain_ones_whatever_is_found(kind, any_shape, num_pages, overlap):
     """The toy fails where pages, states, draft memory or counts are of another text."""
