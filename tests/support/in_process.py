@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
@@ -19,7 +20,7 @@ from shared.process.frames import (
     pack,
     requests_of,
 )
-from shared.server.app import make_apps
+from shared.server import app
 from shared.server.engine_client import RECEIVE_BYTES, EngineClient
 from shared.server.grammars import Grammars
 from shared.text.chat_template import Conversation
@@ -82,7 +83,9 @@ class InProcess:
         templates = self._tokenizer.templates
         renders = templates and Renders(templates)
         made = (client, self._tokenizer, renders, None, Grammars(client.facts))
-        return make_apps(*made, (), has_admin_listener=False).clients
+        # An application is made for each time that something is asked, nobody asks what it takes.
+        with patch.object(app, "document", return_value={}):
+            return app.make_apps(*made, (), has_admin_listener=False).clients
 
 
 class _Steps:
