@@ -11,7 +11,7 @@ from shared.text import worker
 from shared.text.worker import WorkRefused
 
 MAX_MEMORY = 1 << 30
-"""Bytes of the process; the largest picture that is decoded takes half of it."""
+"""Bytes beside the libraries; the largest picture that is decoded takes half of it."""
 
 
 def begin(given: Any) -> Callable[[Any], bytes]:

@@ -1,0 +1,38 @@
+"""What a worker may take is bounded, whatever its libraries have taken before."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.text import worker
+
+ROOT = Path(__file__).resolve().parents[2]
+MB = 1 << 20
+WORKER = f"""
+import mmap
+from shared.text import worker
+
+taken = mmap.mmap(-1, 2048 * {MB}, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+
+def take(num_bytes):
+    try:
+        return str(len(bytearray(num_bytes)))
+    except MemoryError:
+        raise worker.WorkRefused("too much", "message") from None
+
+worker.run(lambda given: take, deadline_s=10.0, max_memory=256 * {MB})
+"""
+
+
+@pytest.mark.parametrize("limit", ["", "ulimit -v 4000000; "])
+def test_addresses_that_libraries_hold_are_not_what_the_work_takes(limit):
+    asked = b"".join(map(worker.pack, (0, 128 * MB, 512 * MB, 64 * MB)))
+    command = ["sh", "-c", f'{limit}exec "$0" -c "$1"', sys.executable, WORKER]
+    said = subprocess.run(command, input=asked, capture_output=True, cwd=ROOT, check=True).stdout
+    refused = worker.REFUSAL + json.dumps(["too much", "message"]).encode()
+    taken = (worker.DONE + str(number * MB).encode() for number in (128, 64))
+    first, last = map(worker.frame, taken)
+    assert said == first + worker.frame(refused) + last
