@@ -49,6 +49,12 @@ POSITIVE = (
 """Numbers that must be above 0 where they are given."""
 
 KINDS = ("mtp", "eagle", "eagle3", *tasks.CHOICES)
+OF_A_RUN = (
+    *("draft", "seed", "batch_tokens", "max_tokens", "prompt_weight", "mtp_weight", "dtype"),
+    *("depth", "anchors", "prompts", "output_tokens"),
+)
+"""What must be the same for a run to go on, as its batches and its loss follow from it."""
+
 LAYERS, BLOCK = 3, 8
 """Of a fresh head with blocks."""
 
@@ -347,9 +353,9 @@ def _note(given: argparse.Namespace, facts: dict[str, Any]) -> None:
         for name in ("checkpoints", "log.jsonl", "run.json"):
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    names = ("draft", "seed", "batch_tokens", "max_tokens", "prompt_weight", "dtype")
     files = {"data": [path.name for path in given.data], "devices": jax.device_count()}
-    note_run(folder, {name: getattr(given, name) for name in names} | files | facts)
+    files["start"] = given.start and str(given.start.resolve())
+    note_run(folder, {name: getattr(given, name) for name in OF_A_RUN} | files | facts)
 
 
 def _precision(given: argparse.Namespace) -> Precision:

@@ -180,8 +180,10 @@ def test_the_same_command_goes_on_and_another_run_is_refused(target, data, capsy
     assert main([*words, "--steps", "60"]) == 0
     after = load_file(target / "model.safetensors")
     assert all(np.array_equal(before[name], after[name]) for name in before)
-    assert main([*words, "--steps", "60", "--seed", "1"]) == 2
-    assert "another seed" in capsys.readouterr().err
+    others = {"seed": "1", "depth": "3", "start": str(target.parent)}
+    for name, value in others.items():
+        assert main([*words, "--steps", "60", f"--{name}", value]) == 2
+        assert f"another {name}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
