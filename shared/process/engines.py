@@ -90,9 +90,13 @@ def draft_share(blueprint: Blueprint, settled: Settled) -> float:
     target = every - table * (not model.tied)
     if drafts.model is not None:
         return settled.draft.num_steps * _numbers(parameters(drafts.model, False)) / target
-    own = parameters(model, True) if drafts.with_mtp else draft_parameters(drafts, None)
-    layers = _numbers(own) - (every if drafts.with_mtp else 0)
     passes = 1 if drafts.block else settled.draft.num_steps - 1
+    if drafts.head is None:  # an mtp layer, of whose files the rest is the target's
+        layers = _numbers(parameters(model, drafts.with_mtp)) - every
+    else:  # of an embedding of its own it reads a row
+        own = draft_parameters(drafts, None)
+        layers = _numbers([parameter for parameter in own if parameter.name != "embed"])
+        drafted = 0 if drafts.head.own_lm_head else drafted
     return passes * (layers + drafted * model.hidden) / target
 
 

@@ -1,18 +1,25 @@
 """What chooses how requests decode, by what a start was told and what its steps take."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shared.engine.controller import StaticController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.models.checkpoint import SINGLE_FILE
+from shared.models.families import config_from_folder
+from shared.models.parameters import parameters
 from shared.options.options import parse
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.notes import step_notes
 from shared.process.start import prepare
 from tests.support import reference_serve
-from tests.support.tiny_models import write_tiny
+from tests.support.tiny_heads import write_tiny_head
+from tests.support.tiny_models import tiny_model, write_tiny
 
 SHORT, LONG = 0.0003, 0.002
 """Seconds of a plain step that does not wait for the one before."""
@@ -50,3 +57,28 @@ def test_ngram_chooses_unless_a_gpus_step_is_too_short_for_the_host(
         assert controller.shape_for(1).is_plain
     said = " ".join(step_notes(told, controller))
     assert ("NGRAM drafts nothing here" in said) is not chooses
+
+
+def test_a_drafter_is_weighed_by_the_matrix_of_scores_that_it_reads(tmp_path):
+    """The target's, or an `lm_head` of its own; of an embedding of its own it reads a row."""
+    target = tiny_model("llama", 0)
+    write_tiny(tmp_path / "target", "llama", 0)
+    vocab, passes = target[0].vocab, 3
+    line = ["--model-path", str(tmp_path / "target"), "--speculative-algorithm", "EAGLE3+NGRAM"]
+    line += ["--speculative-num-steps", str(passes + 1)]
+
+    def share(name: str, size: int | None, **more: np.ndarray) -> float:
+        folder = tmp_path / name
+        write_tiny_head(folder, *target, "EAGLE3", 1, draft_vocab_size=size)
+        save_file(load_file(folder / SINGLE_FILE) | more, folder / SINGLE_FILE)
+        told = parse([*line, "--speculative-draft-model-path", str(folder)])
+        memory = prepare(told, reference_serve.PLATFORM).memory
+        return engines.draft_share(memory.blueprint, memory.settled)
+
+    shared, own, half = share("shared", None), share("own", vocab), share("half", vocab // 2)
+    trained = share("trained", vocab, **{"embed_tokens.weight": target[1]["embed"] + 1})
+    assert own == trained == pytest.approx(shared)
+    config = config_from_folder(tmp_path / "target")
+    read = sum(math.prod(parameter.shape) for parameter in parameters(config, False))
+    read -= vocab * config.hidden  # of its embedding a row
+    assert own - half == pytest.approx(passes * vocab // 2 * config.hidden / read)
