@@ -73,7 +73,8 @@ def settle(
     draft = told.speculative.settled(model.drafts_trees, block)
     candidates = _candidates(told, draft, block, are_few)
     page_size = engine.page_size or defaults.page_size
-    deepest = max((draft.num_steps, *(each.steps for each in candidates)))
+    copies = told.ngram.num_copies if draft.joins_copies else 0
+    deepest = max((draft.num_steps, copies, *(each.steps for each in candidates)))
     in_flight = (engine.overlap_depth + 1) * (deepest + 1)
     return Settled(
         told=told,

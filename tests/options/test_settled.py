@@ -11,6 +11,7 @@ from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
 from shared.options.options import ConfigError, parse
+from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.memory_plan import plan
 from tests.support.reference_serve import PLATFORM
@@ -152,3 +153,12 @@ def test_a_gpu_takes_what_is_free_and_no_more():
     memory = plan(parse(["--context-length", "2048"]), MODEL, Drafts.none(), small, COSTS)
     assert memory.total_bytes <= small.free_bytes
     assert memory.total_bytes > small.free_bytes // 2
+
+
+@pytest.mark.parametrize(("copies", "interval"), [(31, 64), (32, 128)])
+def test_states_are_tracked_as_far_apart_as_steps_with_copies_reach(copies, interval):
+    """Two steps may add 33 tokens each, where one path may be of copies alone."""
+    line = ["--speculative-algorithm", "NEXTN+NGRAM"]
+    line += ["--speculative-ngram-draft-tokens", str(copies)]
+    planned = plan(parse(line), MODEL, Drafts.of_mtp(MODEL), CPU, COSTS)
+    assert cache_policy(planned).track_interval == interval
