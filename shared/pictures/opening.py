@@ -80,7 +80,7 @@ def _decoded(data: bytes, kind: str) -> Image.Image:
 def _upright(image: Image.Image) -> Image.Image:
     # Pillow's own function writes the EXIF anew, which it cannot do of every one that it reads.
     try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation))
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     except Exception:  # whatever the library says of a broken one
         return image
     return image if turn is None else image.transpose(turn)
