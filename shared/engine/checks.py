@@ -144,13 +144,22 @@ def _check_pictures(
                 f"picture {number} of {name} takes {each.count} tokens, and one picture may have "
                 f"at most {limits.max_picture_tokens}",
             )
-    shown = [place for each in pictures for place in range(each.first, each.end)]
-    if shown != [place for place, token in enumerate(prompt) if token == limits.image_token]:
+    if not _are_in_place(prompt, pictures, limits.image_token):
         raise Refusal(
             name,
             f"the image tokens ({limits.image_token}) of {name} are not those of its "
             f"{len(pictures)} pictures; a text may not hold the image token",
         )
+
+
+def _are_in_place(prompt: Sequence[int], pictures: Sequence[Picture], image_token: int) -> bool:
+    """Whether the image tokens of a prompt are those of its pictures, in their order."""
+    end = 0
+    for each in pictures:
+        if each.first < end or prompt[each.first : each.end].count(image_token) != each.count:
+            return False
+        end = each.end
+    return prompt.count(image_token) == sum(each.count for each in pictures)
 
 
 def _check_length(

@@ -28,21 +28,24 @@ def turns(
     Raises:
       ValueError: The image tokens are not those of these pictures.
     """
-    found, at, turn, left = np.zeros((len(tokens), 3), np.int32), 0, 0, list(grids)
-    while at < len(tokens):
-        if tokens[at] != image_token:
-            found[at], at, turn = turn, at + 1, turn + 1
-            continue
-        rows, columns = left.pop(0) if left else (0, 0)
-        end = at + rows * columns
-        if at == end or end > len(tokens) or (tokens[at:end] != image_token).any():
+    # The engine asks this of whole prompts between two steps: a loop is over pictures alone.
+    found, places = np.empty((len(tokens), 3), np.int32), np.flatnonzero(tokens == image_token)
+    at = turn = seen = 0
+    for rows, columns in grids:
+        count = rows * columns
+        own = places[seen : seen + count]
+        if not count or len(own) < count or own[-1] - own[0] != count - 1:
             raise ValueError("the prompt has other image tokens than its pictures have rows")
-        row, column = np.indices((rows, columns)).reshape(2, -1)
-        found[at:end] = turn + np.stack([np.zeros_like(row), row, column], axis=1)
-        at, turn = end, turn + max(rows, columns)
-    if left:
-        raise ValueError("the prompt has fewer image tokens than its pictures have rows")
-    return found, turn - len(tokens)
+        first, row_and_column = int(own[0]), np.indices((rows, columns)).reshape(2, -1)
+        found[at:first] = np.arange(turn, turn + first - at)[:, None]
+        turn += first - at
+        found[first : first + count, 0] = turn
+        found[first : first + count, 1:] = turn + row_and_column.T
+        at, turn, seen = first + count, turn + max(rows, columns), seen + count
+    if seen < len(places):
+        raise ValueError("the prompt has more image tokens than its pictures have rows")
+    found[at:] = np.arange(turn, turn + len(tokens) - at)[:, None]
+    return found, turn - at
 
 
 def turn_of_pairs(rotary: RotaryConfig) -> Int[np.ndarray, " half"]:

@@ -1,5 +1,7 @@
 """Rows of a prompt with pictures turn as the reference implementation's, and text as ever."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -19,6 +21,31 @@ def test_the_turns_of_a_prompt_are_the_reference_implementations(prompt, picture
     found, delta = spec.turns(tokens, vision().image_token, [grid(each) for each in pictures])
     np.testing.assert_array_equal(found.T, WANT[f"{prompt}_pos"])
     assert delta == WANT[f"{prompt}_delta"]
+
+
+def test_what_lies_between_pictures_goes_on_from_the_longer_side_of_each():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        tokens, want, turn, grids = [], [], 0, []
+        for rows, columns in rng.integers(1, 5, (rng.integers(4), 2)).tolist():
+            for _ in range(rng.integers(3)):
+                tokens, want, turn = [*tokens, 1], [*want, [turn] * 3], turn + 1
+            grids.append((rows, columns))
+            tokens += [250] * (rows * columns)
+            want += [[turn, turn + i, turn + j] for i in range(rows) for j in range(columns)]
+            turn += max(rows, columns)
+        tokens, want = [*tokens, 1], [*want, [turn] * 3]
+        found, delta = spec.turns(np.array(tokens), 250, grids)
+        assert found.tolist() == want
+        assert delta == turn + 1 - len(tokens)
+
+
+def test_a_long_prompt_takes_the_engine_a_moment():
+    tokens = np.ones(1 << 20, np.int64)
+    tokens[5:9] = 250
+    began = time.process_time()
+    spec.turns(tokens, 250, [(2, 2)])
+    assert time.process_time() - began < 0.5  # 0.02 s; a look at each token takes 1.6
 
 
 def test_text_turns_by_its_places():
