@@ -152,9 +152,10 @@ class FrameReader:
             end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
             if len(self._bytes) < end:
                 return
-            body = bytes(self._bytes[_LENGTH.size : end])
+            with memoryview(self._bytes) as held, held[_LENGTH.size : end] as body:
+                message = msgpack.unpackb(body, strict_map_key=False)
             del self._bytes[:end]
-            yield msgpack.unpackb(body, strict_map_key=False)
+            yield message
 
 
 def event_to_row(event: Event) -> list[Any]:
