@@ -75,8 +75,11 @@ class Setup:
     @property
     def num_levels(self) -> int:
         """S, the levels that are drafted; the most there can be where that is decided later."""
-        if self.adaptive.speculative_adaptive:
-            return max((each.steps for each in self.options.candidates), default=MOST_STEPS)
+        if self.options.candidates:
+            return max(each.steps for each in self.options.candidates)
+        is_fixed = self.drafts_blocks or self.draft.from_text or self.algorithm == "NAIVE_EAGLE"
+        if self.adaptive.speculative_adaptive and not is_fixed:
+            return MOST_STEPS
         return self.draft.settled(self.model.drafts_trees, self.block).num_steps
 
     @property

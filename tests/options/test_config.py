@@ -97,6 +97,11 @@ REFUSED = {
     "--speculative-algo NEXTN --speculative-adaptive --accept-rule rejection": (
         "give --accept-rule match, whose texts do not"
     ),
+    "--speculative-algo NGRAM --speculative-num-draft-tokens 3 --speculative-adaptive "
+    "--speculative-simulate-accept-length 4": ("more than the 2 levels that are drafted"),
+    "--speculative-algo NGRAM --speculative-adaptive --speculative-simulate-accept-length 14": (
+        "more than the 11 levels that are drafted"
+    ),
     "--speculative-algo NAIVE_EAGLE --speculative-num-steps 3": (
         "contradict --speculative-algorithm NAIVE_EAGLE"
     ),
