@@ -119,8 +119,9 @@ def test_a_planted_fault_makes_the_golden_test_fail(name, monkeypatch):
         assert_golden_numbers("dflash", golden_block)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def backends() -> Iterator[Backends]:
+    """Of each test its own: what one without a fault has served is not served again."""
     made = Backends()
     yield made
     made.close()

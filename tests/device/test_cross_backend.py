@@ -26,7 +26,6 @@ from tests.support.cells import (
     Backends,
     Cell,
     assert_cell,
-    serve,
 )
 
 
@@ -102,7 +101,7 @@ def test_backends_accept_what_the_numpy_backend_accepts(cell, backends):
 def test_some_drafts_are_accepted_and_some_are_not(backends):
     """Else the matrix would prove nothing about either."""
     cell = Cell("qwen3_5", 3, SAMPLED, "mixed", 1, 16)
-    served = serve(backends.get("torch", cell), cell)
+    served = backends.served("torch", cell)
     accepted = [count for outcome in served.values() for count in outcome.accepted]
     assert {0, 1, 2, 3} <= set(accepted), accepted
 

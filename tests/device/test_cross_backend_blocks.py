@@ -101,7 +101,7 @@ def test_blocks_are_accepted_to_every_depth_and_the_overlap_changes_nothing(
 ):
     """The acceptance of another engine differed in each combination (s#20547)."""
     runs = [
-        serve(backends.get("torch", each), each)
+        backends.served("torch", each)
         for each in (cell(family, sampling, "mixed", overlap, 16) for overlap in OVERLAPS)
     ]
     accepted = [{key: run[key].accepted for key in run} for run in runs]

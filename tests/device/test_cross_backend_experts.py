@@ -14,7 +14,7 @@ import pytest
 
 from shared.boundary.program import Extra
 from tests.support.backends import make_backend
-from tests.support.cells import GREEDY, PLAIN, SAMPLED, Backends, assert_cell, model_of, serve
+from tests.support.cells import GREEDY, PLAIN, SAMPLED, Backends, assert_cell, model_of
 from tests.support.contract_host import contract_capacity
 from tests.support.ngram_texts import drafted, plain
 from tests.support.tiny_models import EXPERTS, WITH_MTP
@@ -71,7 +71,7 @@ def test_backends_agree_with_each_other_and_with_the_specification(one, backends
 @pytest.mark.parametrize("family", EXPERTS)
 def test_a_copy_that_drafts_greedily_is_accepted_whole(family, backends):
     one = cell(family, "STANDALONE", CHAIN, GREEDY, "mixed", 1, 16)
-    served = serve(backends.get("torch", one), one)
+    served = backends.served("torch", one)
     for number, outcome in served.items():
         # The first token is the prompt's, the last step may be cut short.
         assert set(outcome.accepted[1:-1]) <= {CHAIN.depth}, (family, number, outcome.accepted)
@@ -80,7 +80,7 @@ def test_a_copy_that_drafts_greedily_is_accepted_whole(family, backends):
 @pytest.mark.parametrize("family", [each for each in EXPERTS if each in WITH_MTP])
 def test_an_mtp_layer_with_experts_is_believed_sometimes(family, backends):
     one = cell(family, "NEXTN", CHAIN, GREEDY, "mixed", 1, 16)
-    counts = [n for each in serve(backends.get("torch", one), one).values() for n in each.accepted]
+    counts = [n for each in backends.served("torch", one).values() for n in each.accepted]
     assert 0.2 * len(counts) < sum(counts) < 2 * len(counts), counts
 
 

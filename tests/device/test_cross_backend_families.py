@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cells import GREEDY, SAMPLED, Backends, assert_cell, serve
+from tests.support.cells import GREEDY, SAMPLED, Backends, assert_cell
 from tests.support.tiny_models import DENSE
 from tests.support.tree_cells import TREES, cell, head_of
 
@@ -57,7 +57,7 @@ def test_backends_agree_on_chains(family, sampling, backends):
 def test_a_copy_that_drafts_greedily_is_accepted_whole(family, backends):
     one = cell(family, "STANDALONE", CHAIN, GREEDY, "mixed", 1, 16)
     assert_cell(one, backends, ("torch",))
-    served = serve(backends.get("torch", one), one)
+    served = backends.served("torch", one)
     for number, outcome in served.items():
         # The first token is the prompt's, the last step may be cut short.
         assert set(outcome.accepted[1:-1]) <= {CHAIN.depth}, (family, number, outcome.accepted)

@@ -123,10 +123,7 @@ def test_backends_accept_what_the_numpy_backend_accepts(cell, backends):
 def test_a_tree_of_this_drafter_is_accepted_to_different_depths(drafter, backends):
     """Else the matrix would prove little about it."""
     shape = DEFAULT[drafter][-1]
-    served = serve(
-        backends.get("torch", cell(*drafter, shape, SAMPLED, "mixed", 0, 16)),
-        cell(*drafter, shape, SAMPLED, "mixed", 0, 16),
-    )
+    served = backends.served("torch", cell(*drafter, shape, SAMPLED, "mixed", 2, 16))
     accepted = {count for outcome in served.values() for count in outcome.accepted}
     assert {0, 1, 2} <= accepted, accepted
 
@@ -134,9 +131,8 @@ def test_a_tree_of_this_drafter_is_accepted_to_different_depths(drafter, backend
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
 def test_accepted_drafts_do_not_depend_on_the_overlap(sampling, backends):
     served = [
-        serve(backends.get("torch", each), each)
+        backends.served("torch", cell("qwen3_5", "NEXTN", TREES[1], sampling, "mixed", overlap, 16))
         for overlap in OVERLAPS
-        for each in [cell("qwen3_5", "NEXTN", TREES[1], sampling, "mixed", overlap, 16)]
     ]
     accepted = [{key: run[key].accepted for key in run} for run in served]
     assert accepted[0] == accepted[1] == accepted[2]

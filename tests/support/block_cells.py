@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
-from shared.boundary.backend import Backend
 from shared.spec.draft_tree import TreeShape
 from tests.support import cells
-from tests.support.backends import make_backend
-from tests.support.cells import BATCH, Cell, capacity_of, serve
+from tests.support.cells import BATCH, Cell
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.tiny_heads import BLOCK_SIZE, cyclic, tiny_block_head
+from tests.support.tiny_models import FAMILIES
 
 CHAIN = TreeShape.chain(BLOCK_SIZE - 1, BATCH)
 PLAIN = TreeShape.plain(BATCH)
@@ -54,26 +54,15 @@ def oracle_of(family: str) -> Oracle:
     return Oracle(*model_of(family))
 
 
-class Backends:
-    """Backends by framework, target and page size."""
+class Backends(cells.Backends):
+    """Backends of these targets, in all shapes."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, str, int], Backend] = {}
-
-    def get(self, framework: str, cell: Cell) -> Backend:
-        key = (framework, cell.family, cell.page_size)
-        if key not in self._made:
-            capacity = capacity_of(cell.family, cell.page_size, (CHAIN, PLAIN, SHORT, SHARED))
-            made = (*model_of(cell.family), capacity, head_of(cell.family))
-            self._made[key] = make_backend(framework, *made)
-        return self._made[key]
-
-    def close(self) -> None:
-        for backend in self._made.values():
-            backend.close()
+        shapes = dict.fromkeys(product(FAMILIES, ("DFLASH",)), (CHAIN, PLAIN, SHORT, SHARED))
+        super().__init__(shapes, lambda family, drafter: head_of(family), model_of)
 
 
 def assert_cell(cell: Cell, backends: Backends, frameworks: tuple[str, ...]) -> None:
-    served = {framework: serve(backends.get(framework, cell), cell) for framework in frameworks}
+    served = {framework: backends.served(framework, cell) for framework in frameworks}
     cells.compare(cell, served, oracle_of(cell.family))
     assert_few_excused()

@@ -5,7 +5,7 @@ Every cell of a kind serves the same requests, whatever its drafter, load, overl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -17,9 +17,11 @@ from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
+from shared.models.checkpoint import Weights
+from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import derive_seed
-from tests.support.backends import make_backend
+from tests.support.backends import Drafter, make_backend
 from tests.support.driving import Outcome, checked_step
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.tiny_models import DENSE, DIVIDED, EOS_ID, EXPERTS, tiny_model
@@ -107,10 +109,16 @@ def capacity_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Cap
 class Backends:
     """Backends by framework, model, drafter and page size; each serves any shape and load."""
 
-    def __init__(self, shapes: dict[tuple[str, str], tuple[TreeShape, ...]], head_of) -> None:
-        """Takes the shapes by model and drafter, and what makes a drafter of its name."""
-        self._shapes, self._head_of = shapes, head_of
+    def __init__(
+        self,
+        shapes: dict[tuple[str, str], tuple[TreeShape, ...]],
+        head_of: Callable[[str, str], Drafter],
+        model_of: Callable[[str], tuple[ModelConfig, Weights]] = model_of,
+    ) -> None:
+        """Takes the shapes by model and drafter, and what makes each of its name."""
+        self._shapes, self._head_of, self._model_of = shapes, head_of, model_of
         self._made: dict[tuple[str, str, str, int], Backend] = {}
+        self._served: dict[tuple[str, Cell], dict[int, Outcome]] = {}
 
     def get(self, framework: str, cell: Cell) -> Backend:
         key = (framework, cell.family, cell.drafter, cell.page_size)
@@ -118,9 +126,16 @@ class Backends:
             capacity = capacity_of(
                 cell.family, cell.page_size, self._shapes[cell.family, cell.drafter]
             )
+            made = (*self._model_of(cell.family), capacity)
             drafter = self._head_of(cell.family, cell.drafter)
-            self._made[key] = make_backend(framework, *model_of(cell.family), capacity, drafter)
+            self._made[key] = make_backend(framework, *made, drafter)
         return self._made[key]
+
+    def served(self, framework: str, cell: Cell) -> dict[int, Outcome]:
+        """What a framework makes of a cell, at which several tests look."""
+        if (framework, cell) not in self._served:
+            self._served[framework, cell] = serve(self.get(framework, cell), cell)
+        return self._served[framework, cell]
 
     def close(self) -> None:
         for backend in self._made.values():
@@ -181,7 +196,7 @@ def serve(backend: Backend, cell: Cell) -> dict[int, Outcome]:
 
 
 def assert_cell(cell: Cell, backends: Backends, frameworks: tuple[str, ...]) -> None:
-    served = {framework: serve(backends.get(framework, cell), cell) for framework in frameworks}
+    served = {framework: backends.served(framework, cell) for framework in frameworks}
     compare(cell, served, oracle_of(cell.family))
     assert_few_excused()
 
