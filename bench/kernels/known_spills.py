@@ -35,13 +35,7 @@ CHAINS_OF_RANKS = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 8, 2 ranks"
 EXPERTS_OF_RANKS = f"{EXPERTS}, 2 ranks"
 EXPERTS_FED = "qwen3.5-35b-a3b-fp8, none, prompt of 2048"
 CODES, CODES_FED = "qwen3-8b-fp8, none, batch 8", "qwen3-8b-fp8, none, prompt of 2048"
-MIXES = (
-    "8 x 8 rows after 512",
-    "32 x 8 rows after 512",
-    "8 x 16 rows after 512",
-    "32 x 16 rows after 512",
-    "32 x 16 nodes after 512",
-)
+MIXES = ("8 x 8 rows after 512", "32 x 8 rows after 512")
 WIDE = (
     "8 x 64 rows after 512",
     "hybrid, 1 x 64 rows after 4096",
@@ -51,14 +45,13 @@ WIDE = (
     "hybrid, prompt of 64",
 )
 DESCRIBED = (
+    "8 x 16 rows after 512",
+    "32 x 16 rows after 512",
+    "32 x 16 nodes after 512",
     "described, 32 x 16 nodes after 512",
     "described, 8 x 16 rows after 4096",
     "described, 32 x 64 nodes after 512",
     "described, hybrid, 32 x 16 rows after 512",
-)
-DESCRIBED_PROMPTS = (
-    "described, prompt of 2048",
-    "described, hybrid, prompt of 2048",
 )
 HEADS = (
     *(f"head, {rows} rows, greedy" for rows in (128, 256, 512)),
@@ -74,9 +67,10 @@ SOME = "ptxas stores some numbers rather than take more registers"
 
 SCORED = "qwen3-8b, none, prompt of 2048 with scores"
 FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
-PROMPTS = (
+PROMPTS = tuple(f"heads of {D}, prompt of 512" for D in (80, 96))
+DESCRIBED_PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
-    *(f"heads of {D}, prompt of 512" for D in (80, 96)),
+    *("described, prompt of 2048", "described, hybrid, prompt of 2048"),
     *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED, CODES_FED, COPIED_FED),
 )
 
