@@ -31,6 +31,7 @@ round_products()
 CHECKED_SHAPES = ("tests/spec/", "tests/reference/", "tests/test_layout.py")
 SERVED_TEXTS = (
     "tests/reference/test_reference_backend.py",
+    "tests/spec/test_golden.py",
     "tests/spec/test_rejection.py",
     "tests/spec/test_simulated.py",
     "tests/spec/test_standalone.py",
