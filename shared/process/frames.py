@@ -130,8 +130,15 @@ class ModelFacts:
 
 def pack(message: list[Any]) -> bytes:
     """A message as it travels: its length in bytes, then the message as MessagePack."""
-    body: bytes = msgpack.Packer().pack(message)
-    return _LENGTH.pack(len(body)) + body
+    return b"".join(in_parts(message))
+
+
+def in_parts(message: list[Any]) -> tuple[bytes, memoryview]:
+    """The same in two parts that follow each other, as pixels are not to be copied twice."""
+    packer = msgpack.Packer(autoreset=False)
+    packer.pack(message)
+    body = packer.getbuffer()
+    return _LENGTH.pack(len(body)), body
 
 
 class FrameReader:

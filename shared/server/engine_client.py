@@ -15,7 +15,7 @@ from shared.process.frames import (
     FrameReader,
     ModelFacts,
     event_from_row,
-    pack,
+    in_parts,
     picture_to_field,
     sampling_to_fields,
 )
@@ -320,7 +320,8 @@ class EngineClient:
 
     def _send(self, message: list[Any]) -> None:
         if self.alive:
-            self._writer.write(pack(message))
+            for part in in_parts(message):
+                self._writer.write(part)
 
     async def _read(self) -> None:
         received = b""  # the frames may hold some already
