@@ -302,8 +302,14 @@ def _own_outputs(given: argparse.Namespace, target: Target, mark: str) -> Rows:
     config = target.config
     most = min(given.max_tokens, config.context_length)
     room = most - given.output_tokens
-    prompts = read_prompts(given.data, open_tokenizer(given.target), given.prompts)
-    prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+    read = read_prompts(given.data, open_tokenizer(given.target), given.prompts)
+    prompts = [prompt for prompt in read if 0 < len(prompt) <= room]
+    if len(prompts) < len(read):
+        print(
+            f"{len(read) - len(prompts):,} of {len(read):,} prompts are left out: they are empty, "
+            f"or leave no room for {given.output_tokens:,} tokens of answer in {most:,}",
+            flush=True,
+        )
     if not prompts:
         raise ValueError(
             f"no prompt leaves room for {given.output_tokens} tokens of answer in {most}; raise "

@@ -85,7 +85,7 @@ MIXTURE = QWEN3 | {
     "norm_topk_prob": True,
 }
 RUN = ["--batch-tokens", "256", "--warmup", "2", "--max-tokens", "64", "--output-tokens", "16"]
-HEAD_RUN = [*RUN, "--steps", "4", "--depth", "2", "--prompts", "6", "--output-slots", "4"]
+HEAD_RUN = [*RUN, "--steps", "4", "--depth", "2", "--prompts", "7", "--output-slots", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,8 @@ def data(tmp_path_factory) -> Path:
         {"messages": [{"role": "user", "content": f"{i}?"}], "answer": f"{i}."} for i in "abcd"
     ]
     texts = [{"prompt": "to and fro"}, {"prompt": "1, 2,", "answer": " 3"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in turns + texts), encoding="utf-8")
+    lines = [{"prompt": "too long " * 9}, *turns, *texts]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 
 
@@ -214,8 +215,9 @@ def test_a_head_is_trained_on_the_targets_own_answers_and_serves(
     assert text_of(target, head, prompt) == plain
 
 
-def test_the_answers_are_the_targets_own_and_are_made_once(target, data, answers, tmp_path):
+def test_the_answers_are_the_targets_own_and_are_made_once(target, data, answers, tmp_path, capsys):
     assert trained_head(target, data, answers, "eagle", tmp_path / "a") == 0
+    assert "1 of 7 prompts are left out" in capsys.readouterr().out
     lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     assert len({tuple(line["prompt_ids"]) for line in lines[1:]}) == len(lines[1:]) == 6
     for line in lines[1:3]:
