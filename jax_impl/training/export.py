@@ -38,7 +38,13 @@ TOKENIZER_FILES = (
 TEMPLATES = "additional_chat_templates"
 KEPT_IN_FLOAT32 = ("a_log", "dt_bias")
 MTP_FILE = "model-mtp.safetensors"
-STORED = {**DTYPES, fp8.STORED: np.dtype(ml_dtypes.float8_e4m3fn), "I64": np.dtype(np.int64)}
+STORED = {
+    **DTYPES,
+    fp8.STORED: np.dtype(ml_dtypes.float8_e4m3fn),
+    "F64": np.dtype(np.float64),
+    "BOOL": np.dtype(np.bool_),
+    **{f"{kind}{8 * n}": np.dtype(f"{kind.lower()}{n}") for kind in "IU" for n in (1, 2, 4, 8)},
+}
 """Types of the tensors of a target's files."""
 
 
