@@ -5,8 +5,8 @@ the odd ones, so that a rank may already write the next exchange while others st
 Nothing is overwritten while it is read: a rank that writes exchange n + 2 has seen all others send
 n + 1, which they do after they have read n.
 
-The words that count exchanges are written after the bytes they stand for. Processors that keep the
-order of stores (x86) show them to others in that order.
+The words that count exchanges are written after the bytes they stand for, and read before them; a
+fence holds every processor to that order.
 """
 
 import mmap
@@ -16,6 +16,8 @@ from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import UInt8
+
+from shared.boundary.fence import fence
 
 WAIT_S = 30.0
 BOX_BYTES = 1 << 20
@@ -118,10 +120,12 @@ class Mailboxes:
         parity = call % 2
         self._boxes[rank, parity, : len(values)] = values
         self._words[rank, 1 + parity] = len(values)
+        fence()
         self._words[rank, 0] = call
         for peer in range(self.count):
             if peer != rank:
                 self._await(rank, peer, call)
+                fence()
                 self._check_size(rank, peer, call, len(values))
             given[peer] = self._boxes[peer, parity, : len(values)]
 

@@ -1,6 +1,7 @@
 """Ranks give each other what they have, in order, and none waits for ever."""
 
 import multiprocessing
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shared.boundary import mailboxes as module
 from shared.boundary.mailboxes import Mailboxes, RankMissingError
 from shared.boundary.ranks import ALONE, Ranks
+
+PAGE = 4096  # the numbers of a rank's exchanges have one of their own
 
 
 @pytest.fixture
@@ -37,6 +41,27 @@ def test_all_ranks_get_what_each_has_given_in_order(mailboxes):
         got = list(threads.map(partial(exchanges, mailboxes), range(3)))
     for of_rank in got:
         np.testing.assert_array_equal(of_rank, expected())
+
+
+def test_a_fence_stands_between_values_and_their_number_on_either_side(mailboxes, monkeypatch):
+    """What a processor without an order of stores needs; only what it stands between is seen."""
+    path, *_ = mailboxes.__reduce__()[1]
+    memory, seen = np.memmap(path, np.uint8, "r"), []
+    numbers, own = memory[: 3 * PAGE].view(np.int64).reshape(3, -1)[:, 0], memory[3 * PAGE + 64 :]
+
+    def looked():
+        if threading.current_thread() is threading.main_thread():
+            seen.append((numbers.tolist()[0], min(numbers[1:]), own[:4].tolist()))
+
+    monkeypatch.setattr(module, "fence", looked)
+    with ThreadPoolExecutor(2) as threads:
+        others = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0, 4)) for rank in (1, 2)]
+        while min(numbers[1:]) < 1:
+            time.sleep(0.001)
+        mailboxes.exchange(0, given_by(0, 0, 4))
+        assert [len(each.result(10)) for each in others] == [3, 3]
+    values = given_by(0, 0, 4).tolist()
+    assert seen == [(0, 1, values), (1, 1, values), (1, 1, values)]
 
 
 def test_processes_exchange_as_threads_do(mailboxes):

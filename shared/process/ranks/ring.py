@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 
 import numpy as np
 from jaxtyping import Int32
+
+from shared.boundary.fence import fence
 
 _LINE = 8  # words of 8 bytes in a cache line: what one process writes lies in lines of its own
 _HEAD = 2 * _LINE  # number of readers, of slots and of a slot's words; then what was written
@@ -82,10 +83,10 @@ class Ring:
         slot = places.slot(number)
         places.data(slot)[: len(message)] = message
         self._words[slot + 1] = len(message)
-        _fence()  # the message is there before its number is
+        fence()  # the message is there before its number is
         self._words[slot] = number
         self._words[_LINE] = self.written = number
-        _fence()  # who falls asleep after this has seen the number
+        fence()  # who falls asleep after this has seen the number
         return [each for each in range(places.readers) if self._words[places.reader(each) + 1]]
 
     def taken(self, reader: int) -> int:
@@ -140,9 +141,9 @@ class Reader:
         slot = self._places.slot(number)
         if self._words[slot] != number:
             return None
-        _fence()  # the number is read before the message
+        fence()  # the number is read before the message
         message = self._places.data(slot)[: self._words[slot + 1]].copy()
-        _fence()  # and the slot is free after that
+        fence()  # and the slot is free after that
         self._words[self._own] = number
         return message
 
@@ -165,7 +166,7 @@ class Reader:
         the reader sleeps.
         """
         self._words[self._own + 1] = 1
-        _fence()
+        fence()
         if (message := self.take()) is not None:
             self.wake_up()
         return message
@@ -201,16 +202,3 @@ class _Places:
 def _stride(most_words: int) -> int:
     """Words of 8 bytes that a slot takes: whole lines."""
     return -(-(_SLOT_HEAD + -(-most_words // 2)) // _LINE) * _LINE
-
-
-_LOCK = threading.Lock()
-
-
-def _fence() -> None:
-    """No load and no store of this thread passes it, in either direction.
-
-    Python has no word for that; taking and giving back a lock that nobody else holds is one on
-    every processor.
-    """
-    with _LOCK:
-        pass
