@@ -1,7 +1,7 @@
 """Requests at random, on servers at random: no crash, no leak, and the text of plain decoding.
 
-A default run serves a hundred requests in numpy and some tens with torch; `-m matrix` serves
-10,000 and 500, and 2,500 with JAX.
+A default run serves some tens of requests in numpy and with torch; `-m matrix` serves 10,000 and
+500, and 2,500 with JAX.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def serve_some(backends: Backends, number: int, strategy) -> None:
     one()
 
 
-@pytest.mark.parametrize(("framework", "count"), [("reference", 100), ("torch", 50)])
+@pytest.mark.parametrize(("framework", "count"), [("reference", 60), ("torch", 50)])
 def test_requests_at_random_get_the_text_of_plain_decoding(framework, count, backends):
     serve_at_random(backends, count, 1, servers(framework, **ANY))
 
@@ -115,7 +115,7 @@ def test_windows_slide_over_chunks_hits_and_preemptions(family, backends):
 def test_experts_are_chosen_alike_over_chunks_hits_and_preemptions(family, backends):
     drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "DFLASH", "none"), ("match",)
     any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
-    serve_at_random(backends, 25, 4, servers("torch", **any_of))
+    serve_at_random(backends, 25, 6, servers("torch", **any_of))
 
 
 @pytest.mark.matrix
