@@ -108,9 +108,17 @@ def test_a_killed_http_server_ends_the_engine_with_the_reason(server):
 
 
 ENDING = [each for each in STOP_SIGNALS if each != signal.SIGTERM]  # which drains first
+USUAL = (signal.SIGINT, signal.SIGHUP)
+"""Of a terminal; the others have the same handler, and are of the matrix."""
 
 
-@pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, id=number.name, marks=() if number in USUAL else pytest.mark.matrix)
+        for number in ENDING
+    ],
+)
 def test_an_end_by_a_signal_is_told_as_one(server, number):
     pids, requests = server.pids(), OpenRequests(server)
     server.process.send_signal(number)
