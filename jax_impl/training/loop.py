@@ -9,7 +9,7 @@ is nearer, so it has fallen when the clock runs out.
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -204,6 +204,9 @@ class _Run:
                 metrics, num_tokens = [], 0
                 self._read(keep=1)
             if time.monotonic() - wrote > 60 * self._schedule.save_minutes:
+                # Of numbers that are none no run could go on.
+                self._read(keep=0)
+                _check(step, jax.device_get(metrics))
                 saved.write(state, step, seconds)
                 wrote = time.monotonic()
         if metrics:
@@ -255,7 +258,14 @@ class _Run:
         while len(self._windows) > keep:
             step, share, num_tokens, rate, metrics = self._windows.popleft()
             read = jax.device_get(metrics)
+            _check(step, read)
             means = {name: float(np.mean([m[name] for m in read])) for name in read[0]}
-            if not math.isfinite(means["loss"]):
-                raise FloatingPointError(f"the loss is {means['loss']} at step {step}")
             self._log.add(step, share, num_tokens, {**means, "learning_rate": rate})
+
+
+def _check(step: int, read: Sequence[Metrics]) -> None:
+    """Ends a run that has come to a loss, or to a gradient, that is no number."""
+    for name in ("loss", "gradient_norm"):
+        if wrong := [float(each[name]) for each in read if not np.isfinite(each[name])]:
+            what = name.replace("_", "'s ")
+            raise FloatingPointError(f"the {what} is {wrong[0]} at step {step}")

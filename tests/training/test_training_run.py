@@ -235,3 +235,21 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
     schedule = Schedule(steps=2, minutes=None, learning_rate=0.1, warmup=1, save_minutes=9.0)
     with pytest.raises(FloatingPointError, match="step 2"):
         train(task, Batches(rows_of(5), 64, 0, 0.0, 1), schedule, 0, tmp_path)
+
+
+def test_no_checkpoint_holds_what_is_no_number(tmp_path):
+    """The same run goes on from before, once what was at fault is put right."""
+
+    def run(least: float) -> np.ndarray:
+        def loss(params, frozen, batch, key):
+            found = jnp.sum(params)
+            found *= jnp.where(found > least, 1, jnp.nan)
+            return found, {"loss": found}
+
+        task = Task(params=jnp.ones(2), frozen=(), loss=loss)
+        schedule = Schedule(steps=9, minutes=None, learning_rate=0.1, warmup=1, save_minutes=0.0)
+        return train(task, Batches(rows_of(5), 64, 0, 0.0, 1), schedule, 0, tmp_path)
+
+    with pytest.raises(FloatingPointError, match="the (loss|gradient's norm) is"):
+        run(1.5)
+    assert np.isfinite(run(-np.inf)).all()
