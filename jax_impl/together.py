@@ -120,6 +120,6 @@ def take_devices(count: int) -> None:
 
 
 def free_on_each(count: int) -> list[int]:
-    """Bytes that can be allocated on each of the first so many GPUs."""
+    """Bytes that can be allocated on each of the first so many GPUs that tell; a CPU does not."""
     stats = [device.memory_stats() for device in jax.devices()[:count]]
-    return [each["bytes_limit"] - each["bytes_in_use"] for each in stats]
+    return [each["bytes_limit"] - each["bytes_in_use"] for each in stats if each]

@@ -28,6 +28,10 @@ MOST_PARTS = 64
 """Most partial results that a kernel keeps of a row by split; of longer rows it keeps them by
 span."""
 
+PAIRS = 64
+"""Of a row and a query head: a program's, spare ones too, where a kernel attends to more than half
+as many by the wide matrix unit."""
+
 AttentionBytes = Callable[[Program, ModelConfig, Capacity, int], int]
 
 
@@ -104,12 +108,16 @@ def split_attention(
     heads of a key head are no more than `most_pairs`.
     """
     attention = model.attention
-    heads, size = rows_of(program) * attention.num_heads, 2 * attention.head_size * item
-    if program.tokens * (attention.num_heads // attention.num_kv_heads) <= most_pairs:
+    group, rows = attention.num_heads // attention.num_kv_heads, rows_of(program)
+    size = 2 * rows * attention.num_heads * attention.head_size * item
+    if program.tokens * group <= most_pairs:
         positions = program.pages * capacity.page_size
         splits, spans = -(-positions // ATTENTION.split), -(-positions // ATTENTION.span)
-        size += max(min(splits, MOST_PARTS), spans) * (attention.head_size + 2) * 4
-    return heads * size
+        pairs, most = rows * group, (program.tokens or rows // program.batch) * group
+        by_span = pairs if most <= PAIRS // 2 else program.batch * (-(-most // PAIRS) * PAIRS)
+        parts = max(min(splits, MOST_PARTS) * pairs, spans * by_span)
+        size += attention.num_kv_heads * parts * (attention.head_size + 2) * 4
+    return size
 
 
 def rows_of(program: Program) -> int:
