@@ -17,7 +17,8 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.attend_all_described import attend_all_described, takes
-from kernels.pallas_gpu.patch_heads import lay, sizes_of
+from kernels.pallas_gpu.patch_heads import lay
+from kernels.patch_sizes import sizes_of
 from kernels.tiles import AttendAllTiles
 
 LOG2_E = 1.4426950408889634

@@ -14,10 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.patch_sizes import sizes_of
 from kernels.tiles import AttendAllTiles
 from kernels.triton_gpu.attend_all_described import attend_all_described, takes
 from kernels.triton_gpu.linear import launching
-from kernels.triton_gpu.patch_heads import lay, sizes_of
+from kernels.triton_gpu.patch_heads import lay
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(-1e30)

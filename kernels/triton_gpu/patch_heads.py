@@ -3,48 +3,14 @@
 Of `attend_all` and `attend_all_described`.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.patch_sizes import Sizes
 from kernels.triton_gpu.linear import launching
-
-
-class Sizes(NamedTuple):
-    """Of a head, and of the blocks that hold it, which are powers of two.
-
-    Attributes:
-      heads: How many there are.
-      main, rest: Columns of a head in each of its two blocks, or all of them and 0.
-      main_block: Columns of its first block; those past the head's are 0.
-      rest_block: Of the second block of queries and keys, as well. Without a rest there is none.
-      beside_block: Of the second block of values, which has a 1 behind the rest.
-    """
-
-    heads: int
-    main: int
-    rest: int
-    main_block: int
-    rest_block: int
-    beside_block: int
-
-
-def sizes_of(heads: int, D: int) -> Sizes:
-    """The blocks of so many heads of D columns."""
-    main = 1 << (D.bit_length() - 1)
-    rest = D - main
-    return Sizes(
-        heads=heads,
-        main=main,
-        rest=rest,
-        main_block=max(16, main),  # of fewer a matrix unit takes none
-        rest_block=max(16, triton.next_power_of_2(rest)) if rest else 0,
-        beside_block=max(16, triton.next_power_of_2(rest + 1)),
-    )
 
 
 def lay(
@@ -61,9 +27,8 @@ def lay(
       qkv, cos, sin, count: See `attend_all`.
       rows: How many to make; behind the last patch stands that one again.
     """
-    each = 3 * sizes.main_block + 2 * sizes.rest_block + sizes.beside_block
-    laid = qkv.new_empty((rows, sizes.heads * each))
-    block = triton.next_power_of_2(laid.shape[1])
+    laid = qkv.new_empty((rows, sizes.width))
+    block = triton.next_power_of_2(sizes.width)
     how = {"sizes": sizes, "block": block, "num_warps": 8, **launching(qkv)}
     _lay_kernel[(rows,)](qkv, cos, sin, count, laid, **how)
     return laid
