@@ -5,7 +5,8 @@
 A model with dummy weights is given a vision tower of Qwen3.5-9B's shape. One prompt at a time holds
 one picture between some words, and is handed to an engine that has nothing else to do, without
 HTTP: with a picture that is new, with one whose rows are kept, and as long a prompt of text. Then a
-prompt with a new picture comes beside a stream, whose gaps are told.
+prompt with a new picture comes beside a stream, whose gaps are told. In the end stand the bytes that
+the start planned, and the most that the framework held.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.ground import card
-from bench.ground.session import reset_peak
+from bench.ground.session import peak_bytes, reset_peak
 from bench.steps.pictures import PICTURES, QWEN3_5
 from shared.engine.pictures import Picture
 from shared.engine.request import Request, SamplingParams
@@ -185,6 +186,11 @@ def run(options: argparse.Namespace, command: str) -> Line:
                 print(told(line), flush=True)
                 if options.out:
                     options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            planned, peak = served.memory.total_bytes, peak_bytes(backend)
+            found["sides"][backend] |= {"planned_bytes": planned, "peak_bytes": peak}
+            print(f"planned {planned / 1e9:.2f} GB, at most {peak / 1e9:.2f} were held")
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
             served.engine.close()
     return found
 
