@@ -18,6 +18,7 @@ The two languages give the same bits where these are equal in both files of an o
 
 The tiles need not be equal: see `kernels/tiles.py`. A change to one file is a change to both. One
 op has a second kernel in Pallas, for Mosaic GPU: `pallas_gpu/linear_described.py` does what the
-branch with descriptors of `triton_gpu/linear.py` does. `mix` has one in both languages,
-`mix_described`. Mosaic's own division and powers of two are not Triton's.
+branch with descriptors of `triton_gpu/linear.py` does, and `triton_gpu/linear_described.py` in
+tiles of 192 columns. `mix` has one in both languages, `mix_described`. Mosaic's own division and
+powers of two are not Triton's.
 """

@@ -36,10 +36,19 @@ def product_of(x, y, layout=LAYOUT):
     return _instruct("mul.rn.f32", x, y, layout=layout)
 
 
-def times(x, factor):
+def times(x, factor, layout=LAYOUT):
     """As `product_of`, with a number."""
-    bits = struct.unpack("<I", struct.pack("<f", factor))[0]
-    return _instruct("mul.rn.f32", x, constant=f", 0f{bits:08X}")
+    return _instruct("mul.rn.f32", x, constant=_constant(factor), layout=layout)
+
+
+def plus(x, number, layout=LAYOUT):
+    """As `sum_of`, with a number."""
+    return _instruct("add.rn.f32", x, constant=_constant(number), layout=layout)
+
+
+def inverse_root(x, layout=LAYOUT):
+    """One over the square root of each number."""
+    return _instruct("rsqrt.approx.ftz.f32", x, layout=layout)
 
 
 def power_of_two(x):
@@ -50,6 +59,10 @@ def power_of_two(x):
 def flushed_power_of_two(x, layout=LAYOUT):
     """As `power_of_two`, and as Triton has it: 0 where there is no normal number."""
     return _instruct("ex2.approx.ftz.f32", x, layout=layout)
+
+
+def _constant(number):
+    return f", 0f{struct.unpack('<I', struct.pack('<f', number))[0]:08X}"
 
 
 def _instruct(instruction, x, *others, constant="", layout=LAYOUT):

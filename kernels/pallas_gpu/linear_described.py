@@ -6,7 +6,7 @@ the GPU has multiprocessors. A program takes one block of the result after the o
 first copies for a block go on while the block before it is stored.
 
 A sum is one chain of products along the inputs, and what follows is computed as in `linear`, so
-the bits are those of that kernel and of Triton's. What the kernel does not take over: the scales of
+the bits are those of that kernel and of Triton's. Where rows are no whole blocks, the scales of
 norms are computed before it and what stands beside the result after it, by kernels of their own.
 """
 
@@ -22,7 +22,7 @@ from jaxtyping import Float, Float32, Int
 
 from kernels.pallas_gpu.layers import beside
 from kernels.pallas_gpu.leaves import MASSES, SCORES, Asks, Leaves, room_of
-from kernels.pallas_gpu.linear_result import WIDE, Result, scales_of
+from kernels.pallas_gpu.linear_result import SQUARES_AT_ONCE, WIDE, Result, scales_from, scales_of
 from kernels.pallas_gpu.linear_ring import (
     LINE_BYTES,
     LINES,
@@ -123,14 +123,27 @@ def described_product(
         operands |= {"scales": scales, "row_scales": row_scales}
         # With one warpgroup that multiplies there is room for more than one program.
         programs = _PROGRAMS if tiles.warps == WARPS else 1
+    columns = pl.cdiv(N, tiles.columns)
+    programs = min(row_blocks * columns, programs * _multiprocessors())
+    is_whole = R % tiles.rows == 0
     if squares is not None:
-        operands["scale"] = scales_of(squares, row_blocks * tiles.rows, K, eps, order)
+        # Found once by a program, whose blocks then are of the same rows.
+        is_found = is_whole and not (programs % row_blocks or squares.shape[1] % SQUARES_AT_ONCE)
+        if is_found:
+            operands["squares"] = squares
+        else:
+            operands["scale"] = scales_of(squares, row_blocks * tiles.rows, K, eps, order)
     if bias is not None:
         operands["bias"] = bias
+    results = {"out": jax.ShapeDtypeStruct((len(operands["x"]), N), out_type)}
+    stands_beside = added is not None and is_whole and tiles.columns % order.chunk == 0
     if added is not None:
         operands["added"] = _in_lines(added)
-    columns = pl.cdiv(N, tiles.columns)
-    results = {"out": jax.ShapeDtypeStruct((len(operands["x"]), N), out_type)}
+    if stands_beside:
+        if norm is not None:
+            operands |= {"norms": norm, "norm_layer": norm_layer.reshape(1)}
+            results["scaled"] = results["out"]
+        results["sums"] = jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32)
     if asks is not None:
         asked, warmth = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
         # The warmth of a row that is none divides what nobody reads.
@@ -146,6 +159,8 @@ def described_product(
         first=first,
         is_gated=is_gated,
         factor=factor,
+        eps=eps,
+        order=order,
         row_blocks=row_blocks,
         blocks=row_blocks * columns,
         steps=pl.cdiv(K, tiles.depth),
@@ -154,7 +169,7 @@ def described_product(
     out, *left = plgpu.kernel(
         functools.partial(_product_kernel, work=work),
         out_type=tuple(results.values()),
-        grid=(min(work.blocks, programs * _multiprocessors()),),
+        grid=(programs,),
         grid_names=("program",),
         num_threads=work.groups + 1,
         thread_name="group",
@@ -163,6 +178,8 @@ def described_product(
         kernel_name="described_product",
     )(*operands.values())
     out = out[:R]
+    if stands_beside:
+        return out, None if norm is None else left[0][:R], left[-1], None
     if added is not None:
         return (out, *beside(out, norm, norm_layer, order=order), None)
     return out, None, None, Leaves(*asks, *left) if asks else None
@@ -231,6 +248,9 @@ def _product_kernel(*refs, work, **shared):
         row, column = lax.rem(block, work.row_blocks), lax.div(block, work.row_blocks)
         return row * work.tiles.rows, column * work.tiles.columns
 
+    def rows_of_group(row):
+        return row + group * (work.tiles.rows // work.groups)
+
     @pl.when(group == work.groups)
     def _copy():
         if not is_alone:
@@ -247,10 +267,14 @@ def _product_kernel(*refs, work, **shared):
         if not is_alone:
             plgpu.set_max_registers(_multiplying_registers(work.groups), action="increase")
 
+        scales = None
+        if work.has_squares:
+            scales = scales_from(refs, work, rows_of_group(place(0)[0]))
+
         def multiply(i, _):
             row, column = place(i)
-            row += group * (work.tiles.rows // work.groups)
-            result = Result(refs, shared, work, group, row, column)
+            row = rows_of_group(row)
+            result = Result(refs, shared, work, group, row, column, scales)
             result.prepare()
             if work.is_quantised:
                 sums = sums_of_codes(refs, shared, work, group, i * work.steps, row, column)

@@ -12,10 +12,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
 
-from kernels.pallas_gpu.instructions import divided, power_of_two, sum_of, times
+from kernels.pallas_gpu.instructions import (
+    divided,
+    inverse_root,
+    plus,
+    power_of_two,
+    sum_of,
+    times,
+)
 from kernels.pallas_gpu.leaves import GROUP, MASSES, SCORES
 from kernels.pallas_gpu.scores import HIGHEST, KEY_OF_INFINITY, LOWEST, key_of, score_of
-from kernels.pallas_gpu.squares import add_up, load_squares
+from kernels.pallas_gpu.squares import add_up, exponent_of, in_floats, load_squares
 
 WIDE = 64
 """Rows that a warpgroup multiplies at once: the wide side of its matrix units."""
@@ -23,6 +30,9 @@ PARTS = 2
 """Parts of a result, `WIDE` lines each, that wait in shared memory for a warpgroup."""
 _LAYOUT = plgpu.Layout.WGMMA
 """How a product leaves its sums in the registers of a warpgroup."""
+_OF_ROWS = _LAYOUT.reduce(1)
+SQUARES_AT_ONCE = 8
+"""Columns of which such a layout has a multiple."""
 _LOG2_E = 1.4426950408889634
 _SCALE_ROWS = 16
 """Of a program that computes the scales of a norm."""
@@ -46,10 +56,33 @@ def _scales_kernel(squares_ref, out_ref, *, inputs, eps, order):
     pltriton.store(out_ref.at[row], lax.rsqrt(total * (1.0 / inputs) + eps))
 
 
+def scales_from(refs, work, row):
+    """As `scales_of`, of a warpgroup's rows: by how far down they begin."""
+    scales, inputs = {}, refs.x.shape[1]
+    for down in range(0, work.tiles.rows // work.groups, WIDE):
+        squares_ref = refs.squares.at[pl.ds(row + down, WIDE)]
+        squares = plgpu.load(squares_ref, layout=_LAYOUT, optimized=False)
+        total = _added_up([squares], work.order.digits_of_chunks)
+        mean = times(total, 1.0 / inputs, layout=_OF_ROWS)
+        scales[down] = inverse_root(plus(mean, work.eps, layout=_OF_ROWS), layout=_OF_ROWS)
+    return scales
+
+
+def _added_up(parts, digits):
+    """As `squares.add_up`, of rows whose columns are in parts."""
+    largest = functools.reduce(jnp.maximum, (x.max(axis=1) for x in parts))
+    exponent = exponent_of(largest, digits)
+    across = lax.broadcast_in_dim(exponent, parts[0].shape, [0])
+    unit = lax.bitcast_convert_type((digits + 254 - across) << 23, jnp.float32)
+    # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
+    units = functools.reduce(jnp.add, ((x * unit + 0.5).astype(jnp.int32) for x in parts))
+    return in_floats(units.sum(axis=1), exponent, digits)
+
+
 class Result:
     """A warpgroup's rows of a block of the result, which it stores part by part."""
 
-    def __init__(self, refs, shared, work, group, row, column):
+    def __init__(self, refs, shared, work, group, row, column, scales):
         self._out_ref, self._added_ref, self._scale_ref = refs.out, refs.added, refs.scale
         self._bias_ref, self._layer_ref = refs.bias, refs.layer
         self._work, self._row, self._column = work, row, column
@@ -62,7 +95,7 @@ class Result:
         # size 1 from what it copies to, and with it the place along it.
         columns = min(work.tiles.columns, work.outputs)
         self._places = [(d, a) for d in downs for a in range(0, columns, self._line)]
-        self._scales = {}
+        self._scales = scales
 
     def prepare(self):
         """Asks for what the end needs, before the product."""
@@ -70,14 +103,15 @@ class Result:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for number in range(min(PARTS, len(self._places))):
                 self._fetch(number)
-        if self._work.is_normed:
+        if self._work.is_normed and self._scales is None:
+            self._scales = {}
             for down in dict(self._places):
                 scale_ref = self._scale_ref.at[pl.ds(self._row + down, WIDE)]
-                scale = plgpu.load(scale_ref, layout=_LAYOUT.reduce(1), optimized=False)
-                self._scales[down] = lax.broadcast_in_dim(scale, (WIDE, self._line), [0])
+                self._scales[down] = plgpu.load(scale_ref, layout=_OF_ROWS, optimized=False)
 
     def store(self, sums):
         """Does what follows a product, and stores it; rows and columns outside are not written."""
+        terms = []
         for number, (down, at) in enumerate(self._places):
             out = self._finished(sums, down, at)
             part = self._parts.at[number % PARTS]
@@ -86,12 +120,45 @@ class Result:
                 out += plgpu.load(part, layout=_LAYOUT).astype(jnp.float32)
             else:
                 plgpu.wait_smem_to_gmem(PARTS - 1, wait_read_only=True)
-            part[...] = out.astype(self._out_ref.dtype)
+            out = out.astype(self._out_ref.dtype)
+            part[...] = out
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(part, self._of(self._out_ref, number))
+            if self._refs.sums is not None:
+                out = out.astype(jnp.float32)
+                self._store_scaled(out, number)
+                terms.append(out * out)
+                if (at + self._line) % self._work.order.chunk == 0:
+                    self._store_squares(terms, number)
+                    terms = []
             if self._work.is_added and number + PARTS < len(self._places):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 self._fetch(number + PARTS)
+
+    def _store_scaled(self, out, number):
+        """Stores a part as it is read next."""
+        scaled_ref, norms_ref = self._refs.scaled, self._refs.norms
+        if scaled_ref is None:
+            return
+        column = self._column + self._places[number][1]
+
+        @pl.when(column < self._work.outputs)
+        def _store():
+            at = norms_ref.at[self._refs.norm_layer[0], pl.ds(column, self._line)]
+            norm = plgpu.load(at, layout=_LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
+            read = out * lax.broadcast_in_dim(norm, out.shape, [1])
+            self._of(scaled_ref, number)[...] = read.astype(scaled_ref.dtype)
+
+    def _store_squares(self, terms, number):
+        """Stores the squares of a chunk, which a part ends."""
+        sums_ref, (down, at) = self._refs.sums, self._places[number]
+        column = self._column + at
+
+        @pl.when(column < self._work.outputs)
+        def _store():
+            chunk = lax.div(column, self._work.order.chunk)
+            sums = _added_up(terms, self._work.order.digits)
+            sums_ref[pl.ds(self._row + down, WIDE), chunk] = sums
 
     def leave(self, sums):
         """Stores what the block leaves of its rows, and its scores if one of them asks for them."""
@@ -168,7 +235,8 @@ class Result:
     def _finished(self, sums, down, at):
         gate, *up = (x[down : down + WIDE, at : at + self._line] for x in sums)
         if self._work.is_normed:
-            gate, *up = (x * self._scales[down] for x in (gate, *up))
+            scale = lax.broadcast_in_dim(self._scales[down], gate.shape, [0])
+            gate, *up = (x * scale for x in (gate, *up))
         if self._work.is_biased:
             gate, *up = (sum_of(x, self._bias(i, at)) for i, x in enumerate((gate, *up)))
         if not self._work.is_gated:

@@ -18,6 +18,7 @@ from kernels.pallas_gpu.instructions import multiplied_sum
 from kernels.pallas_gpu.linear_result import PARTS, WIDE
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK
+from shared.spec.numerics import SquaresOrder
 
 WARPS = 4
 """Of a warpgroup."""
@@ -33,7 +34,7 @@ class Work:
 
     Attributes:
       operands, results: Their names, in order.
-      outputs, first, is_gated, factor: As of `product`.
+      outputs, first, is_gated, factor, eps, order: As of `product`.
       row_blocks, blocks: Blocks of the result in a column, and in all.
       steps: Along the inputs.
     """
@@ -44,6 +45,8 @@ class Work:
     first: int
     is_gated: bool
     factor: float
+    eps: float
+    order: SquaresOrder
     row_blocks: int
     blocks: int
     steps: int
@@ -67,7 +70,12 @@ class Work:
     @property
     def is_normed(self) -> bool:
         """Whether each row has a scale."""
-        return "scale" in self.operands
+        return "scale" in self.operands or self.has_squares
+
+    @property
+    def has_squares(self) -> bool:
+        """Whether these scales are found from squares."""
+        return "squares" in self.operands
 
     @property
     def is_biased(self) -> bool:
@@ -90,11 +98,16 @@ class Refs(NamedTuple):
     scales: Any = None
     row_scales: Any = None
     scale: Any = None
+    squares: Any = None
     bias: Any = None
     added: Any = None
+    norms: Any = None
+    norm_layer: Any = None
     asks: Any = None
     warmth: Any = None
     tokens: Any = None
+    scaled: Any = None
+    sums: Any = None
     keys: Any = None
     ids: Any = None
     bad: Any = None

@@ -233,11 +233,12 @@ def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
     INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="blocks are copied by TMA on a GPU"
 )
 @pytest.mark.parametrize(
-    ("kind", "out_type"),
-    [*((kind, "bfloat16") for kind in KINDS), ("gated", "float32"), ("added", "float32")],
+    ("kind", "R", "out_type"),
+    [*((kind, 256, "bfloat16") for kind in KINDS)]
+    + [("gated", 300, "float32"), ("added", 300, "bfloat16"), ("added", 256, "float32")],
 )
-def test_tiles_of_192_columns_give_the_bits_of_others(kind: str, out_type: str) -> None:
-    given = {"kind": kind, "R": 300, "K": 1024, "N": 320, "first": 0, "out_type": out_type}
+def test_tiles_of_192_columns_give_the_bits_of_others(kind: str, R: int, out_type: str) -> None:
+    given = {"kind": kind, "R": R, "K": 1024, "N": 320, "first": 0, "out_type": out_type}
     how = {"rows": 128, "columns": 128, "swapped": False, "warps": 8, "stages": 3}
     want = in_bfloat16("triton", cut=tiles(**how), **given)
     wide = how | TMA | {"columns": 96 if "gated" in kind else 192}
