@@ -5,8 +5,8 @@
 A model with dummy weights is given a vision tower of Qwen3.5-9B's shape. One prompt at a time holds
 one picture between some words, and is handed to an engine that has nothing else to do, without
 HTTP: with a picture that is new, with one whose rows are kept, and as long a prompt of text. Then a
-prompt with a new picture comes beside a stream, whose gaps are told. In the end stand the bytes that
-the start planned, and the most that the framework held.
+prompt with a new picture comes beside a stream, whose gaps are told. In the end stand the bytes
+that the start planned, and the most that the framework held.
 """
 
 import argparse
