@@ -400,6 +400,15 @@ def number_of(sum):
 
 
 @triton.jit
+def sums_of(a, b, c, d):
+    """Four sums, for which a program's warps wait for each other once and not four times."""
+    ab, cd = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 0))
+    a, b = tl.split(ab)
+    c, d = tl.split(cd)
+    return a, b, c, d
+
+
+@triton.jit
 def no_sum():
     """A sum of nothing, in three words."""
     zero = tl.full((), 0, tl.int32)

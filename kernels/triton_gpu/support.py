@@ -26,6 +26,7 @@ from kernels.triton_gpu.scores import (
     number_of,
     score_of,
     scores_of,
+    sums_of,
     total_of,
     weight_of,
 )
@@ -166,9 +167,11 @@ def list_near(
                 start += num_near
     if is_alone:
         tl.store(notes_at + 4, start)
-    high_units = tl.sum(units & 32767) + tl.sum(rest >> 15)
-    whole, high_units, low_units = carried(tl.sum(units >> 15), high_units, tl.sum(rest & 32767))
-    tl.atomic_add(notes_at, tl.sum(count), sem="relaxed")
+    count, whole, high_units, low_units = sums_of(
+        count, units >> 15, (units & 32767) + (rest >> 15), rest & 32767
+    )
+    whole, high_units, low_units = carried(whole, high_units, low_units)
+    tl.atomic_add(notes_at, count, sem="relaxed")
     tl.atomic_add(notes_at + 1, whole, sem="relaxed")
     tl.atomic_add(notes_at + 2, high_units, sem="relaxed")
     tl.atomic_add(notes_at + 3, low_units, sem="relaxed")
@@ -284,17 +287,20 @@ def _tally(
     """
     if known.is_listed:
         is_above, is_tie = known.keys > border, known.keys == border
-        whole, units, rest = known.sum
-        count = known.count + tl.sum(is_above.to(tl.int32))
-        units += tl.sum(tl.where(is_above, known.units, 0))
-        rest += tl.sum(tl.where(is_above, known.rest, 0))
-        whole, units, rest = carried(whole, units, rest)
         if (limit > 0) & (limit < sizes.vocab):
             place = tl.arange(0, listed)
             is_tie &= (
                 tl.load(memory.near + listed + place, mask=is_tie, other=0, volatile=True) < limit
             )
-        ties = tl.sum(is_tie.to(tl.int32))
+        count, more, more_rest, ties = sums_of(
+            is_above.to(tl.int32),
+            tl.where(is_above, known.units, 0),
+            tl.where(is_above, known.rest, 0),
+            is_tie.to(tl.int32),
+        )
+        whole, units, rest = known.sum
+        count += known.count
+        whole, units, rest = carried(whole, units + more, rest + more_rest)
         above = number_of((whole, units, rest))
     else:
         count, above, ties = _tally_all(border, limit, bounds, source, memory, at_once, sizes)
