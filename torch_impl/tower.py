@@ -95,7 +95,9 @@ def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
     """A picture behind these blocks, which are the next ones."""
     x = picture.rows
     for block in weights.blocks[blocks.start : blocks.stop]:
-        x = _block(block, x, picture)
+        # Each half lets go of its arrays: of a large picture the widest is 141 MB.
+        x = x + _mixed(block, x, picture)
+        x = x + _fed(block, x)
     return replace(picture, rows=x)
 
 
@@ -108,14 +110,19 @@ def finished(
     return linear.product(wide, weights.merger_down)
 
 
-def _block(
+def _mixed(
     block: TowerBlock, x: Float[Tensor, "R hidden"], picture: Begun
 ) -> Float[Tensor, "R hidden"]:
+    """What a block's attention adds."""
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
     mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
-    x = x + linear.product(mixed, block.out)
+    return linear.product(mixed, block.out)
+
+
+def _fed(block: TowerBlock, x: Float[Tensor, "R hidden"]) -> Float[Tensor, "R hidden"]:
+    """What a block's MLP adds."""
     wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
-    return x + linear.product(wide, block.down)
+    return linear.product(wide, block.down)
 
 
 def _normed(norm: LayerNorm, x: Float[Tensor, "R hidden"]) -> Float[Tensor, "R hidden"]:

@@ -1,0 +1,127 @@
+"""What steps of torch work on, a picture's above all, is no more than is planned.
+
+Counted without a GPU, as `tests.support.torch_memory` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from jaxtyping import Int
+from torch import Tensor
+from triton.runtime.interpreter import GridExecutor
+
+from shared.boundary.backend import Blueprint
+from shared.boundary.buffers import plan_layout
+from shared.boundary.pictures import PicturePool
+from shared.boundary.program import Program
+from shared.boundary.ranks import ALONE
+from shared.drafts.drafts import Drafts
+from shared.models.dummy import DummyCheckpoint
+from shared.models.families import config_from_folder
+from shared.models.tower import tower_parameters
+from shared.models.vision import VisionConfig
+from shared.process import pictures
+from tests.support.golden_pictures import MODEL, picture_config
+from tests.support.kernels import KERNELS, ON_GPU, bind_kernels
+from tests.support.seeing import capacity_of
+from tests.support.torch_memory import EAGER, LOADING, Memory
+from torch_impl import ops
+from torch_impl.device_state import allocate
+from torch_impl.machine import Machine
+from torch_impl.ops import attention, layers, linear
+from torch_impl.step import step
+from torch_impl.weights import load_tower
+from torch_impl.workspace import workspace
+
+VISION = VisionConfig(
+    depth=4,
+    hidden=1152,
+    num_heads=16,
+    intermediate=4304,
+    channels=3,
+    patch_size=16,
+    frames=2,
+    merge_size=2,
+    table_side=48,
+    out=4096,
+    image_token=0,
+)
+"""As Qwen3.5-9B's, but for its depth."""
+TOKENS = 4096
+"""Of the largest picture, the largest of a start without flags."""
+
+
+pytestmark = pytest.mark.skipif(ON_GPU, reason="kernels that run nothing are the interpreter's")
+
+OPERATIONS = {
+    attention: ("attend_all",),
+    layers: ("blended", "gelu", "gelu_tanh", "layer_norm"),
+    linear: ("product",),
+}
+
+
+@dataclass(frozen=True)
+class Tower:
+    """A tower whose arrays have sizes and no memory, and the programs that encode by it."""
+
+    machine: Machine
+    blueprint: Blueprint
+    memory: Memory
+
+    def workspace(self, program: Program) -> int:
+        return workspace(program, self.blueprint)
+
+    def plan(self, program: Program) -> Int[Tensor, " words"]:
+        size = plan_layout(program, self.blueprint.capacity).size
+        return torch.empty(size, dtype=torch.int32, device="meta")
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tower's operations are kernels, which allocate what they make and run nothing."""
+    bind_kernels(monkeypatch, ops, KERNELS["triton"])
+    for module, names in OPERATIONS.items():
+        for name in names:
+            kernel = partial(getattr(module, f"kernel_{name}"), ops.KERNELS)
+            monkeypatch.setattr(module, name, kernel)
+    monkeypatch.setattr(GridExecutor, "__call__", lambda *given, **how: None)
+
+
+@pytest.fixture
+def tower(kernels: None) -> Iterator[Tower]:
+    processor = replace(picture_config(), factor=32, least=1 << 16, most=TOKENS * 32**2)
+    pool = PicturePool(VISION, processor, 1 + TOKENS)
+    programs = tuple(pictures.encodings(pool, are_few=False)[-3:])  # of two sizes
+    capacity = replace(capacity_of("none", 2, 2), programs=programs, pictures=pool)
+    config = config_from_folder(MODEL)
+    blueprint = Blueprint(
+        config=config, drafts=Drafts.none(), capacity=capacity, dtype="bfloat16", on_gpu=True
+    )
+    meta, memory = torch.device("meta"), Memory()
+    checkpoint = DummyCheckpoint(tower_parameters(VISION), {}, None)
+    with memory, torch.inference_mode():
+        memory.pool = LOADING
+        weights = load_tower(checkpoint, VISION, "bfloat16", meta, lambda num_bytes: None)
+        state = allocate(config, capacity, None, torch.bfloat16, meta)
+        memory.free_unused()
+        memory.pool = EAGER
+        model: Any = SimpleNamespace(group=ALONE)
+        yield Tower(Machine(model, None, weights, capacity, state), blueprint, memory)
+
+
+def test_an_encoding_works_on_no_more_than_is_planned(tower: Tower) -> None:
+    """Of its blocks each lets go of what it has made before the next one's arrays come."""
+    for program in tower.blueprint.capacity.programs:
+        plan, planned = tower.plan(program), tower.workspace(program)
+        used = tower.memory.most_used_by(partial(step, tower.machine, plan, program))
+        assert 0.75 * planned < used <= planned, program
