@@ -18,8 +18,16 @@ from tests.support.private_names import defined_in, reached_by
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 # Writing Orbax, training, programs that are kept and ranks that are devices of one process are
-# JAX's alone, compiling kernels on their own is torch's.
-_ALONE = ("convert.py", "train.py", "kept.py", "together.py", "compiling.py", "mailboxes.py")
+# JAX's alone, compiling kernels on their own and capturing are torch's.
+_ALONE = (
+    "convert.py",
+    "train.py",
+    "kept.py",
+    "together.py",
+    "compiling.py",
+    "graphs.py",
+    "mailboxes.py",
+)
 ONE_SIDED = {*map(Path, _ALONE)}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.

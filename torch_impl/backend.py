@@ -15,7 +15,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepFuture, StepPlan, StepResult
-from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
+from shared.boundary.buffers import plan_layout, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import CAPTURED, Program, Work
@@ -26,12 +26,12 @@ from shared.models.config import ModelConfig
 from shared.models.ranks import local
 from torch_impl import drafters
 from torch_impl import weights as weights_module
-from torch_impl.compiling import compile_kernels
 from torch_impl.device_state import DeviceState, allocate
 from torch_impl.drafters import heads
 from torch_impl.drafters.dflash import BlockDrafter
 from torch_impl.drafters.eagle import EagleDrafter
 from torch_impl.drafters.standalone import StandaloneDrafter
+from torch_impl.graphs import Graph, Graphs
 from torch_impl.machine import Machine
 from torch_impl.mailboxes import DeviceMailboxes, on_device
 from torch_impl.model import Model
@@ -116,7 +116,9 @@ class TorchBackend:
         drafter = _drafter(model, drafts, draft_weights)
         machine = Machine(model, drafter, tower, capacity, self._state)
         self._queue = (
-            _Stream(machine, device, captured) if device.type == "cuda" else _Worker(machine)
+            _Stream(machine, device, captured, self.workspace)
+            if device.type == "cuda"
+            else _Worker(machine)
         )
 
     @property
@@ -253,15 +255,6 @@ class _Launched:
         return self._result
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """A captured program: where it reads its plan and leaves its result."""
-
-    graph: torch.cuda.CUDAGraph
-    plan: Int[Tensor, " words"]
-    result: Int[Tensor, " out"]
-
-
 class _Stream:
     """Runs steps on a GPU, in the order of one stream.
 
@@ -269,9 +262,14 @@ class _Stream:
     in flight, counted with the one being planned; an entry that is still read is waited for.
     """
 
-    def __init__(self, machine: Machine, device: torch.device, captured: Collection[Work]) -> None:
-        self.captures = self.replays = 0
-        self._machine, self._captured = machine, captured
+    def __init__(
+        self,
+        machine: Machine,
+        device: torch.device,
+        captured: Collection[Work],
+        workspace: Callable[[Program], int],
+    ) -> None:
+        self.replays, self._machine = 0, machine
         capacity = machine.capacity
         self._compute, self._copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._compute.wait_stream(torch.cuda.current_stream(device))
@@ -285,9 +283,12 @@ class _Stream:
         self._exchange: DeviceMailboxes | None = machine.model.group.on_device
         self._errors = [_pinned(1) for _ in self._results]
         self._flights: list[_Launched | None] = [None] * len(self._plans)
-        self._graphs: dict[Program, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if captured else None
+        self._graphs = Graphs(machine, device, self._compute, captured, workspace)
         self._count, self._device = 0, device
+
+    @property
+    def captures(self) -> int:
+        return len(self._graphs.captured)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> _Launched:
@@ -298,12 +299,12 @@ class _Stream:
             earlier.result()  # frees its entries of the rings
         staged = self._plans[place][: len(plan.buffer)]
         staged.copy_(torch.from_numpy(plan.buffer))
-        flight = self._launch(plan.program, self._graphs.get(plan.program), staged, place)
+        flight = self._launch(plan.program, self._graphs.captured.get(plan.program), staged, place)
         self._flights[place] = flight
         return flight
 
     def launch(self, program: Program) -> Launch:
-        if program in self._graphs:
+        if program in self._graphs.captured:
             return Launch.CUDA_GRAPH
         return Launch.DISABLED if program.work in CAPTURED else Launch.EAGER
 
@@ -314,7 +315,7 @@ class _Stream:
             self._exchange.close()
 
     def _launch(
-        self, program: Program, graph: _Graph | None, staged: Int[Tensor, " words"], place: int
+        self, program: Program, graph: Graph | None, staged: Int[Tensor, " words"], place: int
     ) -> _Launched:
         events = [torch.cuda.Event(enable_timing=i < 2) for i in range(3)]
         began, ended, copied = events
@@ -342,7 +343,7 @@ class _Stream:
         )
 
     def _run(
-        self, program: Program, graph: _Graph | None, staged: Int[Tensor, " words"]
+        self, program: Program, graph: Graph | None, staged: Int[Tensor, " words"]
     ) -> Int[Tensor, " out"]:
         if graph is None:
             on_device = staged.to(self._device, non_blocking=True)
@@ -352,50 +353,8 @@ class _Stream:
         self.replays += 1
         return graph.result
 
-    @torch.inference_mode()
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Compiles the kernels of all programs side by side, then runs each and captures it.
-
-        They run over plans of padding, which touch the sinks only. A first run sets up libraries,
-        outside of the capture and of serving. What a graph works on is of the pool of all graphs,
-        of which one runs at a time.
-        """
-
-        def steps() -> None:
-            for program in programs:
-                progress(program)
-                step(self._machine, self._padding(program), program)
-
-        with torch.cuda.stream(self._compute):
-            compile_kernels(steps)
-        for program in programs:
-            if self._exchange is not None:
-                self._exchange.meet()  # on the GPU ranks wait less long than one may compile
-            with torch.cuda.stream(self._compute):
-                plan = self._padding(program)
-                step(self._machine, plan, program)
-            self._compute.synchronize()
-            if program.work in self._captured:
-                self._graphs[program] = self._capture(program, plan)
-                self.captures += 1
-                # A graph keeps memory of its own, not that of the first run.
-                torch.cuda.empty_cache()
-
-    def _padding(self, program: Program) -> Int[Tensor, " words"]:
-        plan = empty_plan(program, self._machine.capacity)
-        return torch.from_numpy(plan.buffer).to(self._device)
-
-    def _capture(self, program: Program, plan: Int[Tensor, " words"]) -> _Graph:
-        graph = torch.cuda.CUDAGraph()
-        # Another thread of the process (a JAX backend, say) may allocate meanwhile.
-        options = {
-            "pool": self._pool,
-            "stream": self._compute,
-            "capture_error_mode": "thread_local",
-        }
-        with torch.cuda.graph(graph, **options):
-            result = step(self._machine, plan, program)
-        return _Graph(graph, plan, result)
+        self._graphs.prepare(programs, progress)
 
 
 def _pinned(size: int) -> Int[Tensor, " words"]:

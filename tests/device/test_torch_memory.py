@@ -1,4 +1,4 @@
-"""What steps of torch work on, a picture's above all, is no more than is planned.
+"""What steps of torch work on, a picture's above all, is held once, and no more than is planned.
 
 Counted without a GPU, as `tests.support.torch_memory` does.
 """
@@ -23,7 +23,7 @@ from triton.runtime.interpreter import GridExecutor
 from shared.boundary.backend import Blueprint
 from shared.boundary.buffers import plan_layout
 from shared.boundary.pictures import PicturePool
-from shared.boundary.program import Program
+from shared.boundary.program import Program, Work
 from shared.boundary.ranks import ALONE
 from shared.drafts.drafts import Drafts
 from shared.models.dummy import DummyCheckpoint
@@ -34,8 +34,8 @@ from shared.process import pictures
 from tests.support.golden_pictures import MODEL, picture_config
 from tests.support.kernels import KERNELS, ON_GPU, bind_kernels
 from tests.support.seeing import capacity_of
-from tests.support.torch_memory import EAGER, LOADING, Memory
-from torch_impl import ops
+from tests.support.torch_memory import EAGER, LOADING, Memory, absent_gpu
+from torch_impl import graphs, ops
 from torch_impl.device_state import allocate
 from torch_impl.machine import Machine
 from torch_impl.ops import attention, layers, linear
@@ -125,3 +125,22 @@ def test_an_encoding_works_on_no_more_than_is_planned(tower: Tower) -> None:
         plan, planned = tower.plan(program), tower.workspace(program)
         used = tower.memory.most_used_by(partial(step, tower.machine, plan, program))
         assert 0.75 * planned < used <= planned, program
+
+
+@pytest.mark.parametrize("captured", [(), (Work.ENCODE,)], ids=["eager", "captured"])
+def test_programs_hold_what_the_widest_works_on_once(
+    tower: Tower, monkeypatch: pytest.MonkeyPatch, captured: tuple[Work, ...]
+) -> None:
+    """Beside it plans that graphs read, and 2 MB at a time of what is small."""
+    monkeypatch.setattr(graphs, "compile_kernels", lambda steps: steps())
+    allocator, programs = tower.memory.allocator, tower.blueprint.capacity.programs
+    widest = max(map(tower.workspace, programs))
+    before = allocator.most = allocator.reserved
+    with absent_gpu(tower.memory):
+        given = (tower.machine, torch.device("meta"), torch.cuda.Stream(), captured)
+        made = graphs.Graphs(*given, tower.workspace)
+        made.prepare(sorted(programs, key=tower.workspace, reverse=True), lambda program: None)
+        assert len(made.captured) == len(captured and programs)
+        for program in programs if not captured else ():
+            step(tower.machine, tower.plan(program), program)
+    assert widest < allocator.most - before < 1.15 * widest
