@@ -92,11 +92,11 @@ PLATFORM = Platform(
         workspace=workspace,
         are_compiled=False,
         has_mailboxes=True,
+        captures=True,
         device_mailbox_bytes=device_mailbox_bytes,
     ),
     kernels=KERNEL_LIMITS,
     load=load_backend,
-    captures=True,
 )
 
 

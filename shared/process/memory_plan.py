@@ -90,6 +90,8 @@ class MemoryPlan:
 
 CPU_TOTAL_TOKENS = 32768
 
+PROMPTS, DECODING = (Work.PREFILL, Work.COUNT, Work.ENCODE), (Work.DECODE, Work.DRAFT)
+
 
 def plan(
     options: Options,
@@ -398,12 +400,16 @@ def _text_lines(options: Options) -> Iterator[MemoryLine]:
 
 
 def _workspace_lines(blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
-    """Of prompts and of decoding apart: what one has freed is not always the other's to take.
+    """Of works apart whose steps do not take each other's memory.
 
-    Captured programs share a pool, in which no step that runs without a capture finds room.
+    What prompts have freed is not always decoding's to take. Captured steps share a pool, in which
+    no step that runs without a capture finds room.
     """
-    prompts = (Work.PREFILL, Work.COUNT, Work.ENCODE)
-    for name, is_prompt in (("prompt workspace", True), ("decode workspace", False)):
-        programs = [p for p in blueprint.capacity.programs if (p.work in prompts) is is_prompt]
+    groups = {"prompt workspace": PROMPTS, "decode workspace": DECODING}
+    if costs.captures and blueprint.on_gpu:
+        others = [work for work in Work if work not in blueprint.captured]
+        groups = {"graph workspace": blueprint.captured, "eager workspace": others}
+    for name, works in groups.items():
+        programs = [p for p in blueprint.capacity.programs if p.work in works]
         widest = max((costs.workspace(p, blueprint) for p in programs), default=0)
         yield MemoryLine(name, "the widest step, estimated", widest)

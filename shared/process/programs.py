@@ -35,6 +35,7 @@ class ProgramCosts:
       workspace: Bytes that a step of a program works on beside the pools.
       are_compiled: On a CPU each program takes seconds of the start, so there are few.
       has_mailboxes: Whether its ranks exchange through mailboxes on a CPU.
+      captures: Whether it has steps on a GPU that it may capture or not.
       device_mailbox_bytes: Of those on each of so many GPUs; raises a ValueError where ranks cannot
         be so many.
     """
@@ -42,6 +43,7 @@ class ProgramCosts:
     workspace: Callable[[Program, Blueprint], int]
     are_compiled: bool
     has_mailboxes: bool = False
+    captures: bool = False
     device_mailbox_bytes: Callable[[int], int] = lambda count: 0
 
 

@@ -105,7 +105,6 @@ class Platform:
       kernels: What its kernels of a GPU take; None where it has none.
       load: Makes the backend from its blueprint, what `open_checkpoint` gave and what drafts; it
         calls its last argument with the number of stored bytes after each tensor.
-      captures: Whether it has steps on a GPU that it may capture or not.
       take_devices: Where one process has all devices, called with their number before the first
         is asked for.
       free_on_each: Where one process has all devices, bytes that can be allocated on each of the
@@ -117,7 +116,6 @@ class Platform:
     costs: ProgramCosts
     kernels: KernelLimits | None
     load: LoadCall
-    captures: bool = False
     take_devices: Callable[[int], None] = lambda count: None
     free_on_each: Callable[[int], Sequence[int]] = lambda count: ()
 
@@ -174,7 +172,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     """
     options = _with_candidates(with_whole_paths(options))
     options.observing.check_exporter()
-    if not platform.captures:
+    if not platform.costs.captures:
         _refuse_graph_flags(options)
     draft, folder = options.speculative, options.model.model_path
     model = config_from_folder(folder, options.model.context_length)

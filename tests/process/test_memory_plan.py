@@ -59,6 +59,11 @@ def planned(framework: str, free_bytes: int, flags: str = "", kind: str = "gpu")
     return plan(parse(flags.split()), QWEN3_8B, Drafts.none(), device, costs)
 
 
+def prompt_workspace(lines: dict[str, int]) -> int:
+    """Of prompts, or of all that is captured."""
+    return lines.get("prompt workspace", lines.get("graph workspace", 0))
+
+
 @pytest.mark.parametrize("framework", PLATFORMS)
 @pytest.mark.parametrize(("free_bytes", "positions"), [(140 * GB, 440_000), (80 * GB, 150_000)])
 def test_a_model_of_eight_billions_gets_most_of_a_gpu_for_its_kv(framework, free_bytes, positions):
@@ -81,8 +86,24 @@ def test_prompts_and_decoding_are_counted_apart_by_what_the_backend_says(framewo
     sizes = {line.name: line.num_bytes for line in memory.lines}
     workspace = PLATFORMS[framework].costs.workspace
     asked = {p: workspace(p, memory.blueprint) for p in memory.capacity.programs}
-    for name, work in (("prompt workspace", Work.PREFILL), ("decode workspace", Work.DECODE)):
-        assert sizes[name] == max(size for p, size in asked.items() if p.work is work)
+    by_name = {"prompt workspace": Work.PREFILL, "decode workspace": Work.DECODE}
+    widest = {x: max(size for p, size in asked.items() if p.work is y) for x, y in by_name.items()}
+    if framework == "torch":  # whose graphs share a pool, which is not that of other steps
+        counts = [size for p, size in asked.items() if p.work is Work.COUNT]
+        widest = {"graph workspace": max(widest.values()), "eager workspace": max(counts)}
+    assert {name: sizes[name] for name in sizes if "workspace" in name} == widest
+
+
+def test_what_is_not_captured_has_memory_of_its_own():
+    flags = "--disable-piecewise-cuda-graph --max-running-requests 64"
+    for more, captured in (("", {Work.DECODE}), (" --disable-cuda-graph", set())):
+        memory = planned("torch", 140 * GB, flags + more)
+        workspace, widest = PLATFORMS["torch"].costs.workspace, {True: 0, False: 0}
+        for program in memory.capacity.programs:
+            size, is_captured = workspace(program, memory.blueprint), program.work in captured
+            widest[is_captured] = max(widest[is_captured], size)
+        sizes = {line.name: line.num_bytes for line in memory.lines}
+        assert (sizes["graph workspace"], sizes["eager workspace"]) == (widest[True], widest[False])
 
 
 def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
@@ -183,7 +204,7 @@ def test_a_dense_weight_in_fp8_is_counted_once_more_widened(framework):
         lines.append({line.name: line.num_bytes for line in memory.lines})
     wide, narrow = lines
     matrix = 2 * config.dense.intermediate * config.hidden
-    assert narrow["prompt workspace"] - wide["prompt workspace"] == 2 * matrix
+    assert prompt_workspace(narrow) - prompt_workspace(wide) == 2 * matrix
     assert wide["weights"] - narrow["weights"] == 36 * (matrix - 2 * matrix // 128**2)
 
 
@@ -307,7 +328,7 @@ def test_masks_take_memory_of_rings_and_steps():
     lines = {line.name: line.num_bytes for line in without.lines}
     more = {line.name: line.num_bytes - lines[line.name] for line in with_masks.lines}
     grown = {name for name, num_bytes in more.items() if num_bytes}
-    assert {"plans and results", "decode workspace"} <= grown
+    assert {"plans and results", "graph workspace"} <= grown
     masks = 49 * -(-with_masks.capacity.vocab // 32)  # of 48 rows, and that of all ones
     assert more["plans and results"] >= 3 * 4 * masks
 
@@ -330,7 +351,7 @@ def test_scores_of_prompts_have_few_programs_of_their_own_and_are_counted(framew
         assert len(added) == 2
     vocab, tokens = scoring.capacity.vocab, widest[0][2]
     lines = [{line.name: line.num_bytes for line in memory.lines} for memory in made]
-    assert lines[1]["prompt workspace"] - lines[0]["prompt workspace"] > 128 * vocab * 4
+    assert prompt_workspace(lines[1]) - prompt_workspace(lines[0]) > 128 * vocab * 4
     words = tokens * (2 + 2 * scoring.capacity.max_scores)
     assert lines[1]["plans and results"] >= 3 * 4 * words
 
