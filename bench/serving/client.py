@@ -120,6 +120,22 @@ class Client:
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise NoServer(f"{self._url}/v1/models gives no model: {error!r:.200}") from error
 
+    async def pictures(self) -> dict[str, int]:
+        """The bounds of pictures, as this project's server tells them.
+
+        Raises:
+          NoServer: It tells none.
+        """
+        try:
+            answer = await self._http.get("/capabilities")
+            answer.raise_for_status()
+            bounds = answer.json()["pictures"]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise NoServer(f"{self._url}/capabilities tells nothing: {error!r:.200}") from error
+        if bounds is None:
+            raise NoServer(f"the model at {self._url} sees no pictures")
+        return bounds
+
     async def accept_counters(self) -> tuple[float, float] | None:
         """Verify steps and accepted drafts so far; None where `/metrics` does not tell of them."""
         try:

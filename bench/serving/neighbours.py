@@ -4,15 +4,23 @@
 
 Asks a running server whose model sees for a stream, alone and while 12 odd pictures are sent again
 and again, all at once. Told are the longest gap between two events of the stream, the longest that
-is not among the highest hundredth, the median, and how each picture was answered. The exit code is
-1 where one was answered with another status than it should.
+is not among the highest hundredth, the median, and how each picture was answered. Another process
+sends the pictures, whose bodies are megabytes: where it writes one, no event of the stream waits to
+be read. Good pictures have the size that the server tells under `/capabilities`, so that they are
+decoded and encoded. The exit code is 1 where a picture was answered with another status than it
+should, and 2 where nothing was measured.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
+from collections.abc import Awaitable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +32,84 @@ from rich.table import Table
 from bench.serving.client import Client, NoServer
 from bench.serving.prompt_sets import CHAT, Ask
 from bench.serving.run import address_options, url_of
-from tests.support.pictures import PATTERN, REFUSED, deep_colours, rgb, stored
+from shared.process import heap
+from tests.support.pictures import REFUSED, deep_colours, rgb, stored
 from tests.support.pictures import url_of as data_url
 
 TEXT = {"type": "text", "text": "Count slowly to one thousand, one number a line."}
 OK, BAD = "", "400"
 """How an answer begins that is none of an error, and how one that is."""
 
+TINY = data_url(stored(Image.new("RGB", (1, 1))))
+NAMES = ("bomb", "truncated", "svg", "wrong base64", "animated", "remote")
 
-def _turned() -> bytes:
+Odd = dict[str, tuple[list[str], str]]
+"""The pictures of each request, and what its answer's error begins with."""
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Who sends odd pictures, in a process of its own.
+
+    Attributes:
+      url, key, timeout_s: As of `Client`.
+      model: What the requests name.
+      odd: Each round sends all, at once.
+      rounds: How often.
+    """
+
+    url: str
+    key: str | None
+    timeout_s: float
+    model: str
+    odd: Odd
+    rounds: int
+
+    def send(self) -> dict[str, str]:
+        """The pictures that were answered otherwise than they should, and how."""
+        return asyncio.run(self._send())
+
+    async def _send(self) -> dict[str, str]:
+        wrong: dict[str, str] = {}
+
+        async def one(name: str) -> None:
+            urls, want = self.odd[name]
+            reply = await client.ask(asking(self.model, urls, 1), streams=False, zero_s=0.0)
+            said = reply.error or OK
+            if (not said) != (not want) or not said.startswith(want):
+                wrong[name] = f"{said or 'a text'}: {reply.reason}"
+
+        async with Client(self.url, self.key, self.timeout_s) as client:
+            for _ in range(self.rounds):
+                await asyncio.gather(*map(one, self.odd))
+        return wrong
+
+
+def odd_pictures(bounds: dict[str, int]) -> Odd:
+    """Pictures that are refused, and good ones of the fewest tokens that the model takes.
+
+    Args:
+      bounds: See `shared.server.answers.PictureBounds`.
+    """
+    tokens, factor = bounds["min_tokens"], math.isqrt(bounds["pixels_per_token"])
+    rows = next(count for count in range(math.isqrt(tokens), 0, -1) if tokens % count == 0)
+    sides = (rows * factor, tokens // rows * factor, 3)
+    pattern = np.random.default_rng(0).integers(0, 256, sides, np.uint8)
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
-    return stored(rgb(), exif=exif)
-
-
-TINY = data_url(stored(Image.new("RGB", (1, 1))))
-GOOD = {
-    "1-pixel side": stored(Image.new("RGB", (100, 1))),
-    "CMYK": stored(rgb().convert("CMYK"), "JPEG"),
-    "16 bit": deep_colours(PATTERN.astype(np.uint16) * 257),
-    "turned": _turned(),
-    "palette": stored(rgb().quantize(200)),
-}
-NAMES = ("bomb", "truncated", "svg", "wrong base64", "animated", "remote")
-ODD: dict[str, tuple[list[str], str]] = {
-    **{name: ([REFUSED[name][0]], BAD) for name in NAMES},
-    "10,000 tiny": ([TINY] * 10_000, BAD),
-    **{name: ([data_url(data)], OK) for name, data in GOOD.items()},
-}
-"""The pictures of each request, and what its answer's error begins with."""
+    good = {
+        # Enlarged until it has enough pixels, it is a single row of tokens.
+        "1-pixel side": stored(Image.new("RGB", (tokens, 1))),
+        "CMYK": stored(rgb(pattern).convert("CMYK"), "JPEG"),
+        "16 bit": deep_colours(pattern.astype(np.uint16) * 257),
+        "turned": stored(rgb(pattern), exif=exif),
+        "palette": stored(rgb(pattern).quantize(200)),
+    }
+    return {
+        **{name: ([REFUSED[name][0]], BAD) for name in NAMES},
+        "10,000 tiny": ([TINY] * 10_000, BAD),
+        **{name: ([data_url(data)], OK) for name, data in good.items()},
+    }
 
 
 def asking(model: str, urls: list[str], max_tokens: int) -> Ask:
@@ -62,7 +119,7 @@ def asking(model: str, urls: list[str], max_tokens: int) -> Ask:
     return Ask(CHAT, {**body, "max_tokens": max_tokens, "temperature": 0})
 
 
-async def gaps_beside(client: Client, ask: Ask, others: Any) -> list[float]:
+async def gaps_beside(client: Client, ask: Ask, others: Awaitable[object]) -> list[float]:
     """Milliseconds between the events of a stream that runs until others have ended, or once."""
     gaps: list[float] = []
     beside = asyncio.ensure_future(others)
@@ -80,30 +137,21 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], 
     """The gaps alone and beside the pictures, and the pictures that were answered otherwise.
 
     Raises:
-      NoServer: Nobody answers, or not with a stream.
+      NoServer: Nobody answers, or not with a stream, or the model sees nothing.
     """
-    wrong: dict[str, str] = {}
-
-    async def send(client: Client, model: str) -> None:
-        async def one(name: str) -> None:
-            urls, want = ODD[name]
-            reply = await client.ask(asking(model, urls, 1), streams=False, zero_s=0.0)
-            said = reply.error or OK
-            if (not said) != (not want) or not said.startswith(want):
-                wrong[name] = f"{said}: {reply.reason}"
-
-        for _ in range(options.rounds):
-            await asyncio.gather(*map(one, ODD))
-
-    async with Client(url_of(options), options.api_key, options.timeout) as client:
+    where = (url_of(options), options.api_key, options.timeout)
+    async with Client(*where) as client:
         model = options.model or await client.model()
+        sender = Sender(*where, model, odd_pictures(await client.pictures()), options.rounds)
         ask = asking(model, [], options.max_tokens).with_fields(ignore_eos=True)
-        await send(client, model)  # the first picture starts a process
-        alone = await gaps_beside(client, ask, asyncio.sleep(0))
-        return {
-            "alone": alone,
-            "beside": await gaps_beside(client, ask, send(client, model)),
-        }, wrong
+        loop = asyncio.get_running_loop()
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            first = await loop.run_in_executor(process, sender.send)  # starts server's processes
+            heap.settle()  # a collection of all that was imported would be a gap as well
+            alone = await gaps_beside(client, ask, asyncio.sleep(0))
+            sent = loop.run_in_executor(process, sender.send)
+            beside = await gaps_beside(client, ask, sent)
+        return {"alone": alone, "beside": beside}, first | await sent
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
