@@ -30,4 +30,4 @@ def begin(given: Any) -> Callable[[Any], bytes]:
 
 
 if __name__ == "__main__":
-    worker.run(begin, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)
+    worker.run(begin, read=bytes.decode, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)

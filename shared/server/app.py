@@ -21,6 +21,7 @@ from shared.server.errors import ApiError
 from shared.server.gates import OPEN_PATH, HeadLimit, HostCheck, KeyCheck
 from shared.server.generation import Generator
 from shared.server.grammars import Grammars
+from shared.server.long_work import LongWork
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.openapi import Route, document
 from shared.server.origins import Origins
@@ -109,10 +110,11 @@ def make_apps(
     facts = client.facts
     metrics = ServerMetrics(facts.model_name)
     watchers = (metrics, RequestLog(tokenizer, facts.observing.log_requests), *tracing)
-    reader = PromptReader(tokenizer, renderer, opener, facts.limits, facts.max_open_requests)
+    work = LongWork()
+    reader = PromptReader(tokenizer, renderer, opener, facts.limits, facts.max_open_requests, work)
     generator = Generator(client, reader, grammars, tokenizer, metrics, watchers)
-    routes = Routes(generator, metrics, opener)
-    tokens = TokenRoutes(facts, reader, tokenizer)
+    routes = Routes(generator, metrics, opener, work)
+    tokens = TokenRoutes(facts, reader, tokenizer, work)
     model = (*_model_routes(routes, tokens), *_state_routes(routes), *_page_routes())
     admin = (*_metrics_routes(routes), *_admin_routes(AdminRoutes(client, tokenizer)))
     names, origins = facts.host_names, facts.allowed_origins

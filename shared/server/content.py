@@ -9,10 +9,14 @@ from typing import Annotated, Any
 from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from shared.server.errors import ApiError
 from shared.server.fields import is_text
 
 TEXT, PICTURE = "text", "image_url"
 """The types of parts that there are."""
+
+MAX_PICTURES = 64
+"""Of one request."""
 
 _CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
 
@@ -29,6 +33,22 @@ _OTHER = {
     "file": "files are not served; send their text, or a picture as a part of type image_url",
 }
 """Why a part whose type has this word in its name is not taken."""
+
+
+def few_pictures(messages: Any) -> Any:
+    """Messages as a client has sent them, which may be anything, before one of them is read.
+
+    Raises:
+      ApiError: They have more pictures than a request may.
+    """
+    read = messages if isinstance(messages, list) else []
+    contents = (message.get("content") for message in read if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    count = sum(isinstance(part, dict) and part.get("type") == PICTURE for part in parts)
+    if count > MAX_PICTURES:
+        reason = f"the request has {count} pictures, at most {MAX_PICTURES} are taken"
+        raise ApiError(400, reason, "messages")
+    return messages
 
 
 def _read_texts(value: Any) -> str | list[Any]:

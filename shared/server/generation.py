@@ -197,8 +197,12 @@ class Generator:
         request: CompletionRequest | ChatRequest,
         form: Form,
         headers: Mapping[str, str],
+        num_bytes: int,
     ) -> Generation:
         """Checks a request against the model and submits it.
+
+        Args:
+          num_bytes: Of its body.
 
         Raises:
           ApiError: It cannot be served.
@@ -208,7 +212,7 @@ class Generator:
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
         self._parsers.check(request)
-        texts = await self._reader.read(request)
+        texts = await self._reader.read(request, num_bytes)
         grammar = await self._grammars.settle(request, texts[0].text)
         whose = (request.user or "", request.priority or 0)
         prompts = [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
+from shared.server.content import few_pictures
 from shared.server.fields import (
     BIAS_SCHEMA,
     ID_FORMAT,
@@ -216,7 +217,11 @@ class CompletionRequest(GenerationRequest):
 class ChatPrompt(Strict):
     """The fields of which the chat template makes a prompt."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[
+        list[Message],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(few_pictures),
+    ]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     chat_template_kwargs: (
         Annotated[dict[Name, Any], Field(max_length=MAX_ARGUMENTS), AfterValidator(check_depth)]

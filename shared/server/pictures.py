@@ -16,30 +16,16 @@ from shared.pictures.exchange import (
     unpack_picture,
 )
 from shared.pictures.header import MAX_PIXELS
-from shared.server.content import SentPicture
+from shared.server.content import MAX_PICTURES, SentPicture
 from shared.server.errors import ApiError
 from shared.server.workers import NUM_WORKERS, Workers
 from shared.text.worker import WorkRefused
-
-MAX_PICTURES = 64
-"""Of one request."""
 
 MAX_BYTES = 1 << 28
 """Of the pixels of one request's pictures, once they have the size that the model wants."""
 
 MAX_S = 30.0
 """In which all pictures of a request are opened, from when its turn has come."""
-
-
-def check_count(sent: Sequence[SentPicture]) -> None:
-    """Refuses more pictures than a request may have, before a template has written their places.
-
-    Raises:
-      ApiError: There are too many.
-    """
-    if len(sent) > MAX_PICTURES:
-        reason = f"the request has {len(sent)} pictures, at most {MAX_PICTURES} are taken"
-        raise ApiError(400, reason, "messages")
 
 
 class PictureOpener(Workers):

@@ -14,9 +14,10 @@ from shared.pictures.prompt import expanded
 from shared.server.content import SentPicture, pictures_in
 from shared.server.errors import ApiError
 from shared.server.fields import MAX_CHOICES
+from shared.server.long_work import LongWork
 from shared.server.messages import for_template
 from shared.server.openai_types import ChatPrompt, ChatRequest, CompletionRequest
-from shared.server.pictures import PictureOpener, check_count
+from shared.server.pictures import PictureOpener
 from shared.server.rendering import Renderer
 from shared.text.chat_template import Conversation
 from shared.text.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ class PromptReader:
       opener: None where the model does not see.
       limits: Bounds of a request.
       max_open_requests: Choices that the server takes at a time; None: any number.
+      work: Does what takes long.
     """
 
     def __init__(
@@ -58,20 +60,26 @@ class PromptReader:
         opener: PictureOpener | None,
         limits: RequestLimits,
         max_open_requests: int | None,
+        work: LongWork,
     ) -> None:
         self._tokenizer, self._renderer, self._limits = tokenizer, renderer, limits
-        self._opener = opener
+        self._opener, self._work = opener, work
         self._max_choices = min(MAX_CHOICES, max_open_requests or MAX_CHOICES)
 
-    async def read(self, request: CompletionRequest | ChatRequest) -> list[ReadPrompt]:
+    async def read(
+        self, request: CompletionRequest | ChatRequest, num_bytes: int
+    ) -> list[ReadPrompt]:
         """All prompts of a request.
+
+        Args:
+          num_bytes: Of its body.
 
         Raises:
           ApiError: They cannot be served; names the field.
         """
         if isinstance(request, ChatRequest):
             self._check_choices(request.num_choices, "n")
-            return [await self.read_chat(request)]
+            return [await self.read_chat(request, num_bytes)]
         self._check_choices(len(request.prompt) * request.num_choices, "prompt")
         return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
 
@@ -96,17 +104,15 @@ class PromptReader:
         encode = self._tokenizer.encode if with_special else self._tokenizer.encode_more
         return ReadPrompt(await asyncio.to_thread(encode, prompt), prompt)
 
-    async def read_chat(self, request: ChatPrompt) -> ReadPrompt:
-        """A conversation as the chat template writes it; raises as `read`."""
+    async def read_chat(self, request: ChatPrompt, num_bytes: int) -> ReadPrompt:
+        """A conversation as the chat template writes it; see `read`."""
         if self._tokenizer is None or self._renderer is None:
             message = "the model folder has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
-        sent = pictures_in(message.content for message in request.messages)
+        sent, conversation = await self._work.do(num_bytes, _talk_of, request)
         if sent and self._opener is None:
             reason = "is a picture, and the model that is served sees none; send text alone"
             raise ApiError(400, f"{sent[0].place} {reason}", sent[0].place)
-        check_count(sent)
-        conversation = conversation_of(request)
         self._check_texts(conversation, self._tokenizer)
         try:
             text = await self._renderer.render(conversation)
@@ -153,6 +159,12 @@ class PromptReader:
         if not tokenizer.can_fit(text, self._limits.max_request_tokens):
             message = f"{param} has {len(text)} characters, more than fit into {self._limits.room}"
             raise ApiError(400, message, param, TOO_LONG)
+
+
+def _talk_of(request: ChatPrompt) -> tuple[list[SentPicture], Conversation]:
+    """The pictures of a conversation, and the rest of it."""
+    sent = pictures_in(message.content for message in request.messages)
+    return sent, conversation_of(request)
 
 
 def conversation_of(request: ChatPrompt) -> Conversation:

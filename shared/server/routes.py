@@ -18,6 +18,7 @@ from shared.server.delta import Delta
 from shared.server.errors import ApiError
 from shared.server.gates import MAX_HEAD_BYTES
 from shared.server.generation import Generation, Generator
+from shared.server.long_work import LongWork
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.pictures import PictureOpener
 from shared.server.prompts import check_model
@@ -34,9 +35,13 @@ class Routes:
     """The handlers of the routes."""
 
     def __init__(
-        self, generator: Generator, metrics: ServerMetrics, opener: PictureOpener | None
+        self,
+        generator: Generator,
+        metrics: ServerMetrics,
+        opener: PictureOpener | None,
+        work: LongWork,
     ) -> None:
-        self._generator, self._opener = generator, opener
+        self._generator, self._opener, self._work = generator, opener, work
         self._client = generator.client
         self._metrics = metrics
 
@@ -123,8 +128,9 @@ class Routes:
         }
 
     async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
-        body = parse(await read_json(request), kind)
-        generation = await self._generator.start(body, form, request.headers)
+        sent = await read_json(request)
+        body = await self._work.do(len(sent), parse, sent, kind)
+        generation = await self._generator.start(body, form, request.headers, len(sent))
         usage_last = bool(body.stream_options and body.stream_options.include_usage)
         with contextlib.ExitStack() as ends:
             ends.callback(generation.close)

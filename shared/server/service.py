@@ -17,7 +17,7 @@ from importlib import import_module
 import uvicorn
 from starlette.types import ASGIApp
 
-from shared.process import descriptors, logs
+from shared.process import descriptors, heap, logs
 from shared.process.address import Listeners
 from shared.process.logs import log
 from shared.server.admin import load_start_corpus
@@ -156,7 +156,9 @@ async def serve(
         print(error, file=sys.stderr, flush=True)
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
     client.ended.add_done_callback(lambda ended: _end_frozen(ended.result(), engine_pid))
-    await Service(client, tokenizer, listeners).run()
+    service = Service(client, tokenizer, listeners)
+    heap.settle()
+    await service.run()
     end = client.ended.result()
     log.log(logging.ERROR if end.failed else logging.INFO, "the HTTP server ends: %s", end.reason)
     return EXIT_FAILED if end.failed else 0

@@ -16,6 +16,7 @@ from shared.server.bodies import parse_plain, parse_with
 from shared.server.errors import ApiError
 from shared.server.fields import No, Strict, Text
 from shared.server.logprobs import TokenNames
+from shared.server.long_work import LongWork
 from shared.server.openai_types import ChatPrompt, TokenId
 from shared.server.prompts import PromptReader, check_model
 from shared.server.transport import read_json
@@ -49,15 +50,23 @@ class Detokenize(Strict):
 class TokenRoutes:
     """The handlers."""
 
-    def __init__(self, facts: ModelFacts, reader: PromptReader, tokenizer: Tokenizer | None):
+    def __init__(
+        self,
+        facts: ModelFacts,
+        reader: PromptReader,
+        tokenizer: Tokenizer | None,
+        work: LongWork,
+    ) -> None:
         self._facts, self._reader, self._tokenizer = facts, reader, tokenizer
+        self._work = work
         self._names = TokenNames(tokenizer)
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        body = parse_with(await read_json(request), _kind)
+        sent = await read_json(request)
+        body = await self._work.do(len(sent), parse_with, sent, _kind)
         check_model(body.model, self._facts.model_name)
-        tokens = await self._tokens(body)
+        tokens = await self._tokens(body, len(sent))
         names = [self._names.name(token) for token in tokens] if body.return_token_strs else None
         most = self._facts.limits.context_length
         values = {
@@ -70,16 +79,17 @@ class TokenRoutes:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize; special tokens are written as well."""
-        body = parse_plain(await read_json(request), Detokenize)
+        sent = await read_json(request)
+        body = await self._work.do(len(sent), parse_plain, sent, Detokenize)
         check_model(body.model, self._facts.model_name)
         if self._tokenizer is None:
             raise ApiError(400, "the model folder has no tokenizer.json", "tokens")
         self._check_tokens(body.tokens)
         return _json({"prompt": await asyncio.to_thread(self._tokenizer.decode_all, body.tokens)})
 
-    async def _tokens(self, body: TokenizeText | TokenizeChat) -> list[int]:
+    async def _tokens(self, body: TokenizeText | TokenizeChat, num_bytes: int) -> list[int]:
         if isinstance(body, TokenizeChat):
-            return (await self._reader.read_chat(body)).tokens
+            return (await self._reader.read_chat(body, num_bytes)).tokens
         return (await self._reader.read_prompt(body.prompt, body.add_special_tokens)).tokens
 
     def _check_tokens(self, tokens: list[int]) -> None:

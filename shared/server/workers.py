@@ -14,6 +14,7 @@ from shared.process.logs import log
 from shared.text.worker import DONE, LENGTH, WorkRefused
 
 ROOT = Path(__file__).resolve().parents[2]
+PIECE = 1 << 18  # bytes of a message that are handed over at once
 NUM_WORKERS = 2  # so that one piece of work that hangs leaves the others served
 
 
@@ -41,10 +42,10 @@ class Workers:
 
     async def ask(self, message: bytes) -> str:
         """The text that a worker answers; raises as `ask_bytes`."""
-        return (await self.ask_bytes(message)).decode()
+        return str(await self.ask_bytes(message), "utf-8")
 
-    async def ask_bytes(self, message: bytes) -> bytes:
-        """What a worker answers.
+    async def ask_bytes(self, message: bytes) -> memoryview:
+        """What a worker answers, which may be megabytes that are not copied.
 
         Raises:
           WorkRefused: It cannot be done, or takes too long.
@@ -62,7 +63,7 @@ class Workers:
                 self._drop(worker)
             self._free.put_nowait(kept)
         if answer[:1] == DONE:
-            return answer[1:]
+            return memoryview(answer)[1:]
         raise WorkRefused(*json.loads(answer[1:]))
 
     def end(self) -> None:
@@ -113,8 +114,10 @@ async def _ask(worker: Process, message: bytes) -> bytes:
     """
     assert worker.stdin is not None
     assert worker.stdout is not None
-    worker.stdin.write(message)
     with contextlib.suppress(ConnectionError):  # it has ended; reading tells
-        await worker.stdin.drain()
+        # A pipe takes little, and asyncio would copy all the rest at once.
+        for at in range(0, len(message), PIECE):
+            worker.stdin.write(memoryview(message)[at : at + PIECE])
+            await worker.stdin.drain()
     head = await worker.stdout.readexactly(LENGTH.size)
     return await worker.stdout.readexactly(LENGTH.unpack(head)[0])

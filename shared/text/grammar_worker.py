@@ -6,6 +6,7 @@ proved here once more, beside its steps: a compiled grammar does not travel.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -134,4 +135,4 @@ def begin(given: Any) -> Callable[[Any], str]:
 
 
 if __name__ == "__main__":
-    worker.run(begin, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)
+    worker.run(begin, read=json.loads, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)

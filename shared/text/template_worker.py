@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -40,4 +41,4 @@ def begin(given: Any) -> Callable[[Any], str]:
 
 
 if __name__ == "__main__":
-    worker.run(begin, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)
+    worker.run(begin, read=json.loads, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)

@@ -44,29 +44,35 @@ def pack(message: Any) -> bytes:
     return frame(json.dumps(message).encode())
 
 
-def _read(stream: BinaryIO) -> Any:
+def _read(stream: BinaryIO) -> bytes | None:
     """The next message; None at the end."""
     head = stream.read(LENGTH.size)
-    return json.loads(stream.read(LENGTH.unpack(head)[0])) if head else None
+    return stream.read(LENGTH.unpack(head)[0]) if head else None
 
 
 def run(
-    begin: Callable[[Any], Callable[[Any], str | bytes]], *, deadline_s: float, max_memory: int
+    begin: Callable[[Any], Callable[[Any], str | bytes]],
+    *,
+    read: Callable[[bytes], Any],
+    deadline_s: float,
+    max_memory: int,
 ) -> None:
     """Works until its input ends.
 
     Args:
-      begin: Gets the first message, and gives what answers the others or raises `WorkRefused`.
+      begin: Gets the first message, of JSON, and gives what answers the others or raises
+        `WorkRefused`.
+      read: What each of the others says.
       deadline_s: Of each answer but for the first, before which there is `begin` to do.
       max_memory: Bytes that the process may take beside what it has begun with.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who has started it
     _bound_memory(max_memory)
     asked, answers = sys.stdin.buffer, sys.stdout.buffer
-    answer_to = begin(_read(asked))
+    answer_to = begin(json.loads(_read(asked) or b"null"))
     while (message := _read(asked)) is not None:
         signal.setitimer(signal.ITIMER_REAL, deadline_s)
-        answer = _answer(answer_to, message)
+        answer = _answer(answer_to, read(message))
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(frame(answer))
         answers.flush()

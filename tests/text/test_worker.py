@@ -23,7 +23,7 @@ def take(num_bytes):
     except MemoryError:
         raise worker.WorkRefused("too much", "message") from None
 
-worker.run(lambda given: take, deadline_s=10.0, max_memory=256 * {MB})
+worker.run(lambda given: take, read=int, deadline_s=10.0, max_memory=256 * {MB})
 """
 
 

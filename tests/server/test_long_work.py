@@ -1,0 +1,116 @@
+"""What holds the event loop of a body of megabytes: counted, not timed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import traceback
+from typing import Any
+
+import pytest
+
+from shared.server import bodies, content
+from shared.server.errors import ApiError
+from shared.server.long_work import SHORT_BYTES, LongWork
+from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.workers import PIECE, Workers
+from shared.text import worker
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+
+
+def body_of(parts: list[dict[str, Any]]) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": parts}]}).encode()
+
+
+def test_of_ten_thousand_pictures_none_is_read(monkeypatch):
+    read: list[Any] = []
+    monkeypatch.setattr(content, "_read_part", lambda part, kinds: read.append(part) or part)
+    bodies.parse(body_of([PICTURE] * content.MAX_PICTURES), ChatRequest)
+    assert len(read) == content.MAX_PICTURES
+    with pytest.raises(ApiError, match="has 10000 pictures, at most 64 are taken"):
+        bodies.parse(body_of([PICTURE] * 10_000), ChatRequest)
+    assert len(read) == content.MAX_PICTURES
+
+
+def test_while_a_body_is_read_others_may_run_behind_each_object(monkeypatch):
+    """A thread gives the interpreter away in Python's code alone, which is counted here."""
+    runs: list[Any] = []
+    monkeypatch.setattr(bodies, "_let_others_run", lambda fields: runs.append(fields) or fields)
+    bodies.parse(body_of([{"type": "text", "text": "a"}] * 1000), ChatRequest)
+    assert len(runs) == 1002
+
+
+def test_parts_are_counted_piece_by_piece_and_none_twice(monkeypatch):
+    texts = json.dumps({"prompt": ['"a" ' * 9] * 9, "stop": ["b"] * 9}).encode()
+
+    def fewest() -> int:
+        """The lowest bound that lets the body through."""
+        for bound in range(100):
+            monkeypatch.setattr(bodies, "MAX_PARTS", bound)
+            with contextlib.suppress(ApiError):
+                bodies.parse(texts, CompletionRequest)
+                return bound
+        raise AssertionError("none does")
+
+    at_once = fewest()
+    for piece in (1, 2, 3, 64):
+        monkeypatch.setattr(bodies, "AT_ONCE", piece)
+        assert fewest() == at_once == 20  # two names and 18 texts; quotes in texts begin none
+
+
+def test_the_loop_goes_on_while_a_long_body_is_read_and_one_is_read_at_a_time():
+    """The first piece of work could not end if it did not."""
+    goes_on = threading.Event()
+
+    def first() -> int:
+        assert goes_on.wait(30)
+        return threading.get_ident()
+
+    async def run() -> list[int]:
+        work = LongWork()
+        long = [work.do(1 + SHORT_BYTES, each) for each in (first, threading.get_ident)]
+        both = asyncio.gather(*long)
+        await asyncio.sleep(0)
+        goes_on.set()
+        return [*await both, await work.do(SHORT_BYTES, threading.get_ident)]
+
+    one, other, short = asyncio.run(run())
+    assert one == other != short == threading.get_ident()
+
+
+def test_a_refusal_holds_nothing_of_what_was_read():
+    async def refused() -> ApiError:
+        with pytest.raises(ApiError) as raised:
+            await LongWork().do(1 + SHORT_BYTES, bodies.parse, b'{"messages": [3]}', ChatRequest)
+        return raised.value
+
+    error = asyncio.run(refused())
+    assert error.param == "messages[0]"
+    assert (error.__cause__, error.__context__) == (None, None)
+    assert "parse" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def test_a_long_message_is_handed_to_a_worker_in_pieces(monkeypatch):
+    taken: list[int] = []
+
+    class Process:
+        def __init__(self) -> None:
+            self.stdin, self.stdout = self, asyncio.StreamReader()
+            self.stdout.feed_data(worker.frame(worker.DONE + b"read"))
+
+        def write(self, data: bytes | memoryview) -> None:
+            taken.append(len(data))
+
+        async def drain(self) -> None:
+            taken.append(0)
+
+    async def start(*command: str, **options: Any) -> Process:
+        return Process()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    workers = Workers("", b"first", name="", deadline_s=1.0, part="")
+    assert asyncio.run(workers.ask_bytes(bytes(2 * PIECE + 1))) == b"read"
+    assert taken == [5, PIECE, 0, PIECE, 0, 1, 0]
