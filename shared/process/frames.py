@@ -11,18 +11,22 @@ A frame is a 4-byte little-endian length and a msgpack list whose first entry na
   `abort` (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32
   tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `drained` (every answer has
   left).
+
+The pixels of an `add` are no part of its frame, which would be packed and unpacked as a whole while
+nothing else is done. Each picture's go before it: a frame `bytes` (how many), and then those bytes.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgpack
 import numpy as np
+from jaxtyping import UInt8
 
 from shared.engine.checks import RequestLimits
 from shared.engine.pictures import Picture
@@ -34,6 +38,9 @@ from shared.spec.logprobs import Scores
 from shared.text.marks import marks_of
 
 _LENGTH = struct.Struct("<I")
+
+BYTES = "bytes"
+"""Names the frame of which bytes follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +137,18 @@ class ModelFacts:
 
 def pack(message: list[Any]) -> bytes:
     """A message as it travels: its length in bytes, then the message as MessagePack."""
-    return b"".join(in_parts(message))
-
-
-def in_parts(message: list[Any]) -> tuple[bytes, memoryview]:
-    """The same in two parts that follow each other, as pixels are not to be copied twice."""
     packer = msgpack.Packer(autoreset=False)
     packer.pack(message)
     body = packer.getbuffer()
-    return _LENGTH.pack(len(body)), body
+    return b"".join((_LENGTH.pack(len(body)), body))
+
+
+def in_parts(message: list[Any], pixels: Sequence[np.ndarray]) -> Iterator[bytes | memoryview]:
+    """A message behind arrays of bytes that go with it, none of which is copied."""
+    for each in pixels:
+        yield pack([BYTES, each.nbytes])
+        yield np.ascontiguousarray(each).reshape(-1).data
+    yield pack(message)
 
 
 class FrameReader:
@@ -146,23 +156,48 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._bytes = bytearray()
+        self._pixels: list[UInt8[np.ndarray, " n"]] = []  # of the message that follows
+        self._num_filled = 0  # of the last ones
 
     @property
     def is_within(self) -> bool:
         """Whether a part of a message has arrived, and not all of it."""
-        return bool(self._bytes)
+        return bool(self._bytes or self._pixels)
 
     def feed(self, received: bytes) -> Iterator[list[Any]]:
-        """Yields each message that is whole by now."""
+        """Yields each message that is whole by now, with the bytes before it as its last entry."""
         self._bytes += received
-        while len(self._bytes) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
-            if len(self._bytes) < end:
-                return
-            with memoryview(self._bytes) as held, held[_LENGTH.size : end] as body:
-                message = msgpack.unpackb(body, strict_map_key=False)
-            del self._bytes[:end]
-            yield message
+        while self._fill() and (message := self._cut()) is not None:
+            if message[0] == BYTES:
+                self._pixels.append(np.empty(message[1], np.uint8))
+                self._num_filled = 0
+                continue
+            pixels, self._pixels = self._pixels, []
+            yield [*message, pixels] if pixels else message
+
+    def _fill(self) -> bool:
+        """Whether what has arrived is enough for the bytes that are under way."""
+        if not self._pixels:
+            return True
+        left = self._pixels[-1][self._num_filled :]
+        count = min(len(left), len(self._bytes))
+        with memoryview(self._bytes) as held:
+            left[:count] = held[:count]
+        del self._bytes[:count]
+        self._num_filled += count
+        return count == len(left)
+
+    def _cut(self) -> list[Any] | None:
+        """The next frame, if it is whole."""
+        if len(self._bytes) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
+        if len(self._bytes) < end:
+            return None
+        with memoryview(self._bytes) as held, held[_LENGTH.size : end] as body:
+            message = msgpack.unpackb(body, strict_map_key=False)
+        del self._bytes[:end]
+        return message
 
 
 def event_to_row(event: Event) -> list[Any]:
@@ -209,16 +244,14 @@ def sampling_from_fields(fields: dict[str, Any], seed32: int) -> SamplingParams:
 
 
 def picture_to_field(picture: Picture) -> list[Any]:
-    """A picture as it travels."""
-    pixels = np.ascontiguousarray(picture.pixels)
-    return [picture.first, picture.grid, pixels.shape, pixels.data, picture.digest]
+    """A picture as it travels, but for its pixels."""
+    return [picture.first, picture.grid, picture.pixels.shape, picture.digest]
 
 
-def picture_from_field(field: list[Any]) -> Picture:
+def picture_from_field(field: list[Any], pixels: UInt8[np.ndarray, " n"]) -> Picture:
     """The inverse of `picture_to_field`."""
-    first, grid, shape, pixels, digest = field
-    array = np.frombuffer(pixels, np.uint8).reshape(shape)
-    return Picture(first=first, grid=tuple(grid), pixels=array, digest=digest)
+    first, grid, shape, digest = field
+    return Picture(first=first, grid=tuple(grid), pixels=pixels.reshape(shape), digest=digest)
 
 
 def requests_of(
@@ -228,9 +261,10 @@ def requests_of(
     tenant: str,
     priority: int,
     pictures: list[list[Any]],
+    pixels: Sequence[UInt8[np.ndarray, " n"]] = (),
 ) -> Iterator[Request]:
     """The requests of an `add`, one a choice; they share its pictures."""
-    tokens, shown = tuple(prompt), tuple(map(picture_from_field, pictures))
+    tokens, shown = tuple(prompt), tuple(map(picture_from_field, pictures, pixels))
     for request_id, seed32 in choices:
         yield Request(
             request_id=request_id,

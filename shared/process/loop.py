@@ -47,7 +47,7 @@ SILENCE_GRACE_S = 5.0  # the watchdog of this process speaks first
 FAREWELL_S = 1.0  # for the last frame to leave
 CHILD_END_S = 3.5  # for the server to end by itself; all in all below 5 s
 RECEIVE_BYTES = 1 << 18
-MOST_BYTES = 1 << 22  # read between two steps: pictures are large, and others have answers to get
+MOST_BYTES = 1 << 21  # read between two steps: pictures are large, and others have answers to get
 PART_WAIT_S = 0.001  # for more of a message that is longer than the socket holds
 EXIT_REFUSED = 2
 

@@ -6,8 +6,12 @@ import asyncio
 import contextlib
 import math
 import socket
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from shared.engine.pictures import Picture
 from shared.engine.request import Event, SamplingParams
@@ -16,13 +20,14 @@ from shared.process.frames import (
     ModelFacts,
     event_from_row,
     in_parts,
+    pack,
     picture_to_field,
     sampling_to_fields,
 )
 from shared.process.stopping import stopped_by
 from shared.server.server_metrics import TokenTimes
 
-RECEIVE_BYTES = 1 << 18
+RECEIVE_BYTES = SEND_BYTES = 1 << 18
 METRICS_WAIT_S = 1.0  # a step may take long; the last snapshot is served then
 LOOK_S = 1.0  # between two looks whether the engine still says something
 MAX_OPEN_PICTURE_BYTES = 1 << 30
@@ -188,6 +193,8 @@ class EngineClient:
         self._reader = reader
         self._writer = writer
         self._frames, self._last_word = frames, last_word
+        self._unsent: deque[bytes | memoryview] = deque()  # pixels, and what comes behind them
+        self._sending: asyncio.Task[None] | None = None
         self._drain_ends, self.drains = math.inf, asyncio.Event()
         self._has_heard = True
         self._next_id = 1
@@ -262,7 +269,8 @@ class EngineClient:
             sampling = sampling_to_fields(prompt.sampling)
             pictures = list(map(picture_to_field, prompt.pictures))
             whose = (prompt.tenant, prompt.priority)
-            self._send(["add", prompt.tokens, sampling, choices, *whose, pictures])
+            pixels = [picture.pixels for picture in prompt.pictures]
+            self._send(["add", prompt.tokens, sampling, choices, *whose, pictures], pixels)
         self._submissions.update(dict.fromkeys(ids, submission))
         return submission
 
@@ -318,10 +326,26 @@ class EngineClient:
         self._next_id = ids.stop
         return ids
 
-    def _send(self, message: list[Any]) -> None:
-        if self.alive:
-            for part in in_parts(message):
-                self._writer.write(part)
+    def _send(self, message: list[Any], pixels: Sequence[np.ndarray] = ()) -> None:
+        if not self.alive:
+            return
+        if not (pixels or self._unsent):
+            self._writer.write(pack(message))
+            return
+        if not self._unsent:
+            self._sending = asyncio.create_task(self._send_pixels())
+        self._unsent += in_parts(message, pixels)
+
+    async def _send_pixels(self) -> None:
+        """Sends in pieces what is unsent: asyncio would copy all of it at once."""
+        with contextlib.suppress(OSError):  # who reads tells of it
+            while self._unsent:
+                part = memoryview(self._unsent[0])
+                for at in range(0, len(part), SEND_BYTES):
+                    self._writer.write(part[at : at + SEND_BYTES])
+                    await self._writer.drain()
+                    await asyncio.sleep(0)
+                self._unsent.popleft()
 
     async def _read(self) -> None:
         received = b""  # the frames may hold some already

@@ -13,7 +13,7 @@ from shared.engine.checks import RequestLimits
 from shared.engine.pictures import Picture
 from shared.engine.request import SamplingParams
 from shared.models.sampling import SamplingDefaults
-from shared.process.frames import ModelFacts, pack
+from shared.process.frames import FrameReader, ModelFacts, pack, requests_of
 from shared.server import engine_client, pictures
 from shared.server.content import SentPicture
 from shared.server.engine_client import EngineClient, Prompt, QueueFull
@@ -120,6 +120,45 @@ def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
         client.submit([replace(prompt, pictures=())], times)
         first.close()
         client.submit([prompt], times)
+        writer.close()
+        await client.ended
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_behind_it(monkeypatch):
+    monkeypatch.setattr(engine_client, "SEND_BYTES", 1000)
+    large, small = (
+        Picture.of(first, np.full((side, side, 3), side, np.uint8), 8)
+        for first, side in ((0, 64), (1, 16))
+    )
+    prompt = Prompt([IMAGE, IMAGE], SamplingParams(), [1], "", 0, (large, small))
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def work() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        writer.write(pack(FACTS.to_message()))
+        client, times = await EngineClient.connect(theirs), TokenTimes(ServerMetrics("it"))
+        counting = asyncio.create_task(count_turns())
+        for each in (prompt, replace(prompt, pictures=())):
+            client.submit([each], times).close()
+        frames, heard = FrameReader(), []
+        while len(heard) < 4:
+            heard += frames.feed(await reader.read(1 << 20))
+        assert turns >= large.pixels.nbytes // 1000
+        assert [kind for kind, *_ in heard] == ["add", "abort"] * 2
+        (request,) = requests_of(*heard[0][1:])
+        for got, want in zip(request.pictures, prompt.pictures, strict=True):
+            np.testing.assert_array_equal(got.pixels, want.pixels)
+            assert (got.first, got.grid, got.digest) == (want.first, want.grid, want.digest)
+        counting.cancel()
         writer.close()
         await client.ended
 
