@@ -38,9 +38,10 @@ def pack_config(config: PictureConfig) -> bytes:
     return worker.pack(vars(config))
 
 
-def pack_address(url: str) -> bytes:
-    """Every other message: as it is, since to write and read megabytes as JSON takes long."""
-    return worker.frame(url.encode())
+def pack_address(url: str) -> tuple[bytes, bytes]:
+    """Every other message, in two parts: megabytes are neither written as JSON nor copied again."""
+    body = url.encode()
+    return worker.LENGTH.pack(len(body)), body
 
 
 def pack_picture(picture: OpenedPicture) -> bytes:

@@ -20,6 +20,7 @@ from shared.server.openai_types import ChatPrompt, ChatRequest, CompletionReques
 from shared.server.pictures import PictureOpener
 from shared.server.rendering import Renderer
 from shared.text.chat_template import Conversation
+from shared.text.template_worker import pack_conversation
 from shared.text.tokenizer import Tokenizer
 from shared.text.worker import WorkRefused
 
@@ -109,13 +110,9 @@ class PromptReader:
         if self._tokenizer is None or self._renderer is None:
             message = "the model folder has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
-        sent, conversation = await self._work.do(num_bytes, _talk_of, request)
-        if sent and self._opener is None:
-            reason = "is a picture, and the model that is served sees none; send text alone"
-            raise ApiError(400, f"{sent[0].place} {reason}", sent[0].place)
-        self._check_texts(conversation, self._tokenizer)
+        sent, asked = await self._work.do(num_bytes, self._packed, request, self._tokenizer)
         try:
-            text = await self._renderer.render(conversation)
+            text = await self._renderer.render(asked)
         except WorkRefused as error:
             raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
         self._check_length(text, "messages", self._tokenizer)
@@ -124,14 +121,24 @@ class PromptReader:
             return ReadPrompt(tokens, text)
         return await self._with_pictures(ReadPrompt(tokens, text), sent, self._opener)
 
+    def _packed(self, request: ChatPrompt, tokenizer: Tokenizer) -> tuple[list[SentPicture], bytes]:
+        """The pictures of a conversation, and what the renderer is asked; raises as `read`."""
+        sent = pictures_in(message.content for message in request.messages)
+        if sent and self._opener is None:
+            reason = "is a picture, and the model that is served sees none; send text alone"
+            raise ApiError(400, f"{sent[0].place} {reason}", sent[0].place)
+        conversation = conversation_of(request)
+        self._check_texts(conversation, tokenizer)
+        return sent, pack_conversation(conversation)
+
     def _check_texts(self, conversation: Conversation, tokenizer: Tokenizer) -> None:
         """Refuses a text that would stand in the prompt as the place of a picture."""
         token = self._limits.image_token
         name = None if token is None else tokenizer.bytes_of(token)
         if name is None:
             return
-        given = (conversation.messages, conversation.tools, conversation.arguments)
-        if name.decode() in json.dumps(given, ensure_ascii=False):
+        given = [*conversation.messages, conversation.tools, conversation.arguments]
+        if any(name.decode() in json.dumps(each, ensure_ascii=False) for each in given):
             reason = f"a text has {name.decode()} in it, by which the model marks its pictures"
             raise ApiError(400, f"{reason}; write it otherwise", "messages")
 
@@ -159,12 +166,6 @@ class PromptReader:
         if not tokenizer.can_fit(text, self._limits.max_request_tokens):
             message = f"{param} has {len(text)} characters, more than fit into {self._limits.room}"
             raise ApiError(400, message, param, TOO_LONG)
-
-
-def _talk_of(request: ChatPrompt) -> tuple[list[SentPicture], Conversation]:
-    """The pictures of a conversation, and the rest of it."""
-    sent = pictures_in(message.content for message in request.messages)
-    return sent, conversation_of(request)
 
 
 def conversation_of(request: ChatPrompt) -> Conversation:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from shared.server.workers import Workers
-from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
-from shared.text.template_worker import DEADLINE_S, pack_conversation, pack_templates
+from shared.text.template_worker import DEADLINE_S, pack_templates
 
 
 class Renderer(Workers):
@@ -20,10 +19,13 @@ class Renderer(Workers):
             part="messages",
         )
 
-    async def render(self, conversation: Conversation) -> str:
+    async def render(self, asked: bytes) -> str:
         """The text of a conversation that the assistant is to answer.
+
+        Args:
+          asked: What `pack_conversation` made of it.
 
         Raises:
           WorkRefused: As of `ChatTemplates.render`, or it takes too long.
         """
-        return await self.ask(pack_conversation(conversation))
+        return await self.ask(asked)

@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 from pathlib import Path
 
 from shared.process.logs import log
@@ -44,8 +45,11 @@ class Workers:
         """The text that a worker answers; raises as `ask_bytes`."""
         return str(await self.ask_bytes(message), "utf-8")
 
-    async def ask_bytes(self, message: bytes) -> memoryview:
+    async def ask_bytes(self, *message: bytes) -> memoryview:
         """What a worker answers, which may be megabytes that are not copied.
+
+        Args:
+          message: Its parts, in their order.
 
         Raises:
           WorkRefused: It cannot be done, or takes too long.
@@ -106,7 +110,7 @@ def _kill(worker: Process) -> None:
         worker.kill()
 
 
-async def _ask(worker: Process, message: bytes) -> bytes:
+async def _ask(worker: Process, message: Sequence[bytes]) -> bytes:
     """The worker's answer.
 
     Raises:
@@ -116,8 +120,9 @@ async def _ask(worker: Process, message: bytes) -> bytes:
     assert worker.stdout is not None
     with contextlib.suppress(ConnectionError):  # it has ended; reading tells
         # A pipe takes little, and asyncio would copy all the rest at once.
-        for at in range(0, len(message), PIECE):
-            worker.stdin.write(memoryview(message)[at : at + PIECE])
-            await worker.stdin.drain()
+        for part in map(memoryview, message):
+            for at in range(0, len(part), PIECE):
+                worker.stdin.write(part[at : at + PIECE])
+                await worker.stdin.drain()
     head = await worker.stdout.readexactly(LENGTH.size)
     return await worker.stdout.readexactly(LENGTH.unpack(head)[0])

@@ -23,8 +23,14 @@ def pack_templates(templates: ChatTemplates) -> bytes:
 
 
 def pack_conversation(conversation: Conversation) -> bytes:
-    """Every other message."""
-    return worker.pack(vars(conversation))
+    """Every other message.
+
+    It is written message by message: a thread that does it gives the interpreter to others between
+    two of them.
+    """
+    rest = {name: value for name, value in vars(conversation).items() if name != "messages"}
+    messages = ", ".join(map(json.dumps, conversation.messages))
+    return worker.frame(f'{{"messages": [{messages}], {json.dumps(rest)[1:]}'.encode())
 
 
 def begin(given: Any) -> Callable[[Any], str]:

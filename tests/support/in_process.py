@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from shared.server.grammars import Grammars
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
 from shared.text.tokenizer import Tokenizer
+from shared.text.worker import LENGTH
 from tests.support.driving import checked_step
 
 Body = dict[str, Any]
@@ -37,8 +39,9 @@ class Renders:
     def __init__(self, templates: ChatTemplates) -> None:
         self._templates = templates
 
-    async def render(self, conversation: Conversation) -> str:
-        return self._templates.render(conversation)
+    async def render(self, asked: bytes) -> str:
+        fields = json.loads(asked[LENGTH.size :])
+        return self._templates.render(Conversation(**fields))
 
 
 class InProcess:
