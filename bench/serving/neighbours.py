@@ -4,11 +4,11 @@
 
 Asks a running server whose model sees for a stream, alone and while 12 odd pictures are sent again
 and again, all at once. Told are the longest gap between two events of the stream, the longest that
-is not among the highest hundredth, the median, and how each picture was answered. Another process
-sends the pictures, whose bodies are megabytes: where it writes one, no event of the stream waits to
-be read. Good pictures have the size that the server tells under `/capabilities`, so that they are
-decoded and encoded. The exit code is 1 where a picture was answered with another status than it
-should, and 2 where nothing was measured.
+is not among the highest hundredth and the median; the same of the waits for a stream's first event;
+and how each picture was answered. Another process sends the pictures, whose bodies are megabytes:
+where it writes one, no event of the stream waits to be read. Good pictures have the size that the
+server tells under `/capabilities`, so that they are decoded and encoded. The exit code is 1 where a
+picture was answered with another status than it should, and 2 where nothing was measured.
 """
 
 import argparse
@@ -119,22 +119,30 @@ def asking(model: str, urls: list[str], max_tokens: int) -> Ask:
     return Ask(CHAT, {**body, "max_tokens": max_tokens, "temperature": 0})
 
 
-async def gaps_beside(client: Client, ask: Ask, others: Awaitable[object]) -> list[float]:
-    """Milliseconds between the events of a stream that runs until others have ended, or once."""
+async def waits_beside(
+    client: Client, ask: Ask, others: Awaitable[object]
+) -> tuple[list[float], list[float]]:
+    """What a stream waits that runs again until others have ended, or once, in milliseconds.
+
+    Returns:
+      Between two events, and for the first.
+    """
     gaps: list[float] = []
+    firsts: list[float] = []
     beside = asyncio.ensure_future(others)
     while True:
         reply = await client.ask(ask, streams=True, zero_s=time.perf_counter())
         if reply.error is not None:
             raise NoServer(f"the stream failed: {reply.reason}")
         gaps += (np.diff(reply.times_s) * 1e3).tolist()
+        firsts.append(reply.times_s[0] * 1e3)
         if beside.done():
             await beside
-            return gaps
+            return gaps, firsts
 
 
 async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """The gaps alone and beside the pictures, and the pictures that were answered otherwise.
+    """The waits alone and beside the pictures, and the pictures that were answered otherwise.
 
     Raises:
       NoServer: Nobody answers, or not with a stream, or the model sees nothing.
@@ -148,10 +156,12 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], 
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             first = await loop.run_in_executor(process, sender.send)  # starts server's processes
             heap.settle()  # a collection of all that was imported would be a gap as well
-            alone = await gaps_beside(client, ask, asyncio.sleep(0))
+            alone, begun_alone = await waits_beside(client, ask, asyncio.sleep(0))
             sent = loop.run_in_executor(process, sender.send)
-            beside = await gaps_beside(client, ask, sent)
-        return {"alone": alone, "beside": beside}, first | await sent
+            beside, begun_beside = await waits_beside(client, ask, sent)
+    waits = {"alone": alone, "beside": beside}
+    waits |= {"first alone": begun_alone, "first beside": begun_beside}
+    return waits, first | await sent
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -166,13 +176,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def told(gaps: list[float]) -> dict[str, float]:
-    """Of the gaps, in milliseconds."""
+def told(waits: list[float]) -> dict[str, float]:
+    """Of waits, in milliseconds."""
     return {
-        "events": float(len(gaps)),
-        "median_ms": float(np.median(gaps)),
-        "p99_ms": float(np.percentile(gaps, 99)),
-        "longest_ms": max(gaps),
+        "events": float(len(waits)),
+        "median_ms": float(np.median(waits)),
+        "p99_ms": float(np.percentile(waits, 99)),
+        "longest_ms": max(waits),
     }
 
 
@@ -180,11 +190,11 @@ def main(arguments: list[str]) -> int:
     """Measures and tells."""
     options = parse(arguments)
     try:
-        gaps, wrong = asyncio.run(measure(options))
+        waits, wrong = asyncio.run(measure(options))
     except NoServer as error:
         print(error, file=sys.stderr)
         return 2
-    rows = {name: told(found) for name, found in gaps.items()}
+    rows = {name: told(found) for name, found in waits.items()}
     table = Table("", *next(iter(rows.values())))
     for name, row in rows.items():
         table.add_row(name, *(f"{value:.1f}" for value in row.values()))

@@ -31,6 +31,7 @@ def test_gaps_are_told_and_an_answer_of_another_status_is_named(tmp_path, monkey
         assert told["answered_otherwise"] == {}
         assert told["beside"]["longest_ms"] >= told["beside"]["median_ms"] > 0
         assert told["alone"]["events"] > 10
+        assert told["first beside"]["longest_ms"] >= told["first beside"]["median_ms"] > 0
         as_good = {"svg": ([REFUSED["svg"][0]], neighbours.OK)}
         monkeypatch.setattr(neighbours, "odd_pictures", lambda bounds: as_good)
         assert neighbours.main(words) == 1
