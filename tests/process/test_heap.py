@@ -1,12 +1,20 @@
 """A full collection stops every stream, so what a start leaves behind is out of its sight."""
 
+import asyncio
 import gc
+import socket
 import weakref
 from collections.abc import Iterator
 
 import pytest
 
+from shared.engine.checks import RequestLimits
+from shared.models.sampling import SamplingDefaults
 from shared.process import heap, launch
+from shared.process.address import Listeners
+from shared.process.frames import ModelFacts, pack
+from shared.server import service
+from tests.support.http_fixtures import save_tokenizer
 from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_models import write_tiny
 
@@ -50,6 +58,44 @@ def test_a_server_has_settled_before_it_serves(tmp_path, monkeypatch):
     monkeypatch.setattr(launch.loop, "run", run)
     line = ["--port", "0", "--model-path", str(tmp_path / "model")]
     assert launch.launch(line, lambda: PLATFORM) == 0
+
+
+def test_the_http_process_has_settled_before_it_serves(tmp_path, monkeypatch):
+    save_tokenizer(tmp_path)
+    limits = RequestLimits(
+        context_length=8,
+        max_request_tokens=8,
+        vocab=300,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=1,
+    )
+    facts = ModelFacts(
+        model_name="it",
+        model_folder=str(tmp_path),
+        limits=limits,
+        eos_ids=(),
+        sampling_defaults=SamplingDefaults(),
+        max_open_requests=None,
+        max_draft_depth=0,
+        host_names=None,
+    )
+    made = [Cycle()]
+    held = weakref.ref(made[0])
+    kept: list[bool] = []
+
+    async def run(_: service.Service) -> None:
+        made.clear()
+        gc.collect()
+        kept.append(held() is not None)
+        raise EOFError
+
+    monkeypatch.setattr(service.Service, "run", run)
+    ours, theirs = socket.socketpair()
+    ours.send(pack(facts.to_message()))
+    with socket.create_server(("127.0.0.1", 0)) as listener, ours, pytest.raises(EOFError):
+        asyncio.run(service.serve(theirs, ours, Listeners([listener], []), 0))
+    assert kept == [True]
 
 
 def test_a_start_that_follows_lets_go_of_the_one_before():
