@@ -7,17 +7,37 @@ import contextlib
 import json
 import threading
 import traceback
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
+from shared.engine.checks import RequestLimits
+from shared.models.sampling import SamplingDefaults
+from shared.process.frames import ModelFacts
 from shared.server import bodies, content
+from shared.server.app import make_apps
 from shared.server.errors import ApiError
+from shared.server.grammars import Grammars
 from shared.server.long_work import SHORT_BYTES, LongWork
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.workers import PIECE, Workers
 from shared.text import worker
+from tests.support.http_fixtures import CHAT, COMPLETIONS
 
+FACTS = ModelFacts(
+    model_name="it",
+    model_folder="",
+    limits=RequestLimits(
+        context_length=8, max_request_tokens=8, vocab=8, max_stop_ids=1, max_bias=1, max_logprobs=1
+    ),
+    eos_ids=(),
+    sampling_defaults=SamplingDefaults(),
+    max_open_requests=None,
+    max_draft_depth=0,
+    host_names=None,
+)
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 
 
@@ -79,6 +99,30 @@ def test_the_loop_goes_on_while_a_long_body_is_read_and_one_is_read_at_a_time():
 
     one, other, short = asyncio.run(run())
     assert one == other != short == threading.get_ident()
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_the_routes_read_long_bodies_beside_the_loop(path, monkeypatch):
+    threads: list[int] = []
+
+    def read(body: bytes) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        raise ApiError(400, "")
+
+    monkeypatch.setattr(bodies.json, "loads", lambda body, **hook: read(body))
+    client: Any = SimpleNamespace(facts=FACTS)
+    made = make_apps(client, None, None, None, Grammars(FACTS), (), has_admin_listener=False)
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(made.clients)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as asking:
+            for size in (SHORT_BYTES, 1 + SHORT_BYTES):
+                headers = {"content-type": "application/json"}
+                await asking.post(path, content=b" " * size, headers=headers)
+
+    asyncio.run(ask())
+    short, long = threads
+    assert short == threading.get_ident() != long
 
 
 def test_a_refusal_holds_nothing_of_what_was_read():
