@@ -28,6 +28,8 @@ from shared.boundary.ranks import ALONE
 from shared.drafts.drafts import Drafts
 from shared.models.dummy import DummyCheckpoint
 from shared.models.families import config_from_folder
+from shared.models.fp8 import Granularity
+from shared.models.parameters import stack
 from shared.models.tower import tower_parameters
 from shared.models.vision import VisionConfig
 from shared.process import pictures
@@ -41,6 +43,7 @@ from torch_impl.machine import Machine
 from torch_impl.ops import attention, layers, linear
 from torch_impl.step import step
 from torch_impl.weights import load_tower
+from torch_impl.words import read_codes
 from torch_impl.workspace import workspace
 
 VISION = VisionConfig(
@@ -144,3 +147,13 @@ def test_programs_hold_what_the_widest_works_on_once(
         for program in programs if not captured else ():
             step(tower.machine, tower.plan(program), program)
     assert widest < allocator.most - before < 1.15 * widest
+
+
+def test_codes_that_are_made_are_held_once():
+    """A stack's codes stand in their order, layer by layer, where its words stood."""
+    layers, shape = 64, (4096, 4096)
+    parameter = stack("codes", [f"{i}" for i in range(layers)], {"weight": shape})
+    checkpoint, memory = DummyCheckpoint([parameter], {}, Granularity.BLOCK), Memory()
+    with memory:
+        read_codes(checkpoint, parameter, torch.device("meta"), lambda num_bytes: None)
+    assert memory.allocator.most < 1.5 * layers * shape[0] * shape[1]
