@@ -313,8 +313,8 @@ def test_a_body_of_100_mb_is_refused_while_it_arrives(server):
 
     answer = httpx.post(server.url + COMPLETIONS, content=chunks(), headers=JSON, timeout=30)
     assert answer.status_code == 413
-    # What has left the client beyond the bound lies in socket buffers.
-    assert sent < 30 << 20
+    # What has left the client beyond what is read and dropped lies in socket buffers.
+    assert sent < 60 << 20
 
 
 def test_a_client_that_sends_its_whole_body_first_gets_the_answer_too(server):
