@@ -29,11 +29,11 @@ def is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def positive(text: Json, field: str, default: int | None = None) -> int:
+def positive(text: Json, field: str, default: int | None = None, place: str = "config.json") -> int:
     """A whole number above 0; the default where it is absent or null."""
     value = default if text.get(field) is None else text[field]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{field} in config.json must be a positive integer, got {value!r}")
+        raise ValueError(f"{field} in {place} must be a positive integer, got {value!r}")
     return value
 
 
@@ -53,9 +53,9 @@ def number(text: Json, field: str, default: float) -> float:
     return float(value)
 
 
-def object_of(text: Json, field: str) -> Json:
+def object_of(text: Json, field: str, place: str = "config.json") -> Json:
     """An object, empty where it is absent or null."""
     value = text.get(field)
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{field} in config.json must be an object, got {value!r}")
+        raise ValueError(f"{field} in {place} must be an object, got {value!r}")
     return value or {}

@@ -9,6 +9,8 @@ from shared.models.fields import Json, is_number, object_of, positive, read_json
 from shared.models.vision import VisionConfig
 
 FILE = "preprocessor_config.json"
+JOINT, FIELD = "processor_config.json", "image_processor"
+"""Where transformers 5 writes the same: a file for all kinds of input, and the name in it."""
 
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
 
@@ -25,7 +27,7 @@ class PictureRefused(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PictureConfig:
-    """What `preprocessor_config.json` says.
+    """What the settings of a checkpoint's image processor say.
 
     Attributes:
       factor: Sides become multiples of so many pixels, those of one row of the prompt.
@@ -68,63 +70,73 @@ class PictureConfig:
 
 
 def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> PictureConfig:
-    """Reads the `preprocessor_config.json` of a folder whose tower is `vision`.
+    """Reads what a folder whose tower is `vision` says of pictures.
+
+    That is `image_processor` of `processor_config.json`, or else `preprocessor_config.json`; of
+    both, transformers takes the first.
 
     Raises:
       ValueError: It is missing or asks for what is not done here; one sentence.
     """
-    path = Path(folder) / FILE
-    if not path.is_file():
+    own, joint = Path(folder) / FILE, Path(folder) / JOINT
+    if joint.is_file() and (settings := object_of(read_json(joint), FIELD, JOINT)):
+        return read_pictures(settings, vision, f"{FIELD} of {JOINT}")
+    if not own.is_file():
         raise ValueError(
-            f"the model folder {folder} has no {FILE}, which says what pictures become"
+            f"the model folder {folder} has no {FILE}, which says what pictures become, and no "
+            f"{FIELD} in a {JOINT}"
         )
-    return read_pictures(read_json(path), vision)
+    return read_pictures(read_json(own), vision)
 
 
-def read_pictures(config: Json, vision: VisionConfig) -> PictureConfig:
-    """Parses the contents of `preprocessor_config.json`; raises as `pictures_from_folder`."""
+def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> PictureConfig:
+    """Parses the settings of an image processor; raises as `pictures_from_folder`.
+
+    Args:
+      place: Where they stand, for the reader.
+    """
     kind = config.get("image_processor_type")
     if kind not in PROCESSORS:
         raise ValueError(
-            f"image_processor_type in {FILE} must be one of {', '.join(PROCESSORS)}, got {kind!r}"
+            f"image_processor_type in {place} must be one of {', '.join(PROCESSORS)}, got {kind!r}"
         )
     for field in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
         if config.get(field, True) is not True:
-            raise ValueError(f"{field}: false in {FILE} is not supported")
+            raise ValueError(f"{field}: false in {place} is not supported")
     if config.get("resample", BICUBIC) != BICUBIC:
-        raise ValueError(f"resample in {FILE} must be {BICUBIC} (bicubic)")
+        raise ValueError(f"resample in {place} must be {BICUBIC} (bicubic)")
     factor = config.get("rescale_factor", 1 / 255)
     if not is_number(factor, float) or abs(factor * 255 - 1) > 1e-6:
-        raise ValueError(f"rescale_factor in {FILE} must be 1 / 255, got {factor!r}")
+        raise ValueError(f"rescale_factor in {place} must be 1 / 255, got {factor!r}")
     sizes = {
         "patch_size": vision.patch_size,
         "merge_size": vision.merge_size,
         "temporal_patch_size": vision.frames,
     }
     for field, size in sizes.items():
-        if positive(config, field, size) != size:
-            raise ValueError(f"{field} in {FILE} is not that of the vision tower, {size}")
+        if positive(config, field, size, place) != size:
+            raise ValueError(f"{field} in {place} is not that of the vision tower, {size}")
     # Counts of pixels, whatever the newer names say.
-    size = object_of(config, "size")
+    size = object_of(config, "size", place)
     if size and size.keys() != {"shortest_edge", "longest_edge"}:
-        raise ValueError(f"size in {FILE} must have shortest_edge and longest_edge, got {size!r}")
-    least = positive(size or config, "shortest_edge" if size else "min_pixels", 1 << 16)
-    most = positive(size or config, "longest_edge" if size else "max_pixels", 1 << 24)
+        raise ValueError(f"size in {place} must have shortest_edge and longest_edge, got {size!r}")
+    least = positive(size or config, "shortest_edge" if size else "min_pixels", 1 << 16, place)
+    most = positive(size or config, "longest_edge" if size else "max_pixels", 1 << 24, place)
     if least > most:
-        raise ValueError(f"{FILE} asks for at least {least} pixels and for at most {most}")
+        raise ValueError(f"{place} asks for at least {least} pixels and for at most {most}")
     return PictureConfig(
         factor=vision.patch_size * vision.merge_size,
         least=least,
         most=most,
-        mean=_channels(config, "image_mean"),
-        deviation=_channels(config, "image_std"),
+        mean=_channels(config, "image_mean", place),
+        deviation=_channels(config, "image_std", place),
     )
 
 
-def _channels(config: Json, field: str) -> tuple[float, ...]:
+def _channels(config: Json, field: str, place: str) -> tuple[float, ...]:
     values: Any = config.get(field)
     if not isinstance(values, list) or len(values) != 3:
-        raise ValueError(f"{field} in {FILE} must list a number for each of the three channels")
+        raise ValueError(f"{field} in {place} must list a number for each of the three channels")
     if not all(is_number(x, (int, float)) and 0 < x <= 1 for x in values):
-        raise ValueError(f"{field} in {FILE} must list numbers above 0 and up to 1")
+        raise ValueError(f"{field} in {place} must list numbers above 0 and up to 1")
     return tuple(map(float, values))

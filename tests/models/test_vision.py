@@ -113,6 +113,23 @@ def test_the_processors_settings_are_read_in_both_spellings(folder):
     assert pictures_from_folder(folder, vision()) == found
 
 
+def test_settings_in_the_file_for_all_kinds_of_input_go_first_as_in_transformers(folder):
+    """As transformers 5 writes them: nested, with nulls for what it leaves open."""
+    joint, own = folder / "processor_config.json", folder / "preprocessor_config.json"
+    nested = {**PROCESSOR, "do_pad": None, "min_pixels": None, "max_pixels": None}
+    video = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 14}
+    whole = {"processor_class": "Qwen3VLProcessor", "video_processor": video}
+    joint.write_text(json.dumps({**whole, "image_processor": nested}))
+    assert pictures_from_folder(folder, vision()) == read_pictures(PROCESSOR, vision())
+    own.write_text(json.dumps({**PROCESSOR, "image_mean": [0.25] * 3}))
+    assert pictures_from_folder(folder, vision()).mean == (0.5,) * 3
+    joint.write_text(json.dumps({**whole, "image_processor": {**nested, "patch_size": 0}}))
+    with pytest.raises(ValueError, match="patch_size in image_processor of processor_config.json"):
+        pictures_from_folder(folder, vision())
+    joint.write_text(json.dumps(whole))
+    assert pictures_from_folder(folder, vision()).mean == (0.25,) * 3
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
