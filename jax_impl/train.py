@@ -35,6 +35,7 @@ from jax_impl.training.modules import DraftModel
 from jax_impl.training.saving import note_run
 from jax_impl.training.tasks import Module, Precision, Target, Trainable
 from shared.drafts.config import DraftConfig
+from shared.drafts.streams import IDS_FLAG, Ids
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import open_checkpoint
 from shared.models.config import ModelConfig
@@ -63,6 +64,9 @@ SHAPES = {
     **dict.fromkeys(("block", "layers", "mask_token"), (*tasks.CHOICES,)),
 }
 """The kinds whose fresh heads a flag is about."""
+
+LISTING = ("eagle3", *tasks.CHOICES)
+"""The kinds that list layers of their target."""
 
 TRAINING = "training"
 OUTPUTS = "outputs.jsonl"
@@ -107,6 +111,7 @@ def _add_subject(group: Any) -> None:
     group.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL files")
     group.add_argument("--out", type=Path, required=True, help="folder to write")
     group.add_argument("--start", type=Path, help="folder whose weights to start from")
+    group.add_argument(IDS_FLAG, choices=[x.value for x in Ids], help="what --start's layers mean")
     group.add_argument("--shards", type=int, default=1, help="files that a model is written in")
     group.add_argument(
         "--format", choices=FORMATS, default=AUTHORS, help="that a head is written in"
@@ -202,6 +207,10 @@ def _refuse_shapes(given: argparse.Namespace) -> None:
             raise ValueError(f"{flag} is for --draft {', '.join(kinds)}; leave it out")
         if given.start:
             raise ValueError(f"{flag} is of a fresh head, and --start has one; leave {flag} out")
+    if given.speculative_draft_layer_ids and (given.draft not in LISTING or not given.start):
+        raise ValueError(
+            f"{IDS_FLAG} is for --draft {', '.join(LISTING)} with a head as --start; leave it out"
+        )
 
 
 def _train_model(given: argparse.Namespace) -> None:
@@ -249,7 +258,8 @@ def _train_head(given: argparse.Namespace) -> None:
         export.save_mtp(given.out, given.target, config, _run(given, made, rows))
         return
     head_json = _head_json(given, config)
-    draft_config = DraftConfig.from_dict(head_json, config)
+    told = given.speculative_draft_layer_ids
+    draft_config = DraftConfig.from_dict(head_json, config, told and Ids(told))
     if given.start:
         draft_config = tasks.started(draft_config, given.draft, given.start, stored)
     tasks.check_head_trained(draft_config)
@@ -361,6 +371,7 @@ def _note(given: argparse.Namespace, facts: dict[str, Any]) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     files = {"data": [path.name for path in given.data], "devices": jax.device_count()}
     files["start"] = given.start and str(given.start.resolve())
+    files["layer_ids"] = given.speculative_draft_layer_ids
     note_run(folder, {name: getattr(given, name) for name in OF_A_RUN} | files | facts)
 
 

@@ -1,6 +1,8 @@
 """A trained head that is written in the speculators format is read again as what it is."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -104,6 +106,9 @@ REFUSED = {
     "whose head is EAGLE; give --draft eagle": ["eagle3", "--start", str(GOLDEN / "eagle1")],
     "--draft-vocab is for --draft eagle3": ["eagle", "--draft-vocab", "64"],
     "--block is for --draft dflash, dspark, dflash2": ["eagle3", "--block", "8"],
+    "--speculative-draft-layer-ids is for --draft eagle3, dflash, dspark, dflash2 with a head as": [
+        *("eagle3", "--speculative-draft-layer-ids", "inputs"),
+    ],
     "--draft-vocab is of a fresh head": [
         *("eagle3", "--draft-vocab", "64", "--start", str(GOLDEN / "eagle3")),
     ],
@@ -118,3 +123,23 @@ def test_what_a_start_leaves_no_choice_of_is_refused_before_any_answer(fault, ca
     assert main([*words, "--steps", "1", "--draft", *REFUSED[fault]]) == 2
     assert fault in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_list_of_layers_that_may_mean_two_things_is_read_as_the_flag_says(capsys, tmp_path):
+    """The flag that the refusal names is the trainer's own too."""
+    start, data = tmp_path / "start", tmp_path / "data.jsonl"
+    shutil.copytree(GOLDEN / "eagle3", start)
+    fields = json.loads((start / "config.json").read_text(encoding="utf-8"))
+    data.write_text('{"prompt": "a"}\n', encoding="utf-8")
+    words = ["--target", str(GOLDEN / "llama"), "--data", str(data), "--out", str(tmp_path / "out")]
+    words += ["--draft", "eagle3", "--start", str(start), "--steps", "1"]
+
+    def refusal(listed, *flags):
+        given = {"eagle_aux_hidden_state_layer_ids": listed}
+        (start / "config.json").write_text(json.dumps({**fields, **given}), encoding="utf-8")
+        assert main([*words, *flags]) == 2
+        return capsys.readouterr().err
+
+    (flag,) = re.findall(r"give (--\S+) outputs or \1 inputs", refusal([3, 5, 7]))
+    for means in ("inputs", "outputs"):  # a list with a fault, as a run would take long
+        assert f"whose {means} are read" in refusal([3, 5, 5], flag, means)
