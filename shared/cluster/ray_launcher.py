@@ -8,7 +8,6 @@ actor ends, Linux ends the process of the rank; when the engine's process ends, 
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import signal
@@ -21,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shared.cluster.calling import called_back
 from shared.options.flags import ConfigError
 
 ray: Any = import_module("ray")
@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOM_S = 60.0
 """How long Ray may take to find room."""
 
-CALL_BACK_S = 60.0
 ANSWER_S = 2.0
 GPUS = "CUDA_VISIBLE_DEVICES"
 
@@ -98,7 +97,11 @@ class RayLauncher:
                 words = ["-m", self._follower, module, str(rank), str(count), "--connect", address]
                 ray.get(actor.start.remote(words, str(ROOT), secret), timeout=ROOM_S)
                 process = RayProcess(actor, host)
-                return _call_back(listener, secret, process), process
+                connection = called_back(
+                    listener, secret.encode(), host, lambda: process.ending(0.0)
+                )
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                return connection, process
         except ray.exceptions.RayError as error:
             raise ConfigError(
                 f"--launcher ray could not start rank {rank} (every host needs this program in "
@@ -193,31 +196,3 @@ class RayProcess:
     def kill(self) -> None:
         """See `shared.process.ranks.places.RankProcess`."""
         ray.kill(self._actor)
-
-
-def _call_back(listener: socket.socket, secret: str, process: RayProcess) -> socket.socket:
-    """The connection of the process that knows the secret.
-
-    Raises:
-      ConfigError: It ended before, or did not come in time.
-    """
-    until = time.monotonic() + CALL_BACK_S
-    listener.settimeout(1.0)
-    while time.monotonic() < until:
-        try:
-            connection, _ = listener.accept()
-        except TimeoutError:
-            if (ending := process.ending(0.0)) is not None:
-                raise ConfigError(f"--launcher ray: a rank on {process.host} {ending}") from None
-            continue
-        connection.settimeout(CALL_BACK_S)
-        said = connection.recv(len(secret), socket.MSG_WAITALL)
-        if hmac.compare_digest(said, secret.encode()):
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return connection
-        connection.close()
-    raise ConfigError(
-        f"--launcher ray: the rank on {process.host} did not call back within {CALL_BACK_S:g} s; "
-        "let its host reach this one"
-    )
