@@ -20,7 +20,6 @@ from shared.process.frames import (
     ModelFacts,
     event_from_row,
     in_parts,
-    pack,
     picture_to_field,
     sampling_to_fields,
 )
@@ -193,7 +192,8 @@ class EngineClient:
         self._reader = reader
         self._writer = writer
         self._frames, self._last_word = frames, last_word
-        self._unsent: deque[bytes | memoryview] = deque()  # pixels, and what comes behind them
+        # Pixels with their requests, and what comes behind them; an `add` is of a submission.
+        self._unsent: deque[tuple[Submission | None, list[bytes | memoryview]]] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._drain_ends, self.drains = math.inf, asyncio.Event()
         self._has_heard = True
@@ -270,7 +270,8 @@ class EngineClient:
             pictures = list(map(picture_to_field, prompt.pictures))
             whose = (prompt.tenant, prompt.priority)
             pixels = [picture.pixels for picture in prompt.pictures]
-            self._send(["add", prompt.tokens, sampling, choices, *whose, pictures], pixels)
+            message = ["add", prompt.tokens, sampling, choices, *whose, pictures]
+            self._send(message, pixels, submission)
         self._submissions.update(dict.fromkeys(ids, submission))
         return submission
 
@@ -278,7 +279,9 @@ class EngineClient:
         """Refuses pictures for which there is no memory beside those of the open requests."""
         if not num_bytes:
             return
-        kept = sum(submission.picture_bytes for submission in set(self._submissions.values()))
+        unsent = (submission for submission, _ in self._unsent if submission is not None)
+        holding = {*self._submissions.values(), *unsent}
+        kept = sum(submission.picture_bytes for submission in holding)
         if kept + num_bytes > MAX_OPEN_PICTURE_BYTES:
             most = f"at most {MAX_OPEN_PICTURE_BYTES} bytes of pictures may run and wait"
             raise QueueFull(f"the server is full: {most}")
@@ -326,25 +329,36 @@ class EngineClient:
         self._next_id = ids.stop
         return ids
 
-    def _send(self, message: list[Any], pixels: Sequence[np.ndarray] = ()) -> None:
+    def _send(
+        self,
+        message: list[Any],
+        pixels: Sequence[np.ndarray] = (),
+        submission: Submission | None = None,
+    ) -> None:
         if not self.alive:
             return
+        parts = list(in_parts(message, pixels))
         if not (pixels or self._unsent):
-            self._writer.write(pack(message))
+            self._writer.writelines(parts)
             return
         if not self._unsent:
-            self._sending = asyncio.create_task(self._send_pixels())
-        self._unsent += in_parts(message, pixels)
+            self._sending = asyncio.create_task(self._send_unsent())
+        self._unsent.append((submission, parts))
 
-    async def _send_pixels(self) -> None:
-        """Sends in pieces what is unsent: asyncio would copy all of it at once."""
+    async def _send_unsent(self) -> None:
+        """Sends it in pieces, as asyncio would copy all of it at once.
+
+        A request that was aborted before its turn is left out: nobody waits for its pixels.
+        """
         with contextlib.suppress(OSError):  # who reads tells of it
             while self._unsent:
-                part = memoryview(self._unsent[0])
-                for at in range(0, len(part), SEND_BYTES):
-                    self._writer.write(part[at : at + SEND_BYTES])
-                    await self._writer.drain()
-                    await asyncio.sleep(0)
+                submission, parts = self._unsent[0]
+                is_closed = submission and submission not in self._submissions.values()
+                for part in () if is_closed else map(memoryview, parts):
+                    for at in range(0, len(part), SEND_BYTES):
+                        self._writer.write(part[at : at + SEND_BYTES])
+                        await self._writer.drain()
+                        await asyncio.sleep(0)
                 self._unsent.popleft()
 
     async def _read(self) -> None:

@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,14 @@ def test_bad_pictures_are_refused_and_hold_up_neither_the_loop_nor_other_request
     with_opener(work)
 
 
+async def heard_by(reader: asyncio.StreamReader, count: int) -> list[list[Any]]:
+    """So many messages, as the engine reads them."""
+    frames, heard = FrameReader(), []
+    while len(heard) < count:
+        heard += frames.feed(await reader.read(1 << 20))
+    return heard
+
+
 def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
     pixels = np.zeros((8, 8, 3), np.uint8)
     shown = (Picture.of(0, pixels, 8),)
@@ -110,7 +119,7 @@ def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
 
     async def work() -> None:
         ours, theirs = socket.socketpair()
-        _, writer = await asyncio.open_connection(sock=ours)
+        reader, writer = await asyncio.open_connection(sock=ours)
         writer.write(pack(FACTS.to_message()))
         client, times = await EngineClient.connect(theirs), TokenTimes(ServerMetrics("it"))
         monkeypatch.setattr(engine_client, "MAX_OPEN_PICTURE_BYTES", 2 * pixels.nbytes)
@@ -118,6 +127,7 @@ def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
         with pytest.raises(QueueFull, match="at most 384 bytes of pictures may run and wait"):
             client.submit([prompt], times)
         client.submit([replace(prompt, pictures=())], times)
+        await heard_by(reader, 3)
         first.close()
         client.submit([prompt], times)
         writer.close()
@@ -148,17 +158,44 @@ def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_beh
         client, times = await EngineClient.connect(theirs), TokenTimes(ServerMetrics("it"))
         counting = asyncio.create_task(count_turns())
         for each in (prompt, replace(prompt, pictures=())):
-            client.submit([each], times).close()
-        frames, heard = FrameReader(), []
-        while len(heard) < 4:
-            heard += frames.feed(await reader.read(1 << 20))
+            client.submit([each], times)
+        client.drained()
+        heard = await heard_by(reader, 3)
         assert turns >= large.pixels.nbytes // 1000
-        assert [kind for kind, *_ in heard] == ["add", "abort"] * 2
+        assert [kind for kind, *_ in heard] == ["add", "add", "drained"]
         (request,) = requests_of(*heard[0][1:])
         for got, want in zip(request.pictures, prompt.pictures, strict=True):
             np.testing.assert_array_equal(got.pixels, want.pixels)
             assert (got.first, got.grid, got.digest) == (want.first, want.grid, want.digest)
         counting.cancel()
+        writer.close()
+        await client.ended
+
+    asyncio.run(asyncio.wait_for(work(), 30))
+
+
+def test_pixels_of_who_has_left_count_until_their_turn_and_are_left_out_then(monkeypatch):
+    """An engine that reads slowly is sent the picture that is under way, and no other one."""
+    pixels = np.zeros((1024, 1024, 3), np.uint8)  # more than a socket holds
+    prompt = Prompt([IMAGE], SamplingParams(), [1], "", 0, (Picture.of(0, pixels, 8),))
+    monkeypatch.setattr(engine_client, "MAX_OPEN_PICTURE_BYTES", 3 * pixels.nbytes)
+
+    async def work() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        writer.write(pack(FACTS.to_message()))
+        client, times = await EngineClient.connect(theirs), TokenTimes(ServerMetrics("it"))
+        client.submit([prompt], times)
+        await asyncio.sleep(0.01)
+        for _ in range(2):
+            client.submit([prompt], times).close()
+        with pytest.raises(QueueFull):
+            client.submit([prompt], times)
+        client.submit([replace(prompt, pictures=())], times)
+        heard = await heard_by(reader, 4)
+        adds = [(message[3][0][0], len(message[6])) for message in heard if message[0] == "add"]
+        assert adds == [(1, 1), (4, 0)]
+        client.submit([prompt], times)
         writer.close()
         await client.ended
 
