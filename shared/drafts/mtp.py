@@ -41,6 +41,7 @@ class WithMtp(Checkpoint):
           CheckpointError: The layer's folder has a tensor that is no part of one MTP layer.
         """
         super().__init__(())
+        self.files = (*checkpoint.files, *layer.files)
         for name, owner in checkpoint._owners.items():
             if not name.startswith("mtp."):
                 self._owners[name] = owner

@@ -37,8 +37,7 @@ DTYPES = {
 LARGE = 1 << 27
 """Numbers above which a tensor, such as an embedding, is read some rows at a time."""
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 class CheckpointError(ValueError):
@@ -54,9 +53,10 @@ class _Owner(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of an opened folder, found by their names without prefix, read one by one."""
+    """The tensors of some opened `files`, found by their names without prefix, read one by one."""
 
     def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
         self._slices: dict[str, Any] = {}
         self._handles = [_open_file(path) for path in files]
         self._owners: dict[str, _Owner] = {}
@@ -293,7 +293,7 @@ class Checkpoint:
         """A tensor of FP8 as bytes: numpy has no type for it."""
         _, path, stored = self._owners[source.name]
         if path not in self._contents:
-            self._contents[path] = _contents(path)
+            self._contents[path] = contents(path)
         tensors, start = self._contents[path]
         offset = start + tensors[stored]["data_offsets"][0]
         if source.runs is not None:
@@ -439,7 +439,7 @@ def _open_file(path: Path) -> Any:
         raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
 
 
-def _contents(path: Path) -> tuple[dict[str, Any], int]:
+def contents(path: Path) -> tuple[dict[str, Any], int]:
     """What a file says of its tensors, and where their bytes begin."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from shared.options.options import ConfigError, parse
 from shared.process.device import Device
 from shared.process.ranks import starting
+from shared.process.ranks.digest import digest_of
 from shared.process.ranks.places import gpu_of
+from shared.process.start import prepare
 from tests.support import ranked_serve, reference_serve
 from tests.support.http_fixtures import ROOT, Server, serving
 from tests.support.ranked import NAMED_S, OpenStream, ended, ranks_of, steps_of
@@ -124,7 +128,7 @@ def test_a_step_that_fails_on_one_rank_ends_all_by_its_name(fault, monkeypatch):
 START_FAULTS = {
     "1:planning:SIGKILL": (1, "rank 1 was ended by SIGKILL while planning"),
     "1:planning:refuses": (2, "rank 1: the folder is not there"),
-    "1:planning:differs": (2, "rank 1 would serve another model or other programs than rank 0"),
+    "1:planning:differs": (2, "rank 1 would serve another model, other weights or other programs"),
     "1:planning:renamed": (2, "rank 1 would run on a GPU and rank 0 on a CPU; ranks need devices"),
     "1:loading:raises": (1, "rank 1 failed while loading: MemoryError: there is no room for the w"),
     "1:loading:SIGSTOP": (1, "rank 1 stands still by a signal while loading"),
@@ -152,6 +156,23 @@ def test_a_start_that_fails_on_one_rank_ends_on_all_by_its_name(fault):
     assert process.returncode == code, said
     assert (said.splitlines() or [""])[-1].startswith(sentence)
     assert time.monotonic() - began < NAMED_S + 20, "a start takes its time too"
+
+
+def test_ranks_whose_files_differ_in_one_tensor_would_not_serve_the_same(tmp_path):
+    def digest(folder: Path) -> str:
+        options = parse(["--model-path", str(folder), *SIZES])
+        return digest_of(prepare(options, reference_serve.PLATFORM))
+
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    assert digest(other) == digest(MODEL), "it depends on where the files are"
+    file = other / "model.safetensors"
+    tensors, found = load_file(file), set()
+    last = max(tensors)
+    for factor in (1, 2):  # the headers of both are equal
+        changed = (tensors[last] * factor).astype(tensors[last].dtype)
+        save_file({**tensors, last: changed}, file)
+        found.add(digest(other))
+    assert len(found) == 2
 
 
 def test_every_rank_takes_what_fits_the_one_with_the_least_memory(monkeypatch):

@@ -39,7 +39,7 @@ def fault_at(rank: int, place: str) -> None:
     if what in (LACKS, RENAMED):
         return
     if what == DIFFERS:
-        sys.modules["__main__"].digest_of = lambda memory: "another"
+        sys.modules["__main__"].digest_of = lambda start: "another"
         return
     if what == ELSEWHERE:
         sys.modules["__main__"].boot = lambda: "another host"

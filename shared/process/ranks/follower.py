@@ -82,7 +82,7 @@ class Rank:
         (values,) = self._next("options")
         options = Options.from_values(values)
         start = prepare(options, replace(platform, find_device=lambda: self._device(platform)))
-        self._link.send("planned", digest_of(start.memory))
+        self._link.send("planned", digest_of(start))
         return start
 
     def _device(self, platform: Platform) -> Device:

@@ -92,12 +92,13 @@ class RankedStart:
             return prepare(self._options, replace(platform, find_device=self._shared_device))
         start = prepare(self._options, replace(platform, find_device=self._least_device))
         followers.wait_until(lambda each: each.digest is not None, "done with its plan")
-        digest = digest_of(start.memory)
+        digest = digest_of(start)
         for each in followers.ranks:
             if each.digest != digest:
                 raise ConfigError(
-                    f"{each.name} would serve another model or other programs than rank 0; give "
-                    "every host the same model folder, and the same version of this program"
+                    f"{each.name} would serve another model, other weights or other programs than "
+                    "rank 0; give every host the same model folder, and the same version of this "
+                    "program"
                 )
         self._shared = Shared(followers, start.memory.capacity)
         return start.of_rank(self._shared.ranks)
