@@ -238,7 +238,8 @@ def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
     + [("gated", 300, "float32"), ("added", 300, "bfloat16"), ("added", 256, "float32")],
 )
 def test_tiles_of_192_columns_give_the_bits_of_others(kind: str, R: int, out_type: str) -> None:
-    given = {"kind": kind, "R": R, "K": 1024, "N": 320, "first": 0, "out_type": out_type}
+    # Of so many inputs a mean is rounded, and the sum with `eps` again: fused, it would differ.
+    given = {"kind": kind, "R": R, "K": 1536, "N": 320, "first": 0, "out_type": out_type}
     how = {"rows": 128, "columns": 128, "swapped": False, "warps": 8, "stages": 3}
     want = in_bfloat16("triton", cut=tiles(**how), **given)
     wide = how | TMA | {"columns": 96 if "gated" in kind else 192}
