@@ -17,6 +17,8 @@ PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
 MOST_STRETCHED = 200
 """A picture whose longer side is more than so many times the shorter is refused."""
 
+LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280
+"""Of a picture where a file says nothing of them, as `Qwen2VLImageProcessor` has them."""
 BICUBIC = 3
 """Pillow's number of the filter, which is also the one that files have."""
 
@@ -116,12 +118,15 @@ def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> Pict
     for field, size in sizes.items():
         if positive(config, field, size, place) != size:
             raise ValueError(f"{field} in {place} is not that of the vision tower, {size}")
-    # Counts of pixels, whatever the newer names say.
+    # Counts of pixels, whatever the newer names say. The older names go first, as in transformers,
+    # whose own numbers count where there are neither.
     size = object_of(config, "size", place)
     if size and size.keys() != {"shortest_edge", "longest_edge"}:
         raise ValueError(f"size in {place} must have shortest_edge and longest_edge, got {size!r}")
-    least = positive(size or config, "shortest_edge" if size else "min_pixels", 1 << 16, place)
-    most = positive(size or config, "longest_edge" if size else "max_pixels", 1 << 24, place)
+    least = positive(size, "shortest_edge", LEAST_PIXELS, place)
+    most = positive(size, "longest_edge", MOST_PIXELS, place)
+    least = positive(config, "min_pixels", least, place)
+    most = positive(config, "max_pixels", most, place)
     if least > most:
         raise ValueError(f"{place} asks for at least {least} pixels and for at most {most}")
     return PictureConfig(

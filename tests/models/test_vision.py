@@ -111,6 +111,10 @@ def test_the_processors_settings_are_read_in_both_spellings(folder):
         json.dumps({**older, "min_pixels": 512, "max_pixels": 2048, "size": None})
     )
     assert pictures_from_folder(folder, vision()) == found
+    both = read_pictures({**PROCESSOR, "max_pixels": 1024}, vision())
+    assert (both.least, both.most) == (512, 1024), "as in transformers"
+    neither = read_pictures(older, vision())
+    assert (neither.least, neither.most) == (3136, 1_003_520)
 
 
 def test_settings_in_the_file_for_all_kinds_of_input_go_first_as_in_transformers(folder):
