@@ -21,7 +21,7 @@ def called_back(
     """The connection of the process that knows the secret, and says it first.
 
     Whoever reaches this host may connect too. All are heard at once, so that one who says nothing
-    keeps nobody waiting; one who says anything else is answered by the end of the connection.
+    keeps nobody waiting; as many other words are answered by the end of the connection.
 
     Args:
       listener: At the address that the process calls.
@@ -45,12 +45,12 @@ def called_back(
                     continue
                 before = heard.pop(each)
                 said = before + _received(each, len(secret) - len(before))
-                if said == before or not hmac.compare_digest(said, secret[: len(said)]):
-                    each.close()
-                elif len(said) < len(secret):
-                    heard[each] = said
-                else:
+                if before != said and len(said) < len(secret):
+                    heard[each] = said  # not judged yet: a secret is not to be guessed in parts
+                elif hmac.compare_digest(said, secret):
                     return each
+                else:
+                    each.close()
     finally:
         for each in heard:
             each.close()

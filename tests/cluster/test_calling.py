@@ -25,15 +25,28 @@ def listener() -> Iterator[socket.socket]:
         yield made
 
 
+def _is_open(call: socket.socket) -> bool:
+    """Whether the other end has neither closed nor said anything."""
+    call.settimeout(0.05)
+    try:
+        assert call.recv(1) == b""
+    except TimeoutError:
+        return True
+    except ConnectionResetError:
+        pass
+    return False
+
+
 def test_a_stranger_that_connects_neither_ends_the_wait_nor_is_answered(listener):
-    """One is silent, one says too little, one the wrong words, one resets, one leaves."""
+    """One is silent, one says too little, two the wrong words, one resets, one leaves."""
     with ExitStack() as stack:
         calls = [
-            stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(6)
+            stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(7)
         ]
-        silent, _, wrong, reset, gone, right = calls
-        calls[1].sendall(SECRET[:4])
-        wrong.sendall(b"GET /")
+        silent, little, short, wrong, reset, gone, right = calls
+        little.sendall(SECRET[:4])
+        short.sendall(b"GET /")
+        wrong.sendall(b"GET / HTTP/1.1\r\n\r\n")
         reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
         reset.close()
         gone.close()
@@ -41,8 +54,10 @@ def test_a_stranger_that_connects_neither_ends_the_wait_nor_is_answered(listener
         def call() -> None:
             for part in (SECRET[:7], SECRET[7:] + b"and on"):
                 time.sleep(0.2)
+                kept.append([_is_open(short), _is_open(little)])
                 right.sendall(part)
 
+        kept: list[list[bool]] = []
         threading.Thread(target=call).start()
         began = time.monotonic()
         found = stack.enter_context(called_back(listener, SECRET, "a host", lambda: None))
@@ -50,8 +65,9 @@ def test_a_stranger_that_connects_neither_ends_the_wait_nor_is_answered(listener
         assert found.getpeername() == right.getsockname()
         assert found.gettimeout() is None
         assert found.recv(99) == b"and on"
-        assert wrong.recv(1) == b"", "a stranger is answered, or kept"
-        assert silent.recv(1) == b"", "a stranger is kept"
+        assert kept[1] == [True, True], "how much of a secret is right is told"
+        for stranger in (silent, little, short, wrong):
+            assert _is_open(stranger) is False, "a stranger is answered, or kept"
 
 
 def test_a_rank_that_ends_or_does_not_call_is_named_by_its_host(listener, monkeypatch):
