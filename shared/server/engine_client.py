@@ -24,9 +24,10 @@ from shared.process.frames import (
     sampling_to_fields,
 )
 from shared.process.stopping import stopped_by
+from shared.server.pieces import write_in_pieces
 from shared.server.server_metrics import TokenTimes
 
-RECEIVE_BYTES = SEND_BYTES = 1 << 18
+RECEIVE_BYTES = 1 << 18
 METRICS_WAIT_S = 1.0  # a step may take long; the last snapshot is served then
 LOOK_S = 1.0  # between two looks whether the engine still says something
 MAX_OPEN_PICTURE_BYTES = 1 << 30
@@ -346,7 +347,7 @@ class EngineClient:
         self._unsent.append((submission, parts))
 
     async def _send_unsent(self) -> None:
-        """Sends it in pieces, as asyncio would copy all of it at once.
+        """Sends it in pieces.
 
         A request that was aborted before its turn is left out: nobody waits for its pixels.
         """
@@ -354,11 +355,8 @@ class EngineClient:
             while self._unsent:
                 submission, parts = self._unsent[0]
                 is_closed = submission and submission not in self._submissions.values()
-                for part in () if is_closed else map(memoryview, parts):
-                    for at in range(0, len(part), SEND_BYTES):
-                        self._writer.write(part[at : at + SEND_BYTES])
-                        await self._writer.drain()
-                        await asyncio.sleep(0)
+                if not is_closed:
+                    await write_in_pieces(self._writer, parts)
                 self._unsent.popleft()
 
     async def _read(self) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shared.process.logs import log
+from shared.server.pieces import write_in_pieces
 from shared.text.worker import DONE, LENGTH, WorkRefused
 
 ROOT = Path(__file__).resolve().parents[2]
-PIECE = 1 << 18  # bytes of a message that are handed over at once
 NUM_WORKERS = 2  # so that one piece of work that hangs leaves the others served
 
 
@@ -119,10 +119,6 @@ async def _ask(worker: Process, message: Sequence[bytes]) -> bytes:
     assert worker.stdin is not None
     assert worker.stdout is not None
     with contextlib.suppress(ConnectionError):  # it has ended; reading tells
-        # A pipe takes little, and asyncio would copy all the rest at once.
-        for part in map(memoryview, message):
-            for at in range(0, len(part), PIECE):
-                worker.stdin.write(part[at : at + PIECE])
-                await worker.stdin.drain()
+        await write_in_pieces(worker.stdin, message)
     head = await worker.stdout.readexactly(LENGTH.size)
     return await worker.stdout.readexactly(LENGTH.unpack(head)[0])

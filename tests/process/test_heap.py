@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from shared.engine.checks import RequestLimits
-from shared.models.sampling import SamplingDefaults
 from shared.process import heap, launch
 from shared.process.address import Listeners
-from shared.process.frames import ModelFacts, pack
+from shared.process.frames import pack
 from shared.server import service
+from tests.support.facts import facts_of
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_models import write_tiny
@@ -70,16 +70,7 @@ def test_the_http_process_has_settled_before_it_serves(tmp_path, monkeypatch):
         max_bias=1,
         max_logprobs=1,
     )
-    facts = ModelFacts(
-        model_name="it",
-        model_folder=str(tmp_path),
-        limits=limits,
-        eos_ids=(),
-        sampling_defaults=SamplingDefaults(),
-        max_open_requests=None,
-        max_draft_depth=0,
-        host_names=None,
-    )
+    facts = facts_of(limits, model_folder=str(tmp_path))
     made = [Cycle()]
     held = weakref.ref(made[0])
     kept: list[bool] = []

@@ -19,13 +19,13 @@ import uvicorn
 
 from shared.engine.checks import RequestLimits
 from shared.engine.request import Event
-from shared.models.sampling import SamplingDefaults
-from shared.process.frames import FrameReader, ModelFacts, event_to_row, pack
+from shared.process.frames import FrameReader, event_to_row, pack
 from shared.server import connection, engine_client
 from shared.server.app import make_apps
 from shared.server.connection import HttpConfig, Room
 from shared.server.engine_client import EngineClient
 from shared.server.grammars import Grammars
+from tests.support.facts import facts_of
 from tests.support.http_fixtures import COMPLETIONS, post_head
 
 MOST_UNREAD = 64
@@ -40,16 +40,7 @@ LIMITS = RequestLimits(
     max_bias=4,
     max_logprobs=5,
 )
-FACTS = ModelFacts(
-    model_name="flood",
-    model_folder="",
-    limits=LIMITS,
-    eos_ids=(),
-    sampling_defaults=SamplingDefaults(),
-    max_open_requests=None,
-    max_draft_depth=0,
-    host_names=None,
-)
+FACTS = facts_of(LIMITS, model_name="flood")
 
 
 @dataclass

@@ -14,29 +14,22 @@ import httpx
 import pytest
 
 from shared.engine.checks import RequestLimits
-from shared.models.sampling import SamplingDefaults
-from shared.process.frames import ModelFacts
 from shared.server import bodies, content
 from shared.server.app import make_apps
 from shared.server.errors import ApiError
 from shared.server.grammars import Grammars
 from shared.server.long_work import SHORT_BYTES, LongWork
 from shared.server.openai_types import ChatRequest, CompletionRequest
-from shared.server.workers import PIECE, Workers
+from shared.server.pieces import PIECE
+from shared.server.workers import Workers
 from shared.text import worker
+from tests.support.facts import facts_of
 from tests.support.http_fixtures import CHAT, COMPLETIONS
 
-FACTS = ModelFacts(
-    model_name="it",
-    model_folder="",
-    limits=RequestLimits(
+FACTS = facts_of(
+    RequestLimits(
         context_length=8, max_request_tokens=8, vocab=8, max_stop_ids=1, max_bias=1, max_logprobs=1
-    ),
-    eos_ids=(),
-    sampling_defaults=SamplingDefaults(),
-    max_open_requests=None,
-    max_draft_depth=0,
-    host_names=None,
+    )
 )
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
 

@@ -13,22 +13,20 @@ import pytest
 from shared.engine.checks import RequestLimits
 from shared.engine.pictures import Picture
 from shared.engine.request import SamplingParams
-from shared.models.sampling import SamplingDefaults
-from shared.process.frames import FrameReader, ModelFacts, pack, requests_of
-from shared.server import engine_client, pictures
+from shared.process.frames import FrameReader, pack, requests_of
+from shared.server import engine_client, pictures, pieces
 from shared.server.content import SentPicture
 from shared.server.engine_client import EngineClient, Prompt, QueueFull
 from shared.server.errors import ApiError
 from shared.server.pictures import PictureOpener
 from shared.server.server_metrics import ServerMetrics, TokenTimes
+from tests.support.facts import facts_of
 from tests.support.golden_pictures import picture_config
 from tests.support.http_fixtures import IMAGE
 from tests.support.pictures import PATTERN, REFUSED, rgb, stored, url_of
 
-FACTS = ModelFacts(
-    model_name="it",
-    model_folder="",
-    limits=RequestLimits(
+FACTS = facts_of(
+    RequestLimits(
         context_length=64,
         max_request_tokens=64,
         vocab=IMAGE + 1,
@@ -36,11 +34,6 @@ FACTS = ModelFacts(
         max_bias=1,
         max_logprobs=None,
     ),
-    eos_ids=(),
-    sampling_defaults=SamplingDefaults(),
-    max_open_requests=None,
-    max_draft_depth=0,
-    host_names=None,
     pictures=picture_config(),
 )
 GOOD = url_of(stored(rgb()))
@@ -137,7 +130,7 @@ def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
 
 
 def test_pixels_reach_the_engine_in_pieces_before_their_request_and_the_rest_behind_it(monkeypatch):
-    monkeypatch.setattr(engine_client, "SEND_BYTES", 1000)
+    monkeypatch.setattr(pieces, "PIECE", 1000)
     large, small = (
         Picture.of(first, np.full((side, side, 3), side, np.uint8), 8)
         for first, side in ((0, 64), (1, 16))
