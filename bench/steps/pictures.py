@@ -32,20 +32,8 @@ from shared.models.vision import VisionConfig
 from shared.spec import tower
 from shared.spec.tower import Pixels
 from tests.support.op_sides import SIDES
+from tests.support.tower_shapes import QWEN3_5
 
-QWEN3_5 = VisionConfig(
-    depth=27,
-    hidden=1152,
-    num_heads=16,
-    intermediate=4304,
-    channels=3,
-    patch_size=16,
-    frames=2,
-    merge_size=2,
-    table_side=48,
-    out=4096,
-    image_token=0,
-)
 PICTURES = PictureConfig(
     factor=32, least=1 << 16, most=1 << 24, mean=(0.5,) * 3, deviation=(0.5,) * 3
 )

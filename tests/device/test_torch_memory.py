@@ -31,12 +31,12 @@ from shared.models.families import config_from_folder
 from shared.models.fp8 import Granularity
 from shared.models.parameters import stack
 from shared.models.tower import tower_parameters
-from shared.models.vision import VisionConfig
 from shared.process import pictures
 from tests.support.golden_pictures import MODEL, picture_config
 from tests.support.kernels import KERNELS, ON_GPU, bind_kernels
 from tests.support.seeing import capacity_of
 from tests.support.torch_memory import EAGER, LOADING, Memory, absent_gpu
+from tests.support.tower_shapes import QWEN3_5
 from torch_impl import graphs, ops
 from torch_impl.device_state import allocate
 from torch_impl.machine import Machine
@@ -46,20 +46,7 @@ from torch_impl.weights import load_tower
 from torch_impl.words import read_codes
 from torch_impl.workspace import workspace
 
-VISION = VisionConfig(
-    depth=4,
-    hidden=1152,
-    num_heads=16,
-    intermediate=4304,
-    channels=3,
-    patch_size=16,
-    frames=2,
-    merge_size=2,
-    table_side=48,
-    out=4096,
-    image_token=0,
-)
-"""As Qwen3.5-9B's, but for its depth."""
+VISION = replace(QWEN3_5, depth=4)
 TOKENS = 4096
 """Of the largest picture, the largest of a start without flags."""
 
