@@ -100,6 +100,7 @@ STEPS = (
     Step("qwen3-8b-fp8", "none", 1, 2**24, tokens=2048, flags=("--fp8-activations",)),
     Step("qwen3-8b", "EAGLE3:S=3,k=1,N=4", 8, 2**20, ranks=2),
     Step("qwen3.5-35b-a3b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20, ranks=2),
+    Step("qwen3.5-122b-a10b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20, ranks=4),
 )
 RANKS = {f"{ranks} ranks, {rows} rows": (ranks, rows) for ranks in (2, 8) for rows in (8, 512)}
 """Of a layer's products whose results ranks gather: few rows within them, many behind them."""

@@ -32,7 +32,10 @@ COPIED, COPIED_FED = "qwen3-8b, NGRAM N=8, batch 8", "qwen3-8b, NGRAM N=8, promp
 CHAINS, TREES = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 1", "qwen3.5-9b, NEXTN S=5 k=4 N=16, batch 8"
 EXPERTS = "qwen3.5-35b-a3b-fp8, NEXTN S=3 k=1 N=4, batch 8"
 CHAINS_OF_RANKS = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 8, 2 ranks"
-EXPERTS_OF_RANKS = f"{EXPERTS}, 2 ranks"
+EXPERTS_OF_RANKS = (
+    f"{EXPERTS}, 2 ranks",
+    "qwen3.5-122b-a10b-fp8, NEXTN S=3 k=1 N=4, batch 8, 4 ranks",
+)
 EXPERTS_FED = "qwen3.5-35b-a3b-fp8, none, prompt of 2048"
 CODES, CODES_FED = "qwen3-8b-fp8, none, batch 8", "qwen3-8b-fp8, none, prompt of 2048"
 MIXES = ("8 x 8 rows after 512", "32 x 8 rows after 512")
@@ -52,6 +55,7 @@ DESCRIBED = (
     "described, 8 x 16 rows after 4096",
     "described, 32 x 64 nodes after 512",
     "described, hybrid, 32 x 16 rows after 512",
+    "described, hybrid, one group, 32 x 16 rows",
 )
 HEADS = (
     *(f"head, {rows} rows, greedy" for rows in (128, 256, 512)),
@@ -70,7 +74,7 @@ FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
 PROMPTS = tuple(f"heads of {D}, prompt of 512" for D in (80, 96))
 DESCRIBED_PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
-    *("described, prompt of 2048", "described, hybrid, prompt of 2048"),
+    *(f"described, {which}prompt of 2048" for which in ("", "hybrid, ", "hybrid, one group, ")),
     *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED, CODES_FED, COPIED_FED),
 )
 
@@ -82,7 +86,7 @@ EXCUSES = (
     Excuse("choose_rows", ("head, 1 rows, greedy",), 8, FEW),
     Excuse("choose_rows", (FED,), 24, SOME),
     Excuse("choose_tiles", (CHAINS, BLOCKS), 8, FEW),
-    Excuse("delta_mix", ("8 x chain of 4", EXPERTS, EXPERTS_OF_RANKS), 64, TIMED),
+    Excuse("delta_mix", ("8 x chain of 4", EXPERTS, *EXPERTS_OF_RANKS), 64, TIMED),
     Excuse("described_product", (CODES, CODES_FED), 144, GATED_CODES),
     Excuse(
         "described_product",
@@ -93,7 +97,7 @@ EXCUSES = (
     Excuse("mix_described", DESCRIBED, 200, "numbers that stay the same while tiles are added"),
     Excuse("next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
     Excuse(
-        "find_border", (TREES, LOTS, EXPERTS, EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS
+        "find_border", (TREES, LOTS, EXPERTS, *EXPERTS_OF_RANKS, CHAINS_OF_RANKS), 52, MANY_WARPS
     ),
     Excuse("find_border", (MARKED, PAIRED, COPIED), 248, MANY_WARPS),
     Excuse("mix", MIXES, 240, TIMED),

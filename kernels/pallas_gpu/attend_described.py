@@ -36,6 +36,7 @@ from kernels.pallas_gpu.pair_tiles import (
     clear_padding,
     copy_tiles,
     fetch_queries,
+    piece_of,
     shared_of,
     words_of,
     write_result,
@@ -102,6 +103,7 @@ def attend_described(
     blocks = pl.cdiv(max_rows, rows)
     work = Work(
         group=group,
+        piece=piece_of(group, gate, D),
         D=D,
         width=width,
         copied=copied,

@@ -40,6 +40,7 @@ from kernels.pallas_gpu.pair_tiles import (
     clear_padding,
     copy_tiles,
     fetch_queries,
+    piece_of,
     shared_of,
     words_of,
     write_result,
@@ -139,6 +140,7 @@ def mix_described(
     spans = pl.cdiv(columns * page, span)
     work = Work(
         group=group,
+        piece=piece_of(group, gate, D),
         D=D,
         width=width,
         copied=GROUPS,

@@ -62,7 +62,7 @@ class Work(NamedTuple):
     """What is settled before a kernel runs.
 
     Attributes:
-      group: Query heads of a key head.
+      group, piece: Query heads of a key head, and how many of a row are copied at once.
       D, width: Of a head, and of the part of it that a warpgroup has.
       copied: Key heads, or parts of one, that a program copies.
       rows: Of a block.
@@ -72,6 +72,7 @@ class Work(NamedTuple):
     """
 
     group: int
+    piece: int
     D: int
     width: int
     copied: int
@@ -86,6 +87,11 @@ class Work(NamedTuple):
     stages: int
     scale: float
     gated: bool
+
+    @property
+    def pieces(self) -> int:
+        """Of a row's query heads."""
+        return self.group // self.piece
 
     @property
     def parts(self) -> int:

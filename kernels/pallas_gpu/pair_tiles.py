@@ -4,6 +4,7 @@ Of `mix_described` and `attend_described`: the rings of keys and values, the row
 results, and padding.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -30,9 +31,20 @@ class Own(NamedTuple):
     row: Any
     stop: Any
 
-    def at(self, work):
-        """Their query heads, and their columns of these."""
-        return pl.ds(self.head * work.group, work.group), pl.ds(self.column, work.width)
+    def at(self, work, first=0, count=None):
+        """Their query heads, or as many of them from one on, and their columns of these."""
+        heads = pl.ds(self.head * work.group + first, count or work.group)
+        return heads, pl.ds(self.column, work.width)
+
+
+def piece_of(group, gate, D):
+    """How many query heads of a key head are copied at once.
+
+    Copies lie in shared memory in groups of as many lines as each has, and what a descriptor copies
+    from must be whole groups. Gates stand in a projection whose lines are a head's queries and its
+    gates, and then the keys and values.
+    """
+    return group if gate is None else math.gcd(group, gate.shape[1] // (2 * D))
 
 
 def words_of(window):
@@ -62,7 +74,7 @@ def shared_of(work):
         values=block(work.stages * work.copied + work.spare, TILE, work.width),
         lines=plgpu.SMEM((GROUPS, LANES, work.width), kind),
         bad=plgpu.SMEM((GROUPS, 2, TILE), jnp.int32),
-        lines_come=plgpu.Barrier(num_arrivals=work.rows, num_barriers=GROUPS),
+        lines_come=plgpu.Barrier(num_arrivals=work.rows * work.pieces, num_barriers=GROUPS),
         keys_come=come,
         values_come=come,
         is_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=work.stages),
@@ -72,9 +84,8 @@ def shared_of(work):
 
 def fetch_queries(refs, shared, group, own, work):
     """Brings the queries of a warpgroup, and ones; waits for those of the other."""
-    at = own.at(work)
-    lines = _fetched(lambda row: refs.q.at[(row, *at)], refs, shared, group, own, work)
-    shared.queries[group] = lines
+    queries = lambda row, heads, columns: refs.q.at[row, heads, columns]  # noqa: E731
+    shared.queries[group] = _fetched(queries, refs, shared, group, own, work)
     shared.ones[...] = plgpu.layout_cast(jnp.ones((LANES, TILE), jnp.bfloat16), LAYOUT)
     plgpu.commit_smem()
     plgpu.barrier_arrive(shared.is_ready)
@@ -84,10 +95,14 @@ def fetch_queries(refs, shared, group, own, work):
 def _fetched(line_of, refs, shared, group, own, work):
     """What the rows of a block have; a spare row has what the last row of all has."""
     lines, come = shared.lines.at[group], shared.lines_come.at[group]
-    for each in range(work.rows):
+
+    def fetch(i, _):
+        each, first = lax.div(i, work.pieces), lax.rem(i, work.pieces) * work.piece
         row = jnp.minimum(own.row + each, refs.q.shape[0] - 1)
-        line = lines.at[pl.ds(each * work.group, work.group)]
-        plgpu.copy_gmem_to_smem(line_of(row), line, come)
+        line = lines.at[pl.ds(i * work.piece, work.piece)]
+        plgpu.copy_gmem_to_smem(line_of(row, *own.at(work, first, work.piece)), line, come)
+
+    lax.fori_loop(0, work.rows * work.pieces, fetch, None)
     plgpu.barrier_wait(come)
     return plgpu.load(lines, layout=LAYOUT, optimized=False)
 
@@ -97,8 +112,7 @@ def write_result(refs, shared, group, own, sums, work):
     at, lines = own.at(work), shared.lines.at[group]
     out = divided(sums.value, beside(jnp.maximum(sums.total, 1e-30), work.width))
     if work.gated:
-        heads, columns = at
-        gates = lambda row: refs.gate.at[row, heads, 1, columns]  # noqa: E731
+        gates = lambda row, heads, columns: refs.gate.at[row, heads, 1, columns]  # noqa: E731
         gate = _fetched(gates, refs, shared, group, own, work).astype(jnp.float32)
         out = divided(out, 1.0 + flushed_power_of_two(times(gate, -LOG2_E)))
     lines[...] = out.astype(jnp.bfloat16)

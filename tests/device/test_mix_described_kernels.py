@@ -42,6 +42,7 @@ CASES: dict[str, Callable[..., MixCase]] = {
 PAIRS = [(name, "model") for name in CASES]
 PAIRS += [(name, "hybrid") for name in ("trees", "spans")]
 PAIRS += [("trees", "group of seven, heads of 64"), ("chains", "pages of two tiles")]
+PAIRS += [("trees", sizes) for sizes in SIZES if sizes.startswith("hybrid, ")]
 
 
 @pytest.fixture(params=KERNELS)

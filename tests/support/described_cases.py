@@ -11,16 +11,14 @@ from tests.support.mix_kernels import Found, run_pallas, run_triton
 
 RUN = {"pallas": run_pallas, "triton": run_triton}
 _MODEL = {"heads": (32, 8), "D": 128, "page": 64, "half": True}
+_HYBRID = {"heads": (16, 4), "D": 256, "page": 64, "turned": 64, "gated": True, "half": True}
 SIZES = {
     "model": _MODEL,
-    "hybrid": {
-        "heads": (16, 4),
-        "D": 256,
-        "page": 64,
-        "turned": 64,
-        "gated": True,
-        "half": True,
-    },
+    "hybrid": _HYBRID,
+    # Of these the lines of the projection are no multiple of a copy's.
+    "hybrid, a group of eight": _HYBRID | {"heads": (8, 1)},
+    "hybrid, groups of eight": _HYBRID | {"heads": (16, 2)},
+    "hybrid, a group of six": _HYBRID | {"heads": (6, 1)},
     "group of seven, heads of 64": {"heads": (14, 2), "D": 64, "page": 64, "half": True},
     "pages of two tiles": _MODEL | {"page": 128},
 }

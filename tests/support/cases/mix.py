@@ -307,12 +307,15 @@ _LARGE |= {
     for name, B, rows in (("8 x 4 rows after 512", 8, 4), ("prompt of 512", 1, 512))
 }
 
+_ONE_GROUP = _HYBRID | {"heads": (8, 1)}
+"""The lines of its projection are no multiple of a copy's."""
 
 _DESCRIBED = {
     "32 x 16 nodes after 512": _LARGE["32 x 16 nodes after 512"],
     "8 x 16 rows after 4096": _chains(8, 16, 4096),
     "32 x 64 nodes after 512": _LARGE["32 x 64 nodes after 512"],
     "hybrid, 32 x 16 rows after 512": _LARGE["hybrid, 32 x 16 rows after 512"],
+    "hybrid, one group, 32 x 16 rows": _chains(32, 16, 512, _ONE_GROUP),
     "heads of 64, 8 x 4 rows after 512": _LARGE["heads of 64, 8 x 4 rows after 512"],
 }
 """For `mix_described`, whatever a file says."""
@@ -320,6 +323,7 @@ _DESCRIBED = {
 _PROMPTS = {
     "prompt of 2048": (_LARGE["prompt of 2048"], 3),
     "hybrid, prompt of 2048": (_LARGE["hybrid, prompt of 2048"], 2),
+    "hybrid, one group, prompt of 2048": (partial(prompt_case, [(0, 2048)], **_ONE_GROUP), 2),
     "heads of 64, prompt of 512": (_LARGE["heads of 64, prompt of 512"], 6),
 }
 """For `attend_described`, whatever a file says, and the stages for which there is room."""
