@@ -4,8 +4,8 @@ Triton compiles a kernel at its first launch, one after the other. A pass over t
 launches none tells it of all: its memory is zeros, so that what no kernel has written names things
 that exist, and they are steps of padding, whose results nobody reads. What has not been compiled on
 this machine before is compiled by other processes, as much of a compile holds Python's lock, and
-read from Triton's cache when it is first launched. Ranks that start together want the same kernels,
-and each is compiled by one of them.
+read from Triton's cache when it is first launched. Ranks that start together want the same kernels:
+each is compiled by one of them, while the others go on with the next.
 """
 
 import fcntl
@@ -16,16 +16,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from hashlib import sha256
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _MOST_COMPILERS = 32
-"""Processes that compile, at most; fewer where this one may use fewer cores."""
+"""Processes that compile, at most; fewer where there are fewer cores for each rank."""
 _DONE = "compiled"
 """Of Triton's cache: a kernel that was compiled before has a file of this name."""
 _EMPTY = (
@@ -46,8 +46,11 @@ class _Zeros(TorchDispatchMode):
         return made.zero_() if func.overloadpacket in _EMPTY else made
 
 
-def compile_kernels(steps: Callable[[], object]) -> None:
+def compile_kernels(steps: Callable[[], object], ranks: int = 1) -> None:
     """Compiles every kernel that steps of padding launch, and launches none.
+
+    Args:
+      ranks: How many start together and share the cores.
 
     Raises:
       RuntimeError: A kernel cannot be compiled.
@@ -62,7 +65,7 @@ def compile_kernels(steps: Callable[[], object]) -> None:
 
     before = knobs.runtime.jit_cache_hook
     with ExitStack() as stack:
-        compilers = stack.enter_context(_Compilers())
+        compilers = stack.enter_context(_Compilers(ranks))
         stack.callback(setattr, knobs.runtime, "jit_cache_hook", before)
         stack.callback(setattr, JITFunction, "run", launch)
         knobs.runtime.jit_cache_hook = compilers.ask
@@ -71,26 +74,48 @@ def compile_kernels(steps: Callable[[], object]) -> None:
             steps()
 
 
+class _Asked(NamedTuple):
+    """A kernel that was not compiled before.
+
+    Attributes:
+      kept: Its place in Triton's cache.
+      line: What is told of it.
+      is_ours: Whether it is compiled now; not where another rank was at it.
+    """
+
+    kept: Any
+    line: str
+    is_ours: "Future[bool]"
+
+
 class _Compilers:
     """Processes that compile, each as soon as there is something for it to do."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), _MOST_COMPILERS))
+    def __init__(self, ranks: int) -> None:
+        cores = len(os.sched_getaffinity(0)) // ranks
+        self._threads = ThreadPoolExecutor(min(max(cores, 1), _MOST_COMPILERS))
         self._of_thread = threading.local()
         self._processes: list[subprocess.Popen] = []
-        self._asked: dict[str, Future | None] = {}
+        self._asked: dict[str, _Asked | None] = {}
 
     def __enter__(self) -> "_Compilers":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Waits for all; where the steps have failed, what has not begun is left."""
-        self._threads.shutdown(cancel_futures=error is not None)
-        for process in self._processes:
-            process.communicate()
-        if error is None:
-            for future in filter(None, self._asked.values()):
-                future.result()
+        """Waits for all; where anything has failed, what has not begun is left."""
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            self._threads.shutdown(cancel_futures=True)
+            for process in self._processes:
+                process.communicate()
+
+    def _finish(self) -> None:
+        """Waits for all kernels, and for those of other ranks when nothing else is left to do."""
+        theirs = [x for x in self._asked.values() if x is not None and not x.is_ours.result()]
+        for waits in [self._threads.submit(self._compile, x.kept, x.line, True) for x in theirs]:
+            waits.result()
 
     def ask(self, *, fn: Any, compile: Any, **_: object) -> bool:
         """Stands where Triton would compile a kernel, or read it from its cache; True: neither."""
@@ -107,12 +132,21 @@ class _Compilers:
         line = json.dumps(job | {"data": specialization})
         if line not in self._asked:
             kept = kept_of(fn.jit_function, line)
-            is_new = not kept.has_file(_DONE)
-            self._asked[line] = self._threads.submit(self._compile, line) if is_new else None
+            asked = None
+            if not kept.has_file(_DONE):
+                asked = _Asked(kept, line, self._threads.submit(self._compile, kept, line, False))
+            self._asked[line] = asked
         return self._asked[line] is not None
 
-    def _compile(self, line: str) -> None:
-        """Runs in a thread, which has a process of its own."""
+    def _compile(self, kept: Any, line: str, waits: bool) -> bool:
+        """Whether a kernel is compiled now; unless it waits, another rank may still be at it."""
+        with _alone(kept, waits) as is_alone:
+            if is_alone and not kept.has_file(_DONE):
+                self._tell(line)
+        return is_alone
+
+    def _tell(self, line: str) -> None:
+        """Has the process of this thread compile a kernel."""
         process = getattr(self._of_thread, "process", None)
         if process is None:
             process = self._of_thread.process = subprocess.Popen(
@@ -158,22 +192,28 @@ def _name(function: Any) -> None:
 
 
 def compile_line(line: str) -> None:
-    """Compiles what `_Compilers.ask` was told of into Triton's cache, unless others have by now."""
+    """Compiles what `_Compilers.ask` was told of into Triton's cache."""
     job = json.loads(line)
     function = getattr(import_module(job["module"]), job["name"])
-    kept = kept_of(function, line)
-    with _alone(kept):
-        if not kept.has_file(_DONE):
-            _compile_into(kept, function, job)
+    _compile_into(kept_of(function, line), function, job)
 
 
 @contextmanager
-def _alone(kept: Any) -> Iterator[None]:
-    """Within it no other process compiles the kernel; one that dies is waited for no longer."""
+def _alone(kept: Any, waits: bool) -> Iterator[bool]:
+    """Whether within it no other process compiles the kernel; one that dies holds nobody up.
+
+    Args:
+      waits: Until it is so.
+    """
+    is_alone = True
     with open(os.path.join(kept.cache_dir, "compiling"), "w", encoding="utf-8") as file:
-        with suppress(OSError):  # of a file system that locks nothing: it is compiled twice
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            is_alone = False
+        except OSError:  # of a file system that locks nothing: it is compiled twice
+            pass
+        yield is_alone
 
 
 def _compile_into(kept: Any, function: Any, job: dict[str, Any]) -> None:

@@ -78,8 +78,9 @@ class Graphs:
                 progress(program)
                 step(self._machine, self._padding(program), program)
 
-        compile_kernels(steps)
-        exchange = self._machine.model.group.on_device
+        group = self._machine.model.group
+        compile_kernels(steps, group.count)
+        exchange = group.on_device
         for program in programs:
             if exchange is not None:
                 exchange.meet()  # on the GPU ranks wait less long than one may compile

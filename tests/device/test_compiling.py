@@ -1,12 +1,11 @@
 """Kernels of a step are compiled before it runs, and none is launched meanwhile."""
 
 import fcntl
-import json
 import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from tests.support import named_kernels
-from torch_impl.compiling import compile_kernels, compile_line, kept_of
+from torch_impl.compiling import compile_kernels
 
 
 class Launches:
@@ -105,7 +103,7 @@ def steps():
     named_kernels.third_kernel[(1,)](place, **how | {"sizes": named})
     named_kernels.fourth_kernel[(1,)](x, **how | {"sizes": named})
 
-compile_kernels(steps)
+compile_kernels(steps, RANKS)
 print("here", len(made))
 for kernel in kernels:
     kernel.warmup(x, **how, grid=(1,))
@@ -116,12 +114,22 @@ print("after", len(made))
 """
 
 
-def compiled(cache: Path, sizes: str) -> subprocess.CompletedProcess:
-    """What a process says that compiles kernels before they run."""
+def command(sizes: str, ranks: int = 1) -> list[str]:
+    """Of a process that compiles kernels before they run."""
+    text = COMPILES.replace("SIZES", sizes).replace("RANKS", str(ranks))
+    return [sys.executable, "-c", text]
+
+
+def surroundings(cache: Path) -> dict[str, str]:
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILES.replace("SIZES", sizes)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    return env
+
+
+def compiled(cache: Path, sizes: str, ranks: int = 1) -> subprocess.CompletedProcess:
+    """What such a process says."""
+    how = {"env": surroundings(cache), "capture_output": True, "text": True}
+    return subprocess.run(command(sizes, ranks), check=False, **how)
 
 
 def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Path) -> None:
@@ -134,22 +142,28 @@ def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Pa
     assert [path.stat().st_mtime_ns for path in are_done] == stamps  # by no process again
 
 
-def test_a_kernel_that_another_rank_compiles_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    line = json.dumps({"module": named_kernels.__name__, "name": "first_kernel"})  # of no call
-    kept = kept_of(named_kernels.first_kernel, line)
-    with ThreadPoolExecutor() as pool, open(Path(kept.cache_dir) / "compiling", "w") as other:
+def test_a_kernel_that_another_rank_compiles_is_waited_for_after_all_others(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert compiled(tmp_path, "(5, 7)", ranks=cores).returncode == 0
+    asked = sorted(tmp_path.glob("*/compiled"), key=lambda path: path.stat().st_mtime_ns)
+    theirs, *others = asked
+    for path in asked:
+        path.unlink()
+    how = {"env": surroundings(tmp_path), "stdout": subprocess.PIPE, "text": True}
+    with (theirs.parent / "compiling").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        waiting = pool.submit(compile_line, line)
-        with pytest.raises(TimeoutError):
-            waiting.result(timeout=0.2)
-        kept.put("", "compiled", binary=False)
-        fcntl.flock(other, fcntl.LOCK_UN)
-        waiting.result(timeout=20)  # and it is not compiled, which would be an error
-    with pytest.raises(KeyError):
-        compile_line(line.replace("first", "second"))
+        # With a core a rank it would stand still, did it wait for the first kernel in its turn.
+        process = subprocess.Popen(command("(5, 7)", ranks=cores), **how)
+        until = time.monotonic() + 60
+        while not all(path.exists() for path in others):
+            assert time.monotonic() < until, "the others were not compiled"
+            time.sleep(0.05)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        theirs.write_text("")
+        stamp = theirs.stat().st_mtime_ns
+    assert process.communicate(timeout=60)[0].split() == ["here", "0", "after", "0"]
+    assert theirs.stat().st_mtime_ns == stamp  # and was not compiled once more
 
 
 def test_what_cannot_be_compiled_is_an_error_of_the_start(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_programs_hold_what_the_widest_works_on_once(
     tower: Tower, monkeypatch: pytest.MonkeyPatch, captured: tuple[Work, ...]
 ) -> None:
     """Beside it plans that graphs read, and 2 MB at a time of what is small."""
-    monkeypatch.setattr(graphs, "compile_kernels", lambda steps: steps())
+    monkeypatch.setattr(graphs, "compile_kernels", lambda steps, ranks: steps())
     allocator, programs = tower.memory.allocator, tower.blueprint.capacity.programs
     widest = max(map(tower.workspace, programs))
     before = allocator.most = allocator.reserved
