@@ -15,7 +15,7 @@ from shared.spec.numerics import SQUARES
 
 Array = Float[jax.Array, "..."]
 
-PIECE = 32
+PIECE = 64
 """Of so many outputs a CPU makes whole pieces, in which each output's sum has one order."""
 
 
@@ -25,7 +25,7 @@ def linear(
     """The products of rows with each output's weights, as float32.
 
     On a CPU an output's bits would else follow from how many stand beside it, and so from the
-    number of ranks; the weights of models are whole pieces, and nothing is done to them.
+    number of ranks; the weights of most models are whole pieces, to which nothing is done.
     """
     outputs = len(weight)
     weight = jnp.pad(weight, ((0, -outputs % PIECE), (0, 0)))
