@@ -14,6 +14,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.ranks import ALONE, Ranks
@@ -31,6 +32,7 @@ from tests.support.equality import TALLY
 from tests.support.jax_ranks import check_ranks
 from tests.support.random_requests import DRAFTERS, Asked, Server, prompt_of
 from tests.support.random_serving import Backends, serve
+from tests.support.rank_steps_on_gpus import BACKENDS, MODELS, run_part
 from tests.support.ranks import steps_of_rank
 from tests.support.tiny_models import DENSE, DIVIDED, WITH_MTP
 from torch_impl.backend import TorchBackend
@@ -204,3 +206,15 @@ def test_devices_of_one_process_give_the_bits_of_one(count):
 )
 def test_devices_of_one_process_draft_and_verify_alike(family, drafter):
     check_ranks(family, drafter, "2,4", "plain,chain")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of CPUs; GPUs are as many as there are")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "hybrid" else pytest.mark.matrix) for name in MODELS],
+)
+def test_eight_ranks_give_the_bits_of_one(name, backend):
+    """There are fewer heads of keys than ranks, and ranks to which no tokens are left."""
+    said = run_part(backend, name, 8)
+    assert said[0].isdigit(), said

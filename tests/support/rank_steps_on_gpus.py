@@ -65,6 +65,8 @@ MODELS = {
     "experts": (DIVIDED["qwen3_5_moe"], {"hidden_size": 256} | _WIDE_EXPERTS, "NEXTN"),
 }
 """Families, what is changed of them, and what drafts: squares of whole chunks on a rank, or not."""
+_OF_EIGHT = {"num_attention_heads": 8, "linear_num_key_heads": 8, "linear_num_value_heads": 16}
+"""What eight ranks divide among them."""
 BACKENDS = ("torch", "jax")
 ROOT = Path(__file__).resolve().parents[2]
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -94,10 +96,12 @@ class _Recorder:
         return getattr(self._backend, name)
 
 
-def made_from(name: str) -> tuple[Any, ...]:
-    """What a backend of a model of `MODELS` is made from."""
+def made_from(name: str, count: int) -> tuple[Any, ...]:
+    """What a backend of a model of `MODELS` is made from, for so many ranks."""
     family, changed, drafter = MODELS[name]
     of_family = tiny_config(family, nested=False, with_mtp=True, tied=False)
+    if count == 8:
+        of_family |= {each: size for each, size in _OF_EIGHT.items() if each in of_family}
     config = config_from_dict(of_family | changed)
     weights = tiny_weights(config, 3)
     given: Any = drafter
@@ -172,7 +176,7 @@ def _run_torch(rank: Rank, name: str) -> int:
     if torch.cuda.is_available():
         where, ways = torch.device("cuda", rank.rank % torch.cuda.device_count()), [(), CAPTURED]
         torch.cuda.set_device(where)
-    made, how = made_from(name), {"dtype": DTYPE, "device": where}
+    made, how = made_from(name, rank.count), {"dtype": DTYPE, "device": where}
     mailboxes = steps = None
     if rank.rank == 0:
         mailboxes = Mailboxes.create(rank.count, wait_s=PATIENCE_S)
@@ -199,7 +203,7 @@ def _jax_part(name: str, count: int, is_joined: bool) -> int:
 def _run_jax(name: str, count: int) -> int:
     from jax_impl.backend import JaxBackend
 
-    made, device = made_from(name), "gpu" if torch.cuda.is_available() else "cpu"
+    made, device = made_from(name, count), "gpu" if torch.cuda.is_available() else "cpu"
     how: dict[str, Any] = {"dtype": DTYPE, "device": device, "quick_compile": True}
     steps = of_one_gpu(JaxBackend(*made, **how), name)
     compare(JaxBackend(*made, **how, group=Ranks(0, count, None)), steps)
