@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.performance_ranks import ranked_steps
+from bench.performance_ranks import ranked_memory, ranked_steps
 from bench.quality.accuracy_table import MISSING, insert, markdown
 from tests.support.op_sides import SIDES
 
@@ -154,9 +154,15 @@ def render(found: Found) -> str:
             "Milliseconds a decode step behind long prompts, greedy; no draft is accepted.",
             list(_behind(_lines_of(found.long, subject))),
         )
+        ranked = _lines_of(found.tp, subject)
         parts += _table(
-            "Milliseconds a decode step on one GPU and on several, greedy.",
-            list(ranked_steps(_lines_of(found.tp, subject))),
+            "Milliseconds a decode step on one GPU and on several, greedy, and what the bytes of a "
+            "GPU take.",
+            list(ranked_steps(ranked)),
+        )
+        parts += _table(
+            "Gigabytes that such a start plans on each GPU / that were held at most.",
+            list(ranked_memory(ranked)),
         )
         lines = _lines_of(found.fused, subject)
         parts += _table(

@@ -1,41 +1,92 @@
-"""The table of `bench.performance` that says what several GPUs gain."""
+"""The tables of `bench.performance` that say what several GPUs gain, and what each holds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bench.quality.accuracy_table import MISSING
 from tests.support.op_sides import SIDES
 
 Line = dict[str, Any]
+Lines = dict[tuple[str, int], Line]
+"""By backend and number of ranks."""
 
 
 def ranked_steps(lines: Sequence[Line]) -> Iterator[list[str]]:
     """A line for each drafter and batch: of each backend, milliseconds by ranks.
 
+    Beside them what a rank's bytes take, at the rate of a large copy.
+
     Args:
       lines: Of one model, as `bench.steps.offline` writes them.
     """
-    counts = sorted({line["ranks"] for line in lines})
-    told = [f"{side}, {count}" for side in SIDES for count in counts]
-    yield ["drafts", "batch", *told, "texts"]
-    found: dict[tuple[str, int], dict[tuple[str, int], Line]] = {}
+    counts = _counts(lines)
+    limits = [f"bytes, {count}" for count in counts]
+    yield [*_header(lines), *limits, "texts"]
+    for row, same in _rows(lines, counts, _milliseconds):
+        bytes_ms = [next(_limits(same, count), MISSING) for count in counts]
+        yield [*row, *bytes_ms, _texts(list(same.values()))]
+
+
+def ranked_memory(lines: Sequence[Line]) -> Iterator[list[str]]:
+    """A line for each drafter and batch: gigabytes of a GPU, as planned and as held.
+
+    JAX counts the peak of a process, so that of a start which held less than one before it is not
+    its own, and is left out.
+
+    Args:
+      lines: As of `ranked_steps`.
+    """
+    yield _header(lines)
+    of_its_own = {line["peak_bytes"]: line for line in reversed(lines)}
+    own = [line for line in lines if of_its_own[line["peak_bytes"]] is line]
+    for row, _ in _rows(own, _counts(lines), _gigabytes):
+        yield row
+
+
+def _counts(lines: Sequence[Line]) -> list[int]:
+    return sorted({line["ranks"] for line in lines})
+
+
+def _header(lines: Sequence[Line]) -> list[str]:
+    told = [f"{side}, {count}" for side in SIDES for count in _counts(lines)]
+    return ["drafts", "batch", *told]
+
+
+def _rows(
+    lines: Sequence[Line], counts: Sequence[int], told: Callable[[Lines, str, int], str]
+) -> Iterator[tuple[list[str], Lines]]:
+    """A row of cells for each drafter and batch, and its lines."""
+    found: dict[tuple[str, int], Lines] = {}
     for line in lines:
-        by_side = found.setdefault((line["drafts"], line["batch"]), {})
-        by_side[line["backend"], line["ranks"]] = line
-    for (drafts, batch), by_side in sorted(found.items(), key=lambda item: item[0]):
-        cells = [_cell(by_side, side, count) for side in SIDES for count in counts]
-        yield [drafts, str(batch), *cells, _texts(list(by_side.values()))]
+        same = found.setdefault((line["drafts"], line["batch"]), {})
+        same[line["backend"], line["ranks"]] = line
+    for (drafts, batch), same in sorted(found.items(), key=lambda item: item[0]):
+        cells = [
+            told(same, side, count) if (side, count) in same else MISSING
+            for side in SIDES
+            for count in counts
+        ]
+        yield [drafts, str(batch), *cells], same
 
 
-def _cell(by_side: dict[tuple[str, int], Line], side: str, count: int) -> str:
-    line, alone = by_side.get((side, count)), by_side.get((side, 1))
-    if line is None:
-        return MISSING
+def _milliseconds(same: Lines, side: str, count: int) -> str:
+    line, alone = same[side, count], same.get((side, 1))
     gain = f" ({alone['ms'] / line['ms']:.2f} x)" if alone and count > 1 else ""
     return f"{line['ms']:.2f}{gain}"
 
 
-def _texts(lines: Sequence[Line]) -> str:
+def _gigabytes(same: Lines, side: str, count: int) -> str:
+    line = same[side, count]
+    return f"{line['planned_bytes'] / 1e9:.2f} / {line['peak_bytes'] / 1e9:.2f}"
+
+
+def _limits(same: Lines, count: int) -> Iterator[str]:
+    for side in SIDES:
+        if line := same.get((side, count)):
+            yield f"{line['limit_ms']:.2f}"
+
+
+def _texts(lines: list[Line]) -> str:
     compared = [line["texts"] for line in lines if line["texts"]]
     if not compared:
         return MISSING
