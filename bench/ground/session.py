@@ -7,7 +7,7 @@ for the first few. Every round has the same requests, so its text is the same.
 import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -114,6 +114,7 @@ class Session:
         folders: dict[str, Path],
         flags: Sequence[str],
         load: Load,
+        wait: Callable[[], None] = lambda: None,
     ) -> Self:
         """Starts an engine.
 
@@ -121,6 +122,7 @@ class Session:
           folders: Of what drafts, by algorithm; see `folders_of`.
           flags: Of the server, but for the model and what drafts.
           load: The longest of what will be served.
+          wait: Called when all programs are ready, before the first step.
 
         Raises:
           ValueError: What a server's start would refuse; one sentence.
@@ -135,6 +137,7 @@ class Session:
             context=context,
             radix_cache=False,
             chunk=load.batch * load.prompt,
+            wait=wait,
         )
         return cls(backend, draft, load.batch, served)
 

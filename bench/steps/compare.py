@@ -21,7 +21,8 @@ from typing import Any
 
 from bench.ground.drafting import Draft
 from bench.ground.session import Load, Round, Session
-from bench.steps.offline import Report, begun, decode_options, start_facts, with_lot
+from bench.steps.offline import begun, decode_options, start_facts, with_lot
+from bench.steps.report import Report
 from tests.support.op_sides import SIDES
 
 Figures = dict[str, float]

@@ -11,127 +11,38 @@ step shall give, and stands in the line. Texts are compared where they promise t
 the backends, and a drafter's with plain decoding's. A drafter that remembers texts has seen the
 round before. On a CPU nothing is known of kernels, clock and power; `--kernels` tells which take
 the most of a step. `--tp-size 1 2` serves with two ranks as well, whose limits are a rank's share,
-and compares their texts.
+and compares their texts. `--at-once 6` makes six lines ready side by side, which must all find room
+in the GPU's memory, and times one after the other.
 """
 
 import argparse
-import json
-import platform
+import os
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.ground import card
 from bench.ground.drafting import PLAIN, Draft, named_folder
 from bench.ground.session import Load, Session, folders_of, peak_bytes
+from bench.ground.turns import Wait, in_turns
+from bench.steps.report import HEADER, Line, Rates, Report, SideFacts, Texts, side_facts
 from shared.boundary.mailboxes import RankMissingError
 from shared.process.ranks.followers import RankError
 from tests.support.op_sides import SIDES
 
-Line = dict[str, Any]
-Texts = list[list[int]]
 LONGEST = 40
 """Kernels that a line names, by the time that they take."""
 LONGEST_WARM_UP = 4096
 """Tokens of a prompt: a longer one runs the same programs."""
 LOT = "L"
 """The setting of a drafter whose drafts are accepted by lot."""
-
-HEADER = (
-    f"{'side':6}{'drafts':26}{'batch':>6}{'T':>5}{'ms':>9}{'low':>8}{'high':>8}{'tokens/s':>10}"
-)
-HEADER += f"{'length':>8}{'bytes':>8}{'products':>9}{'share':>7}{'kernels':>9}{'idle':>7}"
-HEADER += f"{card.HEADER}  texts"
-
-
-class Rates(NamedTuple):
-    """How fast a device copies, in bytes a second, and multiplies, in products a second."""
-
-    copied: float
-    multiplied: float
-
-    @property
-    def teraflops(self) -> float:
-        """Additions count too."""
-        return 2 * self.multiplied / 1e12
-
-
-class Report:
-    """What is found, printed and written as it comes.
-
-    Attributes:
-      found: All of it, as the file has it.
-    """
-
-    def __init__(self, command: str, out: Path | None, tells_kernels: bool = False) -> None:
-        versions = {"python": platform.python_version(), "numpy": version("numpy")}
-        self.found: dict[str, Any] = {"command": command, "versions": versions, "sides": {}}
-        self.found |= {"lines": [], "refused": []}
-        self._out, self._texts = out, dict[tuple, Texts]()
-        self._tells_kernels = tells_kernels
-
-    def add_side(self, backend: str) -> Rates:
-        """Says where a backend runs, and how fast it is there."""
-        side = SIDES[backend]()
-        rates = Rates(side.copy_rate(), side.product_rate())
-        self.found["versions"][backend] = side.version
-        where = {"device": side.device, "kernels": side.kernels}
-        told = {"copy_gigabytes_per_s": rates.copied / 1e9, "teraflops": rates.teraflops}
-        self.found["sides"][backend] = where | told
-        side.release()
-        copies = f"copies {rates.copied / 1e9:.0f} GB/s"
-        self._say(f"{backend} on {side.device}, {copies}, products {rates.teraflops:.3g} TFLOP/s")
-        return rates
-
-    def refuse(self, backend: str, draft: Draft, error: Exception) -> None:
-        """Notes what was not served, and why."""
-        line = {"backend": backend, "drafts": str(draft), "error": str(error)}
-        self.found["refused"].append(line)
-        self._say(f"refused: {backend}, {draft}: {error}")
-
-    def add(self, line: Line, texts: Texts, keeps_text: bool) -> None:
-        """Takes a line over, with what its texts are compared with."""
-        served = (line["batch"], line["temperature"], line["top_p"])
-        drafts = line["drafts"] if not keeps_text else PLAIN
-        known = self._texts.setdefault((served, drafts), texts)
-        line["texts"] = compared(texts, known) if known is not texts else None
-        self.found["lines"].append(line)
-        longest = (line["trace"] or {}).get("longest", {}) if self._tells_kernels else {}
-        self._say("\n".join([line_of(line), *kernels_of(longest)]))
-
-    @property
-    def has_other_texts(self) -> bool:
-        """Whether a text that promised to be another's is not."""
-        return any(not line["texts"]["equal"] for line in self.found["lines"] if line["texts"])
-
-    def _say(self, text: str) -> None:
-        print(text, flush=True)
-        if self._out:
-            self._out.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
-
-
-def compared(texts: Texts, others: Texts) -> Line:
-    """How far two sets of texts agree; past the first difference a text is another one."""
-    first = [_common(a, b) for a, b in zip(texts, others, strict=True)]
-    differ = sum(length < len(text) for length, text in zip(first, texts, strict=True))
-    return {
-        "equal": not differ,
-        "texts_that_differ": differ,
-        "tokens": sum(map(len, texts)),
-        "tokens_before_a_difference": sum(first),
-    }
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
 def measure(session: Session, load: Load, rates: Rates, options: argparse.Namespace) -> Line:
@@ -208,38 +119,6 @@ def start_facts(session: Session) -> Line:
     }
 
 
-def line_of(line: Line) -> str:
-    """A line for a terminal."""
-    trace, texts = line["trace"] or {}, line["texts"]
-    kernels = f"{trace['kernels']:9.1f}" if "kernels" in trace else f"{'-':>9}"
-    idle = f"{trace['idle_share']:7.1%}" if "idle_share" in trace else f"{'-':>7}"
-    told = "first" if texts is None else "equal" if texts["equal"] else "DIFFER"
-    lot = line["simulated_accept_length"]
-    notes = [] if lot is None else [f"by lot {lot:g}"]
-    notes += [f"{line['ranks']} ranks"] * (line["ranks"] > 1)
-    notes += ["NOT REPEATED"] * (not line["rounds_are_equal"])
-    notes += ["MADE PROGRAMS"] * bool(line["programs_made_while_timed"])
-    return (
-        f"{line['backend']:6}{line['drafts']:26}{line['batch']:6}{line['temperature']:5g}"
-        f"{line['ms']:9.3f}{line['ms_low']:8.3f}{line['ms_high']:8.3f}{line['tokens_per_s']:10.1f}"
-        f"{line['accept_length']:8.3f}{line['limit_ms']:8.3f}{line['products_ms']:9.3f}"
-        f"{line['share_of_both']:7.1%}{kernels}{idle}"
-        f"{card.told_card(line['card'])}  {' '.join([told, *notes])}"
-    )
-
-
-def _short(name: str) -> str:
-    """Both ends of a long name: what it is, and the blocks that it has."""
-    return name if len(name) < 100 else f"{name[:70]} .. {name[-25:]}"
-
-
-def kernels_of(longest: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The kernels that take the most: how often, and microseconds in all."""
-    return [
-        f"{1e3 * ms:12.1f} us {count:7.1f} x  {_short(n)}" for n, (count, ms) in longest.items()
-    ]
-
-
 @contextmanager
 def begun(
     backend: str,
@@ -248,15 +127,17 @@ def begun(
     options: argparse.Namespace,
     overlap: int | None,
     ranks: int,
+    wait: Wait = lambda: None,
 ) -> Iterator[Session]:
     """A session that ends.
 
     Args:
       overlap: None leaves it to the flags.
+      wait: See `Session.begin`.
     """
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
     told = [*flags(options, overlap), "--tp-size", str(ranks)]
-    session = Session.begin(backend, options.model, draft, folders, told, load)
+    session = Session.begin(backend, options.model, draft, folders, told, load, wait)
     try:
         yield session
     finally:
@@ -285,36 +166,79 @@ def run(options: argparse.Namespace, command: str) -> Report:
     """
     report = Report(command, options.out, options.kernels)
     drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
-    # JAX takes most of a GPU's memory when it starts, so torch goes first.
+    if options.at_once > 1:  # JAX would take most of a GPU's memory when it starts
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # In one process JAX does so, and torch goes first.
     for backend in sorted(options.backend, key=list(SIDES).index):
-        rates = report.add_side(backend)
-        print(HEADER, flush=True)
-        for draft in drafts:
-            for batch, *how in product(options.batch, options.overlap, options.tp_size):
-                _serve(report, backend, draft, batch, how, rates, options)
+        sizes = [*product(options.batch, options.overlap, options.tp_size)]
+        starts = [Start(backend, draft, *size) for draft in drafts for size in sizes]
+        run_starts = _side_by_side if options.at_once > 1 else _one_by_one
+        run_starts(report, backend, starts, options)
     return report
 
 
-def _serve(
-    report: Report,
-    backend: str,
-    draft: Draft,
-    batch: int,
-    how: Sequence[int],
-    rates: Rates,
-    options: argparse.Namespace,
+class Start(NamedTuple):
+    """An engine that is to be started, once for all temperatures."""
+
+    backend: str
+    draft: Draft
+    batch: int
+    overlap: int
+    ranks: int
+
+
+def _one_by_one(
+    report: Report, backend: str, starts: Sequence[Start], options: argparse.Namespace
 ) -> None:
+    """Serves each in this process."""
+    rates = report.add_side(backend)
+    print(HEADER, flush=True)
+    for start in starts:
+        try:
+            for found in _served(lambda: None, start, rates, options):
+                report.add(*found)
+        except (ValueError, RankError, RankMissingError) as error:
+            report.refuse(backend, start.draft, error)
+
+
+def _side_by_side(
+    report: Report, backend: str, starts: Sequence[Start], options: argparse.Namespace
+) -> None:
+    """Serves each in a process of its own; whatever fails, the others are served."""
+    (_, facts), *_ = in_turns(_facts, [(backend,)], 1)
+    if isinstance(facts, Exception):
+        raise facts
+    rates = report.add_side(backend, facts)
+    print(HEADER, flush=True)
+    works = [(start, rates, options) for start in starts]
+    for number, found in in_turns(_served, works, options.at_once):
+        if isinstance(found, Exception):
+            report.refuse(backend, starts[number].draft, found)
+        else:
+            report.add(*found)
+
+
+def _facts(wait: Wait, backend: str) -> Iterator[SideFacts]:
+    wait()
+    yield side_facts(backend)
+
+
+def _served(
+    wait: Wait, start: Start, rates: Rates, options: argparse.Namespace
+) -> Iterator[tuple[Line, Texts, bool]]:
+    """A line for each temperature with its texts, and whether they are plain decoding's."""
+    backend, draft, batch, overlap, ranks = start
     load = Load(batch=batch, prompt=options.input, output=options.output, temperature=0, top_p=1)
-    try:
-        with begun(backend, draft, load, options, *how) as session:
-            for temperature, top_p in zip(options.temperature, _top_ps(options), strict=True):
-                asked = replace(load, temperature=temperature, top_p=top_p)
-                line = measure(session, asked, rates, options)
-                texts = line.pop("texts")
-                keeps_text = session.served.keeps_text_at(temperature)
-                report.add(line | start_facts(session), texts, keeps_text)
-    except (ValueError, RankError, RankMissingError) as error:
-        report.refuse(backend, draft, error)
+    with (
+        operations(options.ops, backend),
+        begun(backend, draft, load, options, overlap, ranks, wait) as session,
+    ):
+        for temperature, top_p in zip(options.temperature, _top_ps(options), strict=True):
+            asked = replace(load, temperature=temperature, top_p=top_p)
+            line = measure(session, asked, rates, options)
+            texts = line.pop("texts")
+            keeps_text = session.served.keeps_text_at(temperature)
+            yield line | start_facts(session), texts, keeps_text
 
 
 def _top_ps(options: argparse.Namespace) -> list[float]:
@@ -368,24 +292,25 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--no-trace", action="store_true", help="count no kernels")
     parser.add_argument("--kernels", action="store_true", help="tell which take the most time")
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
+    told = "lines that are made ready side by side, each in a process of its own"
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help=told)
     return parser
 
 
 @contextmanager
-def operations(ops: str, backends: list[str]) -> Iterator[None]:
-    """Within it the operations of the backends are plain, or what `ops` has bound."""
-    if ops == "bound" or not backends:
+def operations(ops: str, backend: str) -> Iterator[None]:
+    """Within it the operations of a backend are plain, or what `ops` has bound."""
+    if ops == "bound":
         yield
         return
-    with import_module(f"{backends[0]}_impl.ops").plain(), operations(ops, backends[1:]):
+    with import_module(f"{backend}_impl.ops").plain():
         yield
 
 
 def main() -> int:
     """Prints and writes the lines; the exit code is 1 where texts differ or nothing was served."""
     given = options().parse_args()
-    with operations(given.ops, given.backend):
-        report = run(given, shlex.join(["python", "-m", "bench.steps.offline", *sys.argv[1:]]))
+    report = run(given, shlex.join(["python", "-m", "bench.steps.offline", *sys.argv[1:]]))
     if report.has_other_texts:
         print("THE TEXTS ARE NOT EQUAL", file=sys.stderr)
     return 1 if report.has_other_texts or not report.found["lines"] else 0

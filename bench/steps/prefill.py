@@ -24,7 +24,8 @@ from typing import Any
 from bench.ground import card
 from bench.ground.drafting import Draft, named_folder
 from bench.ground.session import Load, folders_of, reset_peak
-from bench.steps.offline import flags, kernels_of, model_options, side_options, with_lot
+from bench.steps.offline import flags, model_options, side_options, with_lot
+from bench.steps.report import kernels_of
 from shared.boundary.backend import Launch
 from shared.boundary.program import Work
 from shared.models.active import EXPERTS

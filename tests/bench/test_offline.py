@@ -15,7 +15,8 @@ from bench.ground.drafting import Draft
 from bench.ground.session import Round, folders_of
 from bench.ground.step_bytes import step_bytes, step_products
 from bench.steps import compare, offline
-from bench.steps.offline import Report, compared, kernels_of, with_lot
+from bench.steps.offline import with_lot
+from bench.steps.report import Report, compared, kernels_of
 from shared.boundary.backend import Blueprint
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
@@ -131,6 +132,20 @@ def test_the_backends_are_held_against_each_other(both):
         "tokens_before_a_difference": 40,
     }
     assert not both.has_other_texts
+
+
+def test_starts_side_by_side_give_the_lines_of_one_after_the_other(model, capsys):
+    line = ["--backend", "torch", "--batch", "1", "--drafts", "none", "NEXTN:S=1", "EAGLE:S=1"]
+    alone, report = run(model, *line), run(model, *line, "--at-once", "3")
+    told = [
+        [(each["drafts"], each["texts"], each["planned_bytes"]) for each in found["lines"]]
+        for found in (alone.found, report.found)
+    ]
+    assert told[0] == told[1]
+    assert [x[1] is None or x[1]["equal"] for x in told[1]] == [True, True]
+    assert report.found["refused"] == alone.found["refused"]
+    assert len(report.found["refused"]) == 1
+    assert report.found["sides"]["torch"]["kernels"] == alone.found["sides"]["torch"]["kernels"]
 
 
 def test_a_text_that_differs_is_seen(both):

@@ -151,6 +151,7 @@ def start(
     chunk: int | None = None,
     batches: Sequence[int] = (),
     rank_module: str = TORCH,
+    wait: Callable[[], None] = lambda: None,
 ) -> Served:
     """Starts an engine that serves `batch` requests at once, and warms it up.
 
@@ -162,6 +163,7 @@ def start(
       chunk: Of prompts the program alone that has room for so many tokens; None: all.
       batches: Also decodes in programs of the smallest batch bucket that holds each of these.
       rank_module: Has the platform of torch's other ranks.
+      wait: Called when all programs are ready, before the first step.
 
     Raises:
       ValueError: What a server's start would refuse; one sentence.
@@ -172,7 +174,7 @@ def start(
     def narrow(capacity: Capacity) -> Capacity:
         return one_bucket(capacity, chunk, batches)
 
-    return started(framework, [*flags, *bounds, *cached], narrow, rank_module)
+    return started(framework, [*flags, *bounds, *cached], narrow, rank_module, wait)
 
 
 def started(
@@ -180,6 +182,7 @@ def started(
     flags: Sequence[str],
     narrow: Callable[[Capacity], Capacity],
     rank_module: str = TORCH,
+    wait: Callable[[], None] = lambda: None,
 ) -> Served:
     """Starts an engine of any programs, and warms it up; see `start`.
 
@@ -203,6 +206,7 @@ def started(
         clock.append(time.perf_counter())
     last = LastStep(backend, capacity)
     engine = engines.make_engine(last, memory)
+    wait()
     _warm_up(engine, capacity)
     heap.settle()
     return Served(

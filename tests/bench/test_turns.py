@@ -1,0 +1,32 @@
+"""Works that are made ready side by side and go on one at a time."""
+
+from pathlib import Path
+
+from bench.ground.turns import in_turns
+from tests.support.waiting import noted
+
+
+def test_all_of_some_works_are_ready_before_one_has_its_turn(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    found = list(in_turns(noted, [(log, name) for name in "abc"], at_once=2))
+    told = [(i, f"{name} {part}") for i, name in enumerate("abc") for part in ("one", "two")]
+    assert found == told
+    notes = log.read_text().splitlines()
+    assert sorted(notes[:2]) == ["ready a", "ready b"]
+    assert notes[2:] == ["begin a", "end a", "begin b", "end b", "ready c", "begin c", "end c"]
+
+
+def test_a_work_that_fails_holds_no_other_up(tmp_path: Path) -> None:
+    faults = {"a": "refused", "b": "ended", "c": "refused then", "d": "late", "e": ""}
+    works = [(tmp_path / "log", name, fault) for name, fault in faults.items()]
+    found = list(in_turns(noted, works, at_once=5, ready_s=12))
+    told = {i: [str(value) for number, value in found if number == i] for i in range(5)}
+    assert told == {
+        0: ["a is too large"],
+        1: ["b one", "it has ended with code 3"],
+        2: ["c one", "KeyError: 'c'"],
+        3: ["it has said nothing for too long"],
+        4: ["e one", "e two"],
+    }
+    kinds = [type(value) for _, value in found if isinstance(value, Exception)]
+    assert kinds == [ValueError, RuntimeError, RuntimeError, TimeoutError]
