@@ -43,16 +43,13 @@ def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "...
     """A parameter in FP8 or a rank's share, in words of four; pieces as in `parameter_array`."""
     made = torch.zeros(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
     count = FP8_BLOCK // 4
-    for key, layer in _layers(parameter, made):
-        number = torch.arange(min(PIECE, len(layer)), device=device)
-        first_of = (number // count * FP8_BLOCK + number % count).int()  # PIECE has whole blocks
-        for at, first, numbers in parameter.spans():
-            span = layer[at // 4 : (at + numbers) // 4]
-            for start in range(0, len(span), PIECE):
-                piece = span[start : start + PIECE]
-                for byte in range(4):
-                    places = first_of[: len(piece)] + _signed(first + 4 * start + count * byte)
-                    piece.bitwise_or_(codes(key, places) << (8 * byte))
+    for start, stop, shift in _pieces(parameter, 4, device):
+        number = torch.arange(start, stop, device=device)
+        first = (number // count * FP8_BLOCK + number % count).int() + shift
+        for key, layer in _layers(parameter, made):
+            for byte in range(4):
+                words = codes(key, first + count * byte) << (8 * byte)
+                layer[start:stop].bitwise_or_(words)
     return made
 
 
@@ -62,13 +59,10 @@ def parameter_array(
     """A parameter or a rank's share; beside it stand a few pieces of `PIECE` elements."""
     new = torch.empty if parameter.is_filled else torch.zeros
     made = new(parameter.shape, dtype=dtype, device=device)
-    for key, layer in _layers(parameter, made):
-        number = torch.arange(min(PIECE, len(layer)), dtype=torch.int32, device=device)
-        for at, first, count in parameter.spans():
-            span = layer[at : at + count]
-            for start in range(0, count, PIECE):
-                piece = span[start : start + PIECE]
-                piece.copy_(elements(law, key, number[: len(piece)] + _signed(first + start)))
+    for start, stop, shift in _pieces(parameter, 1, device):
+        places = torch.arange(start, stop, dtype=torch.int32, device=device) + shift
+        for key, layer in _layers(parameter, made):
+            layer[start:stop].copy_(elements(law, key, places))
     return made
 
 
@@ -76,6 +70,38 @@ def _layers(parameter: Parameter, made: Tensor) -> Iterator[tuple[Int[Tensor, ""
     """The key of each layer, and its numbers one behind the other."""
     keys = torch.from_numpy(keys_of(parameter).view("int32")).to(made.device)
     yield from zip(keys, made.view(len(keys), -1), strict=True)
+
+
+def _pieces(
+    parameter: Parameter, unit: int, device: torch.device
+) -> Iterator[tuple[int, int, int | Int32[Tensor, " units"]]]:
+    """The pieces of a layer, in units of so many numbers.
+
+    A mixture's share has many short spans, of which a piece has as many as follow each other.
+
+    Yields:
+      Where a piece begins and ends, and how far its numbers lie from their places in the whole.
+    """
+    spans: list[tuple[int, int]] = []  # of a piece: units, and how far they lie
+    start = stop = 0
+    for at, first, numbers in parameter.spans():
+        for begin in range(at // unit, (at + numbers) // unit, PIECE):
+            end = min(begin + PIECE, (at + numbers) // unit)
+            if spans and (begin != stop or end - start > PIECE):
+                yield start, stop, _shifts(spans, device)
+                spans = []
+            start, stop = start if spans else begin, end
+            spans.append((end - begin, _signed(first - at)))
+    if spans:
+        yield start, stop, _shifts(spans, device)
+
+
+def _shifts(spans: list[tuple[int, int]], device: torch.device) -> int | Int32[Tensor, " units"]:
+    if len(spans) == 1:
+        return spans[0][1]
+    counts, shifts = zip(*spans, strict=True)
+    far = torch.tensor(shifts, dtype=torch.int32)
+    return far.repeat_interleave(torch.tensor(counts)).to(device)
 
 
 def _tops(law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:

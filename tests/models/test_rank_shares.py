@@ -168,10 +168,17 @@ def test_ranks_have_shares_of_the_same_dummy(quantises):
         np.testing.assert_array_equal(of_torch.lm_head.values.numpy(), head)
 
 
-@pytest.mark.parametrize("granularity", [None, fp8.Granularity.BLOCK, fp8.Granularity.CHANNEL])
+@pytest.mark.parametrize(
+    ("granularity", "piece"),
+    [(None, 150_000), (fp8.Granularity.BLOCK, 40_000), (fp8.Granularity.CHANNEL, 1 << 24)],
+)
 @pytest.mark.parametrize("count", [2, 4])
-def test_ranks_have_shares_of_the_same_dummy_experts(granularity, count):
-    """Of 4 ranks each has half a block of gate and up, which so is widened."""
+def test_ranks_have_shares_of_the_same_dummy_experts(granularity, piece, count, monkeypatch):
+    """Of 4 ranks each has half a block of gate and up, which so is widened.
+
+    In torch they are made of several experts at a time, of parts of one, and of all.
+    """
+    monkeypatch.setattr(torch_weights.dummy, "PIECE", piece)
     stated = tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=False)
     stated |= {"hidden_size": 512, "head_dim": 32, "moe_intermediate_size": 256}
     config = config_from_dict(stated)
