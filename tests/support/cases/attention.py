@@ -228,7 +228,9 @@ def picture_arguments(seed: int, *, R: int, heads: int, D: int, spare: int) -> A
 
 
 def _picture_case(R: int, heads: int, D: int, spare: int, dtype: str, **tiles: int) -> OpCase:
-    described = f"described by {tiles['groups']}, " if tiles else ""
+    described = ""
+    if tiles:
+        described = f"described by {tiles['groups']}, " if tiles["described"] else "by pointers, "
     return OpCase(
         op="attention",
         function="attend_all",
@@ -250,5 +252,6 @@ PICTURES = [
         _picture_case(1024, 16, 72, 100, "bfloat16", described=stages, groups=groups)
         for stages, groups in ((4, 2), (4, 3))
     ),
+    _picture_case(1024, 16, 72, 100, "bfloat16", described=0),
 ]
 TABLE = [*(_op_case(name, make) for name, make in SMALL.items()), *COMMITS, *PICTURES]
