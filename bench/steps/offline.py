@@ -191,7 +191,8 @@ def _one_by_one(
     report: Report, backend: str, starts: Sequence[Start], options: argparse.Namespace
 ) -> None:
     """Serves each in this process."""
-    rates = report.add_side(backend)
+    with operations(options.ops, backend):
+        rates = report.add_side(backend)
     print(HEADER, flush=True)
     for start in starts:
         try:
@@ -205,7 +206,7 @@ def _side_by_side(
     report: Report, backend: str, starts: Sequence[Start], options: argparse.Namespace
 ) -> None:
     """Serves each in a process of its own; whatever fails, the others are served."""
-    (_, facts), *_ = in_turns(_facts, [(backend,)], 1)
+    (_, facts), *_ = in_turns(_facts, [(backend, options.ops)], 1)
     if isinstance(facts, Exception):
         raise facts
     rates = report.add_side(backend, facts)
@@ -218,9 +219,10 @@ def _side_by_side(
             report.add(*found)
 
 
-def _facts(wait: Wait, backend: str) -> Iterator[SideFacts]:
+def _facts(wait: Wait, backend: str, ops: str) -> Iterator[SideFacts]:
     wait()
-    yield side_facts(backend)
+    with operations(ops, backend):
+        yield side_facts(backend)
 
 
 def _served(
