@@ -5,46 +5,17 @@ longer than one, where there are processors enough. What is timed runs alone, an
 before the next one's turn.
 """
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
+
+from tests.support.spawned import Spawned
 
 Wait = Callable[[], None]
 """What a work calls when it is ready: it returns when the work's turn has come."""
-END_S = 30.0
-"""In which a process that has given all must end."""
-
-
-class _Begun(NamedTuple):
-    """A work's process, and the line to it."""
-
-    process: Any
-    line: Connection
-
-    def heard(self, until: float) -> tuple[str, Any]:
-        """What it says next, or how it failed.
-
-        Args:
-          until: Of `time.monotonic`: how long it may take.
-        """
-        if not self.line.poll(max(until - time.monotonic(), 0)):
-            return "failed", TimeoutError("it has said nothing for too long")
-        try:
-            return self.line.recv()
-        except EOFError:
-            self.process.join(END_S)
-            return "failed", RuntimeError(f"it has ended with code {self.process.exitcode}")
-
-    def end(self) -> None:
-        """Waits for the process as long as it may take, and kills it then."""
-        self.process.join(END_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
 
 
 def in_turns(
@@ -66,9 +37,9 @@ def in_turns(
     Yields:
       In place of more an exception, where a work has failed; the others go on.
     """
-    context = multiprocessing.get_context("spawn")
     for first in range(0, len(works), at_once):
-        all_begun = [_begin(context, function, work) for work in works[first : first + at_once]]
+        some = works[first : first + at_once]
+        all_begun = [Spawned.begin(_run, function, work) for work in some]
         try:
             until = time.monotonic() + ready_s
             heard = [begun.heard(until) for begun in all_begun]
@@ -80,15 +51,7 @@ def in_turns(
                 begun.process.join()
 
 
-def _begin(context: Any, function: Callable[..., Iterator[Any]], work: tuple) -> _Begun:
-    here, there = context.Pipe()
-    process = context.Process(target=_run, args=(there, function, work))
-    process.start()
-    there.close()
-    return _Begun(process, here)
-
-
-def _turn(begun: _Begun, said: tuple[str, Any], turn_s: float) -> Iterator[Any]:
+def _turn(begun: Spawned, said: tuple[str, Any], turn_s: float) -> Iterator[Any]:
     """Lets a process go on that is ready, and gives what it says until it ends."""
     kind, value = said
     until = time.monotonic() + turn_s

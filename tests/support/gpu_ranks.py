@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
+
+from tests.support.spawned import Spawned
 
 SECONDS = 120.0
 """In which each rank must reach the next meeting of all."""
@@ -49,44 +50,30 @@ def in_processes(
     Raises:
       AssertionError: A rank has failed or is late; says which and why.
     """
-    context = multiprocessing.get_context("spawn")
-    lines, processes = [], []
-    for rank in range(count):
-        here, there = context.Pipe()
-        process = context.Process(target=_run, args=(rank, count, there, function, arguments))
-        process.start()
-        there.close()
-        lines.append(here)
-        processes.append(process)
+    processes = [Spawned.begin(_run, rank, count, function, arguments) for rank in range(count)]
     try:
         while True:
-            said = [_hear(rank, line, seconds) for rank, line in enumerate(lines)]
+            said = [_hear(rank, each, seconds) for rank, each in enumerate(processes)]
             kinds = {kind for kind, _ in said}
             assert len(kinds) == 1, f"ranks are at different places: {said}"
             if kinds == {"done"}:
                 return [message for _, message in said]
-            for line in lines:
-                line.send([message for _, message in said])
+            for each in processes:
+                each.line.send([message for _, message in said])
     finally:
-        for process in processes:
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        for each in processes:
+            each.process.join(10)
+            each.process.kill()
 
 
-def _hear(rank: int, line: Connection, seconds: float) -> tuple[str, Any]:
-    until = time.monotonic() + seconds
-    assert line.poll(max(until - time.monotonic(), 0)), f"rank {rank} is late"
-    try:
-        kind, message = line.recv()
-    except EOFError as error:
-        raise AssertionError(f"rank {rank} has ended") from error
+def _hear(rank: int, process: Spawned, seconds: float) -> tuple[str, Any]:
+    kind, message = process.heard(time.monotonic() + seconds)
     assert kind != "failed", f"rank {rank} has failed: {message}"
     return kind, message
 
 
 def _run(
-    rank: int, count: int, line: Connection, function: Callable[..., Any], arguments: Any
+    line: Connection, rank: int, count: int, function: Callable[..., Any], arguments: Any
 ) -> None:
     try:
         line.send(("done", function(Rank(rank, count, line), *arguments)))

@@ -1,0 +1,55 @@
+"""Processes that run a function each, and a line to each on which it tells how far it is."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+END_S = 30.0
+"""In which a process must end that has told all."""
+
+
+class Spawned(NamedTuple):
+    """A process, and the line to it."""
+
+    process: Any
+    line: Connection
+
+    @classmethod
+    def begin(cls, function: Callable[..., None], *arguments: Any) -> Spawned:
+        """Runs a function of a module in a new process.
+
+        Args:
+          function: Takes its end of the line, on which it tells pairs of a kind and a value, and
+            the arguments.
+        """
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=function, args=(there, *arguments))
+        process.start()
+        there.close()
+        return cls(process, here)
+
+    def heard(self, until: float) -> tuple[str, Any]:
+        """What it tells next; of the kind "failed" where it is late or has ended, with an error.
+
+        Args:
+          until: Of `time.monotonic`: how long it may take.
+        """
+        if not self.line.poll(max(until - time.monotonic(), 0)):
+            return "failed", TimeoutError("it has said nothing for too long")
+        try:
+            return self.line.recv()
+        except EOFError:
+            self.process.join(END_S)
+            return "failed", RuntimeError(f"it has ended with code {self.process.exitcode}")
+
+    def end(self) -> None:
+        """Waits for the process as long as it may take, and kills it then."""
+        self.process.join(END_S)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
