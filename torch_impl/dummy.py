@@ -44,7 +44,7 @@ def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "...
     made = torch.zeros(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
     count = FP8_BLOCK // 4
     for start, stop, shift in _pieces(parameter, 4, device):
-        number = torch.arange(start, stop, device=device)
+        number = torch.arange(stop - start, device=device)
         first = (number // count * FP8_BLOCK + number % count).int() + shift
         for key, layer in _layers(parameter, made):
             for byte in range(4):
@@ -60,7 +60,7 @@ def parameter_array(
     new = torch.empty if parameter.is_filled else torch.zeros
     made = new(parameter.shape, dtype=dtype, device=device)
     for start, stop, shift in _pieces(parameter, 1, device):
-        places = torch.arange(start, stop, dtype=torch.int32, device=device) + shift
+        places = torch.arange(stop - start, dtype=torch.int32, device=device) + shift
         for key, layer in _layers(parameter, made):
             layer[start:stop].copy_(elements(law, key, places))
     return made
@@ -80,7 +80,8 @@ def _pieces(
     A mixture's share has many short spans, of which a piece has as many as follow each other.
 
     Yields:
-      Where a piece begins and ends, and how far its numbers lie from their places in the whole.
+      Where a piece begins and ends, and how far its numbers, counted from its begin, lie from
+      their places in the whole.
     """
     spans: list[tuple[int, int]] = []  # of a piece: units, and how far they lie
     start = stop = 0
@@ -91,7 +92,7 @@ def _pieces(
                 yield start, stop, _shifts(spans, device)
                 spans = []
             start, stop = start if spans else begin, end
-            spans.append((end - begin, _signed(first - at)))
+            spans.append((end - begin, _signed(first - at + unit * start)))
     if spans:
         yield start, stop, _shifts(spans, device)
 
