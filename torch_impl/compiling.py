@@ -85,7 +85,7 @@ class _Asked(NamedTuple):
 
     kept: Any
     line: str
-    is_ours: "Future[bool]"
+    is_ours: Future[bool]
 
 
 class _Compilers:

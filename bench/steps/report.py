@@ -64,7 +64,7 @@ class Report:
         self._out, self._texts = out, dict[tuple, Texts]()
         self._tells_kernels = tells_kernels
 
-    def add_side(self, backend: str, facts: "SideFacts | None" = None) -> Rates:
+    def add_side(self, backend: str, facts: SideFacts | None = None) -> Rates:
         """Says where a backend runs, and how fast it is there.
 
         Args:
