@@ -47,7 +47,10 @@ WIDER = {
 }
 """Of random checkpoints: blocks that descriptors copy are of 64 columns and more."""
 
-WIDER_EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+WIDER_DELTAS = {"linear_num_key_heads": 8, "linear_num_value_heads": 16}
+"""Of those that have gated-delta layers: heads for eight ranks."""
+
+WIDER_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
 """Of those that have experts: kernels take widths of whole units, and a shared expert's like the
 others'."""
 
@@ -63,7 +66,8 @@ def write_random(folder: Path, family: str, model: Path) -> None:
     for name in TOKENIZER_FILES:
         shutil.copyfile(model / name, folder / name)
     config = tiny_config(family, nested=False, with_mtp=False, tied=False) | WIDER
-    config |= {name: size for name, size in WIDER_EXPERTS.items() if name in config}
+    of_some = WIDER_DELTAS | WIDER_EXPERTS
+    config |= {name: size for name, size in of_some.items() if name in config}
     theirs = config_from_folder(model)
     config |= {"vocab_size": theirs.vocab, "eos_token_id": list(theirs.eos_ids)}
     weights = tiny_weights(config_from_dict(config), seed=3)
