@@ -65,6 +65,8 @@ MODELS = {
     "experts": (DIVIDED["qwen3_5_moe"], {"hidden_size": 256} | _WIDE_EXPERTS, "NEXTN"),
 }
 """Families, what is changed of them, and what drafts: squares of whole chunks on a rank, or not."""
+_OF_DRAFTER = {"intermediate_size": 64}
+"""Of a drafter's layers: a rank's columns are whole words of memory, with eight ranks too."""
 _OF_EIGHT = {"num_attention_heads": 8, "linear_num_key_heads": 8, "linear_num_value_heads": 16}
 """What eight ranks divide among them."""
 BACKENDS = ("torch", "jax")
@@ -107,9 +109,9 @@ def made_from(name: str, count: int) -> tuple[Any, ...]:
     given: Any = drafter
     if drafter == "EAGLE3":
         heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-        given = tiny_head(config, weights, "EAGLE3", 5, **heads)
+        given = tiny_head(config, weights, "EAGLE3", 5, **heads, **_OF_DRAFTER)
     if drafter == "DFLASH":
-        given = tiny_block_head(config, 4)
+        given = tiny_block_head(config, 4, **_OF_DRAFTER)
     capacity = contract_capacity(config)
     if drafter == "none":
         programs = tuple(p for p in capacity.programs if not p.drafts_on_device)
