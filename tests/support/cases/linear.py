@@ -84,10 +84,10 @@ _SMALL = {
     "many rows": {"R": 37, "K": 64, "N": 192},
 }
 FP8 = {"FP8": Granularity.BLOCK, "FP8 by channels": Granularity.CHANNEL}
-# The products of a layer of Qwen3-8B, and its head.
+# The products of a layer of Qwen3-8B, and its head; of Qwen3-32B what one of four ranks has.
 _LARGE = {
     "normed_product": {"qkv": (4096, 6144)},
-    "added_product": {"out": (4096, 4096), "down": (12288, 4096)},
+    "added_product": {"out": (4096, 4096), "down": (12288, 4096), "32B down": (25600, 1280)},
     "gated_product": {"gate and up": (4096, 12288)},
     "product_float32": {"head": (4096, 151936)},
 }
@@ -98,6 +98,7 @@ _LARGE_FP8 = {
     "gated_product": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
 }
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)
+_SOME_ROWS = {"head": (1, 32, 512), "32B down": (1, 32)}
 TABLE = [
     OpCase(op="linear", function=function, name=name, make=partial(make, **sizes))
     for function, make in _MAKERS.items()
@@ -114,8 +115,7 @@ TABLE += [
     )
     for function, cases in _LARGE.items()
     for name, (K, N) in cases.items()
-    for R in _ROWS
-    if name != "head" or R in (1, 32, 512)
+    for R in _SOME_ROWS.get(name, _ROWS)
 ]
 TABLE += [
     OpCase(
