@@ -176,6 +176,7 @@ class Constraint:
         bits = np.zeros(self._words, np.int32)
         if not self._matcher.fill(bits):
             return None
+        bits &= ~self._stop_bits.view(np.int32)  # as text too such a token would end it
         has_text = bits.any()
         if self._matcher.is_satisfied:
             is_long_enough = len(self._text) + depth >= self._min_tokens

@@ -101,6 +101,18 @@ def test_a_stop_token_among_the_drafts_has_nothing_behind_it():
     assert masks.keys() == {0, 1}
 
 
+def test_a_stop_token_is_allowed_as_an_end_and_never_as_text():
+    """As text it would end the answer amid its form, and before it is as long as was asked."""
+    stops = (EOS_ID, ord("a"))
+    held = constraint_of(of_regex("[ab]{2}"), stops=stops)
+    first = held.masks([0], [0])
+    assert first is not None
+    assert allowed(first[0]) == letters("b")
+    held = constraint_of(of_regex("a"), stops=stops)
+    assert held.masks([0], [0]) is None
+    assert held.fault == NO_TOKEN
+
+
 def test_a_text_ends_where_nothing_may_follow_without_a_token_for_it():
     request = constrained(1, (2, 3), VOCAB, "regex", max_tokens=100, min_tokens=90)
     text = letters("ab aaa aaaaaaa zzz xxx ccccccc")
