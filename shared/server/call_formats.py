@@ -78,6 +78,7 @@ def _read_function(source: Source, said: Said, lead: str) -> Reading[bool]:
         if arguments is not None:
             said.begin(name)
             said.argue(arguments)
+            said.end_call()
             yield from source.close(CALL_END, said)
             return True
     text = lead + source.recorded()

@@ -42,6 +42,8 @@ def read_json_call(source: Source, said: Said, lead: str) -> Reading[bool]:
         if is_arguing:
             said.argue(char)
             is_arguing = scan.depth > 1
+            if not is_arguing:
+                said.end_call()
         else:
             held += char
     if has_begun and held.strip() == "}":
@@ -73,6 +75,7 @@ def _say_whole(text: str, said: Said) -> bool:
         return False
     said.begin(call["name"])
     said.argue(to_json(arguments))
+    said.end_call()
     return True
 
 

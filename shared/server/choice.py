@@ -174,7 +174,6 @@ class Choice:
     finish_reason: str | None = None
     cached_tokens: int = 0
     _num_characters: int = 0
-    _has_called: bool = False
     _texts: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -213,8 +212,7 @@ class Choice:
         self.echo = ""
         if self.finish_reason:
             delta += self.parser.flush(was_cut=self.finish_reason == "length")
-        self._has_called |= bool(delta.tool_calls)
-        if self.finish_reason == "stop" and self._has_called:
+        if self.finish_reason == "stop" and self.parser.has_whole_calls:
             self.finish_reason = "tool_calls"
         new = self.tokens[begin:], self.logprobs[begin:]
         piece = Piece(delta, *new, self.finish_reason, self._texts)

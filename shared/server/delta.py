@@ -51,6 +51,11 @@ def _joined(begun: ToolCall, part: ToolCall) -> ToolCall:
 class OutputParser(Protocol):
     """Tells what the text of a choice is: one parser follows one choice."""
 
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether it has called, and no call has broken off within its arguments."""
+        ...
+
     def push(self, text: str) -> Delta:
         """What is certain with this text; what is not yet is held back."""
         ...
@@ -62,6 +67,8 @@ class OutputParser(Protocol):
 
 class PlainText:
     """The parser of a model whose whole output is text."""
+
+    has_whole_calls = False
 
     def push(self, text: str) -> Delta:
         """The text as it is."""

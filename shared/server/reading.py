@@ -31,6 +31,7 @@ class Said:
       tools: The schema of the parameters of each function that may be called.
       are_calls_held: A grammar holds the calls to their schemas: only what it begins is one.
       num_calls: Calls that have begun.
+      num_whole: Those of them whose arguments are whole.
       is_thinking: What is said is reasoning, until a call begins.
       was_cut: The text ended since it may have no more tokens.
     """
@@ -41,7 +42,7 @@ class Said:
         """Args: `most_calls` bounds the calls of a choice; None: any number."""
         self.tools = tools
         self.are_calls_held = are_calls_held
-        self.num_calls = 0
+        self.num_calls = self.num_whole = 0
         self.is_thinking = False
         self.was_cut = False
         self._most_calls = most_calls
@@ -78,6 +79,10 @@ class Said:
         """The next part of the arguments of the call that began last."""
         part = self._calls.setdefault(self.num_calls - 1, _Call("", ""))
         part.arguments.append(arguments)
+
+    def end_call(self) -> None:
+        """The arguments of the call that began last are whole."""
+        self.num_whole += 1
 
     def take(self) -> Delta:
         """All of it, once."""
@@ -219,6 +224,11 @@ class TextReader:
         self._said = said
         self._reading = read(Source(), said)
         next(self._reading)
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """See `OutputParser`."""
+        return self._said.num_whole == self._said.num_calls > 0
 
     def push(self, text: str) -> Delta:
         """What is certain with this text."""

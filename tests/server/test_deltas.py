@@ -36,6 +36,10 @@ class Marks:
         held, self._held = self._held, ""
         return Delta(held)
 
+    @property
+    def has_whole_calls(self) -> bool:
+        return self._calls > 0
+
     def _delta(self, found: re.Match[str]) -> Delta:
         reasoning, call, text = found.groups()
         if call is None:

@@ -182,6 +182,22 @@ def test_a_text_cut_within_a_call_says_that_it_was(server):
     )
 
 
+def test_a_call_that_a_stop_string_breaks_off_is_none_to_be_made(server):
+    """Its arguments are no JSON, so the reason does not ask a client to read them."""
+    for said, reason in (
+        (CALL, "stop"),
+        (CALL + CALL[:-18], "stop"),
+        (CALL + "stop", "tool_calls"),
+    ):
+        fields = {"messages": says(said + "stop"), "temperature": 0, "tools": [WEATHER]}
+        fields["stop"] = ["ome"] if said == CALL else ["stop"]
+        choice = server.post(CHAT, **fields).json()["choices"][0]
+        assert choice["finish_reason"] == reason, said
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
+        *_, last = server.stream(CHAT, **fields)
+        assert last["choices"][0]["finish_reason"] == reason
+
+
 def test_half_a_mark_behind_a_call_is_not_in_the_content_of_a_cut_answer(server):
     fields = {"messages": says(f"{CALL}\n{CALL}"), "temperature": 0, "tools": [WEATHER]}
     for more in (3, 6, 14):
