@@ -26,11 +26,13 @@ class ReadPrompt:
       tokens: What the engine is given.
       text: What the tokens are of; "" of a prompt that came as tokens.
       reasoning: How the answer marks its reasoning; None: it is not looked for.
+      functions: What the answer may call.
     """
 
     tokens: list[int]
     text: str
     reasoning: str | None
+    functions: Sequence[dict[str, Any]] = ()
 
 
 @dataclass

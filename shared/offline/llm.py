@@ -13,6 +13,7 @@ from rich.console import Console
 from shared.engine.checks import check
 from shared.engine.request import Request
 from shared.offline.answer import Answer, ReadPrompt, Stream
+from shared.offline.conversations import Message, for_template, read_functions
 from shared.offline.engine_thread import EngineThread, Started
 from shared.offline.params import SamplingParams
 from shared.offline.results import RequestOutput
@@ -25,7 +26,6 @@ from shared.process.address import Listeners
 from shared.process.notes import start_notes
 from shared.process.ranks.starting import ranked_start
 from shared.process.start import Platform
-from shared.server.call_reading import read_object
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.logprobs import PromptText, TokenNames
 from shared.server.reading import Said
@@ -34,11 +34,11 @@ from shared.server.sampling import make_sampling
 from shared.server.text_parsers import new_parser
 from shared.spec.noise import derive_seed
 from shared.text.chat_template import Conversation
-from shared.text.grammar_worker import Wanted
+from shared.text.forced_calls import arguments_schema
+from shared.text.grammar_worker import Calls, Wanted
 from shared.text.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | list[int]
-Message = dict[str, Any]
 
 OF_A_SERVER = (
     {item.name for part in (ServerOptions, ObservingOptions) for item in fields(part)}
@@ -103,7 +103,7 @@ class LLM:
           RuntimeError: The engine failed.
         """
         params = sampling_params or SamplingParams()
-        return self._answers([self._read(prompt) for prompt in _listed(prompts)], params, ())
+        return self._answers([self._read(prompt) for prompt in _listed(prompts)], params)
 
     def chat(
         self,
@@ -122,7 +122,7 @@ class LLM:
         """
         chats = [messages] if messages and isinstance(messages[0], dict) else messages
         read = [self._read_chat(chat, tools, chat_template_kwargs or {}) for chat in chats]
-        return self._answers(read, sampling_params or SamplingParams(), tools)
+        return self._answers(read, sampling_params or SamplingParams())
 
     def stream(
         self,
@@ -137,7 +137,7 @@ class LLM:
         """
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
         read = self._read_chat(prompt, (), {}) if is_chat else self._read(prompt)
-        return self._begin(read, sampling_params or SamplingParams(), ())
+        return self._begin(read, sampling_params or SamplingParams())
 
     def _start(self) -> Started:
         """On the engine's thread, which alone may touch the device."""
@@ -172,28 +172,29 @@ class LLM:
             raise ValueError("the model folder has no chat template: use generate")
         if tools and self._facts.tool_call_parser is None:
             raise ValueError("tools need the option tool_call_parser")
-        written = [_for_template(message) for message in messages]
+        functions = read_functions(tools)
+        written = list(map(for_template, messages))
         text = self.tokenizer.render_chat(Conversation(written, list(tools), arguments))
-        return ReadPrompt(self.tokenizer.encode_more(text), text, self._facts.reasoning_parser)
+        tokens = self.tokenizer.encode_more(text)
+        return ReadPrompt(tokens, text, self._facts.reasoning_parser, functions)
 
     def _answers(
-        self, prompts: Sequence[ReadPrompt], params: SamplingParams, tools: Sequence[dict[str, Any]]
+        self, prompts: Sequence[ReadPrompt], params: SamplingParams
     ) -> list[RequestOutput]:
         begun: list[Stream] = []
         try:
             for prompt in prompts:
-                begun.append(self._begin(prompt, params, tools))
+                begun.append(self._begin(prompt, params))
             return [stream.result() for stream in begun]
         finally:  # a refusal, or an interrupt, leaves nothing running
             for stream in begun:
                 stream.close()
 
-    def _begin(
-        self, prompt: ReadPrompt, params: SamplingParams, tools: Sequence[dict[str, Any]]
-    ) -> Stream:
+    def _begin(self, prompt: ReadPrompt, params: SamplingParams) -> Stream:
         """Gives the engine the requests of a prompt."""
         sampling = make_sampling(params, len(prompt.tokens), self._facts)
-        sampling = replace(sampling, grammar=_grammar(prompt, params))
+        calls = self._calls(prompt, params)
+        sampling = replace(sampling, grammar=_grammar(prompt, params, calls))
         check(prompt.tokens, sampling, self._facts.limits)
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         answers = []
@@ -203,27 +204,34 @@ class LLM:
                 prompt=tuple(prompt.tokens),
                 sampling=replace(sampling, seed32=derive_seed(seed, index)),
             )
-            choice = self._choice(prompt, request, params, tools)
+            choice = self._choice(prompt, request, params, calls)
             answers.append(Answer(index, request, choice, self._names))
         return Stream(prompt, answers, self._engine)
 
+    def _calls(self, prompt: ReadPrompt, params: SamplingParams) -> Calls | None:
+        """How an answer may call, where that is to be held to something."""
+        style, functions, form = self._facts.tool_call_parser, prompt.functions, params.form
+        is_held = form is not None or any(each.get("strict") for each in functions)
+        if style is None or not functions or not is_held:
+            return None
+        tools = [
+            (each["name"], arguments_schema(each.get("parameters")) if each.get("strict") else None)
+            for each in functions
+        ]
+        return Calls(style=style, tools=tools, many=True, free="answer" if form else "text")
+
     def _choice(
-        self,
-        prompt: ReadPrompt,
-        request: Request,
-        params: SamplingParams,
-        tools: Sequence[dict[str, Any]],
+        self, prompt: ReadPrompt, request: Request, params: SamplingParams, calls: Calls | None
     ) -> Choice:
-        functions = [tool["function"] for tool in tools]
-        schemas = {each["name"]: each.get("parameters") or {} for each in functions}
-        calls = self._facts.tool_call_parser if functions else None
+        schemas = {each["name"]: each.get("parameters") or {} for each in prompt.functions}
+        style = self._facts.tool_call_parser if schemas else None
         name, sampling = prompt.reasoning, request.sampling
         is_open = None if name is None else is_open_after(prompt.text, name)
         prompt_text = PromptText(prompt.tokens, [0] * len(prompt.tokens))
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
             StopFinder(tuple(params.stop)),
-            new_parser(calls, Said(schemas, None, False), is_open),
+            new_parser(style, Said(schemas, None, calls is not None), is_open),
             sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),
             "",
@@ -256,38 +264,9 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts  # pyright: ignore[reportReturnType]
 
 
-def _grammar(prompt: ReadPrompt, params: SamplingParams) -> str | None:
+def _grammar(prompt: ReadPrompt, params: SamplingParams, calls: Calls | None) -> str | None:
     """What the answer is held to; it begins behind the reasoning."""
-    if params.form is None:
+    if params.form is None and calls is None:
         return None
     lead = None if prompt.reasoning is None else thinking_after(prompt.text, prompt.reasoning)
-    return Wanted(form=params.form, calls=None, lead=lead).grammar()
-
-
-def _for_template(message: Message) -> Message:
-    """A message as templates read it: the arguments of its calls are objects.
-
-    Raises:
-      ValueError: It has more than text, which a template may leave out without a word.
-    """
-    content = message.get("content")
-    kinds = [part.get("type") for part in content] if isinstance(content, list) else []
-    if other := [kind for kind in kinds if kind != "text"]:
-        raise ValueError(
-            f"a message has a part of type {other[0]!r:.80}, and LLM takes text alone; send "
-            "pictures to a server"
-        )
-    calls = message.get("tool_calls")
-    return message if not calls else {**message, "tool_calls": list(map(_read_call, calls))}
-
-
-def _read_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        arguments = read_object(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError(
-            f"arguments of a call of {function['name']!r:.80} must be an object or its JSON text"
-        )
-    return {**call, "function": {**function, "arguments": arguments}}
+    return Wanted(form=params.form, calls=calls, lead=lead).grammar()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from shared.text.grammar_worker import Form
 
@@ -28,7 +29,31 @@ BOUNDS = {
 
 _WHOLE = {"n", "top_k", "seed"} | {name for name in BOUNDS if "tokens" in name or "logp" in name}
 _ABOVE = {"top_p"}  # their lowest value is none itself
-_FORMS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+_BIAS = 100  # of a token, either way
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
+
+
+class _Kind(NamedTuple):
+    """A kind of form: its own name, what its value is, and whether a value is that."""
+
+    name: str
+    noun: str
+    takes: Callable[[Any], bool]
+
+
+_FORMS = {
+    "json": _Kind("schema", "an object", lambda value: isinstance(value, dict)),
+    "regex": _Kind("regex", "a text", _is_text),
+    "choice": _Kind("choice", "a list of texts", _are_texts),
+    "grammar": _Kind("lark", "a text", _is_text),
+}
 
 
 @dataclass(kw_only=True)
@@ -94,6 +119,12 @@ class SamplingParams:
             self.stop = [self.stop]
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError("stop must be a list of texts, none of them empty")
+        if not all(_is_number(each, True, 0, _MOST) for each in self.stop_token_ids or ()):
+            raise ValueError("stop_token_ids must be a list of token ids")
+        if not all(_is_number(each, True, 0, _MOST) for each in self.logit_bias):
+            raise ValueError("logit_bias must have token ids as its keys")
+        if not all(_is_number(each, False, -_BIAS, _BIAS) for each in self.logit_bias.values()):
+            raise ValueError(f"logit_bias must have numbers from -{_BIAS} to {_BIAS}")
         _ = self.form  # what cannot be read is refused here, not at the first prompt
 
     @property
@@ -104,7 +135,10 @@ class SamplingParams:
         if len(self.structured_outputs) != 1 or not self.structured_outputs.keys() <= _FORMS.keys():
             raise ValueError(f"structured_outputs must have one of {', '.join(_FORMS)}")
         ((name, value),) = self.structured_outputs.items()
-        return Form(kind=_FORMS[name], value=value)
+        kind = _FORMS[name]
+        if not kind.takes(value):
+            raise ValueError(f"structured_outputs: {name} must be {kind.noun}, got {value!r:.60}")
+        return Form(kind=kind.name, value=value)
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:

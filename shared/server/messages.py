@@ -22,6 +22,7 @@ from shared.server.call_reading import read_object
 from shared.server.content import AnswerContent, Content, without_pictures
 from shared.server.fields import Nested, Strict, Text, check_depth, is_text
 from shared.server.json_object import JsonObject
+from shared.text.forced_calls import arguments_schema
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 128
@@ -176,7 +177,7 @@ class Function(TemplateInput):
         """
         if not (self.strict or is_forced):
             return None
-        return self.parameters or {"properties": {}, "additionalProperties": False}
+        return arguments_schema(self.parameters)
 
 
 class Tool(TemplateInput):

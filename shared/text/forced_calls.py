@@ -33,6 +33,11 @@ class Tool:
     schema: dict[str, Any] | None
 
 
+def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """What the arguments of a held call are: what its function says, else none at all."""
+    return parameters or {"properties": {}, "additionalProperties": False}
+
+
 def grammar_of(
     style: str, tools: Sequence[Tool], *, many: bool, free: str | None, answer: str | None
 ) -> str:

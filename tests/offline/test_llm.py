@@ -8,6 +8,7 @@ import pytest
 from jax_impl import LLM as JaxLLM
 from shared.offline.llm import OF_A_SERVER
 from shared.options.flags import ConfigError
+from shared.options.options import DEFAULT_MODEL
 from tests.support.http_fixtures import serving
 from torch_impl import LLM, SamplingParams
 
@@ -151,6 +152,16 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
         ({"top_p": 0}, "top_p must be a number above 0 to 1, got 0"),
         ({"stop": [""]}, "stop must be a list of texts, none of them empty"),
         ({"structured_outputs": {"yaml": 1}}, "structured_outputs must have one of json, regex"),
+        (
+            {"structured_outputs": {"choice": "yes"}},
+            "structured_outputs: choice must be a list of texts, got 'yes'",
+        ),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs: regex must be a text, got 5"),
+        ({"structured_outputs": {"json": "{}"}}, "structured_outputs: json must be an object"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias must have numbers from -100 to 100"),
+        ({"logit_bias": {5: 1000}}, "logit_bias must have numbers from -100 to 100"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias must have token ids as its keys"),
+        ({"stop_token_ids": ["5"]}, "stop_token_ids must be a list of token ids"),
     ],
 )
 def test_parameters_are_checked_when_they_are_made(fields, sentence):
@@ -185,6 +196,20 @@ def test_a_grammar_holds_an_answer():
     with LLM(grammar_backend="llguidance", **OPTIONS) as llm:
         (answer,) = llm.chat(QUESTION, asked)
     assert answer.text.startswith("{")
+
+
+def test_calls_of_a_strict_function_are_held_to_it_or_refused(tmp_path):
+    for file in DEFAULT_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools | length }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    strict = {"type": "function", "function": tool["function"] | {"strict": True}}
+    asked = SamplingParams(**GREEDY)
+    with LLM(str(tmp_path), tool_call_parser="hermes", **OPTIONS) as llm:
+        assert llm.chat(QUESTION, asked, tools=[tool])[0].text
+        with pytest.raises(ValueError, match="a grammar needs a server that was started with"):
+            llm.chat(QUESTION, asked, tools=[strict])
 
 
 def test_an_engine_that_was_closed_says_so():
