@@ -3,7 +3,7 @@
 OTHER_WAYS = "several GPUs serve a model by --tp-size alone; leave the flag out"
 AUTOMATIC = "the start decides it; leave the flag out"
 FLOAT_ONLY = "weights and KV are float32 or bfloat16; give --dtype"
-RAW_TEXT = "answers are the plain text of the model; leave the flag out"
+ADAPTERS = "adapters are not served; merge one into the weights of the checkpoint"
 EXACT_RULES = "text keeps the target's law; give --accept-rule match or rejection"
 
 NOT_SUPPORTED = {
@@ -28,11 +28,11 @@ NOT_SUPPORTED = {
         + ("--quantization-param-path",),
         FLOAT_ONLY,
     ),
-    **dict.fromkeys(
-        ("--chat-template", "--completion-template")
-        + ("--enable-multimodal", "--is-embedding", "--lora-paths", "--enable-lora"),
-        RAW_TEXT,
-    ),
+    "--chat-template": "chats are written by the model folder's; put chat_template.jinja there",
+    "--completion-template": "prompts of completions are read as they are; leave the flag out",
+    "--enable-multimodal": "a model that sees is served so; --language-only leaves that out",
+    "--is-embedding": "answers are texts, and no embeddings are made; leave the flag out",
+    **dict.fromkeys(("--lora-paths", "--enable-lora"), ADAPTERS),
     **dict.fromkeys(
         ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
         EXACT_RULES,

@@ -20,6 +20,8 @@ MAX_VALUES = 1 << 20  # of a body, say of a prompt of token ids
 AT_ONCE = 1 << 20  # bytes that are counted while no other thread runs
 
 _A_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SUBJECT = re.compile(r"^(Input|Value) |( after validation)")
+"""What pydantic calls the field itself, and when it counted."""
 _SHORT = reprlib.Repr()  # writes the beginning of what a request has, without walking all of it
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
@@ -108,7 +110,8 @@ def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _api_error(error) from error
+        param, sentence = fault_of(error)
+        raise ApiError(400, sentence, param) from error
 
 
 def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[str, Any]:
@@ -125,15 +128,17 @@ def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[s
     }
 
 
-def _api_error(error: ValidationError) -> ApiError:
+def fault_of(error: ValidationError) -> tuple[str, str]:
+    """The first field at fault, and a sentence about it."""
     first = error.errors(include_url=False)[0]
-    param = _path(first["loc"])
+    param, message = _path(first["loc"]), _SUBJECT.sub("", first["msg"])
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{param} is not a known field", param)
+        return param, f"{param} is not a known field"
     if first["type"] == "missing":
-        return ApiError(400, f"{param} is missing", param)
-    message = first["msg"].removeprefix("Input ")
-    return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
+        return param, f"{param} is missing"
+    if isinstance(first["input"], str):  # a length that is checked last counts anything
+        message = message.replace(" item", " character")
+    return param, f"{param} {message}, got {_SHORT.repr(first['input']):.60}"
 
 
 def _path(steps: tuple[int | str, ...]) -> str:

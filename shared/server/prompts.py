@@ -81,7 +81,8 @@ class PromptReader:
         if isinstance(request, ChatRequest):
             self._check_choices(request.num_choices, "n")
             return [await self.read_chat(request, num_bytes)]
-        self._check_choices(len(request.prompt) * request.num_choices, "prompt")
+        field = "prompt" if len(request.prompt) > 1 else "n"
+        self._check_choices(len(request.prompt) * request.num_choices, field)
         return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
 
     def _check_choices(self, count: int, field: str) -> None:

@@ -229,6 +229,8 @@ def test_hints_of_whose_request_it_is_and_an_empty_stop_ask_for_nothing(server):
     for name in ("safety_identifier", "prompt_cache_key"):
         error = server.post(CHAT, messages=USER, **{name: "x" * 257}).json()["error"]
         assert error["param"] == name
+    error = server.post(CHAT, messages=USER, user="x" * 257).json()["error"]
+    assert error["message"].startswith("user should have at most 256 characters, not 257, got ")
 
 
 def test_of_two_bounds_of_an_answer_the_newer_name_counts(server):
