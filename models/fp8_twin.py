@@ -16,7 +16,7 @@ from jaxtyping import Float, Float32, Shaped
 from safetensors.numpy import load_file, save_file
 
 from shared.models import fp8
-from shared.models.checkpoint import INDEX_FILE
+from shared.models.checkpoint import INDEX_FILE, weight_files
 from shared.models.fields import read_json
 from shared.models.fp8 import Granularity
 
@@ -63,22 +63,27 @@ def _rounded_up(scales: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."
 def write(folder: Path, twin: Path) -> None:
     """Writes the twin of a checkpoint file by file, its tokenizer with it.
 
+    A file of another folder, which an index may name, gets that folder's name before its own.
+
     Raises:
-      ValueError: The twin's folder is the checkpoint's, or the checkpoint is quantised already.
+      ValueError: The twin's folder is the checkpoint's, or the checkpoint is quantised already, or
+        lacks a file of its tensors.
     """
     config = read_json(folder / "config.json")
     if "quantization_config" in config or twin.resolve() == folder.resolve():
         raise ValueError(
             f"{folder} must be an unquantised checkpoint and another folder than {twin}"
         )
+    files = weight_files(folder)
     twin.mkdir(parents=True, exist_ok=True)
     places = {}
-    for file in sorted(folder.iterdir()):
-        if file.suffix == ".safetensors":
-            tensors = _twin_of(load_file(file))
-            save_file(tensors, twin / file.name)
-            places |= dict.fromkeys(tensors, file.name)
-        elif file.is_file():
+    for file in files:
+        name = file.name if file.parent == folder else f"{file.parent.name}-{file.name}"
+        tensors = _twin_of(load_file(file))
+        save_file(tensors, twin / name)
+        places |= dict.fromkeys(tensors, name)
+    for file in folder.iterdir():
+        if file.is_file() and file.suffix != ".safetensors":
             shutil.copyfile(file, twin / file.name)
     _write_json(twin / "config.json", {**config, "quantization_config": STATED})
     if (folder / INDEX_FILE).is_file():

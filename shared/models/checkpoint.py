@@ -386,7 +386,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         raise CheckpointError(f"the model folder {folder} does not exist")
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"the model folder {folder} has no config.json")
-    return Checkpoint(_weight_files(folder))
+    return Checkpoint(weight_files(folder))
 
 
 def load_all(
@@ -416,20 +416,20 @@ def load_all(
     return loaded
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    if not (folder / INDEX_FILE).is_file():
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint's tensors; raises CheckpointError where one is missing."""
+    if (single := folder / SINGLE_FILE).is_file():
+        return [single]
+    if not (index := folder / INDEX_FILE).is_file():
         raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
     try:
-        weight_map = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        paths = {name: folder / name for name in sorted(set(weight_map.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / INDEX_FILE} is no valid index of shards") from error
-    for name in names:
-        if not (folder / name).is_file():
-            raise CheckpointError(f"the shard {name} is missing from the model folder {folder}")
-    return [folder / name for name in names]
+        raise CheckpointError(f"{index} is no valid index of shards") from error
+    if absent := next((name for name, path in paths.items() if not path.is_file()), None):
+        raise CheckpointError(f"the shard {absent} is missing from the model folder {folder}")
+    return list(paths.values())
 
 
 def _open_file(path: Path) -> Any:

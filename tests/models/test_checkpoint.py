@@ -257,7 +257,11 @@ def test_a_missing_shard_and_a_broken_index_are_named(tmp_path):
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="shard model-00002-of-00002"):
         open_checkpoint(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": 3}))
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"embed": 5}}))
+    with pytest.raises(CheckpointError, match="is no valid index of shards"):
+        open_checkpoint(tmp_path)
+    index.write_text(json.dumps({"weight_map": 3}))
     with pytest.raises(CheckpointError, match="index"):
         open_checkpoint(tmp_path)
 

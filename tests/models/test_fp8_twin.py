@@ -10,12 +10,13 @@ import pytest
 from jax_impl.training import tasks
 from models import fp8_twin
 from shared.models import fp8
-from shared.models.checkpoint import load_all, open_checkpoint
+from shared.models.checkpoint import INDEX_FILE, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict, config_from_folder
 from shared.models.fp8 import Granularity
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
+from shared.options.options import DEFAULT_MODEL
 from tests.support.golden_models import SpecModel
 from tests.support.golden_torch import TorchModel
 from tests.support.tiny_models import tiny_config, tiny_weights
@@ -92,6 +93,18 @@ def test_both_backends_read_a_twin_as_the_specification_does(mixture):
     arrays = load_all(twin, config, False)
     np.testing.assert_array_equal(read.layers.experts.gate_up[...], arrays["experts.gate_up"])
     np.testing.assert_array_equal(read.layers.experts.down[...], arrays["experts.down"])
+
+
+def test_a_twin_has_the_tensors_of_files_in_other_folders_too(tmp_path):
+    """As the model that sees: its index names the text model's file, which both have."""
+    folder = DEFAULT_MODEL.parent / "seeing"
+    fp8_twin.write(folder, tmp_path / "twin")
+    names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"])
+    index = json.loads((tmp_path / "twin" / INDEX_FILE).read_text())["weight_map"]
+    assert names <= index.keys()
+    assert all((tmp_path / "twin" / name).is_file() for name in index.values())
+    config = config_from_folder(tmp_path / "twin")
+    open_checkpoint(tmp_path / "twin").check(config, with_mtp=False)
 
 
 def test_a_checkpoint_in_fp8_has_no_twin_and_none_is_written_over_itself(mixture):
