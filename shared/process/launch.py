@@ -28,6 +28,17 @@ from shared.process.start import Platform, Start
 from shared.process.watchdog import EXIT_FAILED, NamedSteps, Watchdog
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets SIGINT end the process at once, as SIGTERM does: a compiler would not hear Python."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@_ended_by_signals()  # until the loop has handlers of its own
 def launch(
     argv: Sequence[str], platform: Callable[[], Platform], rank_module: str | None = None
 ) -> int:
@@ -53,15 +64,14 @@ def launch(
             print_plan(console, start.memory)
             for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
                 console.print(note)
-            with _ended_by_signals():
-                backend = ready(start, ranked, console)
-                watchdog.standing = ranked.standing
-                named = NamedSteps(backend, watchdog)
-                engine = make_engine(named, start.memory)
-                engine.metrics.show(ranked.gauges)
-                if start.memory.blueprint.on_gpu:
-                    engine.metrics.show(plain_gauges(start.plain))
-                served = with_checks(engine, named, options.engine.shadow_check)
+            backend = ready(start, ranked, console)
+            watchdog.standing = ranked.standing
+            named = NamedSteps(backend, watchdog)
+            engine = make_engine(named, start.memory)
+            engine.metrics.show(ranked.gauges)
+            if start.memory.blueprint.on_gpu:
+                engine.metrics.show(plain_gauges(start.plain))
+            served = with_checks(engine, named, options.engine.shadow_check)
         for note in step_notes(options, engine.controller):
             console.print(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
@@ -85,16 +95,6 @@ def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
     with preparing_bar(console, len(programs)) as name:
         backend.prepare(programs, name)
     return backend
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Lets SIGINT end the process at once, as SIGTERM does: a compiler would not hear Python."""
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:
