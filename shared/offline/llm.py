@@ -39,6 +39,7 @@ from shared.text.grammar_worker import Calls, Wanted
 from shared.text.tokenizer import Detokenizer, Tokenizer
 
 Prompt = str | list[int]
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 OF_A_SERVER = (
     {item.name for part in (ServerOptions, ObservingOptions) for item in fields(part)}
@@ -87,13 +88,14 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params = None,
     ) -> list[RequestOutput]:
         """Continues prompts, all of them together.
 
         Args:
           prompts: A text, the token ids of one, or several of either.
-          sampling_params: For all of them; None: the model's defaults, until the model ends.
+          sampling_params: For all of them, or one for each; None: the model's defaults, until the
+            model ends.
 
         Returns:
           A result for each prompt, in their order.
@@ -102,13 +104,12 @@ class LLM:
           ValueError: A prompt cannot be served; one sentence.
           RuntimeError: The engine failed.
         """
-        params = sampling_params or SamplingParams()
-        return self._answers([self._read(prompt) for prompt in _listed(prompts)], params)
+        return self._answers([self._read(prompt) for prompt in _listed(prompts)], sampling_params)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params = None,
         *,
         tools: Sequence[dict[str, Any]] = (),
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -122,7 +123,7 @@ class LLM:
         """
         chats = [messages] if messages and isinstance(messages[0], dict) else messages
         read = [self._read_chat(chat, tools, chat_template_kwargs or {}) for chat in chats]
-        return self._answers(read, sampling_params or SamplingParams())
+        return self._answers(read, sampling_params)
 
     def stream(
         self,
@@ -178,13 +179,19 @@ class LLM:
         tokens = self.tokenizer.encode_more(text)
         return ReadPrompt(tokens, text, self._facts.reasoning_parser, functions)
 
-    def _answers(
-        self, prompts: Sequence[ReadPrompt], params: SamplingParams
-    ) -> list[RequestOutput]:
+    def _answers(self, prompts: Sequence[ReadPrompt], given: Params) -> list[RequestOutput]:
+        params = (
+            given if isinstance(given, Sequence) else [given or SamplingParams()] * len(prompts)
+        )
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"sampling_params must be one for all or one for each of {len(prompts)} prompts, "
+                f"got {len(params)}"
+            )
         begun: list[Stream] = []
         try:
-            for prompt in prompts:
-                begun.append(self._begin(prompt, params))
+            for prompt, each in zip(prompts, params, strict=True):
+                begun.append(self._begin(prompt, each))
             return [stream.result() for stream in begun]
         finally:  # a refusal, or an interrupt, leaves nothing running
             for stream in begun:

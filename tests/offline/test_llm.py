@@ -59,6 +59,15 @@ def test_prompts_are_served_together_and_come_back_in_order(llm):
     assert [a.prompt for a in together] == ["Tom has 3", "", "Raj makes 6"]
 
 
+def test_prompts_may_have_parameters_of_their_own(llm):
+    params = [SamplingParams(**GREEDY), SamplingParams(**SAMPLED)]
+    together = llm.generate(["Tom has 3", "Ann buys 2"], params)
+    for prompt, each, answer in zip(["Tom has 3", "Ann buys 2"], params, together, strict=True):
+        assert answer.text == llm.generate(prompt, each)[0].text
+    with pytest.raises(ValueError, match="one for each of 1 prompts, got 2"):
+        llm.generate("Tom has 3", params)
+
+
 def test_a_stream_adds_up_to_the_text_in_both_kinds_of_loop(llm):
     asked = SamplingParams(**SAMPLED, n=2)
     texts = [output.text for output in llm.chat(QUESTION, asked)[0].outputs]
