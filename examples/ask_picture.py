@@ -51,4 +51,8 @@ if __name__ == "__main__":
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--save", type=Path, help="a file for the picture")
-    main(parser.parse_args())
+    given = parser.parse_args()
+    try:
+        main(given)
+    except httpx.ConnectError:
+        raise SystemExit(f"nobody answers at {given.url}; start a server first") from None

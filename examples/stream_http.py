@@ -33,4 +33,8 @@ def main(url: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
-    main(parser.parse_args().url)
+    given = parser.parse_args()
+    try:
+        main(given.url)
+    except httpx.ConnectError:
+        raise SystemExit(f"nobody answers at {given.url}; start a server first") from None

@@ -49,6 +49,8 @@ POSITIVE = (
 )
 """Numbers that must be above 0 where they are given."""
 
+NOT_NEGATIVE = ("seed", "warmup", "save_minutes", "prompt_weight", "mtp_weight")
+
 KINDS = ("mtp", "eagle", "eagle3", *tasks.CHOICES)
 OF_A_RUN = (
     *("draft", "seed", "batch_tokens", "max_tokens", "prompt_weight", "mtp_weight", "dtype"),
@@ -182,6 +184,10 @@ def _check(given: argparse.Namespace) -> None:
         value = getattr(given, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    for name in NOT_NEGATIVE:
+        value = getattr(given, name)
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {value}")
     check_format(given.format, given.draft)
     _refuse_shapes(given)
     for path in given.data:
@@ -220,8 +226,8 @@ def _train_model(given: argparse.Namespace) -> None:
     end = open_tokenizer(given.tokenizer).end_id
     if end not in config.eos_ids:
         raise ValueError(f"eos_token_id in {given.model} lacks {end}, the tokenizer's eos_token")
-    _note(given, {"config": config_json})
     rows = read_rows(given.data, given.tokenizer, given.max_tokens)
+    _note(given, {"config": config_json})
     weights = given.mtp_weight, balance_weight(config_json)
     made = tasks.model_task(config, given.start, given.seed, *weights, _precision(given))
     model = _run(given, made, rows)

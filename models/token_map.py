@@ -42,6 +42,8 @@ def counted(
         for place, text in enumerate(_texts(path), 1):
             try:
                 for tokens in _tokens(text, tokenizer):
+                    if other := next((each for each in tokens if not 0 <= each < vocab), None):
+                        raise ValueError(f"it has token id {other}, ids are 0 to {vocab - 1}")
                     counts += np.bincount(np.array(tokens, np.int64), minlength=vocab)
             except ValueError as error:
                 raise ValueError(f"{path}, text {place}: {error}") from error
@@ -49,11 +51,23 @@ def counted(
 
 
 def _texts(path: Path) -> Iterator[Any]:
-    if path.suffix != ".jsonl":
-        yield path.read_text(encoding="utf-8")
-        return
-    with path.open(encoding="utf-8") as file:
-        yield from (json.loads(line) for line in file if line.strip())
+    try:
+        if path.suffix != ".jsonl":
+            yield path.read_text(encoding="utf-8")
+            return
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _read_line(line, number)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_line(line: str, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {number} is not valid JSON: {error}") from error
 
 
 def _tokens(text: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
@@ -65,6 +79,7 @@ def _tokens(text: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
         if name is None:
             raise ValueError(f"it has none of the fields {', '.join(FIELDS)}")
         if name == "messages":
+            _check_messages(text[name])
             said = (each for each in text[name] if each.get("role") == "assistant")
             yield from (_encoded(each.get("content") or "", tokenizer) for each in said)
             return
@@ -73,6 +88,11 @@ def _tokens(text: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
         yield text
         return
     yield _encoded(text, tokenizer)
+
+
+def _check_messages(messages: Any) -> None:
+    if not (isinstance(messages, list) and all(isinstance(each, dict) for each in messages)):
+        raise ValueError("its messages must be a list of objects")
 
 
 def _encoded(text: Any, tokenizer: Tokenizer | None) -> list[int]:

@@ -197,7 +197,10 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Prints and writes the lines; the exit code is 1 where an answer is another."""
-    found = run(options(), shlex.join(["python", "-m", "bench.steps.prefill", *sys.argv[1:]]))
+    try:
+        found = run(options(), shlex.join(["python", "-m", "bench.steps.prefill", *sys.argv[1:]]))
+    except ValueError as error:  # what a start refuses; one sentence
+        sys.exit(f"refused: {error}")
     return int(not all(line["is_same"] for line in found["lines"]))
 
 

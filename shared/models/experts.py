@@ -93,7 +93,7 @@ def refuse_other_experts(text: Json, routing: Routing | None, name: str) -> None
     if routing is None:
         return
     if not routing.steps and (
-        text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) > 1
+        text.get("mlp_only_layers") or positive(text, "decoder_sparse_step", 1) > 1
     ):
         raise ValueError(
             f"mlp_only_layers and decoder_sparse_step are not supported in a {name} model; "

@@ -17,7 +17,9 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if isinstance(loaded, dict):
         return loaded

@@ -98,9 +98,23 @@ def test_texts_of_all_forms_are_counted_and_give_the_same_list_each_time(tmp_pat
     assert len(ids) == 7
     assert 122 not in ids, "what a user says was counted"
     assert parts[0] == parts[1] > 0.5
-    texts.write_text(json.dumps({"prompt": "a"}) + "\n")
-    with pytest.raises(ValueError, match="text 1: it has none of the fields"):
-        token_map.write(tmp_path / "model", [texts], 7, made[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"prompt": "a"}', "text 1: it has none of the fields"),
+        ('{"output_ids": [1, 50000000000]}', "text 1: it has token id 50000000000, ids are 0 to"),
+        ('{"output_ids": [-1]}', "text 1: it has token id -1, ids are 0 to"),
+        ('{"messages": ["x"]}', "text 1: its messages must be a list of objects"),
+        ("{bad", "line 1 is not valid JSON"),
+    ],
+)
+def test_a_line_that_is_no_text_of_the_model_is_named(line, sentence, tmp_path):
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(line + "\n")
+    with pytest.raises(ValueError, match=f"texts.jsonl.*{sentence}"):
+        token_map.counted([texts], None, VOCAB)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -292,6 +292,7 @@ REFUSED_EXPERTS = [
     ("qwen3_5_moe", "shared_expert_intermediate_size", None),
     ("qwen3_5_moe", "mlp_only_layers", [0]),
     ("qwen3_5_moe", "decoder_sparse_step", 2),
+    ("qwen3_5_moe", "decoder_sparse_step in config.json must be a positive", "2"),
     ("glm4_moe", "scoring_func must be sigmoid", "softmax"),
     ("glm4_moe", "topk_method must be noaux_tc", "greedy"),
     ("glm4_moe", "moe_layer_freq must be 1", 2),

@@ -327,8 +327,12 @@ def test_an_mtp_layer_goes_into_a_copy_of_a_target_in_shards(is_fp8, tmp_path):
         (["--target", "t", "--draft", "mtp", "--tokenizer", "x"], "--tokenizer does not go with"),
         (["--target", "t", "--draft", "mtp"], "as --steps or --minutes"),
         (["--target", "t", "--draft", "mtp", "--steps", "0"], "--steps must be positive"),
+        (
+            ["--target", "t", "--draft", "mtp", "--steps", "1", "--warmup", "-3"],
+            "--warmup must be 0 or more, got -3",
+        ),
         (["--target", "t", "--draft", "mtp", "--steps", "1"], "the model folder t does not exist"),
-        (["--model", "m", "--tokenizer", "x", "--steps", "1"], "m is not valid JSON"),
+        (["--model", "m", "--tokenizer", "x", "--steps", "1"], "m cannot be read: No such file"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, capsys):
