@@ -110,8 +110,7 @@ def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        param, sentence = fault_of(error)
-        raise ApiError(400, sentence, param) from error
+        raise _api_error(error) from error
 
 
 def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[str, Any]:
@@ -128,17 +127,16 @@ def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[s
     }
 
 
-def fault_of(error: ValidationError) -> tuple[str, str]:
-    """The first field at fault, and a sentence about it."""
+def _api_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     param, message = _path(first["loc"]), _SUBJECT.sub("", first["msg"])
     if first["type"] == "extra_forbidden":
-        return param, f"{param} is not a known field"
+        return ApiError(400, f"{param} is not a known field", param)
     if first["type"] == "missing":
-        return param, f"{param} is missing"
+        return ApiError(400, f"{param} is missing", param)
     if isinstance(first["input"], str):  # a length that is checked last counts anything
         message = message.replace(" item", " character")
-    return param, f"{param} {message}, got {_SHORT.repr(first['input']):.60}"
+    return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
 
 
 def _path(steps: tuple[int | str, ...]) -> str:
