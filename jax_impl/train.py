@@ -180,14 +180,12 @@ def _check(given: argparse.Namespace) -> None:
             raise ValueError(f"--{name} does not go with --{pair[0]}; leave it out")
     if given.steps is None and given.minutes is None:
         raise ValueError("give the length of the run as --steps or --minutes")
-    for name in POSITIVE:
+    for name in POSITIVE + NOT_NEGATIVE:
         value = getattr(given, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
-    for name in NOT_NEGATIVE:
-        value = getattr(given, name)
-        if value is not None and not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {value}")
+        is_in = value is None or (math.isfinite(value) and value >= 0)
+        if not is_in or (value == 0 and name in POSITIVE):
+            noun = "positive" if name in POSITIVE else "0 or more"
+            raise ValueError(f"--{name.replace('_', '-')} must be {noun}, got {value}")
     check_format(given.format, given.draft)
     _refuse_shapes(given)
     for path in given.data:
