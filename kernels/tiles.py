@@ -232,11 +232,11 @@ class LinearTiles:
 
     Attributes:
       rows, columns: Rows and outputs of a program; fewer rows where a call has fewer. Blocks that
-        descriptors copy can also have 96 or 192 columns.
+        descriptors copy can also have 96 or 192 columns, or 8 rows where they are swapped.
       depth: Inputs of a step along the chain; of codes some blocks, which are added one by one.
       swapped: Whether the outputs, not the rows, are the wide side of the matrix unit.
       described: Whether blocks are copied by tensor descriptors (TMA); in Pallas by a kernel of its
-        own, which is persistent and has as many warps more as copy.
+        own, which is persistent and has as many warps more as copy, where that takes the product.
       persistent: Whether a multiprocessor has one program, which takes blocks in turn.
       widens: Whether a weight in FP8 is widened in memory first, by a kernel of its own. Otherwise
         it is in registers, which takes a depth of a block of FP8 and tiles that are swapped and
@@ -244,9 +244,8 @@ class LinearTiles:
       warps, stages: Of the kernel.
     """
 
-    sizes: ClassVar = ("item_bytes", "rows", "outputs", "inputs", "gated")
-    """Bytes of a number of the weight, rows and outputs of a call and its inputs; 1 where a gate is
-    a second weight, else 0."""
+    sizes: ClassVar = ("item_bytes", "rows", "outputs", "gated")
+    """Bytes of a number of the weight, rows and outputs of a call; 1 with a gate, else 0."""
 
     rows: int
     columns: int
@@ -265,7 +264,8 @@ class LinearTiles:
         return has_blocks and not (self.described or self.persistent)
 
     def __post_init__(self) -> None:
-        least = {"rows": 16, "columns": 16, "depth": 16, "warps": 1}
+        is_narrow = self.swapped and self.described
+        least = {"rows": 8 if is_narrow else 16, "columns": 16, "depth": 16, "warps": 1}
         if self.columns in _THREE_HALVES:
             del least["columns"]
             is_tall = self.rows >= 16 * max(4, self.warps)

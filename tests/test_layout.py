@@ -40,7 +40,7 @@ PARTS = {
     *("attend_all_described", "pair_tiles", "patch_heads", "vocabulary"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
-PALLAS_ALONE = {"instructions", "linear_ring", "linear_sums", "sums"}
+PALLAS_ALONE = {"instructions", "linear_ring", "linear_sums", "linear_swapped", "sums"}
 TEST_OF_SPEC = {"model": "golden", "convolution": "dflash2"}  # the proof: other people's numbers
 MAX_LINES = 450
 MOST_ARGUMENTS = 12  # of a call, by place

@@ -155,7 +155,6 @@ class Layers:
             item_bytes=2,
             rows=self._R,
             outputs=outputs,
-            inputs=product.inputs,
             gated=int(product.is_gated),
         )
         gather = None

@@ -95,7 +95,6 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
                                 item_bytes=2,
                                 rows=R,
                                 outputs=product.outputs // count,
-                                inputs=product.inputs,
                                 gated=int(product.is_gated),
                             ),
                             squares=None if product.is_added else sums,

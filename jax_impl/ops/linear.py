@@ -417,7 +417,6 @@ def kernel_products(
         item_bytes=weight.item_bytes,
         rows=len(x),
         outputs=(stored - first) // (2 if is_gated else 1),
-        inputs=x.shape[1],
         gated=int(is_gated),
     )
     scale, scale_layer = in_stack(norm)

@@ -146,7 +146,10 @@ def product(
             first=first,
             out_type=out_type,
             is_normed=squares is not None,
+            is_plain=squares is bias is asks is None and not is_gated,
             added=added,
+            order=order,
+            tiles=tiles,
         )
     ):
         found = described_product(
@@ -174,7 +177,7 @@ def product(
     if is_quantised and not (interpret or is_on_hopper()):
         raise ValueError("rows in FP8 are multiplied on a Hopper alone")
     tiles = tiles.narrowed
-    rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
+    rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))
     if is_quantised:
         rows = tiles.rows_of_codes(rows)
         tiles = replace(tiles, depth=tiles.depth_of_codes(x.shape[1]))

@@ -5,6 +5,9 @@ a ring of blocks of the rows and of the weight ahead of the others. There are as
 the GPU has multiprocessors. A program takes one block of the result after the other, so that the
 first copies for a block go on while the block before it is stored.
 
+Where tiles are swapped a program has all rows, which are few, and what stands around such a product
+is less (`takes`); its end is in `linear_swapped`.
+
 A sum is one chain of products along the inputs, and what follows is computed as in `linear`, so
 the bits are those of that kernel and of Triton's. Where rows are no whole blocks, the scales of
 norms are computed before it and what stands beside the result after it, by kernels of their own.
@@ -35,6 +38,7 @@ from kernels.pallas_gpu.linear_ring import (
     sums_of,
     sums_of_codes,
 )
+from kernels.pallas_gpu.linear_swapped import SwappedResult
 from kernels.tiles import LinearTiles
 from shared.models.fp8_words import FP8_BLOCK, first_scale
 from shared.spec.numerics import SquaresOrder
@@ -53,18 +57,28 @@ def takes(
     first: int,
     out_type: np.dtype | type,
     is_normed: bool,
+    is_plain: bool,
     added: Float[jax.Array, "R outputs"] | None,
+    order: SquaresOrder,
+    tiles: LinearTiles,
 ) -> bool:
     """Whether `described_product` can be called: with bfloat16 or codes of FP8, in whole lines.
 
     And only on a Hopper, whose matrix units no other GPU has. Not with a norm before and a sum
     after it: a compiler may make one rounding of a product and a sum here.
+
+    Args:
+      is_plain: There is neither a norm before it, nor a gate, a bias or a choice after it, as where
+        tiles are swapped. Rows then are less than a group of lines, or whole groups.
     """
     line = LINE_BYTES // x.dtype.itemsize
     is_whole = not (x.shape[1] % line or outputs % line or first % LINES)
     is_addable = added is None or (added.dtype == np.dtype(out_type) and not is_normed)
     is_taken = is_whole and is_addable and x.dtype == weights.dtype
     is_taken &= x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+    if tiles.swapped:
+        are_lines = len(x) < LINES or len(x) % LINES == 0
+        is_taken &= is_plain and are_lines and len(x) <= tiles.rows and order.chunk == WIDE
     return is_taken and is_on_hopper()
 
 
@@ -136,7 +150,8 @@ def described_product(
     if bias is not None:
         operands["bias"] = bias
     results = {"out": jax.ShapeDtypeStruct((len(operands["x"]), N), out_type)}
-    stands_beside = added is not None and is_whole and tiles.columns % order.chunk == 0
+    stands_beside = added is not None and (is_whole or tiles.swapped)
+    stands_beside &= tiles.columns % order.chunk == 0
     if added is not None:
         operands["added"] = _in_lines(added)
     if stands_beside:
@@ -187,11 +202,13 @@ def described_product(
 
 def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
     groups, line = tiles.warps // WARPS, LINE_BYTES // out_type.itemsize
+    wide = tiles.columns if tiles.swapped else tiles.rows
     wrong = {
-        "not be swapped": tiles.swapped,
         "be persistent": not tiles.persistent,
         f"have {WARPS} warps or more": not groups,
-        f"have {WIDE} rows or more for {WARPS} warps": groups * WIDE > tiles.rows,
+        f"have {WIDE} columns and {WARPS} warps where they are swapped": tiles.swapped
+        and (wide, tiles.warps) != (WIDE, WARPS),
+        f"have {WIDE} rows or more for {WARPS} warps": groups * WIDE > wide,
         f"have {line} columns or more": tiles.columns < line,
         "have a depth of 64 or more": tiles.depth < LINE_BYTES // 2,
     }
@@ -213,8 +230,8 @@ def _check_codes(tiles: LinearTiles, first: int) -> None:
 
 
 def _in_lines(x):
-    """With as many rows more as whole groups of lines take."""
-    spare = -len(x) % LINES
+    """With as many rows more as whole groups of lines take; less than a group may stay alone."""
+    spare = -len(x) % LINES if len(x) > LINES else 0
     return jnp.pad(x, ((0, spare), (0, 0))) if spare else x
 
 
@@ -274,6 +291,11 @@ def _product_kernel(*refs, work, **shared):
         def multiply(i, _):
             row, column = place(i)
             row = rows_of_group(row)
+            if work.tiles.swapped:
+                turned = SwappedResult(refs, shared, work, row, column)
+                turned.prepare()
+                turned.store(sums_of(shared, work, group, i * work.steps))
+                return
             result = Result(refs, shared, work, group, row, column, scales)
             result.prepare()
             if work.is_quantised:

@@ -123,6 +123,7 @@ class Shared(NamedTuple):
       parts: Of the result, for each warpgroup.
       full, free: Barriers of the rings: a block has come, and all have multiplied it.
       come: Barriers of the parts: what is added has come.
+      squares: Of rows, where tiles are swapped.
     """
 
     rows: Any
@@ -131,6 +132,7 @@ class Shared(NamedTuple):
     full: Any
     free: Any
     come: Any
+    squares: Any = None
 
 
 def ring_of(work, dtype, out_type):
@@ -144,14 +146,18 @@ def ring_of(work, dtype, out_type):
 
     # 96 columns are three lines of half the bytes.
     line = math.gcd(tiles.columns, LINE_BYTES // out_type.itemsize)
-    parts = (work.groups, PARTS, WIDE, line)
+    parts, more = block((work.groups, PARTS, WIDE, line), out_type), {}
+    if tiles.swapped:
+        parts = plgpu.SMEM((PARTS, tiles.rows, tiles.columns), out_type)
+        more["squares"] = plgpu.SMEM((tiles.rows,), jnp.float32)
     return Shared(
         rows=block((tiles.stages, tiles.rows, tiles.depth), dtype),
         weight=block((tiles.stages, work.weights * tiles.columns, tiles.depth), dtype),
-        parts=block(parts, out_type),
+        parts=parts,
         full=plgpu.Barrier(num_arrivals=1 + work.weights, num_barriers=tiles.stages),
         free=plgpu.Barrier(num_arrivals=work.groups, num_barriers=tiles.stages),
         come=plgpu.Barrier(num_barriers=work.groups * PARTS),
+        **more,
     )
 
 
@@ -180,16 +186,18 @@ def copy_blocks(x_ref, weight_ref, shared, work, done, row, column):
 
 
 def sums_of(shared, work, group, done):
-    """The product of a warpgroup's rows with the blocks of the weight."""
+    """The product of a warpgroup's rows with the blocks of the weight, or its transposed."""
     tiles = work.tiles
     rows = tiles.rows // work.groups
+    shape = (rows, shared.weight.shape[1])
 
     def add_all(sums_ref):
         def add(k, _):
             slot = lax.rem(done + k, tiles.stages)
             plgpu.barrier_wait(shared.full.at[slot])
-            group_rows = shared.rows.at[slot, pl.ds(group * rows, rows)]
-            plgpu.wgmma(sums_ref, group_rows, shared.weight.at[slot].transpose((1, 0)))
+            sides = shared.rows.at[slot, pl.ds(group * rows, rows)], shared.weight.at[slot]
+            wide, narrow = sides[::-1] if tiles.swapped else sides
+            plgpu.wgmma(sums_ref, wide, narrow.transpose((1, 0)))
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)  # the product before this one is done
@@ -200,9 +208,11 @@ def sums_of(shared, work, group, done):
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(shared.free.at[lax.rem(done + work.steps - 1, tiles.stages)])
         sums, columns = sums_ref[...], tiles.columns
+        if tiles.swapped:
+            return [sums]
         return [sums[:, i * columns : (i + 1) * columns] for i in range(work.weights)]
 
-    return pl.run_scoped(add_all, plgpu.ACC((rows, shared.weight.shape[1]), jnp.float32))
+    return pl.run_scoped(add_all, plgpu.ACC(shape[::-1] if tiles.swapped else shape, jnp.float32))
 
 
 def sums_of_codes(refs, shared, work, group, done, row, column):

@@ -229,6 +229,23 @@ def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.skipif(INTERPRET or not ON_GPU, reason="blocks are copied by TMA on a GPU")
+@pytest.mark.parametrize("out_type", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["plain", "normed", "added", "times, added"])
+@pytest.mark.parametrize("K", [64, 320])
+@pytest.mark.parametrize("R", [1, 7, 8, 12, 16, 32])
+def test_mosaic_gives_the_same_bits_of_few_rows(R: int, K: int, kind: str, out_type: str) -> None:
+    """What it takes of them; the rest falls back."""
+    given = {"kind": kind, "R": R, "K": K, "N": 192, "out_type": out_type}
+    given["first"] = 64 * ("gated" not in kind)
+    want = in_bfloat16("pallas", cut=tiles(rows=32), **given)
+    for change in ({}, {"depth": 128, "stages": 4}):
+        rows = max(8, 1 << (R - 1).bit_length())
+        got = in_bfloat16("pallas", cut=tiles(rows=rows, **TMA | change), **given)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.skipif(
     INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="blocks are copied by TMA on a GPU"
 )
@@ -276,7 +293,8 @@ def test_a_chain_has_more_than_one_step_where_it_can(inputs: int, want: int) -> 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"swapped": True}, "must not be swapped"),
+        ({"swapped": True, "columns": 128}, "must have 64 columns and 4 warps where they are swa"),
+        ({"swapped": True, "warps": 8}, "must have 64 columns and 4 warps where they are swapped"),
         ({"persistent": False}, "must be persistent"),
         ({"warps": 2}, "must have 4 warps or more"),
         ({"warps": 8}, "must have 64 rows or more for 4 warps"),
@@ -289,7 +307,7 @@ def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
 ) -> None:
     x, weights = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)
     how = {"rows": 64, "swapped": False} | TMA
-    with pytest.raises(ValueError, match=f"tiles of blocks that descriptors copy {why}, got"):
+    with pytest.raises(ValueError, match=f"tiles of blocks that descriptors copy {why}"):
         described_product(x, weights, jnp.int32(0), **alone(tiles(**how | change)))
 
 

@@ -335,7 +335,6 @@ def kernel_products(
         item_bytes=weight.item_bytes,
         rows=len(x),
         outputs=weight.num_outputs // (2 if is_gated else 1),
-        inputs=x.shape[1],
         gated=int(is_gated),
     )
     out_type = out_type or x.dtype
