@@ -219,6 +219,7 @@ def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
 
 def _check_codes(tiles: LinearTiles, first: int) -> None:
     wrong = {
+        "not be swapped": tiles.swapped,
         f"have a depth of {FP8_BLOCK}": tiles.depth != FP8_BLOCK,
         f"have columns that divide {FP8_BLOCK}": FP8_BLOCK % tiles.columns,
         f"have rows that divide {FP8_BLOCK}": FP8_BLOCK % tiles.rows,

@@ -288,6 +288,7 @@ def test_pallas_asks_for_the_unit_that_adds_codes(
         ({"depth": 64}, "must have a depth of 128"),
         ({"columns": 256}, "must have columns that divide 128"),
         ({"rows": 256}, "must have rows that divide 128"),
+        ({"swapped": True}, "must not be swapped"),
     ],
 )
 def test_tiles_of_other_blocks_are_refused_by_name(change: dict[str, int], why: str) -> None:
