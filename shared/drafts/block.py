@@ -6,10 +6,10 @@ The model is a small Qwen3 that fills a whole block of mask tokens in one pass.
 from dataclasses import dataclass, replace
 
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig, conv_of, selector_of
-from shared.drafts.formats import LEFT_OUT, SPECULATORS, Stated
+from shared.drafts.formats import LEFT_OUT, PLACE, SPECULATORS, Stated
 from shared.drafts.markov import MarkovConfig, markov_of
 from shared.models.config import ModelConfig
-from shared.models.fields import Json, object_of
+from shared.models.fields import Json, flag, listed, object_of, positive, word
 
 MAX_BLOCK = 17
 """One more than the levels that a draft tree may have."""
@@ -84,7 +84,8 @@ def stated_nodes(config: Json, kind: str) -> int | None:
     Args:
       kind: Of the head.
     """
-    left_out = LEFT_OUT[kind] if config.get("speculators_model_type") in SPECULATORS else {}
+    said = word(config, "speculators_model_type", "", PLACE)
+    left_out = LEFT_OUT[kind] if said in SPECULATORS else {}
     settings = {**left_out, **config, **object_of(config, "dflash_config")}
     size = settings.get("block_size")
     return size + 1 - _first_slot(settings, kind) if isinstance(size, int) else None
@@ -111,16 +112,13 @@ def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
             f"the draft model's mask_token_id must be below {layer.vocab}, got {mask_id}"
         )
     windows = windows_of(settings, layer.num_layers)
-    is_causal = settings.get("is_causal")
-    if settings.get("sliding_window_non_causal"):
-        is_causal = False
+    slides = [window is not None for window in windows]
+    non_causal = stated.flag("sliding_window_non_causal")
     return BlockConfig(
         size=size,
         mask_id=mask_id,
         windows=windows,
-        causal=tuple(
-            each is not None if is_causal is None else bool(is_causal) for each in windows
-        ),
+        causal=tuple(not non_causal and stated.flag("is_causal", each) for each in slides),
         from_anchor=stated.is_speculators,
         first_slot=first_slot,
         markov=markov_of(stated) if stated.kind == "DSPARK" else None,
@@ -131,7 +129,7 @@ def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
 
 def _first_slot(settings: Json, kind: str) -> int:
     """DSpark models use the newest token's own slot where they do not say otherwise."""
-    return 1 - int(bool(settings.get("sample_from_anchor", kind == "DSPARK")))
+    return 1 - int(flag(settings, "sample_from_anchor", kind == "DSPARK", PLACE))
 
 
 def default_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
@@ -149,28 +147,26 @@ def windows_of(settings: Json, num_layers: int) -> tuple[int | None, ...]:
       ValueError: A field is missing or out of range; one sentence that names it.
     """
     is_sliding = [kind == SLIDING for kind in _kinds(settings, num_layers)]
-    window = _whole(settings, "sliding_window") if any(is_sliding) else None
-    if window is not None and window < 1:
-        raise ValueError(f"the draft model's sliding_window must be positive, got {window}")
+    window = positive(settings, "sliding_window", place=PLACE) if any(is_sliding) else None
     return tuple(window if each else None for each in is_sliding)
 
 
 def _kinds(settings: Json, num_layers: int) -> list[str]:
-    kinds = settings.get("layer_types")
+    kinds = listed(settings, "layer_types", str, PLACE)
     if kinds is None:
-        if settings.get("use_sliding_window"):
+        if flag(settings, "use_sliding_window", place=PLACE):
             raise ValueError(
                 "the draft model's use_sliding_window needs layer_types, which say where it slides"
             )
         return [FULL] * num_layers
-    unknown = sorted({str(kind) for kind in kinds} - {SLIDING, FULL})
+    unknown = sorted({*kinds} - {SLIDING, FULL})
     if unknown or len(kinds) != num_layers:
         what = f"holds {unknown[0]}" if unknown else f"lists {len(kinds)} layers"
         raise ValueError(
             f"the draft model's layer_types {what}; it must name {num_layers} layers, each "
             f"{SLIDING} or {FULL}"
         )
-    return list(kinds)
+    return kinds
 
 
 def _whole(settings: Json, field: str) -> int:

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Shaped
 
 from shared.drafts.block import BlockConfig, block_of, default_layers, windows_of
-from shared.drafts.formats import Stated, stated
+from shared.drafts.formats import PLACE, Stated, stated
 from shared.drafts.streams import IDS_FLAG, Ids, block_streams, eagle3_streams
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
-from shared.models.fields import Json, read_json
+from shared.models.fields import Json, count, read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,8 @@ class DraftConfig:
         is_third, settings, layer = said.kind == "EAGLE3", said.settings, _layers(said, target)
         _refuse_sizes(said, layer, target, num_known)
         stored_vocab, layer = layer.vocab, replace(layer, vocab=target.vocab)
-        draft_vocab = settings.get("draft_vocab_size", target.vocab)
+        draft_vocab = count(settings, "draft_vocab_size", place=PLACE) or target.vocab
+        shares_lm_head = settings.get("draft_vocab_size", target.vocab) is None
         if layer_ids is not None and said.kind == "EAGLE":
             raise ValueError(f"an EAGLE head lists no layers; leave {IDS_FLAG} out")
         draft = cls(
@@ -137,14 +138,14 @@ class DraftConfig:
             target_hidden=target.hidden,
             aux_streams=_streams(said, layer, target, layer_ids),
             stored_vocab=stored_vocab,
-            draft_vocab=target.vocab if said.kind == "EAGLE" else int(draft_vocab or target.vocab),
+            draft_vocab=target.vocab if said.kind == "EAGLE" else draft_vocab,
             own_embed=layer.hidden != target.hidden,
-            own_lm_head=is_third and draft_vocab is not None,
-            has_bias=bool(settings.get("bias", said.kind == "EAGLE")),
-            norm_aux=bool(settings.get("fc_norm") or settings.get("use_aux_norm")),
-            norm_input=bool(settings.get("norm_before_fc")),
-            norm_output=bool(settings.get("norm_output")),
-            norm_residual=bool(settings.get("norm_before_residual")),
+            own_lm_head=is_third and not shares_lm_head,
+            has_bias=said.flag("bias", said.kind == "EAGLE"),
+            norm_aux=said.flag("fc_norm") or said.flag("use_aux_norm"),
+            norm_input=said.flag("norm_before_fc"),
+            norm_output=said.flag("norm_output"),
+            norm_residual=said.flag("norm_before_residual"),
             block=block_of(said, layer) if said.is_block else None,
         )
         return draft._checked(target, said)
@@ -189,7 +190,7 @@ class DraftConfig:
                 f"({target.hidden}), so it cannot share the target's lm_head; "
                 "use a head with a draft_vocab_size"
             )
-        is_tied = said.settings.get("tie_word_embeddings") and said.settings.get("draft_vocab_size")
+        is_tied = said.flag("tie_word_embeddings") and said.settings.get("draft_vocab_size")
         if is_tied and self.kind == "EAGLE3":
             raise ValueError(
                 "the draft model's tie_word_embeddings: true with a draft_vocab_size is not "
@@ -282,7 +283,7 @@ def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
         model = config_from_dict(whole)
     except ValueError as error:
         raise ValueError(f"the draft model cannot be served: {error}") from error
-    if settings.get("qkv_bias"):
+    if said.flag("qkv_bias"):
         model = _with_mixers(model, input_bias=True)
     if slides and not is_block:
         windows = windows_of(settings, model.num_layers)

@@ -2,13 +2,18 @@
 
 Makers name the same things in different places. What comes out here is one object of fields, nested
 ones beside the outer ones; every field is one that is read, one that is known to change nothing, or
-refused by its name. A field that asks for nothing (null, false, 0 or empty) is as good as absent.
+refused by its name. One that asks for nothing (null, false, 0 or empty) is refused only where it is
+read and of another type.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from shared.models.fields import Json, object_of
+from shared.models import fields
+from shared.models.fields import Json, listed, object_of, word
+
+PLACE = "the draft model's config.json"
+"""Where the fields stand, for the reader of a sentence."""
 
 ARCHITECTURES = {
     "LlamaForCausalLMEagle": "EAGLE",
@@ -179,6 +184,10 @@ class Stated:
         """It fills a block in one pass."""
         return self.kind in BLOCKS
 
+    def flag(self, field: str, default: bool = False) -> bool:
+        """True or false; the default where it is absent or null."""
+        return fields.flag(self.settings, field, default, PLACE)
+
 
 def stated(config: Json) -> Stated:
     """Reads the contents of a head's config.json.
@@ -186,7 +195,7 @@ def stated(config: Json) -> Stated:
     Raises:
       ValueError: It is of no head that is served; one sentence that names the field.
     """
-    if config.get("speculators_model_type"):
+    if word(config, "speculators_model_type", "", PLACE):
         return _of_speculators(config)
     kind = _kind(config)
     nested = object_of(config, "dflash_config" if kind in BLOCKS else "eagle_config")
@@ -204,7 +213,7 @@ def _of_speculators(config: Json) -> Stated:
             f"{', '.join(SPECULATORS)}"
         )
     kind, layer = SPECULATORS[named], object_of(config, "transformer_layer_config")
-    family = layer.get("model_type", "qwen3")
+    family = word(layer, "model_type", "qwen3", PLACE)
     outer = {name: value for name, value in config.items() if name != "transformer_layer_config"}
     if kind == "NEXTN":
         refuse_unknown(outer, kind)
@@ -220,7 +229,7 @@ def _of_speculators(config: Json) -> Stated:
 
 
 def _kind(config: Json) -> str:
-    names = [str(name) for name in config.get("architectures") or ["LlamaForCausalLM"]]
+    names = listed(config, "architectures", str, PLACE) or ["LlamaForCausalLM"]
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]

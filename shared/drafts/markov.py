@@ -61,6 +61,6 @@ def markov_of(stated: Stated) -> MarkovConfig:
     return MarkovConfig(
         rank=rank,
         kind=kind,
-        has_confidence=bool(settings.get("enable_confidence_head", True)),
-        confidence_sees_previous=bool(settings.get("confidence_head_with_markov", True)),
+        has_confidence=stated.flag("enable_confidence_head", True),
+        confidence_sees_previous=stated.flag("confidence_head_with_markov", True),
     )

@@ -425,7 +425,7 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         paths = {name: folder / name for name in sorted(set(weight_map.values()))}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no valid index of shards") from error
     if absent := next((name for name, path in paths.items() if not path.is_file()), None):
         raise CheckpointError(f"the shard {absent} is missing from the model folder {folder}")

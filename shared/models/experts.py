@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.models.fields import Json, count, number, positive
+from shared.models.fields import MOST_NAMED, Json, count, flag, listed, number, positive
 from shared.models.layers import ExpertsConfig
 
 
@@ -48,12 +48,14 @@ def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
       ValueError: A field is missing, or asks for what is not served; one sentence.
     """
     width, is_sigmoid = positive(text, "moe_intermediate_size"), routing.scores == "sigmoid"
-    stated = text.get("norm_topk_prob") if routing.reads_renormalised else None
+    is_renormalised = routing.is_renormalised
+    if routing.reads_renormalised:
+        is_renormalised = flag(text, "norm_topk_prob", is_renormalised)
     shared = positive(text, "shared_expert_intermediate_size") if routing.has_shared else 0
     if routing.counts_shared:
         shared = width * count(text, "n_shared_experts")
     return ExpertsConfig(
-        num_experts=positive(text, routing.count_field),
+        num_experts=positive(text, routing.count_field, most=MOST_NAMED),
         num_chosen=positive(text, "num_experts_per_tok"),
         intermediate=width,
         shared_intermediate=shared,
@@ -62,7 +64,7 @@ def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
         has_score_bias=is_sigmoid,
         num_groups=positive(text, "n_group", 1) if routing.has_groups else 1,
         num_chosen_groups=positive(text, "topk_group", 1) if routing.has_groups else 1,
-        is_renormalised=routing.is_renormalised if stated is None else bool(stated),
+        is_renormalised=is_renormalised,
         routed_factor=number(text, "routed_scaling_factor", 1.0) if routing.has_groups else 1.0,
     )
 
@@ -71,7 +73,7 @@ def sparse_layers(text: Json, routing: Routing | None, num_layers: int) -> list[
     """Which layers have experts, in order."""
     if routing is None or not count(text, routing.count_field):
         return [False] * num_layers
-    dense = set(text.get("mlp_only_layers") or []) if routing.steps else set()
+    dense = listed(text, "mlp_only_layers", int) or [] if routing.steps else []
     step = positive(text, "decoder_sparse_step", 1) if routing.steps else 1
     first = count(text, "first_k_dense_replace") if routing.begins_dense else 0
     return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]

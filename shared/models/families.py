@@ -7,7 +7,18 @@ from typing import Any
 
 from shared.models.config import ModelConfig
 from shared.models.experts import Routing, read_experts, refuse_other_experts, sparse_layers
-from shared.models.fields import Json, count, is_number, number, object_of, positive, read_json
+from shared.models.fields import (
+    MOST_NAMED,
+    Json,
+    count,
+    flag,
+    listed,
+    number,
+    object_of,
+    positive,
+    read_json,
+    word,
+)
 from shared.models.fp8 import Granularity
 from shared.models.layers import (
     CONV_WIDTH,
@@ -18,7 +29,7 @@ from shared.models.layers import (
     LayerConfig,
 )
 from shared.models.quantisation import granularity_of, refuse_other_quantisation
-from shared.models.rotary import RotaryConfig, read_rotary, settings_of
+from shared.models.rotary import RotaryConfig, read_growth, read_rotary, turned_layers
 from shared.models.vision import VisionConfig, read_vision
 
 
@@ -196,7 +207,7 @@ def config_from_dict(
         hidden=positive(text, "hidden_size"),
         layers=_layers(text, family, attention, longest),
         rms_eps=number(text, "rms_norm_eps", 1e-6),
-        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        tied=flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings")),
         embedding_factor=_factor(text, family, "embedding_multiplier"),
         residual_factor=_factor(text, family, "residual_multiplier"),
         logits_factor=1 / _factor(text, family, "logits_scaling"),
@@ -204,7 +215,7 @@ def config_from_dict(
         norms_behind=family.norms_behind,
         stores_joined=family.stores_joined,
         has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
-        spare_layers=count(text, "num_nextn_predict_layers") if family.routing else 0,
+        spare_layers=count(text, "num_nextn_predict_layers", MOST_NAMED) if family.routing else 0,
         drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), config, text, generation_config or {}),
@@ -240,17 +251,17 @@ def stated_granularity(folder: str | Path) -> Granularity | None:
 
 
 def _family(config: Json) -> Family:
-    names = list(config.get("architectures") or [])
-    model_type = config.get("model_type")
+    names = listed(config, "architectures", str) or []
+    model_type = word(config, "model_type", "")
     if SEEING & {*names}:
-        inner = object_of(config, "text_config").get("model_type", "mistral")
+        inner = word(object_of(config, "text_config"), "model_type", "mistral")
         names = [ARCHITECTURES.get(inner, inner)]
     if not names and model_type in ARCHITECTURES:
         names = [ARCHITECTURES[model_type]]
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
-    named = ", ".join(map(str, names)) or f"none, with model_type {model_type!r}"
+    named = ", ".join(names) or f"none, with model_type {config.get('model_type')!r}"
     raise ValueError(
         f"architectures in config.json is {named}, which is not supported; "
         f"serve one of {', '.join(FAMILIES)}"
@@ -263,14 +274,14 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
         if quantisation := object_of(source, "quantization_config"):
             refuse_other_quantisation(quantisation)
     refuse_other_experts(text, family.routing, family.name)
-    slides = text.get("use_sliding_window") or SLIDING in (text.get("layer_types") or [])
+    slides = flag(text, "use_sliding_window") or SLIDING in (listed(text, "layer_types", str) or [])
     if slides and family.slides not in (Slides.BY_FLAG, Slides.BY_TYPES):
         raise ValueError(
             f"sliding-window attention (use_sliding_window, layer_types) in a {family.name} model "
             "is not supported; use a checkpoint without windows"
         )
     for field in (*BIASES, "mtp_use_dedicated_embeddings"):
-        if text.get(field) and field not in family.biases:
+        if flag(text, field) and field not in family.biases:
             raise ValueError(
                 f"{field}: true is not supported; use a checkpoint with {field}: false"
             )
@@ -301,18 +312,18 @@ def _head_size(text: Json, num_heads: int) -> int:
 def _attention(text: Json, family: Family, context_length: int) -> AttentionConfig:
     num_heads = positive(text, "num_attention_heads")
     head_size = _head_size(text, num_heads)
-    growth = settings_of(text).get("llama_4_scaling_beta") if family.grows_queries else None
+    rotary = read_rotary(text, head_size, family.turned_share, context_length)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=positive(text, "num_key_value_heads", num_heads),
         head_size=head_size,
-        qk_norm=family.qk_norm or (family.norms_by_flag and bool(text.get("use_qk_norm"))),
+        qk_norm=family.qk_norm or (family.norms_by_flag and flag(text, "use_qk_norm")),
         norms_all_heads=family.norms_behind,
-        has_gate=family.is_hybrid and bool(text.get("attn_output_gate", True)),
-        input_bias=family.input_bias or bool(text.get("attention_bias")),
-        out_bias=bool(text.get("attention_bias")) and not family.plain_out,
-        rotary=read_rotary(text, head_size, family.turned_share, context_length),
-        query_growth=0.0 if growth is None else float(growth),
+        has_gate=family.is_hybrid and flag(text, "attn_output_gate", True),
+        input_bias=family.input_bias or flag(text, "attention_bias"),
+        out_bias=flag(text, "attention_bias") and not family.plain_out,
+        rotary=rotary,
+        query_growth=read_growth(text, rotary) if family.grows_queries else 0.0,
         window=None,
         scale=_factor(text, family, "attention_multiplier") if family.has_factors else None,
     )
@@ -352,23 +363,15 @@ def _feeds(text: Json, family: Family) -> list[DenseConfig | ExpertsConfig]:
         found[True] = read_experts(text, family.routing)
     if False in sparse:
         width = positive(text, "intermediate_size")
-        found[False] = DenseConfig(intermediate=width, bias=bool(text.get("mlp_bias")))
+        found[False] = DenseConfig(intermediate=width, bias=flag(text, "mlp_bias"))
     return [found[each] for each in sparse]
 
 
 def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:
-    """Layers of which some do not turn; a 1 in the config's list says that a layer does."""
-    turns = text.get("no_rope_layers")
-    if turns is None:
-        interval = positive(text, "no_rope_layer_interval", 4)
-        turns = [(i + 1) % interval for i in range(len(layers))]
-    if len(turns) != len(layers):
-        raise ValueError(
-            f"no_rope_layers lists {len(turns)} layers, num_hidden_layers is {len(layers)}"
-        )
+    """Layers of which some do not turn."""
     found = []
-    for layer, turns_with in zip(layers, turns, strict=True):
-        if not turns_with and isinstance(layer.mixer, AttentionConfig):
+    for layer, turns in zip(layers, turned_layers(text, len(layers)), strict=True):
+        if not turns and isinstance(layer.mixer, AttentionConfig):
             still = replace(layer.mixer.rotary, type="none", attention_factor=1.0)
             layer = replace(layer, mixer=replace(layer.mixer, rotary=still))
         found.append(layer)
@@ -376,16 +379,16 @@ def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:
 
 
 def _num_layers(text: Json) -> int:
-    return positive(text, "num_hidden_layers")
+    return positive(text, "num_hidden_layers", most=MOST_NAMED)
 
 
 def _layer_types(text: Json, family: Family) -> list[str]:
     """What each layer mixes with, as `layer_types` says it, or what stands for it."""
-    num_layers, types = _num_layers(text), text.get("layer_types")
-    window = text.get("sliding_window")
+    num_layers, types = _num_layers(text), listed(text, "layer_types", str)
+    slides = family.slides in (Slides.BY_SIZE, Slides.BY_FLAG) and count(text, "sliding_window") > 0
     if family.slides is Slides.BY_SIZE:
-        return [SLIDING if window else FULL] * num_layers
-    if family.slides is Slides.BY_FLAG and not (text.get("use_sliding_window") and window):
+        return [SLIDING if slides else FULL] * num_layers
+    if family.slides is Slides.BY_FLAG and not (slides and flag(text, "use_sliding_window")):
         return [FULL] * num_layers
     if family.slides is Slides.BY_FLAG and types is None:
         first = count(text, "max_window_layers")
@@ -440,7 +443,7 @@ def _eos_ids(vocab: int, *sources: Json) -> tuple[int, ...]:
 
 def _checked_ids(ids: list[Any], vocab: int) -> list[int]:
     for token in ids:
-        if not is_number(token, int) or not 0 <= token < vocab:
+        if type(token) is not int or not 0 <= token < vocab:
             raise ValueError(
                 f"eos_token_id must name tokens of the vocabulary, 0 to {vocab - 1}, got {token!r}"
             )

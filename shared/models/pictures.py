@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shared.models.fields import Json, is_number, object_of, positive, read_json
+from shared.models.fields import Json, flag, is_number, object_of, positive, read_json
 from shared.models.vision import VisionConfig
 
 FILE = "preprocessor_config.json"
@@ -103,7 +103,7 @@ def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> Pict
             f"image_processor_type in {place} must be one of {', '.join(PROCESSORS)}, got {kind!r}"
         )
     for field in ("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"):
-        if config.get(field, True) is not True:
+        if not flag(config, field, True, place):
             raise ValueError(f"{field}: false in {place} is not supported")
     if config.get("resample", BICUBIC) != BICUBIC:
         raise ValueError(f"resample in {place} must be {BICUBIC} (bicubic)")

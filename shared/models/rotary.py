@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.models.fields import Json, is_number, number, object_of, positive
+from shared.models.fields import LARGEST, Json, is_number, listed, number, object_of, positive, word
 
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -65,22 +65,66 @@ def read_rotary(
     rope = settings_of(text)
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         raise ValueError(f"rope_parameters by layer type ({nested[0]}) are not supported")
-    stated = rope.get("rope_type", rope.get("type", "default"))
+    stated = word(rope, "rope_type", word(rope, "type", "default"))
     kind = OLDER.get(stated, stated)
     if kind not in ROTARY_TYPES:
         raise ValueError(
             f"rope_type {kind!r} is not supported; known are {', '.join(ROTARY_TYPES)}"
         )
     share, theta = (
-        number(rope, field, number(text, field, default))
-        for field, default in (("partial_rotary_factor", default_share), ("rope_theta", 10000.0))
+        number(rope, field, number(text, field, default, *bounds), *bounds)
+        for field, default, bounds in (
+            ("partial_rotary_factor", default_share, (0, 1)),
+            ("rope_theta", 10000.0, (1, LARGEST)),
+        )
     )
     plain = {"theta": theta, "width": int(head_size * share), "type": kind}
+    if plain["width"] % 2:
+        raise ValueError(
+            f"partial_rotary_factor ({share:g}) of a head's {head_size} dimensions must turn an "
+            f"even number, got {plain['width']}"
+        )
     if rope.get("mrope_interleaved") is True:
         plain["sections"] = _sections(rope, plain["width"] // 2)
     if kind == "longrope":
         return _long_rotary(text, rope, plain, context_length)
     return RotaryConfig(**plain) if kind == "default" else _scaled_rotary(text, rope, plain)
+
+
+def read_growth(text: Json, rotary: RotaryConfig) -> float:
+    """See `AttentionConfig.query_growth`; 0 where the rotary settings state none.
+
+    Args:
+      rotary: What was read of them.
+    """
+    rope, field = settings_of(text), "llama_4_scaling_beta"
+    if rope.get(field, 0) == 0:
+        return 0.0
+    if not rotary.original_context:
+        raise ValueError(
+            f"{field} is not supported with rope_type {rotary.type!r}; queries grow from "
+            "original_max_position_embeddings on, which it does not have"
+        )
+    return number(rope, field, 0.0)
+
+
+def turned_layers(text: Json, num_layers: int) -> list[bool]:
+    """Which layers turn, in order; a 1 in the config's list says that a layer does.
+
+    Raises:
+      ValueError: The list is of other layers, or of something else; one sentence.
+    """
+    turns = listed(text, "no_rope_layers", int)
+    if turns is None:
+        interval = positive(text, "no_rope_layer_interval", 4)
+        return [(i + 1) % interval > 0 for i in range(num_layers)]
+    if len(turns) != num_layers:
+        raise ValueError(
+            f"no_rope_layers lists {len(turns)} layers, num_hidden_layers is {num_layers}"
+        )
+    if other := {*turns} - {0, 1}:
+        raise ValueError(f"no_rope_layers must list 0 or 1 for each layer, got {min(other)}")
+    return [each == 1 for each in turns]
 
 
 def _sections(rope: Json, pairs: int) -> tuple[int, ...]:
@@ -106,6 +150,8 @@ def _long_rotary(
     extensions, pairs = rope.get(name), plain["width"] // 2
     if not isinstance(extensions, list) or len(extensions) != pairs:
         raise ValueError(f"{name} in the rotary settings must list {pairs} numbers")
+    if original == 1:  # its logarithm divides
+        raise ValueError("original_max_position_embeddings must be above 1 for longrope, got 1")
     factor = number(rope, "factor", most / original)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return RotaryConfig(
@@ -129,11 +175,12 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
         raise ValueError(f"the rotary settings of rope_type {kind!r} need a factor")
     factor = number(rope, "factor", 1.0)
     context = positive(text, "max_position_embeddings")
+    low = number(rope, "low_freq_factor", 1.0)
     return RotaryConfig(
         **plain,
         factor=factor,
-        low_freq_factor=number(rope, "low_freq_factor", 1.0),
-        high_freq_factor=number(rope, "high_freq_factor", 4.0),
+        low_freq_factor=low,
+        high_freq_factor=number(rope, "high_freq_factor", 4.0, above=low),
         original_context=positive(rope, "original_max_position_embeddings", context),
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),

@@ -6,7 +6,7 @@ of its own beside the text's: text alone is served without a look at it.
 
 from dataclasses import dataclass
 
-from shared.models.fields import Json, count, object_of, positive
+from shared.models.fields import MOST_NAMED, Json, count, object_of, positive
 
 TENSORS = "visual."
 """Begins the name of each tensor of a tower."""
@@ -129,7 +129,7 @@ def read_vision(config: Json, hidden: int, vocab: int) -> VisionConfig | None:
     _refuse_other(vision)
     side = round(positive(vision, "num_position_embeddings") ** 0.5)
     found = VisionConfig(
-        depth=positive(vision, "depth"),
+        depth=positive(vision, "depth", most=MOST_NAMED),
         hidden=positive(vision, "hidden_size"),
         num_heads=positive(vision, "num_heads"),
         intermediate=positive(vision, "intermediate_size"),

@@ -37,7 +37,7 @@ def open_tokenizer(folder: str | Path) -> FastTokenizer | None:
         stated = _of_config(config)
         if not stated and (beside := folder / "added_tokens.json").is_file():
             source, stated = beside.name, _of_file(read_json(beside), config)
-    except (TypeError, KeyError, AttributeError, ValueError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
         raise ValueError(f"the added tokens in {folder} cannot be read: {error!r:.200}") from error
     _add(tokenizer, stated, f"{folder}: {source}")
     return tokenizer

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shared.boundary.backend import Capacity
+from shared.drafts.block import stated_nodes
 from shared.drafts.checkpoint import check_head, head_parameters, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
@@ -119,10 +120,36 @@ REFUSED = {
     "vocab_size": ({"vocab_size": 100}, "vocab_size"),
     "hidden_size": ({"hidden_size": 64}, "hidden_size"),
     "layer_types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "linear"),
-    "sliding_window": ({"sliding_window": None}, "whole number"),
+    "sliding_window": ({"sliding_window": None}, "a positive integer, got None"),
     "use_sliding_window": ({"layer_types": None, "use_sliding_window": True}, "layer_types"),
     "quantization_config": ({"quantization_config": {"bits": 4}}, "quantization"),
 }
+
+
+OF_ANOTHER_KIND = [
+    *(("layer_types", value, "list names") for value in (5, True, {}, [[]] * 4)),
+    *(("is_causal", value, "be true or false") for value in (1, "x", [])),
+    ("sliding_window_non_causal", "x", "be true or false"),
+    ("sample_from_anchor", 0, "be true or false"),
+    ("sliding_window", 10**30, "be at most 2147483647"),
+    ("draft_vocab_size", float("inf"), "be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "must"), OF_ANOTHER_KIND, ids=str)
+def test_a_value_of_another_kind_is_refused_by_its_field(field, value, must):
+    for fields in ({field: value}, dflash(**{field: value})):
+        with pytest.raises(
+            ValueError, match=f"^{field} in the draft model's config.json must {must}"
+        ):
+            parsed(**fields)
+
+
+def test_a_blocks_nodes_are_not_read_from_a_format_of_another_kind():
+    assert stated_nodes(CONFIG, "DFLASH") == 4
+    for value in ({}, ["dflash"], 5):
+        with pytest.raises(ValueError, match="^speculators_model_type in the draft model's"):
+            stated_nodes(CONFIG | {"speculators_model_type": value}, "DFLASH")
 
 
 @pytest.mark.parametrize("field", REFUSED)

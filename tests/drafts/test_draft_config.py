@@ -207,6 +207,32 @@ def test_what_a_head_may_not_be_is_refused_by_the_name_of_its_field(case):
     assert "\n" not in str(refused.value)
 
 
+NORMS = ("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output")
+OF_ANOTHER_KIND = [
+    *(("draft_vocab_size", value, "be a whole number") for value in ("x", "", True, 2.5, [1], {})),
+    *((field, "x", "be true or false") for field in (*NORMS, "bias", "qkv_bias")),
+    ("tie_word_embeddings", 0, "be true or false"),
+    *(("architectures", value, "list names") for value in (5, True, [["LlamaForCausalLM"]])),
+    ("speculators_model_type", ["eagle3"], "be a text"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "must"), OF_ANOTHER_KIND, ids=str)
+def test_a_value_of_another_kind_is_refused_by_its_field(field, value, must):
+    with pytest.raises(ValueError, match=f"^{field} in the draft model's config.json must {must}"):
+        parsed("EAGLE3", **{field: value})
+
+
+def test_a_head_in_the_speculators_format_names_its_layers_by_a_text():
+    layer = tiny_head_config(TARGET, "EAGLE3")
+    del layer["architectures"], layer["draft_vocab_size"], layer["eagle_config"]
+    config = {"speculators_model_type": "eagle3", "transformer_layer_config": layer}
+    for value in ([], {}, 5):
+        layer["model_type"] = value
+        with pytest.raises(ValueError, match="^model_type in the draft model's config.json must"):
+            DraftConfig.from_dict(config, TARGET)
+
+
 def medusa(tensors):
     renamed(tensors, "fc.weight", "medusa_head.0.weight")
 
