@@ -256,8 +256,9 @@ def _train_head(given: argparse.Namespace) -> None:
                 "--draft mtp needs a target whose config.json names an mtp layer "
                 "(mtp_num_hidden_layers: 1, of Qwen3.5 models)"
             )
+        prompts = _prompts(given, config)
         _note(given, {"target": mark})
-        target, rows = _target_and_outputs(given, config, mark)
+        target, rows = _target_and_outputs(given, config, mark, prompts)
         made = tasks.mtp_task(target, given.start, given.seed, given.depth, _precision(given))
         export.save_mtp(given.out, given.target, config, _run(given, made, rows))
         return
@@ -267,8 +268,9 @@ def _train_head(given: argparse.Namespace) -> None:
     if given.start:
         draft_config = tasks.started(draft_config, given.draft, given.start, stored)
     tasks.check_head_trained(draft_config)
+    prompts = _prompts(given, config)
     _note(given, {"target": mark, "config": dict(head_json)})
-    target, rows = _target_and_outputs(given, config, mark)
+    target, rows = _target_and_outputs(given, config, mark, prompts)
     made = _head_task(given, draft_config, target, rows)
     head = _run(given, made, rows)
     if given.format == SPECULATORS and not head_json.get("speculators_model_type"):
@@ -277,10 +279,10 @@ def _train_head(given: argparse.Namespace) -> None:
 
 
 def _target_and_outputs(
-    given: argparse.Namespace, config: ModelConfig, mark: str
+    given: argparse.Namespace, config: ModelConfig, mark: str, prompts: list[list[int]]
 ) -> tuple[Target, Rows]:
     target = Target(config, tasks.load_model(given.target, config, False, given.dtype))
-    return target, _own_outputs(given, target, mark)
+    return target, _own_outputs(given, target, mark, prompts)
 
 
 def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
@@ -310,11 +312,14 @@ def _head_task(
     )
 
 
-def _own_outputs(given: argparse.Namespace, target: Target, mark: str) -> Rows:
-    """Rows of the target's own answers, which are made where the file does not hold them yet."""
-    path = given.outputs or given.out / TRAINING / OUTPUTS
-    config = target.config
-    most = min(given.max_tokens, config.context_length)
+def _most(given: argparse.Namespace, config: ModelConfig) -> int:
+    """Tokens that a prompt and its answer may have."""
+    return min(given.max_tokens, config.context_length)
+
+
+def _prompts(given: argparse.Namespace, config: ModelConfig) -> list[list[int]]:
+    """The data's prompts that leave room for an answer."""
+    most = _most(given, config)
     room = most - given.output_tokens
     read = read_prompts(given.data, open_tokenizer(given.target), given.prompts)
     prompts = [prompt for prompt in read if 0 < len(prompt) <= room]
@@ -329,12 +334,22 @@ def _own_outputs(given: argparse.Namespace, target: Target, mark: str) -> Rows:
             f"no prompt leaves room for {given.output_tokens} tokens of answer in {most}; raise "
             "--max-tokens or lower --output-tokens"
         )
+    return prompts
+
+
+def _own_outputs(
+    given: argparse.Namespace, target: Target, mark: str, prompts: list[list[int]]
+) -> Rows:
+    """Rows of the target's own answers, which are made where the file does not hold them yet."""
+    path = given.outputs or given.out / TRAINING / OUTPUTS
+    config = target.config
     sampling = SamplingParams(
         temperature=0.0, max_tokens=given.output_tokens, stop_token_ids=config.eos_ids
     )
     if outputs.missing(path, mark, prompts, sampling):
         quick = jax.devices()[0].platform == "cpu" and len(prompts) < FEW_PROMPTS
         slots = min(given.output_slots, len(prompts))
+        most = _most(given, config)
         engine = outputs.make_engine(config, target.model, slots, most, given.dtype, quick)
         outputs.write_outputs(path, engine, mark, prompts, sampling)
         engine.close()

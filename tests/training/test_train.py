@@ -252,6 +252,22 @@ def test_the_answers_of_another_model_are_refused(target, data, tmp_path, capsys
     assert "another model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("no JSON", "byte 0 is not valid JSON"),
+        ('{"prompt": "' + "long " * 99 + '"}', "no prompt leaves room"),
+    ],
+)
+def test_data_that_is_refused_leaves_no_folder_of_a_run(line, fault, tmp_path, capsys):
+    bad, out = tmp_path / "bad.jsonl", tmp_path / "out"
+    bad.write_text(f"{line}\n", encoding="utf-8")
+    for kind in ("mtp", "eagle"):
+        assert trained_head(DEMO / "target", bad, tmp_path / "answers.jsonl", kind, out) == 2
+        assert fault in capsys.readouterr().err
+        assert not out.exists()
+
+
 def test_a_draft_vocabulary_has_the_most_frequent_tokens_of_the_answers():
     row = outputs.Row([9, 9, 9, 7, 3, 3, 8], [False, False, False, True, True, True, True])
     rows = outputs.Rows.of([row], max_tokens=9)
