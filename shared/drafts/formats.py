@@ -2,8 +2,8 @@
 
 Makers name the same things in different places. What comes out here is one object of fields, nested
 ones beside the outer ones; every field is one that is read, one that is known to change nothing, or
-refused by its name. One that asks for nothing (null, false, 0 or empty) is refused only where it is
-read and of another type.
+refused by its name. A field that is not read and asks for nothing (null, false, 0 or empty) is as
+good as absent.
 """
 
 from dataclasses import dataclass
