@@ -38,6 +38,7 @@ class Grammars:
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._num_bytes = 0
         self._waiting: dict[int, tuple[Request, Future[Grammar]]] = {}
+        self._compiling: dict[str, Future[Grammar]] = {}
 
     @classmethod
     def of_options(cls, options: Options, vocab: int) -> Grammars | None:
@@ -59,21 +60,29 @@ class Grammars:
         return bool(self._waiting)
 
     def ask(self, request: Request) -> None:
-        """Takes in a request with a grammar; `ready` gives it back."""
-        grammar = request.sampling.grammar
-        assert grammar is not None
-        kept = self._kept.get(grammar)
-        future: Future[Grammar] = Future()
-        if kept is None:
-            future = self._thread.submit(self._compile, grammar)
-        else:
+        """Takes in a request with a grammar; `ready` gives it back.
+
+        A grammar is compiled once for all that wait for it, as the answers of one prompt do.
+        """
+        grammar = _text_of(request)
+        kept, future = self._kept.get(grammar), self._compiling.get(grammar)
+        if kept is not None:
             self._kept.move_to_end(grammar)
+            future = Future()
             future.set_result(kept)
+        elif future is None:
+            future = self._compiling[grammar] = self._thread.submit(self._compile, grammar)
         self._waiting[request.request_id] = request, future
 
     def drop(self, request_id: int) -> bool:
-        """Forgets a request that waits; whether there was one."""
-        return self._waiting.pop(request_id, None) is not None
+        """Forgets a request that waits, and a grammar that none wants; whether there was one."""
+        request, future = self._waiting.pop(request_id, (None, None))
+        if request is None or future is None:
+            return False
+        if all(other is not future for _, other in self._waiting.values()):
+            future.cancel()
+            self._compiling.pop(_text_of(request), None)
+        return True
 
     def ready(self) -> Iterator[tuple[Request, Refusal | None]]:
         """Requests whose grammar is there, in the order in which they came, or why it is not."""
@@ -81,6 +90,7 @@ class Grammars:
             if not future.done():
                 continue
             del self._waiting[request_id]
+            self._compiling.pop(_text_of(request), None)
             try:
                 self._bind(request, future.result())
             except WorkRefused as error:
@@ -94,8 +104,7 @@ class Grammars:
 
     def _bind(self, request: Request, grammar: Grammar) -> None:
         sampling = request.sampling
-        assert sampling.grammar is not None
-        self._keep(sampling.grammar, grammar)
+        self._keep(_text_of(request), grammar)
         request.constraint = Constraint(
             grammar, self._vocab, sampling.stop_token_ids, sampling.min_tokens
         )
@@ -107,6 +116,12 @@ class Grammars:
         while self._num_bytes > MAX_KEPT_BYTES:
             oldest, _ = self._kept.popitem(last=False)
             self._num_bytes -= _cost(oldest)
+
+
+def _text_of(request: Request) -> str:
+    text = request.sampling.grammar
+    assert text is not None
+    return text
 
 
 def _cost(text: str) -> int:

@@ -1,0 +1,89 @@
+"""A grammar is compiled once for all that wait for it, and not at all where none does any more."""
+
+import threading
+
+import pytest
+
+from shared.engine.request import Request, SamplingParams
+from shared.process.grammars import Grammars
+
+PATIENCE_S = 10
+
+
+class Compiled:
+    """Of which nothing is asked here."""
+
+    def matcher(self):
+        return None
+
+
+class Compiler:
+    """Compiles what it is let; tells what it was asked for."""
+
+    def __init__(self):
+        self.begun, self.let, self.runs = [], threading.Semaphore(0), threading.Event()
+
+    def compile(self, text):
+        self.begun.append(text)
+        self.runs.set()
+        assert self.let.acquire(timeout=PATIENCE_S)
+        return Compiled()
+
+
+@pytest.fixture
+def compiler():
+    return Compiler()
+
+
+@pytest.fixture
+def grammars(compiler):
+    made = Grammars(compiler.compile, 16)
+    yield made
+    compiler.let.release(PATIENCE_S)
+    made.close()
+
+
+def asked(grammars, number, text):
+    sampling = SamplingParams(max_tokens=1, grammar=text)
+    grammars.ask(Request(request_id=number, prompt=(1,), sampling=sampling))
+
+
+def come(grammars, count):
+    """The numbers of the next requests whose grammar is there, the lowest first."""
+    found = []
+    while len(found) < count:
+        found += [request.request_id for request, refusal in grammars.ready() if refusal is None]
+    return sorted(found)
+
+
+def test_the_answers_of_a_prompt_share_a_compilation(grammars, compiler):
+    for number in range(5):
+        asked(grammars, number, "a")
+    compiler.let.release(2)
+    assert come(grammars, 5) == [0, 1, 2, 3, 4]
+    asked(grammars, 5, "b")
+    assert come(grammars, 1) == [5]
+    assert compiler.begun == ["a", "b"]
+
+
+def test_a_grammar_that_none_waits_for_holds_nobody_up(grammars, compiler):
+    for number, text in enumerate(["runs", "left", "left", "half left", "half left", "wanted"]):
+        asked(grammars, number, text)
+    assert compiler.runs.wait(PATIENCE_S)
+    for number in (0, 1, 2, 3):
+        assert grammars.drop(number)
+    assert not grammars.drop(0)
+    compiler.let.release(3)
+    assert come(grammars, 2) == [4, 5]
+    assert compiler.begun == ["runs", "half left", "wanted"]
+    assert not grammars.busy
+
+
+def test_a_grammar_that_was_left_may_be_asked_for_again(grammars, compiler):
+    asked(grammars, 0, "runs")
+    asked(grammars, 1, "a")
+    grammars.drop(1)
+    asked(grammars, 2, "a")
+    compiler.let.release(2)
+    assert come(grammars, 2) == [0, 2]
+    assert compiler.begun == ["runs", "a"]
