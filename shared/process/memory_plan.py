@@ -43,6 +43,13 @@ NGRAM_BYTES, CORPUS_BYTES = 48, 100
 """Of an n-gram that is remembered (40 of its node, at most 8 of its hash bucket), and of a token of
 an external corpus."""
 
+WAYS_OUT = {
+    "weights": "give a smaller --model-path, or ",
+    "n-grams": "lower --speculative-ngram-capacity, or ",
+    "corpora": "lower --speculative-ngram-external-corpus-max-tokens, or ",
+}
+"""What helps where these lines of a plan take too much."""
+
 
 @dataclass(frozen=True)
 class MemoryLine:
@@ -126,13 +133,7 @@ def plan(
     found = in_words() if keeps_words else {}
     pictures = None if tower is None else picture_pool(tower, settled)
     sizing = _Sizing(settled, model, drafts, device, costs, found, in_codes, pictures)
-    largest = sizing.with_pages(sizing.most_pages())
-    if largest.total_bytes > device.free_bytes:
-        raise ConfigError(
-            f"the memory plan needs {largest.total_bytes:,} bytes and {device.free_bytes:,} are "
-            f"free on the {device.name}; lower --max-total-tokens or --max-running-requests"
-        )
-    return largest
+    return sizing.checked(sizing.with_pages(sizing.most_pages()))
 
 
 @dataclass(frozen=True)
@@ -210,14 +211,30 @@ class _Sizing:
                     f"request; give at least {needed * page_size}"
                 )
             return pages
-        pages = self._most_that_fit(self._wanted_pages())
-        if pages < needed:
-            raise ConfigError(
-                f"the model does not fit into the {self.device.free_bytes:,} bytes that are free "
-                f"on the {self.device.name}; give a smaller --model-path, or lower "
-                "--max-running-requests and --chunked-prefill-size"
-            )
-        return pages
+        return max(needed, self._most_that_fit(self._wanted_pages()))
+
+    def checked(self, plan: MemoryPlan) -> MemoryPlan:
+        """A plan that fits.
+
+        Raises:
+          ConfigError: It does not; says what takes the most.
+        """
+        if plan.total_bytes <= self._may_take:
+            return plan
+        engine = self.settled.told.engine
+        pool = "" if engine.max_total_tokens is None else "--max-total-tokens, "
+        largest = max(plan.lines, key=lambda line: line.num_bytes)
+        raise ConfigError(
+            f"the memory plan needs {plan.total_bytes:,} bytes, the most of them for "
+            f"{largest.name} ({largest.num_bytes:,}), and may take {self._may_take:,} "
+            f"(--mem-fraction-static {engine.mem_fraction_static:g} of what is free on the "
+            f"{self.device.name}); {WAYS_OUT.get(largest.name, '')}lower {pool}"
+            "--max-running-requests or --chunked-prefill-size"
+        )
+
+    @property
+    def _may_take(self) -> int:
+        return int(self.settled.told.engine.mem_fraction_static * self.device.free_bytes)
 
     def _wanted_pages(self) -> int:
         settled = self.settled
@@ -227,11 +244,10 @@ class _Sizing:
         return wanted
 
     def _most_that_fit(self, wanted: int) -> int:
-        most = self.settled.told.engine.mem_fraction_static * self.device.free_bytes
         fitting, too_many = 0, wanted + 1
         while fitting + 1 < too_many:  # bytes grow with pages
             middle = (fitting + too_many) // 2
-            if self.with_pages(middle).total_bytes <= most:
+            if self.with_pages(middle).total_bytes <= self._may_take:
                 fitting = middle
             else:
                 too_many = middle

@@ -140,7 +140,17 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
     [
         (["--max-total-tokens", "4"], CPU, "--max-total-tokens 4 has no room"),
         (["--max-total-tokens", str(1 << 30)], CPU, "lower --max-total-tokens"),
-        ([], Device("gpu", "GPU", 1000), "--max-running-requests"),
+        ([], Device("gpu", "GPU", 1000), "lower --max-running-requests"),
+        (
+            ["--mem-fraction-static", "0.01", "--max-total-tokens", "262144"],
+            CPU,
+            r"may take 85,899,345 \(--mem-fraction-static 0.01 of what is free on the CPU\)",
+        ),
+        (
+            ["--speculative-algorithm", "NGRAM", "--speculative-ngram-capacity", "268435456"],
+            CPU,
+            r"for n-grams \(12,884,901,888\).*; lower --speculative-ngram-capacity, or lower",
+        ),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_with_the_way_out(line, device, flag):
