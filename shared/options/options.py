@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shared.options.adaptive import AdaptiveConfig, Candidate
+from shared.options.adaptive import MOST_STEPS, AdaptiveConfig, Candidate
 from shared.options.engine import EngineConfig
 from shared.options.flags import ConfigError, check_rules, flag, spelling
 from shared.options.lot import rates_of
@@ -278,7 +278,7 @@ class SpeculativeConfig:
         if self.from_text:
             return (self.speculative_num_draft_tokens or DEFAULT_NODES) - 1
         nodes = self.speculative_num_draft_tokens
-        return nodes - 1 if nodes and self.topk == 1 else CHAIN_SHAPE[0]
+        return min(nodes - 1, MOST_STEPS) if nodes and self.topk == 1 else CHAIN_SHAPE[0]
 
     @property
     def num_draft_tokens(self) -> int:

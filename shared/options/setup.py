@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shared.models.config import ModelConfig
-from shared.options.adaptive import MOST_STEPS, AdaptiveConfig
+from shared.options.adaptive import MOST_NODES, MOST_STEPS, AdaptiveConfig
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
 from shared.options.options import BLOCK_ALGORITHMS, Options, SpeculativeConfig
@@ -60,7 +60,7 @@ class Setup:
     def most_nodes(self) -> int:
         """Nodes of the largest tree with the S and k of the setup."""
         k = self.draft.topk
-        return 1 + k + (self.draft.num_steps - 1) * k * k
+        return min(1 + k + (self.draft.num_steps - 1) * k * k, MOST_NODES)
 
     @property
     def num_copies(self) -> int:
@@ -128,7 +128,7 @@ WORDS = {
     "k": "k",
     "N": "N",
     "chain": "S + 1",
-    "most": "1 + k + (S - 1) k^2",
+    "most": f"the lower of {MOST_NODES} and 1 + k + (S - 1) k^2",
     "simulated": "L",
     "levels": "S",
     "overlap": "N",
