@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from numbers import Integral
 from typing import Any, ClassVar, Self
 
 from rich.console import Console
@@ -36,7 +37,7 @@ from shared.spec.noise import derive_seed
 from shared.text.chat_template import Conversation
 from shared.text.forced_calls import arguments_schema
 from shared.text.grammar_worker import Calls, Wanted
-from shared.text.tokenizer import Detokenizer, Tokenizer
+from shared.text.tokenizer import Detokenizer, Tokenizer, is_text
 
 Prompt = str | list[int]
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -160,11 +161,13 @@ class LLM:
         return Started(served, start.grammars)
 
     def _read(self, prompt: Any) -> ReadPrompt:
-        if isinstance(prompt, str):
+        if is_text(prompt):
             if self.tokenizer is None:
                 raise ValueError("the model folder has no tokenizer.json: give token ids")
             return ReadPrompt(self.tokenizer.encode(prompt), prompt, None)
-        return ReadPrompt([int(token) for token in prompt], "", None)
+        if isinstance(prompt, str | bytes) or not all(map(_is_id, found := _items(prompt))):
+            raise ValueError(f"a prompt must be a text or a list of token ids, got {prompt!r:.60}")
+        return ReadPrompt(list(map(int, found)), "", None)
 
     def _read_chat(
         self, messages: Any, tools: Sequence[dict[str, Any]], arguments: dict[str, Any]
@@ -266,9 +269,19 @@ def _command_line(options: dict[str, Any]) -> list[str]:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """Several prompts, where one was given too."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | bytes) or any(map(_is_id, _items(prompts)[:1])):
         return [prompts]  # pyright: ignore[reportReturnType]  # a list of ids is one prompt
     return prompts  # pyright: ignore[reportReturnType]
+
+
+def _items(prompt: Any) -> list[Any]:
+    """What a prompt or several are a list of, or an array; something that is no id, otherwise."""
+    return list(prompt) if isinstance(prompt, Iterable) else [None]
+
+
+def _is_id(value: Any) -> bool:
+    """Whether it may be a token's id: a whole number, one of an array too."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _grammar(prompt: ReadPrompt, params: SamplingParams, calls: Calls | None) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from shared.text.grammar_worker import Form
+from shared.text.tokenizer import is_text
 
 _MOST = (1 << 31) - 1
 BOUNDS = {
@@ -32,12 +33,12 @@ _ABOVE = {"top_p"}  # their lowest value is none itself
 _BIAS = 100  # of a token, either way
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
+def _is_some_text(value: Any) -> bool:
+    return is_text(value) and bool(value)
 
 
 def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_text, value))
+    return isinstance(value, list) and bool(value) and all(map(_is_some_text, value))
 
 
 class _Kind(NamedTuple):
@@ -50,9 +51,9 @@ class _Kind(NamedTuple):
 
 _FORMS = {
     "json": _Kind("schema", "an object", lambda value: isinstance(value, dict)),
-    "regex": _Kind("regex", "a text", _is_text),
+    "regex": _Kind("regex", "a text", _is_some_text),
     "choice": _Kind("choice", "a list of texts", _are_texts),
-    "grammar": _Kind("lark", "a text", _is_text),
+    "grammar": _Kind("lark", "a text", _is_some_text),
 }
 
 
@@ -117,7 +118,11 @@ class SamplingParams:
                 raise ValueError(f"{name} {reason}")
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        if not all(isinstance(text, str) and text for text in self.stop):
+        self.stop, self.logit_bias = self.stop or [], self.logit_bias or {}
+        for name in ("ignore_eos", "trace"):
+            if not isinstance(value := getattr(self, name), bool | None):
+                raise ValueError(f"{name} must be true or false, got {value!r:.60}")
+        if self.stop and not _are_texts(self.stop):
             raise ValueError("stop must be a list of texts, none of them empty")
         if not all(_is_number(each, True, 0, _MOST) for each in self.stop_token_ids or ()):
             raise ValueError("stop_token_ids must be a list of token ids")
@@ -132,9 +137,10 @@ class SamplingParams:
         """What the answer is held to."""
         if self.structured_outputs is None:
             return None
-        if len(self.structured_outputs) != 1 or not self.structured_outputs.keys() <= _FORMS.keys():
+        given = self.structured_outputs
+        if not isinstance(given, dict) or len(given) != 1 or not given.keys() <= _FORMS.keys():
             raise ValueError(f"structured_outputs must have one of {', '.join(_FORMS)}")
-        ((name, value),) = self.structured_outputs.items()
+        ((name, value),) = given.items()
         kind = _FORMS[name]
         if not kind.takes(value):
             raise ValueError(f"structured_outputs: {name} must be {kind.noun}, got {value!r:.60}")

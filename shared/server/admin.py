@@ -19,10 +19,10 @@ from shared.engine.request import Refusal
 from shared.server.bodies import parse_plain
 from shared.server.engine_client import EngineClient, EngineLost, Refused
 from shared.server.errors import ApiError
-from shared.server.fields import ID_SCHEMA, Strict, Text, is_id_list, is_text
+from shared.server.fields import ID_SCHEMA, Strict, Text, is_id_list
 from shared.server.gates import is_among, sent_keys
 from shared.server.transport import read_json
-from shared.text.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer, is_text
 
 SEPARATOR = -1
 """Stands after each document; `shared.engine.ngram.corpus` lets no draft pass it."""

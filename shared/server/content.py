@@ -10,7 +10,7 @@ from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from shared.server.errors import ApiError
-from shared.server.fields import is_text
+from shared.text.tokenizer import is_text
 
 TEXT, PICTURE = "text", "image_url"
 """The types of parts that there are."""

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from shared.text.tokenizer import is_text
+
 MAX_COUNT = (1 << 31) - 1  # of what the model's own bounds are far below
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
@@ -24,14 +26,6 @@ class Strict(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, frozen=True
     )
-
-
-def is_text(value: Any) -> bool:
-    """Whether a value is a string of characters; JSON can also write halves of them."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
 
 
 def _check_text(value: str) -> str:

@@ -24,6 +24,14 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
+def is_text(value: Any) -> bool:
+    """Whether a value is a string of characters; JSON can also write halves of them."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
 class Tokenizer:
     """A checkpoint's tokenizer.json and chat templates."""
 

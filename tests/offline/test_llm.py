@@ -3,6 +3,7 @@
 import asyncio
 import threading
 
+import numpy as np
 import pytest
 
 from jax_impl import LLM as JaxLLM
@@ -68,6 +69,16 @@ def test_prompts_may_have_parameters_of_their_own(llm):
         llm.generate("Tom has 3", params)
 
 
+def test_ids_may_come_in_an_array(llm):
+    ids = llm.tokenizer.encode(QUESTION[0]["content"])
+    wanted = llm.generate([ids, ids[:9]], SamplingParams(**GREEDY))
+    for given in ([np.array(ids), np.array(ids[:9])], [tuple(ids), [np.int32(i) for i in ids[:9]]]):
+        found = llm.generate(given, SamplingParams(**GREEDY, stop=None, logit_bias=None))
+        assert [each.text for each in found] == [each.text for each in wanted]
+    (one,) = llm.generate(np.array(ids), SamplingParams(**GREEDY))
+    assert one.text == wanted[0].text
+
+
 def test_a_stream_adds_up_to_the_text_in_both_kinds_of_loop(llm):
     asked = SamplingParams(**SAMPLED, n=2)
     texts = [output.text for output in llm.chat(QUESTION, asked)[0].outputs]
@@ -129,6 +140,14 @@ def called(arguments):
     [
         (lambda llm: llm.generate([1 << 20]), "prompt has token id 1048576, ids are 0 to"),
         (lambda llm: llm.generate(""), "prompt must not be empty"),
+        *(
+            (
+                lambda llm, prompt=prompt: llm.generate(prompt),
+                "a prompt must be a text or a list of token ids, got ",
+            )
+            for prompt in ([[5.7, 6.2]], [[True]], b"abc", [["5"]], "a\ud800", [5, "a"], [5.5])
+        ),
+        (lambda llm: llm.stream(["a", "b"]), r"a prompt must be .*, got \['a', 'b'\]"),
         (lambda llm: llm.generate("a", SamplingParams(max_tokens=999)), "max_tokens is 999"),
         (lambda llm: llm.generate("a", SamplingParams(logprobs=99)), "logprobs must be from 0 to"),
         (lambda llm: llm.chat(QUESTION, tools=[{}]), "tools need the option tool_call_parser"),
@@ -160,6 +179,9 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
         ({"max_tokens": True}, "max_tokens must be a whole number"),
         ({"top_p": 0}, "top_p must be a number above 0 to 1, got 0"),
         ({"stop": [""]}, "stop must be a list of texts, none of them empty"),
+        ({"stop": ["\ud800"]}, "stop must be a list of texts, none of them empty"),
+        ({"ignore_eos": "yes"}, "ignore_eos must be true or false, got 'yes'"),
+        ({"structured_outputs": "x"}, "structured_outputs must have one of json, regex"),
         ({"structured_outputs": {"yaml": 1}}, "structured_outputs must have one of json, regex"),
         (
             {"structured_outputs": {"choice": "yes"}},
