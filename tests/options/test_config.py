@@ -83,6 +83,11 @@ REFUSED = {
     "--speculative-algo NEXTN --speculative-eagle-topk 2 --speculative-num-draft-tokens 64": (
         "--speculative-num-draft-tokens must be 4 to 11"
     ),
+    "--speculative-algo NEXTN --speculative-num-steps 7 --speculative-eagle-topk 4 "
+    "--speculative-num-draft-tokens 2": "--speculative-num-draft-tokens must be 8 to 64 with",
+    "--speculative-algo NEXTN --speculative-num-draft-tokens 21": (
+        "--speculative-num-draft-tokens 21 must be --speculative-num-steps + 1 = 17"
+    ),
     "--speculative-algo NEXTN --speculative-eagle-topk 8 --speculative-num-draft-tokens 65": (
         "--speculative-num-draft-tokens must be 2 to 64"
     ),
