@@ -66,7 +66,9 @@ def _read_object(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body, object_hook=_let_others_run)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+        # Python's own, and no kind of it: it tells how its limit of digits is raised.
+        reason = "a number has too many digits" if type(error) is ValueError else error
+        raise ApiError(400, f"the body is not valid JSON: {reason}") from error
     if not isinstance(fields, dict):
         raise ApiError(400, f"the body must be a JSON object, got a {type(fields).__name__}")
     return fields
