@@ -83,8 +83,9 @@ def takes(
 
 
 def is_on_hopper() -> bool:
-    """Whether the GPU is one, or is described."""
-    return _described_gpu() is not None or _gpu().compute_capability == "9.0"
+    """Whether the GPU is one, or is described; a program may be traced where there is none."""
+    is_one = getattr(_gpu(), "compute_capability", None) == "9.0"
+    return _described_gpu() is not None or is_one
 
 
 # A function of its own in a program, which has it once for all layers: lowering and compiling a
