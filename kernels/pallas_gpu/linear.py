@@ -146,7 +146,7 @@ def product(
             first=first,
             out_type=out_type,
             is_normed=squares is not None,
-            is_plain=squares is bias is asks is None and not is_gated,
+            is_plain=not is_gated and all(x is None for x in (squares, bias, asks)),
             added=added,
             order=order,
             tiles=tiles,
