@@ -84,8 +84,7 @@ def takes(
 
 def is_on_hopper() -> bool:
     """Whether the GPU is one, or is described; a program may be traced where there is none."""
-    is_one = getattr(_gpu(), "compute_capability", None) == "9.0"
-    return _described_gpu() is not None or is_one
+    return _described_gpu() is not None or getattr(_gpu(), "compute_capability", None) == "9.0"
 
 
 # A function of its own in a program, which has it once for all layers: lowering and compiling a

@@ -62,21 +62,21 @@ def scales_from(refs, work, row):
     for down in range(0, work.tiles.rows // work.groups, WIDE):
         squares_ref = refs.squares.at[pl.ds(row + down, WIDE)]
         squares = plgpu.load(squares_ref, layout=_LAYOUT, optimized=False)
-        total = _added_up([squares], work.order.digits_of_chunks)
+        total = added_up([squares], work.order.digits_of_chunks)
         mean = times(total, 1.0 / inputs, layout=_OF_ROWS)
         scales[down] = inverse_root(plus(mean, work.eps, layout=_OF_ROWS), layout=_OF_ROWS)
     return scales
 
 
-def _added_up(parts, digits):
-    """As `squares.add_up`, of rows whose columns are in parts."""
-    largest = functools.reduce(jnp.maximum, (x.max(axis=1) for x in parts))
+def added_up(parts, digits, axis=1):
+    """As `squares.add_up`, of rows whose columns are in parts, or lie along the other axis."""
+    largest = functools.reduce(jnp.maximum, (x.max(axis=axis) for x in parts))
     exponent = exponent_of(largest, digits)
-    across = lax.broadcast_in_dim(exponent, parts[0].shape, [0])
+    across = lax.broadcast_in_dim(exponent, parts[0].shape, [1 - axis])
     unit = lax.bitcast_convert_type((digits + 254 - across) << 23, jnp.float32)
     # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
     units = functools.reduce(jnp.add, ((x * unit + 0.5).astype(jnp.int32) for x in parts))
-    return in_floats(units.sum(axis=1), exponent, digits)
+    return in_floats(units.sum(axis=axis), exponent, digits)
 
 
 class Result:
@@ -157,7 +157,7 @@ class Result:
         @pl.when(column < self._work.outputs)
         def _store():
             chunk = lax.div(column, self._work.order.chunk)
-            sums = _added_up(terms, self._work.order.digits)
+            sums = added_up(terms, self._work.order.digits)
             sums_ref[pl.ds(self._row + down, WIDE), chunk] = sums
 
     def leave(self, sums):

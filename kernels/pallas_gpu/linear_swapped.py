@@ -10,8 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kernels.pallas_gpu.instructions import LAYOUT, times
-from kernels.pallas_gpu.linear_result import WIDE
-from kernels.pallas_gpu.squares import exponent_of, in_floats
+from kernels.pallas_gpu.linear_result import WIDE, added_up
 
 
 class SwappedResult:
@@ -50,15 +49,9 @@ class SwappedResult:
         self._store_squares(out * out)
 
     def _store_squares(self, terms):
-        """Stores the squares of a chunk, which all outputs of the block are, as `add_up` does."""
-        digits = self._work.order.digits
-        exponent = exponent_of(terms.max(axis=0), digits)
-        across = lax.broadcast_in_dim(exponent, terms.shape, [1])
-        unit = lax.bitcast_convert_type((digits + 254 - across) << 23, jnp.float32)
-        # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
-        units = (terms * unit + 0.5).astype(jnp.int32).sum(axis=0)
+        """Stores the squares of a chunk, which all outputs of the block are."""
         # A vector of rows has eight of them or more, and there may be fewer.
-        self._squares[...] = in_floats(units, exponent, digits)
+        self._squares[...] = added_up([terms], self._work.order.digits, axis=0)
         for row in range(self._refs.sums.shape[0]):
             self._refs.sums[row, lax.div(self._column, WIDE)] = self._squares[row]
 
