@@ -129,7 +129,6 @@ class DraftConfig:
         _refuse_sizes(said, layer, target, num_known)
         stored_vocab, layer = layer.vocab, replace(layer, vocab=target.vocab)
         draft_vocab = count(settings, "draft_vocab_size", place=PLACE) or target.vocab
-        shares_lm_head = settings.get("draft_vocab_size", target.vocab) is None
         if layer_ids is not None and said.kind == "EAGLE":
             raise ValueError(f"an EAGLE head lists no layers; leave {IDS_FLAG} out")
         draft = cls(
@@ -140,7 +139,7 @@ class DraftConfig:
             stored_vocab=stored_vocab,
             draft_vocab=target.vocab if said.kind == "EAGLE" else draft_vocab,
             own_embed=layer.hidden != target.hidden,
-            own_lm_head=is_third and not shares_lm_head,
+            own_lm_head=is_third and settings.get("draft_vocab_size", 0) is not None,
             has_bias=said.flag("bias", said.kind == "EAGLE"),
             norm_aux=said.flag("fc_norm") or said.flag("use_aux_norm"),
             norm_input=said.flag("norm_before_fc"),
