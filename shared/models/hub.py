@@ -1,0 +1,131 @@
+"""Model repositories of the Hugging Face hub, and their snapshots in the local cache."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from shared.models.checkpoint import CheckpointError, weight_files
+
+DEFAULT_REVISION = "main"
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TRUE_WORDS = {"1", "on", "yes", "true"}
+"""Values of an environment variable that switch it on, in any case."""
+
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
+REVISION = re.compile(r"[\w][\w.+-]*(/[\w][\w.+-]*)*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class HubError(ValueError):
+    """A model of the hub cannot be read; the message is one sentence with the way out."""
+
+
+@dataclass(frozen=True)
+class Hub:
+    """The hub and its local cache, as the environment names them when a start begins.
+
+    Attributes:
+      endpoint: Address of the hub, from HF_ENDPOINT.
+      cache: Folder of the cache: `--download-dir`, else HF_HUB_CACHE, else `hub` in HF_HOME.
+      is_offline: HF_HUB_OFFLINE is set: only the cache is read.
+    """
+
+    endpoint: str
+    cache: Path
+    is_offline: bool
+
+    @classmethod
+    def of_environment(cls, download_dir: str | Path | None) -> Self:
+        """Reads the variables that `huggingface_hub` documents.
+
+        The library reads them once, when it is imported; a notebook that sets one afterwards
+        expects it to hold.
+        """
+        given = os.environ
+        home = given.get("HF_HOME") or f"{given.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+        named = given.get("HF_HUB_CACHE") or given.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
+        offline = given.get("HF_HUB_OFFLINE") or given.get("TRANSFORMERS_OFFLINE") or ""
+        cache = os.path.expanduser(os.path.expandvars(str(download_dir or named)))
+        return cls(
+            endpoint=(given.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/"),
+            cache=Path(cache).absolute(),
+            is_offline=offline.lower() in TRUE_WORDS,
+        )
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model repository of the hub at one revision.
+
+    Attributes:
+      repo_id: `ORG/NAME`.
+      revision: A branch, a tag or a commit.
+    """
+
+    repo_id: str
+    revision: str
+
+    def __post_init__(self) -> None:
+        if not REPO_ID.fullmatch(self.repo_id) or re.search(r"--|\.\.", self.repo_id):
+            raise HubError(f"{self.repo_id} is no hub id; give ORG/NAME or ORG/NAME@REVISION")
+        if not REVISION.fullmatch(self.revision) or ".." in self.revision:
+            raise HubError(
+                f"the revision {self.revision!r} of {self.repo_id} is invalid; give a branch, a "
+                "tag or a commit"
+            )
+
+    def folder(self, cache: Path) -> Path:
+        """The folder of all its revisions in a cache."""
+        return cache / f"models--{self.repo_id.replace('/', '--')}"
+
+    def cached_commit(self, cache: Path) -> str | None:
+        """The commit that the revision had when it was last downloaded; None if it never was."""
+        if COMMIT.fullmatch(self.revision):
+            return self.revision
+        try:
+            commit = (self.folder(cache) / "refs" / self.revision).read_text().strip()
+        except OSError:
+            return None
+        return commit if COMMIT.fullmatch(commit) else None
+
+    def snapshot(self, cache: Path, commit: str) -> Path:
+        """The folder of one commit in a cache, whether it is there or not."""
+        return self.folder(cache) / "snapshots" / commit
+
+
+def cached_folder(
+    repo_id: str, revision: str | None = None, download_dir: str | Path | None = None
+) -> Path | None:
+    """Finds a model of the hub in the local cache, without any network access.
+
+    Args:
+      repo_id: `ORG/NAME`.
+      revision: A branch, a tag or a commit; None: main.
+      download_dir: The cache; None: the one that the environment names.
+
+    Returns:
+      The folder of its files; None where config.json or a file of weights is missing.
+
+    Raises:
+      HubError: The id or the revision is invalid.
+    """
+    repository = Repository(repo_id, revision or DEFAULT_REVISION)
+    cache = Hub.of_environment(download_dir).cache
+    commit = repository.cached_commit(cache)
+    if commit is None:
+        return None
+    folder = repository.snapshot(cache, commit)
+    return folder if is_complete(folder) else None
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a snapshot has its config.json and all files of its weights."""
+    if not (folder / "config.json").is_file():
+        return False
+    try:
+        weight_files(folder)
+    except CheckpointError:
+        return False
+    return True
