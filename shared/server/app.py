@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from shared import VERSION
 from shared.process.frames import ModelFacts
 from shared.server import answers, playground
 from shared.server.admin import AddCorpus, AdminRoutes, RemoveCorpus
@@ -30,7 +31,7 @@ from shared.server.prompts import PromptReader
 from shared.server.rendering import Renderer
 from shared.server.request_end import Watcher
 from shared.server.request_log import RequestLog
-from shared.server.routes import VERSION, Routes, json_response
+from shared.server.routes import Routes, json_response
 from shared.server.server_metrics import ServerMetrics
 from shared.server.tokens import Detokenize, TokenizeChat, TokenizeText, TokenRoutes
 from shared.server.transport import BodyLimit

@@ -12,6 +12,7 @@ from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
+from shared import VERSION
 from shared.options import capabilities
 from shared.server.bodies import Body, parse
 from shared.server.delta import Delta
@@ -26,9 +27,6 @@ from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, ss
 from shared.server.server_metrics import ServerMetrics
 from shared.server.traces import MAX_TRACES
 from shared.server.transport import MAX_BODY_BYTES, EventStream, read_json, watch_client
-
-VERSION = "0.1.0"
-"""As pyproject.toml has it; the document of the routes tells it too."""
 
 
 class Routes:
