@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from shared.options.algorithms import algorithm_of
+
 PLAIN = "none"
 SHAPE_FLAGS = {
     "S": "--speculative-num-steps",
@@ -49,9 +51,11 @@ class Draft:
         """Reads `ALGORITHM` or `ALGORITHM:NAME=VALUE,...`.
 
         Raises:
-          ValueError: A setting has no value, or one that it cannot have.
+          ValueError: There is no such algorithm, or a setting has no value, or one that it cannot
+            have.
         """
-        algorithm, _, rest = text.partition(":")
+        name, _, rest = text.partition(":")
+        algorithm = algorithm_of(name) or PLAIN
         pairs = [item.partition("=") for item in rest.split(",") if item]
         for name, _, value in pairs:
             if not name or not value:
@@ -114,7 +118,8 @@ def named_folder(text: str) -> tuple[str, Path]:
     Raises:
       ValueError: It is not so, or no such drafter has files.
     """
-    name, _, folder = text.partition("=")
+    given, _, folder = text.partition("=")
+    name = algorithm_of(given)
     if name not in WITH_FOLDER or not folder:
         raise ValueError(f"--folders {text}: give ALGORITHM=DIR of {', '.join(WITH_FOLDER)}")
     return name, Path(folder)

@@ -6,7 +6,7 @@
 import json
 from typing import Any
 
-from shared.options.options import ALGORITHMS, JOINED_ALGORITHMS
+from shared.options.algorithms import ALGORITHMS, JOINED_ALGORITHMS
 from shared.options.request_fields import NOT_SERVED, NotServed
 from shared.options.rules import RULES
 from shared.options.setup import WORDS, Example

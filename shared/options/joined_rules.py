@@ -1,7 +1,7 @@
 """What two sources in one tree cannot do, and why; see `shared.options.rules`."""
 
 from shared.options.adaptive import MOST_NODES
-from shared.options.options import HOST_ALGORITHM
+from shared.options.algorithms import HOST_ALGORITHM
 from shared.options.setup import Example, Rule
 
 

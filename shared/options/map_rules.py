@@ -1,6 +1,6 @@
 """Which drafters draft no vocabulary of the start's, and why; see `shared.options.rules`."""
 
-from shared.options.options import BLOCK_ALGORITHMS, HOST_ALGORITHM, MODEL_ALGORITHM
+from shared.options.algorithms import BLOCK_ALGORITHMS, HOST_ALGORITHM, MODEL_ALGORITHM
 from shared.options.setup import Example, Rule
 
 MAP_RULES = (

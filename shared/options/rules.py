@@ -9,16 +9,15 @@ tokens.
 from collections.abc import Sequence
 
 from shared.options.adaptive import MOST_STEPS, TREE_ALGORITHMS
-from shared.options.map_rules import MAP_RULES
-from shared.options.options import (
-    ACCEPT_RULES,
+from shared.options.algorithms import (
     BLOCK_ALGORITHMS,
     HEAD_ALGORITHMS,
     HOST_ALGORITHM,
     MODEL_ALGORITHM,
-    NAIVE_SHAPE,
 )
+from shared.options.map_rules import MAP_RULES
 from shared.options.setup import Example, Rule, Setup
+from shared.options.speculative import ACCEPT_RULES, NAIVE_SHAPE
 from shared.options.text_rules import TEXT_RULES
 
 

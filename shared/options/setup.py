@@ -6,9 +6,11 @@ from typing import Any
 
 from shared.models.config import ModelConfig
 from shared.options.adaptive import MOST_NODES, MOST_STEPS, AdaptiveConfig
+from shared.options.algorithms import BLOCK_ALGORITHMS
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
-from shared.options.options import BLOCK_ALGORITHMS, Options, SpeculativeConfig
+from shared.options.options import Options
+from shared.options.speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """What drafts from seen text cannot do, and why; see `shared.options.rules`."""
 
+from shared.options.algorithms import HOST_ALGORITHM
 from shared.options.flags import spelling
 from shared.options.joined_rules import JOINED_RULES
 from shared.options.ngram import OF_A_TRIE
-from shared.options.options import HOST_ALGORITHM, Options
+from shared.options.options import Options
 from shared.options.setup import Example, Rule
 
 

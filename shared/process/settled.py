@@ -6,7 +6,8 @@ from shared.drafts.drafts import Drafts
 from shared.engine.cache_policy import track_unit
 from shared.models.config import ModelConfig
 from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
-from shared.options.options import Options, SpeculativeConfig
+from shared.options.options import Options
+from shared.options.speculative import SpeculativeConfig
 from shared.process.device import Device
 
 

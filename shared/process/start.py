@@ -42,8 +42,9 @@ from shared.models.sampling import SamplingDefaults
 from shared.models.tower import check_tower, tower_parameters
 from shared.models.vision import VisionConfig
 from shared.options.adaptive import read_candidates
+from shared.options.algorithms import BLOCK_ALGORITHMS
 from shared.options.flags import in_full, spelling
-from shared.options.options import BLOCK_ALGORITHMS, PARTS, ConfigError, Options
+from shared.options.options import PARTS, ConfigError, Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.caching import cache_policy

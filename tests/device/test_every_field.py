@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from shared.engine.request import SamplingParams
-from shared.options.options import ALGORITHMS, JOINED_ALGORITHMS, WITH_COPIES
+from shared.options.algorithms import ALGORITHMS, JOINED_ALGORITHMS, WITH_COPIES
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.sampling import make_sampling
 from tests.support.http_fixtures import END

@@ -15,7 +15,7 @@ from shared.boundary.backend import Backend
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.options import capabilities
-from shared.options.options import (
+from shared.options.algorithms import (
     ALGORITHMS,
     BLOCK_ALGORITHMS,
     HEAD_ALGORITHMS,
@@ -23,9 +23,8 @@ from shared.options.options import (
     JOINED_ALGORITHMS,
     MODEL_ALGORITHM,
     WITH_COPIES,
-    ConfigError,
-    parse,
 )
+from shared.options.options import ConfigError, parse
 from shared.options.rules import RULES, refusals
 from shared.options.setup import Setup
 from shared.process import engines

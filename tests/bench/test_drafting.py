@@ -1,0 +1,19 @@
+"""Drafters of benches are named as the server's flags name them."""
+
+import pytest
+
+from bench.ground.drafting import Draft, named_folder
+
+
+def test_draft_takes_every_spelling_of_an_algorithm():
+    assert str(Draft.parse("mtp:S=3")) == "NEXTN S=3"
+    assert str(Draft.parse("n-gram")) == "NGRAM"
+    assert str(Draft.parse("none")) == str(Draft.parse("off")) == "none"
+    with pytest.raises(ValueError, match="did you mean EAGLE3"):
+        Draft.parse("eagel3:S=5")
+
+
+def test_folder_takes_every_spelling_of_an_algorithm():
+    assert named_folder("eagle-3=/heads/eagle3")[0] == "EAGLE3"
+    with pytest.raises(ValueError, match="give ALGORITHM=DIR"):
+        named_folder("mtp=/heads/mtp")
