@@ -4,21 +4,27 @@ A decoder may take the memory of the whole picture when it opens a file: that of
 for 10 kB that claim 16,000 x 16,000 pixels.
 """
 
+import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from shared.models.pictures import PictureRefused
 
-PNG, JPEG, WEBP = "PNG", "JPEG", "WEBP"
+PNG, JPEG, WEBP, GIF = "PNG", "JPEG", "WEBP", "GIF"
 
 MAX_PIXELS = 1 << 25
 """Of a picture as it is stored: 33.5 million, as of large cameras; no model sees half of them."""
 
-_PNG = b"\x89PNG\r\n\x1a\n"
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 """Markers of JPEG behind which the size stands; the others of the range are tables."""
 
-_ALONE = {0x01, *range(0xD0, 0xD9)}
+MARKERS_WITHOUT_LENGTH = {0x01, *range(0xD0, 0xD9)}
 """Markers of JPEG without a length."""
+
+_FRAME, _EXTENSION = 0x2C, 0x21
+"""First bytes of the blocks of a GIF that are followed by others."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +41,20 @@ def read_header(data: bytes) -> Header:
     """Finds the format by the content, whatever the client calls it.
 
     Raises:
-      PictureRefused: It is none of PNG, JPEG and WebP, or its header is broken.
+      PictureRefused: It is none of PNG, JPEG, WebP and GIF, or its header is broken.
 
-    Source: PNG, third edition (W3C); ITU-T T.81; WebP container specification (RFC 9649).
+    Source: PNG, third edition (W3C); ITU-T T.81; WebP container specification (RFC 9649); GIF89a
+    specification (CompuServe, 1990).
     """
-    if data.startswith(_PNG):
+    if data.startswith(PNG_SIGNATURE):
         return _of_png(data)
     if data.startswith(b"\xff\xd8\xff"):
         return _of_jpeg(data)
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return _of_webp(data)
-    raise PictureRefused("the picture must be a PNG, a JPEG or a WebP")
+    if data[:6] in (b"GIF87a", b"GIF89a"):
+        return _of_gif(data)
+    raise PictureRefused("the picture must be a PNG, a JPEG, a WebP or a still GIF")
 
 
 def _of_png(data: bytes) -> Header:
@@ -57,7 +66,7 @@ def _of_png(data: bytes) -> Header:
 
 def _has_frames(data: bytes) -> bool:
     """Whether a PNG says, before its pixels, that it is animated."""
-    at = len(_PNG)
+    at = len(PNG_SIGNATURE)
     while at + 8 <= len(data):
         kind = data[at + 4 : at + 8]
         if kind in (b"acTL", b"IDAT"):
@@ -72,7 +81,7 @@ def _of_jpeg(data: bytes) -> Header:
         marker = data[at + 1]
         if marker == 0xFF:  # any number of them may stand before a marker
             at += 1
-        elif marker in _ALONE:
+        elif marker in MARKERS_WITHOUT_LENGTH:
             at += 2
         elif marker in _SIZES and at + 9 <= len(data):
             height, width = (int.from_bytes(data[x : x + 2]) for x in (at + 5, at + 7))
@@ -96,6 +105,39 @@ def _of_webp(data: bytes) -> Header:
         width, height = (int.from_bytes(body[at : at + 2], "little") for at in (6, 8))
         return _checked(Header(WEBP, height & 0x3FFF, width & 0x3FFF, False))
     raise _broken(WEBP)
+
+
+def _of_gif(data: bytes) -> Header:
+    """A GIF's frames stand one behind the other; the first may be larger than the screen."""
+    frames = list(islice(_gif_frames(data), 2))
+    if not frames:
+        raise _broken(GIF)
+    width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
+    left, top, wide, high = struct.unpack_from("<4H", data, frames[0] + 1)
+    header = Header(GIF, max(height, top + high), max(width, left + wide), len(frames) > 1)
+    return _checked(header)
+
+
+def _gif_frames(data: bytes) -> Iterator[int]:
+    """Yields where each image descriptor of a GIF begins."""
+    at = 13 + _colours(data, 10)
+    while at < len(data):
+        if data[at] == _FRAME and at + 11 <= len(data):
+            yield at
+            at += 11 + _colours(data, at + 9)  # behind the size of codes
+        elif data[at] == _EXTENSION:
+            at += 2
+        else:
+            return
+        while at < len(data) and data[at]:
+            at += 1 + data[at]
+        at += 1
+
+
+def _colours(data: bytes, at: int) -> int:
+    """Bytes of the colour table that a byte of flags announces."""
+    flags = data[at] if at < len(data) else 0
+    return 3 << 1 + (flags & 7) if flags & 0x80 else 0
 
 
 def _checked(header: Header) -> Header:

@@ -6,9 +6,9 @@ What a picture is brought to is decided by name:
 - Of transparency the colours beneath are taken, as the processors do with which models are trained.
 - Of 16 bits in a channel the upper 8 are taken.
 - A picture that EXIF says is turned is turned, before its sides are looked at. Nothing else of EXIF
-  is read, and nothing of a broken one.
-- A picture of several frames is refused; of a JPEG that carries others behind it, as cameras write
-  them, the first is taken.
+  is read, and nothing of a broken one. Other metadata is dropped unread, whatever its size.
+- A picture of several frames is refused, and a GIF of one is taken; of a JPEG that carries others
+  behind it, as cameras write them, the first is taken.
 """
 
 import io
@@ -19,6 +19,7 @@ from PIL import ExifTags, Image
 from shared.models.pictures import PictureConfig, PictureRefused
 from shared.pictures.exchange import OpenedPicture
 from shared.pictures.header import MAX_PIXELS, Header, read_header
+from shared.pictures.metadata import without_metadata
 
 DEEP = "I;16"
 """Begins what Pillow calls 16 bits of grey; those of colours it reads as 8."""
@@ -69,7 +70,8 @@ def _check(header: Header) -> None:
 
 def _decoded(data: bytes, kind: str) -> Image.Image:
     """All of a picture, upright and in RGB."""
-    with Image.open(io.BytesIO(data), formats=(kind,)) as image:
+    file = io.BytesIO(without_metadata(data, kind))
+    with Image.open(file, formats=(kind,)) as image:
         image.load()
         upright = _upright(image)
         if upright.mode.startswith(DEEP):
