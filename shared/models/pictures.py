@@ -1,7 +1,9 @@
 """How a checkpoint wants pictures: to which sizes they are brought, what their values become."""
 
+from __future__ import annotations
+
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ MOST_STRETCHED = 200
 
 LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280
 """Of a picture where a file says nothing of them, as `Qwen2VLImageProcessor` has them."""
+LOW_DETAIL_PIXELS = 512 * 512
+"""Most pixels of an image that a request sends with `detail: "low"`, as OpenAI's API has it."""
+
 BICUBIC = 3
 """Pillow's number of the filter, which is also the one that files have."""
 
@@ -33,7 +38,8 @@ class PictureConfig:
 
     Attributes:
       factor: Sides become multiples of so many pixels, those of one row of the prompt.
-      least, most: Pixels of a picture; one with fewer is enlarged, one with more is shrunk.
+      least, most: Pixels of a picture; one with fewer is enlarged, one with more is shrunk. Where
+        no multiple lies between them, `most` counts.
       mean, deviation: Of each channel; a value v of 0 to 255 becomes (v / 255 - mean) / deviation.
     """
 
@@ -57,14 +63,20 @@ class PictureConfig:
                 f"the picture has {width} x {height} pixels, and one side may be at most "
                 f"{MOST_STRETCHED} times the other"
             )
-        rounded = [round(side / factor) * factor for side in sides]  # halves go to the even number
-        if rounded[0] * rounded[1] > self.most:
-            shrunk = math.sqrt(height * width / self.most)
-            rounded = [max(factor, math.floor(x / shrunk / factor) * factor) for x in sides]
-        elif rounded[0] * rounded[1] < self.least:
+        rows, columns = (round(side / factor) for side in sides)  # halves go to the even number
+        most = max(1, self.most // factor**2)
+        if rows * columns * factor**2 < self.least:
             grown = math.sqrt(self.least / (height * width))
-            rounded = [math.ceil(x * grown / factor) * factor for x in sides]
-        return rounded[0], rounded[1]
+            rows, columns = (math.ceil(side * grown / factor) for side in sides)
+        if rows * columns * factor**2 > self.most:
+            shrunk = math.sqrt(height * width / self.most)
+            rows, columns = (max(1, math.floor(side / shrunk / factor)) for side in sides)
+        # One of the two is 1 where more are left: that side was shorter than a row's.
+        return min(rows, most) * factor, min(columns, most) * factor
+
+    def low_detail(self) -> PictureConfig:
+        """The same for images whose client wants few tokens."""
+        return replace(self, most=min(self.most, LOW_DETAIL_PIXELS))
 
     def num_tokens(self, height: int, width: int) -> int:
         """Rows of the prompt that a picture of fitted sides takes."""

@@ -38,10 +38,15 @@ def pack_config(config: PictureConfig) -> bytes:
     return worker.pack(vars(config))
 
 
-def pack_address(url: str) -> tuple[bytes, bytes]:
+def pack_address(url: str, is_low: bool) -> tuple[bytes, bytes]:
     """Every other message, in two parts: megabytes are neither written as JSON nor copied again."""
     body = url.encode()
-    return worker.LENGTH.pack(len(body)), body
+    return worker.LENGTH.pack(1 + len(body)) + (b"1" if is_low else b"0"), body
+
+
+def unpack_address(message: bytes) -> tuple[str, bool]:
+    """The inverse of `pack_address`."""
+    return message[1:].decode(), message[:1] == b"1"
 
 
 def pack_picture(picture: OpenedPicture) -> bytes:

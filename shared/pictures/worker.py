@@ -5,7 +5,7 @@ from typing import Any
 
 from shared.models.pictures import PictureConfig, PictureRefused
 from shared.pictures.address import data_of
-from shared.pictures.exchange import DEADLINE_S, PART, pack_picture
+from shared.pictures.exchange import DEADLINE_S, PART, pack_picture, unpack_address
 from shared.pictures.opening import opened
 from shared.text import worker
 from shared.text.worker import WorkRefused
@@ -17,10 +17,12 @@ MAX_MEMORY = 1 << 30
 def begin(given: Any) -> Callable[[Any], bytes]:
     """What opens pictures for the model of the first message."""
     config = PictureConfig(**given)
+    low = config.low_detail()
 
-    def open_picture(url: Any) -> bytes:
+    def open_picture(asked: Any) -> bytes:
+        url, is_low = asked
         try:
-            return pack_picture(opened(data_of(url), config))
+            return pack_picture(opened(data_of(url), low if is_low else config))
         except PictureRefused as error:
             raise WorkRefused(str(error), PART) from error
         except MemoryError:
@@ -30,4 +32,4 @@ def begin(given: Any) -> Callable[[Any], bytes]:
 
 
 if __name__ == "__main__":
-    worker.run(begin, read=bytes.decode, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)
+    worker.run(begin, read=unpack_address, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)

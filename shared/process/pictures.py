@@ -94,13 +94,7 @@ def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
       ConfigError: Flags leave no room for a picture.
     """
     processor, per_row = tower.processor, tower.processor.factor**2
-    most = min(settled.most_picture_tokens, processor.most // per_row)
-    if most * per_row < processor.least:
-        needed = -(-processor.least // per_row)
-        raise ConfigError(
-            f"--max-picture-tokens {most} is less than the {needed} tokens of the smallest "
-            "picture; give as many"
-        )
+    most = max(1, min(settled.most_picture_tokens, processor.most // per_row))
     wanted = settled.told.engine.picture_pool_tokens
     rows, least = wanted or KEPT_PICTURES * most, least_rows(most)
     if wanted is not None and wanted < least:
@@ -108,7 +102,7 @@ def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
             f"--picture-pool-tokens {wanted} has no room for what one step may need; give at least "
             f"{least}, or lower --max-picture-tokens"
         )
-    processor = replace(processor, most=most * per_row)
+    processor = replace(processor, most=most * per_row, least=min(processor.least, most * per_row))
     return PicturePool(tower.vision, processor, 1 + max(rows, least))
 
 

@@ -20,8 +20,10 @@ MAX_PICTURES = 64
 
 _CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
 
-_DETAILS = (None, "auto", "high")
-"""What `detail` may be: all ask for the size that the model's settings give a picture."""
+LOW = "low"
+_DETAILS = (None, "auto", "high", "original", LOW)
+"""Values of `detail`: `low` bounds the size of an image, the others are what the model's settings
+make of it."""
 
 _FOR_TEMPLATE = {"type": "image"}
 """A picture as chat templates read it; they say where it stands, and see nothing of it."""
@@ -82,22 +84,25 @@ def _read_part(part: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
         raise _fault(kinds)
     if kind == TEXT and not is_text(part[TEXT]):
         raise PydanticCustomError("content", "has a part whose text is not a string")
-    if kind == PICTURE:
-        _check_picture(part[PICTURE])
-    return {key: part[key] for key in part if key not in _CACHE_HINTS}
+    read = {key: part[key] for key in part if key not in _CACHE_HINTS}
+    return {**read, PICTURE: _read_picture(part[PICTURE])} if kind == PICTURE else read
 
 
-def _check_picture(given: Any) -> None:
-    if not isinstance(given, dict) or given.keys() - {"detail"} != {"url"}:
-        raise PydanticCustomError("content", "has a part whose image_url is no object with a url")
-    if not is_text(given["url"]):
-        raise PydanticCustomError("content", "has a part whose url is not a string")
-    if given.get("detail") not in _DETAILS:
+def _read_picture(given: Any) -> dict[str, Any]:
+    """The object of an image, which some clients write as its url alone."""
+    image = {"url": given} if isinstance(given, str) else given
+    if not isinstance(image, dict) or image.keys() - {"detail"} != {"url"}:
         raise PydanticCustomError(
-            "content",
-            "has a picture whose detail is neither auto nor high; the model's settings alone say "
-            "how large it becomes, so leave detail out and send a smaller picture for fewer tokens",
+            "content", "has a part whose image_url is neither a url nor an object with a url"
         )
+    if not is_text(image["url"]):
+        raise PydanticCustomError("content", "has a part whose url is not a string")
+    if image.get("detail") not in _DETAILS:
+        named = ", ".join(filter(None, _DETAILS))
+        raise PydanticCustomError(
+            "content", "has an image whose detail is invalid; give one of {named}", {"named": named}
+        )
+    return image
 
 
 def _other_kind(kind: Any, kinds: tuple[str, ...]) -> PydanticCustomError:
@@ -131,14 +136,17 @@ def _part_schema(kind: str, value: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+_URL = {"type": "string", "description": "data:image/...;base64,..."}
 _PICTURE = {
-    "type": "object",
-    "properties": {
-        "url": {"type": "string", "description": "data:image/...;base64,..."},
-        "detail": {"enum": [*_DETAILS]},
-    },
-    "required": ["url"],
-    "additionalProperties": False,
+    "anyOf": [
+        _URL,
+        {
+            "type": "object",
+            "properties": {"url": _URL, "detail": {"enum": [*_DETAILS]}},
+            "required": ["url"],
+            "additionalProperties": False,
+        },
+    ]
 }
 _TEXT_PART, _PICTURE_PART = _part_schema(TEXT, {"type": "string"}), _part_schema(PICTURE, _PICTURE)
 
@@ -167,16 +175,22 @@ class SentPicture:
     Attributes:
       place: Where in the request it stands, as errors name it.
       url: Its address, which carries it.
+      is_low: Its size is bounded by `shared.models.pictures.LOW_DETAIL_PIXELS`.
     """
 
     place: str
     url: str
+    is_low: bool = False
 
 
 def pictures_in(contents: Iterable[str | list[Any] | None]) -> list[SentPicture]:
     """The pictures of messages, given by their contents, in their order."""
     return [
-        SentPicture(f"messages[{number}].content[{index}].{PICTURE}", part[PICTURE]["url"])
+        SentPicture(
+            f"messages[{number}].content[{index}].{PICTURE}",
+            part[PICTURE]["url"],
+            part[PICTURE].get("detail") == LOW,
+        )
         for number, content in enumerate(contents)
         for index, part in enumerate(content if isinstance(content, list) else ())
         if part["type"] == PICTURE

@@ -89,7 +89,7 @@ class PictureOpener(Workers):
         opened: list[OpenedPicture] = []
         for each in sent:
             try:
-                answer = await self.ask_bytes(*pack_address(each.url))
+                answer = await self.ask_bytes(*pack_address(each.url, each.is_low))
             except WorkRefused as error:
                 raise ApiError(400, str(error), each.place) from error
             opened.append(unpack_picture(answer))

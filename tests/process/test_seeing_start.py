@@ -114,6 +114,9 @@ def test_memory_is_planned_for_a_picture_between_two_steps(folder, monkeypatch):
 def test_flags_bound_pictures_and_the_pool(folder):
     pictures = started(folder, "--max-picture-tokens 20").memory.capacity.pictures
     assert pictures.processor.fitted(600, 600)[0] ** 2 <= 20 * 64
+    below = started(folder, "--max-picture-tokens 7").memory.capacity  # of the least of the file
+    assert below.max_picture_tokens == 7
+    assert below.pictures.processor.fitted(600, 600) == (16, 16)
     pool = started(folder, "--picture-pool-tokens 500").memory.capacity.pictures
     assert pool.num_rows == 501
     more = sizes(started(folder, "--picture-pool-tokens 500"))["picture rows"]
@@ -122,7 +125,6 @@ def test_flags_bound_pictures_and_the_pool(folder):
 
 
 REFUSED = {
-    "--max-picture-tokens 7": "less than the 8 tokens of the smallest picture",
     "--picture-pool-tokens 100": "give at least 128, or lower --max-picture-tokens",
     "--language-only --max-picture-tokens 30": "this start serves text alone; leave the flag out",
 }

@@ -6,6 +6,7 @@ its first token.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -152,7 +153,16 @@ def test_the_bounds_are_told_and_kept(server):
         ([{"type": "input_audio", "input_audio": {}}], "messages[0].content", "audio is not"),
         ([{"type": "file", "file": {}}], "messages[0].content", "files are not served"),
         ([{"type": "input_image"}], "messages[0].content", "type image_url"),
-        ([{"type": "image_url", "image_url": "x"}], "messages[0].content", "no object with a url"),
+        (
+            [{"type": "image_url", "image_url": 5}],
+            "messages[0].content",
+            "neither a url nor an obj",
+        ),
+        (
+            [{"type": "image_url", "image_url": "http://x"}],
+            "messages[0].content[0].image_url",
+            "addresses are not fetched",
+        ),
         ([picture(1, 1, 1) | {"more": 1}], "messages[0].content", "text or image_url"),
         ([text("a"), text(f"the name {NAME}")], "messages", "write it otherwise"),
     ],
@@ -164,13 +174,30 @@ def test_what_is_no_picture_or_no_text_is_refused_by_name(server, content, param
     assert words in error["message"]
 
 
-def test_a_size_that_the_client_wishes_is_refused_and_one_that_asks_for_nothing_is_taken(server):
-    for detail in ("auto", "high", None):
-        part = picture(1, 1, 1)
-        part["image_url"]["detail"] = detail
-        asked(server, [user(part)], max_tokens=1)
-    part["image_url"]["detail"] = "low"
-    assert "neither auto nor high" in refused(server, [part])["message"]
+@pytest.mark.parametrize("detail", ["auto", "high", "original", None])
+def test_detail_other_than_low_leaves_size_as_it_is(server, detail):
+    part = picture(1, 2, 3)
+    want = image_tokens(server, part)
+    part["image_url"]["detail"] = detail
+    assert image_tokens(server, part) == want == 6
+
+
+def test_unknown_detail_is_named(server):
+    part = picture(1, 1, 1)
+    part["image_url"]["detail"] = "tiny"
+    assert "give one of auto, high, original, low" in refused(server, [part])["message"]
+
+
+def image_tokens(server: Server, part: dict[str, Any]) -> int:
+    usage = asked(server, [user(part)], max_tokens=1)["usage"]
+    return usage["prompt_tokens_details"]["image_tokens"]
+
+
+def test_image_url_may_be_a_text_and_base64_in_lines(server):
+    part = picture(1, 2, 3)
+    head, data = part["image_url"]["url"].split(",")
+    lines = base64.encodebytes(base64.b64decode(data)).decode()
+    assert image_tokens(server, {"type": "image_url", "image_url": f"{head},{lines}"}) == 6
 
 
 def test_ten_thousand_pictures_are_refused_before_one_is_opened_or_has_a_place(server):

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from shared.engine.checks import RequestLimits
 from shared.engine.pictures import Picture
@@ -75,6 +76,20 @@ def test_pictures_come_in_the_order_of_their_addresses():
         assert (second.height, second.width) == (48, 40)
 
     with_opener(work)
+
+
+def test_image_of_low_detail_is_opened_within_its_bound():
+    large = stored(Image.new("RGB", (1024, 1024)))
+    config = replace(picture_config(), most=1024 * 1024)
+
+    async def work() -> None:
+        opener = PictureOpener(config)
+        url = url_of(large)
+        both = [SentPicture("a", url), SentPicture("b", url, is_low=True)]
+        assert [each.height for each in await opener.open(both)] == [1024, 512]
+        await opener.close()
+
+    asyncio.run(asyncio.wait_for(work(), 120))
 
 
 def test_bad_pictures_are_refused_and_hold_up_neither_the_loop_nor_other_requests():
