@@ -15,20 +15,19 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.drafts.block import BlockConfig
-from shared.drafts.config import DraftConfig, DraftHead
+from shared.drafts.config import DRAFT_FOLDER, DraftConfig, DraftHead
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.formats import BLOCKS
 from shared.drafts.markov import GATED, MarkovConfig
 from shared.models.checkpoint import (
-    INDEX_FILE,
-    SINGLE_FILE,
     Checkpoint,
     CheckpointError,
     open_checkpoint,
 )
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
+from shared.models.file_kind import folder_fault
 from shared.models.parameters import (
     BIAS,
     Parameter,
@@ -45,9 +44,6 @@ from shared.models.parameters import (
 
 Read = TypeVar("Read")
 """Weights as a backend holds them."""
-
-PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt")
-"""Weights that loading would have to run as a program."""
 
 STREAM_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 """The older names of the norms of the target's streams; the newer are `fc_norm.0` and on."""
@@ -334,16 +330,10 @@ def open_head(folder: str | Path) -> Checkpoint:
     """Opens the safetensors files of a draft model's folder.
 
     Raises:
-      CheckpointError: It has only pickled weights, or see `checkpoint.open_checkpoint`.
+      CheckpointError: See `checkpoint.open_checkpoint`; the sentence names the draft model.
     """
-    folder = Path(folder)
-    is_safe = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
-    pickle = next((name for name in PICKLES if (folder / name).is_file()), None)
-    if pickle and not is_safe:
-        raise CheckpointError(
-            f"the draft model {folder} has its weights in {pickle}, which is not loaded because "
-            f"it can run code; convert it to {SINGLE_FILE}"
-        )
+    if fault := folder_fault(Path(folder), DRAFT_FOLDER):
+        raise CheckpointError(fault)
     return open_checkpoint(folder)
 
 

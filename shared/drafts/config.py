@@ -19,6 +19,10 @@ from shared.drafts.streams import IDS_FLAG, Ids, block_streams, eagle3_streams
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.models.fields import Json, count, read_json
+from shared.models.file_kind import folder_fault
+
+DRAFT_FOLDER = "the draft model folder"
+"""The part of a head's folder in sentences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +250,8 @@ def head_json(folder: str | Path) -> Json:
       ValueError: It is missing or broken; one sentence.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"the draft model folder {folder} does not exist")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"the draft model folder {folder} has no config.json")
+    if fault := folder_fault(folder, DRAFT_FOLDER):
+        raise ValueError(fault)
     return read_json(folder / "config.json")
 
 

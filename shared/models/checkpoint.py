@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped, UInt8
-from safetensors import SafetensorError, safe_open
 
 from shared.models import fp8, fp8_words
 from shared.models.config import ModelConfig
+from shared.models.file_kind import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    broken_link,
+    folder_fault,
+    without_weights,
+)
 from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, Source, parameters
 from shared.models.pieces import within
+from shared.models.safetensors_file import CheckpointError, contents, open_file
 from shared.models.vision import TENSORS
 
 Array = Shaped[np.ndarray, "..."]
@@ -37,12 +44,6 @@ DTYPES = {
 LARGE = 1 << 27
 """Numbers above which a tensor, such as an embedding, is read some rows at a time."""
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
-
-
-class CheckpointError(ValueError):
-    """The folder cannot be loaded; the message is one sentence that names the fault."""
-
 
 class _Owner(NamedTuple):
     """The file that has a tensor, opened and by its path, and the tensor's name there."""
@@ -58,7 +59,7 @@ class Checkpoint:
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files
         self._slices: dict[str, Any] = {}
-        self._handles = [_open_file(path) for path in files]
+        self._handles = [open_file(path) for path in files]
         self._owners: dict[str, _Owner] = {}
         self._contents: dict[Path, tuple[dict[str, Any], int]] = {}
         for handle, path in zip(self._handles, files, strict=True):
@@ -382,10 +383,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
       CheckpointError: The folder or a file is missing, or a file is truncated or broken.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise CheckpointError(f"the model folder {folder} does not exist")
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"the model folder {folder} has no config.json")
+    if fault := folder_fault(folder):
+        raise CheckpointError(fault)
     return Checkpoint(weight_files(folder))
 
 
@@ -421,29 +420,19 @@ def weight_files(folder: Path) -> list[Path]:
     if (single := folder / SINGLE_FILE).is_file():
         return [single]
     if not (index := folder / INDEX_FILE).is_file():
-        raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        what = without_weights(folder)
+        raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: {what}")
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         paths = {name: folder / name for name in sorted(set(weight_map.values()))}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no valid index of shards") from error
     if absent := next((name for name, path in paths.items() if not path.is_file()), None):
-        raise CheckpointError(f"the shard {absent} is missing from the model folder {folder}")
+        lost = broken_link(paths[absent]) if paths[absent].is_symlink() else "download it too"
+        raise CheckpointError(
+            f"the shard {absent} is missing from the model folder {folder}; {lost}"
+        )
     return list(paths.values())
-
-
-def _open_file(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
-
-
-def contents(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file says of its tensors, and where their bytes begin."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(length)), 8 + length
 
 
 def _without_prefix(name: str) -> str:

@@ -19,6 +19,7 @@ from shared.models.fields import (
     read_json,
     word,
 )
+from shared.models.file_kind import folder_fault
 from shared.models.fp8 import Granularity
 from shared.models.layers import (
     CONV_WIDTH,
@@ -174,10 +175,8 @@ def config_from_folder(folder: str | Path, context_length: int | None = None) ->
       ValueError: A file is missing or broken, or the model cannot be served; one sentence.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(f"the model folder {folder} does not exist")
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"the model folder {folder} has no config.json")
+    if fault := folder_fault(folder):
+        raise ValueError(fault)
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
     return config_from_dict(read_json(folder / "config.json"), generation_config, context_length)

@@ -4,7 +4,8 @@ import hashlib
 import json
 from pathlib import Path
 
-from shared.models.checkpoint import Checkpoint, contents
+from shared.models.checkpoint import Checkpoint
+from shared.models.safetensors_file import contents
 from shared.process.start import Start
 
 SAMPLE_BYTES = 64
