@@ -13,7 +13,7 @@ class Routing:
     Attributes:
       count_field: Names the number of experts.
       scores: See `ExpertsConfig`.
-      is_renormalised: Where `norm_topk_prob` is not stated, or not read.
+      is_renormalised: The weights of the chosen experts are, where `norm_topk_prob` is not read.
       reads_renormalised: `norm_topk_prob` is read.
       has_shared: There is a shared expert, whose width `shared_expert_intermediate_size` names.
       counts_shared: There are shared experts, as many as `n_shared_experts` says, in one MLP.
@@ -50,7 +50,7 @@ def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
     width, is_sigmoid = positive(text, "moe_intermediate_size"), routing.scores == "sigmoid"
     is_renormalised = routing.is_renormalised
     if routing.reads_renormalised:
-        is_renormalised = flag(text, "norm_topk_prob", is_renormalised)
+        is_renormalised = flag(text, "norm_topk_prob")
     shared = positive(text, "shared_expert_intermediate_size") if routing.has_shared else 0
     if routing.counts_shared:
         shared = width * count(text, "n_shared_experts")
@@ -62,10 +62,10 @@ def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
         shared_is_gated=routing.has_shared,
         scores=routing.scores,
         has_score_bias=is_sigmoid,
-        num_groups=positive(text, "n_group", 1) if routing.has_groups else 1,
-        num_chosen_groups=positive(text, "topk_group", 1) if routing.has_groups else 1,
+        num_groups=positive(text, "n_group") if routing.has_groups else 1,
+        num_chosen_groups=positive(text, "topk_group") if routing.has_groups else 1,
         is_renormalised=is_renormalised,
-        routed_factor=number(text, "routed_scaling_factor", 1.0) if routing.has_groups else 1.0,
+        routed_factor=number(text, "routed_scaling_factor") if routing.has_groups else 1.0,
     )
 
 
@@ -74,7 +74,7 @@ def sparse_layers(text: Json, routing: Routing | None, num_layers: int) -> list[
     if routing is None or not count(text, routing.count_field):
         return [False] * num_layers
     dense = listed(text, "mlp_only_layers", int) or [] if routing.steps else []
-    step = positive(text, "decoder_sparse_step", 1) if routing.steps else 1
+    step = positive(text, "decoder_sparse_step") if routing.steps else 1
     first = count(text, "first_k_dense_replace") if routing.begins_dense else 0
     return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
 
@@ -86,7 +86,7 @@ def refuse_other_experts(text: Json, routing: Routing | None, name: str) -> None
       name: Of the family.
     """
     known = "" if routing is None else routing.count_field
-    for field in ("num_experts", "n_routed_experts"):
+    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
         if text.get(field) and field != known:
             raise ValueError(
                 f"{field}: mixtures of experts are not supported in a {name} model; "

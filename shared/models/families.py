@@ -1,12 +1,13 @@
 """How the config.json of each family is read: the only place that knows the fields' names."""
 
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from shared.models import config_classes
 from shared.models.config import ModelConfig
-from shared.models.experts import Routing, read_experts, refuse_other_experts, sparse_layers
+from shared.models.experts import Routing, refuse_other_experts
+from shared.models.family import BIASES, Family, Slides
 from shared.models.fields import (
     MOST_NAMED,
     Json,
@@ -21,103 +22,58 @@ from shared.models.fields import (
 )
 from shared.models.file_kind import folder_fault
 from shared.models.fp8 import Granularity
-from shared.models.layers import (
-    CONV_WIDTH,
-    AttentionConfig,
-    DenseConfig,
-    ExpertsConfig,
-    GatedDeltaConfig,
-    LayerConfig,
+from shared.models.layer_fields import (
+    SLIDING,
+    read_attention,
+    read_factor,
+    read_layers,
+    rotary_settings,
 )
 from shared.models.quantisation import granularity_of, refuse_other_quantisation
-from shared.models.rotary import RotaryConfig, read_growth, read_rotary, turned_layers
+from shared.models.rotary import RotaryConfig
 from shared.models.vision import VisionConfig, read_vision
 
-
-class Slides(Enum):
-    """What switches sliding windows on in a family, and in which layers."""
-
-    NEVER = "nothing; it is refused where it is asked for"
-    BY_SIZE = "`sliding_window` alone, in all layers"
-    BY_TYPES = "`layer_types`, or three of four layers without it"
-    BY_FLAG = "`use_sliding_window`, in those that `layer_types` or `max_window_layers` names"
-
-
-@dataclass(frozen=True)
-class Family:
-    """What tells one family's layers from another's.
-
-    Attributes:
-      name: What sentences to users call it.
-      qk_norm: See `AttentionConfig`.
-      is_hybrid: Has gated-delta layers, gates, zero-centred norms, and maybe an MTP layer.
-      drafts_trees, stores_joined: See `ModelConfig`.
-      input_bias: Queries, keys and values have biases that no field names.
-      biases: Fields that switch other biases on.
-      slides: What switches windows on.
-      has_factors: Multiplies embeddings, scores, outputs and logits by fields of its own.
-      skips_rotation: Some layers do not turn with positions.
-      grows_queries: Queries grow with their position where the rotary settings say so.
-      norms_behind: See `ModelConfig`; queries and keys are normed over all heads.
-      scales_full_layers: Layers that slide turn without what `rope_scaling` says.
-      routing: How its experts are found and chosen; None: it has none.
-      norms_by_flag: Queries and keys are normed where `use_qk_norm` says it.
-      plain_out: The outputs of the heads have no bias, whatever the inputs have.
-      turned_share: Of a head's dimensions that turn, where no field says it.
-      sees: A checkpoint may have a vision tower.
-    """
-
-    name: str
-    qk_norm: bool = False
-    is_hybrid: bool = False
-    drafts_trees: bool = False
-    stores_joined: bool = False
-    input_bias: bool = False
-    biases: tuple[str, ...] = ()
-    slides: Slides = Slides.NEVER
-    has_factors: bool = False
-    skips_rotation: bool = False
-    grows_queries: bool = False
-    norms_behind: bool = False
-    scales_full_layers: bool = False
-    routing: Routing | None = None
-    norms_by_flag: bool = False
-    plain_out: bool = False
-    turned_share: float = 1.0
-    sees: bool = False
-
-
-BIASES = ("attention_bias", "mlp_bias")
 _GROUPED = Routing(
     count_field="n_routed_experts",
     scores="sigmoid",
-    is_renormalised=True,
     counts_shared=True,
     has_groups=True,
     begins_dense=True,
 )
 GLM4_MOE = Family(
     "glm4_moe",
+    config_classes.GLM4_MOE,
     biases=BIASES[:1],
     routing=_GROUPED,
     norms_by_flag=True,
     plain_out=True,
-    turned_share=0.5,
 )
-GRANITE = Family("granite", biases=BIASES, has_factors=True)
-LLAMA = Family("llama", drafts_trees=True, biases=BIASES)
-MISTRAL = Family("mistral", slides=Slides.BY_SIZE)
-MINISTRAL3 = replace(MISTRAL, name="ministral3", grows_queries=True)
-OLMO2 = Family("olmo2", qk_norm=True, biases=BIASES[:1], norms_behind=True)
-OLMO3 = replace(OLMO2, name="olmo3", slides=Slides.BY_TYPES, scales_full_layers=True)
-PHI3 = Family("phi3", stores_joined=True, slides=Slides.BY_SIZE)
-QWEN2 = Family("qwen2", input_bias=True, slides=Slides.BY_FLAG)
-QWEN3 = Family("qwen3", qk_norm=True, biases=BIASES[:1], slides=Slides.BY_FLAG)
-QWEN3_MOE = replace(QWEN3, name="qwen3_moe", routing=Routing(steps=True))
-QWEN3_5 = Family("qwen3_5", qk_norm=True, is_hybrid=True, turned_share=0.25, sees=True)
+GRANITE = Family("granite", config_classes.GRANITE, biases=BIASES, has_factors=True)
+LLAMA = Family("llama", config_classes.LLAMA, drafts_trees=True, biases=BIASES)
+MISTRAL = Family("mistral", config_classes.MISTRAL, slides=Slides.BY_SIZE)
+MINISTRAL3 = replace(MISTRAL, name="ministral3", of=config_classes.MINISTRAL3, grows_queries=True)
+OLMO2 = Family("olmo2", config_classes.OLMO2, qk_norm=True, biases=BIASES[:1], norms_behind=True)
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    of=config_classes.OLMO3,
+    slides=Slides.BY_TYPES,
+    scales_full_layers=True,
+)
+PHI3 = Family("phi3", config_classes.PHI3, stores_joined=True, slides=Slides.BY_SIZE)
+QWEN2 = Family("qwen2", config_classes.QWEN2, input_bias=True, slides=Slides.BY_FLAG)
+QWEN3 = Family(
+    "qwen3", config_classes.QWEN3, qk_norm=True, biases=BIASES[:1], slides=Slides.BY_FLAG
+)
+QWEN3_MOE = replace(
+    QWEN3, name="qwen3_moe", of=config_classes.QWEN3_MOE, routing=Routing(steps=True)
+)
+QWEN3_5 = Family("qwen3_5", config_classes.QWEN3_5, qk_norm=True, is_hybrid=True, sees=True)
 _WITH_SHARED = Routing(is_renormalised=True, reads_renormalised=False, has_shared=True)
-QWEN3_5_MOE = replace(QWEN3_5, name="qwen3_5_moe", routing=_WITH_SHARED)
-SMOLLM3 = Family("smollm3", biases=BIASES, skips_rotation=True)
+QWEN3_5_MOE = replace(
+    QWEN3_5, name="qwen3_5_moe", of=config_classes.QWEN3_5_MOE, routing=_WITH_SHARED
+)
+SMOLLM3 = Family("smollm3", config_classes.SMOLLM3, biases=BIASES, skips_rotation=True)
 
 FAMILIES = {
     "Glm4MoeForCausalLM": GLM4_MOE,
@@ -162,7 +118,8 @@ ARCHITECTURES = {
 SEEING = {"Mistral3ForConditionalGeneration"}
 """Architectures that see, of whose text model `text_config` tells the family."""
 
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+OUTER = {True: config_classes.MISTRAL3, False: config_classes.QWEN3_5_OUTER}
+"""The class around a `text_config`, of `SEEING` and of other architectures."""
 
 
 def config_from_folder(folder: str | Path, context_length: int | None = None) -> ModelConfig:
@@ -195,21 +152,22 @@ def config_from_dict(
       ValueError: The model cannot be served; one sentence that names the field.
     """
     family = _family(config)
-    text = object_of(config, "text_config") if "text_config" in config else config
+    stated = object_of(config, "text_config") if "text_config" in config else config
+    text = family.of.completed(stated)
     _refuse_unsupported(config, text, family)
-    stated = positive(text, "max_position_embeddings")
-    longest = context_length or stated
-    attention = _attention(text, family, longest)
+    text["rope_parameters"] = rotary_settings(stated, family)
+    longest = context_length or positive(text, "max_position_embeddings")
+    attention = read_attention(text, family, longest)
     return ModelConfig(
         name=family.name,
         vocab=positive(text, "vocab_size"),
         hidden=positive(text, "hidden_size"),
-        layers=_layers(text, family, attention, longest),
-        rms_eps=number(text, "rms_norm_eps", 1e-6),
-        tied=flag(config, "tie_word_embeddings", flag(text, "tie_word_embeddings")),
-        embedding_factor=_factor(text, family, "embedding_multiplier"),
-        residual_factor=_factor(text, family, "residual_multiplier"),
-        logits_factor=1 / _factor(text, family, "logits_scaling"),
+        layers=read_layers(text, family, attention, longest),
+        rms_eps=number(text, "rms_norm_eps"),
+        tied=_is_tied(config, stated, family),
+        embedding_factor=read_factor(text, family, "embedding_multiplier"),
+        residual_factor=read_factor(text, family, "residual_multiplier"),
+        logits_factor=1 / read_factor(text, family, "logits_scaling"),
         zero_centered_norms=family.is_hybrid,
         norms_behind=family.norms_behind,
         stores_joined=family.stores_joined,
@@ -217,8 +175,21 @@ def config_from_dict(
         spare_layers=count(text, "num_nextn_predict_layers", MOST_NAMED) if family.routing else 0,
         drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),
-        eos_ids=_eos_ids(positive(text, "vocab_size"), config, text, generation_config or {}),
+        eos_ids=_eos_ids(positive(text, "vocab_size"), family, config, stated, generation_config),
     )
+
+
+def _is_tied(config: Json, stated: Json, family: Family) -> bool:
+    """Whether config.json ties the embedding to the LM head, by its outermost field.
+
+    A nested `false` is not read: transformers writes it into each `text_config`, next to an outer
+    `true`.
+    """
+    field = "tie_word_embeddings"
+    if stated is config:
+        return flag(family.of.completed(config), field)
+    outer = OUTER[SEEING & {*(listed(config, "architectures", str) or [])} != set()]
+    return flag(config, field, flag(stated, field) or outer.fields[field])
 
 
 def vision_from_folder(folder: str | Path) -> VisionConfig | None:
@@ -284,7 +255,7 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
             raise ValueError(
                 f"{field}: true is not supported; use a checkpoint with {field}: false"
             )
-    if text.get("hidden_act", "silu") not in ("silu", "swish"):
+    if text["hidden_act"] not in ("silu", "swish"):
         raise ValueError(f"hidden_act must be silu, got {text['hidden_act']!r}")
     if text.get("output_gate_type", "silu") not in ("silu", "swish"):
         raise ValueError(f"output_gate_type must be silu, got {text['output_gate_type']!r}")
@@ -292,134 +263,6 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
         raise ValueError(
             f"mtp_num_hidden_layers must be 0 or 1, got {text['mtp_num_hidden_layers']}"
         )
-
-
-def _head_size(text: Json, num_heads: int) -> int:
-    """What is given, or a head's share of the hidden state; even, as dimensions turn in pairs."""
-    hidden = positive(text, "hidden_size")
-    if text.get("head_dim") is None and hidden % num_heads:
-        raise ValueError(
-            f"hidden_size ({hidden}) is no multiple of num_attention_heads ({num_heads}); "
-            "give head_dim"
-        )
-    size = positive(text, "head_dim", hidden // num_heads)
-    if size % 2:
-        raise ValueError(f"head_dim in config.json must be even, got {size}")
-    return size
-
-
-def _attention(text: Json, family: Family, context_length: int) -> AttentionConfig:
-    num_heads = positive(text, "num_attention_heads")
-    head_size = _head_size(text, num_heads)
-    rotary = read_rotary(text, head_size, family.turned_share, context_length)
-    return AttentionConfig(
-        num_heads=num_heads,
-        num_kv_heads=positive(text, "num_key_value_heads", num_heads),
-        head_size=head_size,
-        qk_norm=family.qk_norm or (family.norms_by_flag and flag(text, "use_qk_norm")),
-        norms_all_heads=family.norms_behind,
-        has_gate=family.is_hybrid and flag(text, "attn_output_gate", True),
-        input_bias=family.input_bias or flag(text, "attention_bias"),
-        out_bias=flag(text, "attention_bias") and not family.plain_out,
-        rotary=rotary,
-        query_growth=read_growth(text, rotary) if family.grows_queries else 0.0,
-        window=None,
-        scale=_factor(text, family, "attention_multiplier") if family.has_factors else None,
-    )
-
-
-def _factor(text: Json, family: Family, field: str) -> float:
-    return number(text, field, 1.0) if family.has_factors else 1.0
-
-
-def _layers(
-    text: Json, family: Family, attention: AttentionConfig, context_length: int
-) -> tuple[LayerConfig, ...]:
-    types, feeds = _layer_types(text, family), _feeds(text, family)
-    mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {FULL: attention}
-    if SLIDING in types:
-        window = positive(text, "sliding_window")
-        # One that no text outgrows is none: Phi-4-mini has it at twice its context.
-        sliding = replace(attention, window=window if window < context_length else None)
-        if family.scales_full_layers:
-            rotary = attention.rotary
-            plain = RotaryConfig(theta=rotary.theta, width=rotary.width)
-            sliding = replace(sliding, rotary=plain)
-        mixers[SLIDING] = sliding
-    if LINEAR in types:
-        mixers[LINEAR] = _gated_delta(text)
-    layers = [
-        LayerConfig(mixer=mixers[kind], feed=feed) for kind, feed in zip(types, feeds, strict=True)
-    ]
-    return tuple(_unturned(text, layers) if family.skips_rotation else layers)
-
-
-def _feeds(text: Json, family: Family) -> list[DenseConfig | ExpertsConfig]:
-    """What feeds forward in each layer; of what no layer has, no field is read."""
-    found: dict[bool, DenseConfig | ExpertsConfig] = {}
-    sparse = sparse_layers(text, family.routing, _num_layers(text))
-    if family.routing is not None and True in sparse:
-        found[True] = read_experts(text, family.routing)
-    if False in sparse:
-        width = positive(text, "intermediate_size")
-        found[False] = DenseConfig(intermediate=width, bias=flag(text, "mlp_bias"))
-    return [found[each] for each in sparse]
-
-
-def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:
-    """Layers of which some do not turn."""
-    found = []
-    for layer, turns in zip(layers, turned_layers(text, len(layers)), strict=True):
-        if not turns and isinstance(layer.mixer, AttentionConfig):
-            still = replace(layer.mixer.rotary, type="none", attention_factor=1.0)
-            layer = replace(layer, mixer=replace(layer.mixer, rotary=still))
-        found.append(layer)
-    return found
-
-
-def _num_layers(text: Json) -> int:
-    return positive(text, "num_hidden_layers", most=MOST_NAMED)
-
-
-def _layer_types(text: Json, family: Family) -> list[str]:
-    """What each layer mixes with, as `layer_types` says it, or what stands for it."""
-    num_layers, types = _num_layers(text), listed(text, "layer_types", str)
-    slides = family.slides in (Slides.BY_SIZE, Slides.BY_FLAG) and count(text, "sliding_window") > 0
-    if family.slides is Slides.BY_SIZE:
-        return [SLIDING if slides else FULL] * num_layers
-    if family.slides is Slides.BY_FLAG and not (slides and flag(text, "use_sliding_window")):
-        return [FULL] * num_layers
-    if family.slides is Slides.BY_FLAG and types is None:
-        first = count(text, "max_window_layers")
-        types = [SLIDING if i >= first else FULL for i in range(num_layers)]
-    if family.slides is Slides.BY_TYPES and types is None:
-        types = [SLIDING if (i + 1) % 4 else FULL for i in range(num_layers)]
-    if not family.is_hybrid and types is None:
-        return [FULL] * num_layers
-    if types is None:
-        interval = positive(text, "full_attention_interval", 4)
-        types = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
-    known = (FULL, LINEAR) if family.is_hybrid else (FULL, SLIDING)
-    unknown = sorted(set(types) - set(known))
-    if unknown:
-        raise ValueError(f"layer_types holds {unknown[0]!r}; known are {', '.join(known)}")
-    if len(types) != num_layers:
-        raise ValueError(
-            f"layer_types lists {len(types)} layers, num_hidden_layers is {num_layers}"
-        )
-    return types
-
-
-def _gated_delta(text: Json) -> GatedDeltaConfig:
-    width = text.get("linear_conv_kernel_dim", CONV_WIDTH)
-    if width != CONV_WIDTH:
-        raise ValueError(f"linear_conv_kernel_dim must be {CONV_WIDTH}, got {width}")
-    return GatedDeltaConfig(
-        num_key_heads=positive(text, "linear_num_key_heads"),
-        num_value_heads=positive(text, "linear_num_value_heads"),
-        key_size=positive(text, "linear_key_head_dim"),
-        value_size=positive(text, "linear_value_head_dim"),
-    )
 
 
 def _context_length(text: Json, rotary: RotaryConfig) -> int:
@@ -430,13 +273,23 @@ def _context_length(text: Json, rotary: RotaryConfig) -> int:
     return max(stated, int(rotary.factor * rotary.original_context))
 
 
-def _eos_ids(vocab: int, *sources: Json) -> tuple[int, ...]:
-    """The union of what the files name: they differ in released checkpoints."""
+def _eos_ids(
+    vocab: int, family: Family, config: Json, stated: Json, generation_config: Json | None
+) -> tuple[int, ...]:
+    """The union of what the files name, as they differ in released checkpoints.
+
+    Where none of them names any, the token of the class; of a smaller vocabulary it is none.
+    """
     eos_ids: set[int] = set()
+    sources = (config, stated, generation_config or {})
     for source in sources:
         ids = source.get("eos_token_id")
         if ids is not None:
             eos_ids.update(_checked_ids(ids if isinstance(ids, list) else [ids], vocab))
+    default = family.of.fields["eos_token_id"]
+    is_absent = not any("eos_token_id" in source for source in sources)
+    if is_absent and default is not None and default < vocab:
+        eos_ids.add(default)
     return tuple(sorted(eos_ids))
 
 

@@ -56,7 +56,7 @@ def is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
 def positive(
     text: Json, field: str, default: int | None = None, place: str = CONFIG, most: int = MOST
 ) -> int:
-    """A whole number above 0; the default where it is absent or null."""
+    """Returns a whole number above 0; the default where it is absent or null, if there is one."""
     value = _given(text, field, default)
     is_one = is_number(value, int) and value > 0
     return _bounded(value, field, place, is_one, "a positive integer", most)
@@ -70,9 +70,13 @@ def count(text: Json, field: str, most: int = MOST, place: str = CONFIG) -> int:
 
 
 def number(
-    text: Json, field: str, default: float, above: float = 0.0, most: float = LARGEST
+    text: Json,
+    field: str,
+    default: float | None = None,
+    above: float = 0.0,
+    most: float = LARGEST,
 ) -> float:
-    """A number above a bound and up to another; the default where it is absent."""
+    """Returns a number above a bound and up to another; the default where it is absent."""
     value = text.get(field, default)
     is_one = is_number(value, (int, float)) and value > above
     noun = f"a number above {above:g}" if above else "a positive number"

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.models.fields import LARGEST, Json, is_number, listed, number, object_of, positive, word
+from shared.models.config_classes import ConfigClass
+from shared.models.fields import CONFIG, Json, is_number, listed, number, object_of, positive, word
 
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -46,38 +47,112 @@ OLDER = {"mrope": "default", "su": "longrope"}
 """Other names of types: plain rotation with three-row positions, and what longrope was called."""
 
 
-def settings_of(text: Json) -> dict[str, Any]:
-    """Merges the old spelling, `rope_scaling`, and the new, `rope_parameters`."""
-    rope = {**object_of(text, "rope_scaling"), **object_of(text, "rope_parameters")}
-    return {name: value for name, value in rope.items() if value is not None}
+LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+"""Names by which rotary settings may be nested, one object for each type of layer."""
+
+OBJECTS = ("rope_scaling", "rope_parameters")
+"""The older and the newer field of rotary settings."""
+
+BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+"""Rotary settings that a config.json may also have at its top level."""
 
 
-def read_rotary(
-    text: Json, head_size: int, default_share: float, context_length: int
-) -> RotaryConfig:
+def settings_of(text: Json, layer_type: str = LAYER_TYPES[0]) -> dict[str, Any]:
+    """Returns the stated rotary settings of a type of layer under one spelling.
+
+    They may be in `rope_scaling` or `rope_parameters`, nested by the type of layer or not, and
+    some at the top level.
+
+    Raises:
+      ValueError: Two spellings of a setting have different values; one sentence.
+    """
+    found: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    objects = {name: object_of(text, name) for name in OBJECTS}
+    places = {name: _spelled(_of_type(x, layer_type, name), name) for name, x in objects.items()}
+    places[CONFIG] = {name: text[name] for name in BESIDE if text.get(name) is not None}
+    for place, settings in places.items():
+        for name, value in settings.items():
+            if name in found and found[name] != value:
+                raise ValueError(
+                    f"{name} in {place} is {value!r:.60} and {name} in {origins[name]} is "
+                    f"{found[name]!r:.60}; leave one of them out"
+                )
+            found.setdefault(name, value)
+            origins.setdefault(name, place)
+    return found
+
+
+def are_nested(text: Json) -> bool:
+    """Whether rotary settings are stated for each type of layer."""
+    return any(
+        isinstance(value, Mapping) for name in OBJECTS for value in object_of(text, name).values()
+    )
+
+
+def _of_type(stated: Json, layer_type: str, place: str) -> Json:
+    """Returns the settings of a type of layer, if they are nested; else all of them."""
+    if not any(isinstance(value, Mapping) for value in stated.values()):
+        return stated
+    for name, value in stated.items():
+        if name not in LAYER_TYPES or not isinstance(value, Mapping | None):
+            raise ValueError(
+                f"{name} in {place} must not be next to settings by layer type, which may be "
+                f"{', '.join(LAYER_TYPES)}"
+            )
+    return stated.get(layer_type) or {}
+
+
+def _spelled(stated: Json, place: str) -> dict[str, Any]:
+    """Returns rotary settings with the newer names of the types, and without null."""
+    found = {name: value for name, value in stated.items() if value is not None}
+    for name in found.keys() & {"type", "rope_type"}:
+        kind = word(found, name, "", place)
+        found[name] = OLDER.get(kind, kind)
+    older = found.pop("type", None)
+    if older is not None and found.setdefault("rope_type", older) != older:
+        raise ValueError(
+            f"type and rope_type in {place} must be equal, got {older!r} and "
+            f"{found['rope_type']!r}; leave one of them out"
+        )
+    return found
+
+
+def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str, Any]:
+    """Returns the rotary settings of a type of layer, with those that its class sets by default.
+
+    Raises:
+      ValueError: See `settings_of`.
+    """
+    default = of.fields["rope_parameters"]
+    if default and not any(object_of(text, name) for name in OBJECTS):
+        text = {**text, OBJECTS[1]: default}
+    original = of.fields.get("original_max_position_embeddings")
+    return {
+        "rope_type": "default",
+        "rope_theta": of.theta,
+        "partial_rotary_factor": of.rotated,
+        **({} if original is None else {"original_max_position_embeddings": original}),
+        **settings_of(text, layer_type),
+    }
+
+
+def read_rotary(text: Json, rope: Json, head_size: int, context_length: int) -> RotaryConfig:
     """The rotation that a config.json asks for.
 
     Args:
-      default_share: Of a head's dimensions that turn, where the file states none.
+      text: Its fields, with the defaults of absent ones.
+      rope: Its rotary settings, by `completed_settings`.
       context_length: Of the longest text that is served. It settles what longrope stretches by: a
         choice by each text's own length would change the rotation of keys that are kept already.
     """
-    rope = settings_of(text)
-    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
-        raise ValueError(f"rope_parameters by layer type ({nested[0]}) are not supported")
-    stated = word(rope, "rope_type", word(rope, "type", "default"))
-    kind = OLDER.get(stated, stated)
+    kind = rope["rope_type"]
     if kind not in ROTARY_TYPES:
         raise ValueError(
             f"rope_type {kind!r} is not supported; known are {', '.join(ROTARY_TYPES)}"
         )
-    share, theta = (
-        number(rope, field, number(text, field, default, *bounds), *bounds)
-        for field, default, bounds in (
-            ("partial_rotary_factor", default_share, (0, 1)),
-            ("rope_theta", 10000.0, (1, LARGEST)),
-        )
-    )
+    share = number(rope, "partial_rotary_factor", most=1)
+    theta = number(rope, "rope_theta", above=1)
     plain = {"theta": theta, "width": int(head_size * share), "type": kind}
     if plain["width"] % 2:
         raise ValueError(
@@ -91,13 +166,14 @@ def read_rotary(
     return RotaryConfig(**plain) if kind == "default" else _scaled_rotary(text, rope, plain)
 
 
-def read_growth(text: Json, rotary: RotaryConfig) -> float:
+def read_growth(rope: Json, rotary: RotaryConfig) -> float:
     """See `AttentionConfig.query_growth`; 0 where the rotary settings state none.
 
     Args:
+      rope: The rotary settings.
       rotary: What was read of them.
     """
-    rope, field = settings_of(text), "llama_4_scaling_beta"
+    field = "llama_4_scaling_beta"
     if rope.get(field, 0) == 0:
         return 0.0
     if not rotary.original_context:
@@ -105,7 +181,7 @@ def read_growth(text: Json, rotary: RotaryConfig) -> float:
             f"{field} is not supported with rope_type {rotary.type!r}; queries grow from "
             "original_max_position_embeddings on, which it does not have"
         )
-    return number(rope, field, 0.0)
+    return number(rope, field)
 
 
 def turned_layers(text: Json, num_layers: int) -> list[bool]:
@@ -116,7 +192,7 @@ def turned_layers(text: Json, num_layers: int) -> list[bool]:
     """
     turns = listed(text, "no_rope_layers", int)
     if turns is None:
-        interval = positive(text, "no_rope_layer_interval", 4)
+        interval = positive(text, "no_rope_layer_interval")
         return [(i + 1) % interval > 0 for i in range(num_layers)]
     if len(turns) != num_layers:
         raise ValueError(
@@ -140,7 +216,7 @@ def _long_rotary(
 ) -> RotaryConfig:
     """Source: LongRoPE, Ding et al. 2024, arXiv:2402.13753."""
     most = positive(text, "max_position_embeddings")
-    original = positive({**text, **rope}, "original_max_position_embeddings", most)
+    original = positive(rope, "original_max_position_embeddings", most)
     for field in ("short_mscale", "long_mscale"):
         if field in rope:
             raise ValueError(
@@ -173,7 +249,7 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
         raise ValueError("truncate: false in the rotary settings is not supported")
     if "factor" not in rope:
         raise ValueError(f"the rotary settings of rope_type {kind!r} need a factor")
-    factor = number(rope, "factor", 1.0)
+    factor = number(rope, "factor")
     context = positive(text, "max_position_embeddings")
     low = number(rope, "low_freq_factor", 1.0)
     return RotaryConfig(

@@ -47,12 +47,10 @@ def test_a_missing_partial_rotary_factor_means_a_quarter_in_qwen3_5():
 
 
 def test_rotary_settings_are_found_wherever_they_stand():
-    new = {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": None}
-    assert config_from_dict(llama(**new)).attention.rotary.theta == 5.0
-    assert config_from_dict(llama(rope_theta=7.0)).attention.rotary.theta == 7.0
-    nowhere = llama(rope_scaling=None)
-    del nowhere["rope_theta"]
+    nowhere = llama(rope_scaling=None, rope_theta=None)
     assert config_from_dict(nowhere).attention.rotary.theta == 10000.0
+    for new in ({"rope_theta": 5.0}, {"rope_parameters": {"rope_theta": 5}, "rope_theta": 5.0}):
+        assert config_from_dict(nowhere | new).attention.rotary.theta == 5.0
 
 
 def test_yarn_has_its_attention_factor_and_a_longer_context():
@@ -74,6 +72,41 @@ def test_tied_is_read_at_the_top_or_in_the_text_config():
     assert config_from_dict(nested).tied
     del nested["text_config"]["tie_word_embeddings"]
     assert not config_from_dict(nested).tied
+
+
+def test_rotary_settings_by_layer_type_are_those_of_their_layers():
+    """Two bases, and a scaling that only one type has, in both orders of the types."""
+    by_type = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000},
+    }
+    fields = {"rope_scaling": None, "rope_theta": None, "sliding_window": 8}
+    olmo = llama(architectures=["Olmo3ForCausalLM"], num_hidden_layers=4, **fields)
+    sliding, full = config_from_dict(olmo | {"rope_parameters": by_type}).attentions
+    assert (sliding.rotary.theta, sliding.rotary.type) == (10000.0, "default")
+    assert (full.rotary.theta, full.rotary.type, full.rotary.factor) == (1e6, "linear", 4.0)
+    del by_type["full_attention"]
+    by_type["sliding_attention"]["rope_theta"] = 7.0
+    sliding, full = config_from_dict(olmo | {"rope_parameters": by_type}).attentions
+    assert (sliding.rotary.theta, full.rotary.theta) == (7.0, 500000.0)
+
+
+def test_a_field_in_two_spellings_must_have_one_value():
+    both = experts(num_local_experts=8.0)
+    assert config_from_dict(both) == config_from_dict(experts())
+    alone = experts(num_experts=None, num_local_experts=8)
+    assert config_from_dict(alone) == config_from_dict(experts())
+    with pytest.raises(ValueError, match="num_local_experts and num_experts .* got 4 and 8"):
+        config_from_dict(experts(num_local_experts=4))
+
+
+def test_a_token_that_ends_is_the_classs_where_no_file_names_one():
+    absent = llama()
+    del absent["eos_token_id"]
+    assert config_from_dict(absent).eos_ids == (2,)
+    assert config_from_dict(absent, {"eos_token_id": 5}).eos_ids == (5,)
+    assert config_from_dict(absent | {"eos_token_id": None}).eos_ids == ()
+    assert config_from_dict(absent | {"architectures": ["Olmo2ForCausalLM"]}).eos_ids == ()
 
 
 def test_head_size_need_not_divide_the_hidden_size():
@@ -239,8 +272,7 @@ def test_which_layers_have_experts_follows_from_the_list_and_the_step():
 
 
 def test_a_model_without_dense_layers_needs_no_width_of_them():
-    config = experts(mlp_only_layers=[])
-    del config["intermediate_size"]
+    config = experts(mlp_only_layers=[], intermediate_size=None)
     assert config_from_dict(config).dense is None
     with pytest.raises(ValueError, match="intermediate_size"):
         config_from_dict(config | {"mlp_only_layers": [0]})
@@ -345,9 +377,23 @@ REFUSED = {
     "text_config in config.json must be an object": {"text_config": [1]},
     "rms_norm_eps": {"rms_norm_eps": None},
     "rms_norm_eps in config.json must be a positive number": {"rms_norm_eps": "small"},
-    "rope_theta": {"rope_theta": None},
     "rope_scaling in config.json must be an object": {"rope_scaling": [1]},
-    "rope_parameters by layer type": {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+    "rope_theta in config.json is 500000.0 and rope_theta in rope_parameters is 5.0": {
+        "rope_parameters": {"full_attention": {"rope_theta": 5.0}},
+        "rope_scaling": None,
+    },
+    "rope_type in rope_parameters is 'yarn' and rope_type in rope_scaling is 'llama3'": {
+        "rope_parameters": {"type": "yarn", "factor": 8.0},
+    },
+    "type and rope_type in rope_scaling must be equal, got 'linear' and 'yarn'": {
+        "rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 8.0},
+    },
+    "factor in rope_parameters must not be next to settings by layer type": {
+        "rope_parameters": {"full_attention": {"rope_type": "linear"}, "factor": 2.0},
+    },
+    "chunked_attention in rope_parameters must not be next to": {
+        "rope_parameters": {"chunked_attention": {"rope_type": "linear"}},
+    },
     "head_dim in config.json must be even": {"head_dim": 63},
     "head_dim in config.json must be a positive integer": {"head_dim": 64.5},
     "eos_token_id must name tokens of the vocabulary": {"eos_token_id": [-1]},

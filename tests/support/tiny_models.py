@@ -157,6 +157,7 @@ _SWITCHED: dict[str, dict[str, Any]] = {
     },
 }
 _CONFIGS |= {name: _LIKE_LLAMA | switched for name, switched in _SWITCHED.items()}
+del _CONFIGS["ministral3"]["rope_theta"]  # it is among its `rope_parameters`
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 _CONFIGS["qwen3_moe"] = {
     **_CONFIGS["qwen3"],

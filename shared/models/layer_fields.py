@@ -1,0 +1,183 @@
+"""The layers that the fields of a config.json describe."""
+
+from dataclasses import replace
+from typing import Any
+
+from shared.models.experts import read_experts, sparse_layers
+from shared.models.family import Family, Slides
+from shared.models.fields import MOST_NAMED, Json, count, flag, listed, number, positive
+from shared.models.layers import (
+    CONV_WIDTH,
+    AttentionConfig,
+    DenseConfig,
+    ExpertsConfig,
+    GatedDeltaConfig,
+    LayerConfig,
+)
+from shared.models.rotary import (
+    LAYER_TYPES,
+    are_nested,
+    completed_settings,
+    read_growth,
+    read_rotary,
+    turned_layers,
+)
+
+FULL, SLIDING, LINEAR = LAYER_TYPES
+
+
+def _head_size(text: Json, num_heads: int) -> int:
+    """What is given, or a head's share of the hidden state; even, as dimensions turn in pairs."""
+    hidden = positive(text, "hidden_size")
+    if text.get("head_dim") is None and hidden % num_heads:
+        raise ValueError(
+            f"hidden_size ({hidden}) is no multiple of num_attention_heads ({num_heads}); "
+            "give head_dim"
+        )
+    size = positive(text, "head_dim", hidden // num_heads)
+    if size % 2:
+        raise ValueError(f"head_dim in config.json must be even, got {size}")
+    return size
+
+
+def rotary_settings(stated: Json, family: Family) -> dict[str, dict[str, Any]]:
+    """Returns the rotary settings of each type of layer with attention.
+
+    Args:
+      stated: The fields as the file has them.
+
+    Raises:
+      ValueError: Two spellings of a setting have different values; one sentence.
+    """
+    full, sliding = (completed_settings(stated, family.of, kind) for kind in (FULL, SLIDING))
+    if family.scales_full_layers and not are_nested(stated):
+        kept = ("rope_theta", "partial_rotary_factor")
+        sliding = {"rope_type": "default", **{name: full[name] for name in kept}}
+    return {FULL: full, SLIDING: sliding}
+
+
+def read_attention(text: Json, family: Family, context_length: int) -> AttentionConfig:
+    """The attention of layers that see all positions.
+
+    Args:
+      text: The fields of a config.json with the defaults of absent ones, and the
+        `rotary_settings` as `rope_parameters`.
+      context_length: See `read_rotary`.
+    """
+    num_heads = positive(text, "num_attention_heads")
+    head_size, rope = _head_size(text, num_heads), text["rope_parameters"][FULL]
+    rotary = read_rotary(text, rope, head_size, context_length)
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=positive(text, "num_key_value_heads", num_heads),
+        head_size=head_size,
+        qk_norm=family.qk_norm or (family.norms_by_flag and flag(text, "use_qk_norm")),
+        norms_all_heads=family.norms_behind,
+        has_gate=family.is_hybrid and flag(text, "attn_output_gate"),
+        input_bias=family.input_bias or flag(text, "attention_bias"),
+        out_bias=flag(text, "attention_bias") and not family.plain_out,
+        rotary=rotary,
+        query_growth=read_growth(rope, rotary) if family.grows_queries else 0.0,
+        window=None,
+        scale=read_factor(text, family, "attention_multiplier") if family.has_factors else None,
+    )
+
+
+def read_factor(text: Json, family: Family, field: str) -> float:
+    """A factor of its own that a family multiplies by; 1 in another."""
+    return number(text, field) if family.has_factors else 1.0
+
+
+def read_layers(
+    text: Json, family: Family, attention: AttentionConfig, context_length: int
+) -> tuple[LayerConfig, ...]:
+    """The decoder layers in order; for the arguments see `read_attention`.
+
+    Raises:
+      ValueError: A field is missing, or contradicts another; one sentence that names it.
+    """
+    types, feeds = _layer_types(text, family), _feeds(text, family)
+    mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {FULL: attention}
+    if SLIDING in types:
+        window = positive(text, "sliding_window")
+        rope = text["rope_parameters"][SLIDING]
+        mixers[SLIDING] = replace(
+            attention,
+            # One that no text outgrows is none: Phi-4-mini has it at twice its context.
+            window=window if window < context_length else None,
+            rotary=read_rotary(text, rope, attention.head_size, context_length),
+        )
+    if LINEAR in types:
+        mixers[LINEAR] = _gated_delta(text)
+    layers = [
+        LayerConfig(mixer=mixers[kind], feed=feed) for kind, feed in zip(types, feeds, strict=True)
+    ]
+    return tuple(_unturned(text, layers) if family.skips_rotation else layers)
+
+
+def _feeds(text: Json, family: Family) -> list[DenseConfig | ExpertsConfig]:
+    """What feeds forward in each layer; of what no layer has, no field is read."""
+    found: dict[bool, DenseConfig | ExpertsConfig] = {}
+    sparse = sparse_layers(text, family.routing, _num_layers(text))
+    if family.routing is not None and True in sparse:
+        found[True] = read_experts(text, family.routing)
+    if False in sparse:
+        width = positive(text, "intermediate_size")
+        found[False] = DenseConfig(intermediate=width, bias=flag(text, "mlp_bias"))
+    return [found[each] for each in sparse]
+
+
+def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:
+    """Layers of which some do not turn."""
+    found = []
+    for layer, turns in zip(layers, turned_layers(text, len(layers)), strict=True):
+        if not turns and isinstance(layer.mixer, AttentionConfig):
+            still = replace(layer.mixer.rotary, type="none", attention_factor=1.0)
+            layer = replace(layer, mixer=replace(layer.mixer, rotary=still))
+        found.append(layer)
+    return found
+
+
+def _num_layers(text: Json) -> int:
+    return positive(text, "num_hidden_layers", most=MOST_NAMED)
+
+
+def _layer_types(text: Json, family: Family) -> list[str]:
+    """What each layer mixes with, as `layer_types` says it, or what stands for it."""
+    num_layers, types = _num_layers(text), listed(text, "layer_types", str)
+    slides = family.slides in (Slides.BY_SIZE, Slides.BY_FLAG) and count(text, "sliding_window") > 0
+    if family.slides is Slides.BY_SIZE:
+        return [SLIDING if slides else FULL] * num_layers
+    if family.slides is Slides.BY_FLAG and not (slides and flag(text, "use_sliding_window")):
+        return [FULL] * num_layers
+    if family.slides is Slides.BY_FLAG and types is None:
+        first = count(text, "max_window_layers")
+        types = [SLIDING if i >= first else FULL for i in range(num_layers)]
+    if family.slides is Slides.BY_TYPES and types is None:
+        types = [SLIDING if (i + 1) % 4 else FULL for i in range(num_layers)]
+    if not family.is_hybrid and types is None:
+        return [FULL] * num_layers
+    if types is None:
+        interval = positive(text, "full_attention_interval")
+        types = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
+    known = (FULL, LINEAR) if family.is_hybrid else (FULL, SLIDING)
+    unknown = sorted(set(types) - set(known))
+    if unknown:
+        raise ValueError(f"layer_types holds {unknown[0]!r}; known are {', '.join(known)}")
+    if len(types) != num_layers:
+        raise ValueError(
+            f"layer_types lists {len(types)} layers, num_hidden_layers is {num_layers}"
+        )
+    return types
+
+
+def _gated_delta(text: Json) -> GatedDeltaConfig:
+    width = text["linear_conv_kernel_dim"]
+    if width != CONV_WIDTH:
+        raise ValueError(f"linear_conv_kernel_dim must be {CONV_WIDTH}, got {width}")
+    return GatedDeltaConfig(
+        num_key_heads=positive(text, "linear_num_key_heads"),
+        num_value_heads=positive(text, "linear_num_value_heads"),
+        key_size=positive(text, "linear_key_head_dim"),
+        value_size=positive(text, "linear_value_head_dim"),
+    )

@@ -1,0 +1,110 @@
+"""The table of configuration classes is that of the installed transformers."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from unittest.mock import patch
+
+import pytest
+import transformers
+
+from shared.models import config_classes
+from shared.models.config_classes import ConfigClass
+from shared.models.families import FAMILIES, config_from_dict
+from shared.models.fields import positive
+from tests.support.tiny_models import DENSE, EXPERTS, tiny_config
+from tests.support.tiny_models import FAMILIES as TINY
+
+CLASSES = {
+    each.name: each for each in vars(config_classes).values() if isinstance(each, ConfigClass)
+}
+each_class = pytest.mark.parametrize("of", CLASSES.values(), ids=CLASSES)
+
+ROTARY = {"rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+"""Fields of the rotation, which transformers moves into `rope_parameters`."""
+
+SWITCHES = {
+    *("attention_bias", "mlp_bias", "use_sliding_window", "layer_types", "head_dim"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "scoring_func", "topk_method"),
+    *("mlp_only_layers", "decoder_sparse_step", "moe_layer_freq", "mtp_num_hidden_layers"),
+    *("mtp_use_dedicated_embeddings", "quantization_config", "architectures", "model_type"),
+    *("text_config", "num_nextn_predict_layers", "max_window_layers", "output_gate_type"),
+}
+"""Fields that a class need not declare: absent, each asks for nothing."""
+
+
+def default_of(name: str, field: str):
+    """The default of a field in a class of transformers; MISSING: it declares no such field."""
+    theirs = getattr(transformers, name)
+    field = theirs.attribute_map.get(field, field)
+    other = {alias: own for own, alias in theirs.attribute_map.items()}.get(field, field)
+    found = {each.name: each.default for each in fields(theirs)}
+    return found.get(field, found.get(other, MISSING))
+
+
+@each_class
+def test_defaults_equal_those_of_transformers(of):
+    theirs = getattr(transformers, of.name)
+    rope = of.fields.get("rope_parameters")
+    assert {x: default_of(of.name, x) for x in of.fields if x != "rope_parameters"} == {
+        name: value for name, value in of.fields.items() if name != "rope_parameters"
+    }
+    assert {default_of(of.name, name) for name in of.extras} <= {MISSING}
+    made = theirs().rope_parameters if "rope_parameters" in of.fields else None
+    if rope is not None:
+        assert made.items() >= rope.items()
+    elif made and "full_attention" in made:
+        assert {each["rope_theta"] for each in made.values()} == {of.theta}
+    elif made:
+        assert made["rope_theta"] == of.theta
+        assert made.get("partial_rotary_factor", 1.0) == of.rotated
+
+
+@each_class
+def test_aliases_equal_those_of_transformers(of):
+    theirs = getattr(transformers, of.name).attribute_map
+    assert {frozenset(pair) for pair in theirs.items()} == {
+        frozenset(pair) for pair in of.aliases.items()
+    }
+
+
+class Recorder(dict):
+    """The fields of a config.json, which notes those that are read."""
+
+    read: set[str] = set()
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("name", [*TINY, *DENSE, *EXPERTS])
+def test_fields_that_are_read_are_in_the_table(name):
+    config = tiny_config(name, nested=False, with_mtp=True, tied=False)
+    completed, seen = ConfigClass.completed, Recorder()
+    seen.read = set()
+
+    def recorded(of, stated, place="config.json"):
+        found = Recorder(completed(of, stated, place))
+        found.read = seen.read
+        return found
+
+    with patch.object(ConfigClass, "completed", recorded):
+        config_from_dict(config)
+    (family,) = {FAMILIES[each] for each in config["architectures"]}
+    assert seen.read >= {"vocab_size", "rms_norm_eps", "num_hidden_layers"}
+    beside = seen.read - family.of.defaults.keys() - family.of.aliases.keys()
+    assert beside <= SWITCHES | ROTARY
+    assert {default_of(family.of.name, field) for field in beside} <= {MISSING}
+
+
+@each_class
+def test_every_default_is_read_by_its_reader(of):
+    """A default that no reader takes would be an error at the first file that leaves it out."""
+    for name, value in of.fields.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            assert positive(of.completed({}), name) == value
