@@ -34,7 +34,7 @@ from jax_impl.backend import JaxBackend
 from jax_impl.ops.ranks import AXIS
 from jax_impl.together import Together
 from shared.boundary.program import Extra, Work
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.start import prepare
 from tests.support.op_case import OpCase, changed

@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.ground.machine import versions
 from shared.boundary.backend import Capacity
 from shared.engine.request import Request, SamplingParams
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.ranks.starting import ranked_start
 from tests.support.started import made_programs, serve_all

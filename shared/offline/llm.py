@@ -18,9 +18,9 @@ from shared.offline.conversations import Message, for_template, read_functions
 from shared.offline.engine_thread import EngineThread, Started
 from shared.offline.params import SamplingParams
 from shared.offline.results import RequestOutput
+from shared.options.command_line import parse
 from shared.options.flags import ConfigError, spelling
 from shared.options.observing import ObservingOptions
-from shared.options.options import parse
 from shared.options.server import ServerOptions
 from shared.process import engines, heap, launch
 from shared.process.address import Listeners

@@ -2,7 +2,7 @@
 
 from shared.drafts.drafts import MODEL
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
-from shared.options.options import ConfigError
+from shared.options.flags import ConfigError
 from shared.process.memory_plan import MemoryPlan
 
 

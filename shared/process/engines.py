@@ -22,7 +22,8 @@ from shared.engine.ngram.joined import JoinedController
 from shared.engine.shadow import ShadowCheck
 from shared.models.parameters import parameters
 from shared.models.pieces import Parameter
-from shared.options.options import ConfigError, Options
+from shared.options.flags import ConfigError
+from shared.options.options import Options
 from shared.process.caching import cache_policy
 from shared.process.logs import log
 from shared.process.memory_plan import MemoryPlan

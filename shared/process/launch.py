@@ -14,7 +14,7 @@ from rich.console import Console
 from shared.boundary.backend import Backend
 from shared.boundary.operations import plain_gauges
 from shared.engine.checks import RequestLimits
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.options.server import ServerOptions
 from shared.process import descriptors, heap, loop
 from shared.process.address import Listeners, admin_host, host_names, open_listeners

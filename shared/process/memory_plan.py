@@ -25,7 +25,8 @@ from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.ranks import local
 from shared.models.tower import tower_parameters
-from shared.options.options import ConfigError, Options
+from shared.options.flags import ConfigError
+from shared.options.options import Options
 from shared.process.device import Device
 from shared.process.pictures import Tower, picture_pool
 from shared.process.programs import ProgramCosts, capacity_for, captured_works, pages_for

@@ -11,8 +11,8 @@ from shared.engine.picture_rows import least_rows
 from shared.models.families import vision_from_folder
 from shared.models.pictures import PictureConfig, pictures_from_folder
 from shared.models.vision import VisionConfig
-from shared.options.flags import spelling
-from shared.options.options import ConfigError, Options
+from shared.options.flags import ConfigError, spelling
+from shared.options.options import Options
 from shared.process.settled import Settled
 from shared.spec.draft_tree import TreeShape
 

@@ -43,8 +43,8 @@ from shared.models.tower import check_tower, tower_parameters
 from shared.models.vision import VisionConfig
 from shared.options.adaptive import read_candidates
 from shared.options.algorithms import BLOCK_ALGORITHMS
-from shared.options.flags import in_full, spelling
-from shared.options.options import PARTS, ConfigError, Options
+from shared.options.flags import ConfigError, in_full, spelling
+from shared.options.options import PARTS, Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.caching import cache_policy

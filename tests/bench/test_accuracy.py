@@ -19,7 +19,7 @@ from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan
 from tests.support.reference_serve import PLATFORM

@@ -13,7 +13,7 @@ import pytest
 
 from shared.cluster import calling
 from shared.cluster.calling import called_back
-from shared.options.options import ConfigError
+from shared.options.flags import ConfigError
 
 SECRET = b"0123456789abcdef"
 RESET = struct.pack("ii", 1, 0)  # closing sends a reset

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.process.ranks.starting import ranked_start
 from tests.support import ranked_serve
 from tests.support.http_fixtures import ROOT, Server, serving

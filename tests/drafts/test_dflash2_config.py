@@ -11,7 +11,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig
 from shared.drafts.fitting import fitted
 from shared.models.checkpoint import CheckpointError
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from tests.support.tiny_heads import tiny_block_config, tiny_pair_config, write_tiny_pair

@@ -14,7 +14,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.models.saving import split
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.device import Device

@@ -19,7 +19,7 @@ from shared.models import checkpoint as checkpoint_module
 from shared.models.checkpoint import CheckpointError, open_checkpoint
 from shared.models.dummy import DummyCheckpoint
 from shared.models.parameters import draft_head, parameters
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.launch import launch
 from shared.process.start import prepare

@@ -13,7 +13,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.fitting import fitted
 from shared.drafts.markov import MarkovConfig
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from tests.support.tiny_heads import (

@@ -11,7 +11,7 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.fitting import fitted
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError, open_checkpoint
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan
 from tests.support.reference_serve import PLATFORM

@@ -27,7 +27,7 @@ from shared.models.families import config_from_dict, stated_granularity
 from shared.models.fp8 import Granularity
 from shared.models.fp8_words import SCALES
 from shared.models.parameters import Parameter, Source, parameters
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan
 from tests.support.files import Stored as Tensors

@@ -12,8 +12,9 @@ from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from shared.engine.adaptive.tiers import Shapes
 from shared.options.adaptive import Candidate, read_candidates
+from shared.options.command_line import parse
 from shared.options.flags import ConfigError
-from shared.options.options import Options, parse
+from shared.options.options import Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.device import Device

@@ -3,7 +3,8 @@
 import pytest
 
 from shared.options.algorithms import KNOWN_ALGORITHMS, algorithm_of
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 
 SPELLINGS = {
     "NEXTN": ["nextn", "NextN", "mtp", "MTP", "deepseek_mtp", "qwen3_next_mtp", "draft-mtp"],

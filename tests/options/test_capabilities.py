@@ -24,7 +24,8 @@ from shared.options.algorithms import (
     MODEL_ALGORITHM,
     WITH_COPIES,
 )
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.options.rules import RULES, refusals
 from shared.options.setup import Setup
 from shared.process import engines

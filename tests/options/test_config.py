@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError, spelling
 from shared.options.not_served import NOT_SUPPORTED
-from shared.options.options import PARTS, ConfigError, parse, spelling
+from shared.options.options import PARTS
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from tests.support.tiny_models import tiny_model

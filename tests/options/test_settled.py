@@ -10,7 +10,8 @@ from shared.engine.controller import StaticController
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.memory_plan import plan

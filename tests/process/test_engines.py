@@ -12,7 +12,7 @@ from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.models.checkpoint import SINGLE_FILE
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.notes import step_notes

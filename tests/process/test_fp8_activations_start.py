@@ -11,7 +11,8 @@ import torch
 
 from shared.engine.request import Request, SamplingParams
 from shared.models.fp8 import Granularity
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import Platform, Start, prepare

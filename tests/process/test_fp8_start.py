@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.models.checkpoint import Checkpoint
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.start import prepare
 from tests.support.fp8_files import LAYOUTS, write_fp8, write_widened

@@ -23,7 +23,8 @@ from shared.models.dummy import DummyCheckpoint
 from shared.models.families import config_from_dict, config_from_folder, stated_granularity
 from shared.models.fp8 import Granularity
 from shared.models.parameters import parameters
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.notes import rank_notes

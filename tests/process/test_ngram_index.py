@@ -9,7 +9,7 @@ from shared.boundary.backend import StepFuture, StepPlan
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from shared.engine.request import NGRAM, PREFILL, Request, SamplingParams
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import Start, prepare

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process.notes import head_notes, tokenizer_notes
 
 

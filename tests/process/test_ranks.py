@@ -16,7 +16,8 @@ import httpx
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.process.device import Device
 from shared.process.ranks import starting
 from shared.process.ranks.digest import digest_of

@@ -14,7 +14,8 @@ from shared.boundary.program import Work
 from shared.engine.picture_rows import least_rows
 from shared.models.dummy import DummyCheckpoint
 from shared.models.families import config_from_folder
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.process import engines, pictures
 from shared.process.device import Device
 from shared.process.start import Start, prepare

@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from shared.options import observing
-from shared.options.options import ConfigError, parse
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.process.start import prepare
 from shared.server.openai_types import CompletionRequest
 from shared.server.request_end import RequestEnd

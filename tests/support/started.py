@@ -13,7 +13,7 @@ from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import Extra, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process import engines, heap
 from shared.process.memory_plan import MemoryPlan
 from shared.process.ranks.starting import ranked_start

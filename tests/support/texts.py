@@ -6,7 +6,7 @@ from dataclasses import replace
 from importlib import import_module
 
 from shared.engine.request import Request, SamplingParams
-from shared.options.options import parse
+from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import prepare
