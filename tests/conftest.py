@@ -107,7 +107,7 @@ def uncollected() -> Iterator[None]:
     walk it takes two seconds, and tests make some hundred engines one after the other.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("settle", "unsettle"):
+        for name in ("settle", "unsettle", "sweep"):
             patch.setattr(heap, name, lambda: None)
         yield
 

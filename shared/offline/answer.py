@@ -133,6 +133,7 @@ class Stream:
         """Waits on the caller's thread."""
         try:
             while not all(answer.has_ended for answer in self._answers):
+                self._engine.check_process()
                 heard = self._events.get()
                 if heard is None:
                     return
@@ -146,10 +147,15 @@ class Stream:
         """Lets other tasks of the event loop run meanwhile."""
         parts = iter(self)
         try:
-            while (part := await asyncio.to_thread(next, parts, None)) is not None:
+            while (part := await self._next_of(parts)) is not None:
                 yield part
         finally:
             self.close()
+
+    async def _next_of(self, parts: Iterator[Part]) -> Part | None:
+        """Waits for the next part; a forked process has no thread that could wait."""
+        self._engine.check_process()
+        return await asyncio.to_thread(next, parts, None)
 
     def result(self) -> RequestOutput:
         """Waits until every answer is whole."""
@@ -165,7 +171,9 @@ class Stream:
         )
 
     def close(self) -> None:
-        """Ends what is not whole yet."""
+        """Ends what is not whole yet; does nothing in a forked process."""
+        if not self._engine.is_own:
+            return
         for answer in self._answers:
             if not answer.has_ended:
                 self._engine.abort(answer.request.request_id)

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
+from shared.offline.values import as_json, items_of
 from shared.server.call_reading import read_object
+from shared.text.tokenizer import is_text
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+FIELDS = {
+    "assistant": (
+        *("role", "content", "reasoning_content", "reasoning", "tool_calls", "name", "refusal"),
+        *("audio", "function_call", "annotations", "parsed", "provider_specific_fields"),
+    ),
+    "tool": ("role", "content", "tool_call_id", "name"),
+}
+"""Fields of a message by its role, as over HTTP."""
+
+PLAIN_FIELDS = ("role", "content", "name")
+"""Those of any other role."""
+
+_ALWAYS_NULL = ("refusal", "audio", "function_call", "provider_specific_fields")
+_CLIENT_FIELDS = ("annotations", "parsed")  # what a client made of an answer
 
 
 def for_template(message: Message) -> Message:
@@ -21,26 +36,69 @@ def for_template(message: Message) -> Message:
       ValueError: Nobody says it; it says nothing; or it has more than text, which a template may
         leave out without a word.
     """
+    message = as_json(message, "a message")
     if (role := message.get("role")) not in ROLES:
         raise ValueError(f"a message has the role {role!r:.80}; roles are {', '.join(ROLES)}")
     content, calls = message.get("content"), message.get("tool_calls")
-    kinds = [part.get("type") for part in content] if isinstance(content, list) else []
-    if other := [kind for kind in kinds if kind != "text"]:
-        raise ValueError(
-            f"a message has a part of type {other[0]!r:.80}, and LLM takes text alone; send "
-            "pictures to a server"
-        )
-    given = {name: value for name, value in message.items() if value is not None}
+    _check_fields(message)
+    _check_content(content)
+    given = {
+        name: value
+        for name, value in message.items()
+        if value is not None and name not in _CLIENT_FIELDS
+    }
     reasoning = given.pop("reasoning", None)  # vLLM's new name of it
     if reasoning is not None and given.setdefault("reasoning_content", reasoning) != reasoning:
         raise ValueError("a message has reasoning_content and reasoning that differ; give one")
     if content is None and not calls and "reasoning_content" not in given:
         raise ValueError("a message must have content or tool_calls")
+    if calls and not isinstance(calls, list):
+        raise ValueError(f"tool_calls must be a list of calls, got {calls!r:.60}")
     more = {"tool_calls": list(map(_read_call, calls))} if calls else {}
     return given | {"content": content or ""} | more
 
 
-def read_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:
+def _check_fields(message: Message) -> None:
+    """Raises ValueError for a field that messages of this role do not have."""
+    role, fields = message["role"], FIELDS.get(message["role"], PLAIN_FIELDS)
+    if unknown := [name for name in message if name not in fields and message[name] is not None]:
+        raise ValueError(
+            f"a message of role {role} has the unknown field {unknown[0]!r:.80}; fields are "
+            f"{', '.join(fields)}"
+        )
+    if set_ := [name for name in _ALWAYS_NULL if message.get(name) is not None]:
+        raise ValueError(f"{set_[0]} of a message is not supported; leave it out")
+
+
+def _check_content(content: Any) -> None:
+    """Raises ValueError for what is neither a text nor a list of texts."""
+    if content is None or is_text(content):
+        return
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise ValueError(f"content must be a text or a list of text parts, got {content!r:.60}")
+    for part in content:
+        if (kind := part.get("type")) != "text":
+            raise ValueError(
+                f"a message has a part of type {kind!r:.80}, and LLM takes text alone; send "
+                "images to a server"
+            )
+        if not is_text(part.get("text")):
+            raise ValueError(f"a part of type 'text' must have a text, got {part!r:.60}")
+
+
+def read_tools(tools: Any) -> list[dict[str, Any]]:
+    """The tools that an answer may call.
+
+    Raises:
+      ValueError: They are no list.
+    """
+    items = [] if tools is None else items_of(tools)
+    if items is None:
+        raise ValueError(f"tools must be a list of tools, got {tools!r:.60}")
+    return [as_json(item, "a tool") for item in items]
+
+
+def read_functions(tools: list[Any]) -> list[dict[str, Any]]:
     """The functions that an answer may call.
 
     Raises:
@@ -55,8 +113,10 @@ def read_functions(tools: Sequence[Any]) -> list[dict[str, Any]]:
     return [tool["function"] for tool in tools]
 
 
-def _read_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
+def _read_call(call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not is_text(function.get("name")):
+        raise ValueError(f"a call must have a function with a name, got {call!r:.80}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = read_object(arguments)

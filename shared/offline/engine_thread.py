@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from shared.engine.request import Event, Refusal, Request
+from shared.process import heap
+from shared.process.frames import ModelFacts
 from shared.process.grammars import Grammars
 from shared.process.loop import HostEngine
+from shared.text.tokenizer import Tokenizer
 
 COMPILING_WAIT_S = 0.002  # the end of a grammar's compiling wakes nobody
+RELEASE_WAIT_S = 10.0
+"""Longest wait for an engine that nobody has closed to end: its step and its memory."""
 
 Sink = Callable[[Event | Exception], None]
 """Hears of a request: its events, or why there will be none."""
@@ -19,84 +28,167 @@ Sink = Callable[[Event | Exception], None]
 
 @dataclass(frozen=True)
 class Started:
-    """What the thread drives, made on the thread itself.
+    """An engine that was started, made on the thread that drives it.
 
     Attributes:
       engine: Closed at the end.
       grammars: Compiles those of requests; None where none can have one.
+      facts: Checked against requests.
+      tokenizer: None where the checkpoint has none.
     """
 
     engine: HostEngine
     grammars: Grammars | None
+    facts: ModelFacts
+    tokenizer: Tokenizer | None
 
 
 class EngineThread:
     """Drives an engine: everything that touches it, its start too, happens on one thread.
 
+    The thread does not refer to this object: the engine is closed when the object is freed, or
+    when the interpreter ends, and nobody has closed it before. A forked process has no such thread,
+    and every call there raises an error.
+
     Args:
-      start: Makes the engine.
+      start: Makes the engine. It must not refer to what owns this object.
 
     Raises:
       ValueError: The start was refused; or whatever else `start` raises.
     """
 
     def __init__(self, start: Callable[[], Started]) -> None:
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Of all requests that were taken. Who comes once it is over is refused: nobody looks into
-        # the inbox any more.
-        self._sinks: dict[int, Sink] = {}
-        self._is_over, self._taking = False, threading.Lock()
-        self._fault: Exception | None = None
-        self._is_ready = threading.Event()
+        self._pid, self._loop = os.getpid(), _Loop()
         self._thread = threading.Thread(
-            target=self._run, args=(start,), name="tandem-engine", daemon=True
+            target=self._loop.run, args=(start,), name="tandem-engine", daemon=True
         )
+        release = (_release, self._loop, self._thread, self._pid)
+        self._unclosed = weakref.finalize(self, *release)
         self._thread.start()
-        self._is_ready.wait()
-        if self._fault is not None:
-            raise self._fault
+        started = self._loop.started.get()
+        if isinstance(started, BaseException):
+            self._unclosed.detach()
+            raise started
+        self.facts, self.tokenizer = started
+
+    def __del__(self) -> None:
+        unclosed = getattr(self, "_unclosed", None)
+        if unclosed is not None and unclosed.alive and self.is_own:
+            warnings.warn("an LLM was not closed; use `with` or close()", ResourceWarning, 2)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the engine runs in this process, and not in the one that it was forked from."""
+        return os.getpid() == self._pid
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose end nobody has heard of yet."""
+        return len(self._loop.sinks)
+
+    def check_process(self) -> None:
+        """Raises a RuntimeError in a process that was forked from the engine's."""
+        if not self.is_own:
+            raise RuntimeError(
+                f"the engine runs in process {self._pid}, and process {os.getpid()} was forked "
+                "from it: make the LLM in the process that uses it, or start processes by spawn"
+            )
 
     def add(self, request: Request, sink: Sink) -> None:
         """Takes a request in; `sink` is called on the engine's thread.
 
         Raises:
-          RuntimeError: The engine has ended.
+          RuntimeError: The engine has ended, or runs in another process.
         """
-        with self._taking:
-            if self._is_over:
-                raise RuntimeError("the engine has ended") from self._fault
-            self._sinks[request.request_id] = sink
-        self._inbox.put(lambda: self._add(request))
+        self.check_process()
+        self._loop.add(request, sink)
 
     def finish(self, request_id: int, num_tokens: int) -> None:
         """Ends a request whose text was found to stop after so many tokens; no event follows."""
-        self._inbox.put(lambda: self._finish(request_id, num_tokens))
+        self._loop.inbox.put(partial(self._loop.finish, request_id, num_tokens))
 
     def abort(self, request_id: int) -> None:
-        """Ends a request that nobody waits for; no event follows."""
-        self._inbox.put(lambda: self._abort(request_id))
+        """Ends a request that nobody waits for; no event follows. A forked process has none."""
+        if self.is_own:
+            self._loop.inbox.put(partial(self._loop.abort, request_id))
 
     def close(self) -> None:
-        """Ends every request and the engine; a second call does nothing."""
-        self._inbox.put(None)
+        """Ends every request and the engine; a second call does nothing.
+
+        Raises:
+          RuntimeError: The engine runs in another process.
+        """
+        self.check_process()
+        self._unclosed.detach()
+        self._loop.inbox.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _run(self, start: Callable[[], Started]) -> None:
+
+def _release(loop: _Loop, thread: threading.Thread, pid: int) -> None:
+    """Ends an engine that nobody has closed; a forked process leaves it alone."""
+    if os.getpid() != pid:
+        return
+    loop.inbox.put(None)
+    if threading.current_thread() is not thread:
+        thread.join(RELEASE_WAIT_S)
+
+
+class _Loop:
+    """The work of the engine's thread.
+
+    Attributes:
+      inbox: Calls to make between two steps; None ends the engine.
+      started: Gets the facts and the tokenizer, or the error of the start.
+    """
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.started: queue.SimpleQueue[tuple[ModelFacts, Tokenizer | None] | BaseException]
+        self.started = queue.SimpleQueue()
+        # Of all requests that were taken. Who comes once it is over is refused: nobody looks into
+        # the inbox any more.
+        self.sinks: dict[int, Sink] = {}
+        self._is_over, self._taking = False, threading.Lock()
+        self._fault: Exception | None = None
+
+    def add(self, request: Request, sink: Sink) -> None:
+        """Takes a request in, on any thread; see `EngineThread.add`."""
+        with self._taking:
+            if self._is_over:
+                raise RuntimeError("the engine has ended") from self._fault
+            self.sinks[request.request_id] = sink
+        self.inbox.put(partial(self._add, request))
+
+    def run(self, start: Callable[[], Started]) -> None:
+        """Starts the engine and drives it until it is to end."""
         try:
             started = start()
-        except Exception as error:  # whatever it is, the caller's constructor raises it
-            self._fault = error
+        except BaseException as error:  # whatever it is, the caller's constructor raises it
+            self.started.put(error)
             return
-        finally:
-            self._is_ready.set()
         self._engine, self._grammars = started.engine, started.grammars
+        self.started.put((started.facts, started.tokenizer))
+        del started  # of an engine that has ended nothing stays
         try:
             while self._take_messages():
                 self._step()
         except Exception as error:  # a failure of the engine is every request's
             self._fault = error
         self._end()
+        del self._engine, self._grammars
+        heap.sweep()
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        """Ends a request; see `EngineThread.finish`."""
+        self.sinks.pop(request_id, None)
+        self._engine.finish(request_id, num_tokens)
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; see `EngineThread.abort`."""
+        self.sinks.pop(request_id, None)
+        if self._grammars is None or not self._grammars.drop(request_id):
+            self._engine.abort(request_id)
 
     def _take_messages(self) -> bool:
         """Does what was asked since the last step; whether the engine is to go on."""
@@ -104,7 +196,7 @@ class EngineThread:
         timeout = 0.0 if self._engine.busy else COMPILING_WAIT_S if is_compiling else None
         while True:
             try:
-                message = self._inbox.get(timeout != 0.0, timeout)
+                message = self.inbox.get(timeout != 0.0, timeout)
             except queue.Empty:
                 return True
             if message is None:
@@ -119,9 +211,9 @@ class EngineThread:
         if not self._engine.busy:
             return
         for event in self._engine.step():
-            if (sink := self._sinks.get(event.request_id)) is not None:
+            if (sink := self.sinks.get(event.request_id)) is not None:
                 if event.finish_reason is not None:
-                    del self._sinks[event.request_id]
+                    del self.sinks[event.request_id]
                 sink(event)
 
     def _add(self, request: Request) -> None:
@@ -136,25 +228,16 @@ class EngineThread:
                 raise refusal
             self._engine.add(request)
         except Refusal as error:
-            self._sinks.pop(request.request_id)(error)
-
-    def _finish(self, request_id: int, num_tokens: int) -> None:
-        self._sinks.pop(request_id, None)
-        self._engine.finish(request_id, num_tokens)
-
-    def _abort(self, request_id: int) -> None:
-        self._sinks.pop(request_id, None)
-        if self._grammars is None or not self._grammars.drop(request_id):
-            self._engine.abort(request_id)
+            self.sinks.pop(request.request_id)(error)
 
     def _end(self) -> None:
         with self._taking:
             self._is_over = True
         reason = RuntimeError("the engine has ended")
         reason.__cause__ = self._fault
-        for sink in self._sinks.values():
+        for sink in self.sinks.values():
             sink(reason)
-        self._sinks.clear()
+        self.sinks.clear()
         if self._grammars is not None:
             self._grammars.close()
         self._engine.close()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
-from numbers import Integral
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Self
 
 from rich.console import Console
@@ -14,16 +14,17 @@ from rich.console import Console
 from shared.engine.checks import check
 from shared.engine.request import Request
 from shared.offline.answer import Answer, ReadPrompt, Stream
-from shared.offline.conversations import Message, for_template, read_functions
+from shared.offline.conversations import for_template, read_functions, read_tools
 from shared.offline.engine_thread import EngineThread, Started
+from shared.offline.options import python_words, read_options
 from shared.offline.params import SamplingParams
+from shared.offline.prompts import Message, is_message, listed_chats, listed_prompts, not_a_prompt
 from shared.offline.results import RequestOutput
-from shared.options.command_line import parse
-from shared.options.flags import ConfigError, spelling
-from shared.options.observing import ObservingOptions
-from shared.options.server import ServerOptions
+from shared.offline.values import as_json, items_of, token_ids
+from shared.options.options import Options
 from shared.process import engines, heap, launch
 from shared.process.address import Listeners
+from shared.process.logs import log
 from shared.process.notes import start_notes
 from shared.process.ranks.starting import ranked_start
 from shared.process.start import Platform
@@ -39,14 +40,8 @@ from shared.text.forced_calls import arguments_schema
 from shared.text.grammar_worker import Calls, Wanted
 from shared.text.tokenizer import Detokenizer, Tokenizer, is_text
 
-Prompt = str | list[int]
-Params = SamplingParams | Sequence[SamplingParams] | None
-
-OF_A_SERVER = (
-    {item.name for part in (ServerOptions, ObservingOptions) for item in fields(part)}
-    | {"speculative_ngram_external_corpus_path"}
-) - {"sampling_defaults", "reasoning_parser", "tool_call_parser"}
-"""Options that mean nothing without the HTTP server."""
+Prompt = str | Iterable[int]
+Params = SamplingParams | Iterable[SamplingParams] | None
 
 
 class LLM:
@@ -56,14 +51,17 @@ class LLM:
     `page_size=64`), and are checked as they are. Texts are those of the server: speculation never
     changes them.
 
-    Methods may be called from several threads at once; their requests are served together.
+    Methods may be called from several threads at once; their requests are served together. A
+    process that is forked from this one cannot use the engine: its calls raise RuntimeError. An
+    engine that nobody closes ends when its `LLM` is freed, with a ResourceWarning.
 
     Args:
       model_path: Folder of a Hugging Face checkpoint; None: the model that ships.
-      **options: Any flag of the server but those of its listeners and its log.
+      **options: Any flag of the server but those of its listeners and its log. `log_level` is
+        "warning" where it is not given; "info" prints the progress of the start on stderr.
 
     Raises:
-      ValueError: What the server would refuse to start with; one sentence.
+      ValueError: An option is unknown or wrong, or the start is refused; one sentence.
     """
 
     PLATFORM: ClassVar[Platform]
@@ -72,29 +70,37 @@ class LLM:
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         if model_path is not None:
             options = {"model_path": model_path, **options}
-        self._options = parse(_command_line(options))
-        self._engine = EngineThread(self._start)
+        self._options = read_options(options)
+        start = partial(_start, self._options, self.PLATFORM, self.RANK_MODULE)
+        with python_words():
+            self._engine = EngineThread(start)
+        self._facts, self.tokenizer = self._engine.facts, self._engine.tokenizer
         self._names, self._ids = TokenNames(self.tokenizer), itertools.count(1)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        if self._engine.is_own:  # of a forked process it is not
+            self.close()
 
     def close(self) -> None:
-        """Ends what runs and frees the device's memory; a second call does nothing."""
+        """Ends what runs and frees the device's memory; a second call does nothing.
+
+        Raises:
+          RuntimeError: This process was forked from the engine's.
+        """
         self._engine.close()
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: Params = None,
     ) -> list[RequestOutput]:
         """Continues prompts, all of them together.
 
         Args:
-          prompts: A text, the token ids of one, or several of either.
+          prompts: A text, the token ids of one, or several of either; lists, arrays and generators.
           sampling_params: For all of them, or one for each; None: the model's defaults, until the
             model ends.
 
@@ -103,16 +109,18 @@ class LLM:
 
         Raises:
           ValueError: A prompt cannot be served; one sentence.
-          RuntimeError: The engine failed.
+          RuntimeError: The engine failed, or runs in the process that this one was forked from.
         """
-        return self._answers([self._read(prompt) for prompt in _listed(prompts)], sampling_params)
+        self._engine.check_process()
+        read = [self._read(prompt) for prompt in listed_prompts(prompts)]
+        return self._answers(read, sampling_params)
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
         sampling_params: Params = None,
         *,
-        tools: Sequence[dict[str, Any]] = (),
+        tools: Iterable[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers conversations, all of them together; the rest as `generate`.
@@ -122,13 +130,15 @@ class LLM:
           tools: What the model may call, in OpenAI's form; needs `tool_call_parser`.
           chat_template_kwargs: Values of the chat template's own variables.
         """
-        chats = [messages] if messages and isinstance(messages[0], dict) else messages
-        read = [self._read_chat(chat, tools, chat_template_kwargs or {}) for chat in chats]
+        self._engine.check_process()
+        listed = read_tools(tools)
+        variables = as_json(chat_template_kwargs or {}, "chat_template_kwargs")
+        read = [self._read_chat(chat, listed, variables) for chat in listed_chats(messages)]
         return self._answers(read, sampling_params)
 
     def stream(
         self,
-        prompt: Prompt | Sequence[Message],
+        prompt: Prompt | Iterable[Message],
         sampling_params: SamplingParams | None = None,
     ) -> Stream:
         """Answers a prompt or a conversation part by part.
@@ -137,40 +147,26 @@ class LLM:
           Gives a `Part` a step, in a `for` and in an `async for` alike; a loop that is left ends
           the request.
         """
-        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
-        read = self._read_chat(prompt, (), {}) if is_chat else self._read(prompt)
-        return self._begin(read, sampling_params or SamplingParams())
-
-    def _start(self) -> Started:
-        """On the engine's thread, which alone may touch the device."""
-        heap.unsettle()
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        of_ranks = (lambda: self.PLATFORM, self.RANK_MODULE)
-        with ranked_start(self._options, *of_ranks, lambda failure: None) as ranked:
-            start = ranked.prepare()
-            for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
-                console.print(note)
-            backend = launch.ready(start, ranked, console)
-            engine = engines.make_engine(backend, start.memory)
-            served = engines.with_checks(engine, backend, self._options.engine.shadow_check)
-        self._facts = launch.facts_of(start, self._options.server, Listeners([], []))
-        self.tokenizer = Tokenizer.from_folder(self._facts.model_folder)
-        end = self.tokenizer.end_id if self.tokenizer else None
-        self._facts = self._facts.with_end(end)
-        heap.settle()
-        return Started(served, start.grammars)
+        self._engine.check_process()
+        items = None if isinstance(prompt, str) else items_of(prompt)
+        if items and is_message(items[0]):
+            (chat,) = listed_chats(items)
+            read = self._read_chat(chat, [], {})
+        else:
+            read = self._read(prompt if items is None else items)
+        return self._begin(read, _checked(sampling_params))
 
     def _read(self, prompt: Any) -> ReadPrompt:
         if is_text(prompt):
             if self.tokenizer is None:
                 raise ValueError("the model folder has no tokenizer.json: give token ids")
             return ReadPrompt(self.tokenizer.encode(prompt), prompt, None)
-        if isinstance(prompt, str | bytes) or not all(map(_is_id, found := _items(prompt))):
-            raise ValueError(f"a prompt must be a text or a list of token ids, got {prompt!r:.60}")
-        return ReadPrompt(list(map(int, found)), "", None)
+        if (ids := token_ids(prompt)) is None:
+            raise ValueError(not_a_prompt(prompt))
+        return ReadPrompt(ids, "", None)
 
     def _read_chat(
-        self, messages: Any, tools: Sequence[dict[str, Any]], arguments: dict[str, Any]
+        self, messages: list[Message], tools: list[dict[str, Any]], variables: dict[str, Any]
     ) -> ReadPrompt:
         if self.tokenizer is None or self.tokenizer.templates is None:
             raise ValueError("the model folder has no chat template: use generate")
@@ -178,19 +174,12 @@ class LLM:
             raise ValueError("tools need the option tool_call_parser")
         functions = read_functions(tools)
         written = list(map(for_template, messages))
-        text = self.tokenizer.render_chat(Conversation(written, list(tools), arguments))
+        text = self.tokenizer.render_chat(Conversation(written, tools, variables))
         tokens = self.tokenizer.encode_more(text)
         return ReadPrompt(tokens, text, self._facts.reasoning_parser, functions)
 
-    def _answers(self, prompts: Sequence[ReadPrompt], given: Params) -> list[RequestOutput]:
-        params = (
-            given if isinstance(given, Sequence) else [given or SamplingParams()] * len(prompts)
-        )
-        if len(params) != len(prompts):
-            raise ValueError(
-                f"sampling_params must be one for all or one for each of {len(prompts)} prompts, "
-                f"got {len(params)}"
-            )
+    def _answers(self, prompts: list[ReadPrompt], given: Params) -> list[RequestOutput]:
+        params = _listed_params(given, len(prompts))
         begun: list[Stream] = []
         try:
             for prompt, each in zip(prompts, params, strict=True):
@@ -205,7 +194,8 @@ class LLM:
         sampling = make_sampling(params, len(prompt.tokens), self._facts)
         calls = self._calls(prompt, params)
         sampling = replace(sampling, grammar=_grammar(prompt, params, calls))
-        check(prompt.tokens, sampling, self._facts.limits)
+        with python_words():
+            check(prompt.tokens, sampling, self._facts.limits)
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         answers = []
         for index in range(params.n):
@@ -250,38 +240,49 @@ class LLM:
         )
 
 
-def _command_line(options: dict[str, Any]) -> list[str]:
-    """The options as the server's command line, which is checked as a whole.
-
-    Raises:
-      ConfigError: One belongs to the HTTP server.
-    """
-    words = []
-    for name, value in options.items():
-        if name in OF_A_SERVER:
-            raise ConfigError(f"{name} is an option of the HTTP server; leave it out")
-        if value is True:
-            words.append(spelling(name))
-        elif value is not None and value is not False:
-            words.append(f"{spelling(name)}={value}")
-    return words
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Several prompts, where one was given too."""
-    if isinstance(prompts, str | bytes) or any(map(_is_id, _items(prompts)[:1])):
-        return [prompts]  # pyright: ignore[reportReturnType]  # a list of ids is one prompt
-    return prompts  # pyright: ignore[reportReturnType]
+def _start(options: Options, platform: Platform, rank_module: str | None) -> Started:
+    """Starts an engine, on the thread that alone may touch the device."""
+    heap.unsettle()
+    level = options.observing.log_level
+    log.setLevel(level.upper())
+    is_quiet = level not in ("debug", "info")
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=is_quiet)
+    with ranked_start(options, lambda: platform, rank_module, lambda failure: None) as ranked:
+        start = ranked.prepare()
+        for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
+            console.print(note)
+        backend = launch.ready(start, ranked, console)
+        engine = engines.make_engine(backend, start.memory)
+        served = engines.with_checks(engine, backend, options.engine.shadow_check)
+    facts = launch.facts_of(start, options.server, Listeners([], []))
+    tokenizer = Tokenizer.from_folder(facts.model_folder)
+    facts = facts.with_end(tokenizer.end_id if tokenizer else None)
+    heap.settle()
+    return Started(served, start.grammars, facts, tokenizer)
 
 
-def _items(prompt: Any) -> list[Any]:
-    """What a prompt or several are a list of, or an array; something that is no id, otherwise."""
-    return list(prompt) if isinstance(prompt, Iterable) else [None]
+def _checked(params: Any) -> SamplingParams:
+    """The parameters of a prompt, checked again: their fields may have been set since."""
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be SamplingParams, got {params!r:.60}")
+    return replace(params)
 
 
-def _is_id(value: Any) -> bool:
-    """Whether it may be a token's id: a whole number, one of an array too."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
+def _listed_params(given: Params, count: int) -> list[SamplingParams]:
+    """The parameters of each of some prompts."""
+    if given is None or isinstance(given, SamplingParams):
+        return [_checked(given)] * count
+    items = items_of(given)
+    if items is None:
+        raise ValueError(f"sampling_params must be SamplingParams or a list, got {given!r:.60}")
+    if len(items) != count:
+        raise ValueError(
+            f"sampling_params must be one for all or one for each of {count} prompts, "
+            f"got {len(items)}"
+        )
+    return list(map(_checked, items))
 
 
 def _grammar(prompt: ReadPrompt, params: SamplingParams, calls: Calls | None) -> str | None:

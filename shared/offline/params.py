@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
+from shared.offline.values import as_json, items_of, number, token_ids, truth, whole_number
 from shared.text.grammar_worker import Form
 from shared.text.tokenizer import is_text
 
@@ -31,30 +32,8 @@ BOUNDS = {
 _WHOLE = {"n", "top_k", "seed"} | {name for name in BOUNDS if "tokens" in name or "logp" in name}
 _ABOVE = {"top_p"}  # their lowest value is none itself
 _BIAS = 100  # of a token, either way
-
-
-def _is_some_text(value: Any) -> bool:
-    return is_text(value) and bool(value)
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_some_text, value))
-
-
-class _Kind(NamedTuple):
-    """A kind of form: its own name, what its value is, and whether a value is that."""
-
-    name: str
-    noun: str
-    takes: Callable[[Any], bool]
-
-
-_FORMS = {
-    "json": _Kind("schema", "an object", lambda value: isinstance(value, dict)),
-    "regex": _Kind("regex", "a text", _is_some_text),
-    "choice": _Kind("choice", "a list of texts", _are_texts),
-    "grammar": _Kind("lark", "a text", _is_some_text),
-}
+_FORMS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""Fields of `structured_outputs`, and the kind of form that each names."""
 
 
 @dataclass(kw_only=True)
@@ -108,43 +87,33 @@ class SamplingParams:
     trace: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in BOUNDS.items():
-            value = getattr(self, name)
-            is_in = _is_number(value, name in _WHOLE, low, high)
-            if value is not None and (not is_in or (name in _ABOVE and value == low)):
-                noun = "a whole number" if name in _WHOLE else "a number"
-                begin = "above" if name in _ABOVE else "from"
-                reason = f"must be {noun} {begin} {low} to {high}, got {value!r:.60}"
-                raise ValueError(f"{name} {reason}")
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        self.stop, self.logit_bias = self.stop or [], self.logit_bias or {}
+        self.n = 1 if self.n is None else self.n
+        for name in BOUNDS:
+            setattr(self, name, _bounded(name, getattr(self, name)))
         for name in ("ignore_eos", "trace"):
-            if not isinstance(value := getattr(self, name), bool | None):
+            if (value := getattr(self, name)) is not None and truth(value) is None:
                 raise ValueError(f"{name} must be true or false, got {value!r:.60}")
-        if self.stop and not _are_texts(self.stop):
-            raise ValueError("stop must be a list of texts, none of them empty")
-        if not all(_is_number(each, True, 0, _MOST) for each in self.stop_token_ids or ()):
-            raise ValueError("stop_token_ids must be a list of token ids")
-        if not all(_is_number(each, True, 0, _MOST) for each in self.logit_bias):
-            raise ValueError("logit_bias must have token ids as its keys")
-        if not all(_is_number(each, False, -_BIAS, _BIAS) for each in self.logit_bias.values()):
-            raise ValueError(f"logit_bias must have numbers from -{_BIAS} to {_BIAS}")
-        _ = self.form  # what cannot be read is refused here, not at the first prompt
+            setattr(self, name, None if value is None else truth(value))
+        if self.stop is None or isinstance(self.stop, str):
+            self.stop = [] if self.stop is None else [self.stop]
+        if (stop := _texts(self.stop)) is None:
+            raise ValueError(
+                f"stop must be a list of texts, none of them empty, got {self.stop!r:.60}"
+            )
+        self.stop = stop
+        if self.stop_token_ids is not None:
+            self.stop_token_ids = _stop_token_ids(self.stop_token_ids)
+        self.logit_bias = _bias({} if self.logit_bias is None else self.logit_bias)
+        if self.structured_outputs is not None:
+            self.structured_outputs = _structured(self.structured_outputs)
 
     @property
     def form(self) -> Form | None:
         """What the answer is held to."""
         if self.structured_outputs is None:
             return None
-        given = self.structured_outputs
-        if not isinstance(given, dict) or len(given) != 1 or not given.keys() <= _FORMS.keys():
-            raise ValueError(f"structured_outputs must have one of {', '.join(_FORMS)}")
-        ((name, value),) = given.items()
-        kind = _FORMS[name]
-        if not kind.takes(value):
-            raise ValueError(f"structured_outputs: {name} must be {kind.noun}, got {value!r:.60}")
-        return Form(kind=kind.name, value=value)
+        ((name, value),) = self.structured_outputs.items()
+        return Form(kind=_FORMS[name], value=value)
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
@@ -167,7 +136,72 @@ class SamplingParams:
         return self.max_draft_tokens
 
 
-def _is_number(value: Any, is_whole: bool, low: float, high: float) -> bool:
-    """Whether a value is a number within bounds; true and false are none."""
-    kinds = (int,) if is_whole else (int, float)
-    return type(value) in kinds and low <= value <= high
+def _bounded(name: str, value: Any) -> int | float | None:
+    """Returns the number of a field, which is within its bounds."""
+    if value is None:
+        return None
+    low, high = BOUNDS[name]
+    found = whole_number(value) if name in _WHOLE else number(value)
+    if found is None or not low <= found <= high or (name in _ABOVE and found == low):
+        noun = "a whole number" if name in _WHOLE else "a number"
+        begin = "above" if name in _ABOVE else "from"
+        reason = f"must be {noun} {begin} {low} to {high}, got {value!r:.60}"
+        raise ValueError(f"{name} {reason}")
+    return found
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """Returns the items of a list, or of a set, whose order has no meaning here."""
+    return sorted(value, key=str) if isinstance(value, Set) else items_of(value)
+
+
+def _texts(value: Any) -> list[str] | None:
+    """Returns a list of texts of which none is empty; None for anything else."""
+    items = _listed(value)
+    return list(map(str, items)) if items is not None and all(map(_is_some_text, items)) else None
+
+
+def _is_some_text(value: Any) -> bool:
+    return is_text(value) and bool(value)
+
+
+def _stop_token_ids(value: Any) -> list[int]:
+    ids = token_ids(_listed(value))
+    if ids is None or not all(0 <= each <= _MOST for each in ids):
+        raise ValueError(f"stop_token_ids must be a list of token ids, got {value!r:.60}")
+    return ids
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """Returns what is added to logits, by token."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"logit_bias must be a mapping from token ids, got {given!r:.60}")
+    found = {}
+    for key, value in given.items():
+        token, bias = whole_number(key), number(value)
+        if token is None or not 0 <= token <= _MOST:
+            raise ValueError(f"logit_bias must have token ids as its keys, got {key!r:.60}")
+        if bias is None or not -_BIAS <= bias <= _BIAS:
+            raise ValueError(
+                f"logit_bias must have numbers from -{_BIAS} to {_BIAS}, got {value!r:.60}"
+            )
+        if found.setdefault(token, bias) != bias:
+            raise ValueError(f"logit_bias has token {token} twice")
+    return found
+
+
+def _structured(given: Any) -> dict[str, Any]:
+    """Returns the field of a form and its value, as JSON has it."""
+    if not isinstance(given, Mapping) or len(given) != 1 or not given.keys() <= _FORMS.keys():
+        raise ValueError(f"structured_outputs must have one of {', '.join(_FORMS)}")
+    ((name, value),) = given.items()
+    if name == "json":
+        noun = "an object"
+        found = as_json(value, "structured_outputs: json") if isinstance(value, Mapping) else None
+    elif name == "choice":
+        noun, found = "a list of texts", _texts(value) or None
+    else:
+        noun, found = "a text", str(value) if _is_some_text(value) else None
+    if found is None:
+        raise ValueError(f"structured_outputs: {name} must be {noun}, got {value!r:.60}")
+    return {name: found}

@@ -17,3 +17,9 @@ def unsettle() -> None:
     """Lets go of what a start before left behind, for one that follows in the same process."""
     gc.unfreeze()
     gc.collect()
+
+
+def sweep() -> None:
+    """Frees an engine that has ended, and keeps what else exists out of the collector's sight."""
+    unsettle()
+    gc.freeze()

@@ -2,7 +2,15 @@
 
 import pytest
 
-from shared.offline.conversations import for_template, read_functions
+from shared.offline.conversations import (
+    FIELDS,
+    PLAIN_FIELDS,
+    ROLES,
+    for_template,
+    read_functions,
+    read_tools,
+)
+from shared.server.messages import AssistantMessage, PlainMessage, ToolMessage
 from shared.server.openai_types import ChatPrompt
 from shared.server.prompts import conversation_of
 
@@ -41,6 +49,13 @@ def test_arguments_of_a_call_may_be_an_object():
             {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"},
             "a message has reasoning_content and reasoning that differ; give one",
         ),
+        ({"role": "user", "content": 5}, "content must be a text or a list of text parts, got 5"),
+        ({"role": "user", "content": [{"type": "text"}]}, "a part of type 'text' must have a text"),
+        ({"role": "user", "content": "a", "contnet": "b"}, "has the unknown field 'contnet'"),
+        ({"role": "assistant", "content": "a", "refusal": "b"}, "refusal of a message is not sup"),
+        ({"role": "assistant", "tool_calls": "a"}, "tool_calls must be a list of calls, got 'a'"),
+        ({"role": "assistant", "tool_calls": [{}]}, "a call must have a function with a name"),
+        ({"role": "user", "content": {"a"}}, "a message has a value of type set"),
     ],
 )
 def test_what_nobody_says_is_refused_in_a_sentence(message, sentence):
@@ -52,3 +67,21 @@ def test_a_tool_is_a_function_with_a_name():
     for tool in ({}, {"function": {}}, "weather"):
         with pytest.raises(ValueError, match="a tool must have a function with a name"):
             read_functions([tool])
+
+
+def test_fields_of_messages_are_those_of_the_server():
+    models = {"assistant": AssistantMessage, "tool": ToolMessage}
+    for role in ROLES:
+        wanted = models.get(role, PlainMessage).model_fields.keys()
+        assert set(FIELDS.get(role, PLAIN_FIELDS)) == set(wanted)
+
+
+def test_parts_and_tools_may_come_in_any_list():
+    parts = ({"type": "text", "text": "a"},)
+    assert for_template({"role": "user", "content": parts})["content"] == list(parts)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"required": ("a",)}}}
+    wanted = [{"type": "function", "function": {"name": "f", "parameters": {"required": ["a"]}}}]
+    assert read_tools(iter([tool])) == wanted == read_tools((tool,))
+    assert read_tools(None) == []
+    with pytest.raises(ValueError, match="tools must be a list of tools, got {'type'"):
+        read_tools(tool)

@@ -18,7 +18,7 @@ class Engine:
     def __init__(self) -> None:
         self.is_adding, self.may_add = threading.Event(), threading.Event()
         self.is_ending, self.may_end = threading.Event(), threading.Event()
-        self.thread = EngineThread(lambda: Started(cast(Any, self), None))
+        self.thread = EngineThread(lambda: Started(cast(Any, self), None, cast(Any, None), None))
 
     def add(self, request: Request) -> None:
         self.thread.close()  # on the engine's own thread it asks for the end, and does not wait

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_impl import LLM as JaxLLM
-from shared.offline.llm import OF_A_SERVER
+from shared.offline.options import OF_A_SERVER
 from shared.options.flags import ConfigError
 from shared.options.options import DEFAULT_MODEL
 from tests.support.http_fixtures import serving
@@ -79,6 +79,35 @@ def test_ids_may_come_in_an_array(llm):
     assert one.text == wanted[0].text
 
 
+def test_prompts_of_a_generator_all_have_results(llm):
+    short = SamplingParams(temperature=0, max_tokens=2)
+    texts = ["Tom has 3", "Ann buys 2"]
+    wanted = [each.text for each in llm.generate(texts, short)]
+    for given in (iter(texts), (text for text in texts), np.array(texts)):
+        assert [each.text for each in llm.generate(given, iter([short, short]))] == wanted
+    ids = llm.tokenizer.encode(texts[0])
+    assert (
+        llm.generate(iter(ids), short)[0].text
+        == wanted[0]
+        == llm.stream(iter(ids), short).result().text
+    )
+    told = llm.chat(QUESTION, short)[0].text
+    assert [each.text for each in llm.chat((iter(QUESTION) for _ in "ab"), short)] == [told, told]
+    assert llm.stream(iter(QUESTION), short).result().text == told
+
+
+def test_parameters_that_were_set_later_are_checked(llm):
+    asked = SamplingParams(temperature=0)
+    asked.max_tokens, asked.stop = np.int64(2), ("a",)
+    assert len(llm.generate("Tom has 3", asked)[0].outputs[0].token_ids) <= 2
+    asked.temperature = 3
+    with pytest.raises(ValueError, match="temperature must be a number from 0 to 2, got 3"):
+        llm.generate("Tom has 3", asked)
+    for wrong in ({"max_tokens": 3}, [{"max_tokens": 3}], 5):
+        with pytest.raises(ValueError, match="sampling_params must be SamplingParams"):
+            llm.generate("Tom has 3", wrong)
+
+
 def test_a_stream_adds_up_to_the_text_in_both_kinds_of_loop(llm):
     asked = SamplingParams(**SAMPLED, n=2)
     texts = [output.text for output in llm.chat(QUESTION, asked)[0].outputs]
@@ -97,7 +126,7 @@ def test_a_stream_that_is_left_ends_its_request(llm):
         break
     (answer,) = llm.chat(QUESTION, SamplingParams(**GREEDY))  # waits for the engine's next steps
     assert answer.outputs[0].finish_reason == "stop"
-    assert not llm._engine._sinks
+    assert not llm._engine.num_requests
 
 
 def test_results_tell_logprobs_stops_and_steps(llm):
@@ -159,7 +188,7 @@ def called(arguments):
         (lambda llm: llm.chat(called("[]")), "arguments of a call of 'f' must be an object"),
         (
             lambda llm: llm.chat(QUESTION, SamplingParams(structured_outputs={"regex": "a+"})),
-            "a grammar needs a server that was started with --grammar-backend llguidance",
+            'a grammar needs an LLM that was made with grammar_backend="llguidance"',
         ),
         (
             lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]),
@@ -204,15 +233,22 @@ def test_parameters_are_checked_when_they_are_made(fields, sentence):
     ("options", "sentence"),
     [
         ({"port": 8000}, "port is an option of the HTTP server"),
-        ({"page_size": 3}, "--page-size must be a power of two"),
-        ({"pagesize": 16}, "did you mean --page-size"),
-        ({"speculative_num_steps": 3}, "--speculative-num-steps needs a drafter"),
+        ({"page_size": 3}, "page_size must be a power of two"),
+        ({"pagesize": 16}, "did you mean page_size"),
+        ({"speculative_num_steps": 3}, "speculative_num_steps needs a drafter"),
         ({"model_path": "no/such/folder"}, "no/such/folder"),
     ],
 )
 def test_options_are_checked_as_the_flags_are(options, sentence):
     with pytest.raises(ValueError, match=sentence):
         LLM(**options)
+
+
+def test_a_start_prints_its_progress_only_if_asked(capfd):
+    with LLM(max_running_requests=1, context_length=64):
+        assert capfd.readouterr().err == ""
+    with LLM(max_running_requests=1, context_length=64, log_level="info"):
+        assert "programs are ready" in capfd.readouterr().err
 
 
 def test_every_option_of_the_server_alone_is_refused_by_name():
@@ -239,7 +275,7 @@ def test_calls_of_a_strict_function_are_held_to_it_or_refused(tmp_path):
     asked = SamplingParams(**GREEDY)
     with LLM(str(tmp_path), tool_call_parser="hermes", **OPTIONS) as llm:
         assert llm.chat(QUESTION, asked, tools=[tool])[0].text
-        with pytest.raises(ValueError, match="a grammar needs a server that was started with"):
+        with pytest.raises(ValueError, match="a grammar needs an LLM that was made with"):
             llm.chat(QUESTION, asked, tools=[strict])
 
 

@@ -1,0 +1,167 @@
+"""Options of `LLM`: the server's flags as Python names, checked by name and by type."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import Field, fields
+from typing import Any
+
+from shared.offline.values import number, truth, whole_number
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError, spelling
+from shared.options.not_served import NOT_SUPPORTED
+from shared.options.observing import ObservingOptions
+from shared.options.options import PARTS, Options
+from shared.options.server import ServerOptions
+from shared.text.tokenizer import is_text
+
+DEFAULT_LOG_LEVEL = "warning"
+"""Of a start in Python, which prints no progress then."""
+
+OF_A_SERVER = (
+    {item.name for part in (ServerOptions, ObservingOptions) for item in fields(part)}
+    | {"speculative_ngram_external_corpus_path"}
+) - {"sampling_defaults", "reasoning_parser", "tool_call_parser", "log_level"}
+"""Options that mean nothing without the HTTP server."""
+
+_NUMBERS_AS_TEXT = {"speculative_simulate_accept_length"}
+"""Options that are a text because a list of numbers can stand there as well."""
+
+_FIELDS: dict[str, Field[Any]] = {
+    item.name: item for part in PARTS.values() for item in fields(part)
+}
+
+
+def _python_name(flag: str) -> str:
+    """The option of a flag: `--page-size` is `page_size`."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
+_NAMES = {name: name for name in _FIELDS} | {
+    _python_name(alias): name
+    for name, item in _FIELDS.items()
+    for alias in item.metadata.get("aliases", ())
+}
+"""The option that each spelling names."""
+
+_UNSUPPORTED = {_python_name(flag): reason for flag, reason in NOT_SUPPORTED.items()}
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """The options of keyword arguments, which are checked as the command line is.
+
+    Raises:
+      ConfigError: A name is unknown or belongs to the HTTP server, or a value is wrong; one
+        sentence, in which options have their Python names.
+    """
+    values: dict[str, Any] = {"log_level": DEFAULT_LOG_LEVEL}
+    spelled: dict[str, str] = {}
+    for name, value in given.items():
+        option = _known(name, value)
+        if option is None or value is None:
+            continue
+        read = _read(name, _FIELDS[option], value)
+        if option in spelled and values[option] != read:
+            raise ConfigError(f"{spelled[option]} and {name} are one option; leave one out")
+        values[option], spelled[option] = read, name
+    with python_words():
+        return parse([*_words(values)])
+
+
+@contextmanager
+def python_words() -> Iterator[None]:
+    """Errors inside name options as Python does, where they name flags of a command line.
+
+    Raises:
+      ConfigError: In place of a ValueError whose sentence has flags.
+    """
+    try:
+        yield
+    except ValueError as error:
+        said = in_python(str(error))
+        if said == str(error):
+            raise
+        raise ConfigError(said) from error
+
+
+def in_python(sentence: str) -> str:
+    """A sentence with `page_size=16` in place of `--page-size 16`."""
+    found = re.sub(r"--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?", _option, sentence)
+    found = found.replace("a server that was started with", "an LLM that was made with")
+    return re.sub(r"\bflag(s?)\b", r"option\1", found)
+
+
+def _option(match: re.Match[str]) -> str:
+    """An option, with its value where one follows that it can have."""
+    name, value = _python_name(match[1]), match[2]
+    if value is None:
+        return name
+    item = _FIELDS.get(_NAMES.get(name, ""))
+    choices = () if item is None else item.metadata.get("choices", ())
+    if re.fullmatch(r"-?\d+(\.\d+)?", value):
+        return f"{name}={value}"
+    is_word = value in choices or (name == "speculative_algorithm" and value.isupper())
+    return f'{name}="{value}"' if is_word else f"{name} {value}"
+
+
+def _known(name: str, value: Any) -> str | None:
+    """The option of a name; None for one that is not supported, and that asks for nothing."""
+    if _NAMES.get(name) in OF_A_SERVER:
+        raise ConfigError(f"{name} is an option of the HTTP server; leave it out")
+    if name in _NAMES:
+        return _NAMES[name]
+    if name in _UNSUPPORTED:
+        if value is None or truth(value) is False:
+            return None
+        raise ConfigError(f"{name} is not supported: {in_python(_UNSUPPORTED[name])}")
+    names = sorted(name for name, option in _NAMES.items() if option not in OF_A_SERVER)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "docs/flags.md lists the options"
+    raise ConfigError(f"{name} is no option of LLM; {hint}")
+
+
+def _read(name: str, item: Field[Any], value: Any) -> Any:
+    """The value of an option, with the type that it must have."""
+    read, noun = _kind(item)
+    if (found := read(value)) is None:
+        raise ConfigError(f"{name} must be {noun}, got {value!r:.60}")
+    return found
+
+
+def _kind(item: Field[Any]) -> tuple[Callable[[Any], Any], str]:
+    """What reads a value of an option, or returns None; and the noun of what it reads."""
+    rules = item.metadata
+    if item.default is False:
+        return truth, "True or False"
+    if "low" in rules:
+        return (number, "a number") if "is_share" in rules else (whole_number, "a whole number")
+    if "is_path" in rules:
+        return _path, "a path"
+    if item.name in _NUMBERS_AS_TEXT:
+        return _text_or_number, "a number or a text"
+    return _text, "a text"
+
+
+def _text(value: Any) -> str | None:
+    return str(value) if is_text(value) else None
+
+
+def _path(value: Any) -> str | None:
+    return _text(os.fspath(value)) if isinstance(value, os.PathLike) else _text(value)
+
+
+def _text_or_number(value: Any) -> str | None:
+    return _text(value) if number(value) is None else str(number(value))
+
+
+def _words(values: Mapping[str, Any]) -> Iterator[str]:
+    """The options as words of the server's command line."""
+    for name, value in values.items():
+        if value is True:
+            yield spelling(name)
+        elif value is not False:
+            yield f"{spelling(name)}={value}"

@@ -1,0 +1,103 @@
+"""Options in Python are checked by name and by type, and errors have Python's words."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.offline.options import OF_A_SERVER, in_python, read_options
+from shared.options.flags import ConfigError
+from shared.options.not_served import NOT_SUPPORTED
+from shared.options.options import PARTS
+
+FIELDS = {
+    item.name: item
+    for part in PARTS.values()
+    for item in part.__dataclass_fields__.values()
+    if item.name not in OF_A_SERVER
+}
+UNSUPPORTED = [flag.removeprefix("--").replace("-", "_") for flag in NOT_SUPPORTED]
+
+
+def error_of(**options) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_options(options)
+    sentence = str(caught.value)
+    assert "--" not in sentence
+    assert "flag" not in sentence.replace("docs/flags.md", "")
+    return sentence
+
+
+@pytest.mark.parametrize("value", [None, False, True, 0, "", "x", np.bool_(False)], ids=repr)
+def test_an_unknown_name_is_an_error_whatever_its_value(value):
+    assert error_of(foo=value) == "foo is no option of LLM; docs/flags.md lists the options"
+    for name in ("speculative_adaptve", "disable_radix_cach", "page-size"):
+        near = name.replace("-", "_").replace("adaptve", "adaptive").replace("cach", "cache")
+        assert error_of(**{name: value}) == f"{name} is no option of LLM; did you mean {near}?"
+
+
+def test_an_unsupported_name_may_ask_for_nothing():
+    for name in UNSUPPORTED:
+        if name in FIELDS or name in OF_A_SERVER:
+            continue
+        for value in (None, False, np.bool_(False)):
+            assert read_options({name: value}) == read_options({})
+        for value in (True, 0, "", "x"):
+            assert error_of(**{name: value}).startswith(f"{name} is not supported: ")
+
+
+@pytest.mark.parametrize("name", sorted(FIELDS))
+def test_a_value_of_another_type_is_an_error(name):
+    wrong = [[], {}, object(), b"x", True, False, 1.5, 5, "x"]
+    item = FIELDS[name]
+    noun, right = "(a text|a path|a number or a text)", (str,)
+    if item.default is False:
+        noun, right = "True or False", (bool,)
+    elif "low" in item.metadata:
+        is_share = "is_share" in item.metadata
+        noun, right = ("a number", (int, float)) if is_share else ("a whole number", (int,))
+    elif name == "speculative_simulate_accept_length":
+        right = (str, int, float)
+    for value in wrong:
+        if type(value) not in right:
+            assert error_of(**{name: value}).startswith(f"{name} must be ")
+            with pytest.raises(ConfigError, match=f"{name} must be {noun}, got "):
+                read_options({name: value})
+    assert read_options({name: None}) == read_options({})
+
+
+def test_values_of_numpy_and_pathlib_are_values():
+    given = {"page_size": np.int64(32), "mem_fraction_static": np.float32(0.5)}
+    read = read_options({**given, "disable_radix_cache": np.bool_(True), "model": Path("m")})
+    assert (read.engine.page_size, read.engine.mem_fraction_static) == (32, 0.5)
+    assert read.engine.disable_radix_cache
+    assert read.model.model_path == "m"
+    drafting = {"speculative_algorithm": "NEXTN", "speculative_simulate_accept_length": 2.5}
+    assert read_options(drafting).speculative.speculative_simulate_accept_length == "2.5"
+
+
+def test_other_spellings_are_those_of_the_command_line():
+    assert read_options({"tensor_parallel_size": 2}).ranks.tp_size == 2
+    assert read_options({"tp_size": 2, "tp": 2}).ranks.tp_size == 2
+    assert error_of(tp_size=2, tp=4) == "tp_size and tp are one option; leave one out"
+
+
+def test_a_start_in_python_is_quiet_unless_asked():
+    assert read_options({}).observing.log_level == "warning"
+    assert read_options({"log_level": "info"}).observing.log_level == "info"
+    assert error_of(log_level="loud").startswith("log_level must be one of debug, info")
+
+
+@pytest.mark.parametrize(
+    ("sentence", "wanted"),
+    [
+        ("--tp must be 1, got 3; --x is no flag", "tp must be 1, got 3; x is no option"),
+        ("give --accept-rule rejection.", 'give accept_rule="rejection".'),
+        ("`--page-size 3` is not supported", "`page_size=3` is not supported"),
+        ("add --speculative-algorithm NEXTN or leave the flag out",
+         'add speculative_algorithm="NEXTN" or leave the option out'),
+        ("one well-known word -- and a dash - stay", "one well-known word -- and a dash - stay"),
+    ],
+)  # fmt: skip
+def test_sentences_about_flags_have_the_names_of_python(sentence, wanted):
+    assert in_python(sentence) == wanted
