@@ -22,6 +22,7 @@ from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.fp8_words import InWords
 from shared.models.parameters import Parameter, parameters
+from shared.models.tied import as_stored
 
 FOLDER = "orbax"
 EXIT_REFUSED = 2
@@ -55,6 +56,10 @@ class OrbaxCheckpoint:
     def has_tower(self) -> bool:
         """Never: a folder of Orbax is made of the text model alone."""
         return False
+
+    def unties(self, config: ModelConfig) -> bool:
+        """Whether there is an LM head of its own, though the config ties it."""
+        return config.tied and "lm_head" in self._arrays
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
         """How many stored bytes loading these parameters reads."""
@@ -135,8 +140,8 @@ def convert(source: Path, target: Path) -> None:
     Raises:
       ValueError: The source cannot be loaded, or the target is there already; one sentence.
     """
-    config = config_from_folder(source)
     opened = checkpoint.open_checkpoint(source)
+    config = as_stored(config_from_folder(source), opened)
     with_mtp = config.has_mtp and opened.has_mtp
     opened.check(config, with_mtp)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

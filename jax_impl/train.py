@@ -41,6 +41,7 @@ from shared.models.checkpoint import open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict, config_from_folder
 from shared.models.fields import Json, is_number, read_json
+from shared.models.tied import as_stored
 
 EXIT_REFUSED = 2
 POSITIVE = (
@@ -247,7 +248,8 @@ def balance_weight(config_json: Json) -> float:
 
 def _train_head(given: argparse.Namespace) -> None:
     """What can be refused is, before the target answers: that may take hours."""
-    config, stored = config_from_folder(given.target), open_checkpoint(given.target)
+    stored = open_checkpoint(given.target)
+    config = as_stored(config_from_folder(given.target), stored)
     check_drafted_for(config)
     mark = outputs.fingerprint(stored)
     if given.draft == "mtp":

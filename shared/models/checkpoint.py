@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from jaxtyping import Shaped, UInt8
 
@@ -25,22 +24,19 @@ from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, Source, parameters
 from shared.models.pieces import within
 from shared.models.safetensors_file import CheckpointError, contents, open_file
+from shared.models.stored_tensor import (
+    DTYPES,
+    UNNEEDED,
+    check_stored,
+    missing_scales,
+    without_prefix,
+)
+from shared.models.tied import EMBEDDING, LM_HEAD, has_own_head
 from shared.models.vision import TENSORS
 
 Array = Shaped[np.ndarray, "..."]
 Weights = dict[str, Array]
 
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-"""What released checkpoints put before the names used here; the first that fits is cut off."""
-
-IGNORED = (TENSORS, "vision_tower.", "multi_modal_projector.", "rotary_emb.inv_freq")
-"""Parts of names of tensors that a text model does without."""
-
-DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
 LARGE = 1 << 27
 """Numbers above which a tensor, such as an embedding, is read some rows at a time."""
 
@@ -61,10 +57,11 @@ class Checkpoint:
         self._slices: dict[str, Any] = {}
         self._handles = [open_file(path) for path in files]
         self._owners: dict[str, _Owner] = {}
+        self._has_own_head: bool | None = None
         self._contents: dict[Path, tuple[dict[str, Any], int]] = {}
         for handle, path in zip(self._handles, files, strict=True):
             for stored in handle.keys():  # noqa: SIM118 - the handle is no mapping
-                name = _without_prefix(stored)
+                name = without_prefix(stored)
                 if name in self._owners:
                     raise CheckpointError(f"the tensor {name} is stored twice in the checkpoint")
                 self._owners[name] = _Owner(handle, path, stored)
@@ -143,17 +140,27 @@ class Checkpoint:
         if with_mtp and not self.has_mtp:
             raise CheckpointError("the checkpoint has no mtp.* tensors, so it cannot draft NEXTN")
         self.check_parameters(wanted := parameters(config, with_mtp))
+        if self.unties(config):
+            raise CheckpointError(
+                f"the tensor {LM_HEAD} differs from {EMBEDDING}, and config.json ties them; "
+                "set tie_word_embeddings to false"
+            )
         spare = [f"layers.{config.num_layers + i}." for i in range(config.spare_layers)]
         unused = tuple(spare if with_mtp else ["mtp.", *spare])
         for name in sorted(self._owners.keys() - self.known(wanted)):
-            tied_head = config.tied and name == "lm_head.weight"
-            left_out = name.startswith(unused) or any(part in name for part in IGNORED)
-            if tied_head or left_out or self._is_of_activations(name):
+            left_out = name.startswith(unused) or any(part in name for part in UNNEEDED)
+            if name in self._of_tied_head(config) or left_out or self._is_of_activations(name):
                 continue
             raise CheckpointError(
                 f"the tensor {name} has no place in a {config.name} model; "
                 "use a checkpoint without it"
             )
+
+    def unties(self, config: ModelConfig) -> bool:
+        """Whether the files have an LM head of its own, though the config ties it."""
+        if config.tied and self._has_own_head is None:
+            self._has_own_head = has_own_head(config, self)
+        return config.tied and bool(self._has_own_head)
 
     def check_parameters(self, wanted: Sequence[Parameter]) -> None:
         """Checks presence, dtype and shape of every tensor that these parameters need.
@@ -324,6 +331,10 @@ class Checkpoint:
         """The tensor that holds the scales of another, if that is FP8."""
         return next((f"{name}{end}" for end in fp8.SCALES if self.has(f"{name}{end}")), None)
 
+    def _of_tied_head(self, config: ModelConfig) -> Collection[str]:
+        """The LM head that repeats the embedding, and its scales."""
+        return {LM_HEAD, *(f"{LM_HEAD}{end}" for end in fp8.SCALES)} if config.tied else ()
+
     def _is_of_activations(self, name: str) -> bool:
         """Whether a tensor holds scales of what an FP8 weight is multiplied with."""
         module, _, last = name.rpartition(".")
@@ -354,26 +365,15 @@ class Checkpoint:
     def _check_source(self, source: Source) -> None:
         scale = self._scale_of(source.name)
         if scale is None:
-            self._check_stored(source.name, [source.shape], DTYPES)
+            header = self._header(source.name)
+            if header.get_dtype() == fp8.STORED and len(source.shape) > 1:
+                raise missing_scales(source.name)
+            check_stored(source.name, header, [source.shape], DTYPES)
             return
-        self._check_stored(source.name, [source.shape], (fp8.STORED,))
+        check_stored(source.name, self._header(source.name), [source.shape], (fp8.STORED,))
         if len(source.shape) < 2:
             raise CheckpointError(f"the tensor {scale} has no place beside one that is no matrix")
-        self._check_stored(scale, fp8.stored_shapes(source.shape), DTYPES)
-
-    def _check_stored(
-        self, name: str, shapes: Collection[tuple[int, ...]], dtypes: Collection[str]
-    ) -> None:
-        header = self._header(name)
-        got, dtype = tuple(header.get_shape()), header.get_dtype()
-        if got not in shapes:
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise CheckpointError(f"the tensor {name} has shape {list(got)}, expected {expected}")
-        if dtype not in dtypes:
-            raise CheckpointError(
-                f"the tensor {name} is stored as {dtype}; "
-                f"use a checkpoint in one of {', '.join(dtypes)}"
-            )
+        check_stored(scale, self._header(scale), fp8.stored_shapes(source.shape), DTYPES)
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -433,7 +433,3 @@ def weight_files(folder: Path) -> list[Path]:
             f"the shard {absent} is missing from the model folder {folder}; {lost}"
         )
     return list(paths.values())
-
-
-def _without_prefix(name: str) -> str:
-    return next((name[len(p) :] for p in PREFIXES if name.startswith(p)), name)

@@ -113,7 +113,7 @@ OLMO2 = ConfigClass(
     | {"vocab_size": 50304, "eos_token_id": 50279, "rms_norm_eps": 1e-5, "attention_bias": False},
 )
 OLMO3 = ConfigClass(
-    "Olmo3Config", OLMO2.fields | {"sliding_window": 4096, "layer_types": None}, theta=500000.0
+    "Olmo3Config", {**OLMO2.fields, "sliding_window": 4096, "layer_types": None}, theta=500000.0
 )
 MISTRAL = ConfigClass(
     "MistralConfig",
@@ -181,7 +181,7 @@ QWEN2 = ConfigClass(
     | _SLIDES
     | {"max_position_embeddings": 32768, "max_window_layers": 28, "layer_types": None},
 )
-QWEN3 = ConfigClass("Qwen3Config", QWEN2.fields | {"head_dim": 128, "attention_bias": False})
+QWEN3 = ConfigClass("Qwen3Config", {**QWEN2.fields, "head_dim": 128, "attention_bias": False})
 QWEN3_MOE = ConfigClass(
     "Qwen3MoeConfig",
     _declared(151936, 2048, 6144, 24, (32, 4))

@@ -24,6 +24,7 @@ from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, parameters
 from shared.models.pieces import Source
+from shared.models.tied import LM_HEAD
 from shared.models.tower import tower_parameters
 from shared.models.vision import TENSORS, VisionConfig
 
@@ -213,6 +214,10 @@ class DummyCheckpoint:
     def has(self, name: str) -> bool:
         """Whether a tensor is there."""
         return name in self.names
+
+    def unties(self, config: ModelConfig) -> bool:
+        """Whether there is an LM head of its own, though the config ties it."""
+        return config.tied and self.has(LM_HEAD)
 
     def tensor(self, name: str) -> Array:
         """One of the tensors of whole numbers."""

@@ -15,6 +15,7 @@ from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.models.active import active_numbers
+from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.models.sampling import SamplingDefaults
 from shared.options.options import Options
@@ -38,6 +39,11 @@ def start_notes(
     told = memory.settled.told
     if told.model.is_dummy:
         yield "the weights are dummies (--load-format dummy): the texts mean nothing"
+    if memory.blueprint.config.tied != config_from_folder(told.model.model_path).tied:
+        yield (
+            "lm_head.weight differs from the embedding and is used, although config.json ties the "
+            "two (tie_word_embeddings: true)"
+        )
     yield from tokenizer_notes(Path(told.model.model_path))
     yield from head_notes(told)
     yield from rank_notes(memory)

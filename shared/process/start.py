@@ -39,6 +39,7 @@ from shared.models.fp8_words import EXPERTS, InWords
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.ranks import local
 from shared.models.sampling import SamplingDefaults
+from shared.models.tied import as_stored
 from shared.models.tower import check_tower, tower_parameters
 from shared.models.vision import VisionConfig
 from shared.options.adaptive import read_candidates
@@ -67,6 +68,10 @@ class Weights(Protocol):
     @property
     def has_tower(self) -> bool:
         """Whether the files hold a vision tower."""
+        ...
+
+    def unties(self, config: ModelConfig) -> bool:
+        """Whether there is an LM head of its own, though the config ties it."""
         ...
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
@@ -182,6 +187,7 @@ def prepare(options: Options, platform: Platform) -> Start:
         checkpoint = _dummy(model, folder, find_vision(options, folder))
     else:
         checkpoint = platform.open_checkpoint(folder)
+    model = as_stored(model, checkpoint)
     stored = _open_draft(options, path, model) if path else None
     is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
     head_kind = kind_of(stored.names) if stored and not is_model else None
@@ -314,7 +320,7 @@ def _drafts(
     if stored is None or path is None:
         return Drafts.of_mtp(model) if draft.with_mtp else Drafts.none()
     if draft.drafts_with_a_model:
-        small = _small_config(options, path)
+        small = as_stored(_small_config(options, path), stored)
         stored.check(small, with_mtp=False)
         check_same_tokenizer(options.model.model_path, model, path, small)
         return Drafts.of_model(small)

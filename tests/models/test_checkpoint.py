@@ -11,6 +11,7 @@ from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.models.saving import save_checkpoint
+from shared.models.tied import as_stored
 from tests.support.tiny_models import EXPERTS, FAMILIES, tiny_config, tiny_model, write_tiny
 
 FILE = "model.safetensors"
@@ -97,14 +98,32 @@ def test_an_mtp_layer_that_only_the_config_names_is_noticed(tmp_path):
         parameters(write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False), True)
 
 
+NESTED = "model.language_model."
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tied_head_with_other_values_unties_the_model(nested, tmp_path):
+    family = "qwen3_5" if nested else "llama"
+    config = write_tiny(tmp_path, family, 0, nested=nested, with_mtp=False, tied=True)
+    embedding = f"{NESTED if nested else 'model.'}embed_tokens.weight"
+    rewrite(tmp_path, lambda t: {**t, "lm_head.weight": t[embedding]})
+    assert as_stored(config, open_checkpoint(tmp_path)).tied
+    rewrite(tmp_path, lambda t: {**t, "lm_head.weight": 2 * t[embedding]})
+    untied = as_stored(config, open_checkpoint(tmp_path))
+    assert not untied.tied
+    loaded = load_all(tmp_path, untied, False)
+    np.testing.assert_array_equal(loaded["lm_head"], 2 * loaded["embed"])
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from embed_tokens\.weight"):
+        load_all(tmp_path, config, False)
+
+
 def test_tensors_that_a_text_model_does_without_are_ignored(tmp_path):
     config = write_tiny(tmp_path, "qwen3_5", 0, nested=True, tied=True)
     extra = {
         "model.visual.patch_embed.proj.bias": np.zeros(3, np.float32),
         "model.language_model.layers.1.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
-        "lm_head.weight": np.zeros((config.vocab, config.hidden), np.float32),
     }
-    rewrite(tmp_path, lambda t: {**t, **extra})
+    rewrite(tmp_path, lambda t: {**t, **extra, "lm_head.weight": t[f"{NESTED}embed_tokens.weight"]})
     assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5", 0, tied=True)[1])
 
 

@@ -147,7 +147,7 @@ FAULTS = {
     f"{QUERY} is stored as BF16; use a checkpoint in one of F8_E4M3": changed(
         QUERY, "BF16", lambda c: np.zeros(c.shape, ml_dtypes.bfloat16)
     ),
-    f"{QUERY} is stored as F8_E4M3; use a checkpoint in one of F32": lambda t: {
+    f"no tensor {QUERY}_scale_inv or {QUERY}_scale, the scales of {QUERY}": lambda t: {
         n: x for n, x in t.items() if n != f"model.{QUERY}_scale_inv"
     },
     r"layers\.0\.mlp\.gate\.bias_scale_inv has no place": lambda t: {
