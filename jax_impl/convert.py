@@ -20,11 +20,11 @@ from shared.models import checkpoint
 from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
+from shared.models.file_kind import ORBAX_FOLDER
 from shared.models.fp8_words import InWords
 from shared.models.parameters import Parameter, parameters
 from shared.models.tied import as_stored
 
-FOLDER = "orbax"
 EXIT_REFUSED = 2
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -128,7 +128,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint | OrbaxCheckpoint:
     Raises:
       CheckpointError: The folder or a file is missing or broken.
     """
-    orbax = Path(folder) / FOLDER
+    orbax = Path(folder) / ORBAX_FOLDER
     return (
         OrbaxCheckpoint(orbax.resolve()) if orbax.is_dir() else checkpoint.open_checkpoint(folder)
     )
@@ -148,7 +148,7 @@ def convert(source: Path, target: Path) -> None:
         raise ValueError(f"{target} exists already; name a folder that is new or empty")
     arrays = {p.name: opened.load(p, _stored(opened, p)) for p in parameters(config, with_mtp)}
     target.mkdir(parents=True, exist_ok=True)
-    _save(target / FOLDER, arrays)
+    _save(target / ORBAX_FOLDER, arrays)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
             shutil.copyfile(file, target / file.name)

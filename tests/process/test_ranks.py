@@ -239,10 +239,10 @@ def test_other_ranks_are_told_where_files_lie_whatever_their_folder(monkeypatch)
 
     monkeypatch.setattr(starting, "Followers", Followers)
     monkeypatch.chdir(MODEL.parent)
-    flags = ["--model-path", MODEL.name, "--speculative-algorithm", "EAGLE3", "--tp-size", "2"]
+    flags = ["--model-path", "demo/target", "--speculative-algorithm", "EAGLE3", "--tp-size", "2"]
     options = parse([*flags, "--speculative-draft-model-path", "demo/eagle3"])
     starting.RankedStart(options, torch_serve.platform, torch_serve.MODULE, print)
-    assert told["options"]["model_path"] == str(MODEL)
+    assert told["options"]["model_path"] == str(MODEL.parent / "demo/target")
     assert told["options"]["speculative_draft_model_path"] == str(MODEL.parent / "demo/eagle3")
 
 

@@ -14,6 +14,7 @@ from shared.options.flags import ConfigError
 from shared.options.options import PARTS, Options
 from shared.options.ranks import RAY
 from shared.process.device import Device
+from shared.process.model_check import check_early, check_model, with_whole_paths
 from shared.process.ranks.digest import digest_of
 from shared.process.ranks.followers import Followers
 from shared.process.ranks.leading import LeadingBackend
@@ -26,7 +27,7 @@ from shared.process.ranks.places import (
     gpus_on_host,
 )
 from shared.process.ranks.sharing import Shared, hosts_of
-from shared.process.start import Platform, Start, prepare, with_whole_paths
+from shared.process.start import Platform, Start, plan_start
 
 MORE_FREE = 1.1
 """A rank that has so many times the memory of another one is not used in full: that is said."""
@@ -50,7 +51,9 @@ class RankedStart:
         rank_module: str | None,
         on_failure: Callable[[str], None],
     ) -> None:
-        """Starts the processes of the others, which come as far as rank 0 does meanwhile.
+        """Checks flags and files, then starts the processes of the others.
+
+        They come as far as rank 0 does meanwhile.
 
         Args:
           find_platform, rank_module: See `shared.process.launch.launch`.
@@ -58,7 +61,9 @@ class RankedStart:
 
         Raises:
           ConfigError: There is no place for one.
+          ValueError: See `shared.process.model_check.check_early`.
         """
+        self._checked = check_early(options)
         self._options, self._find_platform = options, cache(find_platform)
         self._count = options.ranks.tp_size
         self.notes: list[str] = []
@@ -89,8 +94,8 @@ class RankedStart:
         """
         followers, platform = self._followers, self._find_platform()
         if followers is None:
-            return prepare(self._options, replace(platform, find_device=self._shared_device))
-        start = prepare(self._options, replace(platform, find_device=self._least_device))
+            return self._plan(replace(platform, find_device=self._shared_device))
+        start = self._plan(replace(platform, find_device=self._least_device))
         followers.wait_until(lambda each: each.digest is not None, "done with its plan")
         digest = digest_of(start)
         for each in followers.ranks:
@@ -102,6 +107,10 @@ class RankedStart:
                 )
         self._shared = Shared(followers, start.memory.capacity)
         return start.of_rank(self._shared.ranks)
+
+    def _plan(self, platform: Platform) -> Start:
+        checked = self._checked or check_model(self._options, platform.open_checkpoint)
+        return plan_start(checked, platform)
 
     def load(self, start: Start, progress: Callable[[int], None]) -> Backend:
         """As `Start.load`, on all ranks; `progress` is told of the slowest.

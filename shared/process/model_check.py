@@ -1,0 +1,336 @@
+"""Checks of a start's flags and files that need no device, and no framework of one.
+
+They come before the framework is imported, so that a wrong folder is reported as fast as a wrong
+flag, and before the weights of a hub model are downloaded.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from shared.drafts.block import stated_nodes
+from shared.drafts.checkpoint import (
+    DraftFiles,
+    check_head,
+    dummy_head,
+    is_head,
+    kind_of,
+    open_head,
+)
+from shared.drafts.config import DraftConfig
+from shared.drafts.drafts import Drafts
+from shared.drafts.fitting import fitted
+from shared.drafts.mtp import with_mtp_of
+from shared.drafts.streams import Ids
+from shared.drafts.token_map import read_token_map
+from shared.drafts.tokenizer import check_same_tokenizer, tokens_of
+from shared.models.checkpoint import Checkpoint, open_checkpoint
+from shared.models.config import ModelConfig
+from shared.models.dummy import DummyCheckpoint, Stored
+from shared.models.families import config_from_folder, stated_granularity
+from shared.models.fields import read_json
+from shared.models.file_kind import ORBAX_FOLDER
+from shared.models.fp8_words import InWords
+from shared.models.parameters import Parameter, parameters
+from shared.models.ranks import local
+from shared.models.sampling import SamplingDefaults
+from shared.models.tied import as_stored
+from shared.models.tower import check_tower
+from shared.models.vision import VisionConfig
+from shared.options.adaptive import read_candidates
+from shared.options.algorithms import BLOCK_ALGORITHMS
+from shared.options.flags import ConfigError, in_full
+from shared.options.options import PARTS, Options
+from shared.options.rules import refusals
+from shared.options.setup import Setup
+from shared.process.grammars import Grammars
+from shared.process.pictures import Tower, find_tower, find_vision
+from shared.text.tokenizer import Tokenizer
+
+
+class Weights(Protocol):
+    """What the start needs of an opened checkpoint, say a `shared.models.checkpoint.Checkpoint`."""
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the files hold an mtp layer."""
+        ...
+
+    @property
+    def has_tower(self) -> bool:
+        """Whether the files hold a vision tower."""
+        ...
+
+    def unties(self, config: ModelConfig) -> bool:
+        """Whether there is an LM head of its own, though the config ties it."""
+        ...
+
+    def check(self, config: ModelConfig, with_mtp: bool) -> None:
+        """Raises `CheckpointError` for the first fault that the headers show."""
+        ...
+
+    def num_bytes(self, wanted: Sequence[Parameter]) -> int:
+        """Bytes that loading these parameters reads from the disk."""
+        ...
+
+    def in_words(self, wanted: Sequence[Parameter]) -> InWords:
+        """Those of the parameters that can stay FP8."""
+        ...
+
+    def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters that are FP8 as a whole, with scales of blocks, by name."""
+        ...
+
+    def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters of which some tensors are FP8, by name."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedModel:
+    """The flags of a start and its opened files, after every check that needs no device.
+
+    Attributes:
+      options: The flags, with each path in full.
+      model: The target's settings.
+      checkpoint: The target's files.
+      draft_files: The drafter and its files.
+      tower: The vision tower; None where text alone is served.
+      in_codes: Parameters that are multiplied as codes of FP8, by name.
+      defaults: Sampling parameters of requests that set none.
+      grammars: Compiles the grammars of requests; None where the start has none.
+    """
+
+    options: Options
+    model: ModelConfig
+    checkpoint: Weights
+    draft_files: DraftFiles
+    tower: Tower | None
+    in_codes: frozenset[str]
+    defaults: SamplingDefaults
+    grammars: Grammars | None
+
+    @property
+    def wanted(self) -> list[Parameter]:
+        """The target's parameters that the start loads."""
+        return parameters(self.model, self.options.speculative.with_mtp)
+
+
+def check_model(options: Options, opens: Callable[[str], Weights]) -> CheckedModel:
+    """Checks flags and files as far as no device is needed.
+
+    Args:
+      options: As the flags say.
+      opens: Opens the target's folder.
+
+    Raises:
+      ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
+    """
+    options = _with_candidates(with_whole_paths(options))
+    options.observing.check_exporter()
+    folder = options.model.model_path
+    opened = _opened(options, opens)
+    model, checkpoint = opened.model, opened.checkpoint
+    _check_rules(options, opened)
+    checkpoint.check(model, options.speculative.with_mtp)
+    tower = _checked_tower(options, checkpoint)
+    Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
+    is_openai = options.server.sampling_defaults == "openai"
+    drafts = _with_map(options, model, _drafts(options, model, opened.draft, checkpoint))
+    _check_shares(model, drafts, options.ranks.tp_size)
+    return CheckedModel(
+        options=options,
+        model=model,
+        checkpoint=checkpoint,
+        draft_files=DraftFiles(drafts, opened.draft),
+        tower=tower,
+        in_codes=_in_codes(options, checkpoint, model),
+        defaults=SamplingDefaults() if is_openai else SamplingDefaults.from_folder(folder),
+        grammars=Grammars.of_options(options, model.vocab),
+    )
+
+
+def check_early(options: Options) -> CheckedModel | None:
+    """Checks flags and files before the framework of the device is imported.
+
+    Returns:
+      The checked files; None where the weights have a form that the backend alone reads.
+
+    Raises:
+      ValueError: See `check_model`.
+    """
+    orbax = Path(os.path.expanduser(options.model.model_path)) / ORBAX_FOLDER
+    if orbax.is_dir() and not options.model.is_dummy:
+        return None
+    return check_model(options, open_checkpoint)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The opened files of a start.
+
+    Attributes:
+      model, checkpoint: The target, with the MTP layer of another folder where that drafts.
+      draft: The files of a head or a small model; None without one.
+      head_kind: See `Setup`.
+    """
+
+    model: ModelConfig
+    checkpoint: Weights
+    draft: Stored | None
+    head_kind: str | None
+
+
+def _opened(options: Options, opens: Callable[[str], Weights]) -> _Opened:
+    draft, folder = options.speculative, options.model.model_path
+    model = config_from_folder(folder, options.model.context_length)
+    if options.model.is_dummy:
+        checkpoint = _dummy(model, folder, find_vision(options, folder))
+    else:
+        checkpoint = opens(folder)
+    model = as_stored(model, checkpoint)
+    stored = _open_draft(options, draft.head_path, model) if draft.head_path else None
+    is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
+    head_kind = kind_of(stored.names) if stored and not is_model else None
+    if draft.mtp_path and not options.model.is_dummy:
+        layer = open_head(draft.mtp_path)
+        head_kind = kind_of(layer.names)
+        if head_kind == "NEXTN" and isinstance(checkpoint, Checkpoint):
+            model, checkpoint = with_mtp_of(draft.mtp_path, layer, model, checkpoint)
+    return _Opened(model, checkpoint, stored, head_kind)
+
+
+def _check_rules(options: Options, opened: _Opened) -> None:
+    path, head_kind = options.speculative.head_path, opened.head_kind
+    setup = Setup(
+        options=options,
+        model=opened.model,
+        has_mtp=opened.checkpoint.has_mtp,
+        head_kind=head_kind,
+        block=_block(path, head_kind) if path and head_kind in BLOCK_ALGORITHMS else None,
+    )
+    if refused := refusals(setup):
+        raise ConfigError("\n".join(refused))
+    corpus = options.ngram.speculative_ngram_external_corpus_path
+    if corpus and not os.path.isfile(corpus):
+        raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
+
+
+def _checked_tower(options: Options, checkpoint: Weights) -> Tower | None:
+    folder = options.model.model_path
+    vision = find_vision(options, folder) if checkpoint.has_tower else None
+    tower = find_tower(options, folder, vision)
+    if tower is not None and isinstance(checkpoint, Checkpoint):
+        check_tower(checkpoint, tower.vision)
+    return tower
+
+
+def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:
+    """Refuses a number of ranks that a model, or what drafts, does not divide among."""
+    try:
+        local(model, count), drafts.local(count)
+    except ValueError as error:
+        raise ConfigError(f"--tp-size {count} does not fit: {error}") from error
+
+
+def _in_codes(options: Options, checkpoint: Weights, model: ModelConfig) -> frozenset[str]:
+    """The parameters that `--fp8-activations` multiplies as codes, by name."""
+    if not options.model.fp8_activations:
+        return frozenset()
+    wanted = parameters(model, options.speculative.with_mtp)
+    in_codes, some = checkpoint.in_codes(wanted), checkpoint.has_scales(wanted)
+    if not some:
+        raise ConfigError(
+            "--fp8-activations needs weights in FP8, and this checkpoint has none; leave it out"
+        )
+    if mixed := min(some - in_codes, default=None):
+        raise ConfigError(
+            "--fp8-activations takes products whose tensors are all FP8 with scales of blocks, and "
+            f"those of {mixed} are not; leave it out"
+        )
+    return in_codes
+
+
+def _dummy(model: ModelConfig, folder: str, vision: VisionConfig | None) -> DummyCheckpoint:
+    return DummyCheckpoint.of_model(model, stated_granularity(folder), vision)
+
+
+def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
+    """The files of what drafts, or what stands for them."""
+    if not options.model.is_dummy:
+        return open_head(path)
+    if options.speculative.drafts_with_a_model:
+        return _dummy(_small_config(options, path), path, None)
+    return dummy_head(_head_config(options, path, model))
+
+
+def _head_config(options: Options, path: str, model: ModelConfig) -> DraftConfig:
+    told, known = (
+        options.speculative.speculative_draft_layer_ids,
+        tokens_of(options.model.model_path),
+    )
+    num_known = None if known is None else 1 + max(known.values(), default=-1)
+    layer_ids = None if told is None else Ids(told)
+    return DraftConfig.from_folder(path, model, layer_ids, num_known)
+
+
+def _drafts(
+    options: Options, model: ModelConfig, stored: Stored | None, checkpoint: Weights
+) -> Drafts:
+    """What drafts on the device; its files are held against its settings and the target."""
+    draft, path = options.speculative, options.speculative.head_path
+    if stored is None or path is None:
+        return Drafts.of_mtp(model) if draft.with_mtp else Drafts.none()
+    if draft.drafts_with_a_model:
+        small = as_stored(_small_config(options, path), stored)
+        stored.check(small, with_mtp=False)
+        check_same_tokenizer(options.model.model_path, model, path, small)
+        return Drafts.of_model(small)
+    config = _head_config(options, path, model)
+    if isinstance(stored, Checkpoint):
+        own = checkpoint if isinstance(checkpoint, Checkpoint) else None
+        config = fitted(config, stored, own)
+    check_head(stored, config)
+    return Drafts.of_head(config.with_window(draft.speculative_draft_window_size))
+
+
+def _with_map(options: Options, model: ModelConfig, drafts: Drafts) -> Drafts:
+    """With the tokens of `--speculative-token-map`, whose rows of the target's head are read."""
+    if (path := options.speculative.speculative_token_map) is None:
+        return drafts
+    if drafts.head is not None and drafts.head.own_lm_head:
+        own = f" of {drafts.head.draft_vocab} tokens" if drafts.head.has_draft_vocab else ""
+        raise ConfigError(
+            "--speculative-token-map chooses rows of the target's lm_head, and the draft model has "
+            f"an lm_head{own} of its own; leave the flag out"
+        )
+    return replace(drafts, token_map=read_token_map(path, model.vocab))
+
+
+def _block(path: str, kind: str) -> int | None:
+    """Nodes of the chain that a head with blocks states; None where its settings cannot be read."""
+    try:
+        return stated_nodes(read_json(Path(path) / "config.json"), kind)
+    except (OSError, ValueError):
+        return None  # `DraftConfig` says what is wrong
+
+
+def _small_config(options: Options, path: str) -> ModelConfig:
+    try:
+        return config_from_folder(path, options.model.context_length)
+    except ValueError as error:
+        raise ConfigError(f"the draft model cannot be served: {error}") from error
+
+
+def with_whole_paths(options: Options) -> Options:
+    """With each path in full, as a start has several processes."""
+    parts = {name: in_full(getattr(options, name)) for name in PARTS}
+    return replace(options, **parts)
+
+
+def _with_candidates(options: Options) -> Options:
+    """With the draft shapes that a file names."""
+    path = options.adaptive.speculative_adaptive_config
+    return replace(options, candidates=read_candidates(path)) if path else options
