@@ -167,8 +167,7 @@ class JaxBackend:
         kept = self._kept
         workers = min(os.cpu_count() or 1, MOST_COMPILERS)
         with ThreadPoolExecutor(workers) as pool:
-            lookups = zip(wanted, pool.map(kept.find, wanted), strict=True) if kept else ()
-            ready = {program: each for program, each in lookups if each is not None}
+            ready = kept.find_all(wanted, pool) if kept else {}
             # Python traces one program while XLA compiles those before it.
             making = {
                 program: pool.submit(self._compiled, program, self.traced(program).lower())

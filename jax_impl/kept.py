@@ -7,8 +7,8 @@ of this project, the versions, flags and devices of JAX, and what the backend wa
 
 import os
 import platform
-import warnings
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +18,9 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jax.stages import Compiled
 from jax.tree_util import PyTreeDef
 from jaxlib.version import __version__ as jaxlib_version
+
+from shared.boundary.program import Program
+from shared.process.logs import log
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ("jax_impl", "kernels", "shared")
@@ -49,6 +52,19 @@ class KeptPrograms:
         surroundings = _surroundings(devices[0])
         self._key = sha256(repr([len(devices), *surroundings, *made_from]).encode())
 
+    def find_all(self, programs: Sequence[Program], pool: Executor) -> dict[Program, Compiled]:
+        """Returns the programs that are stored, and logs how many must be compiled."""
+        found = zip(programs, pool.map(self.find, programs), strict=True)
+        ready = {program: each for program, each in found if each is not None}
+        if missing := len(programs) - len(ready):
+            log.info(
+                "Compiling %d of %d programs; later starts take them from %s",
+                missing,
+                len(programs),
+                self._folder,
+            )
+        return ready
+
     def find(self, program: object) -> Compiled | None:
         """A program that was kept, ready to run; None where there is none that can be read."""
         path = self._path(program)
@@ -67,7 +83,7 @@ class KeptPrograms:
                 execution_devices=self._devices,
             )
         except Exception as error:  # of whatever kind: it can be compiled again
-            warnings.warn(f"{path} is not a program and was compiled anew: {error}", stacklevel=2)
+            log.warning("%s is no compiled program and is compiled again: %s", path, error)
             return None
 
     def keep(self, program: object, compiled: Compiled) -> None:
@@ -80,7 +96,14 @@ class KeptPrograms:
             begun.write_bytes(kept)
             begun.replace(path)
         except (OSError, ValueError, NotImplementedError) as error:
-            warnings.warn(f"a program is not kept for the next start: {error}", stacklevel=2)
+            with suppress(OSError):
+                begun.unlink()
+            reason = error.strerror if isinstance(error, OSError) else error
+            log.warning(
+                "%s cannot store a compiled program, so that later starts compile it again: %s",
+                self._folder,
+                reason,
+            )
 
     def drop_old(self) -> None:
         """Deletes the files that were not asked for the longest, beyond `MOST_FILES`.

@@ -16,12 +16,12 @@ from shared.boundary.operations import plain_gauges
 from shared.engine.checks import RequestLimits
 from shared.options.command_line import parse
 from shared.options.server import ServerOptions
-from shared.process import descriptors, heap, loop
+from shared.process import descriptors, heap, logs, loop
 from shared.process.address import Listeners, admin_host, host_names, open_listeners
 from shared.process.engines import index_of, make_engine, with_checks
 from shared.process.frames import ModelFacts
-from shared.process.notes import print_plan, start_notes, step_notes
-from shared.process.progress import loading_bar, preparing_bar
+from shared.process.notes import report_plan, start_notes, step_notes
+from shared.process.progress import console_of, loading_progress, preparing_progress
 from shared.process.ranks.followers import RankError
 from shared.process.ranks.starting import RankedStart, ranked_start
 from shared.process.start import Platform, Start
@@ -54,16 +54,17 @@ def launch(
       The process's exit code: 0 after a signal, 2 where the start was refused, else 1.
     """
     descriptors.open_standard_streams()
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         options = parse(argv)
+        logs.set_up(options.observing)
+        console = console_of(options.observing)
         watchdog = Watchdog(options.server.watchdog_timeout)
         listeners = open_listeners(options.server)
         with ranked_start(options, platform, rank_module, watchdog.fail) as ranked:
             start = ranked.prepare()
-            print_plan(console, start.memory)
+            report_plan(console, start.memory)
             for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
-                console.print(note)
+                logs.info(note)
             backend = ready(start, ranked, console)
             watchdog.standing = ranked.standing
             named = NamedSteps(backend, watchdog)
@@ -73,7 +74,7 @@ def launch(
                 engine.metrics.show(plain_gauges(start.plain))
             served = with_checks(engine, named, options.engine.shadow_check)
         for note in step_notes(options, engine.controller):
-            console.print(note)
+            logs.info(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
@@ -89,11 +90,11 @@ def launch(
 
 def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
     """The backend with everything that serving needs: nothing is compiled or captured later."""
-    with loading_bar(console, start.num_bytes) as progress:
+    with loading_progress(console, start.num_bytes) as progress:
         backend = ranked.load(start, progress)
     programs = backend.capacity.programs
-    with preparing_bar(console, len(programs)) as name:
-        backend.prepare(programs, name)
+    with preparing_progress(console, len(programs)) as begin:
+        backend.prepare(programs, begin)
     return backend
 
 

@@ -36,6 +36,11 @@ def info(message: str, **fields: Any) -> None:
     log.info(message, extra={"fields": fields}, stacklevel=2)
 
 
+def report(sentence: str, **facts: Any) -> None:
+    """Logs a sentence with numbers, which a JSON line has as fields as well."""
+    log.info(sentence, extra={"facts": facts}, stacklevel=2)
+
+
 def announce(message: str, **fields: Any) -> None:
     """A line that every level shows: it says where the server is."""
     level = log.level
@@ -84,11 +89,12 @@ def _kind(record: logging.LogRecord) -> object:
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: `time`, `level`, `message`, the fields, and the `exception` of an error."""
+    """An object a line: `time`, `level`, `message`, fields, facts, and the `exception` if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         """A line of JSON; what JSON cannot hold is written as its `str`."""
         line = {**_head(record), "message": record.getMessage(), **_fields(record)}
+        line |= getattr(record, "facts", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

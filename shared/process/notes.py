@@ -19,6 +19,7 @@ from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.models.sampling import SamplingDefaults
 from shared.options.options import Options
+from shared.process import logs
 from shared.process.memory_plan import MemoryPlan
 
 READ_PER_S = 4.2e12
@@ -104,16 +105,25 @@ def step_notes(told: Options, controller: Controller) -> Iterator[str]:
         yield f"a step of {batch} rows takes {', '.join(times)} ms"
 
 
-def print_plan(console: Console, memory: MemoryPlan) -> None:
-    """The parts of the memory plan and their sum, in bytes."""
-    capacity = memory.capacity
-    console.print(
+def report_plan(console: Console, memory: MemoryPlan) -> None:
+    """Logs what the model runs on and prints the memory plan, which a JSON line has as fields."""
+    capacity, count = memory.capacity, memory.blueprint.ranks.count
+    is_json = memory.settled.told.observing.log_format == "json"
+    plan = {line.name: line.num_bytes for line in memory.lines}
+    logs.report(
         f"{memory.settled.dtype} on {memory.device.name}: context {capacity.context_length}, "
         f"{capacity.num_slots - 1} requests at once, "
-        f"at most {memory.max_request_tokens} tokens each"
+        f"at most {memory.max_request_tokens} tokens each",
+        dtype=memory.settled.dtype,
+        device=memory.device.name,
+        ranks=count,
+        memory_plan_bytes=plan,
+        total_bytes=memory.total_bytes,
+        free_bytes=memory.device.free_bytes,
     )
+    if is_json:
+        return
     table = Table(box=None, pad_edge=False)
-    count = memory.blueprint.ranks.count
     table.add_column("memory plan" if count == 1 else f"memory plan of each of {count} ranks")
     table.add_column("")
     table.add_column("bytes", justify="right")

@@ -1,75 +1,186 @@
-"""How far a start is, on a terminal as a bar, elsewhere as lines."""
+"""Progress of a start: a bar on a terminal, otherwise log lines at a bounded rate.
 
+Without a terminal a thread logs how far the work is, also while a single program is compiled for
+minutes. Work that ends before `SHORT_S` is not reported.
+"""
+
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeElapsedColumn,
     TransferSpeedColumn,
 )
 
 from shared.boundary.program import Program
+from shared.options.observing import ObservingOptions
+from shared.process import logs
 
-REPORT_S = 2.0  # between two lines where there is no terminal to draw a bar on
+REPORT_S = 10.0
+"""Time of the first line; the time between two lines doubles from there to `MAX_REPORT_S`."""
+
+MAX_REPORT_S = 60.0
+SHORT_S = 0.5
+UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+
+
+def console_of(observing: ObservingOptions) -> Console:
+    """Returns the console of a start; it counts as a terminal only where a log for readers goes."""
+    return Console(
+        stderr=True,
+        highlight=False,
+        soft_wrap=True,
+        quiet=observing.log_level not in ("debug", "info"),
+        force_terminal=False if observing.log_format == "json" else None,
+    )
 
 
 @contextmanager
-def loading_bar(console: Console, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Takes the bytes that were read since the last call."""
-    if not console.is_terminal:
-        yield _Lines(console, total_bytes).add
-        console.print(f"loaded {total_bytes:,} bytes")
-        return
+def loading_progress(console: Console, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Reports the loading of weights; yields a function that takes the bytes read since its call.
+
+    Args:
+      console: Where a bar is drawn if it is a terminal.
+      total_bytes: Stored bytes that are read in all.
+    """
+    work = _Work(total_bytes)
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("loading", total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
+    with _shown(console, work, columns, lambda: _log_loading(work)) as update:
+
+        def add(num_bytes: int) -> None:
+            work.done += num_bytes
+            update("")
+
+        yield add
+    if work.is_long:
+        logs.report(
+            f"Loaded {size(total_bytes)} of weights in {work.seconds:.1f} s",
+            loaded_bytes=total_bytes,
+            seconds=round(work.seconds, 3),
+        )
 
 
-class _Lines:
-    """Progress as plain lines."""
-
-    def __init__(self, console: Console, total_bytes: int) -> None:
-        self._console, self._total, self._read = console, total_bytes, 0
-        self._next = time.monotonic() + REPORT_S
-
-    def add(self, num_bytes: int) -> None:
-        """Notes bytes that were read."""
-        self._read += num_bytes
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + REPORT_S
-            self._console.print(f"loading {self._read:,} of {self._total:,} bytes")
+def _log_loading(work: "_Work") -> None:
+    logs.report(
+        f"Loading weights: {size(work.done)} of {size(work.total)}, {work.seconds:.0f} s",
+        loaded_bytes=work.done,
+        total_bytes=work.total,
+        seconds=round(work.seconds, 3),
+    )
 
 
 @contextmanager
-def preparing_bar(console: Console, count: int) -> Iterator[Callable[[Program], None]]:
-    """Takes each program that is about to be made ready; it names it on the screen."""
-    began = time.monotonic()
-    if not console.is_terminal:
-        yield lambda program: console.print(f"preparing {program}")
-    else:
-        columns = (
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
+def preparing_progress(console: Console, count: int) -> Iterator[Callable[[Program], None]]:
+    """Reports the preparation of programs; yields a function that takes each before it begins.
+
+    Args:
+      console: Where a bar is drawn if it is a terminal.
+      count: Programs in all.
+    """
+    work = _Work(count, done=-1)
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed} of {task.total} programs, {task.elapsed:.0f} s"),
+        TextColumn("{task.description}"),
+    )
+    with _shown(console, work, columns, lambda: _log_preparing(work)) as update:
+
+        def begin(program: Program) -> None:
+            work.done += 1  # the one before has ended
+            work.name = str(program)
+            update(f"preparing {program}")
+
+        yield begin
+        work.done = count
+        update("")
+    if work.is_long:
+        logs.report(
+            f"Prepared {count} programs in {work.seconds:.1f} s",
+            programs=count,
+            seconds=round(work.seconds, 3),
         )
-        with Progress(*columns, console=console) as bar:
-            task = bar.add_task("preparing", total=count)
-            begun = 0
 
-            def name(program: Program) -> None:
-                nonlocal begun
-                bar.update(task, completed=begun, description=f"preparing {program}")
-                begun += 1
 
-            yield name
-            bar.update(task, completed=count)
-    console.print(f"{count} programs are ready after {time.monotonic() - began:.1f} s")
+def _log_preparing(work: "_Work") -> None:
+    done = max(work.done, 0)
+    logs.report(
+        f"Prepared {done} of {work.total} programs, {work.seconds:.0f} s; preparing {work.name}",
+        programs=done,
+        total_programs=work.total,
+        seconds=round(work.seconds, 3),
+        program=work.name,
+    )
+
+
+@dataclass
+class _Work:
+    """How far a part of the start is, as its own thread knows it.
+
+    Attributes:
+      total, done: In bytes or programs.
+      name: The program that is being prepared; "programs" before the first.
+    """
+
+    total: int
+    done: int = 0
+    name: str = "programs"
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self.began
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the work took so long that its end is worth a line."""
+        return self.seconds >= SHORT_S
+
+
+@contextmanager
+def _shown(
+    console: Console, work: _Work, columns: tuple, log: Callable[[], None]
+) -> Iterator[Callable[[str], None]]:
+    """Draws a bar on a terminal, or calls `log` now and then until the work ends."""
+    if not console.is_terminal:
+        with _repeated(log):
+            yield lambda description: None
+        return
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=work.total)
+        yield lambda text: bar.update(task, completed=max(work.done, 0), description=text)
+
+
+@contextmanager
+def _repeated(call: Callable[[], None]) -> Iterator[None]:
+    """Calls a function again and again on a thread of its own."""
+    has_ended = threading.Event()
+
+    def repeat() -> None:
+        wait_s = REPORT_S
+        while not has_ended.wait(wait_s):
+            call()
+            wait_s = min(2 * wait_s, MAX_REPORT_S)
+
+    thread = threading.Thread(target=repeat, name="tandem-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def size(num_bytes: int) -> str:
+    """Writes a number of bytes for a reader, as `16.7 MB`."""
+    for unit, name in UNITS:
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes} bytes"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,12 +64,12 @@ def test_other_sources_flags_and_versions_make_other_programs(
     assert keeping().find("decode") is not None
 
 
-def test_a_file_that_is_no_program_is_told_of_and_written_anew(keeping, program, tmp_path):
+def test_a_file_that_is_no_program_is_told_of_and_written_anew(keeping, program, tmp_path, caplog):
     keeping().keep("decode", program)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.warns(UserWarning, match="is not a program and was compiled anew"):
-        assert keeping().find("decode") is None
+    assert keeping().find("decode") is None
+    assert "is no compiled program and is compiled again" in caplog.text
     keeping().keep("decode", program)
     assert keeping().find("decode") is not None
     assert list(tmp_path.iterdir()) == [file]
@@ -84,12 +85,27 @@ def test_a_program_is_found_in_a_folder_that_cannot_be_written(keeping, program,
     assert keeping().find("decode") is not None
 
 
-def test_a_folder_that_cannot_be_written_is_told_of(keeping, program, tmp_path):
+def test_a_folder_that_cannot_be_written_is_told_of(keeping, program, tmp_path, caplog):
     tmp_path.rmdir()
     tmp_path.write_text("no folder")
-    with pytest.warns(UserWarning, match="is not kept for the next start"):
-        keeping().keep("decode", program)
+    keeping().keep("decode", program)
+    assert f"{tmp_path} cannot store a compiled program" in caplog.text
     assert keeping().find("decode") is None
+
+
+def test_a_full_disk_leaves_no_partial_program(keeping, program, tmp_path, caplog, monkeypatch):
+    def fill(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    keeping().keep("decode", program)
+    assert not [*tmp_path.iterdir()]
+    assert caplog.messages == [
+        f"{tmp_path} cannot store a compiled program, so that later starts compile it again: "
+        "No space left on device"
+    ]
 
 
 def test_programs_that_were_not_asked_for_the_longest_go_first(

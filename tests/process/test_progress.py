@@ -1,0 +1,108 @@
+"""Progress of a start: lines at a bounded rate without a terminal, none for what takes no time."""
+
+import io
+import json
+import logging
+import math
+import time
+
+import pytest
+from rich.console import Console
+
+from shared.boundary.program import Extra, Program, Work
+from shared.options.observing import ObservingOptions
+from shared.process import progress
+from shared.process.logs import JsonLines, log
+from shared.spec.draft_tree import TreeShape
+
+PROGRAMS = [
+    Program(
+        work=Work.DECODE,
+        batch=batch,
+        pages=4,
+        tokens=0,
+        shape=TreeShape(nodes=1, depth=0, width=0, rows=1),
+        extras=Extra.NONE,
+    )
+    for batch in range(1, 12)
+]
+
+
+@pytest.fixture
+def console(caplog) -> Console:
+    """A console that is no terminal, beside a log whose lines are kept."""
+    caplog.set_level(logging.INFO, log.name)
+    return Console(file=io.StringIO(), force_terminal=False)
+
+
+@pytest.fixture
+def hurried(monkeypatch) -> None:
+    monkeypatch.setattr(progress, "REPORT_S", 0.02)
+    monkeypatch.setattr(progress, "SHORT_S", 0.0)
+
+
+def test_work_without_duration_logs_nothing(console, caplog):
+    with progress.loading_progress(console, 100) as add:
+        add(100)
+    with progress.preparing_progress(console, len(PROGRAMS)) as begin:
+        for program in PROGRAMS:
+            begin(program)
+    assert not caplog.messages
+    assert not console.file.getvalue()
+
+
+def test_programs_are_counted_while_one_is_prepared(console, caplog, hurried):
+    began = time.monotonic()
+    with progress.preparing_progress(console, len(PROGRAMS)) as begin:
+        for program in PROGRAMS[:4]:
+            begin(program)
+        while not any("3 of 11" in message for message in caplog.messages):
+            assert time.monotonic() - began < 20
+            time.sleep(0.01)
+    *lines, last = caplog.messages
+    assert lines[-1].startswith("Prepared 3 of 11 programs, 0 s; preparing decode of 4 rows")
+    assert last.startswith("Prepared 11 programs in 0.")
+    assert len(lines) <= math.log2(1 + (time.monotonic() - began) / progress.REPORT_S)
+
+
+def test_loading_reports_bytes_and_seconds_to_json(console, caplog, hurried):
+    with progress.loading_progress(console, 3_000_000) as add:
+        add(2_000_000)
+        while not caplog.messages:
+            time.sleep(0.01)
+    first, last = (json.loads(JsonLines().format(caplog.records[at])) for at in (0, -1))
+    assert first["message"] == "Loading weights: 2.0 MB of 3.0 MB, 0 s"
+    assert (first["loaded_bytes"], first["total_bytes"]) == (2_000_000, 3_000_000)
+    assert last["message"] == f"Loaded 3.0 MB of weights in {last['seconds']:.1f} s"
+    assert last["loaded_bytes"] == 3_000_000
+
+
+def test_a_failure_ends_the_lines(console, caplog, hurried):
+    with pytest.raises(MemoryError), progress.loading_progress(console, 100):
+        raise MemoryError
+    count = len(caplog.messages)
+    time.sleep(3 * progress.REPORT_S)
+    assert len(caplog.messages) == count
+    assert not any("Loaded" in message for message in caplog.messages)
+
+
+def test_a_terminal_shows_a_bar_with_the_count():
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with progress.preparing_progress(terminal, len(PROGRAMS)) as begin:
+        for program in PROGRAMS:
+            begin(program)
+    assert "11 of 11 programs, 0 s" in terminal.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("observing", "is_terminal", "is_quiet"),
+    [
+        (ObservingOptions(log_format="json"), False, False),
+        (ObservingOptions(log_level="warning"), True, True),
+        (ObservingOptions(), True, False),
+    ],
+)
+def test_only_a_text_log_at_info_draws_bars(monkeypatch, observing, is_terminal, is_quiet):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the stream for a terminal
+    console = progress.console_of(observing)
+    assert (console.is_terminal, console.quiet) == (is_terminal, is_quiet)
