@@ -26,7 +26,7 @@ from shared.drafts.token_map import most_frequent
 from shared.models.families import config_from_folder
 from shared.text.tokenizer import Tokenizer
 
-FIELDS = ("output_ids", "messages", "answer", "text")
+FIELDS = ("output_ids", "messages", "answer", "completion", "text")
 
 
 def counted(
@@ -75,19 +75,26 @@ def _tokens(text: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
     if isinstance(text, dict):
         if text.keys() == {"target"}:
             return  # the first line of a model's answers, which says whose they are
-        name = next((field for field in FIELDS if field in text), None)
-        if name is None:
+        names = [field for field in FIELDS if text.get(field) is not None]
+        if not names:
             raise ValueError(f"it has none of the fields {', '.join(FIELDS)}")
-        if name == "messages":
-            _check_messages(text[name])
-            said = (each for each in text[name] if each.get("role") == "assistant")
-            yield from (_encoded(each.get("content") or "", tokenizer) for each in said)
-            return
-        text = text[name]
+        for name in names:
+            yield from _tokens_of_field(name, text[name], tokenizer)
+        return
     if isinstance(text, list) and all(type(each) is int for each in text):
         yield text
         return
     yield _encoded(text, tokenizer)
+
+
+def _tokens_of_field(name: str, value: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
+    """The tokens of a field of a line; of messages those of the assistant's."""
+    if name == "messages" or (name == "completion" and not isinstance(value, str)):
+        _check_messages(value)
+        said = (each for each in value if each.get("role") == "assistant")
+        yield from (_encoded(each.get("content") or "", tokenizer) for each in said)
+        return
+    yield from _tokens(value, tokenizer)
 
 
 def _check_messages(messages: Any) -> None:

@@ -1,7 +1,6 @@
 """Lines of text to batches of token rows, in few shapes and in an order that a seed gives.
 
-A line of a data file is a JSON object: `messages`, a chat, which may have `tools`, or `prompt`, a
-text; `answer`, where it is there, is the assistant's last turn or what follows the text. A chat is
+A line of a data file is a JSON object in one of the formats of `jax_impl.training.lines`. A chat is
 tokenised as the server does it: what precedes an answer is a prompt as it would be sent, and the
 answer ends with the tokenizer's end token. `python -m jax_impl.training.examples` is the worker
 that `read_rows` starts on each core; it must not import JAX, which would take the device.
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
+from jax_impl.training.lines import for_template, read_line
 from shared.text.chat_template import Conversation, TemplateFailed
 from shared.text.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ WIDTH_STEP = 64
 
 MAX_WIDTHS = 4
 BYTES_PER_WORKER = 4 << 20
-FORM = 2  # of the cache; counts up when rows are made in another way
+FORM = 3  # of the cache; counts up when rows are made in another way
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -147,22 +147,33 @@ def row_of(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> Row:
     Raises:
       ValueError: It is no example; one sentence that starts with `name`.
     """
+    example = read_line(name, example)
     if "messages" not in example:
-        prompt, answer = _prompt(name, example, tokenizer), example.get("answer")
+        prompt, answer = tokenizer.encode(example["prompt"]), example.get("answer")
         if answer is None:
             return Row(prompt, [True] * len(prompt))
         return _with_answer(name, Row(prompt, [False] * len(prompt)), answer, tokenizer)
     chat, row = _conversation(name, example), Row([], [])
     for turn, message in enumerate(chat.messages):
-        if message["role"] == "assistant":
-            if message.get("tool_calls"):
-                raise ValueError(
-                    f"{name} has an answer of tool_calls, whose text is the template's; write it "
-                    "as a text"
-                )
+        if message["role"] == "assistant" and example["messages"][turn].get("weight") != 0:
+            _check_learnt(name, example["messages"][turn])
             prompt = _chat(name, replace(chat, messages=chat.messages[:turn]), tokenizer)
             row = _with_answer(name, _continued(row, prompt), message["content"], tokenizer)
+    if not row.tokens:
+        raise ValueError(f"{name} has no answer to learn: no message of the assistant")
     return row
+
+
+def _check_learnt(name: str, message: dict[str, Any]) -> None:
+    """Raises ValueError for an answer with parts whose text only the template knows."""
+    if message["content"] is None and not message.get("tool_calls"):
+        raise ValueError(f"{name} has an answer that is no text")
+    for field in ("tool_calls", "reasoning_content", "reasoning"):
+        if message.get(field):
+            raise ValueError(
+                f"{name} has an answer of {field}, whose text is the template's; write it as a "
+                "text, or give it the weight 0"
+            )
 
 
 def _continued(row: Row, prompt: list[int]) -> Row:
@@ -184,46 +195,29 @@ def _with_answer(name: str, row: Row, answer: Any, tokenizer: Tokenizer) -> Row:
 
 
 def _prompt(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    example = read_line(name, example)
     if "messages" not in example:
-        if not isinstance(example.get("prompt"), str):
-            raise ValueError(f"{name} has neither messages nor a prompt")
         return tokenizer.encode(example["prompt"])
     chat = _conversation(name, example)
     while chat.messages and chat.messages[-1]["role"] == "assistant":
         chat.messages.pop()
+    if not chat.messages:
+        raise ValueError(f"{name} has no message before its answer")
     return _chat(name, chat, tokenizer)
 
 
 def _conversation(name: str, example: dict[str, Any]) -> Conversation:
     """A chat in OpenAI's form as templates read it."""
     messages, tools = example["messages"], example.get("tools") or []
-    is_list = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
-    if not is_list or not all({"role", "content"} <= turn.keys() for turn in messages):
-        raise ValueError(f"{name}: messages must be a list of objects with role and content")
+    variables = example.get("chat_template_kwargs") or {}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"{name}: tools must be a list of objects")
-    if "answer" in example:
-        messages = [*messages, {"role": "assistant", "content": example["answer"]}]
+    if not isinstance(variables, dict):
+        raise ValueError(f"{name}: chat_template_kwargs must be an object")
     try:
-        return Conversation([_turn(each) for each in messages], tools)
+        return Conversation(list(map(for_template, messages)), tools, variables)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{name}: a message is none that a template reads: {error}") from error
-
-
-def _turn(message: dict[str, Any]) -> dict[str, Any]:
-    """With a text for no content, and objects for the arguments of calls."""
-    turn = {**message, "content": "" if message["content"] is None else message["content"]}
-    if calls := message.get("tool_calls"):
-        turn["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _arguments(call["function"])}}
-            for call in calls
-        ]
-    return turn
-
-
-def _arguments(function: dict[str, Any]) -> Any:
-    arguments = function.get("arguments") or {}
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _chat(name: str, chat: Conversation, tokenizer: Tokenizer) -> list[int]:

@@ -23,6 +23,7 @@ from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.launch import launch
 from shared.process.start import prepare
+from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_heads import write_tiny_head
@@ -115,6 +116,17 @@ def test_a_line_that_is_no_text_of_the_model_is_named(line, sentence, tmp_path):
     texts.write_text(line + "\n")
     with pytest.raises(ValueError, match=f"texts.jsonl.*{sentence}"):
         token_map.counted([texts], None, VOCAB)
+
+
+def test_answers_beside_messages_are_counted_too(tmp_path):
+    save_tokenizer(tmp_path)
+    said = {"role": "assistant", "content": "f"}
+    lines = [{"messages": [said], "answer": "d"}, {"prompt": "z", "completion": "e"}]
+    lines.append({"prompt": "z", "completion": [said]})
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counts = token_map.counted([texts], Tokenizer.from_folder(tmp_path), VOCAB)
+    assert [counts[ord(letter)] for letter in "defz"] == [1, 1, 2, 0]
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -91,6 +91,86 @@ def test_a_line_that_is_no_example_is_refused_with_its_place(tmp_path, line, fau
     assert f"{path}, byte 16" in str(refused.value)
 
 
+ASKED = {"role": "user", "content": "2 + 3?"}
+SAID = {"role": "assistant", "content": "5"}
+FORMATS = {
+    "answer": {"messages": [ASKED], "answer": "5"},
+    "chat": {"messages": [ASKED, SAID | {"weight": 1}], "id": 7, "source": "x", "tools": []},
+    "conversation": {"prompt": [ASKED], "completion": [SAID]},
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}],
+        "system": "",
+    },
+    "sharegpt_roles": {"conversations": [ASKED, SAID]},
+    "alpaca": {"instruction": "2 + 3?", "input": "", "output": "5", "history": []},
+}
+
+
+@pytest.mark.parametrize("line", FORMATS.values(), ids=FORMATS)
+def test_each_format_of_a_chat_gives_the_same_row(line, tmp_path):
+    tokenizer = examples.open_tokenizer(TOKENIZER)
+    prompt = tokenizer.encode_chat([ASKED])
+    row = row_of("line", line, tokenizer)
+    assert row.tokens == [*prompt, *b"5", END]
+    assert row.is_answer == [False] * len(prompt) + [True, True]
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert examples.read_prompts([path], tokenizer, 1) == [prompt]
+
+
+@pytest.mark.parametrize("field", ["answer", "completion"])
+def test_a_prompt_and_its_answer_learn_the_answer_alone(field):
+    row = row_of("line", {"prompt": "hi", field: "yo"}, examples.open_tokenizer(TOKENIZER))
+    assert row == Row([*b"hi", *b"yo", END], [False] * 2 + [True] * 3)
+
+
+def test_an_answer_of_weight_0_is_context():
+    tokenizer = examples.open_tokenizer(TOKENIZER)
+    chat = [ASKED, SAID | {"weight": 0}, CHAT[2], {"role": "assistant", "content": "Yes."}]
+    trl = {"prompt": [ASKED, SAID, CHAT[2]], "completion": "Yes."}
+    for line in ({"messages": chat}, trl):
+        row = row_of("line", line, tokenizer)
+        assert row.tokens == [*tokenizer.encode_chat(CHAT), *b"Yes.", END]
+        assert sum(row.is_answer) == len(b"Yes.") + 1
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ({"prompt": "a", "respones": "b"}, "has the field 'respones', which is not read; fields"),
+        ({"messages": [ASKED, SAID], "chosen": [SAID]}, "has the field 'chosen', which is not"),
+        ({"messages": [ASKED | {"images": ["x"]}, SAID]}, "has the field 'images' in a message"),
+        ({"conversations": [{"from": "gpt", "value": "a", "loss": 1}]}, "the field 'loss' in a"),
+        ({"conversations": [{"from": "function_call", "value": "a"}]}, "from 'function_call'"),
+        ({"conversations": [{"from": "human"}]}, "must have a value"),
+        ({"instruction": "a", "output": 5}, "instruction, input, output must be texts"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "the field 'history'"),
+        ({"prompt": "a", "completion": "b", "answer": "b"}, "answer and completion; leave one"),
+        ({"prompt": "a", "messages": [ASKED, SAID]}, "has messages and prompt; it must have one"),
+        ({"prompt": ""}, "neither messages nor a prompt"),
+        ({"prompt": "a", "tools": [{}]}, "has tools beside a text"),
+        ({"messages": []}, "no answer to learn"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "no answer to learn"),
+        ({"messages": [ASKED, SAID | {"weight": 0}]}, "no answer to learn"),
+        ({"messages": [ASKED, SAID | {"weight": 0.5}]}, "weight of a message must be 0 or 1"),
+        ({"messages": [ASKED, SAID | {"reasoning_content": "a"}]}, "an answer of reasoning_con"),
+        ({"messages": [ASKED, SAID | {"content": None}]}, "an answer that is no text"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "has the role 'bot'; roles are"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "other parts than"),
+    ],
+)
+def test_what_is_not_read_of_a_line_is_an_error(line, fault):
+    with pytest.raises(ValueError, match=f"^line.*{fault}"):
+        row_of("line", line, examples.open_tokenizer(TOKENIZER))
+
+
+def test_a_chat_of_answers_alone_is_no_prompt(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps({"messages": [SAID]}) + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="byte 0 has no message before its answer"):
+        examples.read_prompts([path], examples.open_tokenizer(TOKENIZER), 1)
+
+
 def test_several_processes_and_the_cache_give_the_rows_of_one(tmp_path, monkeypatch):
     path = tmp_path / "data.jsonl"
     write_lines(path, 20)
