@@ -37,7 +37,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.pictures import Encode, PicturePool, Pictures
-from shared.boundary.program import CAPTURED, Extra, Program, Work
+from shared.boundary.program import CAPTURED, Extra, Program, Work, unmasked
 from shared.boundary.ranks import ALONE, Ranks
 from shared.boundary.texts import Texts, TextTable
 from shared.drafts.drafts import Drafts
@@ -144,6 +144,11 @@ class Capacity:
     def shapes(self) -> tuple[TreeShape, ...]:
         """Draft shapes, the smallest first."""
         return tuple(sorted({p.shape for p in self.programs}, key=lambda s: (s.nodes, s.rows)))
+
+    @cached_property
+    def unmasked_programs(self) -> tuple[Program, ...]:
+        """Programs of batches in which no request has a grammar; see `unmasked`."""
+        return unmasked(self.programs)
 
     @cached_property
     def max_depth(self) -> int:

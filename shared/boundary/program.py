@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, Flag
 
@@ -111,3 +111,19 @@ class Program:
         sizes += [f"{self.pages} pages"]
         named = [str(extra.name).lower().replace("_", " ") for extra in self.extras]
         return f"{self.work.value} of {', '.join(sizes + named)}"
+
+
+def unmasked(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """Returns the programs of batches in which no request has a grammar.
+
+    A program that takes masks is one of them where no other has its batch and its tree: rows
+    without a grammar then have the mask of all ones.
+    """
+    plain = [program for program in programs if not program.has(Extra.MASK)]
+    known = {_batch_and_tree(program) for program in plain}
+    return (*plain, *(p for p in programs if p not in plain and _batch_and_tree(p) not in known))
+
+
+def _batch_and_tree(program: Program) -> tuple[Work, int, tuple[int, ...], bool]:
+    brought = program.has(Extra.HOST_DRAFT)
+    return program.work, program.batch, program.shape.tree, brought

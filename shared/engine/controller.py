@@ -92,14 +92,15 @@ def shapes_by_batch(
       capacity: The backend's.
       host_draft: Looks among the decode programs that take the host's trees, or that do not.
       is_wanted: Picks the tree.
-      mask: Looks among those that take masks of grammars, or that do not.
+      mask: Looks among those that take masks of grammars, or that batches without any run.
     """
+    programs = capacity.programs if mask else capacity.unmasked_programs
     shapes = {
         (program.batch, program.shape.rows): program.shape
-        for program in capacity.programs
+        for program in programs
         if program.work is Work.DECODE
         and program.has(Extra.HOST_DRAFT) is host_draft
-        and program.has(Extra.MASK) is mask
+        and (program.has(Extra.MASK) or not mask)
         and is_wanted(program.shape)
     }
     # In ascending order the last entry of a batch has the most verify rows.

@@ -46,9 +46,13 @@ class Planner:
         self._binding = 0
         self._held: dict[Program, _Held] = {}
         self._by_kind: dict[tuple[Work, Extra, range], list[tuple[Program, tuple[int, ...]]]] = {}
+        unmasked = set(capacity.unmasked_programs)
         for program in sorted(capacity.programs, key=_order):
-            kind = program.work, program.extras & OF_A_PLAN, program.blocks
-            self._by_kind.setdefault(kind, []).append((program, _sizes(program)))
+            brought = program.extras & OF_A_PLAN
+            kinds = {brought, brought & ~Extra.MASK} if program in unmasked else {brought}
+            for each in kinds:
+                kind = program.work, each, program.blocks
+                self._by_kind.setdefault(kind, []).append((program, _sizes(program)))
 
     def bind(self, request: Request) -> None:
         """Writes what a request that has just got its slot brings to each of its steps."""
@@ -89,7 +93,8 @@ class Planner:
           LookupError: No program is large enough.
           ValueError: A row is at no point at which the step may take it.
         """
-        plan = self._plan_of_rows(self.pick(rows), [request.slot for request in rows.requests])
+        slots = [request.slot for request in rows.requests]
+        plan = self._plan_of_rows(self.pick(rows), slots, has_masks=rows.masks is not None)
         rows.fill(plan)
         return plan
 
@@ -99,7 +104,7 @@ class Planner:
         if held is not None and held.spare is None:
             held.spare = plan_in(held.buffer.copy(), program, self._capacity)
 
-    def _plan_of_rows(self, program: Program, slots: list[int]) -> StepPlan:
+    def _plan_of_rows(self, program: Program, slots: list[int], has_masks: bool) -> StepPlan:
         """A plan with its rows filled in. Decode steps have the rows of the one before mostly."""
         rows = np.array(slots, np.int32)
         held, named = self._held.get(program), rows.tobytes()
@@ -110,8 +115,7 @@ class Planner:
             return plan
         plan = empty_plan(program, self._capacity)
         self.fill_rows(plan, rows)
-        if program.work is Work.DECODE and not program.has(Extra.MASK):
-            # Masks are many, and new each time.
+        if program.work is Work.DECODE and not has_masks:  # masks are many, and new each time
             self._held[program] = _Held(named, self._binding, plan.buffer.copy())
         return plan
 

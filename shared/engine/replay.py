@@ -161,7 +161,8 @@ def _check_programs(capacity: Capacity) -> int:
     """
     if capacity.accept_rates is not None:
         raise ValueError("drafts are accepted by lot, so that no text is the model's")
-    usable = [p for p in capacity.programs if p.extras is Extra.LOGPROBS]
+    unmasked = capacity.unmasked_programs
+    usable = [p for p in unmasked if p.extras & ~Extra.MASK is Extra.LOGPROBS]
     chunks = [p.tokens for p in usable if p.work is Work.PREFILL and p.tokens >= CHUNK]
     has_plain = any(p.work is Work.DECODE and p.shape.is_plain for p in usable)
     if not (chunks and has_plain and capacity.max_logprobs >= SHOWN):

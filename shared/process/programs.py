@@ -72,12 +72,13 @@ def capacity_for(
         programs += _scoring(rows, _chunks(settled.chunk), buckets.tables)
     plain = TreeShape.plain(1)
     if engine.has_grammars:
-        # Copies join no tree that comes to the host before it is verified.
-        own = [p for p in programs if p.work is Work.DECODE and not p.has(Extra.COPIES)]
-        if settled.draft.joins_copies:  # a plain step is for batches without a grammar
-            own = [p for p in own if not p.shape.is_plain]
-        masked = _masked(settled, own)
-        programs += _few(masked) if device.kind == "gpu" or settled.are_few else masked
+        masked = _masked(settled, programs)
+        if settled.are_few or device.kind == "gpu":
+            masked = _some(settled, masked)
+        if settled.are_few:  # one program serves batches with grammars and without
+            unmasked = {program.having({Extra.MASK: False}) for program in masked}
+            programs = [program for program in programs if program not in unmasked]
+        programs += masked
     if not engine.disable_radix_cache:
         programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, Extra.NONE))
     if pictures is not None:
@@ -205,16 +206,20 @@ def _programs(settled: Settled, buckets: Buckets) -> list[Program]:
 
 def _decodes_plainly(program: Program) -> bool:
     """Whether it serves a plain step of any request, with logprobs."""
-    is_open = program.has(Extra.LOGPROBS) and not program.has(Extra.MASK)
-    return is_open and program.work is Work.DECODE and program.shape.is_plain
+    is_plain = program.work is Work.DECODE and program.shape.is_plain
+    return is_plain and program.has(Extra.LOGPROBS)
 
 
-def _masked(settled: Settled, decodes: Sequence[Program]) -> list[Program]:
+def _masked(settled: Settled, programs: Sequence[Program]) -> list[Program]:
     """The twins of decode programs that take masks of grammars.
 
     Trees come to the host before they are verified, so where the device drafts there is a program
     that only drafts for each. Where the shape is chosen step by step there is one of them alone.
     """
+    # Copies join no tree that comes to the host before it is verified.
+    decodes = [p for p in programs if p.work is Work.DECODE and not p.has(Extra.COPIES)]
+    if settled.draft.joins_copies:  # a plain step is for batches without a grammar
+        decodes = [p for p in decodes if not p.shape.is_plain]
     if settled.candidates:
         plain = [p for p in decodes if p.shape.is_plain]
         trees = [replace(p, shape=masked_shape(settled, p.batch)) for p in plain]
@@ -225,6 +230,17 @@ def _masked(settled: Settled, decodes: Sequence[Program]) -> list[Program]:
         return masked
     drafts = [replace(p, work=Work.DRAFT, extras=p.extras & ~Extra.LOGPROBS) for p in decodes]
     return [*masked, *dict.fromkeys(drafts)]
+
+
+def _some(settled: Settled, masked: Sequence[Program]) -> list[Program]:
+    """Programs with masks where each costs memory or seconds of the start.
+
+    Batches without a grammar do not run them, so they have every second batch bucket; where each
+    program takes seconds of a processor, the widest alone.
+    """
+    batches = sorted({program.batch for program in masked}, reverse=True)
+    wanted = batches[:1] if settled.are_few else batches[::2]
+    return [program for program in _few(masked) if program.batch in wanted]
 
 
 def _scoring(rows: int, chunks: Sequence[int], tables: Sequence[int]) -> list[Program]:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from jax_impl import platform as jax_platform
 from jax_impl import serve
 from kernels.mail import BLOCK_BYTES, device_mailbox_bytes
 from shared.boundary.backend import HostDraft
@@ -16,7 +15,6 @@ from shared.boundary.program import Extra, Work
 from shared.boundary.ranks import Ranks
 from shared.boundary.workspace import MOST_PARTS
 from shared.drafts.drafts import Drafts
-from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, Rows
 from shared.models.dummy import DummyCheckpoint
@@ -26,38 +24,18 @@ from shared.models.parameters import parameters
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process.device import Device, free_in_groups
-from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.memory_plan import plan
 from shared.process.notes import rank_notes
 from shared.process.start import prepare
 from shared.spec.numerics import ATTENTION
 from tests.support.house import House
+from tests.support.planned import GB, PLATFORMS, QWEN3_8B, planned
 from tests.support.tensors import tensor_bytes
 from torch_impl import platform as torch_platform
 from torch_impl.weights import load
 
-GB = 10**9
 ROOT = Path(__file__).resolve().parents[2]
 STATE = ("KV", "draft KV", "state", "snapshots", "draft state", "draft snapshots", "seen", "relay")
-PLATFORMS = {"torch": torch_platform.PLATFORM, "jax": jax_platform.PLATFORM}
-QWEN3_8B = config_from_dict(
-    {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "rope_theta": 1_000_000.0,
-    }
-)
-
-
-def planned(framework: str, free_bytes: int, flags: str = "", kind: str = "gpu") -> MemoryPlan:
-    device, costs = Device(kind, "one", free_bytes), PLATFORMS[framework].costs
-    return plan(parse(flags.split()), QWEN3_8B, Drafts.none(), device, costs)
 
 
 def prompt_workspace(lines: dict[str, int]) -> int:
@@ -265,49 +243,7 @@ def test_the_flags_of_cuda_graphs_say_which_work_is_captured():
     assert (all_, some, none) == ((*decoding, Work.PREFILL, Work.ENCODE), decoding, ())
 
 
-GRAMMARS = "--grammar-backend llguidance "
 SCORES = "--max-prompt-logprobs 5 "
-
-
-@pytest.mark.parametrize(("framework", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
-@pytest.mark.parametrize("drafter", ["", "NEXTN", "NGRAM"])
-def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework, kind, drafter):
-    """Only where they are asked for, one for each batch that decodes; some have logprobs."""
-    flags = f"--speculative-algorithm {drafter}" if drafter else ""
-    made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
-    without, with_masks = (found.capacity.programs for found in made)
-    added = [program for program in with_masks if program not in without]
-    assert not any(program.has(Extra.MASK) for program in without)
-    assert {program for program in with_masks if program not in added} == set(without)
-    masked = [program for program in added if program.has(Extra.MASK)]
-    batches = {program.batch for program in without if program.work is Work.DECODE}
-    assert {program.batch for program in masked} == batches
-    assert {program.work for program in masked} == {Work.DECODE}
-    assert all(program.has(Extra.HOST_DRAFT) is not program.shape.is_plain for program in masked)
-    drafts = [program for program in added if not program.has(Extra.MASK)]
-    assert {program.batch for program in drafts} == (batches if drafter == "NEXTN" else set())
-    assert max(p.batch for p in masked) == max(p.batch for p in masked if p.has(Extra.LOGPROBS))
-    if framework == "jax":
-        assert len(masked) == len(batches) * (2 if drafter == "NGRAM" else 1)
-
-
-@pytest.mark.parametrize("framework", PLATFORMS)
-@pytest.mark.parametrize(("drafter", "sizes"), [("NEXTN", {(4, 3)}), ("NGRAM", {(1, 0), (12, 11)})])
-def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes):
-    """What is drafted with a grammar is no tier: what a tier costs is measured of the others."""
-    flags = f"{GRAMMARS}--speculative-adaptive --speculative-algorithm {drafter}"
-    capacity = planned(framework, 140 * GB, flags).capacity
-    programs = capacity.programs
-    decodes = [program for program in programs if program.work is Work.DECODE]
-    masked = [program for program in decodes if program.has(Extra.MASK)]
-    assert {(p.shape.nodes, p.shape.depth) for p in masked} == sizes
-    drafts = {(p.batch, p.shape) for p in programs if p.work is Work.DRAFT}
-    trees = {(p.batch, p.shape) for p in masked if not p.shape.is_plain}
-    assert drafts == (set() if drafter == "NGRAM" else trees)
-    assert {batch for batch, _ in trees} == {program.batch for program in decodes}
-    without = replace(capacity, programs=tuple(p for p in programs if p not in masked))
-    on_host = drafter == "NGRAM"
-    assert Shapes.of(capacity, host_draft=on_host) == Shapes.of(without, host_draft=on_host)
 
 
 @pytest.mark.parametrize("copies", [4, 12])
@@ -321,17 +257,6 @@ def test_copies_stand_beside_a_chain_that_is_deeper_and_one_that_is_not(copies):
         (1 + copies, copies),  # copies alone
     }
     assert len({x.copied for x in joined}) == 1  # one tree of copies serves both
-
-
-def test_masks_take_memory_of_rings_and_steps():
-    flags = "--max-total-tokens 4096"
-    without, with_masks = (planned("torch", 140 * GB, more + flags) for more in ("", GRAMMARS))
-    lines = {line.name: line.num_bytes for line in without.lines}
-    more = {line.name: line.num_bytes - lines[line.name] for line in with_masks.lines}
-    grown = {name for name, num_bytes in more.items() if num_bytes}
-    assert {"plans and results", "graph workspace"} <= grown
-    masks = 49 * -(-with_masks.capacity.vocab // 32)  # of 48 rows, and that of all ones
-    assert more["plans and results"] >= 3 * 4 * masks
 
 
 @pytest.mark.parametrize("framework", PLATFORMS)

@@ -112,9 +112,9 @@ class Shapes:
           ValueError: Nothing drafts, or a bucket has not all trees.
         """
         shapes_of: dict[int, set[TreeShape]] = {}
-        for program in capacity.programs:
+        for program in capacity.unmasked_programs:
             is_ours = program.shape.is_plain or program.has(Extra.HOST_DRAFT) is host_draft
-            if program.work is Work.DECODE and is_ours and not program.has(Extra.MASK):
+            if program.work is Work.DECODE and is_ours:
                 shapes_of.setdefault(program.batch, set()).add(program.shape)
         batches = tuple(sorted(shapes_of))
         if len({frozenset(shape.tree for shape in shapes) for shapes in shapes_of.values()}) > 1:

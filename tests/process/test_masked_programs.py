@@ -1,0 +1,86 @@
+"""Programs that take the masks of grammars: which a start prepares, and their memory."""
+
+from dataclasses import replace
+
+import pytest
+
+from shared.boundary.program import Extra, Work
+from shared.engine.adaptive.tiers import Shapes
+from tests.support.planned import GB, PLATFORMS, planned
+
+GRAMMARS = "--grammar-backend llguidance "
+SHADOW = "--shadow-check 0.1 "
+
+
+@pytest.mark.parametrize(("framework", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
+@pytest.mark.parametrize("drafter", ["", "NEXTN", "NGRAM"])
+def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework, kind, drafter):
+    """Every second batch on a GPU, each on a CPU, or the widest where each takes seconds."""
+    flags = f"--speculative-algorithm {drafter}" if drafter else ""
+    made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
+    without, with_masks = (found.capacity.programs for found in made)
+    added = [program for program in with_masks if program not in without]
+    assert not any(program.has(Extra.MASK) for program in without)
+    masked = [program for program in added if program.has(Extra.MASK)]
+    batches = sorted({p.batch for p in without if p.work is Work.DECODE}, reverse=True)
+    if kind == "gpu":
+        batches = batches[::2]
+    elif framework == "jax":
+        batches = batches[:1]
+    assert {program.batch for program in masked} == {*batches}
+    assert {program.work for program in masked} == {Work.DECODE}
+    assert all(program.has(Extra.HOST_DRAFT) is not program.shape.is_plain for program in masked)
+    drafts = [program for program in added if not program.has(Extra.MASK)]
+    assert {program.batch for program in drafts} == ({*batches} if drafter == "NEXTN" else set())
+    assert max(p.batch for p in masked) == max(p.batch for p in masked if p.has(Extra.LOGPROBS))
+    if framework == "jax":
+        assert len(masked) == len(batches) * (2 if drafter == "NGRAM" else 1)
+    if (framework, kind) == ("jax", "cpu") and drafter != "NEXTN":
+        assert len(with_masks) == len(without)  # the same step serves batches without a grammar
+    else:
+        assert {program for program in with_masks if program not in added} == set(without)
+
+
+@pytest.mark.parametrize("flags", ["", "--speculative-algorithm NGRAM ", SHADOW])
+def test_batches_without_a_grammar_have_the_shapes_that_they_have_without_masks(flags):
+    for framework, kind in [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")]:
+        made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
+        without, with_masks = (
+            {
+                (p.work, p.batch, p.pages, p.tokens, p.shape)
+                for p in found.capacity.unmasked_programs
+            }
+            for found in made
+        )
+        assert with_masks == without
+
+
+@pytest.mark.parametrize("framework", PLATFORMS)
+@pytest.mark.parametrize(("drafter", "sizes"), [("NEXTN", {(4, 3)}), ("NGRAM", {(1, 0), (12, 11)})])
+def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes):
+    """What is drafted with a grammar is no tier: what a tier costs is measured of the others."""
+    flags = f"{GRAMMARS}--speculative-adaptive --speculative-algorithm {drafter}"
+    capacity = planned(framework, 140 * GB, flags).capacity
+    programs = capacity.programs
+    decodes = [program for program in programs if program.work is Work.DECODE]
+    masked = [program for program in decodes if program.has(Extra.MASK)]
+    assert {(p.shape.nodes, p.shape.depth) for p in masked} == sizes
+    drafts = {(p.batch, p.shape) for p in programs if p.work is Work.DRAFT}
+    trees = {(p.batch, p.shape) for p in masked if not p.shape.is_plain}
+    assert drafts == (set() if drafter == "NGRAM" else trees)
+    batches = sorted({program.batch for program in decodes}, reverse=True)
+    assert {batch for batch, _ in trees} == {*batches[::2]}
+    without = replace(capacity, programs=tuple(p for p in programs if p not in masked))
+    on_host = drafter == "NGRAM"
+    assert Shapes.of(capacity, host_draft=on_host) == Shapes.of(without, host_draft=on_host)
+
+
+def test_masks_take_memory_of_rings_and_steps():
+    flags = "--max-total-tokens 4096"
+    without, with_masks = (planned("torch", 140 * GB, more + flags) for more in ("", GRAMMARS))
+    lines = {line.name: line.num_bytes for line in without.lines}
+    more = {line.name: line.num_bytes - lines[line.name] for line in with_masks.lines}
+    grown = {name for name, num_bytes in more.items() if num_bytes}
+    assert {"plans and results", "graph workspace"} <= grown
+    masks = 49 * -(-with_masks.capacity.vocab // 32)  # of 48 rows, and that of all ones
+    assert more["plans and results"] >= 3 * 4 * masks
