@@ -16,7 +16,7 @@ BLOCK_SIZE = [BLOCK, BLOCK]
 FORMATS = ("float-quantized", "naive-quantized")
 """What compressed-tensors calls codes that lie as they are."""
 
-HINTS = ("modules_to_not_convert", "ignored_layers", "ignore", "targets")
+HINTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "targets")
 """Lists of modules with and without scales, which releases spell in many ways."""
 
 Served = dict[str, Collection[object]]
@@ -24,11 +24,18 @@ Served = dict[str, Collection[object]]
 
 METHODS: Served = {"quant_method": ["fp8", "compressed-tensors"]}
 FP8: Served = METHODS | {
-    "fmt": ["e4m3"],
+    "fmt": [None, "e4m3", "e4m3fn", "float8_e4m3fn"],
     "weight_block_size": [None, BLOCK_SIZE],
     "activation_scheme": [None, "dynamic", "static"],
+    "scale_fmt": [None, "float"],
+    "expert_dtype": [None, "fp8"],
+    "dequantize": [None, False, True],
 }
-COMPRESSED: Served = METHODS | {"format": FORMATS}
+COMPRESSED: Served = METHODS | {
+    "format": FORMATS,
+    "dequantize": [None, False, True],
+    "use_optimized_inference": [None, False, True],
+}
 GROUP: Served = {"format": [None, *FORMATS]}
 WEIGHTS: Served = {
     "num_bits": [8],

@@ -204,10 +204,36 @@ def test_another_form_of_compressed_tensors_is_refused_by_its_field(place, value
         config_from_dict(STATED | {"quantization_config": edited(place, value)})
 
 
+WRITTEN = {
+    "transformers 5": {
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": None,
+        "modules_to_convert": None,
+        "dequantize": False,
+        "scale_fmt": "float",
+        "expert_dtype": "fp8",
+    },
+    "transformers 4": {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]},
+    "Qwen": {"fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": []},
+    "dequantised at loading": {"weight_block_size": [128, 128], "dequantize": True},
+    "an embedding too": {"modules_to_convert": ["model.embed_tokens"]},
+    "a cache without scales": {"kv_cache_scheme": None, "kv_cache_dtype": ""},
+}
+
+
+@pytest.mark.parametrize("writer", WRITTEN)
+def test_fields_that_ask_for_nothing_beyond_the_tensors_are_served(writer) -> None:
+    stated = {"quant_method": "fp8", **WRITTEN[writer]}
+    assert config_from_dict(STATED | {"quantization_config": stated}) == config_from_dict(STATED)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("quant_method", "fbgemm_fp8"),
+        ("expert_dtype", "fp4"),
+        ("dequantize", "later"),
         ("fmt", "e5m2"),
         ("weight_block_size", [64, 64]),
         ("activation_scheme", "other"),
