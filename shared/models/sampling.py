@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from shared.models.fields import Json, read_json
+from shared.models.neutral import GENERATION, WRITTEN
+
+FILE = "generation_config.json"
 
 _BOUNDS = {
     "temperature": (0.0, 2.0),
@@ -32,8 +35,8 @@ class SamplingDefaults:
         Raises:
           ValueError: A value cannot be meant; one sentence that names it.
         """
-        path = Path(folder) / "generation_config.json"
-        stated = read_json(path) if path.is_file() else {}
+        path = Path(folder) / FILE
+        stated = _stated(folder)
         named = [field.name for field in fields(cls) if stated.get(field.name) is not None]
         return cls(**{name: _checked(stated, name, path) for name in named})
 
@@ -41,6 +44,27 @@ class SamplingDefaults:
         """The fields that differ from OpenAI's, with their values."""
         ours, theirs = vars(self), vars(SamplingDefaults())
         return ", ".join(f"{name} {ours[name]}" for name in ours if ours[name] != theirs[name])
+
+
+def unapplied(folder: str | Path) -> list[str]:
+    """Returns the fields of a checkpoint's generation_config.json that ask for something else."""
+    beside = WRITTEN | {field.name for field in fields(SamplingDefaults)}
+    return [
+        name
+        for name, value in _stated(folder).items()
+        if name not in beside and not name.startswith("_") and _asks(name, value)
+    ]
+
+
+def _asks(name: str, value: Any) -> bool:
+    if name == "do_sample":
+        return value is False
+    return bool(value) and value != GENERATION.get(name)
+
+
+def _stated(folder: str | Path) -> dict[str, Any]:
+    path = Path(folder) / FILE
+    return read_json(path) if path.is_file() else {}
 
 
 def _checked(stated: Json, name: str, path: Path) -> Any:

@@ -17,7 +17,7 @@ from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.models.active import active_numbers
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from shared.models.sampling import SamplingDefaults
+from shared.models.sampling import SamplingDefaults, unapplied
 from shared.options.options import Options
 from shared.process import logs
 from shared.process.memory_plan import MemoryPlan
@@ -38,6 +38,9 @@ def start_notes(
     if named := str(defaults):
         yield f"{named} where a request names none, as generation_config.json says"
     told = memory.settled.told
+    others = unapplied(told.model.model_path)
+    if others and told.server.sampling_defaults == "model":
+        yield f"generation_config.json also sets {', '.join(others)}, which no request gets from it"
     if told.model.is_dummy:
         yield "the weights are dummies (--load-format dummy): the texts mean nothing"
     if memory.blueprint.config.tied != config_from_folder(told.model.model_path).tied:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shared.models.sampling import SamplingDefaults
+from shared.models.sampling import SamplingDefaults, unapplied
 
 
 def test_a_model_names_its_defaults(tmp_path):
@@ -33,3 +33,28 @@ def test_a_value_that_cannot_be_meant_is_named(tmp_path, name, value):
     (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
     with pytest.raises(ValueError, match=f"{name} in .* --sampling-defaults openai"):
         SamplingDefaults.from_folder(tmp_path)
+
+
+APPLIED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+SILENT = {
+    **{"bos_token_id": 1, "eos_token_id": [1, 2], "pad_token_id": 0, "transformers_version": "5.0"},
+    **{"_from_model_config": True, "do_sample": True, "use_cache": True, "max_length": 20},
+    **{"num_beams": 1, "length_penalty": 1.0, "suppress_tokens": None, "bad_words_ids": []},
+    **{"presence_penalty": 0.0, "no_repeat_ngram_size": 0, "early_stopping": False},
+    **{"cache_implementation": "static", "output_scores": True},
+}
+NAMED = {
+    **{"max_new_tokens": 2048, "max_length": 4096, "suppress_tokens": [5], "num_beams": 4},
+    **{"no_repeat_ngram_size": 3, "presence_penalty": 1.5, "typical_p": 0.9, "do_sample": False},
+    **{"stop_strings": ["x"], "a_field_of_tomorrow": 1},
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_field_that_is_not_applied_is_named(name, tmp_path):
+    assert unapplied(tmp_path) == []
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(APPLIED | SILENT))
+    assert unapplied(tmp_path) == []
+    path.write_text(json.dumps({**APPLIED, **SILENT, name: NAMED[name]}))
+    assert unapplied(tmp_path) == [name]
