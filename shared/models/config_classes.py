@@ -14,6 +14,14 @@ from shared.models.fields import CONFIG, Json
 NULLABLE = {"eos_token_id", "num_key_value_heads", "sliding_window"}
 """Fields of which null has a meaning of its own, other than the default of the class."""
 
+STRUCTURE = {
+    *("decoder_sparse_step", "first_k_dense_replace", "full_attention_interval"),
+    *("max_window_layers", "no_rope_layer_interval", "num_nextn_predict_layers"),
+    *("in_channels", "n_group", "topk_group", "n_routed_experts", "n_shared_experts"),
+    "num_experts",
+}
+"""Numbers of which null is as good as absent; null in place of another is an error."""
+
 
 @dataclass(frozen=True, eq=False)
 class ConfigClass:
@@ -51,10 +59,11 @@ class ConfigClass:
         return defaults | {name: value for name, value in named.items() if name not in absent}
 
     def _fills(self, name: str) -> bool:
-        """Whether null is as good as absent; a number must be one."""
+        """Whether null is as good as absent."""
         default = self.defaults.get(name)
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
-        return name not in NULLABLE and default is not None and not is_number
+        is_filled = name in STRUCTURE or not is_number
+        return name not in NULLABLE and default is not None and is_filled
 
     def _renamed(self, stated: Json, place: str) -> dict[str, Any]:
         named = {name: value for name, value in stated.items() if name not in self.aliases}

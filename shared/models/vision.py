@@ -6,7 +6,9 @@ of its own beside the text's: text alone is served without a look at it.
 
 from dataclasses import dataclass
 
+from shared.models.config_classes import QWEN3_5_OUTER, QWEN3_5_VISION
 from shared.models.fields import MOST_NAMED, Json, count, object_of, positive
+from shared.models.neutral import NEUTRAL
 
 TENSORS = "visual."
 """Begins the name of each tensor of a tower."""
@@ -15,34 +17,15 @@ EPS = 1e-6
 """Added to the variance of every layer norm; no field says it."""
 
 THETA = 10000.0
-"""Base of the frequencies by which patches turn; no field says it."""
+"""Base of the frequencies by which patches turn."""
 
-READ = {
-    "depth",
-    "hidden_size",
-    "in_channels",
-    "intermediate_size",
-    "num_heads",
-    "num_position_embeddings",
-    "out_hidden_size",
-    "patch_size",
-    "spatial_merge_size",
-    "temporal_patch_size",
-}
-CHECKED = {"deepstack_visual_indexes", "hidden_act"}
-"""Fields of `vision_config` that may have one value alone."""
+ROPE = {"rope_type": ("axial", "default"), "rope_theta": (THETA,)}
+"""Rotary settings of a tower, and the values that are served."""
 
-WITHOUT_EFFECT = {
-    "_name_or_path",
-    "architectures",
-    "attn_implementation",
-    "dtype",
-    "initializer_range",
-    "model_type",
-    "torch_dtype",
-    "transformers_version",
-}
-"""Fields of `vision_config` that change nothing of what a trained tower computes."""
+PLACE = "vision_config"
+
+READ = QWEN3_5_VISION.fields.keys() | {"deepstack_visual_indexes", "model_type", "architectures"}
+"""Fields of `vision_config` that are read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +106,10 @@ def read_vision(config: Json, hidden: int, vocab: int) -> VisionConfig | None:
       ValueError: The tower is another one than this program computes; one sentence that names the
         field.
     """
-    vision = object_of(config, "vision_config")
-    if not vision:
+    stated = object_of(config, PLACE)
+    if not stated:
         return None
+    vision = QWEN3_5_VISION.completed(stated, PLACE)
     _refuse_other(vision)
     side = round(positive(vision, "num_position_embeddings") ** 0.5)
     found = VisionConfig(
@@ -133,13 +117,13 @@ def read_vision(config: Json, hidden: int, vocab: int) -> VisionConfig | None:
         hidden=positive(vision, "hidden_size"),
         num_heads=positive(vision, "num_heads"),
         intermediate=positive(vision, "intermediate_size"),
-        channels=positive(vision, "in_channels", 3),
-        patch_size=positive(vision, "patch_size"),
-        frames=positive(vision, "temporal_patch_size"),
+        channels=positive(vision, "in_channels"),
+        patch_size=_side(vision, "patch_size"),
+        frames=_side(vision, "temporal_patch_size"),
         merge_size=positive(vision, "spatial_merge_size"),
         table_side=side,
         out=positive(vision, "out_hidden_size"),
-        image_token=count(config, "image_token_id"),
+        image_token=count(QWEN3_5_OUTER.completed(config), "image_token_id"),
     )
     if found.channels != 3:
         raise ValueError(f"in_channels in vision_config must be 3, got {found.channels}")
@@ -168,9 +152,22 @@ def _refuse_other(vision: Json) -> None:
             "deepstack_visual_indexes in vision_config is not supported; the tower's rows stand "
             "in the prompt alone"
         )
-    if vision.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+    if vision["hidden_act"] != "gelu_pytorch_tanh":
         raise ValueError(
             f"hidden_act in vision_config must be gelu_pytorch_tanh, got {vision['hidden_act']!r}"
         )
-    if unknown := sorted(vision.keys() - READ - CHECKED - WITHOUT_EFFECT):
-        raise ValueError(f"{unknown[0]} in vision_config is not known to this program")
+    for name, value in object_of(vision, "rope_parameters", PLACE).items():
+        if value is not None and value not in ROPE.get(name, ()):
+            served = " or ".join(map(str, ROPE.get(name, ("absent",))))
+            raise ValueError(f"{name} in vision_config must be {served}, got {value!r:.60}")
+    asking = {name for name, value in vision.items() if value}
+    if unknown := sorted(asking - READ - NEUTRAL):
+        raise ValueError(f"{unknown[0]} in vision_config is not supported; use another checkpoint")
+
+
+def _side(vision: Json, field: str) -> int:
+    """A size, or a list of equal sizes."""
+    sizes = vision[field]
+    if isinstance(sizes, list) and len(set(map(str, sizes))) == 1:
+        return positive({field: sizes[0]}, field, place=PLACE)
+    return positive(vision, field, place=PLACE)

@@ -42,6 +42,29 @@ def test_a_tower_is_what_its_config_says():
     assert read(initializer_range=0.5, dtype="bfloat16") == found
 
 
+def test_a_tower_is_read_as_transformers_writes_it():
+    found = vision_from_folder(MODEL)
+    rope = {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000}}
+    assert read(**rope, model_type="qwen3_5_vision", output_attentions=False) == found
+    patch = TOWER["vision_config"]["patch_size"]
+    assert read(patch_size=[patch, patch], deepstack_visual_indexes=[]) == found
+    renamed = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+    stated = {alias: TOWER["vision_config"][name] for alias, name in renamed.items()}
+    assert read(**stated, **dict.fromkeys(renamed.values())) == found
+    assert read(in_channels=None, hidden_act=None) == found
+    with pytest.raises(ValueError, match="num_hidden_layers and depth in vision_config are two"):
+        read(num_hidden_layers=7)
+
+
+def test_a_field_that_a_tower_leaves_out_has_the_classs_default():
+    text = config_from_dict(TOWER)
+    kept = {"hidden_size": 32, "num_heads": 2, "out_hidden_size": text.hidden}
+    found = read_vision({**TOWER, "vision_config": kept}, text.hidden, text.vocab)
+    assert found is not None
+    assert (found.depth, found.intermediate, found.patch_size, found.frames) == (27, 4304, 16, 2)
+    assert (found.channels, found.merge_size, found.table_side) == (3, 2, 48)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
 def test_a_model_of_text_alone_has_no_tower(family, tmp_path):
     write_tiny(tmp_path, family, 0)
@@ -59,14 +82,19 @@ def test_a_model_of_text_alone_has_no_tower(family, tmp_path):
         ("num_heads", 16),
         ("out_hidden_size", 32),
         ("fullatt_block_indexes", [7]),
+        ("rope_theta", 5000.0),
+        ("rope_type", "linear"),
+        ("patch_size", [16, 14]),
         ("depth", 0),
         ("depth in config.json must be at most", 10**9),
         ("num_position_embeddings in config.json must be at most", 10**400),
     ],
 )
 def test_what_would_change_the_tower_is_refused_by_name(field, value):
+    name = field.split()[0]
+    changed = {"rope_parameters": {name: value}} if name.startswith("rope") else {name: value}
     with pytest.raises(ValueError, match=field):
-        read(**{field.split()[0]: value})
+        read(**changed)
 
 
 def test_text_is_served_whatever_the_tower_is(folder):
