@@ -52,8 +52,9 @@ def speculators_json(head_json: Json, config: DraftConfig, target: Path, depth: 
     """
     named, architecture = TYPES[config.kind]
     layer = {name: head_json[name] for name in _LAYER if name in head_json}
-    rope = {"rope_theta": config.layer.attention.rotary.theta, **settings_of(head_json)}
-    layer["rope_parameters"] = {"rope_type": rope.pop("type", "default"), **rope}
+    theta = config.layer.attention.rotary.theta
+    rope = {"rope_type": "default", "rope_theta": theta, **settings_of(head_json)}
+    layer["rope_parameters"] = rope
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": config.block.nodes - 1 if config.block else depth,

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from shared.drafts.block import BlockConfig, block_of, default_layers, windows_of
+from shared.drafts.block import SLIDING, BlockConfig, block_of, default_layers, windows_of
 from shared.drafts.formats import PLACE, Stated, stated
 from shared.drafts.streams import IDS_FLAG, Ids, block_streams, eagle3_streams
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.models.fields import Json, count, read_json
 from shared.models.file_kind import folder_fault
+from shared.models.rotary import settings_of
 
 DRAFT_FOLDER = "the draft model folder"
 """The part of a head's folder in sentences."""
@@ -281,6 +282,8 @@ def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
         "tie_word_embeddings": False,
     }
     try:
+        if settings_of(whole, SLIDING) != settings_of(whole):
+            raise ValueError("rope_parameters that differ by layer type are not supported")
         model = config_from_dict(whole)
     except ValueError as error:
         raise ValueError(f"the draft model cannot be served: {error}") from error

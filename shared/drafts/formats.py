@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.models import fields
+from shared.models.config_classes import LLAMA, QWEN3
 from shared.models.fields import Json, listed, object_of, word
+from shared.models.neutral import NEUTRAL
 
 PLACE = "the draft model's config.json"
 """Where the fields stand, for the reader of a sentence."""
@@ -39,28 +41,8 @@ SPECULATORS = {
 BLOCKS = ("DFLASH", "DSPARK", "DFLASH2")
 """Kinds of heads that fill a block in one pass."""
 
-LAYERS = {
-    "llama": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-    },
-    "qwen3": {
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-    },
-}
-"""Layers of heads in the speculators format, with what a field has that is left out: the format
-writes only what differs from these."""
+LAYERS = {"llama": LLAMA, "qwen3": QWEN3}
+"""Classes of the layers of heads, by `model_type`: they have what a config.json leaves out."""
 
 LEFT_OUT = {
     "EAGLE3": {"draft_vocab_size": 32000},
@@ -146,21 +128,12 @@ MEANINGS = {
 
 _TRAINING = {
     *("speculators_model_type", "speculators_config", "speculators_version"),
-    *("embed_requires_grad", "transformers_version", "torch_dtype", "dtype", "auto_map"),
-    *("_name_or_path", "_attn_implementation", "attn_implementation", "attention_dropout"),
-    *("initializer_range", "use_cache", "max_window_layers", "ttt_steps", "ttt_length"),
-    "pretraining_tp",
+    *("embed_requires_grad", "max_window_layers", "ttt_steps", "ttt_length"),
     *("loss_decay_gamma", "num_anchors", "target_model_type", "target_model_name_or_path"),
     *("confidence_head_alpha", "attention_mode", "parallel_draft_heads_num_layers"),
 }
-_TOKENS = {f"{name}_token_id" for name in ("bos", "eos", "pad", "sep", "decoder_start")}
-_GENERATION = {
-    *("return_dict", "max_length", "num_beams", "num_beam_groups", "temperature", "top_k", "top_p"),
-    *("typical_p", "repetition_penalty", "length_penalty", "num_return_sequences", "id2label"),
-    *("label2id", "is_decoder"),
-}
-NOTHING = _TRAINING | _TOKENS | _GENERATION
-"""Fields that say how a head was trained, written or would sample alone; they change no draft."""
+NOTHING = NEUTRAL | _TRAINING
+"""Fields of how a head was trained and written, or would sample alone; they change no draft."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +173,11 @@ def stated(config: Json) -> Stated:
     kind = _kind(config)
     nested = object_of(config, "dflash_config" if kind in BLOCKS else "eagle_config")
     nested = {name: value for name, value in nested.items() if value is not None}
-    settings = {**config, **nested}
+    family = word(config, "model_type", "", PLACE)
+    own = _layer_defaults(family if family in LAYERS else "qwen3" if kind in BLOCKS else "llama")
+    of_target = ("vocab_size", "num_hidden_layers", "max_position_embeddings")
+    own = {name: value for name, value in own.items() if name not in of_target}
+    settings = {**own, **config, **nested}
     refuse_unknown(settings, kind)
     return Stated(kind, settings, False, frozenset(nested))
 
@@ -223,9 +200,16 @@ def _of_speculators(config: Json) -> Stated:
             f"the draft model's transformer_layer_config has model_type {family!r}, which is not "
             f"supported; use a head with layers of {' or '.join(LAYERS)}"
         )
-    settings = {**LEFT_OUT[kind], **outer, **LAYERS[family], **layer, "model_type": family}
+    own = _layer_defaults(family)
+    settings = {**LEFT_OUT[kind], **outer, **own, **layer, "model_type": family}
     refuse_unknown(settings, kind)
     return Stated(kind, settings, True, frozenset())
+
+
+def _layer_defaults(family: str) -> dict[str, Any]:
+    """What fields of a head's layers have that are left out, and are those of a class."""
+    fields = LAYERS[family].fields.items()
+    return {name: value for name, value in fields if value is not None and name in _LAYER}
 
 
 def _kind(config: Json) -> str:
@@ -238,7 +222,7 @@ def _kind(config: Json) -> str:
     raise ValueError(
         f"architectures in the draft model's config.json is {', '.join(names)}, which is no "
         f"supported draft head without a speculators_model_type; use one of "
-        f"{', '.join(ARCHITECTURES)}"
+        f"{', '.join(ARCHITECTURES)}, or --speculative-algorithm STANDALONE with a small model"
     )
 
 

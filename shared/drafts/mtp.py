@@ -84,8 +84,8 @@ def with_mtp_of(
         )
     if not model.zero_centered_norms:
         raise ValueError(
-            f"the draft model is an MTP layer, and a {model.name} model has none; use an EAGLE or "
-            "DFlash head"
+            f"the draft model is an MTP layer, and a {model.name} model has none that is "
+            "supported; use an EAGLE or DFlash head"
         )
     for field, value in _sizes(model):
         if own.get(field) not in (None, value):
@@ -93,7 +93,7 @@ def with_mtp_of(
                 f"the draft model's {field} ({own[field]}) is not the target's ({value}); use a "
                 "layer that was trained for this model"
             )
-    theta = settings_of(own).get("rope_theta", own.get("rope_theta"))
+    theta = settings_of(own).get("rope_theta")
     if theta not in (None, model.attention.rotary.theta):
         raise ValueError(
             f"the draft model's rope_theta ({theta}) is not the target's "

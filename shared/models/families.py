@@ -118,6 +118,9 @@ ARCHITECTURES = {
 SEEING = {"Mistral3ForConditionalGeneration"}
 """Architectures that see, of whose text model `text_config` tells the family."""
 
+HEADS = ("Eagle", "DFlash", "DSpark", "DraftModel", "Speculator", "Medusa")
+"""Words in the names of architectures that are no model of their own."""
+
 OUTER = {True: config_classes.MISTRAL3, False: config_classes.QWEN3_5_OUTER}
 """The class around a `text_config`, of `SEEING` and of other architectures."""
 
@@ -231,6 +234,11 @@ def _family(config: Json) -> Family:
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
+    if "speculators_model_type" in config or any(word in x for x in names for word in HEADS):
+        raise ValueError(
+            f"architectures in config.json is {', '.join(names)}, a draft head; serve its "
+            "target, with this folder as --speculative-draft-model-path"
+        )
     named = ", ".join(names) or f"none, with model_type {config.get('model_type')!r}"
     raise ValueError(
         f"architectures in config.json is {named}, which is not supported; "
