@@ -95,7 +95,7 @@ RULES = (
     Rule(
         refuses=lambda s: _wants_mtp(s) and not (s.has_mtp and s.model.has_mtp),
         reason="--speculative-algorithm {algorithm} drafts with the checkpoint's own mtp layer, "
-        "and this {family} checkpoint has none",
+        "and this {family} checkpoint has none that is supported",
         way_out="give a draft head with --speculative-algorithm EAGLE or EAGLE3 and "
         "--speculative-draft-model-path, or leave the flag out",
         example=Example(drafter="NEXTN", model_type="llama"),
