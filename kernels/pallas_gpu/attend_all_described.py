@@ -24,7 +24,7 @@ from kernels.pallas_gpu.instructions import (
     sum_of,
     times,
 )
-from kernels.pallas_gpu.linear_described import is_on_hopper
+from kernels.pallas_gpu.linear_described import has_mosaic
 from kernels.pallas_gpu.linear_ring import LINES
 from kernels.pallas_gpu.pair_sums import LANES, TILE, beside
 from kernels.pallas_gpu.sums import NEGATIVE
@@ -99,7 +99,7 @@ def takes(qkv: Float[jax.Array, "R columns"], D: int, tile: int) -> bool:
       D: Columns of a head.
       tile: Patches that are added at once.
     """
-    return D == MAIN + REST and tile == TILE and qkv.dtype == jnp.bfloat16 and is_on_hopper()
+    return D == MAIN + REST and tile == TILE and qkv.dtype == jnp.bfloat16 and has_mosaic()
 
 
 # A function of its own in a program, which has it once for all layers: lowering and compiling a

@@ -45,6 +45,8 @@ from shared.spec.numerics import SquaresOrder
 
 _PROGRAMS = 2
 """At once on a multiprocessor, of codes and one warpgroup that multiplies."""
+_JAX = (0, 11)
+"""The version whose Mosaic GPU the kernels are written for; Python 3.11 has none from 0.11 on."""
 _COPYING_REGISTERS, _REGISTERS = 40, 512
 """Of a thread that copies; and of all that are at one place in their warpgroups."""
 
@@ -79,12 +81,22 @@ def takes(
     if tiles.swapped:
         are_lines = len(x) < LINES or len(x) % LINES == 0
         is_taken &= is_plain and are_lines and len(x) <= tiles.rows and order.chunk == WIDE
-    return is_taken and is_on_hopper()
+        # A part in shared memory is read and written transposed, which 16 bits alone can be.
+        is_taken &= x.dtype == out_type
+    return is_taken and has_mosaic()
 
 
 def is_on_hopper() -> bool:
     """Whether the GPU is one, or is described; a program may be traced where there is none."""
     return _described_gpu() is not None or getattr(_gpu(), "compute_capability", None) == "9.0"
+
+
+def has_mosaic() -> bool:
+    """Whether kernels of Mosaic GPU can be called: on a Hopper, with the jax they are written for.
+
+    Others have another Mosaic: jax 0.10 cannot trace such a kernel, and 0.12 cannot lower it.
+    """
+    return is_on_hopper() and jax.__version_info__[:2] == _JAX
 
 
 # A function of its own in a program, which has it once for all layers: lowering and compiling a

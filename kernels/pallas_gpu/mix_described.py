@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from kernels.pallas_gpu.linear_described import is_on_hopper
+from kernels.pallas_gpu.linear_described import has_mosaic
 from kernels.pallas_gpu.pair_sums import (
     GROUPS,
     LANES,
@@ -93,7 +93,7 @@ def takes(kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> bool:
     page, k_heads, D = kv.shape[3:]
     is_whole = page % TILE == 0 and tile == TILE
     is_even = D == GROUPS * COLUMNS or (D in (COLUMNS, COLUMNS // 2) and k_heads % GROUPS == 0)
-    return is_whole and is_even and kv.dtype == jnp.bfloat16 and is_on_hopper()
+    return is_whole and is_even and kv.dtype == jnp.bfloat16 and has_mosaic()
 
 
 # A function of its own in a program, which has it once for all layers: lowering and compiling a

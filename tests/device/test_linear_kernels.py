@@ -4,11 +4,13 @@ interpreted.
 And that a row's bits depend neither on the rows beside it nor on the tiles.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
+from kernels.pallas_gpu import linear_described
 from kernels.pallas_gpu.linear_described import described_product
 from kernels.tiles import LinearTiles
 from shared.spec import layers as spec_layers
@@ -309,6 +311,41 @@ def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
     how = {"rows": 64, "swapped": False} | TMA
     with pytest.raises(ValueError, match=f"tiles of blocks that descriptors copy {why}"):
         described_product(x, weights, jnp.int32(0), **alone(tiles(**how | change)))
+
+
+@pytest.mark.parametrize("swapped", [True, False], ids=["outputs wide", "rows wide"])
+@pytest.mark.parametrize("out_type", ["bfloat16", "float32"])
+def test_mosaic_takes_float32_results_of_wide_rows_alone(
+    out_type: str, swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head of a model of few tokens is a product of few outputs, and its result is float32."""
+    monkeypatch.setattr(linear_described, "has_mosaic", lambda: True)
+    x, weights = jnp.zeros((1, 256), jnp.bfloat16), jnp.zeros((1, 4096, 256), jnp.bfloat16)
+    taken = linear_described.takes(
+        x,
+        weights,
+        outputs=4096,
+        first=0,
+        out_type=jnp.dtype(out_type),
+        is_normed=False,
+        is_plain=True,
+        added=None,
+        order=SQUARES,
+        tiles=tiles(**({"rows": 8 if swapped else 64, "swapped": swapped} | TMA)),
+    )
+    assert taken is (out_type == "bfloat16" or not swapped)
+
+
+@pytest.mark.parametrize(
+    ("version", "has"), [((0, 10, 2), False), ((0, 11, 0), True), ((0, 12, 0, 1), False)]
+)
+def test_mosaic_is_called_by_the_jax_that_it_is_written_for(
+    version: tuple[int, ...], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version starts too, with the kernels of Pallas for Triton."""
+    monkeypatch.setattr(linear_described, "is_on_hopper", lambda: True)
+    monkeypatch.setattr(jax, "__version_info__", version)
+    assert linear_described.has_mosaic() is has
 
 
 def test_programs_that_stay_are_refused_where_pallas_has_none() -> None:
