@@ -41,6 +41,32 @@ def to_json(value: Any) -> str:
     return text
 
 
+def argument_json(text: str, key: str, schemas: ParameterSchemas) -> str:
+    """Returns the JSON text of a parameter's value, see `read_argument`.
+
+    JSON with a number beyond float64 has no value here, and stays as it is written.
+    """
+    value = read_argument(text, key, schemas)
+    is_last_resort = value == text and not _takes(schemas, key, text)
+    return text if is_last_resort and _is_json(text) else to_json(value)
+
+
+def _takes(schemas: ParameterSchemas, key: str, value: Any) -> bool:
+    try:
+        return schemas.takes(key, value)
+    except TooMuchWork:
+        return False
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is JSON, whatever the size of its numbers."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def read_argument(text: str, key: str, schemas: ParameterSchemas) -> Any:
     """The value of a parameter that stands without quotes.
 

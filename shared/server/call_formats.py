@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shared.server.arguments import read_argument, to_json
+from shared.server.arguments import argument_json, to_json
 from shared.server.call_reading import read_json_call
 from shared.server.reading import ReadAll, ReadCall, Reading, Said, Source
 from shared.server.text_schema import ParameterSchemas
@@ -99,8 +99,7 @@ def _read_arguments(source: Source, said: Said, schema: dict[str, Any]) -> Readi
         text = (yield from _read_value(source, said, missing)) if key else None
         if text is None:
             return None
-        value = read_argument(text, key, schemas)
-        entries.append(f"{to_json(key)}: {to_json(value)}")
+        entries.append(f"{to_json(key)}: {argument_json(text, key, schemas)}")
     is_whole = (yield from source.expect(FUNCTION_END)) or (yield from source.expect(CALL_END))
     return f"{{{', '.join(entries)}}}" if is_whole else None
 

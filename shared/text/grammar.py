@@ -29,6 +29,11 @@ JSON_SPACES = r"[ ]?|\n[ ]{0,32}"
 Without a bound a model may write white space for ever.
 """
 
+_OF_TEXTS = {"whitespace_pattern": JSON_SPACES}
+_OF_CALLS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How the library separates the parts of JSON. Nobody sees the white space of calls, which is
+therefore that of chat templates' own `tojson`, with which models are trained."""
+
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,
@@ -57,7 +62,7 @@ def of_schema(schema: dict[str, Any]) -> str:
     Raises:
       GrammarRefused: It is too large.
     """
-    return serialized([{"json_schema": _with_settings(schema)}])
+    return serialized([{"json_schema": _with_settings(schema, _OF_TEXTS)}])
 
 
 def of_regex(regex: str) -> str:
@@ -103,8 +108,8 @@ def literal(text: str) -> str:
 
 
 def schema_rule(name: str, schema: dict[str, Any]) -> str:
-    """A rule of the JSON texts that a schema describes."""
-    return f"{name}: %json {json.dumps(_with_settings(schema))}"
+    """A rule of the JSON texts that a schema describes, as chat templates write them in calls."""
+    return f"{name}: %json {json.dumps(_with_settings(schema, _OF_CALLS))}"
 
 
 def serialized(grammars: Sequence[dict[str, Any]]) -> str:
@@ -112,9 +117,9 @@ def serialized(grammars: Sequence[dict[str, Any]]) -> str:
     return _checked(json.dumps({"grammars": grammars}))
 
 
-def _with_settings(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema with our settings of the library; a keyword that it does not know is an error."""
-    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACES, "lenient": False}}
+def _with_settings(schema: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """A schema with settings of the library; a keyword that it does not know is an error."""
+    return {**schema, "x-guidance": {**settings, "lenient": False}}
 
 
 def _checked(grammar: str) -> str:

@@ -127,3 +127,42 @@ def test_a_part_of_a_document_takes_along_what_it_points_at_and_leaves_values_as
             "1": {"const": value},
         },
     }
+
+
+SPACED = {"properties": {"a": {"type": "array"}, "b": {"type": "object"}}, "required": ["a", "b"]}
+BETWEEN_TAGS = "<tool_call>\n{}\n</tool_call>"
+CALL_OF = {
+    "hermes": BETWEEN_TAGS.replace("{}", '{"name": "f", "arguments": {}}'),
+    "qwen": BETWEEN_TAGS.replace("{}", '{"name": "f", "arguments": {}}'),
+    "llama3": '{"name": "f", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("style", CALL_OF)
+def test_json_of_a_call_has_the_white_space_of_templates_alone(style: str):
+    value = {"a": [1, {"x": []}], "b": {"y": "p, q: r\n", "z": {}}}
+    compiled = forced(style, SPACED)
+    head, tail = CALL_OF[style].rsplit("{}", 1)
+    assert follows(compiled, head + json.dumps(value) + tail)
+    for text in (
+        json.dumps(value, indent=1),
+        json.dumps(value, separators=(",", ":")),
+        json.dumps(value).replace("{", "{ ", 1),
+        json.dumps(value).replace(", ", ",  ", 1),
+        json.dumps(value) + " ",
+    ):
+        assert not follows(compiled, head + text + tail), text
+
+
+def test_json_of_an_element_has_the_white_space_of_templates_alone():
+    compiled = forced("qwen3_coder", {"properties": {"a": {"type": "array"}}})
+    assert follows(compiled, elements(a="[1, 2]"))
+    assert not follows(compiled, elements(a="[1,2]"))
+    assert not follows(compiled, elements(a="[1,\n2]"))
+
+
+def test_number_beyond_float64_stays_as_it_is_written():
+    schema = {"properties": {"a": {"type": "object"}, "b": {"type": "number"}}}
+    parser = new_parser("qwen3_coder", Said({"f": schema}, None, are_calls_held=True), None)
+    (call,) = parser.push(elements(a='{"x": 1e999}', b="-2E400")).tool_calls
+    assert call.arguments == '{"a": {"x": 1e999}, "b": -2E400}'
