@@ -14,6 +14,7 @@ from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED, N
 from shared.server.errors import ApiError
 from shared.server.fields import Strict
 from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.structured import AllowedChoice
 
 MAX_PARTS = 1 << 17  # lists, objects, fields or texts of a body
 MAX_VALUES = 1 << 20  # of a body, say of a prompt of token ids
@@ -166,6 +167,15 @@ def _check_form(request: CompletionRequest | ChatRequest) -> None:
         raise ApiError(400, f"structured_outputs {error}", "structured_outputs") from error
     if len(names) > 1:
         raise ApiError(400, f"{' and '.join(names)} exclude each other, give one", names[1])
-    if isinstance(request, ChatRequest) and request.must_call and not request.callable_tools:
+    if isinstance(request, ChatRequest):
+        _check_choice(request)
+
+
+def _check_choice(request: ChatRequest) -> None:
+    names = {tool.function.name for tool in request.usable_tools}
+    unknown = (request.chosen_names or set()) - names
+    if unknown or (request.must_call and not names):
         message = "tool_choice asks for a call, and tools has no such function"
+        if isinstance(request.tool_choice, AllowedChoice):
+            message = f"tool_choice allows {min(unknown)!r:.80}, and tools has no such function"
         raise ApiError(400, message, "tool_choice")

@@ -76,7 +76,7 @@ class Grammars(Workers):
         form, lead = request.form, None
         calls = None
         if isinstance(request, ChatRequest):
-            calls = self._calls(request)
+            calls = held_calls(request, self._facts.tool_call_parser)
             if self._facts.reasoning_parser is not None:
                 lead = thinking_after(prompt, self._facts.reasoning_parser, request.begun)
         if form is None and calls is None:
@@ -84,18 +84,23 @@ class Grammars(Workers):
         is_forced = calls is not None and calls.free is None
         return Wanted(form=None if is_forced else form, calls=calls, lead=lead)
 
-    def _calls(self, request: ChatRequest) -> Calls | None:
-        """How an answer may call, where that is to be held to something."""
-        tools, style = request.callable_tools, self._facts.tool_call_parser
-        if not tools or style is None or not request.holds_calls:
-            return None
-        free = None if request.must_call else "text" if request.form is None else "answer"
-        return Calls(
-            style=style,
-            tools=[
-                (tool.function.name, tool.function.arguments_schema(request.must_call))
-                for tool in tools
-            ],
-            many=request.most_calls is None,
-            free=free,
-        )
+
+def held_calls(request: ChatRequest, style: str | None) -> Calls | None:
+    """How an answer may call, where that is to be held to something.
+
+    Args:
+      style: Of the model's calls; None: it has none.
+    """
+    tools = request.callable_tools
+    if not tools or style is None or not request.holds_calls:
+        return None
+    free = None if request.must_call else "text" if request.form is None else "answer"
+    return Calls(
+        style=style,
+        tools=[
+            (tool.function.name, tool.function.arguments_schema(request.must_call))
+            for tool in tools
+        ],
+        many=request.most_calls is None,
+        free=free,
+    )

@@ -26,6 +26,7 @@ from shared.server.fields import (
 )
 from shared.server.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from shared.server.structured import (
+    AllowedChoice,
     NamedTool,
     Options,
     Pattern,
@@ -271,28 +272,43 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     @property
     def must_call(self) -> bool:
         """Whether an answer has to be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        choice = self.tool_choice
+        is_required = isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
+        return choice == "required" or isinstance(choice, NamedTool) or is_required
 
     @property
     def holds_calls(self) -> bool:
         """Whether a grammar holds the calls of an answer, if it has tools."""
         is_strict = any(tool.function.strict for tool in self.callable_tools)
-        return self.must_call or is_strict or self.form is not None
+        return is_strict or self._names_calls or self.form is not None
+
+    @property
+    def _names_calls(self) -> bool:
+        """Whether `tool_choice` says what has to be called, or what alone may be."""
+        return self.must_call or isinstance(self.tool_choice, AllowedChoice)
+
+    @property
+    def chosen_names(self) -> set[str] | None:
+        """The functions that `tool_choice` names; None where it names none."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.names
+        return {choice.function.name} if isinstance(choice, NamedTool) else None
 
     @property
     def callable_tools(self) -> list[Tool]:
         """Those that an answer may call."""
-        choice = self.tool_choice
-        if not isinstance(choice, NamedTool):
+        names = self.chosen_names
+        if names is None:
             return self.usable_tools
-        return [tool for tool in self.usable_tools if tool.function.name == choice.function.name]
+        return [tool for tool in self.usable_tools if tool.function.name in names]
 
     @property
     def grammar_field(self) -> str:
         """The field that asks for a grammar, where one does."""
         if self.must_call:
             return "tool_choice"
-        return next(iter(self.forms), "tools")
+        return next(iter(self.forms), "tool_choice" if self._names_calls else "tools")
 
     @property
     def most_calls(self) -> int | None:

@@ -36,7 +36,7 @@ class Parsers:
         """
         if not isinstance(request, ChatRequest):
             return PlainText()
-        functions = [tool.function for tool in request.usable_tools]
+        functions = [tool.function for tool in request.callable_tools]
         schemas = {function.name: function.parameters or {} for function in functions}
         name, begun = self._reasoning, request.begun
         return new_parser(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from shared.server.fields import Nested, Strict, Text
-from shared.server.messages import FunctionName
+from shared.server.messages import MAX_TOOLS, FunctionName
 from shared.text.grammar_worker import Form
 
 MAX_GRAMMAR_LENGTH = 1 << 17
@@ -107,12 +107,53 @@ class NamedTool(Strict):
     function: NamedFunction
 
 
+class AllowedTools(Strict):
+    """Tools of a request of which alone an answer may call some."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+    @property
+    def names(self) -> set[str]:
+        """The functions that may be called."""
+        return {tool.function.name for tool in self.tools}
+
+
+class AllowedChoice(Strict):
+    """Calls of some of the request's tools; all of them stand in the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def _nested(value: Any) -> Any:
+    """A choice as the chat API nests it; the Responses API nests neither tools nor functions."""
+    if not isinstance(value, dict):
+        return value
+    if "allowed_tools" not in value:
+        inner = {key: each for key, each in value.items() if key != "type"}
+        value = {"type": value.get("type"), "allowed_tools": inner}
+    inner = value["allowed_tools"]
+    if not isinstance(inner, dict) or not isinstance(inner.get("tools"), list):
+        return value
+    return {**value, "allowed_tools": {**inner, "tools": list(map(_named, inner["tools"]))}}
+
+
+def _named(tool: Any) -> Any:
+    if isinstance(tool, dict) and tool.keys() == {"type", "name"}:
+        return {"type": tool["type"], "function": {"name": tool["name"]}}
+    return tool
+
+
 def _choice_kind(value: Any) -> str:
-    return "<named>" if isinstance(value, dict) else "<word>"
+    if not isinstance(value, dict):
+        return "<word>"
+    return "<allowed>" if value.get("type") == "allowed_tools" else "<named>"
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedTool, Tag("<named>")],
+    | Annotated[NamedTool, Tag("<named>")]
+    | Annotated[AllowedChoice, BeforeValidator(_nested), Tag("<allowed>")],
     Discriminator(_choice_kind),
 ]

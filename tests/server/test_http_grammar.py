@@ -18,12 +18,18 @@ import jsonschema
 import openai
 import pytest
 
+from shared.server.bodies import parse
+from shared.server.grammars import held_calls
+from shared.server.openai_types import ChatRequest
+from shared.text.forced_calls import Tool, grammar_of
+from shared.text.grammar import Compiler
 from shared.text.grammar_worker import DEADLINE_S
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
     USER,
     Server,
+    byte_tokenizer,
     save_tokenizer,
     serving,
 )
@@ -238,6 +244,48 @@ def test_a_strict_function_may_be_called_or_not(server):
     assert answer.status_code == 200, answer.text
 
 
+def allowed(mode: str, *names: str) -> Any:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(named, names)]}}
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_only_allowed_tools_are_called_and_all_stand_in_the_prompt(server, is_flat):
+    tools = [tool("weather"), tool("news"), tool("time")]
+    choice = allowed("required", "news", "time")
+    if is_flat:  # as the Responses API writes it
+        names = [{"type": "function", "name": name} for name in ("news", "time")]
+        choice = {"type": "allowed_tools", "mode": "required", "tools": names}
+    prompts, called = set(), set()
+    for seed in range(4):
+        asked = {"messages": USER, "tools": tools, "seed": seed, **SAMPLED}
+        answer = server.post(CHAT, **asked, tool_choice=choice)
+        prompts.add(answer.json()["usage"]["prompt_tokens"])
+        called |= {name for name, _ in calls_of(answer)}
+    assert called <= {"news", "time"}
+    usage = server.post(CHAT, messages=USER, tools=tools, max_tokens=1).json()["usage"]
+    assert prompts == {usage["prompt_tokens"]}
+
+
+def test_allowed_tools_may_be_called_or_not_and_the_others_never():
+    """By the grammar itself: a random model would call seldom."""
+    names = ["weather", "news"]
+    asked = {"messages": USER, "tools": [*map(tool, names)], "tool_choice": allowed("auto", "news")}
+    request = parse(json.dumps(asked).encode(), ChatRequest)
+    calls = held_calls(request, "hermes")
+    assert calls is not None
+    tools = [Tool(name=name, schema=schema) for name, schema in calls.tools]
+    grammar = grammar_of("hermes", tools, many=calls.many, free=calls.free, answer=None)
+    compiled = Compiler(byte_tokenizer().to_str(), 300).compile(grammar)
+    for text, is_right in (
+        ("It is fine.", True),
+        ('Yes <tool_call>\n{"name": "news", "arguments": {"a": 1}}\n</tool_call>', True),
+        ('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', False),
+    ):
+        matcher = compiled.matcher()
+        taken = all(map(matcher.take, text.encode()))
+        assert (taken and matcher.is_satisfied) is is_right, text
+
+
 # What is refused
 
 
@@ -254,6 +302,10 @@ REFUSED = [
     ("guided_grammar", {"guided_grammar": "???"}),
     ("tool_choice", {"tool_choice": "required"}),
     ("tool_choice", {"tools": [tool("a")], "tool_choice": named("b")}),
+    ("tool_choice", {"tools": [tool("a")], "tool_choice": allowed("auto", "a", "b")}),
+    ("tool_choice", {"tool_choice": allowed("auto", "a")}),
+    ("tool_choice.allowed_tools.mode", {"tool_choice": allowed("never", "a")}),
+    ("tool_choice.allowed_tools.tools", {"tool_choice": allowed("auto")}),
     ("tools", {"tools": [tool("a", strict=True, parameters={"type": "array"})]}),
 ]
 

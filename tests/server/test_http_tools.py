@@ -244,9 +244,13 @@ def nested(depth: int) -> dict[str, Any]:
 
 LIST_CALL = {"id": "a", **tool_of(name="f", arguments="[1]")}
 DEEP_CALL = {"id": "a", **tool_of(name="f", arguments=json.dumps(nested(300)))}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+    {"type": "function", "function": {"name": "weather"}}
+]}}  # fmt: skip
 DEEP_ANSWER = {"role": "assistant", "tool_calls": [DEEP_CALL]}
 BAD = [
     ("tool_choice", {"tools": [WEATHER], "tool_choice": "required"}),
+    ("tool_choice", {"tools": [WEATHER], "tool_choice": ALLOWED}),
     ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "weather"}}}),
     ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [tool_of(name="a b")]}),

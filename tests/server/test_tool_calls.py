@@ -201,6 +201,9 @@ def test_a_call_that_a_grammar_holds_begins_as_the_grammar_writes_it():
     assert json.loads(call.arguments) == {"city": value, "days": 5}
 
 
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "get"}]}
+
+
 @pytest.mark.parametrize(
     ("fields", "strict", "is_held"),
     [
@@ -208,6 +211,7 @@ def test_a_call_that_a_grammar_holds_begins_as_the_grammar_writes_it():
         ({}, True, True),
         ({"tool_choice": "required"}, False, True),
         ({"tool_choice": {"type": "function", "function": {"name": "get"}}}, False, True),
+        ({"tool_choice": ALLOWED}, False, True),
         ({"response_format": {"type": "json_object"}}, False, True),
         ({"response_format": {"type": "text"}}, False, False),
     ],
