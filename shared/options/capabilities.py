@@ -14,10 +14,22 @@ from shared.options.setup import WORDS, Example
 DRAFTERS = (*ALGORITHMS, *JOINED_ALGORITHMS)
 
 
-def to_json() -> dict[str, Any]:
-    """What `GET /capabilities` answers."""
+def to_json(is_strict: bool) -> dict[str, Any]:
+    """What `GET /capabilities` answers.
+
+    Args:
+      is_strict: Whether advice in requests is refused too.
+    """
     listed = [rule.to_json() for rule in RULES if rule.example is not None]
-    return {"drafters": list(DRAFTERS), "refused": [*listed, *map(_field_json, NOT_SERVED)]}
+    refused = [field for field in NOT_SERVED if is_strict or not field.is_advice]
+    ignored = [_ignored_json(field) for field in NOT_SERVED if field not in refused]
+    fields = {"refused": [*listed, *map(_field_json, refused)], "ignored": ignored}
+    return {"drafters": list(DRAFTERS), **fields}
+
+
+def _ignored_json(field: NotServed) -> dict[str, Any]:
+    neutral = list(field.neutral)
+    return {"field": field.name, "endpoints": list(field.endpoints), "neutral": neutral}
 
 
 def _field_json(field: NotServed) -> dict[str, Any]:
@@ -38,10 +50,12 @@ def to_markdown() -> str:
         model = f" with a {example.model_type} model" if example.model_type else ""
         flags = f" and `{' '.join(example.flags)}`" if example.flags else ""
         lines.append(f"  Example: `{example.drafter}`{model}{flags}.")
-    lines.append(_FIELDS)
-    for field in NOT_SERVED:
-        example_json = json.dumps({field.name: field.example})
-        lines.append(f"| `{field.name}` | {', '.join(field.endpoints)} | `{example_json}` |")
+    for head, is_advice in ((_FIELDS, False), (_ADVICE, True)):
+        lines.append(head)
+        for field in NOT_SERVED:
+            if field.is_advice == is_advice:
+                example = json.dumps(field.example)
+                lines.append(f"| `{field.name}` | {', '.join(field.endpoints)} | `{example}` |")
     return "\n".join(lines) + "\n"
 
 
@@ -57,10 +71,19 @@ tokens is refused with any drafter.
 """
 
 _FIELDS = """
-Fields of OpenAI's API that no drafter changes and that are not there yet: a value that asks for
-something gets HTTP 400 with the field's name, one that asks for nothing is taken.
+Fields of other servers' APIs that would change the answer and are not supported: a value that asks
+for something gets HTTP 400 with the field's name, one that asks for nothing is taken.
 
 | field | of | refused, for example |
+|---|---|---|"""
+
+_ADVICE = """
+Fields that cannot change a token of the answer: the request is served, and the answer lists the
+field under `ignored`, in a stream in the first event, as does the log's line of the request. With
+`--strict-fields` they get HTTP 400. `reasoning_effort`, `verbosity`, `enable_thinking` and
+`thinking` are given to a chat template that reads them, and are ignored where it does not.
+
+| field | of | ignored, for example |
 |---|---|---|"""
 
 if __name__ == "__main__":

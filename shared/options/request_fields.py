@@ -1,5 +1,12 @@
-"""Fields of OpenAI's, vLLM's and SGLang's APIs that are not served, or not every value of them."""
+"""Fields of other servers' APIs that are not served, or not every value of them.
 
+Fields of OpenAI's, vLLM's and SGLang's APIs and of the proxies and agents that speak them are of
+two kinds. *Advice* cannot change a token of the answer: a request that has such a field is served,
+and the answer lists the field under `ignored`; with `--strict-fields` it is an error. Every other
+field is an error wherever its value asks for something.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +19,15 @@ class NotServed:
     """One of them.
 
     Attributes:
+      name: The field, or a path such as `tools[].function.cache_control`.
       endpoints: Whose field it is; the other one does not know it.
       neutral: Values that ask for nothing, and are taken beside null.
       example: A value that is refused.
       why: Why other values are refused, after the field's name.
       way_out: What to do instead.
-      is_read: The neutral values are passed on to who reads the request.
+      is_read: Values that are taken are passed on to who reads the request.
+      is_advice: Other values are ignored unless the server is strict.
+      is_of_template: Advice that the chat template may read as its own variable.
     """
 
     name: str
@@ -27,6 +37,8 @@ class NotServed:
     why: str = "is not supported"
     way_out: str = "leave it out"
     is_read: bool = False
+    is_advice: bool = False
+    is_of_template: bool = False
 
     @property
     def reason(self) -> str:
@@ -39,30 +51,119 @@ class NotServed:
             return False
         return not any(type(value) is type(other) and value == other for other in self.neutral)
 
+    def take_from(self, fields: dict[str, Any]) -> bool:
+        """Removes the field from a body, if nobody reads it; whether it asked for something."""
+        *parents, name = self.name.split(".")
+        asks = False
+        for holder in _holders(fields, parents):
+            if name in holder:
+                asks |= self.refuses(holder[name])
+                if not self.is_read:
+                    del holder[name]
+        return asks
+
+
+def _holders(value: Any, parents: list[str]) -> Iterator[dict[str, Any]]:
+    """The objects of a body in which the last field of a path may stand."""
+    if not isinstance(value, dict):
+        return
+    if not parents:
+        yield value
+        return
+    below = value.get(parents[0].removesuffix("[]"))
+    each = below if parents[0].endswith("[]") and isinstance(below, list) else [below]
+    for part in each:
+        yield from _holders(part, parents[1:])
+
+
+def _advice(
+    name: str,
+    example: Any,
+    *neutral: Any,
+    endpoints: tuple[str, ...] = BOTH,
+    is_read: bool = False,
+    is_of_template: bool = False,
+) -> NotServed:
+    return NotServed(
+        name,
+        endpoints,
+        neutral,
+        example,
+        why="has no effect here",
+        way_out="leave it out, or start the server without --strict-fields",
+        is_read=is_read or is_of_template,
+        is_advice=True,
+        is_of_template=is_of_template,
+    )
+
+
+def _template_advice(name: str, example: Any, *neutral: Any) -> NotServed:
+    return _advice(name, example, *neutral, endpoints=(CHAT,), is_of_template=True)
+
+
+_FORMS = "give structured_outputs, which has the same"
 
 NOT_SERVED = (
+    # Advice: OpenAI's, then what vLLM, SGLang, llama.cpp, Ollama, OpenRouter and litellm add.
+    _template_advice("reasoning_effort", "low"),
+    _template_advice("verbosity", "low", "medium"),
+    _template_advice("enable_thinking", False),
+    _template_advice("thinking", {"type": "enabled", "budget_tokens": 1024}),
+    _advice("metadata", {"team": "a"}, {}),
+    _advice("store", True, False),
+    _advice("service_tier", "flex", "auto", "default"),
+    _advice("prediction", {"type": "content", "content": "text"}, endpoints=(CHAT,)),
+    _advice("web_search_options", {}, endpoints=(CHAT,)),
+    _advice("prompt_cache_retention", "24h", "in_memory", "in-memory"),
+    _advice("prompt_cache_key", "a", is_read=True),
+    _advice("safety_identifier", "a", is_read=True),
+    _advice("client_metadata", {"version": "1"}, {}),
+    _advice("reasoning", {"effort": "low"}, {}, endpoints=(CHAT,)),
+    _advice("cache_control", {"type": "ephemeral"}),
+    _advice("request_id", "a"),
+    _advice("rid", "a"),
+    _advice("guided_decoding_backend", "xgrammar"),
+    _advice("data_parallel_rank", 0),
+    _advice("routed_dp_rank", 0),
+    _advice("log_metrics", False, True),
+    _advice("cache_prompt", False, True),
+    _advice("id_slot", 0, -1),
+    _advice("keep_alive", "5m"),
+    _advice("ttl", 300),
+    _advice("session_id", "a"),
+    _advice("provider", {"sort": "price"}, {}),
+    _advice("models", ["other"], []),
+    _advice("route", "fallback"),
+    _advice("usage", {"include": True}, {}, {"include": False}),
+    _advice("stream_options.include_obfuscation", True, False, is_read=True),
+    *(
+        _advice(name, {"type": "ephemeral"}, endpoints=(CHAT,))
+        for name in (
+            "messages[].cache_control",
+            "tools[].cache_control",
+            "tools[].function.cache_control",
+        )
+    ),
+    _advice("messages[].content[].image_url.format", "image/png", endpoints=(CHAT,)),
+    _advice("messages[].content[].uuid", "a", endpoints=(CHAT,)),
+    *(
+        _advice(name, value, {}, [], endpoints=(CHAT,))
+        for name, value in (
+            ("messages[].provider_specific_fields", {"a": 1}),
+            ("messages[].thinking_blocks", [{"type": "thinking"}]),
+            ("messages[].reasoning_details", [{"type": "reasoning.text"}]),
+            ("messages[].tool_calls[].provider_specific_fields", {"a": 1}),
+            ("messages[].tool_calls[].extra_content", {"a": 1}),
+            ("messages[].tool_calls[].function.provider_specific_fields", {"a": 1}),
+        )
+    ),
+    # What would change the answer.
     NotServed("best_of", BOTH, (1,), 3),
-    NotServed("metadata", BOTH, ({},), {"team": "a"}),
-    NotServed("prediction", BOTH, (), {"type": "content", "content": "text"}),
     NotServed("suffix", (COMPLETIONS,), ("",), "end"),
     NotServed("audio", (CHAT,), (), {"voice": "alloy", "format": "wav"}),
     NotServed("function_call", (CHAT,), ("none",), "auto"),
     NotServed("functions", (CHAT,), ([],), [{"name": "f"}]),
     NotServed("modalities", (CHAT,), (["text"],), ["text", "audio"]),
-    NotServed(
-        "reasoning_effort",
-        (CHAT,),
-        ("none",),
-        "low",
-        why="has no degrees but none",
-        way_out="leave it out, or set the chat template's own argument with chat_template_kwargs",
-        is_read=True,
-    ),
-    NotServed("service_tier", (CHAT,), ("auto", "default"), "flex"),
-    NotServed("store", (CHAT,), (False,), True),
-    NotServed("verbosity", (CHAT,), ("medium",), "low"),
-    NotServed("web_search_options", (CHAT,), (), {}),
-    NotServed("prompt_cache_retention", (CHAT,), ("in_memory", "in-memory"), "24h"),
     NotServed("allowed_token_ids", BOTH, (), [1, 2]),
     NotServed("bad_words", BOTH, ([],), ["word"]),
     NotServed("include_stop_str_in_output", BOTH, (False,), True),
@@ -83,4 +184,25 @@ NOT_SERVED = (
     NotServed("include_reasoning", (CHAT,), (True,), False),
     NotServed("separate_reasoning", (CHAT,), (True,), False),
     NotServed("stream_reasoning", (CHAT,), (True,), False),
+    NotServed("regex", BOTH, (), "a+", way_out=_FORMS),
+    NotServed("ebnf", BOTH, (), "root ::= [a]", way_out=_FORMS),
+    NotServed("json_schema", BOTH, (), "{}", way_out=_FORMS),
+    NotServed("stop_regex", BOTH, (), "a+", way_out="give stop"),
+    NotServed("no_stop_trim", BOTH, (False,), True),
+    NotServed("thinking_token_budget", BOTH, (), 100),
+    NotServed("cache_salt", BOTH, (), "a", way_out="give user, whose prefix cache is its own"),
+    NotServed("extra_key", BOTH, (), "a", way_out="give user, whose prefix cache is its own"),
+    NotServed("lora_path", BOTH, (), "a"),
+    NotServed(
+        "chat_template",
+        (CHAT,),
+        (),
+        "{{ messages }}",
+        why="of a request is not supported",
+        way_out="put it into the model folder, or send its text to /v1/completions",
+    ),
+    NotServed(
+        "documents", (CHAT,), ([],), [{"text": "a"}], way_out="put their texts into messages"
+    ),
+    NotServed("mm_processor_kwargs", (CHAT,), ({},), {"max_pixels": 1}),
 )

@@ -59,6 +59,11 @@ class ServerOptions:
         choices=TOOL_CALL_PARSERS,
         metavar="NAME",
     )
+    strict_fields: bool = flag(
+        False,
+        "answer a request with HTTP 400 where it has a field that has no effect here, as store or "
+        "metadata, instead of listing the field under ignored in the answer",
+    )
     max_queued_requests: int | None = flag(
         None,
         "requests that may wait for others to end; one more is answered 503 (default: any number)",

@@ -64,6 +64,7 @@ class ModelFacts:
       tool_call_parser: How the model writes calls of tools; None: it is told of none.
       drafter: What drafts, as its flag names it; None without speculation.
       trace_requests: Every request is traced, not only those that ask.
+      strict_fields: A request with a field that has no effect is an error.
       admin_host_names: As `host_names`, of the admin's listener.
       allowed_origins: Sites whose pages may read answers, as browsers write them; `*`: any.
       observing: What the server tells of its work.
@@ -87,6 +88,7 @@ class ModelFacts:
     tool_call_parser: str | None = None
     drafter: str | None = None
     trace_requests: bool = False
+    strict_fields: bool = False
     admin_host_names: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()
     observing: ObservingOptions = field(default_factory=ObservingOptions)

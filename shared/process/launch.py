@@ -120,6 +120,7 @@ def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> Model
         tool_call_parser=server.tool_call_parser,
         drafter=options.speculative.speculative_algorithm,
         trace_requests=server.trace_requests,
+        strict_fields=server.strict_fields,
         allowed_origins=server.origins,
         observing=options.observing,
         ranks=memory.blueprint.ranks.count,

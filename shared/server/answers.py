@@ -232,7 +232,16 @@ class Head(Answer):
     model: str
 
 
-class Completion(Head):
+class Result(Head):
+    """An answer to a prompt; a stream has `ignored` in its first event.
+
+    `ignored` names the fields of the request that have no effect, where there are some.
+    """
+
+    ignored: list[str] | None = None
+
+
+class Completion(Result):
     """Answer of /v1/completions; an event of its stream has the totals at the end alone."""
 
     object: Literal["text_completion"]
@@ -241,7 +250,7 @@ class Completion(Head):
     speculative: Speculative | None = None
 
 
-class Chat(Head):
+class Chat(Result):
     """Answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -251,7 +260,7 @@ class Chat(Head):
     prompt_logprobs: PromptLogprobs | None = None
 
 
-class ChatEvent(Head):
+class ChatEvent(Result):
     """An event of a chat's stream; the last one has the totals."""
 
     object: Literal["chat.completion.chunk"]
@@ -337,10 +346,22 @@ class PictureBounds(Answer):
     min_tokens: int
 
 
+class IgnoredField(Answer):
+    """A field of requests that has no effect: a request that has it is served all the same."""
+
+    field: str
+    endpoints: list[str]
+    neutral: list[Any]
+
+
 class Capabilities(Answer):
-    """What works with what, and within which bounds."""
+    """What works with what, and within which bounds.
+
+    `ignored` is empty where the server was started with `--strict-fields`.
+    """
 
     drafters: list[str]
+    ignored: list[IgnoredField]
     refused: list[Refusal]
     ranks: int
     limits: Bounds

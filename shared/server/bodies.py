@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED, NotServed
+from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED
 from shared.server.errors import ApiError
 from shared.server.fields import Strict
 from shared.server.openai_types import ChatRequest, CompletionRequest
@@ -27,8 +27,7 @@ _SHORT = reprlib.Repr()  # writes the beginning of what a request has, without w
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 _NOT_SERVED = {
-    endpoint: {field.name: field for field in NOT_SERVED if endpoint in field.endpoints}
-    for endpoint in BOTH
+    endpoint: [field for field in NOT_SERVED if endpoint in field.endpoints] for endpoint in BOTH
 }
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -41,8 +40,9 @@ def parse(body: bytes, kind: type[Body]) -> Body:
     Raises:
       ApiError: Status 400; names the field at fault.
     """
-    table = _NOT_SERVED[CHAT if kind is ChatRequest else COMPLETIONS]
-    request = _checked(_drop_neutral(_read_object(body), table), kind)
+    fields = _read_object(body)
+    advice = _take_not_served(fields, CHAT if kind is ChatRequest else COMPLETIONS)
+    request = _checked(fields, kind).with_advice(advice)
     _check_together(request)
     return request
 
@@ -116,18 +116,17 @@ def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
         raise _api_error(error) from error
 
 
-def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[str, Any]:
-    """Without the fields that are not served, whose values here ask for nothing.
+def _take_not_served(fields: dict[str, Any], endpoint: str) -> tuple[str, ...]:
+    """Removes the fields that are not served from a body; the names of advice that it had.
 
     Raises:
-      ApiError: A value asks for something.
+      ApiError: A value asks for what would change the answer.
     """
-    for name in table.keys() & fields.keys():
-        if table[name].refuses(fields[name]):
-            raise ApiError(400, f"{table[name].reason}; {table[name].way_out}", name)
-    return {
-        name: value for name, value in fields.items() if name not in table or table[name].is_read
-    }
+    asked = [field for field in _NOT_SERVED[endpoint] if field.take_from(fields)]
+    for field in asked:
+        if not field.is_advice:
+            raise ApiError(400, f"{field.reason}; {field.way_out}", field.name)
+    return tuple(field.name for field in asked if not field.is_of_template)
 
 
 def _api_error(error: ValidationError) -> ApiError:

@@ -98,6 +98,7 @@ class Generation:
             headers=arrival.headers,
             asked=self.request,
             outputs=[choice.tokens for choice in answer.choices],
+            ignored=answer.ignored,
         )
 
     async def next(self) -> tuple[int, Piece]:
@@ -212,6 +213,10 @@ class Generator:
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
         self._parsers.check(request)
+        ignored = (*request.ignored, *self._reader.ignored(request))
+        if ignored and self._facts.strict_fields:
+            reason = f"{ignored[0]} has no effect here, and the server was started with"
+            raise ApiError(400, f"{reason} --strict-fields; leave it out", ignored[0])
         texts = await self._reader.read(request, num_bytes)
         grammar = await self._grammars.settle(request, texts[0].text)
         whose = (request.user or "", request.priority or 0)
@@ -239,6 +244,7 @@ class Generator:
             shows_trace=bool(request.trace),
             num_echoed=request.echoed_logprobs,
             num_of_prompt=request.prompt_logprobs,
+            ignored=ignored,
         )
         submission = self._submit(prompts, arrival)
         if prompts[0].sampling.traces:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr
 
+from shared.options.request_fields import NOT_SERVED
 from shared.server.content import few_pictures
 from shared.server.fields import (
     BIAS_SCHEMA,
@@ -15,7 +16,6 @@ from shared.server.fields import (
     PROMPT_SCHEMA,
     STOP_SCHEMA,
     Nested,
-    No,
     Strict,
     Text,
     User,
@@ -38,6 +38,7 @@ from shared.server.structured import (
 from shared.text.chat_template import text_of
 from shared.text.grammar_worker import Form
 
+TEMPLATE_ADVICE = tuple(field.name for field in NOT_SERVED if field.is_of_template)
 MAX_PRIORITY = 1000
 MAX_SEED = (1 << 63) - 1  # OpenAI's bounds
 MAX_ARGUMENTS = 32  # of a chat template
@@ -52,7 +53,7 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: No | None = None  # events are never padded
+    include_obfuscation: bool | None = None  # advice: events are never padded
 
 
 class SpeculativeOptions(Strict):
@@ -105,7 +106,7 @@ class GenerationRequest(Strict):
     speculative: SpeculativeOptions | None = None
     trace: bool | None = None
     user: User | None = None
-    # OpenAI's two names for parts of `user`; whoever sends them asks for nothing.
+    # OpenAI's two names for parts of `user`: advice.
     safety_identifier: User | None = None
     prompt_cache_key: User | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
@@ -116,6 +117,18 @@ class GenerationRequest(Strict):
     guided_regex: Pattern | None = None
     guided_choice: Options | None = None
     guided_grammar: Pattern | None = None
+
+    _advice: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that have no effect on this request, whatever its chat template reads."""
+        return self._advice
+
+    def with_advice(self, names: tuple[str, ...]) -> Self:
+        """The same request, which had these fields of `request_fields` beside its own."""
+        self._advice = names
+        return self
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -242,9 +255,9 @@ class ChatPrompt(Strict):
         return self.tools or []
 
     @property
-    def is_without_reasoning(self) -> bool:
-        """Whether the model is to answer at once."""
-        return False
+    def advice(self) -> dict[str, Any]:
+        """What the chat template may read or not, by the names of `request_fields`."""
+        return {}
 
 
 class ChatRequest(GenerationRequest, ChatPrompt):
@@ -257,7 +270,10 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none"] | None = None  # see `NOT_SERVED` for the others
+    reasoning_effort: Annotated[Name, Field(min_length=1)] | None = None
+    verbosity: Annotated[Name, Field(min_length=1)] | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | Nested | None = None
 
     @property
     def usable_tools(self) -> list[Tool]:
@@ -265,9 +281,15 @@ class ChatRequest(GenerationRequest, ChatPrompt):
         return [] if self.tool_choice == "none" else super().usable_tools
 
     @property
-    def is_without_reasoning(self) -> bool:
-        """Whether the model is to answer at once."""
-        return self.reasoning_effort == "none"
+    def advice(self) -> dict[str, Any]:
+        """What the chat template may read or not, by the names of `request_fields`."""
+        given = {name: getattr(self, name) for name in TEMPLATE_ADVICE}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Fields that have no effect; a form has none where an answer is calls alone."""
+        return (*super().ignored, *(self.forms if self.must_call else ()))
 
     @property
     def must_call(self) -> bool:

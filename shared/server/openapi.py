@@ -30,6 +30,7 @@ _ERRORS = {
     500: "the engine failed at the request",
     503: "the engine is gone, the server is stopping, or as many requests wait as may",
 }
+_ANYTHING = ["null", "boolean", "number", "string", "array", "object"]
 _OF_EVERY_ROUTE = (401, 403, 408, 431, 500)
 _OF_BODIES = (400, 413, 415)
 
@@ -111,11 +112,14 @@ def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _neutral_fields(endpoint: str) -> dict[str, Any]:
-    """The fields that are taken only where they ask for nothing."""
+    """The fields that are taken only where they ask for nothing, and those that are ignored."""
     return {
-        field.name: {"enum": [None, *field.neutral], "description": field.reason}
+        field.name: {
+            **({"type": _ANYTHING} if field.is_advice else {"enum": [None, *field.neutral]}),
+            "description": field.reason,
+        }
         for field in NOT_SERVED
-        if endpoint in field.endpoints
+        if endpoint in field.endpoints and not field.is_read and "." not in field.name
     }
 
 

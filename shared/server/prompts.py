@@ -7,9 +7,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 from shared.engine.checks import TOO_LONG, RequestLimits
 from shared.engine.pictures import Picture
+from shared.options.request_fields import NOT_SERVED
 from shared.pictures.prompt import expanded
 from shared.server.content import SentPicture, pictures_in
 from shared.server.errors import ApiError
@@ -24,6 +26,7 @@ from shared.text.template_worker import pack_conversation
 from shared.text.tokenizer import Tokenizer
 from shared.text.worker import WorkRefused
 
+_ADVICE = {field.name: field for field in NOT_SERVED if field.is_of_template}
 _FIELD_OF = {"arguments": "chat_template_kwargs"}  # of what a template refuses
 
 
@@ -90,6 +93,20 @@ class PromptReader:
         if count > self._max_choices:
             message = f"{field} asks for {count} choices, at most {self._max_choices} are served"
             raise ApiError(400, message, field)
+
+    def ignored(self, request: CompletionRequest | ChatRequest) -> list[str]:
+        """Advice of a request that its chat template does not read.
+
+        Raises:
+          ApiError: There is no template for it.
+        """
+        if not isinstance(request, ChatRequest) or self._renderer is None:
+            return []
+        try:
+            unread = self._renderer.templates.unread(request.advice, bool(request.usable_tools))
+        except WorkRefused as error:
+            raise ApiError(400, str(error), error.part) from error
+        return [name for name in unread if _asks(name, request.advice.get(name))]
 
     async def read_prompt(self, prompt: str | list[int], with_special: bool) -> ReadPrompt:
         """A plain prompt; raises as `read`.
@@ -169,6 +186,10 @@ class PromptReader:
             raise ApiError(400, message, param, TOO_LONG)
 
 
+def _asks(name: str, value: Any) -> bool:
+    return name not in _ADVICE or _ADVICE[name].refuses(value)
+
+
 def conversation_of(request: ChatPrompt) -> Conversation:
     """What the chat template writes of a request."""
     continues, begins = bool(request.continue_final_message), request.add_generation_prompt
@@ -176,7 +197,7 @@ def conversation_of(request: ChatPrompt) -> Conversation:
         messages=list(map(for_template, request.messages)),
         tools=[tool.model_dump(exclude_unset=True) for tool in request.usable_tools],
         arguments=request.chat_template_kwargs or {},
-        without_reasoning=request.is_without_reasoning,
+        advice=request.advice,
         add_generation_prompt=not continues if begins is None else begins,
         continue_final_message=continues,
     )

@@ -8,9 +8,14 @@ from shared.text.template_worker import DEADLINE_S, pack_templates
 
 
 class Renderer(Workers):
-    """Renders conversations, each within a deadline."""
+    """Renders conversations, each within a deadline.
+
+    Attributes:
+      templates: What it renders.
+    """
 
     def __init__(self, templates: ChatTemplates) -> None:
+        self.templates = templates
         super().__init__(
             "shared.text.template_worker",
             pack_templates(templates),

@@ -26,6 +26,7 @@ class RequestEnd:
       headers: Those of the HTTP request that name the caller's trace.
       asked: The request's body.
       outputs: Tokens of each choice.
+      ignored: Fields of the request that had no effect.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class RequestEnd:
     headers: Mapping[str, str]
     asked: BaseModel
     outputs: Sequence[Sequence[int]]
+    ignored: tuple[str, ...]
 
 
 class Watcher(Protocol):

@@ -25,6 +25,7 @@ class RequestLog:
         """Writes the line of a request."""
         first = end.first_token_s
         texts = self._texts(end) if self._tells_texts else {}
+        ignored = {"ignored": ",".join(end.ignored)} if end.ignored else {}
         logs.info(
             "request ended",
             id=end.request_id,
@@ -37,6 +38,7 @@ class RequestLog:
             accept_length=round(end.accept_length, 3),
             ttft_s=None if first is None else round(first, 6),
             e2e_s=round(end.total_s, 6),
+            **ignored,
             **texts,
         )
 

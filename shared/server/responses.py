@@ -125,6 +125,7 @@ class Answer:
       shows_trace: Each event of a stream carries its step.
       num_echoed: Most likely tokens beside each of an echoed prompt; None: it has no logprobs.
       num_of_prompt: The same of `prompt_logprobs`.
+      ignored: Fields of the request that have no effect.
       trace: Takes the steps of the request; None where nobody asked.
     """
 
@@ -140,6 +141,7 @@ class Answer:
     shows_trace: bool
     num_echoed: int | None = None
     num_of_prompt: int | None = None
+    ignored: tuple[str, ...] = ()
     trace: Trace | None = None
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
@@ -193,15 +195,20 @@ class Answer:
             for index, piece in enumerate(pieces)
         ]
         head = self._head(self.form.whole_object)
-        return {**head, **self._beside(0, pieces[0]), "choices": choices, **self.totals()}
+        beside = {**self._beside(0, pieces[0]), **self._ignored()}
+        return {**head, **beside, "choices": choices, **self.totals()}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
-        """An event of a stream: what one step added to one choice."""
+        """An event of a stream: what one step added to one choice.
+
+        The first event of all has what the request has in vain.
+        """
+        ignored = {} if self._begun else self._ignored()
         part = self.form.part(piece.delta, index not in self._begun)
         self._begun.add(index)
         choice = self._choice(index, part, piece)
         head = self._head(self.form.chunk_object)
-        return {**head, **self._beside(index, piece), "choices": [choice]}
+        return {**head, **self._beside(index, piece), **ignored, "choices": [choice]}
 
     def matters(self, index: int, piece: Piece) -> bool:
         """Whether a stream has to carry a piece: one that says nothing is of use to few."""
@@ -246,6 +253,9 @@ class Answer:
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self._created, "model": self.model}
+
+    def _ignored(self) -> dict[str, Any]:
+        return {"ignored": list(self.ignored)} if self.ignored else {}
 
     def _beside(self, index: int, piece: Piece) -> dict[str, Any]:
         """What stands beside the choices: of the first one, as they have one prompt."""

@@ -78,7 +78,9 @@ class Routes:
             "limits": self._limits(),
             "pictures": self._opener and self._opener.bounds,
         }
-        return json_response({**capabilities.to_json(), **of_server})
+        return json_response(
+            {**capabilities.to_json(self._client.facts.strict_fields), **of_server}
+        )
 
     async def live(self) -> Response:
         """GET /live: 200 while the engine lives and its steps end."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jinja2 import meta
@@ -11,6 +13,7 @@ from jinja2 import meta
 from shared.text.left_out import left_out
 from shared.text.marks import THINK
 from shared.text.template_language import environment, reads_parts
+from shared.text.tool_messages import FORMS, CallForm, forms_for
 from shared.text.worker import WorkRefused
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -23,8 +26,8 @@ class TemplateFailed(WorkRefused):
     """The chat template did not accept what it was given; the message says why.
 
     Attributes:
-      part: What is at fault: "messages", "tools", "arguments", "reasoning_effort" or
-        "continue_final_message".
+      part: What is at fault: "messages", "tools", "arguments", "continue_final_message" or the name
+        of advice.
     """
 
     def __init__(self, reason: str, part: str = "messages") -> None:
@@ -40,7 +43,9 @@ class Conversation:
         parts: of `type` "text" with `text`, or of `type` "image", where a picture stands.
       tools: What the assistant may call, as OpenAI's API describes it.
       arguments: Values of the template's own variables, as of `enable_thinking`.
-      without_reasoning: The model is to answer at once.
+      advice: Values that are given to a template that reads them: `enable_thinking` or `thinking`,
+        a truth value or an object of `type` as Anthropic's API has it, and variables by name, of
+        which `reasoning_effort` "none" turns the reasoning off as well.
       add_generation_prompt: The text ends with the beginning of a new answer.
       continue_final_message: The text ends within the last message, which is the assistant's.
     """
@@ -48,7 +53,7 @@ class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
-    without_reasoning: bool = False
+    advice: dict[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -91,14 +96,34 @@ class ChatTemplate:
             in silence, or what it writes is no text.
         """
         self._check(conversation)
-        switches = self._switches(conversation)
+        given = {
+            "tools": conversation.tools or None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+            **self.names,
+            **self._variables(conversation),
+        }
+        failure = None
+        for form in self._forms if any(map(_calls, conversation.messages)) else FORMS[:1]:
+            try:
+                return self._rendered(conversation, given, form)
+            except TemplateFailed as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
+
+    def unread(self, advice: dict[str, Any]) -> list[str]:
+        """The names of what the template does not read of a conversation's `advice`."""
+        read = {name for name, _, _ in self._read(advice)}
+        if advice.get("reasoning_effort") == "none" and THINK not in self.source:
+            read.add("reasoning_effort")  # nothing is left to turn off
+        names = [name for name in advice if name not in read]
+        parts = [(name, part) for name in read for part in _parts_of(advice.get(name))]
+        return names + [f"{name}.{part}" for name, part in parts if part != "type"]
+
+    def _rendered(self, conversation: Conversation, given: dict[str, Any], form: CallForm) -> str:
+        """The text of a conversation whose calls have a form; raises as `render`."""
         mark = f"{secrets.token_hex(8)} "  # nobody can have written it
-        text = self._write(
-            messages=self._messages(conversation, mark),
-            tools=conversation.tools or None,
-            add_generation_prompt=conversation.add_generation_prompt,
-            **{**self.names, **conversation.arguments, **switches},
-        )
+        text = self._write(messages=self._messages(conversation, mark, form), **given)
         prompt = text
         if conversation.continue_final_message:
             prompt = _cut(text, mark, text_of(conversation.messages[-1]))
@@ -107,14 +132,28 @@ class ChatTemplate:
             raise TemplateFailed(f"the chat template of the model leaves out {what}", part)
         return prompt
 
-    def _messages(self, conversation: Conversation, mark: str) -> list[dict[str, Any]]:
+    @cached_property
+    def _forms(self) -> list[CallForm]:
+        """The forms of messages with calls, in the order in which they are tried."""
+
+        def write(messages: list[dict[str, Any]]) -> str | None:
+            try:
+                return self._write(messages=messages, add_generation_prompt=True, **self.names)
+            except TemplateFailed:
+                return None
+
+        return forms_for(write)
+
+    def _messages(
+        self, conversation: Conversation, mark: str, form: CallForm
+    ) -> list[dict[str, Any]]:
         """The messages as the template reads them; a mark ends one that is to be continued."""
         messages = conversation.messages
         if conversation.continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1], mark)]
         if not self._knows_developers:
             messages = [_as_system(message) for message in messages]
-        return [_with_parts(message, self._reads_parts) for message in messages]
+        return [form.of(_with_parts(message, self._reads_parts)) for message in messages]
 
     def _write(self, **given: Any) -> str:
         """What the template writes; raises as `render`."""
@@ -125,19 +164,26 @@ class ChatTemplate:
             raise TemplateFailed(f"the chat template failed: {error}") from error
         return text
 
-    def _switches(self, conversation: Conversation) -> dict[str, bool]:
-        """The arguments that turn the reasoning off, where that is asked for."""
-        if not conversation.without_reasoning:
-            return {}
-        names = [name for name in _SWITCHES if name in self._arguments]
-        for name in names:
-            if conversation.arguments.get(name, False) is not False:
-                reason = f"none and the argument {name} of the chat template differ; give one"
-                raise TemplateFailed(f"reasoning_effort {reason} of them", "reasoning_effort")
-        if not names and THINK in self.source:
-            reason = "the chat template has no switch that turns the model's reasoning off"
-            raise TemplateFailed(reason, "reasoning_effort")
-        return dict.fromkeys(names, False)
+    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+        """The template's own variables: arguments, and what it reads of advice."""
+        given = dict(conversation.arguments)
+        for name, variable, value in self._read(conversation.advice):
+            if given.setdefault(variable, value) != value:
+                is_none = conversation.advice[name] == "none"
+                subject = f"{name} none" if is_none else name
+                reason = f"and the argument {variable} of the chat template differ; give one"
+                raise TemplateFailed(f"{subject} {reason} of them", name)
+        return given
+
+    def _read(self, advice: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
+        """Names of advice, each with a variable of the template and its value."""
+        for name, value in advice.items():
+            if name not in _SWITCHES and name in self._arguments:
+                yield name, name, value
+            turns_on = _turns_on(name, value)
+            for switch in _SWITCHES if turns_on is not None else ():
+                if switch in self._arguments:
+                    yield name, switch, turns_on
 
     def _check(self, conversation: Conversation) -> None:
         """Refuses what the template does not read, and ends that a text cannot have."""
@@ -151,6 +197,21 @@ class ChatTemplate:
             raise TemplateFailed("the chat template of the model knows no messages of tools")
         if conversation.continue_final_message:
             _check_last(conversation)
+
+
+def _turns_on(name: str, value: Any) -> bool | None:
+    """Whether advice turns the reasoning on or off; None: neither."""
+    if name == "reasoning_effort":
+        return False if value == "none" else None
+    if name not in _SWITCHES:
+        return None
+    if isinstance(value, dict):
+        return {"enabled": True, "disabled": False}.get(str(value.get("type")))
+    return value
+
+
+def _parts_of(value: Any) -> Iterable[str]:
+    return value if isinstance(value, dict) else ()
 
 
 def _check_last(conversation: Conversation) -> None:
@@ -190,8 +251,12 @@ def _cut(text: str, mark: str, said: str) -> str:
     return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
 
+def _calls(message: dict[str, Any]) -> bool:
+    return bool(message.get("tool_calls"))
+
+
 def _is_of_tools(message: dict[str, Any]) -> bool:
-    return message["role"] == "tool" or bool(message.get("tool_calls"))
+    return message["role"] == "tool" or _calls(message)
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:

@@ -63,10 +63,21 @@ class ChatTemplates:
         Raises:
           TemplateFailed: As there, or there is no template for it.
         """
-        wanted = (TOOL_USE, DEFAULT) if conversation.tools else (DEFAULT,)
+        return self._of(bool(conversation.tools)).render(conversation)
+
+    def unread(self, advice: dict[str, Any], has_tools: bool) -> list[str]:
+        """What the template of a conversation does not read, see `ChatTemplate.unread`.
+
+        Raises:
+          TemplateFailed: There is no template for it.
+        """
+        return self._of(has_tools).unread(advice)
+
+    def _of(self, has_tools: bool) -> ChatTemplate:
+        wanted = (TOOL_USE, DEFAULT) if has_tools else (DEFAULT,)
         for name in wanted:
             if name in self._templates:
-                return self._templates[name].render(conversation)
+                return self._templates[name]
         known = ", ".join(sorted(self._templates))
         reason = f"the model has no chat template {' or '.join(wanted)}; it has {known:.400}"
         raise TemplateFailed(reason)

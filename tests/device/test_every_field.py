@@ -107,8 +107,9 @@ ELSEWHERE = {
         ("safety_identifier", "prompt_cache_key"),
         f"{HTTP}_bad_input.py::test_hints_of_whose_request_it_is_and_an_empty_stop_ask_for_nothing",
     ),
-    "reasoning_effort": (
-        "tests/server/test_reasoning_effort.py::test_the_templates_own_switch_turns_it_off"
+    **dict.fromkeys(
+        ("reasoning_effort", "verbosity", "enable_thinking", "thinking"),
+        "tests/server/test_reasoning_effort.py::test_advice_reaches_the_template_that_reads_it",
     ),
     **dict.fromkeys(
         ("add_generation_prompt", "continue_final_message"),

@@ -259,10 +259,18 @@ def test_the_page_of_capabilities_is_up_to_date() -> None:
 
 
 def test_the_answer_of_the_server_names_only_drafters_that_exist() -> None:
-    answer = capabilities.to_json()
+    answer = capabilities.to_json(is_strict=False)
     assert answer["drafters"] == [*ALGORITHMS, *JOINED_ALGORITHMS]
     for entry in answer["refused"]:
         assert entry["reason"]
         assert entry["way_out"]
         assert entry["example"]["drafter"] in answer["drafters"]
         assert {"flags", "request"} <= entry["example"].keys()
+
+
+def test_advice_is_refused_by_a_strict_server_alone() -> None:
+    lenient, strict = (capabilities.to_json(is_strict=strict) for strict in (False, True))
+    names = {entry["field"] for entry in lenient["ignored"]}
+    assert {"store", "metadata", "reasoning_effort", "tools[].cache_control"} <= names
+    assert strict["ignored"] == []
+    assert len(strict["refused"]) == len(lenient["refused"]) + len(lenient["ignored"])

@@ -108,7 +108,8 @@ def test_every_field_is_told(told, kind: type[BaseModel]):
     schema = told["components"]["schemas"][kind.__name__]
     fields = set(kind.model_fields)
     endpoint = {CompletionRequest: "completions", ChatRequest: "chat"}.get(kind)
-    fields |= {field.name for field in NOT_SERVED if endpoint in field.endpoints}
+    told_apart = [field for field in NOT_SERVED if "." not in field.name]
+    fields |= {field.name for field in told_apart if endpoint in field.endpoints}
     assert set(schema["properties"]) == fields
     assert schema["additionalProperties"] is False
     for name, field in schema["properties"].items():

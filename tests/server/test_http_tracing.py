@@ -48,6 +48,7 @@ def end(**changed: Any) -> RequestEnd:
         "headers": PARENT,
         "asked": asked,
         "outputs": [[1] * 7],
+        "ignored": (),
     }
     return RequestEnd(**{**fields, **changed})
 

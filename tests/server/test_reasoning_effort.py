@@ -1,7 +1,8 @@
-"""`reasoning_effort: "none"` turns reasoning off, and is never taken where it would not."""
+"""Advice about reasoning: a chat template that reads it gets it, and only then it has an effect."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,48 +13,100 @@ from shared.server.openai_types import ChatRequest
 from shared.server.prompts import conversation_of
 from shared.text.chat_template import ChatTemplate, TemplateFailed
 
-ASKED = b'{"messages": [{"role": "user", "content": "hi"}], "reasoning_effort": "none"%s}'
 SWITCHED = "{{ messages[0].content }}{% if not enable_thinking %}<think>\n\n</think>{% endif %}"
 OTHERWISE = "{{ messages[0].content }}{% if thinking %}<think>{% else %}</think>{% endif %}"
+PLAIN = "{{ messages[0].content }}"
+THINKS = "{{ messages[0].content }}<think>"
+EFFORT = "{{ messages[0].content }}{{ reasoning_effort or 'default' }}"
+WORDY = "{{ messages[0].content }}{{ verbosity }}"
 
 
-def rendered(source: str, more: bytes = b"") -> str:
-    request = parse(ASKED % more, ChatRequest)
-    return ChatTemplate(source, {}).render(conversation_of(request))
+def asked(**fields: Any) -> ChatRequest:
+    messages = [{"role": "user", "content": "hi"}]
+    return parse(json.dumps({"messages": messages, **fields}).encode(), ChatRequest)
 
 
-def test_the_templates_own_switch_turns_it_off():
-    assert rendered(SWITCHED) == "hi<think>\n\n</think>"
-    assert rendered(OTHERWISE) == "hi</think>"
-    assert rendered(SWITCHED, b', "chat_template_kwargs": {"enable_thinking": false}') == (
-        "hi<think>\n\n</think>"
-    )
+def rendered(source: str, **fields: Any) -> str:
+    return ChatTemplate(source, {}).render(conversation_of(asked(**fields)))
 
 
-def test_a_model_that_does_not_reason_is_asked_for_nothing():
-    assert rendered("{{ messages[0].content }}") == "hi"
+OFF: dict[str, Any] = {"type": "disabled"}
 
 
 @pytest.mark.parametrize(
-    ("source", "more", "reason"),
+    ("source", "fields", "want", "ignored"),
     [
-        ("{{ messages[0].content }}<think>", b"", "has no switch"),
+        (SWITCHED, {"reasoning_effort": "none"}, "hi<think>\n\n</think>", []),
+        (OTHERWISE, {"reasoning_effort": "none"}, "hi</think>", []),
+        (SWITCHED, {"enable_thinking": True}, "hi", []),
+        (SWITCHED, {"enable_thinking": False}, "hi<think>\n\n</think>", []),
+        (SWITCHED, {"thinking": OFF}, "hi<think>\n\n</think>", []),
+        (OTHERWISE, {"thinking": True}, "hi<think>", []),
+        (OTHERWISE, {"enable_thinking": True}, "hi<think>", []),
+        (OTHERWISE, {"thinking": {"type": "enabled"}}, "hi<think>", []),
+        (
+            OTHERWISE,
+            {"thinking": {"type": "enabled", "budget_tokens": 99}},
+            "hi<think>",
+            ["thinking.budget_tokens"],
+        ),
+        (OTHERWISE, {"thinking": {"type": "adaptive"}}, "hi</think>", ["thinking"]),
+        (EFFORT, {"reasoning_effort": "high"}, "hihigh", []),
+        (EFFORT, {"reasoning_effort": "none"}, "hinone", []),
+        (EFFORT, {}, "hidefault", []),
+        (WORDY, {"verbosity": "low"}, "hilow", []),
+        (PLAIN, {"reasoning_effort": "none"}, "hi", []),  # there is nothing to turn off
+        (PLAIN, {"reasoning_effort": "low"}, "hi", ["reasoning_effort"]),
+        (PLAIN, {"enable_thinking": False, "thinking": OFF}, "hi", ["enable_thinking", "thinking"]),
+        (THINKS, {"reasoning_effort": "none"}, "hi<think>", ["reasoning_effort"]),
         (
             SWITCHED,
-            b', "chat_template_kwargs": {"enable_thinking": true}',
-            "reasoning_effort none and the argument enable_thinking",
+            {"reasoning_effort": "high", "enable_thinking": True},
+            "hi",
+            ["reasoning_effort"],
+        ),
+        (
+            SWITCHED,
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": False}},
+            "hi<think>\n\n</think>",
+            [],
         ),
     ],
 )
-def test_what_cannot_be_turned_off_is_refused(source: str, more: bytes, reason: str):
+def test_advice_reaches_the_template_that_reads_it(source, fields, want, ignored):
+    request = asked(**fields)
+    assert rendered(source, **fields) == want
+    assert ChatTemplate(source, {}).unread(request.advice) == ignored
+
+
+@pytest.mark.parametrize(
+    ("fields", "part", "reason"),
+    [
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "reasoning_effort",
+            "reasoning_effort none and the argument enable_thinking of the chat template differ",
+        ),
+        (
+            {"reasoning_effort": "none", "enable_thinking": True},
+            "enable_thinking",
+            "differ; give one of them",
+        ),
+        (
+            {"thinking": {"type": "enabled"}, "enable_thinking": False},
+            "thinking",
+            "differ; give one of them",
+        ),
+    ],
+)
+def test_advice_that_contradicts_itself_is_refused(fields, part, reason):
     with pytest.raises(TemplateFailed, match=reason) as refused:
-        rendered(source, more)
-    assert refused.value.part == "reasoning_effort"
+        rendered(SWITCHED, **fields)
+    assert refused.value.part == part
 
 
-@pytest.mark.parametrize("value", ["minimal", "low", "high", "", 0, False])
-def test_another_degree_is_refused_with_the_way_out(value: Any):
-    body = ASKED.replace(b'"none"', b"%s") % (repr(value).replace("'", '"').lower().encode(), b"")
-    with pytest.raises(ApiError, match="chat_template_kwargs") as refused:
-        parse(body, ChatRequest)
+@pytest.mark.parametrize("fields", [{"reasoning_effort": value} for value in ("", 0, False, [])])
+def test_advice_of_another_type_is_invalid(fields):
+    with pytest.raises(ApiError) as refused:
+        asked(**fields)
     assert refused.value.param == "reasoning_effort"

@@ -354,6 +354,7 @@ def main() -> int:
     parser.add_argument("--api-key")
     parser.add_argument("--allowed-origins", nargs="*", default=[])
     parser.add_argument("--trace-requests", action="store_true")
+    parser.add_argument("--strict-fields", action="store_true")
     parser.add_argument("--wrong-at", type=int)
     parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
     parser.add_argument("--with-admin-listener", action="store_true")
@@ -391,6 +392,7 @@ def main() -> int:
         reasoning_parser=flags.reasoning_parser,
         tool_call_parser=flags.tool_call_parser,
         trace_requests=flags.trace_requests,
+        strict_fields=flags.strict_fields,
         admin_host_names=(HOST_NAME,),
         allowed_origins=tuple(flags.allowed_origins),
         observing=ObservingOptions(

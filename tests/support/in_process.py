@@ -37,11 +37,11 @@ class Renders:
     """Chat templates without a process of its own."""
 
     def __init__(self, templates: ChatTemplates) -> None:
-        self._templates = templates
+        self.templates = templates
 
     async def render(self, asked: bytes) -> str:
         fields = json.loads(asked[LENGTH.size :])
-        return self._templates.render(Conversation(**fields))
+        return self.templates.render(Conversation(**fields))
 
 
 class InProcess:

@@ -21,6 +21,8 @@ PLAIN = "plain {{ messages[0].content }}"
 TOOLS = "{{ messages[0].content }} {{ tools | tojson }}{{ kind }}{{ think }}{{ bos_token }}"
 OTHER = "other {{ messages[0].content }}"
 
+OFF = {"reasoning_effort": "none"}
+
 
 def named(**sources: str) -> list[dict[str, str]]:
     return [{"name": name, "template": source} for name, source in sources.items()]
@@ -89,9 +91,10 @@ def test_arguments_and_switches_are_those_of_the_template_that_is_taken(tmp_path
     ):
         with pytest.raises(TemplateFailed, match="has no argument"):
             tokenizer.render_chat(asked)
-    assert tokenizer.render_chat(Conversation(USER, without_reasoning=True)) == "plain hi"
-    with pytest.raises(TemplateFailed, match="no switch"):
-        tokenizer.render_chat(Conversation(USER, [TOOL], without_reasoning=True))
+    assert tokenizer.render_chat(Conversation(USER, advice=OFF)) == "plain hi"
+    templates = ChatTemplates({"default": default, "tool_use": TOOLS + "<think>"}, {})
+    assert templates.unread(OFF, has_tools=False) == []
+    assert templates.unread(OFF, has_tools=True) == ["reasoning_effort"]
 
 
 def test_the_worker_has_them_all():

@@ -1,0 +1,101 @@
+"""Messages with tool calls, in the forms in which chat templates read them.
+
+Templates agree neither on the type of a call's arguments, an object or its JSON text, nor on the
+content of a message that calls: some write a call only where the content is none. A template writes
+what it does not read so without a word, or not at all, so the form is found by trying.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object, which is its JSON text where a template writes a text."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """A form of the messages that call.
+
+    Attributes:
+      is_none: Which contents are none: "never", those that are "empty", or "always".
+      has_text: Whether arguments are JSON text rather than an object.
+    """
+
+    is_none: str
+    has_text: bool
+
+    def of(self, message: Message) -> Message:
+        """Returns a message in this form; one without calls as it is."""
+        if not message.get("tool_calls"):
+            return message
+        content = message.get("content")
+        is_empty = not (content.strip() if isinstance(content, str) else content)
+        if self.is_none == "always" or (self.is_none == "empty" and is_empty):
+            content = None
+        return {**message, "content": content, "tool_calls": list(self._calls(message))}
+
+    def _calls(self, message: Message) -> Iterator[dict[str, Any]]:
+        for call in message["tool_calls"]:
+            function, arguments = call["function"], call["function"].get("arguments")
+            if isinstance(arguments, dict):
+                arguments = Arguments(arguments)
+                arguments = str(arguments) if self.has_text else arguments
+            yield {**call, "function": {**function, "arguments": arguments}}
+
+
+FORMS = tuple(
+    CallForm(is_none, has_text)
+    for is_none in ("never", "empty", "always")
+    for has_text in (False, True)
+)
+"""All forms; the earlier ones leave more of a message as its client wrote it."""
+
+_ARGUMENTS = {"probe_key": "probe_value", "probe_list": [True, None]}
+
+
+def forms_for(write: Callable[[list[Message]], str | None]) -> list[CallForm]:
+    """Returns all forms, first those in which a template writes calls whole.
+
+    Args:
+      write: Writes messages by the template; None where it cannot.
+    """
+    for contents in (("", "probe_said"), ("",)):
+        whole = [form for form in FORMS if _is_whole(contents, form, write)]
+        if whole:
+            return whole + [form for form in FORMS if form not in whole]
+    return list(FORMS)
+
+
+def _is_whole(
+    contents: tuple[str, ...], form: CallForm, write: Callable[[list[Message]], str | None]
+) -> bool:
+    messages: list[Message] = [{"role": "user", "content": "probe_question"}]
+    for number, content in enumerate(contents):
+        call_id = f"probecal{number}"  # nine letters, as some templates require
+        function = {"name": f"probe_name_{number}", "arguments": _ARGUMENTS}
+        call = {"id": call_id, "type": "function", "function": function}
+        result = {"role": "tool", "tool_call_id": call_id, "content": f"probe_result_{number}"}
+        messages += [{"role": "assistant", "content": content, "tool_calls": [call]}, result]
+    text = write(list(map(form.of, messages)))
+    if text is None:
+        return False
+    names = (f"probe_{kind}_{n}" for n in range(len(contents)) for kind in ("name", "result"))
+    counts = {text.count(word) for word in ("probe_key", "probe_value", "probe_list")}
+    is_json = "'probe_key'" not in text  # as Python writes an object
+    return is_json and counts == {len(contents)} and all(name in text for name in names)

@@ -1,0 +1,164 @@
+"""Fields that cannot change a token are listed in the answer and the log; strict servers refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.options.request_fields import NOT_SERVED, NotServed
+from shared.server.bodies import parse
+from shared.server.openai_types import ChatRequest
+from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, save_tokenizer, serving
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    made = tmp_path_factory.mktemp("model")
+    save_tokenizer(made)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+def started(folder: Path, *flags: str) -> Any:
+    more = ["--tool-call-parser", "hermes", *flags]
+    return serving(["-m", "tests.support.http_fixtures", str(folder), *more])
+
+
+@pytest.fixture(scope="module")
+def lenient(folder) -> Iterator[Server]:
+    with started(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def strict(folder) -> Iterator[Server]:
+    with started(folder, "--strict-fields") as running:
+        yield running
+
+
+def body(endpoint: str) -> dict[str, Any]:
+    """A request that has every object in which advice may stand."""
+    if endpoint == "completions":
+        return {"prompt": "ab", "temperature": 0, "max_tokens": 2}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "4"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    return {"messages": messages, "tools": tools, "temperature": 0, "max_tokens": 2}
+
+
+def with_field(endpoint: str, path: str, value: Any) -> dict[str, Any]:
+    made = body(endpoint)
+    if path.startswith("stream_options"):
+        made |= {"stream": True, "stream_options": {}}
+    *parents, name = path.split(".")
+    holders: list[Any] = [made]
+    for parent in parents:
+        below = [holder.get(parent.removesuffix("[]")) for holder in holders]
+        parts = [part for each in below for part in (each if isinstance(each, list) else [each])]
+        holders = [part for part in parts if isinstance(part, dict)]
+    for holder in holders:
+        holder[name] = value
+    return made
+
+
+def result(answer: httpx.Response) -> dict[str, Any]:
+    """A whole answer, or the first event of a stream."""
+    assert answer.status_code == 200, answer.text
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        return json.loads(answer.text.partition("\n")[0].removeprefix("data: "))
+    return answer.json()
+
+
+ADVICE = [
+    (field, endpoint)
+    for field in NOT_SERVED
+    for endpoint in field.endpoints
+    if field.is_advice and "image_url" not in field.name
+]
+
+
+@pytest.mark.parametrize(("field", "endpoint"), ADVICE, ids=lambda of: getattr(of, "name", of))
+def test_advice_is_listed_and_changes_nothing(lenient, strict, field: NotServed, endpoint: str):
+    path = CHAT if endpoint == "chat" else COMPLETIONS
+    asked = with_field(endpoint, field.name, field.example)
+    told = result(lenient.post(path, **asked))
+    assert told["ignored"] == [field.name]
+    neutral = [result(lenient.post(path, **with_field(endpoint, field.name, value)))
+               for value in (None, *field.neutral)]  # fmt: skip
+    assert not any("ignored" in each for each in neutral)
+    assert all(each["choices"] == told["choices"] for each in neutral)
+    refused = strict.post(path, **asked)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, field.name)
+    assert "--strict-fields" in refused.json()["error"]["message"]
+    for value in (None, *field.neutral):
+        result(strict.post(path, **with_field(endpoint, field.name, value)))
+
+
+def test_a_stream_lists_ignored_fields_in_its_first_event_alone(lenient):
+    asked = {**body("chat"), "n": 2, "store": True, "stream_options": {"include_usage": True}}
+    first, *others = lenient.stream(CHAT, **asked, reasoning_effort="low")
+    assert first["ignored"] == ["store", "reasoning_effort"]
+    assert not any("ignored" in event for event in others)
+
+
+def test_a_form_is_listed_where_a_call_is_required():
+    """No text is written then that could have the form."""
+    asked = {**body("chat"), "response_format": {"type": "json_object"}}
+    for choice, ignored in (("required", ("response_format",)), ("auto", ())):
+        request = parse(json.dumps({**asked, "tool_choice": choice}).encode(), ChatRequest)
+        assert request.ignored == ignored
+
+
+def test_the_log_and_the_capabilities_name_ignored_fields(folder):
+    with started(folder, "--log-format", "json") as server:
+        lenient = httpx.get(server.url + "/capabilities").json()
+        server.complete("a", max_tokens=1, metadata={"a": "b"}, store=True)
+        server.complete("a", max_tokens=1)
+    lines = [json.loads(line) for line in server.lines]
+    ends = [line for line in lines if line["message"] == "request ended"]
+    assert [line.get("ignored") for line in ends] == ["metadata,store", None]
+    assert {"field": "store", "endpoints": ["completions", "chat"], "neutral": [False]} in (
+        lenient["ignored"]
+    )
+
+
+def test_a_strict_server_lists_nothing_as_ignored(strict):
+    told = httpx.get(strict.url + "/capabilities").json()
+    assert told["ignored"] == []
+    assert any(entry["reason"].startswith("store ") for entry in told["refused"])
+
+
+def test_what_agents_send_through_translators_is_served(lenient):
+    """As Claude Code and Codex come through litellm's proxy."""
+    asked = {
+        **body("chat"),
+        "reasoning_effort": "high",
+        "web_search_options": {"search_context_size": "medium"},
+        "metadata": {"user_id": "a"},
+        "store": False,
+        "prompt_cache_key": "b",
+        "client_metadata": {"version": "1"},
+        "service_tier": "auto",
+        "parallel_tool_calls": True,
+        "thinking": {"type": "adaptive"},
+    }
+    told = result(lenient.post(CHAT, **asked))
+    assert set(told["ignored"]) == {
+        *("reasoning_effort", "web_search_options", "metadata", "prompt_cache_key"),
+        *("client_metadata", "thinking"),
+    }
