@@ -64,12 +64,51 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 258,
 }
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+_PARTS = (
+    "{% macro text(content) %}"
+    "{% if content is string %}{{ content }}{% else %}{% for part in content or [] %}"
+    "{{ '<|image|>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{% endmacro %}"
 )
+_TOOLS = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0]['role'] == 'system' %}SYSTEM{{ '\n\n' }}{% endif %}"
+    "# Tools\n\nFunctions that you may call:\n<tools>\n"
+    "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "</tools>\n\nWrite each call as JSON in tags:\n"
+    '<tool_call>\n{"name": NAME, "arguments": OBJECT}\n</tool_call><|im_end|>\n{% endif %}'
+)
+_RESULT = (
+    "{% if loop.first or loop.previtem['role'] != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' }}CONTENT{{ '\n</tool_response>' }}"
+    "{% if loop.last or loop.nextitem['role'] != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+)
+_CALLS = (
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "<tool_call>\n{\"name\": {{ call['function']['name'] | tojson }}, "
+    "\"arguments\": {{ call['function']['arguments'] | tojson }}}\n</tool_call>{% endfor %}"
+)
+
+
+def chat_template(has_images: bool) -> str:
+    """Qwen's form of a chat, with its form of tools, calls and results.
+
+    Args:
+      has_images: Contents may have images among their parts.
+    """
+    form = "{{ text(%s) }}" if has_images else "{{ %s or '' }}"
+    template = (
+        f"{_PARTS if has_images else ''}{_TOOLS}"
+        "{% for message in messages %}"
+        f"{{% if message['role'] == 'tool' %}}{_RESULT}"
+        "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+        f"<|im_start|>{{{{ message['role'] }}}}\nCONTENT{_CALLS}<|im_end|>\n"
+        "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    template = template.replace("SYSTEM", form % "messages[0]['content']")
+    return template.replace("CONTENT", form % "message['content']")
 
 
 def write(folder: Path) -> None:
@@ -177,7 +216,7 @@ def tokenizer_config() -> dict[str, Any]:
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
         "model_max_length": CONFIG["max_position_embeddings"],
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": chat_template(has_images=False),
     }
 
 
