@@ -8,12 +8,14 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 from jaxtyping import Shaped
 
 from shared.models import checkpoint
@@ -29,6 +31,20 @@ EXIT_REFUSED = 2
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
+def orbax() -> Any:
+    """Imports Orbax, which takes a second and which a folder of safetensors does not need.
+
+    Raises:
+      CheckpointError: It is not installed.
+    """
+    if find_spec("orbax") is None:
+        raise CheckpointError(
+            "an Orbax checkpoint needs orbax-checkpoint, which is not installed. Install the extra "
+            "`train`, or give a folder with safetensors files"
+        )
+    return import_module("orbax.checkpoint")
+
+
 class OrbaxCheckpoint:
     """The arrays of an Orbax folder, with the methods of `shared.models.checkpoint.Checkpoint`."""
 
@@ -38,7 +54,8 @@ class OrbaxCheckpoint:
         Raises:
           CheckpointError: The folder is no complete Orbax checkpoint.
         """
-        self._folder, self._reader = folder, ocp.PyTreeCheckpointer()
+        self._folder, self._orbax = folder, orbax()
+        self._reader = self._orbax.PyTreeCheckpointer()
         try:
             saved = self._reader.metadata(folder).item_metadata
             if saved is None:
@@ -89,9 +106,9 @@ class OrbaxCheckpoint:
     ) -> Shaped[np.ndarray, "..."]:
         self._shape_and_dtype(parameter)
         name = parameter.tied_to or parameter.name
-        wanted = ocp.args.PyTreeRestore(
+        wanted = self._orbax.args.PyTreeRestore(
             item={name: 0},
-            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+            restore_args={name: self._orbax.RestoreArgs(restore_type=np.ndarray)},
             partial_restore=True,
         )
         try:
@@ -128,9 +145,9 @@ def open_checkpoint(folder: str | Path) -> Checkpoint | OrbaxCheckpoint:
     Raises:
       CheckpointError: The folder or a file is missing or broken.
     """
-    orbax = Path(folder) / ORBAX_FOLDER
+    arrays = Path(folder) / ORBAX_FOLDER
     return (
-        OrbaxCheckpoint(orbax.resolve()) if orbax.is_dir() else checkpoint.open_checkpoint(folder)
+        OrbaxCheckpoint(arrays.resolve()) if arrays.is_dir() else checkpoint.open_checkpoint(folder)
     )
 
 
@@ -146,9 +163,11 @@ def convert(source: Path, target: Path) -> None:
     opened.check(config, with_mtp)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists already; name a folder that is new or empty")
+    checkpointer = orbax().StandardCheckpointer
     arrays = {p.name: opened.load(p, _stored(opened, p)) for p in parameters(config, with_mtp)}
     target.mkdir(parents=True, exist_ok=True)
-    _save(target / ORBAX_FOLDER, arrays)
+    with checkpointer() as writer:
+        writer.save((target / ORBAX_FOLDER).resolve(), arrays)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHT_FILES):
             shutil.copyfile(file, target / file.name)
@@ -158,11 +177,6 @@ def _stored(opened: Checkpoint, parameter: Parameter) -> np.dtype:
     """The dtype that holds all of a parameter's tensors without loss."""
     dtypes = opened.dtypes(parameter)
     return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
-
-
-def _save(folder: Path, arrays: Mapping[str, Shaped[np.ndarray, "..."]]) -> None:
-    with ocp.StandardCheckpointer() as writer:
-        writer.save(folder.resolve(), dict(arrays))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -94,6 +94,24 @@ def test_an_incomplete_orbax_folder_is_refused(source):
         convert.open_checkpoint(source)
 
 
+def test_orbax_missing_names_the_extra(source, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="Install the extra `train`"):
+        convert.convert(source, tmp_path / "new")
+    (source / "orbax").mkdir()
+    with pytest.raises(CheckpointError, match="needs orbax-checkpoint, which is not installed"):
+        convert.open_checkpoint(source)
+
+
+def test_jax_server_imports_no_library_of_the_trainer():
+    """So that `make serve BACKEND=jax` need not install them; Orbax alone takes 2.6 s to import."""
+    code = (
+        "import sys, jax_impl.platform, jax_impl.llm\n"
+        "print({'flax', 'orbax', 'optax', 'matplotlib'} & {*sys.modules})"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT) == "set()\n"
+
+
 def test_the_command_ends_with_code_two_and_no_traceback(tmp_path):
     command = [sys.executable, "-m", "jax_impl.convert", str(tmp_path / "a"), str(tmp_path / "b")]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
