@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shared import children
+
 _MOST_COMPILERS = 32
 """Processes that compile, at most; fewer where there are fewer cores for each rank."""
 _DONE = "compiled"
@@ -150,11 +152,11 @@ class _Compilers:
         process = getattr(self._of_thread, "process", None)
         if process is None:
             process = self._of_thread.process = subprocess.Popen(
-                [sys.executable, "-m", "torch_impl.compiling"],
+                children.command("torch_impl.compiling"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=children.environment(),
             )
             self._processes.append(process)
         assert process.stdin is not None

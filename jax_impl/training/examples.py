@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
 from jax_impl.training.lines import for_template, read_line
+from shared import children
 from shared.text.chat_template import Conversation, TemplateFailed
 from shared.text.tokenizer import Tokenizer
 
@@ -315,9 +316,12 @@ def _tokenised(path: Path, tokenizer_folder: Path, max_tokens: int) -> Rows:
 def _start(
     path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: int, out: Path
 ) -> subprocess.Popen:
-    words = [sys.executable, "-m", "jax_impl.training.examples"]
-    words += map(str, (path, tokenizer_folder, max_tokens, start, end, out))
-    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    words = map(str, (path, tokenizer_folder, max_tokens, start, end, out))
+    command, environment = (
+        children.command("jax_impl.training.examples", *words),
+        children.environment(),
+    )
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def _part(path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: int) -> Rows:

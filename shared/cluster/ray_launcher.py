@@ -20,6 +20,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from shared import children
 from shared.cluster.calling import called_back
 from shared.options.flags import ConfigError
 
@@ -27,7 +28,6 @@ ray: Any = import_module("ray")
 ray_util: Any = import_module("ray.util")
 scheduling: Any = import_module("ray.util.scheduling_strategies")
 
-ROOT = Path(__file__).resolve().parents[2]
 ROOM_S = 60.0
 """How long Ray may take to find room."""
 
@@ -95,7 +95,7 @@ class RayLauncher:
             with socket.create_server((self.address, 0)) as listener:
                 address = ":".join(map(str, listener.getsockname()[:2]))
                 words = ["-m", self._follower, module, str(rank), str(count), "--connect", address]
-                ray.get(actor.start.remote(words, str(ROOT), secret), timeout=ROOM_S)
+                ray.get(actor.start.remote(words, str(children.FOLDER), secret), timeout=ROOM_S)
                 process = RayProcess(actor, host)
                 connection = called_back(
                     listener, secret.encode(), host, lambda: process.ending(0.0)
@@ -105,7 +105,7 @@ class RayLauncher:
         except ray.exceptions.RayError as error:
             raise ConfigError(
                 f"--launcher ray could not start rank {rank} (every host needs this program in "
-                f"{ROOT} and its packages): {str(error).strip().splitlines()[-1]}"
+                f"{children.FOLDER} and its packages): {str(error).strip().splitlines()[-1]}"
             ) from error
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class RayLauncher:
             num_gpus=int(with_gpus),
             max_restarts=0,
             scheduling_strategy=strategy,
-            runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+            runtime_env={"env_vars": {"PYTHONPATH": str(children.FOLDER)}},
         )
         return made.remote()
 

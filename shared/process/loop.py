@@ -13,14 +13,13 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
+from shared import children
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Event, Refusal, Request
 from shared.process import logs
@@ -38,7 +37,6 @@ from shared.process.logs import log
 from shared.process.stopping import StopSignals, held_back
 from shared.process.watchdog import EXIT_FAILED, Watchdog
 
-ROOT = Path(__file__).resolve().parents[2]
 IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
 BUILDING_WAIT_S = 0.05  # the end of a corpus's building wakes nobody
 COMPILING_WAIT_S = 0.002  # nor does that of a grammar's compiling, which takes about as long
@@ -331,9 +329,15 @@ def _start_server(
     for flag, taken in (("--listen-fds", listeners.clients), ("--admin-fds", listeners.admin)):
         numbers = [listener.fileno() for listener in taken]
         flags, fds = [*flags, flag, *map(str, numbers)], [*fds, *numbers]
-    command = [sys.executable, "-m", "shared.server.service", *flags]
+    command, folder = children.command("shared.server.service", *flags), children.FOLDER
     with held_back():
-        child = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
+        child = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=children.environment(),
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+        )
     link.close()
     last_word.close()
     listeners.close()

@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import json
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from pathlib import Path
 
+from shared import children
 from shared.process.logs import log
 from shared.server.pieces import write_in_pieces
 from shared.text.worker import DONE, LENGTH, WorkRefused
 
-ROOT = Path(__file__).resolve().parents[2]
 NUM_WORKERS = 2  # so that one piece of work that hangs leaves the others served
 
 
@@ -33,7 +31,7 @@ class Workers:
     def __init__(
         self, module: str, first: bytes, *, name: str, deadline_s: float, part: str
     ) -> None:
-        self._command = (sys.executable, "-m", module)
+        self._command = children.command(module)
         self._first, self._name, self._deadline_s, self._part = first, name, deadline_s, part
         # The worker used last comes first, so a second one is started only when it is needed.
         self._free: asyncio.LifoQueue[Process | None] = asyncio.LifoQueue()
@@ -83,7 +81,11 @@ class Workers:
 
     async def _start(self) -> Process:
         worker = await asyncio.create_subprocess_exec(
-            *self._command, cwd=ROOT, stdin=PIPE, stdout=PIPE
+            *self._command,
+            cwd=children.FOLDER,
+            env=children.environment(),
+            stdin=PIPE,
+            stdout=PIPE,
         )
         self._workers.add(worker)
         assert worker.stdin is not None

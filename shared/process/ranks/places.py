@@ -7,16 +7,15 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from shared import children
 from shared.options.flags import ConfigError
 from shared.process.device import HIDDEN
 from shared.process.stopping import held_back
 
-ROOT = Path(__file__).resolve().parents[3]
 FOLLOWER = "shared.process.ranks.follower"
 GPUS = "CUDA_VISIBLE_DEVICES"
 PR_SET_PDEATHSIG = 1
@@ -80,13 +79,13 @@ class LocalLauncher:
     def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, RankProcess]:
         """See `Launcher`."""
         gpu = gpu_of(os.environ, gpus_on_host(), rank)
-        environment = {**os.environ} if gpu is None else {**os.environ, GPUS: gpu}
+        environment = children.environment() | ({} if gpu is None else {GPUS: gpu})
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", FOLLOWER, module, str(rank), str(count)]
+        command = children.command(FOLLOWER, module, str(rank), str(count))
         with held_back():
             process = subprocess.Popen(
                 [*command, "--fd", str(theirs.fileno())],
-                cwd=ROOT,
+                cwd=children.FOLDER,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,

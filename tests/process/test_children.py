@@ -1,0 +1,19 @@
+"""Child processes run the modules of their parent, whatever lies in their working folder."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from shared import children
+from shared.options import page
+
+
+def test_child_in_foreign_folder_runs_our_modules(tmp_path: Path) -> None:
+    for name in ("shared", "argparse"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('a foreign {name}')\n")
+    command, environment = children.command("shared.options.page"), children.environment()
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.rstrip() == page.to_markdown().rstrip()
