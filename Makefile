@@ -1,13 +1,18 @@
 # `make serve` answers requests on port 8000, `make test` checks everything, `make quick` what is quick
-# to check; all prepare .venv first.
+# to check; each installs into .venv first, what it needs and no more.
 
 # Any Python from 3.11; TORCH_INDEX names the package index that torch comes from, where it is not
 # pip's own (PyTorch's CPU wheel index on a Linux machine without a GPU).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
-EXTRAS ?= torch,jax,dev
 BACKEND ?= torch
+# Extras of pyproject.toml in place of a backend's or of the tests': EXTRAS=jax-cuda13 for JAX on a GPU.
+EXTRAS ?=
+SERVE_EXTRAS = $(or $(EXTRAS),$(BACKEND)),images,examples
+DEFAULT_TEST_EXTRAS := torch,jax,dev
+TEST_EXTRAS = $(or $(EXTRAS),$(DEFAULT_TEST_EXTRAS))
+comma := ,
 OP ?= attention
 PORT ?= 8000
 ARGS ?=
@@ -23,7 +28,7 @@ TANDEM_AOT_PYTHON ?=
 
 .PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot format clean
 
-serve: venv
+serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
 
 # The tests come last: their summary is the end of the output.
@@ -31,12 +36,21 @@ test: lint types layers unit
 
 venv: .venv/.ready
 
-.venv/.ready: pyproject.toml
+# A stamp for each set of extras: all are installed into the same environment, which only grows.
+define install
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON must be 3.11 or newer")'
 	test -x $(RUN) || $(PYTHON) -m venv .venv
-	$(RUN) -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
-	$(RUN) -m pip install ".[$(EXTRAS)]"
+	$(RUN) .ci/requirements $(1) > .venv/requirements.txt
+	$(if $(filter torch cuda12 cuda13,$(subst $(comma), ,$(1))),$(RUN) -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)")
+	$(RUN) -m pip install -r .venv/requirements.txt
 	touch $@
+endef
+
+.venv/.ready: pyproject.toml
+	$(call install,$(TEST_EXTRAS))
+
+.venv/.serves-%: pyproject.toml
+	$(call install,$*)
 
 lint: venv
 	$(BIN)/ruff format --check .
@@ -99,4 +113,4 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-aot .tokenizers build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .tokenizers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

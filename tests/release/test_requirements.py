@@ -1,15 +1,109 @@
-"""The packages that the project requires, as `pyproject.toml` names them."""
+"""The packages that the project requires: named in `pyproject.toml`, installed by `make`."""
 
 from __future__ import annotations
 
+import ast
+import re
+import subprocess
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
+
+import pytest
 
 from shared import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OURS = {"bench", "jax_impl", "kernels", "models", "shared", "tandem", "tests", "torch_impl"}
+EXTRAS_OF = {
+    "shared": ("images", "otel"),
+    "torch_impl": ("torch", "cuda13"),
+    "jax_impl": ("jax", "train"),
+    "kernels": ("jax", "cuda13"),
+    "bench": ("bench", "images", "jax", "torch", "cuda13"),
+    "examples": ("examples", "images", "train"),
+}
+BROUGHT_BY = {"pydantic-core": "pydantic", "jaxlib": "jax", "markupsafe": "jinja2"}
+"""Distributions that another one requires in a version of its own choice."""
+
+
+def name_of(requirement: str) -> str:
+    """The name of a required distribution, as package indexes compare names."""
+    return re.split(r"[^\w.-]", requirement, maxsplit=1)[0].replace("_", "-").lower()
+
+
+def imported(folder: str) -> set[str]:
+    """The top-level packages that the files of a folder import, neither ours nor Python's."""
+    found = set()
+    for path in (ROOT / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(str(node.module))
+    return {name.partition(".")[0] for name in found} - OURS - set(sys.stdlib_module_names)
+
+
+def installed_by(*arguments: str) -> list[str]:
+    """The requirements that a target installs, by the commands that `make` would run."""
+    made = subprocess.check_output(["make", "-Bn", *arguments], cwd=ROOT, text=True)
+    (extras,) = re.findall(r"\.ci/requirements (\S+)", made)
+    lines = subprocess.check_output([sys.executable, ".ci/requirements", extras], cwd=ROOT)
+    return [name_of(line) for line in lines.decode().splitlines()]
 
 
 def test_version_equals_pyproject():
     assert PROJECT["version"] == VERSION
+
+
+def test_every_dependency_is_bounded_above():
+    unbounded = [line for line in PROJECT["dependencies"] if not re.search(r",<\d", line)]
+    assert not unbounded
+
+
+@pytest.mark.parametrize("folder", EXTRAS_OF)
+def test_every_imported_package_is_required(folder: str) -> None:
+    extras = PROJECT["optional-dependencies"]
+    lines = [line for extra in EXTRAS_OF[folder] for line in extras[extra]]
+    required = {name_of(line) for line in [*PROJECT["dependencies"], *lines]}
+    owners = packages_distributions()
+    for name in sorted(imported(folder)):
+        found = {name_of(owner) for owner in owners[name]}
+        assert required & {BROUGHT_BY.get(each, each) for each in found}, f"{folder} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "framework", "other"),
+    [
+        (["serve"], "torch", "jax"),
+        (["serve", "BACKEND=jax"], "jax", "torch"),
+        (["serve", "BACKEND=jax", "EXTRAS=jax-cuda13"], "jax", "torch"),
+    ],
+)
+def test_make_serve_installs_one_backend_and_no_tools(
+    arguments: list[str], framework: str, other: str
+) -> None:
+    names = installed_by(*arguments)
+    assert framework in names
+    tools = {name_of(line) for line in PROJECT["optional-dependencies"]["dev"]}
+    assert not {other, *tools} & {*names} - {"httpx", "pillow"}
+
+
+def test_make_serve_with_extras_installs_these():
+    lines = installed_by("serve", "EXTRAS=cuda13")
+    assert {"jax", "torch", "triton"} <= {*lines}
+
+
+def test_make_test_installs_both_backends_and_the_tools():
+    names = installed_by("lint")
+    tools = PROJECT["optional-dependencies"]["dev"]
+    assert {"jax", "torch", *map(name_of, tools)} <= {*names}
+
+
+def test_unknown_extra_is_an_error():
+    command = [sys.executable, ".ci/requirements", "torch,cuda99"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("EXTRAS=cuda99 is no extra of pyproject.toml. Use torch, jax, ")
