@@ -1,7 +1,7 @@
 """What a command-line flag is: a field of a frozen dataclass with a default, a help and rules."""
 
 import os
-from dataclasses import field, fields, replace
+from dataclasses import Field, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ def flag(default: Any, help: str, **rules: Any) -> Any:
       help: What it means, in the words of `--help`.
       **rules: `low`, `high` bound a number, which is a whole one unless `is_share`; `multiple_of`
         divides it; `choices` lists the words; `aliases` are other spellings of the flag;
-        `is_path` names a file or a folder.
+        `is_path` names a file or a folder, `is_list` a text of values with commas between them.
     """
     return field(default=default, metadata={"help": help, **rules})
 
@@ -31,18 +31,26 @@ def spelling(name: str) -> str:
 def check_rules(config: Any) -> None:
     """Holds every field of a config against the rules of its `flag`."""
     for item in fields(config):
-        value, rules = getattr(config, item.name), item.metadata
-        if value is None or isinstance(value, bool):
-            continue
-        if "choices" in rules and value not in rules["choices"]:
-            known = ", ".join(rules["choices"])
-            raise ConfigError(f"{spelling(item.name)} must be one of {known}, got {value}")
-        low, high = rules.get("low"), rules.get("high")
-        if low is not None and not low <= value <= high:
-            raise ConfigError(f"{spelling(item.name)} must be {low} to {high}, got {value}")
-        step = rules.get("multiple_of")
-        if step is not None and value % step:
-            raise ConfigError(f"{spelling(item.name)} must be a multiple of {step}, got {value}")
+        check_value(item, getattr(config, item.name))
+
+
+def check_value(item: "Field[Any]", value: Any) -> None:
+    """Holds the value of a field against the rules of its `flag`.
+
+    Raises:
+      ConfigError: It is no choice, out of range, or no multiple.
+    """
+    if value is None or isinstance(value, bool):
+        return
+    name, rules = spelling(item.name), item.metadata
+    if "choices" in rules and value not in rules["choices"]:
+        raise ConfigError(f"{name} must be one of {', '.join(rules['choices'])}, got {value}")
+    low, high = rules.get("low"), rules.get("high")
+    if low is not None and not low <= value <= high:
+        raise ConfigError(f"{name} must be {low} to {high}, got {value}")
+    step = rules.get("multiple_of")
+    if step is not None and value % step:
+        raise ConfigError(f"{name} must be a multiple of {step}, got {value}")
 
 
 def in_full(config: Any) -> Any:

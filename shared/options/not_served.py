@@ -73,7 +73,6 @@ NOT_SUPPORTED = {
     "--random-seed": "a seed belongs to a request; send the field seed",
     "--enable-deterministic-inference": "float32 is deterministic already; give --dtype float32",
     "--json-model-override-args": "edit config.json in the model folder",
-    "--config": "give the flags on the command line",
 }
 
 NOT_SUPPORTED_PREFIXES = (

@@ -106,3 +106,15 @@ PARTS = {
     "ngram": NgramConfig,
     "adaptive": AdaptiveConfig,
 }
+
+HEADINGS = {
+    "model": "Model",
+    "server": "HTTP server",
+    "observing": "Log and traces",
+    "engine": "Engine limits",
+    "ranks": "Tensor parallelism",
+    "speculative": "Speculative decoding",
+    "ngram": "NGRAM drafter",
+    "adaptive": "Adaptive speculation",
+}
+"""Headings of the parts in `--help` and in `docs/flags.md`."""

@@ -8,7 +8,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from shared.options.flags import spelling
-from shared.options.options import PARTS
+from shared.options.options import HEADINGS, PARTS
 
 _DEFAULT = re.compile(r"(.*) \(default: (.*)\)", re.DOTALL)
 _HEAD = """<!-- Made by `python -m shared.options.page`; a test compares. -->
@@ -16,16 +16,44 @@ _HEAD = """<!-- Made by `python -m shared.options.page`; a test compares. -->
 
 Spelled as users of SGLang know them; `--help` lists them too. A flag that is not supported ends the
 start with exit code 2 and one sentence that names it and the way out. What does not work together
-is in [capabilities.md](capabilities.md). `make serve ARGS="--tp-size 2"` passes flags on."""
+is in [capabilities.md](capabilities.md). `make serve ARGS="--tp-size 2"` passes flags on.
+`--version` prints the versions of the server and of the backends.
+
+## Files of flags
+
+`--config FILE` reads flags from a TOML file, from a JSON file, or, where PyYAML is installed, from
+a YAML file; the ending of the name decides. A flag of the command line takes the place of the
+file's. Names have dashes or underscores, and every spelling of a flag is known.
+
+```toml
+model-path = "models/demo/target"
+port = 8001
+speculative_algorithm = "NGRAM"
+disable_radix_cache = true
+allowed-origins = ["https://chat.example", "https://admin.example"]
+```
+
+An unknown name, a name given twice, a table and a value of another type are errors with the name of
+the file. A switch is `true` or `false`, a text stands in quotes, and a list is for the flags whose
+values have commas between them.
+
+`@FILE` stands for the words of a file, as a shell reads them: flags with their values over any
+number of lines, `#` begins a comment. No flag is read from the environment.
+
+## Completion in a shell
+
+`tandem serve --print-completion bash` (or `zsh`, `tcsh`) prints a script that completes flags and
+their choices; it needs the extra `completion`. In bash: `source <(tandem serve --print-completion
+bash)`."""
 _TABLE = "| flag | default | meaning |\n|---|---|---|"
 
 
 def to_markdown() -> str:
     """The page `docs/flags.md`: a table for each part of the options."""
     parts = [_HEAD]
-    for part in PARTS.values():
+    for name, part in PARTS.items():
         lines = [_line(item) for item in fields(part)]
-        parts.append(f"## {(part.__doc__ or '').rstrip('.')}\n\n" + "\n".join([_TABLE, *lines]))
+        parts.append(f"## {HEADINGS[name]}\n\n" + "\n".join([_TABLE, *lines]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -32,11 +32,12 @@ class ServerOptions:
     )
     allowed_hosts: str | None = flag(
         None, "names, separated by commas, that clients may call the server by; * is any (default: "
-        "those of this machine where it listens to this machine alone, else any)",
+        "those of this machine where it listens to this machine alone, else any)", is_list=True,
     )  # fmt: skip
     allowed_origins: str | None = flag(
         None, "sites, separated by commas, whose pages may read answers in a browser, as "
         "https://chat.example:8443; * is any; never with passwords or cookies (default: none)",
+        is_list=True,
     )  # fmt: skip
     served_model_name: str | None = flag(
         None, "name in requests and answers (default: the folder's name)"

@@ -81,7 +81,7 @@ class SpeculativeConfig:
     speculative_simulate_accept_length: str | None = flag(
         None, "accept drafts by lot, for measurements: tokens of a step on average with the bonus "
         "token, such as 2.5, or how often each level's draft is accepted, such as 0.9,0.6,0; the "
-        "texts are not the model's", metavar="L",
+        "texts are not the model's", metavar="L", is_list=True,
     )  # fmt: skip
 
     def __post_init__(self) -> None:

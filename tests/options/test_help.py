@@ -1,0 +1,99 @@
+"""`--help`, `--version` and `--print-completion`."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from importlib.metadata import version
+
+import pytest
+
+from shared import VERSION
+from shared.options.algorithms import KNOWN_ALGORITHMS
+from shared.options.command_line import FLAGS, parse
+from shared.options.flag_parser import SHELLS
+from shared.options.flags import ConfigError
+from shared.options.options import HEADINGS, PARTS
+
+
+def printed(capsys, *line: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        parse([*line])
+    assert ended.value.code in (None, 0)
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def help_page(capsys, monkeypatch) -> str:
+    monkeypatch.setenv("COLUMNS", "100")
+    return printed(capsys, "--help")
+
+
+def test_help_has_headings_every_flag_its_choices_and_its_default(help_page):
+    lines = help_page.splitlines()
+    assert [f"{heading}:" in lines for heading in HEADINGS.values()] == [True] * len(PARTS)
+    assert all(max(map(len, lines)) <= 100 for _ in lines)
+    text = " ".join(help_page.split())
+    for part in PARTS.values():
+        for item in fields(part):
+            assert f"--{item.name.replace('_', '-')}" in text
+            for choice in item.metadata.get("choices", ()):
+                assert choice in text
+            if item.default not in (None, False) and "default" not in item.metadata["help"]:
+                assert f"(default: {item.default})" in text
+    assert "one of hermes, qwen, qwen3_coder, llama3" in text.replace("auto, ", "")
+
+
+def test_help_begins_with_a_short_usage_and_ends_with_examples(help_page):
+    usage, _, rest = help_page.partition("\n\n")
+    assert usage.startswith("usage: ")
+    assert len(usage.splitlines()) <= 2
+    tail = rest.partition("examples:\n")[2]
+    examples = [line for line in tail.splitlines() if line.startswith("  ")]
+    assert len(examples) == 2
+    assert "docs/flags.md" in tail
+    for example in examples:
+        words = [word for word in example.split() if word.startswith("--")]
+        assert {*words} - {"--config"} <= FLAGS.keys()
+
+
+def test_version_names_the_server_and_the_backends(capsys):
+    line = printed(capsys, "--version")
+    assert line.startswith(f"tandem {VERSION}, Python 3.")
+    assert f"torch {version('torch')}" in line
+    assert f"jax {version('jax')}" in line
+
+
+def completed(script: str, *words: str) -> list[str]:
+    """The completions that bash offers for the last word."""
+    code = f"""{script}
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_tandem; printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+    command = ["bash", "-c", code, "bash", *words]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    return ran.stdout.split()
+
+
+def test_bash_completes_flags_and_choices(capsys):
+    pytest.importorskip("shtab")
+    script = printed(capsys, "--print-completion", "bash")
+    assert completed(script, "tandem", "serve", "--page") == ["--page-size"]
+    assert completed(script, "tandem", "serve", "--backend", "") == ["torch", "jax"]
+    assert "hermes" in completed(script, "tandem", "serve", "--tool-call-parser", "h")
+    named = completed(script, "tandem", "serve", "--insecure", "--speculative-algorithm", "")
+    assert {*KNOWN_ALGORITHMS} <= {*named}
+    assert {*completed(script, "tandem", "serve", "--")} >= FLAGS.keys()
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_shell_has_a_script_with_every_flag(capsys, shell):
+    pytest.importorskip("shtab")
+    script = printed(capsys, "--print-completion", shell)
+    assert all(name.removeprefix("--") in script for name in FLAGS)
+
+
+def test_completion_without_shtab_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    with pytest.raises(ConfigError, match="needs shtab, .*; install the extra completion"):
+        parse(["--print-completion", "bash"])
+    with pytest.raises(ConfigError, match="must be one of bash, zsh, tcsh, got fish"):
+        parse(["--print-completion", "fish"])
