@@ -1,12 +1,13 @@
 // What an answer's steps add up to: three numbers and a strip with a bar for each step.
 
 import { shade } from "./tokens.js";
-import { svg } from "./tree.js";
+import { isCut, svg } from "./tree.js";
 
 const BAR = 9, GAP = 3, ROW = 6; // of the strip
 
 const verified = (step) => step.source !== "prefill";
 const accepted = (step) => step.drafts.filter((draft) => draft.accepted).length;
+const used = (step) => step.drafts.filter((draft) => draft.accepted && !isCut(step, draft)).length;
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
 
 /** Acceptance length, tokens/s and milliseconds of a step; null where nothing is known yet. */
@@ -39,7 +40,9 @@ export function title(step) {
   const drafts = step.drafts.length;
   if (step.source === "prefill") return "The prompt, and the first token";
   if (!drafts) return `Step ${step.index}: plain`;
-  return `Step ${step.index}: ${accepted(step)} of ${drafts} drafts accepted`;
+  const taken = accepted(step), kept = used(step);
+  const end = kept < taken ? `, ${kept} used: the text ended there` : "";
+  return `Step ${step.index}: ${taken} of ${drafts} drafts accepted${end}`;
 }
 
 /** Writes the numbers into the page. */

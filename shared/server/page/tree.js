@@ -19,14 +19,18 @@ function label(text) {
   return shown.length > LETTERS ? `${shown.slice(0, LETTERS - 1)}…` : shown;
 }
 
+/** Whether a draft was accepted beyond the end of the text, which then has no token of it. */
+export function isCut(step, draft) {
+  return draft.accepted && !step.tokens.some((token) => token.node === draft.node);
+}
+
 /** Every node with its class: the newest token, the drafts, and the target's own choice. */
 function nodesOf(step) {
   const own = step.tokens.find((token) => !token.node);
   const path = step.drafts.filter((draft) => draft.accepted);
-  const said = new Set(step.tokens.map((token) => token.node));
   const nodes = [{ node: 0, parent: null, depth: 0, text: step.root, kind: "root" }];
   for (const draft of step.drafts) {
-    const cut = draft.accepted && !said.has(draft.node) ? " cut" : "";
+    const cut = isCut(step, draft) ? " cut" : "";
     const kind = draft.accepted ? `taken ${shade(draft.origin, draft.depth)}${cut}` : "refused";
     nodes.push({ ...draft, kind });
   }
@@ -56,6 +60,12 @@ function place(nodes) {
   return Math.max(...ends);
 }
 
+/** What became of a draft that is no token of the text. */
+function fate(kind) {
+  if (kind === "refused") return "(rejected)";
+  return kind.endsWith(" cut") ? "(accepted, after the end of the text)" : "";
+}
+
 /** Draws the tree of a step into an element; returns what it shows in words. */
 export function drawTree(target, step) {
   const nodes = nodesOf(step);
@@ -70,7 +80,7 @@ export function drawTree(target, step) {
     const text = svg("text", { x: x(node), y: y(node) + 4, "text-anchor": "middle" });
     text.textContent = label(node.text);
     const title = svg("title", {});
-    title.textContent = `${node.text} ${node.kind === "refused" ? "(rejected)" : ""}`;
+    title.textContent = `${node.text} ${fate(node.kind)}`;
     const rect = svg("rect", { ...box, width: COLUMN - 8, height: HEIGHT });
     shapes.push(svg("g", { class: node.kind, "data-node": node.node }, title, rect, text));
   }
