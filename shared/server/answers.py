@@ -271,7 +271,7 @@ class ChatEvent(Result):
 
 
 class Model(Answer):
-    """The model that is served."""
+    """The model that is served; `created` is when the server began to serve it, in seconds."""
 
     id: str
     object: Literal["model"]

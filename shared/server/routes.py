@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from typing import Any
@@ -41,7 +42,7 @@ class Routes:
     ) -> None:
         self._generator, self._opener, self._work = generator, opener, work
         self._client = generator.client
-        self._metrics = metrics
+        self._metrics, self._began = metrics, int(time.time())
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -119,9 +120,10 @@ class Routes:
 
     def _model(self) -> dict[str, Any]:
         facts = self._client.facts
-        card = {"id": facts.model_name, "object": "model", "created": 0, "owned_by": "tandem"}
+        card = {"id": facts.model_name, "object": "model", "owned_by": "tandem"}
         return {
             **card,
+            "created": self._began,
             "max_model_len": facts.limits.context_length,
             "drafter": facts.drafter,
             "ranks": facts.ranks,

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from shared.server.metric_texts import HELP
 from shared.server.request_end import RequestEnd
 
 PREFIX = "tandem:"
@@ -56,15 +57,13 @@ class ServerMetrics:
         return generate_latest(self._registry)
 
     def _counter(self, name: str) -> Counter:
-        made = Counter(
-            PREFIX + name, name.replace("_", " "), [MODEL_LABEL], registry=self._registry
-        )
+        text = HELP[f"{name}_total"]
+        made = Counter(PREFIX + name, text, [MODEL_LABEL], registry=self._registry)
         return made.labels(self._model_name)
 
     def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
-        text = name.replace("_", " ")
         made = Histogram(
-            PREFIX + name, text, [MODEL_LABEL], buckets=buckets, registry=self._registry
+            PREFIX + name, HELP[name], [MODEL_LABEL], buckets=buckets, registry=self._registry
         )
         return made.labels(self._model_name)
 
@@ -95,7 +94,10 @@ class TokenTimes:
 
 
 class _EngineCollector(Collector):
-    """Names that end in `_total` are counters; labels follow a name as Prometheus writes them."""
+    """Names that end in `_total` are counters; labels follow a name as Prometheus writes them.
+
+    Each has its text in `HELP`: `tests/server/test_metric_texts.py` finds all names.
+    """
 
     def __init__(self, model_name: str) -> None:
         self.snapshot: dict[str, float] = {}
@@ -109,6 +111,6 @@ class _EngineCollector(Collector):
             values = {MODEL_LABEL: self._model_name, **dict(_LABEL.findall(labels))}
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             if name not in families:
-                families[name] = kind(PREFIX + name, name.replace("_", " "), labels=list(values))
+                families[name] = kind(PREFIX + name, HELP[name], labels=list(values))
             families[name].add_metric(list(values.values()), value)
         yield from families.values()

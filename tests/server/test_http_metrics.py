@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -62,6 +63,11 @@ def families(server: Server) -> dict[str, str]:
 def test_the_page_has_its_names_before_the_first_step(server):
     assert AS_VLLM.items() <= families(server).items()
     assert server.metrics()['tandem:request_success_total{finished_reason="stop"}'] == 0
+
+
+def test_model_was_created_when_its_server_began(server):
+    (card,) = httpx.get(server.url + "/v1/models").json()["data"]
+    assert 0 <= time.time() - card["created"] < 3600
 
 
 def test_a_request_is_counted_in_tokens_steps_and_seconds(server):
