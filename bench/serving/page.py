@@ -12,6 +12,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from bench.serving.client import Reply
 from bench.serving.numbers import SPREAD, TIMES, times_of
@@ -65,8 +66,8 @@ def _plots(found: dict[str, Any], replies: Replies, streams: bool):
         if values:
             yield words, picture(lambda axes, values=values: _distribution(axes, values))
     if good:
-        yield "Requests over time", picture(lambda axes: _course(axes, replies))
-        yield "Requests under way", picture(lambda axes: _under_way(axes, replies))
+        yield "Requests over time", picture(lambda axes: course(axes, replies))
+        yield "Requests under way", picture(lambda axes: under_way(axes, replies))
     if histogram := found["summary"]["accepted"]["histogram"]:
         yield "Drafts accepted by a verify step", picture(lambda axes: _bars(axes, histogram))
 
@@ -94,7 +95,7 @@ def _distribution(axes: Axes, values: Sequence[float]) -> None:
     axes.set(xlabel="ms", ylabel="share")
 
 
-def _course(axes: Axes, replies: Replies) -> None:
+def course(axes: Axes, replies: Replies) -> None:
     """A line for each request: light until its first token, dark until its end."""
     shown = sorted(replies, key=lambda reply: reply.begun_s)[:MOST_BARS]
     rows = np.arange(len(shown))
@@ -104,16 +105,18 @@ def _course(axes: Axes, replies: Replies) -> None:
     axes.barh(rows, first, 0.8, begun, color=SOFT)
     axes.barh(rows, ended - first, 0.8, begun + first, color=ACCENT)
     axes.invert_yaxis()
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="seconds", ylabel="request")
 
 
-def _under_way(axes: Axes, replies: Replies) -> None:
+def under_way(axes: Axes, replies: Replies) -> None:
     """How many requests wait for the rest of their answer at each time."""
     begun = sorted(reply.begun_s for reply in replies)
     ended = sorted(reply.begun_s + reply.ended_s for reply in replies)
     moments = np.sort([*begun, *ended])
     counts = np.searchsorted(begun, moments, "right") - np.searchsorted(ended, moments, "right")
     axes.fill_between(moments, counts, step="post", color=ACCENT, alpha=0.8)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="seconds", ylabel="requests")
 
 

@@ -1,12 +1,15 @@
 """What a run tells: a log of its metrics, a progress bar, and the curves as a picture."""
 
 import json
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -77,22 +80,39 @@ class Log:
 
     def draw(self) -> None:
         """Draws `curves.png` of everything that was logged."""
-        lines = self.lines()
-        names = list(lines[-1]) if lines else []
-        shown = {
-            title: [name for name in names if name.endswith(words) or name.startswith(words)]
-            for title, words in PANELS.items()
-        }
-        shown = {title: series for title, series in shown.items() if series}
-        if not shown:
-            return
-        figure = Figure(figsize=(5.5 * len(shown), 4), layout="constrained")
-        axes = figure.subplots(1, len(shown), squeeze=False)[0]
-        for axis, (title, series) in zip(axes, shown.items(), strict=True):
-            for name in series:
-                points = [(line["step"], line[name]) for line in lines if name in line]
-                axis.plot(*zip(*points, strict=True), label=name)
-            axis.set(title=title, xlabel="step")
-            axis.legend(fontsize="small")
-            axis.grid(alpha=0.3)
-        figure.savefig(self._folder / "curves.png", dpi=120)
+        if (figure := curves(self.lines())) is not None:
+            figure.savefig(self._folder / "curves.png", dpi=120)
+
+
+def curves(lines: Sequence[dict[str, Any]]) -> Figure | None:
+    """Draws the metrics of a log by step, in a frame for each kind that has a number."""
+    series = {
+        title: {name: points for name in _names(lines, words) if (points := _points(lines, name))}
+        for title, words in PANELS.items()
+    }
+    shown = {title: found for title, found in series.items() if found}
+    if not shown:
+        return None
+    figure = Figure(figsize=(5.5 * len(shown), 4), layout="constrained")
+    axes = figure.subplots(1, len(shown), squeeze=False)[0]
+    for axis, (title, found) in zip(axes, shown.items(), strict=True):
+        for name, points in found.items():
+            marker = "o" if len(points) == 1 else ""  # a line through one point shows nothing
+            axis.plot(*zip(*points, strict=True), marker=marker, label=name)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axis.set(title=title, xlabel="step")
+        axis.legend(fontsize="small")
+        axis.grid(alpha=0.3)
+    return figure
+
+
+def _names(lines: Sequence[dict[str, Any]], words: tuple[str, ...]) -> list[str]:
+    """The metrics of a frame, in the order in which they were first logged."""
+    names = dict.fromkeys(name for line in lines for name in line)
+    return [name for name in names if name.endswith(words) or name.startswith(words)]
+
+
+def _points(lines: Sequence[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [
+        (line["step"], line[name]) for line in lines if name in line and math.isfinite(line[name])
+    ]

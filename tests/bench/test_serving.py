@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from bench.serving import numbers as serving_numbers
 from bench.serving import page as serving_page
@@ -83,6 +84,17 @@ def test_the_page_asks_no_other_host_and_has_the_plots(server, tmp_path):
     assert hosts == {"www.w3.org", "127.0.0.1"}
     assert all(target.startswith("#") for target in re.findall(r'href="([^"]+)', page))
     assert page.count("<svg") == page.count("<figure>") == 7
+
+
+def test_counts_have_whole_numbers_at_their_ticks():
+    replies = [Reply(0.1 * i, [0.1, 0.2], 0.3, prompt_tokens=7, tokens=2) for i in range(3)]
+    for draw in (serving_page.course, serving_page.under_way):
+        axes = Figure((5.4, 2.7)).subplots()
+        draw(axes, replies)
+        low, high = sorted(axes.get_ylim())
+        ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+        assert len(ticks) > 1
+        assert all(tick == round(tick) for tick in ticks)
 
 
 def test_times_are_what_their_names_say():

@@ -13,6 +13,7 @@ import pytest
 from jax_impl.training import examples
 from jax_impl.training.examples import Batches, Row, Rows, best_widths, read_rows, row_of
 from jax_impl.training.loop import Schedule, Task, train
+from jax_impl.training.records import curves
 from models.make_random import ROOT
 from tests.support.training import rows_of, shared_run
 
@@ -333,3 +334,16 @@ def test_no_checkpoint_holds_what_is_no_number(tmp_path):
     with pytest.raises(FloatingPointError, match="the (loss|gradient's norm) is"):
         run(1.5)
     assert np.isfinite(run(-np.inf)).all()
+
+
+def test_curves_have_no_empty_frame_and_whole_steps():
+    (axis,) = curves([{"step": 20, "loss": 3.0, "accuracy": float("nan")}]).axes
+    assert [line.get_marker() for line in axis.get_lines()] == ["o"]
+    lines = [{"step": step, "loss": 3.0, "accuracy": 0.5} for step in (1, 2, 3)]
+    loss, accuracy = curves(lines).axes
+    assert [axis.get_title() for axis in (loss, accuracy)] == ["loss", "share of right tokens"]
+    assert [line.get_marker() for line in loss.get_lines()] == [""]
+    ticks = [tick for tick in loss.get_xticks() if 1 <= tick <= 3]
+    assert all(tick == round(tick) for tick in ticks)
+    assert curves([]) is None
+    assert curves([{"step": 1, "tokens_per_second": 5.0}]) is None
