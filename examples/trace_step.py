@@ -1,4 +1,7 @@
-"""Shows what each step of an answer drafted and accepted: `python -m examples.trace_step`."""
+"""Shows what each step of an answer drafted and accepted: `python -m examples.trace_step`.
+
+The EAGLE-3 head that ships drafts chains of 3 tokens.
+"""
 
 from torch_impl import LLM, SamplingParams
 
@@ -6,7 +9,7 @@ QUESTION = "Raj makes 6 cards a day for 18 days. How many cards does Raj make?"
 
 
 def main() -> None:
-    """Drafts trees with the EAGLE-3 head that ships, and prints a line for each step."""
+    """Prints a line for each step: its source, its accepted drafts, its text."""
     options = {"speculative_algorithm": "EAGLE3", "context_length": 256}
     with LLM(speculative_draft_model_path="models/demo/eagle3", **options) as llm:
         asked = SamplingParams(temperature=0, max_tokens=64, trace=True)
