@@ -10,7 +10,8 @@ def main(backend: str) -> None:
     """Answers one question and continues two prompts; without a path the model that ships runs."""
     LLM = import_module(f"{backend}_impl").LLM  # or: from torch_impl import LLM, SamplingParams
     SamplingParams = import_module(f"{backend}_impl").SamplingParams
-    with LLM(speculative_algorithm="NEXTN", max_running_requests=2, context_length=256) as llm:
+    options = {"speculative_algorithm": "NEXTN", "max_running_requests": 2, "context_length": 256}
+    with LLM(**options, log_level="info") as llm:  # JAX compiles for minutes, and prints how far
         greedy = SamplingParams(temperature=0, max_tokens=64)
         (answer,) = llm.chat([{"role": "user", "content": QUESTION}], greedy)
         print(answer.text)

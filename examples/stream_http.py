@@ -1,6 +1,7 @@
 """Streams an answer of a running server, as any client of OpenAI's API does, by httpx alone.
 
-`make serve` in one terminal, `python -m examples.stream_http [URL]` in another.
+`make serve` in one terminal, `python -m examples.stream_http` in another; `--base-url` names
+another server.
 """
 
 import argparse
@@ -9,22 +10,31 @@ from collections.abc import Iterator
 
 import httpx
 
+from bench.ground.server import HIDDEN, headers_of, no_answer, plain_url, server_options, url_of
+
 QUESTION = "A cinema has 6 rows of 13 seats. How many seats are there?"
 
 
-def events(url: str) -> Iterator[dict]:
+def events(options: argparse.Namespace) -> Iterator[dict]:
     """The events of one chat."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+    body |= {"model": options.model} if options.model else {}
+    how = {"headers": headers_of(options.api_key), "timeout": options.timeout}
+    url = f"{url_of(options)}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, **how) as answer:
+        if answer.is_error:
+            answer.read()  # the server's sentence
         answer.raise_for_status()
         for line in answer.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 yield json.loads(line.removeprefix("data: "))
 
 
-def main(url: str) -> None:
+def main(options: argparse.Namespace) -> None:
     """Prints the answer as it comes."""
-    for event in events(url):
+    for event in events(options):
+        if "error" in event:
+            raise SystemExit(event["error"]["message"])
         for choice in event["choices"]:
             print(choice["delta"].get("content") or "", end="", flush=True)
     print()
@@ -32,9 +42,11 @@ def main(url: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    server_options(parser)
+    parser.add_argument("old_url", nargs="?", type=plain_url, help=HIDDEN)
     given = parser.parse_args()
+    given.base_url = given.base_url or given.old_url
     try:
-        main(given.url)
-    except httpx.ConnectError:
-        raise SystemExit(f"nobody answers at {given.url}; start a server first") from None
+        main(given)
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise SystemExit(no_answer(url_of(given), error)) from None

@@ -9,6 +9,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
+from bench.ground.server import HIDDEN, prompt_count
 from jax_impl.train import main as train
 from models.demo.problems import problems
 from torch_impl import LLM, SamplingParams
@@ -16,16 +17,25 @@ from torch_impl import LLM, SamplingParams
 TARGET = "models/demo/target"
 
 
-def main(out: str, steps: str, prompts: str) -> None:
+def main(out: str, steps: int, num_prompts: int) -> None:
     """Writes prompts, trains, and answers one of them with the head."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "prompts.jsonl"
-    chats = [example.messages[:1] for example in islice(problems("train", 1), int(prompts))]
+    chats = [example.messages[:1] for example in islice(problems("train", 1), num_prompts)]
     data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     head = str(folder / "head")
     flags = ["--target", TARGET, "--draft", "eagle3", "--data", str(data), "--out", head]
-    sizes = ["--steps", steps, "--prompts", prompts, "--output-tokens", "48", "--warmup", "1"]
+    sizes = [
+        "--steps",
+        str(steps),
+        "--prompts",
+        str(num_prompts),
+        "--output-tokens",
+        "48",
+        "--warmup",
+        "1",
+    ]
     sizes += ["--batch-tokens", "1024"]  # some ten short chats
     assert train([*flags, *sizes]) == 0
     drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
@@ -37,6 +47,9 @@ def main(out: str, steps: str, prompts: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", help="folder for the prompts and the head")
-    parser.add_argument("steps", nargs="?", default="200")
-    parser.add_argument("prompts", nargs="?", default="64")
-    main(**vars(parser.parse_args()))
+    parser.add_argument("old_steps", nargs="?", type=int, help=HIDDEN)
+    parser.add_argument("old_count", nargs="?", type=int, help=HIDDEN)
+    parser.add_argument("--steps", type=int, default=200)
+    prompt_count(parser, 64)
+    given = parser.parse_args()
+    main(given.out, given.old_steps or given.steps, given.old_count or given.num_prompts)

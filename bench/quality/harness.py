@@ -23,6 +23,7 @@ from typing import Any
 
 from bench.ground.drafting import PLAIN, Draft, named_folder
 from bench.ground.options import FRAMEWORKS
+from bench.ground.server import HIDDEN
 from bench.ground.session import folders_of
 from models.demo import data
 from tests.support.http_fixtures import Server, serving
@@ -63,7 +64,7 @@ def score(server: Server, folder: Path, kind: str, options: argparse.Namespace) 
     model = {
         "model": "default",
         "base_url": f"{server.url}/v1/completions",
-        "num_concurrent": options.concurrent,
+        "num_concurrent": options.max_concurrency,
         **_tokenizing(kind, options.model),
     }
     command = [str(options.lm_eval), "--model", "local-completions", "--tasks", task_of(kind)]
@@ -167,7 +168,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--kinds", nargs="+", choices=KINDS, default=["problems"])
     add("--model", type=Path, default=DEMO, help=f"default: {DEMO}")
     add("--limit", type=int, default=200, help="tasks of each kind")
-    add("--concurrent", type=int, default=64, help="requests at once")
+    add("--max-concurrency", type=int, default=64, help="requests at once")
+    add("--concurrent", dest="max_concurrency", type=int, default=HIDDEN, help=HIDDEN)
+    add("--num-prompts", dest="limit", type=int, default=HIDDEN, help=HIDDEN)
     add("--flags", default="", help="more flags of the servers, in one word")
     add("--out", type=Path, help="JSON file")
     return parser.parse_args(arguments)

@@ -1,20 +1,21 @@
 """Whether a running server's texts are those of plain decoding, token by token.
 
-    python -m bench.quality.verify --url http://127.0.0.1:8000 --count 50
-    python -m bench.quality.verify --url http://127.0.0.1:8000 --against http://127.0.0.1:8001
+    python -m bench.quality.verify
+    python -m bench.quality.verify --num-prompts 50 --against http://127.0.0.1:8001
 
-Each prompt is asked as the server serves it, several at a time, and then plainly: alone, without
-drafts, and as a tenant of its own, which finds nothing in the prefix cache. With `--against`, a
-second server is asked instead, as it serves. Prompts are held-out tasks of the model that ships, or
-lines of `--prompts`: JSON objects with `messages` or `prompt`, and other fields of a request. The
-exit code is 1 where a text differs; under a rule of rejection sampled ones do, by its law.
+The server is that of `make serve`, unless `--base-url` names another. Each prompt is asked as it is
+served, several at a time, and then plainly: alone, without drafts, and as a tenant of its own,
+which finds nothing in the prefix cache. With `--against`, a second server is asked instead, as it
+serves. Prompts are held-out tasks of the model that ships, or lines of `--prompts`: JSON objects
+with `messages` or `prompt`, and other fields of a request. The exit code is 1 where a text differs;
+under a rule of rejection sampled ones do, by its law.
 """
 
 import argparse
 import json
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -23,6 +24,16 @@ from typing import Any
 
 import httpx
 
+from bench.ground.server import (
+    HIDDEN,
+    headers_of,
+    no_answer,
+    plain_url,
+    prompt_count,
+    server_options,
+    url_of,
+)
+from bench.ground.waiting import progress
 from bench.quality.accuracy_table import MISSING, markdown
 from models.demo.data import examples
 
@@ -30,7 +41,7 @@ COUNT, MAX_TOKENS, CONCURRENCY = 20, 64, 8
 SHOWN = 2
 """Best tokens that the second asking wants: their distance is the margin."""
 
-TIMEOUT_S = 600.0
+CONNECT_S = 10.0
 DIFFERS, FAILED = 1, 2
 NOT_ASKED = {"n", "stream", "logprobs", "top_logprobs"}
 
@@ -100,9 +111,14 @@ class Verdict:
 class Server:
     """A server that speaks OpenAI's API and gives token ids."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        self._url = url
+        self._client = httpx.Client(
+            base_url=url,
+            headers=headers_of(api_key),
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+            trust_env=False,
+        )
 
     def ask(self, body: Body) -> Text:
         """The text of a prompt.
@@ -113,16 +129,27 @@ class Server:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         try:
             answer = self._client.post(path, json=body | {"return_token_ids": True})
-        except httpx.HTTPError as error:
-            raise NotAnswered(f"{self._client.base_url} is not there: {error}") from error
-        if answer.status_code != httpx.codes.OK:
-            raise NotAnswered(f"{self._client.base_url} answered {answer.text[:500]}")
-        return text_of(answer.json())
+            answer.raise_for_status()
+            return text_of(answer.json())
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            raise NotAnswered(no_answer(self._url, error)) from error
 
-    def ask_all(self, bodies: Sequence[Body], concurrency: int) -> list[Text]:
-        """The texts of some prompts, in their order; raises as `ask`."""
+    def ask_all(
+        self, bodies: Sequence[Body], concurrency: int, done: Callable[[], None]
+    ) -> list[Text]:
+        """The texts of some prompts, in their order; raises as `ask`.
+
+        Args:
+          done: Called at the end of each.
+        """
+
+        def ask(body: Body) -> Text:
+            text = self.ask(body)
+            done()
+            return text
+
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(self.ask, bodies))
+            return list(pool.map(ask, bodies))
 
 
 def text_of(answer: Body) -> Text:
@@ -180,12 +207,13 @@ def verify(
     server: Server, against: Server | None, bodies: Sequence[Body], concurrency: int
 ) -> Verdict:
     """Asks every prompt twice; raises `NotAnswered`."""
-    served = server.ask_all(bodies, concurrency)
     asked = [with_margins(body) for body in bodies]
-    if against is None:
-        others = server.ask_all(list(map(plainly, asked)), concurrency=1)
-    else:
-        others = against.ask_all(asked, concurrency)
+    with progress("answers", 2 * len(bodies)) as done:
+        served = server.ask_all(bodies, concurrency, done)
+        if against is None:
+            others = server.ask_all(list(map(plainly, asked)), 1, done)
+        else:
+            others = against.ask_all(asked, concurrency, done)
     found = map(first_difference, range(len(bodies)), served, others)
     return Verdict(served, [each for each in found if each is not None])
 
@@ -197,8 +225,9 @@ def bodies_of(args: argparse.Namespace) -> list[Body]:
       ValueError: The file is none, or a line of it is no prompt.
     """
     how = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    how |= {"model": args.model} if args.model else {}
     if args.prompts is None:
-        tasks = islice(examples("held_out", args.seed), args.count)
+        tasks = islice(examples("held_out", args.seed), args.num_prompts)
         prompts: list[Body] = [{"messages": task.messages} for task in tasks]
     else:
         prompts = read_prompts(args.prompts)
@@ -243,16 +272,23 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(prog="python -m bench.quality.verify", description=__doc__)
     made.formatter_class = argparse.RawDescriptionHelpFormatter
-    made.add_argument("--url", required=True, help="the server")
-    made.add_argument("--against", help="another server that must give the same texts")
+    server_options(made)
+    made.add_argument(
+        "--against",
+        type=plain_url,
+        metavar="URL",
+        help="another server that must give the same texts",
+    )
     which = made.add_mutually_exclusive_group()
     which.add_argument("--prompts", type=Path, help="JSONL file")
-    which.add_argument("--count", type=int, default=COUNT, help="of held-out tasks")
+    prompt_count(which, COUNT, "of held-out tasks")
     made.add_argument("--seed", type=int, default=0, help="of the held-out tasks")
     made.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     made.add_argument("--temperature", type=float, default=0.0)
-    made.add_argument("--concurrency", type=int, default=CONCURRENCY, help="prompts at a time")
-    made.add_argument("--api-key", help="of both servers")
+    made.add_argument("--max-concurrency", type=int, default=CONCURRENCY, help="prompts at a time")
+    made.add_argument(
+        "--concurrency", dest="max_concurrency", type=int, default=HIDDEN, help=HIDDEN
+    )
     made.add_argument("--out", type=Path, help="JSON file")
     return made
 
@@ -263,8 +299,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments.parse_args(argv)
     try:
         bodies = bodies_of(args)
-        against = Server(args.against, args.api_key) if args.against else None
-        verdict = verify(Server(args.url, args.api_key), against, bodies, args.concurrency)
+        how = (args.api_key, args.timeout)
+        against = Server(args.against, *how) if args.against else None
+        verdict = verify(Server(url_of(args), *how), against, bodies, args.max_concurrency)
     except (NotAnswered, ValueError) as error:
         print(error, file=sys.stderr)
         return FAILED

@@ -15,6 +15,7 @@ from typing import Any, Self
 import httpx
 import numpy as np
 
+from bench.ground.server import headers_of, no_answer
 from bench.serving.prompt_sets import Ask
 
 CONNECT_S = 10.0
@@ -91,11 +92,10 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
-        headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
         self._url = url
         self._http = httpx.AsyncClient(
             base_url=url,
-            headers=headers,
+            headers=headers_of(key),
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,  # a proxy would be measured too
@@ -118,7 +118,7 @@ class Client:
             answer.raise_for_status()
             return answer.json()["data"][0]["id"]
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            raise NoServer(f"{self._url}/v1/models gives no model: {error!r:.200}") from error
+            raise NoServer(no_answer(self._url, error)) from error
 
     async def pictures(self) -> dict[str, int]:
         """The bounds of pictures, as this project's server tells them.
@@ -131,7 +131,7 @@ class Client:
             answer.raise_for_status()
             bounds = answer.json()["pictures"]
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise NoServer(f"{self._url}/capabilities tells nothing: {error!r:.200}") from error
+            raise NoServer(no_answer(self._url, error)) from error
         if bounds is None:
             raise NoServer(f"the model at {self._url} sees no pictures")
         return bounds

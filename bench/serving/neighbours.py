@@ -29,9 +29,10 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from bench.ground.server import server_options, url_of
+from bench.ground.waiting import progress
 from bench.serving.client import Client, NoServer
 from bench.serving.prompt_sets import CHAT, Ask
-from bench.serving.run import address_options, url_of
 from shared.process import heap
 from tests.support.pictures import REFUSED, deep_colours, rgb, stored
 from tests.support.pictures import url_of as data_url
@@ -80,8 +81,10 @@ class Sender:
                 wrong[name] = f"{said or 'a text'}: {reply.reason}"
 
         async with Client(self.url, self.key, self.timeout_s) as client:
-            for _ in range(self.rounds):
-                await asyncio.gather(*map(one, self.odd))
+            with progress("rounds", self.rounds) as done:
+                for _ in range(self.rounds):
+                    await asyncio.gather(*map(one, self.odd))
+                    done()
         return wrong
 
 
@@ -169,7 +172,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.serving.neighbours", description=(__doc__ or "").splitlines()[0]
     )
-    address_options(parser)
+    server_options(parser)
     parser.add_argument("--rounds", type=int, default=5, help="how often the pictures are sent")
     parser.add_argument("--max-tokens", type=int, default=200, help="of the stream, which goes on")
     parser.add_argument("--out", type=Path, help="where the numbers are written as JSON")

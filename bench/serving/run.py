@@ -20,33 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
+from bench.ground.server import prompt_count, server_options, url_of
+from bench.ground.waiting import progress
 from bench.serving import page as serving_page
 from bench.serving import table as serving_table
 from bench.serving.client import Client, NoServer, Run, run_load
 from bench.serving.numbers import summary
 from bench.serving.prompt_sets import MIX, NAMES, Ask, RandomLengths, asks
-
-CONSOLE = Console(stderr=True)
-
-
-def address_options(parser: argparse.ArgumentParser) -> None:
-    """Where the server is, and what it asks for; see `url_of`."""
-    parser.add_argument("--base-url", help="http://HOST:PORT; in place of --host and --port")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--api-key", help="sent as a bearer token")
-    parser.add_argument("--model", help="default: the first that the server names")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a word")
-
-
-def url_of(options: argparse.Namespace) -> str:
-    """Where the server is; users write the path of the API behind it as well."""
-    if options.base_url is None:
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        return f"http://{host}:{options.port}"
-    return options.base_url.rstrip("/").removesuffix("/v1")
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -62,10 +43,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.serving", description=(__doc__ or "").splitlines()[0]
     )
-    address_options(parser)
+    server_options(parser)
     add = parser.add_argument
     add("--dataset-name", choices=NAMES, default=MIX, help=f"default: {MIX}")
-    add("--num-prompts", type=int, default=100)
+    prompt_count(parser, 100)
     add("--random-input-len", type=int, default=512, help="tokens of a prompt of random ones")
     add("--random-output-len", type=int, default=128, help="tokens of its answer")
     add("--random-range-ratio", type=float, default=1.0, help="shortest length over longest")
@@ -122,16 +103,14 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         warm = requests[: options.warmup_requests]
         await run_load(client, warm, rate=math.inf, most=None, **how, done=lambda: None)
         before = await client.accept_counters()
-        bars = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress("requests", *bars, console=CONSOLE, transient=True) as progress:
-            task = progress.add_task("", total=len(requests))
+        with progress("requests", len(requests)) as done:
             run = await run_load(
                 client,
                 requests,
                 rate=options.request_rate,
                 most=options.max_concurrency,
                 **how,
-                done=lambda: progress.advance(task),
+                done=done,
             )
         after = await client.accept_counters()
     found = summary(run, options.stream, before, after)

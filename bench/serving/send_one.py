@@ -15,10 +15,11 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from bench.ground.server import server_options, url_of
 from bench.serving.client import Client, NoServer, Reply, Run
 from bench.serving.numbers import summary
 from bench.serving.prompt_sets import CHAT, NAMES, RANDOM, Ask, asks
-from bench.serving.run import address_options, json_object, url_of
+from bench.serving.run import json_object
 from bench.serving.table import length_of
 
 
@@ -27,7 +28,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.serving.send_one", description=(__doc__ or "").splitlines()[0]
     )
-    address_options(parser)
+    server_options(parser)
     sets = [name for name in NAMES if name != RANDOM]
     parser.add_argument("--prompt", help="a message of the user")
     parser.add_argument("--dataset-name", choices=sets, default="problems")

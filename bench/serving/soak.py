@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import random
 import re
 import statistics
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,6 +32,7 @@ from typing import Any
 import httpx
 import psutil
 
+from bench.ground.waiting import progress
 from models.demo.problems import problems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +47,8 @@ FLAGS += ["--max-total-tokens", "4096", "--max-running-requests", "4", "--log-le
 NUM_PROMPTS = 40
 AT_ONCE = 6  # clients
 SAMPLE_S = 2.0
+REPORT_S = 30.0  # between two lines of progress
+FAILED = 2
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 MOST_GROWTH = {"rss_bytes": 0.03, "threads": 0.0, "files": 0.0, "acceptance": 0.03}
@@ -207,12 +211,14 @@ async def soak(url: str, pid: int, seconds: float) -> tuple[list[Sample], Counte
         end = time.monotonic() + seconds
         clients = [Traffic(client, seed) for seed in range(AT_ONCE)]
         asking = [asyncio.create_task(each.ask_until(end)) for each in clients]
-        while time.monotonic() < end:
-            await asyncio.sleep(SAMPLE_S)
-            samples.append(await watch.sample(client))
-            for task in asking:
-                if task.done() and task.exception():
-                    raise task.exception() or Growth("a client ended")
+        with progress("samples", math.ceil(seconds / SAMPLE_S), every_s=REPORT_S) as done:
+            while time.monotonic() < end:
+                await asyncio.sleep(SAMPLE_S)
+                samples.append(await watch.sample(client))
+                done()
+                for task in asking:
+                    if task.done() and task.exception():
+                        raise task.exception() or Growth("a client ended")
         await asyncio.gather(*asking)
         await _expect(client, before)
     return samples, sum((each.counts for each in clients), Counter())
@@ -243,12 +249,14 @@ def own_server(flags: Iterable[str]) -> Iterator[tuple[str, int]]:
         process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
         try:
+            lines = deque[str](maxlen=1)
             for line in process.stderr:
+                lines.append(line)
                 if found := re.search(r" is served at (http://[\w.:]+)", line):
                     yield found[1], process.pid
                     break
             else:
-                raise RuntimeError("the server did not start")
+                raise RuntimeError(f"the server did not start: {''.join(lines).strip()}")
         finally:
             process.terminate()
             process.wait(60)
@@ -260,8 +268,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, help="JSON file for the samples")
     args = parser.parse_args(arguments)
-    with own_server(FLAGS) as (url, pid):
-        samples, counts = asyncio.run(soak(url, pid, 60 * args.minutes))
+    try:
+        with own_server(FLAGS) as (url, pid):
+            samples, counts = asyncio.run(soak(url, pid, 60 * args.minutes))
+    except (RuntimeError, httpx.HTTPError, AssertionError) as error:
+        print(f"The soak failed: {error or type(error).__name__}", file=sys.stderr)
+        return FAILED
     report: dict[str, Any] = {"minutes": args.minutes, "asked": dict(counts)}
     try:
         report["measured"] = judge(samples)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.ground.server import URL, url_of
 from bench.quality import verify
 from shared.server.server_metrics import PREFIX
 from tests.support.http_fixtures import LIE, Server, save_tokenizer, serving
@@ -55,7 +56,7 @@ def test_a_server_that_keeps_its_texts_is_equal_to_itself_and_to_another(
 ):
     honest, _ = servers
     for flags in ([], ["--against", honest.url]):
-        code, found = run(tmp_path, prompts, "--url", honest.url, *flags)
+        code, found = run(tmp_path, prompts, "--base-url", honest.url, *flags)
         assert code == 0
         assert (found["checked"], found["equal"], found["tokens"]) == (3, 3, 19)
         assert found["accept_length"] == 3.0
@@ -107,10 +108,21 @@ def test_a_line_that_is_no_prompt_is_refused(line, words, tmp_path, capsys):
 
 def test_what_is_not_answered_is_told(servers, prompts, capsys):
     honest, _ = servers
-    assert verify.main(["--url", honest.url, "--prompts", str(prompts), "--api-key", "no"]) == 2
-    assert "answered" in capsys.readouterr().err
-    assert verify.main(["--url", "http://127.0.0.1:9", "--prompts", str(prompts)]) == 2
-    assert "is not there" in capsys.readouterr().err
+    words = ["--base-url", honest.url, "--prompts", str(prompts), "--api-key"]
+    assert verify.main([*words, "no"]) == 2
+    assert f"The server at {honest.url} answered 401: " in capsys.readouterr().err
+    assert verify.main([*words, KEY, "--model", "gpt"]) == 2
+    assert "answered 404: the model 'gpt' is not served" in capsys.readouterr().err
+    assert verify.main(["--port", "9", "--prompts", str(prompts)]) == 2
+    wanted = "No server answers at http://127.0.0.1:9: start one with `make serve`.\n"
+    assert capsys.readouterr().err == wanted
+
+
+def test_the_bare_command_asks_the_server_of_make_serve():
+    given = verify.parser().parse_args([])
+    assert (url_of(given), given.num_prompts, given.max_concurrency) == (URL, 20, 8)
+    older = verify.parser().parse_args(["--url", "host:7/v1", "--count", "3", "--concurrency", "2"])
+    assert (url_of(older), older.num_prompts, older.max_concurrency) == ("http://host:7", 3, 2)
 
 
 def test_the_texts_of_a_real_server_are_verified_from_outside_and_by_its_own_checks(

@@ -2,25 +2,30 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from examples import compare_backends, train_head
+from examples import compare_backends, trace_step, train_head
 from tests.support.http_fixtures import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 
 
-def run(name: str, *words: str) -> str:
+def ended(name: str, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", f"examples.{name}", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
     )
+
+
+def run(name: str, *words: str) -> str:
+    done = ended(name, *words)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -31,13 +36,29 @@ def test_generate():
 
 def test_stream_http():
     with serving(["-m", "torch_impl.serve", "--port", "0", "--context-length", "256"]) as server:
-        assert "#### 78" in run("stream_http", server.url)
+        assert "#### 78" in run("stream_http", "--base-url", server.url)
+        assert "#### 78" in run("stream_http", server.url + "/v1")  # as earlier releases had it
+        done = ended("stream_http", "--base-url", server.url, "--model", "gpt")
+    assert done.returncode == 1
+    assert f"The server at {server.url} answered 404: the model 'gpt' is not served" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["stream_http", "ask_picture"])
+def test_an_example_without_a_server_says_so_in_a_sentence(name):
+    done = ended(name, "--port", "9")
+    assert done.returncode == 1
+    wanted = "No server answers at http://127.0.0.1:9: start one with `make serve`.\n"
+    assert done.stderr == wanted
 
 
 def test_trace_step():
     lines = run("trace_step").splitlines()
     assert lines[0].startswith("prefill")
-    assert any(line.startswith("draft") and "drafts accepted" in line for line in lines)
+    drafted = [line for line in lines if line.startswith("draft")]
+    assert "chains of 3 tokens" in (trace_step.__doc__ or "")
+    assert drafted
+    assert all(re.match(r"draft +[0-3] of 3 drafts accepted: ", line) for line in drafted)
 
 
 def test_compare_backends(quick_jax, capsys):
@@ -48,14 +69,17 @@ def test_compare_backends(quick_jax, capsys):
 
 def test_train_head(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_head, "TARGET", "models/random")
-    train_head.main(str(tmp_path), "2", "4")
+    train_head.main(str(tmp_path), 2, 4)
     assert "tokens a step" in capsys.readouterr().out
 
 
 def test_ask_picture():
     command = ["-m", "torch_impl.serve", "--model-path", "models/demo/seeing", "--port", "0"]
     with serving([*command, "--context-length", "256"]) as server:
-        drawn, said = run("ask_picture", server.url, "--seed", "7").split("\n", 1)
+        asked = ("--base-url", server.url, "--seed", "7", "--num-prompts", "2")
+        drawn, *rest = run("ask_picture", *asked).splitlines()
+    said = "".join(rest[: rest.index("}") + 1])
+    assert rest[-1].startswith("right, of 2 images: color 2, product 2, quantity ")
     assert drawn.startswith("drawn: ")
     assert json.loads(said).keys() == {"product", "color", "quantity"}
     assert json.loads(said)["color"] in drawn
@@ -64,3 +88,13 @@ def test_ask_picture():
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
 def test_each_example_has_a_test(path):
     assert f"def test_{path.stem}(" in Path(__file__).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)
+def test_the_docstring_of_an_example_has_its_command_and_no_unknown_option(path):
+    text = path.read_text(encoding="utf-8")
+    page = text.split('"""')[1]
+    assert f"python -m examples.{path.stem}" in " ".join(page.split())
+    for option in re.findall(r"`(--[a-z-]+)", page):
+        shared = (ROOT / "bench/ground/server.py").read_text(encoding="utf-8")
+        assert f'"{option}"' in text + shared
