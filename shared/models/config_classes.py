@@ -33,6 +33,7 @@ class ConfigClass:
       aliases: Other names of fields, each with the name that `fields` has.
       theta: The base of the rotary frequencies where no field states it.
       rotated: The rotated share of a head where no field states it.
+      sections: The rotated pairs by time, row and column of an image where no field states them.
       extras: The default of each field that checkpoints have and the class does not declare.
     """
 
@@ -41,6 +42,7 @@ class ConfigClass:
     aliases: Mapping[str, str] = field(default_factory=dict)
     theta: float = 10000.0
     rotated: float = 1.0
+    sections: list[int] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -248,6 +250,7 @@ QWEN3_5 = ConfigClass(
     "Qwen3_5TextConfig",
     _declared(248320, 4096, 12288, 32, (16, 4)) | _HYBRID,
     rotated=0.25,
+    sections=[11, 11, 10],
     extras=_GATED,
 )
 _WITHOUT_DENSE = {
@@ -266,6 +269,7 @@ QWEN3_5_MOE = ConfigClass(
         "num_experts": 256,
     },
     rotated=0.25,
+    sections=[11, 11, 10],
     extras=_GATED,
 )
 

@@ -209,7 +209,7 @@ def vision_from_folder(folder: str | Path) -> VisionConfig | None:
     if found is not None and not text.attention.rotary.sections:
         raise ValueError(
             "a model with vision_config needs mrope_interleaved: true and an mrope_section of "
-            "three numbers, as many as pairs turn, in its rotary settings"
+            "three numbers in its rotary settings"
         )
     return found
 
@@ -286,24 +286,25 @@ def _eos_ids(
 ) -> tuple[int, ...]:
     """The union of what the files name, as they differ in released checkpoints.
 
-    Where none of them names any, the token of the class; of a smaller vocabulary it is none.
+    Where none of them names any, the token of the class. transformers writes that token into the
+    files of a smaller vocabulary too, which no text then ends with.
     """
-    eos_ids: set[int] = set()
     sources = (config, stated, generation_config or {})
+    default = family.of.fields["eos_token_id"]
+    found: set[int] = set()
     for source in sources:
         ids = source.get("eos_token_id")
-        if ids is not None:
-            eos_ids.update(_checked_ids(ids if isinstance(ids, list) else [ids], vocab))
-    default = family.of.fields["eos_token_id"]
-    is_absent = not any("eos_token_id" in source for source in sources)
-    if is_absent and default is not None and default < vocab:
-        eos_ids.add(default)
-    return tuple(sorted(eos_ids))
+        found |= {*_token_ids([] if ids is None else ids, vocab, default)}
+    if not any("eos_token_id" in source for source in sources) and default is not None:
+        found.add(default)
+    return tuple(sorted(token for token in found if token < vocab))
 
 
-def _checked_ids(ids: list[Any], vocab: int) -> list[int]:
+def _token_ids(stated: Any, vocab: int, default: int | None) -> list[int]:
+    """Token ids of a config.json, one or a list, each of the vocabulary or the class's."""
+    ids = stated if isinstance(stated, list) else [stated]
     for token in ids:
-        if type(token) is not int or not 0 <= token < vocab:
+        if type(token) is not int or not (0 <= token < vocab or token == default):
             raise ValueError(
                 f"eos_token_id must name tokens of the vocabulary, 0 to {vocab - 1}, got {token!r}"
             )

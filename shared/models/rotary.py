@@ -132,6 +132,8 @@ def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str
         "rope_type": "default",
         "rope_theta": of.theta,
         "partial_rotary_factor": of.rotated,
+        "mrope_interleaved": bool(of.sections),
+        "mrope_section": of.sections,
         **({} if original is None else {"original_max_position_embeddings": original}),
         **settings_of(text, layer_type),
     }
@@ -204,11 +206,17 @@ def turned_layers(text: Json, num_layers: int) -> list[bool]:
 
 
 def _sections(rope: Json, pairs: int) -> tuple[int, ...]:
-    """None where they are not those of a model that sees; its text turns the same without."""
+    """How many pairs turn by time, by row and by column; none where no three numbers say it.
+
+    The numbers may be those of wider heads: time takes what the others leave.
+    """
     stated = rope.get("mrope_section")
     if not isinstance(stated, list) or not all(is_number(x, int) and x > 0 for x in stated):
         return ()
-    return tuple(stated) if len(stated) == 3 and sum(stated) == pairs else ()
+    if len(stated) != 3:
+        return ()
+    rows, columns = (len(range(i, min(3 * stated[i], pairs), 3)) for i in (1, 2))
+    return pairs - rows - columns, rows, columns
 
 
 def _long_rotary(

@@ -106,7 +106,11 @@ def test_a_token_that_ends_is_the_classs_where_no_file_names_one():
     assert config_from_dict(absent).eos_ids == (2,)
     assert config_from_dict(absent, {"eos_token_id": 5}).eos_ids == (5,)
     assert config_from_dict(absent | {"eos_token_id": None}).eos_ids == ()
-    assert config_from_dict(absent | {"architectures": ["Olmo2ForCausalLM"]}).eos_ids == ()
+    beyond = absent | {"architectures": ["Olmo2ForCausalLM"]}
+    assert config_from_dict(beyond).eos_ids == ()
+    assert config_from_dict(beyond | {"eos_token_id": [50279, 7]}).eos_ids == (7,)
+    with pytest.raises(ValueError, match="eos_token_id must name tokens"):
+        config_from_dict(beyond | {"eos_token_id": 50278})
 
 
 def test_head_size_need_not_divide_the_hidden_size():
