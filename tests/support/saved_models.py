@@ -1,0 +1,166 @@
+"""Tiny models of the served families as transformers makes and writes them.
+
+Every field but the sizes is at the default of its class, unless a case says otherwise.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 160
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3}
+DELTA: dict[str, Any] = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+PIXTRAL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+}
+PADDING = {"pad_token_id": 0}
+"""The classes' own may be beyond the vocabulary."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    "granite": {},
+    "llama": {},
+    "ministral3": {},
+    "mistral": {},
+    "olmo2": {},
+    "olmo3": {},
+    "phi3": PADDING,
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "num_experts": 8},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {
+        **DELTA,
+        **EXPERTS,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 40,
+    },
+    "smollm3": PADDING,
+}
+"""Fields of each family, by `model_type`, beside `SIZES`."""
+
+NESTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral3": ("mistral", PIXTRAL),
+    "qwen3_5": ("qwen3_5_text", VISION),
+    "qwen3_5_moe": ("qwen3_5_moe_text", VISION),
+}
+"""Models that also read images: the `model_type` of their text, and their `vision_config`."""
+
+_YARN = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0}
+_YARN["original_max_position_embeddings"] = 64  # type: ignore[assignment]
+_TWO_BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 20000, "factor": 4},
+}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": 8}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "glm4_moe, switched": (
+        "glm4_moe",
+        {"use_qk_norm": True, "attention_bias": True, "n_group": 4, "topk_group": 2},
+    ),
+    "granite, factors": ("granite", {"attention_multiplier": 0.3, "logits_scaling": 2}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, one KV head": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama, yarn": ("llama", {"rope_parameters": _YARN}),
+    "mistral, windows": ("mistral", {"sliding_window": 8}),
+    "olmo3, two bases": ("olmo3", {"sliding_window": 8, "rope_parameters": _TWO_BASES}),
+    "olmo3, windows": ("olmo3", {"sliding_window": 8}),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "rope_parameters": _LONG | {"long_factor": [1.5] * 8},
+            "max_position_embeddings": 8192,
+        },
+    ),
+    "qwen2, windows": ("qwen2", {**_WINDOWS, "max_window_layers": 2}),
+    "qwen3_moe, windows": ("qwen3_moe", _WINDOWS),
+    "qwen3_moe, dense layers": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}),
+    "smollm3, untied": ("smollm3", {"tie_word_embeddings": False, "no_rope_layer_interval": 2}),
+}
+"""Cases with fields of their own: the `model_type`, and those fields."""
+
+
+def make(name: str) -> Any:
+    """A model of one of `FAMILIES`, `NESTED` or `VARIANTS`, in float32, with drawn weights."""
+    model_type, fields = VARIANTS.get(name, (name, {}))
+    if model_type in NESTED:
+        text, vision = NESTED[model_type]
+        nested = {"text_config": {**_text(text), "model_type": text}, "vision_config": vision}
+        config = transformers.AutoConfig.for_model(model_type, **nested, image_token_id=VOCAB - 1)
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    else:
+        config = transformers.AutoConfig.for_model(model_type, **{**_text(model_type), **fields})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    _draw(model)
+    return model.float().eval()
+
+
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """The most likely tokens after a prompt, each by a pass over the whole text."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            logits = model(input_ids=ids, use_cache=False).logits[0, -1]
+            ids = torch.cat((ids, logits.argmax().reshape(1, 1)), 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def reloaded(folder: Path) -> Any:
+    """The model of a folder as transformers reads it."""
+    is_nested = "text_config" in (folder / "config.json").read_text(encoding="utf-8")
+    of = (
+        transformers.AutoModelForImageTextToText if is_nested else transformers.AutoModelForCausalLM
+    )
+    return of.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _text(model_type: str) -> dict[str, Any]:
+    return {**SIZES, **FAMILIES[model_type]}
+
+
+def _draw(model: Any) -> None:
+    """Weights that tell tokens apart: matrices by their inputs, norms around what they are."""
+    drawn, seen = torch.Generator().manual_seed(0), set()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.data_ptr() in seen:
+                continue
+            seen.add(weight.data_ptr())
+            noise = torch.randn(weight.shape, generator=drawn)
+            if weight.ndim > 1:
+                weight.copy_(noise / weight.shape[-1] ** 0.5)
+            elif name.endswith(("norm.weight", "bias")):
+                weight.add_(0.2 * noise)
+    model.tie_weights()
