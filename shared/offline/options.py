@@ -13,7 +13,7 @@ from typing import Any
 from shared.offline.values import number, truth, whole_number
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError, spelling
-from shared.options.not_served import NOT_SUPPORTED
+from shared.options.not_served import NOT_SUPPORTED, asks_for_nothing
 from shared.options.observing import ObservingOptions
 from shared.options.options import PARTS, Options
 from shared.options.server import ServerOptions
@@ -114,6 +114,8 @@ def _known(name: str, value: Any) -> str | None:
         raise ConfigError(f"{name} is an option of the HTTP server; leave it out")
     if name in _NAMES:
         return _NAMES[name]
+    if asks_for_nothing(spelling(name), None if value is None or truth(value) else str(value)):
+        return None
     if name in _UNSUPPORTED:
         if value is None or truth(value) is False:
             return None

@@ -5,6 +5,7 @@ the words stands for the words of a file, and `--config FILE` for flags with val
 """
 
 import difflib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, fields
 from typing import Any
@@ -13,7 +14,12 @@ from shared.options.completion import completion_script
 from shared.options.config_file import read_config, read_words
 from shared.options.flag_parser import FlagParser, make_parser
 from shared.options.flags import ConfigError, spelling
-from shared.options.not_served import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
+from shared.options.not_served import (
+    NEUTRAL,
+    NOT_SUPPORTED,
+    NOT_SUPPORTED_PREFIXES,
+    asks_for_nothing,
+)
 from shared.options.options import PARTS, Options
 
 FLAGS: dict[str, "Field[Any]"] = {
@@ -33,7 +39,7 @@ def parse(argv: Sequence[str]) -> Options:
       SystemExit: The command line asks for help, versions or a completion script.
     """
     parser = make_parser()
-    words = [*_expanded(argv)]
+    words = _with_effect([*_expanded(argv)])
     _check_flags(words, parser)
     parsed, stray = parser.parse_known_args(words)
     if stray:
@@ -55,6 +61,19 @@ def _expanded(argv: Iterable[str]) -> Iterator[str]:
             yield from read_words(word[1:])
         else:
             yield word
+
+
+def _with_effect(words: Sequence[str]) -> list[str]:
+    """The words without the flags that ask for what every server does."""
+    kept, left = [], deque(words)
+    while left:
+        word = left.popleft()
+        name, has_value, value = word.partition("=")
+        if name in NEUTRAL and not has_value and left and asks_for_nothing(name, left[0]):
+            left.popleft()
+        elif not asks_for_nothing(name, value if has_value else None):
+            kept.append(word)
+    return kept
 
 
 def _check_flags(words: Sequence[str], parser: FlagParser) -> None:

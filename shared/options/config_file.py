@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.options.flags import ConfigError, check_value, spelling
+from shared.options.not_served import asks_for_nothing
 
 
 def read_config(
@@ -36,6 +37,8 @@ def read_config(
                 raise ConfigError(f"{key} is a table, and flags are not nested; leave its name out")
             if flag_name == "--config":
                 raise ConfigError("--config is not read from a file; give it on the command line")
+            if asks_for_nothing(flag_name, None if value is True else str(value)):
+                continue
             check_known(flag_name)
             item = fields[flag_name]
             if item.name in values:

@@ -17,13 +17,17 @@ class EngineConfig:
 
     page_size: int | None = flag(
         None, "tokens in a KV page, a power of two (default: 16 on a CPU, 64 on a GPU)",
-        low=1, high=1024,
+        aliases=("--block-size",), low=1, high=1024,
     )  # fmt: skip
     max_total_tokens: int | None = flag(
         None, "KV positions of all requests together (default: what fits)", low=1, high=1 << 30
     )
     max_running_requests: int | None = flag(
-        None, "requests decoded at once (default: 8 on a CPU, 48 on a GPU)", low=1, high=4096
+        None,
+        "requests decoded at once (default: 8 on a CPU, 48 on a GPU)",
+        aliases=("--max-num-seqs",),
+        low=1,
+        high=4096,
     )
     chunked_prefill_size: int | None = flag(
         None, "most prompt tokens in a step (default: 256 on a CPU, 2048 on a GPU)",
@@ -33,7 +37,11 @@ class EngineConfig:
         0.9, "share of the device's free memory that the server takes", low=0.01, high=1.0,
         is_share=True,
     )  # fmt: skip
-    disable_radix_cache: bool = flag(False, "keep no text's KV and state for later requests")
+    disable_radix_cache: bool = flag(
+        False,
+        "keep no text's KV and state for later requests",
+        aliases=("--no-enable-prefix-caching",),
+    )
     mamba_track_interval: int | None = flag(
         None, "positions of an output between two recurrent states that are kept for later "
         "requests, a multiple of 64 and of the page size (default: the least)", low=1, high=1 << 24,
@@ -69,7 +77,9 @@ class EngineConfig:
         None, "tokens of pictures that stay encoded on the device, so that the next turn of a chat "
         "encodes nothing (default: four times the largest picture)", low=1, high=1 << 24,
     )  # fmt: skip
-    disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
+    disable_cuda_graph: bool = flag(
+        False, "torch on a GPU runs every step launch by launch", aliases=("--enforce-eager",)
+    )
     disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts and pictures alone")
 
     def __post_init__(self) -> None:

@@ -1,42 +1,100 @@
-"""Flags of SGLang and vLLM that are not here, each with the reason or the way out."""
+"""Flags of SGLang and vLLM that are not here, each with the reason or the way out.
 
-OTHER_WAYS = "several GPUs serve a model by --tp-size alone; leave the flag out"
+Some of them ask for what every server does, or for nothing by one of their values: those are taken.
+"""
+
+OTHER_WAYS = "several GPUs serve a model by --tp-size alone, on several hosts with --launcher ray"
 AUTOMATIC = "the start decides it; leave the flag out"
-FLOAT_ONLY = "weights and KV are float32 or bfloat16; give --dtype"
+STEPS = "the scheduler decides it in each step; leave the flag out"
+KERNELS = "kernels are the project's own, chosen by the model and the GPU; leave the flag out"
+QUANTISED = "weights are served as the checkpoint stores them; give a checkpoint in FP8"
+KV_TYPE = "KV and the LM head have the type of the activations; give --dtype"
 ADAPTERS = "adapters are not served; merge one into the weights of the checkpoint"
 EXACT_RULES = "text keeps the target's law; give --accept-rule match or rejection"
+GRAPHS = "graphs are captured for every batch up to --max-running-requests; leave the flag out"
+TOKENIZER = "the tokenizer is tokenizer.json of the model folder; put it there"
+SEED = "a seed belongs to a request; send the field seed"
+ON_DEVICE = "weights and KV stay on the device; leave the flag out"
+ONE_LEVEL = "one level is for both processes; give --log-level"
+GRAMMARS = "give --grammar-backend"
+OVERRIDES = "edit config.json in the model folder"
+
+ALWAYS = frozenset(
+    ("--enable-metrics", "--enable-prefix-caching", "--enable-chunked-prefill")
+    + ("--enable-deterministic-inference", "--enable-multimodal", "--enable-auto-tool-choice")
+    + ("--enable-cache-report", "--enable-prompt-tokens-details")
+    + ("--disable-log-requests", "--no-enable-log-requests")
+)
+"""Switches for what every server does."""
+
+NEUTRAL = {
+    **dict.fromkeys(
+        ("--dp-size", "--dp", "--data-parallel-size", "--pp-size", "--pp")
+        + ("--pipeline-parallel-size", "--ep-size", "--ep", "--nnodes", "--stream-interval"),
+        ("1",),
+    ),
+    **dict.fromkeys(("--node-rank", "--base-gpu-id"), ("0",)),
+    **dict.fromkeys(("--kv-cache-dtype", "--tokenizer-mode"), ("auto",)),
+    "--distributed-executor-backend": ("mp",),
+    "--schedule-policy": ("fcfs",),
+    "--scheduling-policy": ("fcfs", "priority"),
+}
+"""Values of flags that ask for nothing."""
+
+
+def asks_for_nothing(name: str, value: str | None) -> bool:
+    """Whether a flag that is not here asks for what every server does.
+
+    Args:
+      value: None of a switch.
+    """
+    return value in NEUTRAL.get(name, ()) if value is not None else name in ALWAYS
+
 
 NOT_SUPPORTED = {
     **dict.fromkeys(
-        ("--dp-size", "--dp", "--pp-size", "--pipeline-parallel-size")
-        + ("--data-parallel-size", "--ep-size", "--ep", "--nnodes")
-        + ("--node-rank", "--dist-init-addr", "--enable-dp-attention", "--base-gpu-id"),
+        ("--dp-size", "--dp", "--pp-size", "--pp", "--pipeline-parallel-size")
+        + ("--data-parallel-size", "--ep-size", "--ep", "--nnodes", "--enable-expert-parallel")
+        + ("--node-rank", "--dist-init-addr", "--enable-dp-attention"),
         OTHER_WAYS,
     ),
+    "--base-gpu-id": "the environment names the GPUs; set CUDA_VISIBLE_DEVICES",
+    "--distributed-executor-backend": "give --launcher local or ray",
     **dict.fromkeys(
-        ("--max-prefill-tokens", "--schedule-policy")
-        + ("--schedule-conservativeness", "--cuda-graph-max-bs", "--cuda-graph-bs")
-        + ("--disable-cuda-graph-padding", "--attention-backend")
-        + ("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend")
-        + ("--mamba-ssm-dtype", "--max-mamba-cache-size")
-        + ("--enable-torch-compile", "--enable-mixed-chunk", "--num-continuous-decode-steps")
-        + ("--device", "--stream-interval"),
-        AUTOMATIC,
+        ("--schedule-policy", "--scheduling-policy", "--schedule-conservativeness")
+        + ("--enable-mixed-chunk", "--num-continuous-decode-steps"),
+        STEPS,
     ),
     **dict.fromkeys(
-        ("--quantization", "--kv-cache-dtype", "--torchao-config", "--enable-fp32-lm-head")
-        + ("--quantization-param-path",),
-        FLOAT_ONLY,
+        ("--max-prefill-tokens", "--max-num-batched-tokens"),
+        "prompt tokens of a step are bounded; give --chunked-prefill-size",
+    ),
+    "--gpu-memory-utilization": "give --mem-fraction-static, a share of the memory that is free",
+    **dict.fromkeys(("--swap-space", "--cpu-offload-gb"), ON_DEVICE),
+    **dict.fromkeys(
+        ("--cuda-graph-max-bs", "--cuda-graph-bs", "--disable-cuda-graph-padding"), GRAPHS
+    ),
+    **dict.fromkeys(
+        ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
+        + ("--sampling-backend", "--enable-torch-compile"),
+        KERNELS,
+    ),
+    **dict.fromkeys(("--mamba-ssm-dtype", "--max-mamba-cache-size"), AUTOMATIC),
+    "--device": "a GPU serves where there is one; set CUDA_VISIBLE_DEVICES to none for the CPU",
+    "--stream-interval": "an answer is streamed step by step; leave the flag out",
+    "--torchao-config": QUANTISED,
+    **dict.fromkeys(
+        ("--kv-cache-dtype", "--enable-fp32-lm-head", "--quantization-param-path"), KV_TYPE
     ),
     "--chat-template": "chats are written by the model folder's; put chat_template.jinja there",
     "--completion-template": "prompts of completions are read as they are; leave the flag out",
-    "--enable-multimodal": "a model that sees is served so; --language-only leaves that out",
     "--is-embedding": "answers are texts, and no embeddings are made; leave the flag out",
-    **dict.fromkeys(("--lora-paths", "--enable-lora"), ADAPTERS),
+    **dict.fromkeys(("--lora-paths", "--lora-modules", "--enable-lora"), ADAPTERS),
     **dict.fromkeys(
         ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
         EXACT_RULES,
     ),
+    "--speculative-config": "give --speculative-algorithm and --speculative-draft-model-path",
     "--speculative-use-rejection-sampling": "give --accept-rule rejection",
     "--speculative-use-block-verification": "give --accept-rule rejection --block-verification",
     **dict.fromkeys(
@@ -51,28 +109,28 @@ NOT_SUPPORTED = {
         ("--ssl-keyfile", "--ssl-certfile"),
         "the server speaks in clear text on every listener; put a proxy before it",
     ),
+    "--root-path": "routes begin at /; put a proxy before it that rewrites paths",
     "--allow-credentials": "pages of other sites send a key of their own; leave the flag out",
     **dict.fromkeys(
         ("--allowed-methods", "--allowed-headers"),
         "a page may use every route with every header; give --allowed-origins",
     ),
-    "--cors-allowed-origins": "give --allowed-origins",
-    "--log-level-http": "one level is for both processes; give --log-level",
+    **dict.fromkeys(("--log-level-http", "--uvicorn-log-level"), ONE_LEVEL),
     **dict.fromkeys(
-        ("--decode-log-interval", "--log-requests-level"),
-        "a request has one line, when it ends, and /metrics counts steps; leave the flag out",
+        ("--decode-log-interval", "--log-requests-level", "--enable-log-requests"),
+        "a request has one line, when it ends, with its texts where --log-requests is given",
     ),
-    "--enable-metrics": "metrics are always there, at /metrics; leave the flag out",
     "--enable-trace": "give --otlp-traces-endpoint",
     "--trust-remote-code": "no code of a checkpoint is ever run; leave the flag out",
-    "--tokenizer-path": "the tokenizer lies in the model folder; put tokenizer.json there",
+    **dict.fromkeys(("--tokenizer-path", "--tokenizer"), TOKENIZER),
     "--tokenizer-mode": "the tokenizer is the model folder's tokenizer.json; leave the flag out",
     "--skip-tokenizer-init": "send prompts as token ids and ask for return_token_ids instead",
     "--revision": "a model is a folder; give the folder of that revision as --model-path",
     "--download-dir": "nothing is downloaded; give a folder as --model-path",
-    "--random-seed": "a seed belongs to a request; send the field seed",
-    "--enable-deterministic-inference": "float32 is deterministic already; give --dtype float32",
-    "--json-model-override-args": "edit config.json in the model folder",
+    **dict.fromkeys(("--random-seed", "--seed"), SEED),
+    **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), GRAMMARS),
+    **dict.fromkeys(("--json-model-override-args", "--hf-overrides"), OVERRIDES),
+    "--generation-config": "give --sampling-defaults model or openai",
 }
 
 NOT_SUPPORTED_PREFIXES = (

@@ -43,12 +43,20 @@ class ModelOptions:
         choices=LOAD_FORMATS,
         metavar="FORMAT",
     )
+    quantization: str | None = flag(
+        None, "fp8 checks that the weights are stored in FP8, which is found out without it; no "
+        "weights are quantised at the start", choices=("fp8",), metavar="NAME",
+    )  # fmt: skip
     fp8_activations: bool = flag(
         False, "multiply with FP8 weights as codes, the rows quantised too, as their file asks; "
         "another model than that of the weights widened, faster and less exact",
     )  # fmt: skip
     context_length: int | None = flag(
-        None, "most tokens of prompt and output (default: the model's)", low=2, high=1 << 24
+        None,
+        "most tokens of prompt and output (default: the model's)",
+        aliases=("--max-model-len",),
+        low=2,
+        high=1 << 24,
     )
     language_only: bool = flag(False, "leave a model's vision tower out, and serve its text alone")
 

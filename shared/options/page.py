@@ -8,6 +8,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from shared.options.flags import spelling
+from shared.options.not_served import ALWAYS, NEUTRAL
 from shared.options.options import HEADINGS, PARTS
 
 _DEFAULT = re.compile(r"(.*) \(default: (.*)\)", re.DOTALL)
@@ -45,6 +46,10 @@ number of lines, `#` begins a comment. No flag is read from the environment.
 `tandem serve --print-completion bash` (or `zsh`, `tcsh`) prints a script that completes flags and
 their choices; it needs the extra `completion`. In bash: `source <(tandem serve --print-completion
 bash)`."""
+_PEERS = """## Flags of SGLang and vLLM
+
+These switches ask for what every server does, and are taken: {always}. So are these values, which
+ask for nothing: {values}. Other flags of theirs are errors with the way out."""
 _TABLE = "| flag | default | meaning |\n|---|---|---|"
 
 
@@ -54,7 +59,13 @@ def to_markdown() -> str:
     for name, part in PARTS.items():
         lines = [_line(item) for item in fields(part)]
         parts.append(f"## {HEADINGS[name]}\n\n" + "\n".join([_TABLE, *lines]))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, _of_peers()]) + "\n"
+
+
+def _of_peers() -> str:
+    always = ", ".join(f"`{name}`" for name in sorted(ALWAYS))
+    values = [f"`{name} {value}`" for name, taken in NEUTRAL.items() for value in taken]
+    return _PEERS.format(always=always, values=", ".join(sorted(values)))
 
 
 def _line(item: "Field[Any]") -> str:

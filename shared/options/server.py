@@ -37,6 +37,7 @@ class ServerOptions:
     allowed_origins: str | None = flag(
         None, "sites, separated by commas, whose pages may read answers in a browser, as "
         "https://chat.example:8443; * is any; never with passwords or cookies (default: none)",
+        aliases=("--cors-allowed-origins",),
         is_list=True,
     )  # fmt: skip
     served_model_name: str | None = flag(

@@ -140,6 +140,7 @@ def check_model(options: Options, opens: Callable[[str], Weights]) -> CheckedMod
     is_openai = options.server.sampling_defaults == "openai"
     drafts = _with_map(options, model, _drafts(options, model, opened.draft, checkpoint))
     _check_shares(model, drafts, options.ranks.tp_size)
+    _check_quantization(options, checkpoint, model)
     return CheckedModel(
         options=options,
         model=model,
@@ -233,6 +234,16 @@ def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:
         local(model, count), drafts.local(count)
     except ValueError as error:
         raise ConfigError(f"--tp-size {count} does not fit: {error}") from error
+
+
+def _check_quantization(options: Options, checkpoint: Weights, model: ModelConfig) -> None:
+    """Refuses `--quantization` of weights that are stored otherwise."""
+    wanted = parameters(model, options.speculative.with_mtp)
+    if options.model.quantization and not checkpoint.has_scales(wanted):
+        raise ConfigError(
+            "--quantization fp8 needs weights in FP8, and this checkpoint has none, as no weights "
+            "are quantised at the start; give a checkpoint in FP8, or leave the flag out"
+        )
 
 
 def _in_codes(options: Options, checkpoint: Weights, model: ModelConfig) -> frozenset[str]:

@@ -42,8 +42,14 @@ def test_an_unsupported_name_may_ask_for_nothing():
             continue
         for value in (None, False, np.bool_(False)):
             assert read_options({name: value}) == read_options({})
-        for value in (True, 0, "", "x"):
+        for value in (True, 2, "", "x"):
             assert error_of(**{name: value}).startswith(f"{name} is not supported: ")
+
+
+def test_an_option_of_vllm_may_ask_for_what_every_engine_does():
+    given = {"enable_prefix_caching": True, "pipeline_parallel_size": 1, "kv_cache_dtype": "auto"}
+    assert read_options(given | {"max_model_len": 64}) == read_options({"context_length": 64})
+    assert "enable_prefix_caching" in error_of(enable_prefix_caching=False)
 
 
 @pytest.mark.parametrize("name", sorted(FIELDS))

@@ -1,12 +1,13 @@
 """Flags are known, refused by name, or settled by the memory plan; none is silently ignored."""
 
 import dataclasses
+import re
 
 import pytest
 
-from shared.options.command_line import parse
+from shared.options.command_line import FLAGS, parse
 from shared.options.flags import ConfigError, spelling
-from shared.options.not_served import NOT_SUPPORTED
+from shared.options.not_served import ALWAYS, NEUTRAL, NOT_SUPPORTED
 from shared.options.options import PARTS
 from shared.options.rules import refusals
 from shared.options.setup import Setup
@@ -139,15 +140,60 @@ def test_a_wrong_command_line_is_refused_by_name_in_one_sentence(line):
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
 def test_a_flag_of_sglang_is_refused_with_its_reason(name):
     with pytest.raises(ConfigError, match="is not supported: ") as refused:
-        parse([name, "1"])
+        parse([name, "some"])
     assert str(refused.value).startswith(name)
+
+
+def test_a_reason_names_flags_that_there_are():
+    """A reason that outlives a flag would send its reader to another error."""
+    for name, reason in NOT_SUPPORTED.items():
+        for named in re.findall(r"--[a-z-]+", reason):
+            assert named in FLAGS, (name, reason)
+
+
+def test_no_reason_denies_a_type_that_is_served():
+    """Weights may be stored in FP8 and served in bfloat16, which are deterministic too."""
+    assert not [reason for reason in NOT_SUPPORTED.values() if "float32" in reason]
+    assert parse(["--quantization", "fp8", "--dtype", "bfloat16"]).model.quantization == "fp8"
+
+
+PEERS = {
+    "--max-model-len 100": "--context-length 100",
+    "--max-num-seqs 3": "--max-running-requests 3",
+    "--block-size 32": "--page-size 32",
+    "--tensor-parallel-size 2": "--tp-size 2",
+    "--no-enable-prefix-caching": "--disable-radix-cache",
+    "--enforce-eager": "--disable-cuda-graph",
+    "--cors-allowed-origins *": "--allowed-origins *",
+    "--kv-cache-dtype auto --port 1": "--port 1",
+    "--kv-cache-dtype=auto --dp-size=1 --pp 1 --port=1": "--port 1",
+    "--enable-metrics --port 1 --enable-prefix-caching": "--port 1",
+    "--enable-deterministic-inference": "",
+    "--distributed-executor-backend mp --scheduling-policy priority": "",
+}
+
+
+@pytest.mark.parametrize("line", PEERS)
+def test_a_peers_flag_of_the_same_meaning_is_taken(line):
+    assert parse(line.split()) == parse(PEERS[line].split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["--kv-cache-dtype fp8", "--kv-cache-dtype=fp8", "--dp-size 2", "--kv-cache-dtype"]
+    + ["--enable-metrics=1", "--distributed-executor-backend ray", "--dp-size"],
+)
+def test_a_value_that_asks_for_something_is_an_error(line):
+    with pytest.raises(ConfigError, match=f"^{line.split()[0].split('=')[0]} is n"):
+        parse(line.split())
 
 
 def test_no_flag_is_both_known_and_not_supported():
     fields = {f for part in PARTS.values() for f in dataclasses.fields(part)}
     known = {spelling(f.name) for f in fields}
     known |= {alias for f in fields for alias in f.metadata.get("aliases", ())}
-    assert not known & NOT_SUPPORTED.keys()
+    assert not known & (NOT_SUPPORTED.keys() | ALWAYS)
+    assert NOT_SUPPORTED.keys() >= NEUTRAL.keys()
 
 
 def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
@@ -177,6 +223,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "model_path": "here",
         "dtype": "bfloat16",
         "load_format": "dummy",
+        "quantization": "fp8",
         "context_length": 100,
         "host": "::1",
         "port": 0,

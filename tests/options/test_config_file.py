@@ -119,6 +119,13 @@ def test_a_wrong_config_file_is_one_sentence_with_its_name(tmp_path, name, text)
     assert "\n" not in sentence
 
 
+def test_a_config_file_may_ask_for_what_every_server_does(tmp_path):
+    text = '{"enable_metrics": true, "kv-cache-dtype": "auto", "dp_size": 1, "port": 1}'
+    assert parse(config(tmp_path, "a.json", text)) == parse(["--port", "1"])
+    with pytest.raises(ConfigError, match="--enable-metrics is no flag"):
+        parse(config(tmp_path, "a.json", '{"enable_metrics": false}'))
+
+
 def test_an_empty_config_file_gives_no_flags(tmp_path):
     for name, text in (("a.toml", "# nothing"), ("a.json", "{}"), ("a.yaml", "")):
         assert parse(config(tmp_path, name, text)) == parse([])

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from shared.models.checkpoint import Checkpoint
+from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.options.command_line import parse
+from shared.options.flags import ConfigError
 from shared.process.device import Device
+from shared.process.model_check import check_model
 from shared.process.start import prepare
 from tests.support.fp8_files import LAYOUTS, write_fp8, write_widened
 from tests.support.texts import BACKENDS, texts
@@ -47,6 +49,15 @@ def test_the_text_of_every_layout_is_that_of_the_widened(layout, model, tmp_path
         texts("torch", line_of(tmp_path / name, "--dtype", "bfloat16")) for name in ("fp8", "wide")
     ]
     assert halves[0] == halves[1]
+
+
+def test_quantization_fp8_is_checked_against_the_weights(tmp_path) -> None:
+    write_fp8(tmp_path / "fp8", MIXTURE, LAYOUTS["compressed-tensors, block"])
+    write_widened(tmp_path / "fp8", tmp_path / "wide")
+    options = parse(line_of(tmp_path / "fp8", "--quantization", "fp8"))
+    assert check_model(options, open_checkpoint).options.model.quantization == "fp8"
+    with pytest.raises(ConfigError, match="--quantization fp8 needs weights in FP8, and this"):
+        check_model(parse(line_of(tmp_path / "wide", "--quantization", "fp8")), open_checkpoint)
 
 
 @pytest.mark.parametrize(
