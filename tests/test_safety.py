@@ -36,6 +36,7 @@ ALLOWED = {
     ("torch_impl/compiling.py", "import_module"): "names a kernel of this project",
     ("torch_impl/__init__.py", "import_module"): "names `llm` of this package",
     ("jax_impl/__init__.py", "import_module"): "the same",
+    ("shared/models/hub_client.py", "huggingface_hub"): "downloads a model that is given by its id",
     ("shared/process/ranks/follower.py", "import_module"): "names a backend, by the command line",
     ("shared/process/ranks/follower.py", "socket.create_connection"): "calls the engine's process",
     ("shared/server/usual_form.py", "urllib"): "reads the percent signs of a path, opens nothing",

@@ -3,9 +3,9 @@
 import json
 import re
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -13,7 +13,8 @@ PIPELINE_FILE, PARAMS_FILE = "model_index.json", "params.json"
 """The settings of a model, of an adapter, of a diffusers pipeline, and those that Mistral and Meta
 write."""
 
-SETTINGS = (CONFIG_FILE, "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS = (CONFIG_FILE, TOKENIZER_FILE, "tokenizer_config.json", "generation_config.json")
 """Files that may be kept in Git LFS."""
 
 SHARD = re.compile(r"-of-\d+\.safetensors$")
@@ -28,6 +29,7 @@ SAVED_AGAIN = (
     "it is never loaded because it can run code; save the model as safetensors "
     "(save_pretrained of transformers does) and give that folder"
 )
+MERGED = "merge it into the weights of its base model, and give the merged checkpoint"
 PULLED = "run `git lfs pull` in the repository, or download the model by its hub id"
 
 
@@ -145,19 +147,34 @@ def without_config(folder: Path) -> str:
         return f"it is empty; {FOLDER_NEEDED}"
     if ADAPTER_FILE in names:
         return adapter(folder)
-    if PIPELINE_FILE in names:
-        return "it is a diffusers pipeline (model_index.json), and only text models are served"
-    if PARAMS_FILE in names:
-        return (
-            "it is in the format of Mistral or Meta (params.json), which is not supported; give "
-            "the same model in the format of Hugging Face, with config.json"
-        )
     if repositories := [name for name in names if name.startswith("models--")]:
         repo_id = repositories[0].removeprefix("models--").replace("--", "/", 1)
         return f"it is a cache of the Hugging Face hub; give the id of a model in it, as {repo_id}"
     if inner := [name for name in names if (folder / name / CONFIG_FILE).is_file()]:
         return f"its folder {inner[0]} has one; give {folder / inner[0]}"
-    return other_weights(names) or FOLDER_NEEDED
+    return fault_of_names(names) or FOLDER_NEEDED
+
+
+def fault_of_names(names: Collection[str]) -> str | None:
+    """Says what is not supported in a folder or a repository, by the names of its files."""
+    if ADAPTER_FILE in names:
+        return f"it is an adapter ({ADAPTER_FILE}), and adapters are not supported; {MERGED}"
+    if PIPELINE_FILE in names:
+        return f"it is a diffusers pipeline ({PIPELINE_FILE}), and only text models are served"
+    if PARAMS_FILE in names and CONFIG_FILE not in names:
+        return (
+            f"it is in the format of Mistral or Meta ({PARAMS_FILE}), which is not supported; give "
+            "the same model in the format of Hugging Face, with config.json"
+        )
+    if any(SHARD.search(name) for name in names):
+        return "it has shards without the index that lists them; download the index too"
+    if others := [name for name in names if name.endswith(".safetensors")]:
+        return f"it has {others[0]}, which is not the format of Hugging Face; {CONVERTED}"
+    for name in names:
+        kind = SUFFIXES.get(PurePosixPath(name).suffix)
+        if kind in (GGUF, PICKLE, OTHER_WEIGHTS) and name not in ("training_args.bin",):
+            return f"it has {name}, {kind.name}; {kind.way_out}"
+    return None
 
 
 def without_weights(folder: Path) -> str:
@@ -170,33 +187,17 @@ def without_weights(folder: Path) -> str:
         return adapter(folder)
     if (folder / ORBAX_FOLDER).is_dir():
         return "its weights are in the form of Orbax, which only the JAX backend reads"
-    if any(SHARD.search(name) for name in names):
-        return "it has shards without the index that lists them; download the index too"
-    if others := [name for name in names if name.endswith(".safetensors")]:
-        return f"it has {others[0]}, which is not the format of Hugging Face; {CONVERTED}"
-    return other_weights(names) or "download its weights too, or give --load-format dummy"
-
-
-def other_weights(names: Iterable[str]) -> str | None:
-    """Names the weights of other formats among a folder's files; None without any."""
-    for name in names:
-        kind = SUFFIXES.get(Path(name).suffix)
-        if kind in (GGUF, PICKLE, OTHER_WEIGHTS) and name not in ("training_args.bin",):
-            return f"it has {name}, {kind.name}; {kind.way_out}"
-    return None
+    return fault_of_names(names) or "download its weights too, or give --load-format dummy"
 
 
 def adapter(folder: Path) -> str:
     """Names the model that an adapter belongs to."""
     try:
         settings = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
-        base = settings.get("base_model_name_or_path") or "its base model"
+        base = settings.get("base_model_name_or_path") or "another model"
     except (OSError, ValueError, AttributeError):
-        base = "its base model"
-    return (
-        f"it is an adapter ({ADAPTER_FILE}), and adapters are not supported; merge it into the "
-        f"weights of {base}, and give the merged checkpoint"
-    )
+        base = "another model"
+    return f"it is an adapter ({ADAPTER_FILE}) of {base}, and adapters are not supported; {MERGED}"
 
 
 def broken_link(path: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from shared.models.checkpoint import CheckpointError, weight_files
+from shared.models.file_kind import TOKENIZER_FILE
 
 DEFAULT_REVISION = "main"
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -14,6 +15,9 @@ TRUE_WORDS = {"1", "on", "yes", "true"}
 """Values of an environment variable that switch it on, in any case."""
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
+_SEPARATORS = re.compile(r"--|\.\.")
+"""Parts of names that a hub id may not have: `--` stands for the slash in names of folders."""
+
 REVISION = re.compile(r"[\w][\w.+-]*(/[\w][\w.+-]*)*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -68,13 +72,53 @@ class Repository:
     revision: str
 
     def __post_init__(self) -> None:
-        if not REPO_ID.fullmatch(self.repo_id) or re.search(r"--|\.\.", self.repo_id):
+        if not REPO_ID.fullmatch(self.repo_id) or _SEPARATORS.search(self.repo_id):
             raise HubError(f"{self.repo_id} is no hub id; give ORG/NAME or ORG/NAME@REVISION")
         if not REVISION.fullmatch(self.revision) or ".." in self.revision:
             raise HubError(
                 f"the revision {self.revision!r} of {self.repo_id} is invalid; give a branch, a "
                 "tag or a commit"
             )
+
+    def __str__(self) -> str:
+        is_default = self.revision == DEFAULT_REVISION
+        return self.repo_id if is_default else f"{self.repo_id}@{self.revision}"
+
+    @classmethod
+    def of_id(cls, given: str, revision: str | None) -> Self | None:
+        """The repository of `ORG/NAME` or `ORG/NAME@REVISION`; None where a text is no id.
+
+        Args:
+          revision: The revision of a flag.
+
+        Raises:
+          HubError: Two different revisions are given, or one is invalid.
+        """
+        repo_id, _, stated = given.partition("@")
+        if not REPO_ID.fullmatch(repo_id) or _SEPARATORS.search(repo_id):
+            return None
+        if stated and revision not in (None, stated):
+            raise HubError(
+                f"{given} has the revision {stated}, and the flag has {revision}; give one of them"
+            )
+        if "@" in given and not stated:
+            raise HubError(f"{given} has no revision after @; leave @ out")
+        return cls(repo_id, stated or revision or DEFAULT_REVISION)
+
+    @classmethod
+    def of_folder(cls, folder: Path, revision: str | None) -> Self | None:
+        """The repository whose folder in a cache is given; None where it is no such folder."""
+        kind, _, repo_id = folder.name.partition("--")
+        if kind != "models" or not (folder / "snapshots").is_dir():
+            return None
+        return cls.of_id(repo_id.replace("--", "/", 1), revision)
+
+    @classmethod
+    def of_snapshot(cls, folder: Path) -> Self | None:
+        """The repository and commit of a snapshot's folder; None of any other folder."""
+        if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name):
+            return None
+        return cls.of_folder(folder.parent.parent, folder.name)
 
     def folder(self, cache: Path) -> Path:
         """The folder of all its revisions in a cache."""
@@ -93,6 +137,10 @@ class Repository:
     def snapshot(self, cache: Path, commit: str) -> Path:
         """The folder of one commit in a cache, whether it is there or not."""
         return self.folder(cache) / "snapshots" / commit
+
+    def absence(self, cache: Path, commit: str) -> Path:
+        """The mark that a commit has no tokenizer.json, as the library marks absent files."""
+        return self.folder(cache) / ".no_exist" / commit / TOKENIZER_FILE
 
 
 def cached_folder(

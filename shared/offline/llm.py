@@ -25,6 +25,7 @@ from shared.options.options import Options
 from shared.process import engines, heap, launch
 from shared.process.address import Listeners
 from shared.process.logs import log
+from shared.process.model_files import local_models
 from shared.process.notes import start_notes
 from shared.process.ranks.starting import ranked_start
 from shared.process.start import Platform
@@ -247,6 +248,7 @@ def _start(options: Options, platform: Platform, rank_module: str | None) -> Sta
     log.setLevel(level.upper())
     is_quiet = level not in ("debug", "info")
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=is_quiet)
+    options = local_models(options, console)
     with ranked_start(options, lambda: platform, rank_module, lambda failure: None) as ranked:
         start = ranked.prepare()
         for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):

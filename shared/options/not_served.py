@@ -98,8 +98,7 @@ NOT_SUPPORTED = {
     "--speculative-use-rejection-sampling": "give --accept-rule rejection",
     "--speculative-use-block-verification": "give --accept-rule rejection --block-verification",
     **dict.fromkeys(
-        ("--speculative-draft-model-revision",)
-        + ("--speculative-draft-model-quantization", "--speculative-attention-mode")
+        ("--speculative-draft-model-quantization", "--speculative-attention-mode")
         + ("--speculative-draft-attention-backend", "--speculative-draft-sink-size")
         + ("--speculative-ngram", "--speculative-dflash-block-size", "--enable-multi-layer-eagle")
         + ("--speculative-moe-runner-backend",),
@@ -125,8 +124,6 @@ NOT_SUPPORTED = {
     **dict.fromkeys(("--tokenizer-path", "--tokenizer"), TOKENIZER),
     "--tokenizer-mode": "the tokenizer is the model folder's tokenizer.json; leave the flag out",
     "--skip-tokenizer-init": "send prompts as token ids and ask for return_token_ids instead",
-    "--revision": "a model is a folder; give the folder of that revision as --model-path",
-    "--download-dir": "nothing is downloaded; give a folder as --model-path",
     **dict.fromkeys(("--random-seed", "--seed"), SEED),
     **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), GRAMMARS),
     **dict.fromkeys(("--json-model-override-args", "--hf-overrides"), OVERRIDES),

@@ -30,8 +30,16 @@ class ModelOptions:
     """What is served."""
 
     model_path: str = flag(
-        str(DEFAULT_MODEL), "folder of a Hugging Face checkpoint (default: the model that ships)",
-        aliases=("--model",), is_path=True,
+        str(DEFAULT_MODEL), "folder of a Hugging Face checkpoint, or the id of one on the hub, as "
+        "ORG/NAME or ORG/NAME@REVISION; a folder of that name comes first (default: the model that "
+        "ships)", aliases=("--model",), is_path=True,
+    )  # fmt: skip
+    revision: str | None = flag(
+        None, "branch, tag or commit of the hub id of --model-path (default: main)"
+    )
+    download_dir: str | None = flag(
+        None, "cache that hub models are read from and downloaded to (default: HF_HUB_CACHE, or "
+        "hub in HF_HOME)", metavar="FOLDER", is_path=True,
     )  # fmt: skip
     dtype: str = flag(
         "auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES, metavar="DTYPE"

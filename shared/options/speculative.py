@@ -40,9 +40,13 @@ class SpeculativeConfig:
         aliases=("--speculative-algo",),
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
-        None, "folder of a draft head, of a small model, or with NEXTN of an mtp layer in the "
-        "speculators format", aliases=("--speculative-draft-model",), is_path=True,
+        None, "folder or hub id of a draft head, of a small model, or with NEXTN of an mtp layer "
+        "in the speculators format", aliases=("--speculative-draft-model",), is_path=True,
     )  # fmt: skip
+    speculative_draft_model_revision: str | None = flag(
+        None,
+        "branch, tag or commit of the hub id of --speculative-draft-model-path (default: main)",
+    )
     speculative_num_steps: int | None = flag(
         None, "S, levels of a draft tree (default: 3; 5 for a Llama model with a head)",
         low=1, high=16,

@@ -20,6 +20,7 @@ from shared.process import descriptors, heap, logs, loop
 from shared.process.address import Listeners, admin_host, host_names, open_listeners
 from shared.process.engines import index_of, make_engine, with_checks
 from shared.process.frames import ModelFacts
+from shared.process.model_files import local_models
 from shared.process.notes import report_plan, start_notes, step_notes
 from shared.process.progress import console_of, loading_progress, preparing_progress
 from shared.process.ranks.followers import RankError
@@ -60,6 +61,7 @@ def launch(
         console = console_of(options.observing)
         watchdog = Watchdog(options.server.watchdog_timeout)
         listeners = open_listeners(options.server)
+        options = local_models(options, console)
         with ranked_start(options, platform, rank_module, watchdog.fail) as ranked:
             start = ranked.prepare()
             report_plan(console, start.memory)

@@ -50,28 +50,41 @@ def loading_progress(console: Console, total_bytes: int) -> Iterator[Callable[[i
       console: Where a bar is drawn if it is a terminal.
       total_bytes: Stored bytes that are read in all.
     """
-    work = _Work(total_bytes)
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with _shown(console, work, columns, lambda: _log_loading(work)) as update:
+    with _counted(console, total_bytes, "load") as add:
+        yield add
+
+
+@contextmanager
+def downloading_progress(console: Console, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Reports the download of weights as `loading_progress` does; several threads may add to it."""
+    with _counted(console, total_bytes, "download") as add:
+        yield add
+
+
+@contextmanager
+def _counted(console: Console, total_bytes: int, verb: str) -> Iterator[Callable[[int], None]]:
+    work, lock = _Work(total_bytes), threading.Lock()
+    columns = (TextColumn(f"{verb}ing"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with _shown(console, work, columns, lambda: _log_bytes(work, verb)) as update:
 
         def add(num_bytes: int) -> None:
-            work.done += num_bytes
+            with lock:
+                work.done += num_bytes
             update("")
 
         yield add
     if work.is_long:
         logs.report(
-            f"Loaded {size(total_bytes)} of weights in {work.seconds:.1f} s",
-            loaded_bytes=total_bytes,
-            seconds=round(work.seconds, 3),
+            f"{verb.capitalize()}ed {size(total_bytes)} of weights in {work.seconds:.1f} s",
+            **{f"{verb}ed_bytes": total_bytes, "seconds": round(work.seconds, 3)},
         )
 
 
-def _log_loading(work: "_Work") -> None:
+def _log_bytes(work: "_Work", verb: str) -> None:
     logs.report(
-        f"Loading weights: {size(work.done)} of {size(work.total)}, {work.seconds:.0f} s",
-        loaded_bytes=work.done,
-        total_bytes=work.total,
+        f"{verb.capitalize()}ing weights: {size(work.done)} of {size(work.total)}, "
+        f"{work.seconds:.0f} s",
+        **{f"{verb}ed_bytes": work.done, "total_bytes": work.total},
         seconds=round(work.seconds, 3),
     )
 

@@ -221,6 +221,8 @@ def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
 def test_every_flag_arrives_in_the_field_of_its_name():
     given = {
         "model_path": "here",
+        "revision": "v1",
+        "download_dir": "cache",
         "dtype": "bfloat16",
         "load_format": "dummy",
         "quantization": "fp8",
@@ -268,7 +270,13 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     parts = PARTS.keys() - {"ngram"}
     found = {k: v for part in parts for k, v in vars(getattr(options, part)).items()}
     switches = {name for name, value in found.items() if value is False}
-    none = ("draft_model_path", "draft_window_size", "draft_layer_ids", "simulate_accept_length")
+    none = (
+        "draft_model_path",
+        "draft_model_revision",
+        "draft_window_size",
+        "draft_layer_ids",
+        "simulate_accept_length",
+    )
     absent = {f"speculative_{name}": None for name in none} | dict.fromkeys(switches, False)
     assert found == given | absent
 

@@ -1,0 +1,193 @@
+"""Requests to the hub for one repository, through `huggingface_hub`, and its errors in words."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from shared.models.hub import COMMIT, Hub, HubError, Repository
+
+TIMEOUT_S = 10.0
+"""Seconds to wait for the hub, unless HF_HUB_DOWNLOAD_TIMEOUT has another number."""
+
+RETRIES = 5
+"""Attempts in sequence that may bring no byte before a file is given up."""
+
+CLIENT = "tandem"
+"""The name in the user agent of requests."""
+
+
+class HubClient:
+    """Requests for the files of a repository at one commit.
+
+    Attributes:
+      commit: The commit of the revision, once `list_files` has found it.
+    """
+
+    def __init__(self, hub: Hub, repository: Repository) -> None:
+        self._hub, self._repository = hub, repository
+        self._library = import_module("huggingface_hub")
+        self.commit = ""
+
+    def list_files(self) -> list[Any]:
+        """The repository's files, as `huggingface_hub.hf_api.RepoSibling` describes each.
+
+        Raises:
+          HubError: The hub cannot be reached, or has no such model for this user.
+        """
+        hub, repository = self._hub, self._repository
+        with self.in_words():
+            found = self._library.HfApi(endpoint=hub.endpoint, library_name=CLIENT).model_info(
+                repository.repo_id,
+                revision=repository.revision,
+                files_metadata=True,
+                timeout=_timeout_s(),
+            )
+        if not COMMIT.fullmatch(found.sha or ""):
+            raise HubError(f"{hub.endpoint} reports no commit of {repository}; check HF_ENDPOINT")
+        self.commit = found.sha
+        return found.siblings or []
+
+    def metadata(self, path: str) -> tuple[int | None, str | None]:
+        """The size and the ETag of a file, by a HEAD request."""
+        found = self._library.get_hf_file_metadata(self._url(path), timeout=_timeout_s())
+        return found.size, found.etag
+
+    @contextmanager
+    def stream(self, path: str, begin: int, end: int | None) -> Iterator[Any]:
+        """The response with the bytes of a file from one place to another.
+
+        Args:
+          end: None: the file's end.
+
+        Yields:
+          A response of the library's HTTP client. Its status is 200 in place of 206 where the hub
+          ignores ranges and sends the whole file.
+        """
+        utils = self._library.utils
+        headers = {
+            **utils.build_hf_headers(library_name=CLIENT),
+            "Accept-Encoding": "identity",  # sizes and ranges are those of the file
+        }
+        if begin or end is not None:
+            headers["Range"] = f"bytes={begin}-{'' if end is None else end - 1}"
+        how = {"headers": headers, "timeout": _timeout_s(), "follow_redirects": True}
+        with utils.get_session().stream("GET", self._url(path), **how) as response:
+            if response.is_error:
+                response.read()
+            utils.hf_raise_for_status(response)
+            yield response
+
+    def read(self, path: str, begin: int, end: int) -> bytes:
+        """The bytes of a file from one place to another, or to its end; tries several times."""
+        for attempt in range(1, RETRIES):
+            try:
+                return self._read(path, begin, end)
+            except Exception as error:
+                if not self.is_passing(error):
+                    raise
+                time.sleep(pause_s(attempt))
+        return self._read(path, begin, end)
+
+    def _read(self, path: str, begin: int, end: int) -> bytes:
+        found = bytearray()
+        with self.stream(path, begin, end) as response:
+            skipped = 0 if response.status_code == 206 else begin
+            for chunk in response.iter_bytes():
+                found += chunk
+                if len(found) >= skipped + end - begin:
+                    break
+        return bytes(found[skipped : skipped + end - begin])
+
+    @staticmethod
+    def is_passing(error: Exception) -> bool:
+        """Whether another attempt may succeed: the connection broke, or the hub is busy."""
+        status = _status(error)
+        if status is not None:
+            return status in (408, 429) or status >= 500
+        of_client = type(error).__module__.startswith("httpx")
+        return of_client or isinstance(error, ConnectionError)
+
+    @contextmanager
+    def in_words(self, path: str = "") -> Iterator[None]:
+        """Raises every error of the network and of the disk as one sentence.
+
+        Args:
+          path: The file that is read.
+        """
+        try:
+            yield
+        except HubError:
+            raise
+        except Exception as error:  # the library's, its HTTP client's, or the disk's
+            raise HubError(self._sentence(error, path)) from error
+
+    def _url(self, path: str) -> str:
+        where = {"revision": self.commit, "endpoint": self._hub.endpoint}
+        return self._library.hf_hub_url(self._repository.repo_id, path, **where)
+
+    def _sentence(self, error: Exception, path: str) -> str:
+        hub, model, status = self._hub, self._repository, _status(error)
+        if isinstance(error, self._library.errors.OfflineModeIsEnabled):
+            return offline_fault(hub, model)
+        if named := self._sentence_of_library(error, path):
+            return named
+        if status in (401, 403):
+            return (
+                f"{hub.endpoint} denied access to {model} ({status}); check HF_TOKEN, or run "
+                "`hf auth login`"
+            )
+        if status is not None:
+            return f"{hub.endpoint} answered {status} for {model}; try again later"
+        if isinstance(error, OSError) and error.filename is not None:
+            return (
+                f"the cache {hub.cache} cannot be written: {error.strerror}; give another folder "
+                "as --download-dir"
+            )
+        reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+        return (
+            f"{hub.endpoint} cannot be reached for {model} ({reason:.200}), and neither a folder "
+            f"of that name nor the cache {hub.cache} has it complete; check the network, "
+            "HTTPS_PROXY and HF_ENDPOINT, and start again: a download goes on where it stopped"
+        )
+
+    def _sentence_of_library(self, error: Exception, path: str) -> str | None:
+        errors, endpoint, model = self._library.errors, self._hub.endpoint, self._repository
+        sentences = {
+            errors.GatedRepoError: f"{model.repo_id} is gated; accept its conditions at {endpoint}/"
+            f"{model.repo_id} and set HF_TOKEN to a token of that account",
+            errors.RevisionNotFoundError: f"{model.repo_id} on {endpoint} has no revision "
+            f"{model.revision}; give a branch, a tag or a commit that it has",
+            errors.RepositoryNotFoundError: f"there is no folder {model.repo_id} here, and "
+            f"{endpoint} has no model of this id that is public; check the spelling, or set "
+            "HF_TOKEN to a token that may read it",
+            errors.EntryNotFoundError: f"{path} is missing from {model} on {endpoint}; use another "
+            "revision",
+        }
+        return next((text for kind, text in sentences.items() if isinstance(error, kind)), None)
+
+
+def offline_fault(hub: Hub, repository: Repository) -> str:
+    """Says that a model is not in the cache of a start without network."""
+    return (
+        f"there is no folder {repository.repo_id} here, HF_HUB_OFFLINE is set, and the cache "
+        f"{hub.cache} has no complete copy of {repository}; unset it, or fill the cache with "
+        f"`hf download {repository.repo_id}`"
+    )
+
+
+def pause_s(failures: int) -> float:
+    """Seconds to wait after attempts that have failed in sequence."""
+    return 0.5 * 2**failures if failures else 0.0
+
+
+def _status(error: Exception) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _timeout_s() -> float:
+    return float(os.environ.get("HF_HUB_DOWNLOAD_TIMEOUT") or TIMEOUT_S)
