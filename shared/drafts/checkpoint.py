@@ -156,7 +156,7 @@ def kind_of(names: Collection[str]) -> str:
     what = kinds[0] if kinds else "no EAGLE head, as it has no fc.weight"
     raise CheckpointError(
         f"the draft model is {what}; give an EAGLE, EAGLE-3, DFlash, DSpark or DFlash2 head as "
-        "--speculative-draft-model-path"
+        "--speculative-draft-model-path, or a small model with --speculative-algorithm STANDALONE"
     )
 
 
