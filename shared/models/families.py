@@ -66,7 +66,11 @@ QWEN3 = Family(
     "qwen3", config_classes.QWEN3, qk_norm=True, biases=BIASES[:1], slides=Slides.BY_FLAG
 )
 QWEN3_MOE = replace(
-    QWEN3, name="qwen3_moe", of=config_classes.QWEN3_MOE, routing=Routing(steps=True)
+    QWEN3,
+    name="qwen3_moe",
+    of=config_classes.QWEN3_MOE,
+    slides=Slides.WHOLE_BY_FLAG,
+    routing=Routing(steps=True),
 )
 QWEN3_5 = Family("qwen3_5", config_classes.QWEN3_5, qk_norm=True, is_hybrid=True, sees=True)
 _WITH_SHARED = Routing(is_renormalised=True, reads_renormalised=False, has_shared=True)
@@ -101,6 +105,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mistral3": "Mistral3ForConditionalGeneration",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
@@ -191,7 +196,7 @@ def _is_tied(config: Json, stated: Json, family: Family) -> bool:
     field = "tie_word_embeddings"
     if stated is config:
         return flag(family.of.completed(config), field)
-    outer = OUTER[SEEING & {*(listed(config, "architectures", str) or [])} != set()]
+    outer = OUTER[SEEING & {*_architectures(config)} != set()]
     return flag(config, field, flag(stated, field) or outer.fields[field])
 
 
@@ -223,14 +228,18 @@ def stated_granularity(folder: str | Path) -> Granularity | None:
     return None
 
 
-def _family(config: Json) -> Family:
-    names = listed(config, "architectures", str) or []
+def _architectures(config: Json) -> list[str]:
+    """The architectures of a config.json, or that of its `model_type`."""
     model_type = word(config, "model_type", "")
+    known = [ARCHITECTURES[model_type]] if model_type in ARCHITECTURES else []
+    return listed(config, "architectures", str) or known
+
+
+def _family(config: Json) -> Family:
+    names = _architectures(config)
     if SEEING & {*names}:
         inner = word(object_of(config, "text_config"), "model_type", "mistral")
         names = [ARCHITECTURES.get(inner, inner)]
-    if not names and model_type in ARCHITECTURES:
-        names = [ARCHITECTURES[model_type]]
     for name in names:
         if name in FAMILIES:
             return FAMILIES[name]
@@ -253,7 +262,7 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
             refuse_other_quantisation(quantisation)
     refuse_other_experts(text, family.routing, family.name)
     slides = flag(text, "use_sliding_window") or SLIDING in (listed(text, "layer_types", str) or [])
-    if slides and family.slides not in (Slides.BY_FLAG, Slides.BY_TYPES):
+    if slides and family.slides in (Slides.NEVER, Slides.BY_SIZE):
         raise ValueError(
             f"sliding-window attention (use_sliding_window, layer_types) in a {family.name} model "
             "is not supported; use a checkpoint without windows"

@@ -13,6 +13,7 @@ class Slides(Enum):
     NEVER = "nothing; it is refused where it is asked for"
     BY_SIZE = "`sliding_window` alone, in all layers"
     BY_TYPES = "`layer_types`, or three of four layers without it"
+    WHOLE_BY_FLAG = "`use_sliding_window`, in all layers"
     BY_FLAG = "`use_sliding_window`, in those that `layer_types` or `max_window_layers` names"
 
 

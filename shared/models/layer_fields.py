@@ -145,11 +145,14 @@ def _num_layers(text: Json) -> int:
 def _layer_types(text: Json, family: Family) -> list[str]:
     """What each layer mixes with, as `layer_types` says it, or what stands for it."""
     num_layers, types = _num_layers(text), listed(text, "layer_types", str)
-    slides = family.slides in (Slides.BY_SIZE, Slides.BY_FLAG) and count(text, "sliding_window") > 0
-    if family.slides is Slides.BY_SIZE:
+    by_flag = family.slides in (Slides.BY_FLAG, Slides.WHOLE_BY_FLAG)
+    asks = family.slides is Slides.BY_SIZE or (by_flag and flag(text, "use_sliding_window"))
+    slides = asks and count(text, "sliding_window") > 0
+    if family.slides is Slides.BY_SIZE or (by_flag and not slides):
         return [SLIDING if slides else FULL] * num_layers
-    if family.slides is Slides.BY_FLAG and not (slides and flag(text, "use_sliding_window")):
-        return [FULL] * num_layers
+    if family.slides is Slides.WHOLE_BY_FLAG:
+        _refuse_full_layers(text, types, family)
+        return [SLIDING] * num_layers
     if family.slides is Slides.BY_FLAG and types is None:
         first = count(text, "max_window_layers")
         types = [SLIDING if i >= first else FULL for i in range(num_layers)]
@@ -169,6 +172,19 @@ def _layer_types(text: Json, family: Family) -> list[str]:
             f"layer_types lists {len(types)} layers, num_hidden_layers is {num_layers}"
         )
     return types
+
+
+def _refuse_full_layers(text: Json, types: list[str] | None, family: Family) -> None:
+    """Refuses fields that except layers from a window that all layers have."""
+    excepted = {
+        "layer_types": FULL in (types or []),
+        "max_window_layers": count(text, "max_window_layers") > 0,
+    }
+    if named := [field for field, is_stated in excepted.items() if is_stated]:
+        raise ValueError(
+            f"{named[0]} with use_sliding_window: true is not supported in a {family.name} model, "
+            f"whose layers all slide; use a checkpoint without {named[0]}"
+        )
 
 
 def _gated_delta(text: Json) -> GatedDeltaConfig:

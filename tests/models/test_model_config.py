@@ -74,45 +74,6 @@ def test_tied_is_read_at_the_top_or_in_the_text_config():
     assert not config_from_dict(nested).tied
 
 
-def test_rotary_settings_by_layer_type_are_those_of_their_layers():
-    """Two bases, and a scaling that only one type has, in both orders of the types."""
-    by_type = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000000},
-    }
-    fields = {"rope_scaling": None, "rope_theta": None, "sliding_window": 8}
-    olmo = llama(architectures=["Olmo3ForCausalLM"], num_hidden_layers=4, **fields)
-    sliding, full = config_from_dict(olmo | {"rope_parameters": by_type}).attentions
-    assert (sliding.rotary.theta, sliding.rotary.type) == (10000.0, "default")
-    assert (full.rotary.theta, full.rotary.type, full.rotary.factor) == (1e6, "linear", 4.0)
-    del by_type["full_attention"]
-    by_type["sliding_attention"]["rope_theta"] = 7.0
-    sliding, full = config_from_dict(olmo | {"rope_parameters": by_type}).attentions
-    assert (sliding.rotary.theta, full.rotary.theta) == (7.0, 500000.0)
-
-
-def test_a_field_in_two_spellings_must_have_one_value():
-    both = experts(num_local_experts=8.0)
-    assert config_from_dict(both) == config_from_dict(experts())
-    alone = experts(num_experts=None, num_local_experts=8)
-    assert config_from_dict(alone) == config_from_dict(experts())
-    with pytest.raises(ValueError, match="num_local_experts and num_experts .* got 4 and 8"):
-        config_from_dict(experts(num_local_experts=4))
-
-
-def test_a_token_that_ends_is_the_classs_where_no_file_names_one():
-    absent = llama()
-    del absent["eos_token_id"]
-    assert config_from_dict(absent).eos_ids == (2,)
-    assert config_from_dict(absent, {"eos_token_id": 5}).eos_ids == (5,)
-    assert config_from_dict(absent | {"eos_token_id": None}).eos_ids == ()
-    beyond = absent | {"architectures": ["Olmo2ForCausalLM"]}
-    assert config_from_dict(beyond).eos_ids == ()
-    assert config_from_dict(beyond | {"eos_token_id": [50279, 7]}).eos_ids == (7,)
-    with pytest.raises(ValueError, match="eos_token_id must name tokens"):
-        config_from_dict(beyond | {"eos_token_id": 50278})
-
-
 def test_head_size_need_not_divide_the_hidden_size():
     assert config_from_dict(llama(head_dim=16)).attention.head_size == 16
     assert config_from_dict(llama(head_dim=None)).attention.head_size == 12
