@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from transformers import FineGrainedFP8Config
 
 from jax_impl import weights as jax_weights
 from shared.models import fp8
@@ -214,6 +215,7 @@ WRITTEN = {
         "scale_fmt": "float",
         "expert_dtype": "fp8",
     },
+    "transformers": json.loads(json.dumps(FineGrainedFP8Config().to_dict(), default=str)),
     "transformers 4": {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]},
     "Qwen": {"fmt": "e4m3", "weight_block_size": [128, 128], "modules_to_not_convert": []},
     "dequantised at loading": {"weight_block_size": [128, 128], "dequantize": True},
