@@ -26,7 +26,7 @@ RUN := $(BIN)/python
 AOT_PYTHON ?= python3.12
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot format clean
+.PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot wheel format clean
 
 serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -107,6 +107,10 @@ aot: $(if $(TANDEM_AOT_PYTHON),,.venv-aot/.ready)
 	test -x .venv-aot/bin/python || $(AOT_PYTHON) -m venv .venv-aot
 	.venv-aot/bin/python -m pip install ".[aot]"
 	touch $@
+
+# The source distribution, and the wheel that is built of it, in dist.
+wheel: venv
+	$(RUN) -m build --no-isolation --outdir dist
 
 format: venv
 	$(BIN)/ruff format .

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAM = ("shared", "jax_impl", "torch_impl", "kernels")
+PROGRAM = ("shared", "jax_impl", "torch_impl", "kernels", "tandem")
 BESIDE = ("bench", "models", "tests")
 
 UNPICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
@@ -37,6 +37,8 @@ ALLOWED = {
     ("torch_impl/__init__.py", "import_module"): "names `llm` of this package",
     ("jax_impl/__init__.py", "import_module"): "the same",
     ("shared/models/hub_client.py", "huggingface_hub"): "downloads a model that is given by its id",
+    ("tandem/__init__.py", "import_module"): "names the default backend",
+    ("tandem/command.py", "import_module"): "names one of two backends",
     ("shared/process/ranks/follower.py", "import_module"): "names a backend, by the command line",
     ("shared/process/ranks/follower.py", "socket.create_connection"): "calls the engine's process",
     ("shared/server/usual_form.py", "urllib"): "reads the percent signs of a path, opens nothing",

@@ -28,6 +28,7 @@ from bench.ground.session import folders_of
 from models.demo import data
 from tests.support.http_fixtures import Server, serving
 
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = Path("bench/lm_eval")  # as the tasks name their data, from where the harness runs
 KINDS = ("problems", "copying", "choices")
 DATA = {"choices": "problems"}
@@ -36,7 +37,7 @@ DATA = {"choices": "problems"}
 SCORED = ("choices",)
 """Kinds whose answers are given, and scored by their logprobs (the harness's `loglikelihood`)."""
 
-DEMO = Path("models/demo/target")
+DEMO = ROOT / "models" / "demo" / "target"
 
 Line = dict[str, Any]
 Answers = list[Any]
@@ -46,7 +47,7 @@ def prepare(folder: Path, kind: str, count: int) -> None:
     """Writes the task and its data into the folder in which the harness runs."""
     inside = folder / TASKS
     inside.mkdir(parents=True, exist_ok=True)
-    for file in TASKS.glob("*.yaml"):
+    for file in (ROOT / TASKS).glob("*.yaml"):
         shutil.copy(file, inside)
     made = DATA.get(kind, kind)
     target = inside / f"{made}.jsonl"

@@ -46,7 +46,7 @@ from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import Server, serving
 from tests.support.started import Served, started, timed
 
-DEMO = Path("models/demo/target")
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 TIMEOUT_S = 600.0
 STEPS = "engine_steps_total{"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")

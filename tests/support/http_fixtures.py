@@ -291,17 +291,20 @@ def post_head(path: str, length: int) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], threads: int | None = 1) -> Iterator[Server]:
+def serving(
+    command: Sequence[str], threads: int | None = 1, folder: Path = ROOT
+) -> Iterator[Server]:
     """Starts a server with `python COMMAND` on a free port and ends it.
 
     Args:
       threads: Of its libraries; None leaves them as they are elsewhere.
+      folder: Working folder.
     """
     environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     with heard_signals():
         process = subprocess.Popen(
             [sys.executable, *command],
-            cwd=ROOT,
+            cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

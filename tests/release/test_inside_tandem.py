@@ -1,0 +1,74 @@
+"""Modules whose packages move into `tandem` name each other by their new names."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+RELEASE = Path(__file__).resolve().parents[2] / "release"
+
+
+@pytest.fixture(scope="module")
+def inside_tandem():
+    sys.path.insert(0, str(RELEASE))
+    try:
+        import inside_tandem
+    finally:
+        sys.path.remove(str(RELEASE))
+    return inside_tandem
+
+
+MOVED = [
+    ("from shared.text import marks", "from tandem.shared.text import marks"),
+    ("from   kernels import tiles", "from   tandem.kernels import tiles"),
+    ("def f():\n    from bench import x", "def f():\n    from tandem.bench import x"),
+    ("import numpy, shared.text as t", "import numpy, tandem.shared.text as t"),
+    ("'é'; load('shared.text.worker')", "'é'; load('tandem.shared.text.worker')"),
+    ('load(f"kernels.{a}.mix")', 'load(f"tandem.kernels.{a}.mix")'),
+    ('load(f"{a.b}_impl.serve")', 'load(f"tandem.{a.b}_impl.serve")'),
+    ('"""See `bench.serving`."""', '"""See `tandem.bench.serving`."""'),
+    ("f('a' 'python -m models.fp8')", "f('a' 'python -m tandem.models.fp8')"),
+]
+SAME = [
+    "from .shared import x",
+    "from shared_things import x",
+    "import kernel_list",
+    "kernels.mix(kernels.tiles)",
+    'f"{kernels.mix} {shared.text}"',
+    'open("models/demo/shared.txt"); url = "http://x/kernels.html"',
+    'names = ("shared", "kernels")',
+    "a = 'my.shared.thing'",
+]
+FAULTS = [
+    "import shared.text",
+    "import shared",
+    'import_module("kernels")',
+    'importlib.import_module("shared")',
+]
+
+
+@pytest.mark.parametrize(("source", "moved"), MOVED)
+def test_names_of_our_modules_get_the_prefix(inside_tandem, source: str, moved: str) -> None:
+    assert inside_tandem.inside(source.encode()).decode() == moved
+    assert not [*inside_tandem.faults(moved.encode())]
+
+
+@pytest.mark.parametrize("source", SAME)
+def test_other_names_stay(inside_tandem, source: str) -> None:
+    assert inside_tandem.inside(source.encode()).decode() == source
+    assert not [*inside_tandem.faults(source.encode())]
+
+
+@pytest.mark.parametrize("source", [source for source, _ in MOVED] + FAULTS)
+def test_name_without_the_prefix_is_a_fault(inside_tandem, source: str) -> None:
+    assert [*inside_tandem.faults(source.encode())]
+
+
+@pytest.mark.parametrize("source", FAULTS)
+def test_import_that_cannot_move_fails_the_build(inside_tandem, source: str, tmp_path) -> None:
+    (tmp_path / "module.py").write_text(source)
+    inside_tandem.move(tmp_path)
+    with pytest.raises(ValueError, match=r"^module\.py:1: "):
+        inside_tandem.check(tmp_path)
