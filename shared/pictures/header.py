@@ -65,12 +65,12 @@ def _of_png(data: bytes) -> Header:
 
 
 def _has_frames(data: bytes) -> bool:
-    """Whether a PNG says, before its pixels, that it is animated."""
+    """Whether a PNG says, before its pixels, that it has several frames."""
     at = len(PNG_SIGNATURE)
     while at + 8 <= len(data):
         kind = data[at + 4 : at + 8]
         if kind in (b"acTL", b"IDAT"):
-            return kind == b"acTL"
+            return kind == b"acTL" and int.from_bytes(data[at + 8 : at + 12]) > 1
         at += 12 + int.from_bytes(data[at : at + 4])
     return False
 
@@ -97,7 +97,8 @@ def _of_webp(data: bytes) -> Header:
         raise _broken(WEBP)
     if kind == b"VP8X":
         width, height = (1 + int.from_bytes(body[at : at + 3], "little") for at in (4, 7))
-        return Header(WEBP, height, width, bool(body[0] & 2))
+        is_animated = bool(body[0] & 2) and len(list(islice(_webp_frames(data), 2))) > 1
+        return Header(WEBP, height, width, is_animated)
     if kind == b"VP8L":
         bits = int.from_bytes(body[1:5], "little")
         return Header(WEBP, 1 + (bits >> 14 & 0x3FFF), 1 + (bits & 0x3FFF), False)
@@ -105,6 +106,16 @@ def _of_webp(data: bytes) -> Header:
         width, height = (int.from_bytes(body[at : at + 2], "little") for at in (6, 8))
         return _checked(Header(WEBP, height & 0x3FFF, width & 0x3FFF, False))
     raise _broken(WEBP)
+
+
+def _webp_frames(data: bytes) -> Iterator[int]:
+    """Yields where each frame of an animated WebP begins."""
+    at = 12
+    while at + 8 <= len(data):
+        if data[at : at + 4] == b"ANMF":
+            yield at
+        length = int.from_bytes(data[at + 4 : at + 8], "little")
+        at += 8 + length + length % 2
 
 
 def _of_gif(data: bytes) -> Header:

@@ -125,6 +125,23 @@ def test_still_gif_is_opened_and_a_moving_one_is_not():
         opened_array(gif_of(drawn, rgb(PATTERN[::-1].copy()).quantize(200)))
 
 
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_image_with_one_frame_of_an_animation_is_opened(kind: str):
+    """Some writers mark every file as animated."""
+    control = chunk(b"acTL", struct.pack(">II", 1, 0))
+    frame = chunk(b"fcTL", struct.pack(">IIIIIHHBB", 0, 48, 40, 0, 0, 1, 1, 0, 0))
+    data = png_with(control, frame)
+    if kind == "WEBP":
+        still = webp_with()
+        body = still[12:]  # of VP8L, which a frame holds as it is
+        head = bytes(6) + (47).to_bytes(3, "little") + (39).to_bytes(3, "little") + bytes(4)
+        extended = b"\x02" + bytes(3) + head[6:12]
+        parts = ((b"VP8X", extended), (b"ANIM", bytes(6)), (b"ANMF", head + body))
+        packed = b"".join(name + struct.pack("<I", len(each)) + each for name, each in parts)
+        data = b"RIFF" + struct.pack("<I", 4 + len(packed)) + b"WEBP" + packed
+    np.testing.assert_array_equal(opened_array(data), PATTERN)
+
+
 def test_gif_whose_frame_is_larger_than_its_screen_is_bounded():
     still = gif_of(rgb().quantize(4))
     at = still.index(b",\0\0\0\0" + struct.pack("<HH", 48, 40))
