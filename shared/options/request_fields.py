@@ -109,6 +109,14 @@ NOT_SERVED = (
     _template_advice("verbosity", "low", "medium"),
     _template_advice("enable_thinking", False),
     _template_advice("thinking", {"type": "enabled", "budget_tokens": 1024}),
+    *(
+        _advice(name, value, endpoints=(COMPLETIONS,))  # which has no template
+        for name, value in (
+            ("reasoning_effort", "low"),
+            ("enable_thinking", False),
+            ("thinking", {"type": "disabled"}),
+        )
+    ),
     _advice("metadata", {"team": "a"}, {}),
     _advice("store", True, False),
     _advice("service_tier", "flex", "auto", "default"),
@@ -131,6 +139,9 @@ NOT_SERVED = (
     _advice("keep_alive", "5m"),
     _advice("ttl", 300),
     _advice("session_id", "a"),
+    _advice("user_id", "a"),
+    _advice("routing_key", "a"),
+    _advice("output_config", {"effort": "low"}, {}, endpoints=(CHAT,)),
     _advice("provider", {"sort": "price"}, {}),
     _advice("models", ["other"], []),
     _advice("route", "fallback"),
@@ -150,6 +161,7 @@ NOT_SERVED = (
         _advice(name, value, {}, [], endpoints=(CHAT,))
         for name, value in (
             ("messages[].provider_specific_fields", {"a": 1}),
+            ("messages[].annotations", [{"type": "url_citation"}]),
             ("messages[].thinking_blocks", [{"type": "thinking"}]),
             ("messages[].reasoning_details", [{"type": "reasoning.text"}]),
             ("messages[].tool_calls[].provider_specific_fields", {"a": 1}),
@@ -193,6 +205,19 @@ NOT_SERVED = (
     NotServed("cache_salt", BOTH, (), "a", way_out="give user, whose prefix cache is its own"),
     NotServed("extra_key", BOTH, (), "a", way_out="give user, whose prefix cache is its own"),
     NotServed("lora_path", BOTH, (), "a"),
+    NotServed("guided_whitespace_pattern", BOTH, (), " ?"),
+    NotServed("structural_tag", BOTH, (), "{}", way_out=_FORMS),
+    NotServed("logits_processors", BOTH, ([],), ["a"]),
+    NotServed("custom_logit_processor", BOTH, (), "a"),
+    NotServed("custom_params", BOTH, ({},), {"a": 1}),
+    NotServed("session_params", BOTH, ({},), {"id": "a"}),
+    NotServed("vllm_xargs", BOTH, ({},), {"a": 1}),
+    NotServed("kv_transfer_params", BOTH, ({},), {"do_remote_decode": True}),
+    NotServed(
+        "return_tokens_as_token_ids", BOTH, (False,), True, way_out="ask for return_token_ids"
+    ),
+    NotServed("return_hidden_states", BOTH, (False,), True),
+    NotServed("media_io_kwargs", (CHAT,), ({},), {"image": {}}),
     NotServed(
         "chat_template",
         (CHAT,),
