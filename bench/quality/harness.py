@@ -25,6 +25,7 @@ from bench.ground.drafting import PLAIN, Draft, named_folder
 from bench.ground.options import FRAMEWORKS
 from bench.ground.server import HIDDEN
 from bench.ground.session import folders_of
+from bench.ground.waiting import CONSOLE
 from models.demo import data
 from tests.support.http_fixtures import Server, serving
 
@@ -38,6 +39,8 @@ SCORED = ("choices",)
 """Kinds whose answers are given, and scored by their logprobs (the harness's `loglikelihood`)."""
 
 DEMO = ROOT / "models" / "demo" / "target"
+
+FAILED = 2
 
 Line = dict[str, Any]
 Answers = list[Any]
@@ -143,6 +146,7 @@ def measure(options: argparse.Namespace) -> list[Line]:
             with serving([*command, *shlex.split(options.flags)], threads=None) as server:
                 for kind in options.kinds:
                     line = {"backend": backend, "drafts": str(draft), "kind": kind}
+                    CONSOLE.print(f"{backend} {draft}: {kind}, {options.limit} tasks")
                     line |= score(server, Path(name), kind, options)
                     found.append(compared(line, first.setdefault(kind, line)))
                     print(line_of(found[-1]), flush=True)
@@ -181,7 +185,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Prints and writes the lines."""
     words = sys.argv[1:] if arguments is None else arguments
     options = parse(words)
-    found = measure(options)
+    try:
+        found = measure(options)
+    except (RuntimeError, ValueError, OSError) as error:
+        print(f"Nothing was measured to the end: {error}", file=sys.stderr)
+        return FAILED
     if options.out:
         command = shlex.join(["python", "-m", "bench.quality.harness", *words])
         told = json.dumps({"command": command, "lines": found}, indent=1)

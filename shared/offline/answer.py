@@ -171,9 +171,7 @@ class Stream:
         )
 
     def close(self) -> None:
-        """Ends what is not whole yet; does nothing in a forked process."""
-        if not self._engine.is_own:
-            return
+        """Ends what is not whole yet."""
         for answer in self._answers:
             if not answer.has_ended:
                 self._engine.abort(answer.request.request_id)

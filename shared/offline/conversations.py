@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shared.offline.values import as_json, items_of
@@ -96,6 +97,17 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
     if items is None:
         raise ValueError(f"tools must be a list of tools, got {tools!r:.60}")
     return [as_json(item, "a tool") for item in items]
+
+
+def read_variables(given: Any) -> dict[str, Any]:
+    """The values of a chat template's own variables.
+
+    Raises:
+      ValueError: They are no mapping.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"chat_template_kwargs must be a mapping, got {given!r:.60}")
+    return as_json(given or {}, "chat_template_kwargs")
 
 
 def read_functions(tools: list[Any]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable
@@ -82,6 +83,11 @@ class EngineThread:
         return os.getpid() == self._pid
 
     @property
+    def is_open(self) -> bool:
+        """Whether the engine runs in this process, and nobody has closed it."""
+        return self._unclosed.alive and self.is_own
+
+    @property
     def num_requests(self) -> int:
         """Requests whose end nobody has heard of yet."""
         return len(self._loop.sinks)
@@ -108,8 +114,8 @@ class EngineThread:
         self._loop.inbox.put(partial(self._loop.finish, request_id, num_tokens))
 
     def abort(self, request_id: int) -> None:
-        """Ends a request that nobody waits for; no event follows. A forked process has none."""
-        if self.is_own:
+        """Ends a request that nobody waits for, where the engine is open; no event follows."""
+        if self.is_open:  # a stream may be freed when the interpreter has ended
             self._loop.inbox.put(partial(self._loop.abort, request_id))
 
     def close(self) -> None:
@@ -176,6 +182,8 @@ class _Loop:
         except Exception as error:  # a failure of the engine is every request's
             self._fault = error
         self._end()
+        if self._fault is not None:  # whose frames refer to the engine
+            traceback.clear_frames(self._fault.__traceback__)
         del self._engine, self._grammars
         heap.sweep()
 

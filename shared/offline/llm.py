@@ -9,24 +9,27 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from rich.console import Console
-
 from shared.engine.checks import check
 from shared.engine.request import Request
 from shared.offline.answer import Answer, ReadPrompt, Stream
-from shared.offline.conversations import for_template, read_functions, read_tools
+from shared.offline.conversations import (
+    for_template,
+    read_functions,
+    read_tools,
+    read_variables,
+)
 from shared.offline.engine_thread import EngineThread, Started
 from shared.offline.options import python_words, read_options
 from shared.offline.params import SamplingParams
 from shared.offline.prompts import Message, is_message, listed_chats, listed_prompts, not_a_prompt
 from shared.offline.results import RequestOutput
-from shared.offline.values import as_json, items_of, token_ids
+from shared.offline.values import items_of, token_ids
 from shared.options.options import Options
-from shared.process import engines, heap, launch
+from shared.process import engines, heap, launch, logs
 from shared.process.address import Listeners
-from shared.process.logs import log
 from shared.process.model_files import local_models
 from shared.process.notes import start_notes
+from shared.process.progress import console_of
 from shared.process.ranks.starting import ranked_start
 from shared.process.start import Platform
 from shared.server.choice import Choice, Speculation, StopFinder
@@ -133,7 +136,7 @@ class LLM:
         """
         self._engine.check_process()
         listed = read_tools(tools)
-        variables = as_json(chat_template_kwargs or {}, "chat_template_kwargs")
+        variables = read_variables(chat_template_kwargs)
         read = [self._read_chat(chat, listed, variables) for chat in listed_chats(messages)]
         return self._answers(read, sampling_params)
 
@@ -244,10 +247,8 @@ class LLM:
 def _start(options: Options, platform: Platform, rank_module: str | None) -> Started:
     """Starts an engine, on the thread that alone may touch the device."""
     heap.unsettle()
-    level = options.observing.log_level
-    log.setLevel(level.upper())
-    is_quiet = level not in ("debug", "info")
-    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=is_quiet)
+    logs.set_level(options.observing.log_level)
+    console = console_of(options.observing)
     options = local_models(options, console)
     with ranked_start(options, lambda: platform, rank_module, lambda failure: None) as ranked:
         start = ranked.prepare()

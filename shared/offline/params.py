@@ -36,7 +36,7 @@ _FORMS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "la
 """Fields of `structured_outputs`, and the kind of form that each names."""
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """How the tokens of an answer are chosen; the fields are those of the HTTP routes.
 

@@ -31,6 +31,15 @@ def set_up(observing: ObservingOptions) -> None:
     log.setLevel(observing.log_level.upper())
 
 
+def set_level(level: str) -> None:
+    """Decides what is logged in a process that may have a log of its own, and prints it if not."""
+    log.setLevel(level.upper())
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(TextLines())
+        log.addHandler(handler)
+
+
 def info(message: str, **fields: Any) -> None:
     """A line for who watches the server."""
     log.info(message, extra={"fields": fields}, stacklevel=2)

@@ -58,7 +58,10 @@ def freed() -> None:
         llm.generate([5, 6, 7], SHORT)
     print(left())
     weakref.finalize(PLATFORM, lambda: print(left()))  # the last of them is called first
-    globals()["kept"] = made()  # until the interpreter ends
+    kept = made()
+    parts = iter(kept.stream([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True)))
+    next(parts)
+    globals().update(kept=kept, parts=parts)  # until the interpreter ends
 
 
 def forked() -> None:

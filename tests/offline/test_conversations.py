@@ -1,5 +1,6 @@
 """Conversations in Python are read as those that come over HTTP."""
 
+import numpy as np
 import pytest
 
 from shared.offline.conversations import (
@@ -9,6 +10,7 @@ from shared.offline.conversations import (
     for_template,
     read_functions,
     read_tools,
+    read_variables,
 )
 from shared.server.messages import AssistantMessage, PlainMessage, ToolMessage
 from shared.server.openai_types import ChatPrompt
@@ -85,3 +87,11 @@ def test_parts_and_tools_may_come_in_any_list():
     assert read_tools(None) == []
     with pytest.raises(ValueError, match="tools must be a list of tools, got {'type'"):
         read_tools(tool)
+
+
+def test_variables_of_a_template_are_a_mapping():
+    assert read_variables(None) == read_variables({}) == {}
+    assert read_variables({"enable_thinking": np.bool_(False)}) == {"enable_thinking": False}
+    for wrong in (5, [("a", 1)], "a", {5: 1}):
+        with pytest.raises(ValueError, match="^chat_template_kwargs "):
+            read_variables(wrong)

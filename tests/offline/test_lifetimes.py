@@ -34,6 +34,7 @@ def test_engines_that_nobody_closes_are_freed(model):
     ours, nothing = "3 threads, 1 backends", "1 threads, 0 backends"
     lines = done.stdout.splitlines()
     assert lines == [*[ours, nothing] * 4, f"2 {ours}", nothing, nothing, nothing]
+    assert "Exception ignored" not in done.stderr
     assert done.stderr.count("ResourceWarning: an LLM was not closed; use `with` or close()") == 5
 
 

@@ -10,6 +10,7 @@ from jax_impl import LLM as JaxLLM
 from shared.offline.options import OF_A_SERVER
 from shared.options.flags import ConfigError
 from shared.options.options import DEFAULT_MODEL
+from shared.process import progress
 from tests.support.http_fixtures import serving
 from torch_impl import LLM, SamplingParams
 
@@ -244,11 +245,12 @@ def test_options_are_checked_as_the_flags_are(options, sentence):
         LLM(**options)
 
 
-def test_a_start_prints_its_progress_only_if_asked(capfd):
+def test_a_start_logs_its_progress_only_if_asked(capfd, caplog, monkeypatch):
+    monkeypatch.setattr(progress, "SHORT_S", 0.0)
     with LLM(max_running_requests=1, context_length=64):
-        assert capfd.readouterr().err == ""
+        assert (capfd.readouterr().err, caplog.text) == ("", "")
     with LLM(max_running_requests=1, context_length=64, log_level="info"):
-        assert "programs are ready" in capfd.readouterr().err
+        assert "Prepared " in caplog.text
 
 
 def test_every_option_of_the_server_alone_is_refused_by_name():

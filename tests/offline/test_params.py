@@ -83,3 +83,10 @@ def test_lists_of_any_library_are_taken():
 def test_what_would_get_lost_is_an_error(fields, sentence):
     with pytest.raises(ValueError, match=sentence):
         SamplingParams(**fields)
+
+
+def test_a_field_that_there_is_not_cannot_be_set():
+    with pytest.raises(AttributeError, match="temprature"):
+        SamplingParams().temprature = 1.0
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)
