@@ -53,7 +53,9 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 OBJECTS = ("rope_scaling", "rope_parameters")
 """The older and the newer field of rotary settings."""
 
-BESIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+BASE = "rope_theta"
+
+BESIDE = (BASE, "partial_rotary_factor", "original_max_position_embeddings")
 """Rotary settings that a config.json may also have at its top level."""
 
 
@@ -124,9 +126,11 @@ def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str
     Raises:
       ValueError: See `settings_of`.
     """
-    default = of.fields["rope_parameters"]
-    if default and not any(object_of(text, name) for name in OBJECTS):
-        text = {**text, OBJECTS[1]: default}
+    if default := of.fields["rope_parameters"]:
+        # transformers 5.0 wrote the base of other classes next to the settings of such a class.
+        text = {name: value for name, value in text.items() if (name, value) != (BASE, of.theta)}
+        if not any(object_of(text, name) for name in OBJECTS):
+            text[OBJECTS[1]] = default
     original = of.fields.get("original_max_position_embeddings")
     return {
         "rope_type": "default",

@@ -33,6 +33,17 @@ def test_rotary_settings_by_layer_type_are_those_of_their_layers():
     assert (sliding.rotary.theta, full.rotary.theta) == (7.0, 500000.0)
 
 
+def test_a_base_that_transformers_left_beside_rotary_settings_is_not_read():
+    own = tiny_config("ministral3", nested=False, with_mtp=False, tied=False)
+    own["rope_parameters"]["rope_theta"] = 7.0
+    assert config_from_dict(own | {"rope_theta": 10000.0}) == config_from_dict(own)
+    with pytest.raises(ValueError, match=r"rope_theta in config\.json is 8.0 .* is 7.0"):
+        config_from_dict(own | {"rope_theta": 8.0})
+    del own["rope_parameters"]
+    rotary = config_from_dict(own).attention.rotary
+    assert (rotary.theta, rotary.type, rotary.factor) == (1e6, "yarn", 16.0)
+
+
 def test_null_and_absent_differ_where_the_class_says_so():
     fields = {"max_position_embeddings": 8192, "rope_scaling": None, "num_attention_heads": 16}
     absent = llama(architectures=["MistralForCausalLM"], **fields)
