@@ -335,8 +335,8 @@ class PictureBounds(Answer):
     """The bounds of the pictures of a request.
 
     A picture may have `max_pixels` as it is sent; it is brought to `min_tokens` up to the limit
-    `max_picture_tokens`, each of `pixels_per_token`. All of a request have at most `max_bytes`
-    then, three for each pixel.
+    `max_picture_tokens`, each of `pixels_per_token`, and to fewer where its shape has no size in
+    between. All of a request have at most `max_bytes` then, three for each pixel.
     """
 
     max_pictures: int

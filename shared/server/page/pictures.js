@@ -2,7 +2,7 @@
 
 import { element } from "./tokens.js";
 
-const TYPES = ["image/png", "image/jpeg", "image/webp"];
+const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const SIDE = 96; // of what is shown, in CSS pixels
 
 /** A picture as a client sends it, and its likeness on the page. */
@@ -40,7 +40,7 @@ class Picture {
 
 /** What the browser makes of a file; the server looks again. */
 async function read(file) {
-  if (!TYPES.includes(file.type)) throw new Error(`${file.name} is no PNG, JPEG or WebP`);
+  if (!TYPES.includes(file.type)) throw new Error(`${file.name} is no PNG, JPEG, WebP or GIF`);
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
