@@ -22,8 +22,10 @@ TOKENIZERS ?= qwen3 llama2 llama3_1 deepseek_v3 gemma3
 BIN := .venv/bin
 RUN := $(BIN)/python
 
-# The Python that `make aot` makes its environment of, from 3.12; or an interpreter of one that is ready.
-AOT_PYTHON ?= python3.12
+# The Python that `make aot` makes its environment of, the first from 3.12 that is found; or an interpreter of
+# one that is ready.
+AOT_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 python3 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$python && break; done)
 TANDEM_AOT_PYTHON ?=
 
 .PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot wheel format clean
@@ -98,12 +100,14 @@ gpu: venv
 bench: venv
 	$(RUN) -m bench.kernels.op $(OP) $(ARGS)
 
-# Every Pallas kernel and whole decode steps, compiled for an H200 on a machine without a GPU.
-aot: $(if $(TANDEM_AOT_PYTHON),,.venv-aot/.ready)
-	$(or $(TANDEM_AOT_PYTHON),.venv-aot/bin/python) -m bench.kernels.aot $(ARGS)
+# Every kernel, whole decode steps and the starts of all models, compiled for an H200 on a machine without a GPU.
+aot: venv $(if $(TANDEM_AOT_PYTHON),,.venv-aot/.ready)
+	OMP_NUM_THREADS=1 $(RUN) -m bench.kernels.aot_torch $(ARGS)
+	OMP_NUM_THREADS=1 $(or $(TANDEM_AOT_PYTHON),.venv-aot/bin/python) -m bench.kernels.aot $(ARGS)
 
 .venv-aot/.ready: pyproject.toml
-	$(AOT_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "AOT_PYTHON must be 3.12 or newer")'
+	$(or $(AOT_PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+		{ echo "make aot needs Python 3.12 or newer, and none is found; name one as AOT_PYTHON"; exit 1; }
 	test -x .venv-aot/bin/python || $(AOT_PYTHON) -m venv .venv-aot
 	.venv-aot/bin/python -m pip install ".[aot]"
 	touch $@

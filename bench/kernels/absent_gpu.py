@@ -21,19 +21,18 @@ from typing import Any
 from unittest.mock import patch
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 from jax.stages import Lowered
 
-from bench.ground.drafting import Draft
-from bench.ground.session import folders_of
 from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
 from jax_impl import ops, platform
 from jax_impl.backend import JaxBackend
 from jax_impl.ops.ranks import AXIS
 from jax_impl.together import Together
-from shared.boundary.program import Extra, Work
+from shared.boundary.program import Extra, Program, Work
 from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.start import prepare
@@ -177,74 +176,90 @@ def _shape(gpu: AbsentGpu, floats: str, value: Any) -> Any:
     return gpu.shape_of(value, kinds.get(value.dtype.kind, value.dtype))
 
 
-def lowered_step(
-    gpu: AbsentGpu,
-    model: str,
-    drafts: str,
-    batch: int,
-    tokens: int,
-    scores: bool,
-    more: Sequence[str] = (),
-) -> tuple[Lowered, int]:
-    """A step of a server with default flags, and the bytes that the memory plan has for it.
+class AbsentStart:
+    """A server's start as far as the lowering of its programs, on GPUs that are not here.
 
-    It is that of as many ranks as there are GPUs.
+    Attributes:
+      programs: Those that the start would make ready.
+    """
+
+    def __init__(self, gpu: AbsentGpu, flags: Sequence[str]) -> None:
+        """Reads the files' headers and makes the backend of shapes alone; nothing is lowered yet.
+
+        Args:
+          gpu: As many GPUs as there are ranks.
+          flags: Of the server; `--tp-size` names as many ranks as there are GPUs.
+
+        Raises:
+          ValueError: What a server's start would refuse; one sentence.
+        """
+        device = Device("gpu", gpu.name, gpu.free_bytes)
+        absent = {"find_device": lambda: device, "take_devices": lambda count: None}
+        begun = prepare(parse(list(flags)), replace(platform.PLATFORM, **absent))
+        blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
+        self._gpu, self.programs = gpu, blueprint.capacity.programs
+        with gpu.traced():
+            together = Together.of(gpu.devices[0], blueprint.ranks)
+            each = list(zip(together.devices, together.ranks, strict=True))
+            read = partial(platform.read_weights, blueprint, *files)
+            loaded = [
+                jax.eval_shape(partial(read, device, lambda num_bytes: None, rank))
+                for device, rank in each
+            ]
+            pictures, towers = blueprint.capacity.pictures, None
+            if pictures is not None:
+                of_tower = (begun.checkpoint, pictures.vision, jnp.dtype(blueprint.dtype))
+                tower = partial(platform.load_tower, *of_tower)
+                towers = [
+                    jax.eval_shape(partial(tower, device, lambda num_bytes: None))
+                    for device, _ in each
+                ]
+            self._backend = JaxBackend(
+                blueprint.config,
+                [weights for weights, _ in loaded],
+                blueprint.capacity,
+                blueprint.drafts,
+                [own for _, own in loaded if own is not None] or None,
+                dtype=blueprint.dtype,
+                device=gpu.devices[0],
+                quick_compile=False,
+                group=blueprint.ranks,
+                tower=towers,
+            )
+
+    def lowered(self, program: Program) -> Lowered:
+        """A step of a program, as StableHLO with its kernels."""
+        with self._gpu.traced():
+            return self._backend.traced(program).lower()
+
+    def workspace(self, program: Program) -> int:
+        """Bytes that the memory plan has for a step."""
+        return self._backend.workspace(program)
+
+
+def lowered_step(
+    gpu: AbsentGpu, flags: Sequence[str], batch: int, tokens: int, scores: bool
+) -> tuple[Lowered, int]:
+    """A step of a start, and the bytes that the memory plan has for it.
 
     Args:
-      model: A folder of `bench/shapes`.
-      drafts: What drafts, as `bench.ground.drafting` reads it.
+      gpu: As many GPUs as there are ranks.
+      flags: Of the server.
       batch: Requests at once.
       tokens: Of a prompt; 0: it decodes.
-      scores: Whether a prompt's tokens are all scored; the server has a flag for it then.
-      more: Flags beside the default ones.
+      scores: Whether a prompt's tokens are all scored.
     """
-    folder, device = SHAPES / model, Device("gpu", gpu.name, gpu.free_bytes)
-    flags = ["--model-path", str(folder), "--load-format", "dummy"]
-    flags += Draft.parse(drafts).flags(folders_of(folder, {}))
-    flags += ["--max-prompt-logprobs", "1"] * scores + [*more]
-    flags += ["--tp-size", str(len(gpu.devices))]
-    begun = prepare(
-        parse(flags),
-        replace(
-            platform.PLATFORM,
-            find_device=lambda: device,
-            take_devices=lambda count: None,
-        ),
-    )
-    blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
+    start = AbsentStart(gpu, flags)
     fitting = (
         program
-        for program in blueprint.capacity.programs
+        for program in start.programs
         if program.work is (Work.PREFILL if tokens else Work.DECODE)
         if (program.batch, program.tokens, program.has(Extra.SCORES)) == (batch, tokens, scores)
         if program.has(Extra.LOGPROBS) is scores
     )
     # Two sources have programs of one each beside that of both.
     program = max(fitting, key=lambda each: each.shape.nodes)
-    with gpu.traced():
-        group = blueprint.ranks
-        together = Together.of(gpu.devices[0], group)
-        loaded = [
-            jax.eval_shape(
-                partial(
-                    platform.read_weights, blueprint, *files, device, lambda num_bytes: None, rank
-                )
-            )
-            for device, rank in zip(together.devices, together.ranks, strict=True)
-        ]
-        of_drafts = [own for _, own in loaded if own is not None]
-        backend = JaxBackend(
-            blueprint.config,
-            [weights for weights, _ in loaded],
-            blueprint.capacity,
-            blueprint.drafts,
-            of_drafts or None,
-            dtype=blueprint.dtype,
-            device=gpu.devices[0],
-            quick_compile=False,
-            group=group,
-        )
-        return backend.traced(program).lower(), backend.workspace(program)
+    return start.lowered(program), start.workspace(program)
 
 
 def _number(text: str, name: str) -> int:

@@ -8,8 +8,7 @@ import pytest
 
 from bench.ground.drafting import Draft
 from bench.ground.session import folders_of
-from bench.kernels import aot
-from bench.kernels.aot import KERNELS, RANKS, STEPS, Report, Step, cases_of, line_of
+from bench.kernels.aot import KERNELS, Report, line_of
 from bench.kernels.compiled import (
     MOST_SHARED_BYTES,
     Kernel,
@@ -25,7 +24,10 @@ from bench.kernels.compiled import (
     read_ptxas,
     read_thunks,
 )
+from bench.kernels.items import RANKS, STEPS, Found, Item, Step, cases_of
 from bench.kernels.known_spills import EXCUSES
+from bench.kernels.starts import SHAPES
+from bench.kernels.workers import Done
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem
@@ -229,6 +231,19 @@ def test_kernels_of_xla_are_told_where_they_are_wrong(capsys: pytest.CaptureFixt
     assert report.summary.startswith("aot: 1 kernels, 1 fault, ")
 
 
+def test_an_item_that_did_not_end_and_a_start_that_fails_are_faults() -> None:
+    report, scratch = Report(), Path()
+    step, start = Item("step", "a step", None, scratch), Item("start", "a start", None, scratch)
+    report.add(Done(step, None, "it has not ended within 9 s", 9.0), "1/2")
+    wrong = Found(faults=("a start, decode cannot be lowered",), programs=3, calls=7)
+    report.add(Done(start, wrong, None, 1.0), "2/2")
+    assert report.faults == [
+        "a step cannot be compiled: it has not ended within 9 s",
+        "a start, decode cannot be lowered",
+    ]
+    assert report.summary.startswith("aot: 0 kernels, 3 programs with 7 kernels in starts, 2 fault")
+
+
 def test_a_text_chooses_cases_and_nothing_chooses_all() -> None:
     every = list(cases_of([]))
     assert all(case.is_large for case in every)
@@ -239,7 +254,7 @@ def test_a_text_chooses_cases_and_nothing_chooses_all() -> None:
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_a_step_is_of_a_shape_and_a_drafter_that_there_are(step: Step) -> None:
-    folder = Path(aot.ROOT) / "bench" / "shapes" / step.model
+    folder = SHAPES / step.model
     assert (folder / "config.json").is_file()
     flags = Draft.parse(step.drafts).flags(folders_of(folder, {}))
     paths = [flag for name, flag in pairwise(flags) if name.endswith("-path")]

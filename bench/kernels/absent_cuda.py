@@ -1,0 +1,214 @@
+"""torch on a GPU that is not here: its tensors have no memory, and its kernels do not run."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from subprocess import run
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, Thunk, read_ptxas
+from shared.boundary.buffers import empty_plan
+from shared.boundary.program import Program
+from shared.boundary.ranks import Ranks
+from shared.models.fp8_words import shape_of_words
+from shared.models.parameters import Parameter
+from shared.options.command_line import parse
+from shared.process.device import Device
+from shared.process.start import prepare
+from tests.support.triton_driver import CAPABILITY, Driver
+
+GPU, MULTIPROCESSORS, FREE_BYTES = "NVIDIA H200", 132, 110 * 2**30
+_IS_CUDA, _DEVICE = torch.Tensor.is_cuda.__get__, torch.Tensor.device.__get__  # type: ignore[attr-defined]
+
+
+class AbsentCuda(TorchFunctionMode):
+    """Within it a tensor that is made for a GPU has no memory, and says that it is on the GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func == _IS_CUDA:
+            return args[0].is_meta
+        if func == _DEVICE:
+            return torch.device("cuda", 0) if args[0].is_meta else args[0].device
+        named = {name: _elsewhere(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_elsewhere, args), **named)
+
+
+def _elsewhere(value: Any) -> Any:
+    kind = value.type if isinstance(value, torch.device) else value
+    is_cuda = isinstance(kind, str) and kind.partition(":")[0] == "cuda"
+    return torch.device("meta") if is_cuda else value
+
+
+class Compiler:
+    """Stands where Triton compiles a kernel: reads it, or compiles it too, and launches none.
+
+    Attributes:
+      names: Of the different kernels.
+      kernels: Those that were compiled since they were last taken.
+    """
+
+    def __init__(self, is_whole: bool) -> None:
+        self.names, self.kernels = list[str](), list[Kernel]()
+        self._is_whole, self._compiler = is_whole, import_module("triton.compiler.compiler")
+        self._compile, self._seen = self._compiler.compile, set[str]()
+
+    def __call__(self, src: Any, target: Any, options: dict, **more: Any) -> Any:
+        digest = f"{src.hash()} {sorted(options.items())}"
+        if digest in self._seen:
+            return None  # nothing that could be launched
+        self._seen.add(digest)
+        self.names.append(src.name)
+        if not self._is_whole:
+            self._read(src, target, options)
+            return None
+        kernel = self._compile(src, target=target, options=options, **more)
+        started = Thunk("kCustomKernel", src.name, 0, kernel.metadata.shared)
+        for found in read_ptxas(_assembled(kernel.asm["ptx"]), [started]):
+            self.kernels.append(found)
+            if found.shared_bytes > MOST_SHARED_BYTES:
+                raise ValueError(f"{found.name} wants more shared memory than a block can have")
+        return None
+
+    def _read(self, src: Any, target: Any, options: dict) -> None:
+        backend = self._compiler.make_backend(target)
+        parsed = backend.parse_options(dict(options))
+        context = self._compiler.ir.context()
+        self._compiler.ir.load_dialects(context)
+        backend.load_dialects(context)
+        found = backend.get_codegen_implementation(parsed), backend.get_module_map()
+        src.make_ir(target, parsed, *found, context)
+
+
+def _assembled(ptx: str) -> str:
+    """What ptxas says of a kernel.
+
+    Raises:
+      ValueError: It refuses the kernel.
+    """
+    ptxas = import_module("triton.backends.nvidia.compiler").get_ptxas(CAPABILITY).path
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx, encoding="utf-8")
+        command = [ptxas, "-v", f"--gpu-name=sm_{CAPABILITY}a", str(path), "-o", f"{path}.cubin"]
+        done = run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"ptxas refuses it: {done.stderr}")
+    return done.stderr
+
+
+@contextmanager
+def absent_cuda(is_whole: bool) -> Iterator[Compiler]:
+    """Within it torch has a Hopper, on which nothing runs; the ops must not be imported before.
+
+    Args:
+      is_whole: Kernels are compiled to the end, not only read.
+    """
+    os.environ.pop("TRITON_INTERPRET", None)
+    import_module("triton").runtime.driver.set_active(Driver())
+    launch, compiler = import_module("triton.runtime.jit").JITFunction.run, Compiler(is_whole)
+    described = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **how: Any) -> Any:
+        return launch(kernel, *args, grid=grid, warmup=True, **how)
+
+    absent = {
+        "is_available": lambda: True,
+        "get_device_name": lambda *_: GPU,
+        "get_device_capability": lambda *_: divmod(CAPABILITY, 10),
+        "get_device_properties": lambda *_: described,
+        "empty_cache": lambda: None,
+        "synchronize": lambda *_: None,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(torch.cuda, **absent))
+        jit, whole = import_module("triton.runtime.jit"), import_module("triton.compiler")
+        stack.enter_context(patch.object(jit.JITFunction, "run", compile_only))
+        stack.enter_context(patch.object(whole, "compile", compiler))
+        import_module("torch_impl.ops")
+        stack.enter_context(AbsentCuda())
+        stack.enter_context(torch.inference_mode())
+        yield compiler
+
+
+@dataclass
+class _Queue:
+    """Stands where the backend queues steps."""
+
+    machine: Any
+    captures = replays = 0
+
+
+class _Mail:
+    """Stands where a rank meets the others."""
+
+    def __init__(self, ranks: int) -> None:
+        self.count = ranks
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        return [value] * self.count
+
+
+@contextmanager
+def _no_memory() -> Iterator[None]:
+    """Within it made-up weights are shapes alone, and so are the mailboxes of ranks."""
+    dummy, mailboxes = map(import_module, ("torch_impl.dummy", "kernels.triton_gpu.mailboxes"))
+
+    def parameter(wanted: Parameter, law: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        return torch.empty(wanted.shape, dtype=dtype, device=device)
+
+    def words(wanted: Parameter, device: Any) -> torch.Tensor:
+        return torch.empty(shape_of_words(wanted.shape), dtype=torch.int32, device=device)
+
+    class Mailbox(mailboxes.Mailbox):
+        def __init__(self, boxes: Any, rank: int, device: Any) -> None:
+            self.boxes, self._rank, self._device, self.handle = boxes, rank, device, b" "
+
+        def connect(self, handles: Sequence[bytes]) -> None:
+            self.use([0] * len(handles))
+
+    made = patch.multiple(dummy, parameter_array=parameter, word_array=words)
+    with made, patch.object(mailboxes, "Mailbox", Mailbox):
+        yield
+
+
+class AbsentStart:
+    """A server's start as far as the kernels of its programs, of the first rank.
+
+    Attributes:
+      programs: Those that the start would make ready.
+    """
+
+    def __init__(self, flags: Sequence[str]) -> None:
+        """Makes the backend; within `absent_cuda`.
+
+        Raises:
+          ValueError: What a server's start would refuse; one sentence.
+        """
+        platform, backend = map(import_module, ("torch_impl.platform", "torch_impl.backend"))
+        device = Device("gpu", GPU, FREE_BYTES)
+        begun = prepare(parse(list(flags)), replace(platform.PLATFORM, find_device=lambda: device))
+        count = begun.memory.blueprint.ranks.count
+        if count > 1:
+            begun = begun.of_rank(Ranks(0, count, cast(Any, _Mail(count))))
+        queue = patch.object(backend, "_Stream", lambda machine, *_: _Queue(machine))
+        with queue, _no_memory():
+            made = begun.load(platform.PLATFORM, lambda num_bytes: None)
+        self._machine = cast(Any, made)._queue.machine
+        self.programs: tuple[Program, ...] = begun.memory.blueprint.capacity.programs
+
+    def step(self, program: Program) -> None:
+        """A step of a program, whose kernels are read or compiled."""
+        plan = empty_plan(program, self._machine.capacity)
+        step = import_module("torch_impl.step").step
+        step(self._machine, torch.from_numpy(plan.buffer).to("cuda"), program)

@@ -1,0 +1,148 @@
+"""Starts of a server that are made for GPUs which are not here, and the programs of one."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.ground.drafting import PLAIN, WITH_FOLDER, Draft
+from bench.ground.session import folders_of
+from shared.boundary.program import Extra, Program, Work
+
+ROOT = Path(__file__).parents[2]
+SHAPES, DEMO, RANDOM = (ROOT / name for name in ("bench/shapes", "models/demo", "models/random"))
+COUNTS = (1, 2, 4, 8)
+"""Ranks of a start; numbers that a model does not divide among are left out."""
+LAYERS, LAYERS_BELOW_HEADS = 4, 8
+"""Layers that are kept of a model: all kinds of them, and as many as a draft head reads."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start with weights that are made up.
+
+    Attributes:
+      model: The folder.
+      drafts: What drafts, as `bench.ground.drafting` reads it.
+      ranks: How many GPUs run it.
+      flags: More of the server's.
+      head: The folder of a draft model; None: where those of `model` are.
+    """
+
+    model: Path
+    drafts: str = PLAIN
+    ranks: int = 1
+    flags: tuple[str, ...] = ()
+    head: Path | None = None
+
+    def __str__(self) -> str:
+        place = self.model.parent.name if self.model.parent == DEMO else self.model.parent.parent
+        name = f"{place}/{self.model.name}" if self.model.parent == DEMO else self.model.name
+        more = "".join(f" {flag}" for flag in self.flags)
+        ranks = f", {self.ranks} ranks" * (self.ranks > 1)
+        return f"start of {name}, {Draft.parse(self.drafts)}{more}{ranks}"
+
+    def all_flags(self, scratch: Path) -> list[str]:
+        """The server's flags, of a model of few layers.
+
+        Args:
+          scratch: Where files of the smaller model go.
+        """
+        draft = Draft.parse(self.drafts)
+        has_head = draft.of_files in WITH_FOLDER
+        layers = LAYERS_BELOW_HEADS if has_head else LAYERS
+        heads, model = folders_of(self.model, {}), with_layers(self.model, layers, scratch)
+        if has_head:
+            head = self.head or heads[draft.of_files]
+            is_whole = model == self.model
+            heads[draft.of_files] = head if is_whole else with_layers(head, layers, scratch)
+        flags = ["--model-path", str(model), "--load-format", "dummy", *draft.flags(heads)]
+        return [*flags, *self.flags, "--tp-size", str(self.ranks)]
+
+
+def shipped() -> Iterator[Start]:
+    """All models of the repository with all that drafts for them, on one rank and on several."""
+    for model, drafts, flags in _models():
+        for ranks in COUNTS:
+            yield Start(model, drafts, ranks, flags)
+
+
+def _models() -> Iterator[tuple[Path, str, tuple[str, ...]]]:
+    targets = [folder for folder in sorted(SHAPES.iterdir()) if not _is_head(folder)]
+    for model in [DEMO / "target", DEMO / "seeing", RANDOM, *targets]:
+        yield model, PLAIN, ()
+        if "mtp_num_hidden_layers" in (model / "config.json").read_text(encoding="utf-8"):
+            yield model, "NEXTN", ()
+        if model.name.endswith("-fp8") and "-a" not in model.name:  # no experts
+            yield model, PLAIN, ("--fp8-activations",)
+        if model == DEMO / "seeing":
+            continue
+        for name, folder in folders_of(model, {}).items():
+            if (folder / "config.json").is_file():
+                yield model, name, ()
+    yield DEMO / "target", "NGRAM", ("--speculative-ngram-index", "table")
+    yield DEMO / "target", "NEXTN+NGRAM", ()
+
+
+def _is_head(folder: Path) -> bool:
+    return folder.name.rpartition("-")[2].upper() in WITH_FOLDER
+
+
+def with_layers(folder: Path, layers: int, scratch: Path) -> Path:
+    """A folder with the files of a model of fewer layers; those that are left are the first ones.
+
+    A draft head keeps its own, and reads other layers of its target.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    changed = _fewer(config, layers)
+    if changed == config:
+        return folder
+    made = scratch / f"{folder.parent.name}-{folder.name}-{layers}"
+    made.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name != "config.json" and not (made / path.name).is_symlink():
+            (made / path.name).symlink_to(path.resolve())
+    (made / "config.json").write_text(json.dumps(changed), encoding="utf-8")
+    return made
+
+
+def _fewer(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    reads = any(name in config for name in ("num_target_layers", "dflash_config", "eagle_config"))
+    own = layers if not reads else len(config.get("layer_types", ())) or layers
+    changed = dict(config)
+    for name, value in config.items():
+        if name.endswith("layer_ids"):
+            changed[name] = [*range(1, 1 + len(value))]
+        elif name == "num_target_layers":
+            changed[name] = layers
+        elif name == "num_hidden_layers" and not reads:
+            changed[name] = min(value, own)
+        elif name == "layer_types":
+            changed[name] = value[:own]
+        elif isinstance(value, dict) and name != "vision_config":
+            changed[name] = _fewer(value, layers)
+    return changed
+
+
+def chosen(programs: Sequence[Program], is_brief: bool) -> list[Program]:
+    """Programs of every kind of work: those of the fewest and the most rows, and one with logprobs.
+
+    Args:
+      is_brief: Of decoding and of prompts one each, the largest.
+    """
+    found = list[Program]()
+    for work in Work:
+        every = sorted((p for p in programs if p.work is work), key=_size)
+        plain = [program for program in every if not program.has(Extra.LOGPROBS)]
+        if is_brief:
+            found += plain[-1:] if work in (Work.DECODE, Work.PREFILL) else []
+            continue
+        middle = plain[len(plain) // 2 :][:1] if work is Work.DECODE else []
+        found += [*plain[:1], *middle, *plain[-1:]]
+        found += every[-1:] if work is Work.DECODE else []
+    return list(dict.fromkeys(found))
+
+
+def _size(program: Program) -> tuple[int, int, int]:
+    return program.batch, program.tokens, program.shape.nodes

@@ -1,0 +1,81 @@
+"""Starts for GPUs that are not here: which there are, of which layers, and in which processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.kernels.absent_calls import calls_of
+from bench.kernels.random_configs import SEED, random_starts
+from bench.kernels.starts import DEMO, SHAPES, chosen, shipped, with_layers
+from bench.kernels.workers import shared_out
+from shared.boundary.program import Extra, Program, Work
+from shared.spec.draft_tree import TreeShape
+from tests.support.worked import worked
+
+
+def test_every_folder_of_a_model_is_started_with_all_that_drafts_for_it(tmp_path: Path) -> None:
+    starts = list(shipped())
+    named = {flag for start in starts for flag in start.all_flags(tmp_path)}
+    read = {Path(path).name for path in named if path.startswith("/")}
+    folders = [*SHAPES.iterdir(), *(path for path in DEMO.iterdir() if path.is_dir())]
+    for folder in (folder for folder in folders if (folder / "config.json").is_file()):
+        assert any(folder.name in name for name in read), folder
+    assert {start.ranks for start in starts} == {1, 2, 4, 8}
+
+
+def test_a_model_keeps_its_first_layers_and_its_head_reads_those(tmp_path: Path) -> None:
+    model = with_layers(SHAPES / "qwen3.5-9b", 4, tmp_path)
+    assert json.loads((model / "config.json").read_text())["num_hidden_layers"] == 4
+    assert with_layers(model, 4, tmp_path) == model
+    head = json.loads((with_layers(DEMO / "dflash", 8, tmp_path) / "config.json").read_text())
+    assert head["num_target_layers"] == 8
+    assert head["dflash_config"]["target_layer_ids"] == [1, 2, 3]
+    assert (with_layers(DEMO / "dflash", 8, tmp_path) / "model.safetensors").is_file()
+
+
+def test_programs_of_every_kind_are_chosen_with_the_fewest_and_most_rows() -> None:
+    def decode(batch: int, *extras: Extra) -> Program:
+        shape = TreeShape.plain(batch)
+        extra = Extra.LOGPROBS if extras else Extra.NONE
+        return Program(work=Work.DECODE, batch=batch, pages=1, tokens=0, shape=shape, extras=extra)
+
+    programs = [decode(batch) for batch in (1, 2, 4, 8, 16)] + [decode(16, Extra.LOGPROBS)]
+    assert [p.batch for p in chosen(programs, is_brief=False)] == [1, 4, 16, 16]
+    assert [p.batch for p in chosen(programs, is_brief=True)] == [16]
+
+
+def test_random_models_are_the_same_for_a_seed_and_all_can_be_served(tmp_path: Path) -> None:
+    def texts(folder: Path) -> list[str]:
+        starts = list(random_starts(6, SEED, folder, "torch"))
+        return [(start.model / "config.json").read_text() for start in starts]
+
+    one, other = texts(tmp_path / "one"), texts(tmp_path / "other")
+    assert one == other
+    assert len(set(one)) == 6
+
+
+CALL = """\
+  %4:2 = stablehlo.custom_call @__gpu$xla.gpu.triton(%1, %arg2) {mhlo.backend_config = {name = \
+"norm"}} : (tensor<2x4xbf16>, tensor<4xf32>) -> (tensor<2x4xbf16>, tensor<f32>)
+"""
+
+
+def test_a_kernel_is_read_out_of_a_program_once() -> None:
+    other = CALL.replace("%1", "%7").replace("%4", "%9")
+    (call,) = calls_of(f"{CALL}  %5 = stablehlo.custom_call @Other() : () -> tensor<f32>\n{other}")
+    assert call.name == "norm"
+    assert call.operands == ("tensor<2x4xbf16>", "tensor<4xf32>")
+    assert call.line(0, 3).startswith("%0:2 = stablehlo.custom_call @__gpu$xla.gpu.triton(%arg3, %")
+    with pytest.raises(ValueError, match="a call of a kernel has another form"):
+        list(calls_of(CALL.replace(" : (", " of (")))
+
+
+def test_items_are_shared_out_and_what_fails_ends_no_other() -> None:
+    items = ["one", "raises", "ends", "stays", "two"]
+    found = {done.item: done for done in shared_out(worked, items, jobs=2, limit_s=15)}
+    assert set(found) == set(items)
+    assert found["two"].value.startswith("two by ")
+    assert found["raises"].error == "ValueError: wrong"
+    assert found["ends"].error == "its process has ended with code 3"
+    assert found["stays"].error == "it has not ended within 15 s"
