@@ -24,6 +24,7 @@ from jaxtyping import Int64
 
 from shared.drafts.token_map import most_frequent
 from shared.models.families import config_from_folder
+from shared.process.model_files import settings_folder
 from shared.text.tokenizer import Tokenizer
 
 FIELDS = ("output_ids", "messages", "answer", "completion", "text")
@@ -131,7 +132,7 @@ def write(folder: Path, paths: Sequence[Path], size: int, out: Path) -> float:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(prog="python -m models.token_map")
-    found.add_argument("folder", type=Path, help="of the target, with its tokenizer")
+    found.add_argument("model", help="folder or hub id of the target, with its tokenizer")
     found.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE")
     found.add_argument("--size", type=int, default=32_768, help="tokens of the list")
     found.add_argument("--out", type=Path, required=True, help="JSON file to write")
@@ -142,7 +143,7 @@ def main() -> None:
     """Writes what the options say."""
     given = parser().parse_args()
     try:
-        part = write(given.folder, given.texts, given.size, given.out)
+        part = write(settings_folder(given.model), given.texts, given.size, given.out)
     except (ValueError, OSError) as error:
         sys.exit(f"python -m models.token_map: {error}")
     print(f"{given.out} has {part:.2%} of the tokens of the texts")

@@ -36,6 +36,7 @@ ALLOWED = {
     ("torch_impl/compiling.py", "import_module"): "names a kernel of this project",
     ("torch_impl/__init__.py", "import_module"): "names `llm` of this package",
     ("jax_impl/__init__.py", "import_module"): "the same",
+    ("shared/offline/late_platform.py", "import_module"): "names the platform of a backend",
     ("shared/models/hub_client.py", "huggingface_hub"): "downloads a model that is given by its id",
     ("tandem/__init__.py", "import_module"): "names the default backend",
     ("tandem/command.py", "import_module"): "names one of two backends",

@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Self
 
+from rich.console import Console
+
 from shared.engine.checks import check
 from shared.engine.request import Request
 from shared.offline.answer import Answer, ReadPrompt, Stream
@@ -19,6 +21,7 @@ from shared.offline.conversations import (
     read_variables,
 )
 from shared.offline.engine_thread import EngineThread, Started
+from shared.offline.late_platform import LatePlatform
 from shared.offline.options import python_words, read_options
 from shared.offline.params import SamplingParams
 from shared.offline.prompts import Message, is_message, listed_chats, listed_prompts, not_a_prompt
@@ -60,7 +63,8 @@ class LLM:
     engine that nobody closes ends when its `LLM` is freed, with a ResourceWarning.
 
     Args:
-      model_path: Folder of a Hugging Face checkpoint; None: the model that ships.
+      model_path: Folder of a Hugging Face checkpoint, or the hub id `ORG/NAME` or
+        `ORG/NAME@REVISION` of one; None: the model that ships.
       **options: Any flag of the server but those of its listeners and its log. `log_level` is
         "warning" where it is not given; "info" prints the progress of the start on stderr.
 
@@ -68,14 +72,14 @@ class LLM:
       ValueError: An option is unknown or wrong, or the start is refused; one sentence.
     """
 
-    PLATFORM: ClassVar[Platform]
+    PLATFORM: ClassVar[Platform | LatePlatform]
     RANK_MODULE: ClassVar[str | None]
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         if model_path is not None:
             options = {"model_path": model_path, **options}
         self._options = read_options(options)
-        start = partial(_start, self._options, self.PLATFORM, self.RANK_MODULE)
+        start = partial(_start, self._options, type(self), self.RANK_MODULE)
         with python_words():
             self._engine = EngineThread(start)
         self._facts, self.tokenizer = self._engine.facts, self._engine.tokenizer
@@ -244,13 +248,14 @@ class LLM:
         )
 
 
-def _start(options: Options, platform: Platform, rank_module: str | None) -> Started:
+def _start(options: Options, model: type[LLM], rank_module: str | None) -> Started:
     """Starts an engine, on the thread that alone may touch the device."""
     heap.unsettle()
     logs.set_level(options.observing.log_level)
     console = console_of(options.observing)
-    options = local_models(options, console)
-    with ranked_start(options, lambda: platform, rank_module, lambda failure: None) as ranked:
+    # A download takes minutes, so that a terminal shows it at every level.
+    options = local_models(options, Console(stderr=True))
+    with ranked_start(options, lambda: model.PLATFORM, rank_module, lambda failure: None) as ranked:
         start = ranked.prepare()
         for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
             console.print(note)

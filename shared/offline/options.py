@@ -48,6 +48,9 @@ _NAMES = {name: name for name in _FIELDS} | {
 }
 """The option that each spelling names."""
 
+_FLAG = re.compile(r"(?<!\w)--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?")
+"""A flag in a sentence, with its value; no part of a path."""
+
 _UNSUPPORTED = {_python_name(flag): reason for flag, reason in NOT_SUPPORTED.items()}
 
 
@@ -90,7 +93,9 @@ def python_words() -> Iterator[None]:
 
 def in_python(sentence: str) -> str:
     """A sentence with `page_size=16` in place of `--page-size 16`."""
-    found = re.sub(r"--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?", _option, sentence)
+    found = re.sub(
+        r"(?<!\w)--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?", _option, sentence
+    )
     found = found.replace("a server that was started with", "an LLM that was made with")
     return re.sub(r"\bflag(s?)\b", r"option\1", found)
 

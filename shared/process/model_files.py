@@ -19,7 +19,7 @@ from shared.models.hub import DEFAULT_REVISION, Hub, HubError, Repository, is_co
 from shared.models.hub_client import offline_fault
 from shared.models.hub_files import Snapshot, check_space
 from shared.options.flags import ConfigError, spelling
-from shared.options.options import Options
+from shared.options.options import DUMMY, Options
 from shared.process import logs
 from shared.process.model_check import check_model
 from shared.process.progress import downloading_progress, size
@@ -53,6 +53,19 @@ def local_models(options: Options, console: Console) -> Options:
     served = options.server.served_model_name or places[TARGET].served_name
     server = replace(options.server, served_model_name=served)
     return _with_paths(replace(options, server=server), found)
+
+
+def settings_folder(given: str) -> Path:
+    """The folder of a model whose settings and tokenizer are read, and not its weights.
+
+    Args:
+      given: A folder, or a hub id, whose weights are not downloaded.
+
+    Raises:
+      ValueError: See `local_models`.
+    """
+    options = Options.from_values({TARGET: given, "load_format": DUMMY})
+    return Path(local_models(options, Console(quiet=True)).model.model_path)
 
 
 @dataclass(frozen=True)

@@ -107,3 +107,8 @@ def test_a_start_in_python_is_quiet_unless_asked():
 )  # fmt: skip
 def test_sentences_about_flags_have_the_names_of_python(sentence, wanted):
     assert in_python(sentence) == wanted
+
+
+def test_in_python_path_with_dashes_kept():
+    sentence = "the cache /a/models--meta-llama--x has none; give --download-dir"
+    assert in_python(sentence) == "the cache /a/models--meta-llama--x has none; give download_dir"

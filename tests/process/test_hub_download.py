@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from models import token_map
 from shared.models import hub_files
 from shared.models.hub_files import Snapshot
+from shared.offline.llm import LLM
+from shared.offline.params import SamplingParams
+from tests.support import reference_serve
 from tests.support.hub import TOKEN
 from tests.support.hub_models import ID, WEIGHTS, found, names_in, refused, started
 
@@ -172,3 +178,30 @@ def test_offline_without_complete_copy_error(hub, model, monkeypatch):
     assert "HF_HUB_OFFLINE is set" in sentence
     assert f"hf download {ID}" in sentence
     assert not hub.requests
+
+
+class ReferenceLLM(LLM):
+    PLATFORM = reference_serve.PLATFORM
+    RANK_MODULE = None
+
+
+def test_llm_hub_id_answered_as_its_folder(hub, model):
+    prompt, sampling = [1, 2, 3], SamplingParams(max_tokens=2, temperature=0)
+    answers = []
+    for given in (f"{ID}@main", str(model)):
+        with ReferenceLLM(given, context_length=64, max_running_requests=1) as llm:
+            (answer,) = llm.generate(prompt, sampling)
+            answers.append(answer.outputs[0].token_ids)
+    assert answers[0] == answers[1] != []
+    with pytest.raises(ValueError, match="download_dir is for a model that is given by its hub id"):
+        ReferenceLLM(str(model), download_dir="x")
+
+
+def test_token_map_hub_id_settings_alone_downloaded(hub, model, tmp_path, monkeypatch):
+    texts, out = tmp_path / "texts.jsonl", tmp_path / "map.json"
+    texts.write_text("[3, 3, 4]\n")
+    words = ["token_map", ID, "--texts", str(texts), "--size", "4", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", words)
+    token_map.main()
+    assert {3, 4} <= {*json.loads(out.read_text())}
+    assert WEIGHTS not in hub.paths()
