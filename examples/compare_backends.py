@@ -13,6 +13,7 @@ FEW_PROGRAMS = {
     "chunked_prefill_size": 64,
     "disable_radix_cache": True,
     "log_level": "info",  # JAX compiles for a minute, and prints how far
+    "grammar_backend": "none",
 }
 QUESTIONS = ["Ann has 7 bags of 12 nuts. How many nuts?", "Tom reads 9 pages a day for 14 days."]
 

@@ -45,7 +45,7 @@ from shared.spec.noise import derive_seed
 from shared.text.chat_template import Conversation
 from shared.text.forced_calls import arguments_schema
 from shared.text.grammar_worker import Calls, Wanted
-from shared.text.tokenizer import Detokenizer, Tokenizer, is_text
+from shared.text.tokenizer import Detokenizer, is_text
 
 Prompt = str | Iterable[int]
 Params = SamplingParams | Iterable[SamplingParams] | None
@@ -262,8 +262,8 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
         backend = launch.ready(start, ranked, console)
         engine = engines.make_engine(backend, start.memory)
         served = engines.with_checks(engine, backend, options.engine.shadow_check)
-    facts = launch.facts_of(start, options.server, Listeners([], []))
-    tokenizer = Tokenizer.from_folder(facts.model_folder)
+    facts = launch.facts_of(start, Listeners([], []))
+    tokenizer = facts.tokenizer()
     facts = facts.with_end(tokenizer.end_id if tokenizer else None)
     heap.settle()
     return Started(served, start.grammars, facts, tokenizer)

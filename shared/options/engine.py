@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
-from shared.options.flags import ConfigError, check_rules, flag
+from shared.options.flags import AUTO, NONE, ConfigError, check_rules, flag
 
 CHUNK_ALIGNMENT = 64
 """Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
 
+LLGUIDANCE = "llguidance"
 MAX_LOGPROBS = 20
 """Most tokens that are shown beside a token."""
 
@@ -56,10 +57,11 @@ class EngineConfig:
         low=0.0, high=1.0, is_share=True, metavar="RATE",
     )  # fmt: skip
     grammar_backend: str = flag(
-        "none",
+        AUTO,
         "llguidance holds answers to a JSON schema, an expression, a grammar or a call of a tool, "
-        "and makes programs for it at the start; none refuses such requests",
-        choices=("llguidance", "none"),
+        "and makes programs for it at the start; none refuses such requests; auto is llguidance "
+        "where the tokenizer and the other flags allow it",
+        choices=(AUTO, LLGUIDANCE, NONE),
         metavar="NAME",
     )
     max_prompt_logprobs: int = flag(
@@ -89,8 +91,8 @@ class EngineConfig:
 
     @property
     def has_grammars(self) -> bool:
-        """Whether a text can be held to a grammar."""
-        return self.grammar_backend != "none"
+        """Whether a text can be held to a grammar, once the start has resolved `auto`."""
+        return self.grammar_backend == LLGUIDANCE
 
     @property
     def overlap_depth(self) -> int:

@@ -5,6 +5,9 @@ from dataclasses import Field, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+AUTO, NONE = "auto", "none"
+"""Values of flags: the start chooses by the model, and nothing of what the flag chooses from."""
+
 
 class ConfigError(ValueError):
     """The start cannot go on as told; the message is one sentence with the flag and the way out."""

@@ -86,7 +86,6 @@ NOT_SUPPORTED = {
     **dict.fromkeys(
         ("--kv-cache-dtype", "--enable-fp32-lm-head", "--quantization-param-path"), KV_TYPE
     ),
-    "--chat-template": "chats are written by the model folder's; put chat_template.jinja there",
     "--completion-template": "prompts of completions are read as they are; leave the flag out",
     "--is-embedding": "answers are texts, and no embeddings are made; leave the flag out",
     **dict.fromkeys(("--lora-paths", "--lora-modules", "--enable-lora"), ADAPTERS),

@@ -66,6 +66,10 @@ class ModelOptions:
         low=2,
         high=1 << 24,
     )
+    chat_template: str | None = flag(
+        None, "Jinja file that writes conversations as the model's prompt (default: the model "
+        "folder's)", metavar="FILE", is_path=True,
+    )  # fmt: skip
     language_only: bool = flag(False, "leave a model's vision tower out, and serve its text alone")
 
     def __post_init__(self) -> None:
@@ -84,6 +88,7 @@ class Options:
     Attributes:
       given: Names of the fields that were named, of any part.
       candidates: Draft shapes that an adaptive start chooses from, once they are known.
+      reasons: Options that the start has chosen by itself, each with the reason.
     """
 
     model: ModelOptions
@@ -96,6 +101,7 @@ class Options:
     adaptive: AdaptiveConfig
     given: frozenset[str] = frozenset()
     candidates: tuple[Candidate, ...] = ()
+    reasons: tuple[str, ...] = ()
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from shared.options.flags import ConfigError, check_rules, flag, spelling
+from shared.options.flags import AUTO, NONE, ConfigError, check_rules, flag, spelling
 
 ANY = "*"
 """Stands for every name of a host, and for every site."""
@@ -50,15 +50,17 @@ class ServerOptions:
         choices=("model", "openai"),
     )
     reasoning_parser: str | None = flag(
-        None,
-        "how the model marks its reasoning, which answers then give as reasoning_content",
-        choices=REASONING_PARSERS,
+        AUTO,
+        "how the model marks its reasoning, which answers then give as reasoning_content; auto "
+        "finds it by the tags of the chat template",
+        choices=(AUTO, NONE, *REASONING_PARSERS),
         metavar="NAME",
     )
     tool_call_parser: str | None = flag(
-        None,
-        "how the model writes calls of tools; requests may have tools only with it",
-        choices=TOOL_CALL_PARSERS,
+        AUTO,
+        "how the model writes calls of tools, without which no request may have tools; auto finds "
+        "it by the call that the chat template writes",
+        choices=(AUTO, NONE, *TOOL_CALL_PARSERS),
         metavar="NAME",
     )
     strict_fields: bool = flag(

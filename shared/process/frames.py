@@ -36,6 +36,7 @@ from shared.models.sampling import SamplingDefaults
 from shared.options.observing import ObservingOptions
 from shared.spec.logprobs import Scores
 from shared.text.marks import marks_of
+from shared.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct("<I")
 
@@ -60,6 +61,7 @@ class ModelFacts:
       admin_api_key: Opens the routes that change the server; None keeps them closed.
       corpus_path: JSONL file of the external corpus to start with, or None.
       api_key: What every request must know; None: nothing.
+      chat_template: Jinja file that is used in place of the folder's templates, or None.
       reasoning_parser: How the model marks its reasoning; None: answers are not parsed for it.
       tool_call_parser: How the model writes calls of tools; None: it is told of none.
       drafter: What drafts, as its flag names it; None without speculation.
@@ -84,6 +86,7 @@ class ModelFacts:
     admin_api_key: str | None = None
     corpus_path: str | None = None
     api_key: str | None = None
+    chat_template: str | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     drafter: str | None = None
@@ -100,6 +103,14 @@ class ModelFacts:
     def marks(self) -> tuple[str, ...]:
         """What answers show although the tokenizer may have it as special tokens."""
         return marks_of(self.tool_call_parser, self.reasoning_parser)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Reads the model's tokenizer with its chat template, as answers are shown.
+
+        Raises:
+          ValueError: A file is broken; one sentence.
+        """
+        return Tokenizer.from_folder(self.model_folder, self.marks, self.chat_template)
 
     def with_end(self, end_id: int | None) -> ModelFacts:
         """With the tokenizer's end token, if it has one, among those that end a text.

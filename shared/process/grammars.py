@@ -13,6 +13,7 @@ from importlib import import_module
 
 from shared.engine.grammar import Constraint, Grammar
 from shared.engine.request import Refusal, Request
+from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.text.marks import marks_of
 from shared.text.worker import WorkRefused
@@ -50,7 +51,15 @@ class Grammars:
         if not options.engine.has_grammars:
             return None
         # The library is loaded where grammars are asked for, and nowhere else.
-        compiler = import_module("shared.text.grammar").Compiler
+        try:
+            compiler = import_module("shared.text.grammar").Compiler
+        except ModuleNotFoundError as error:
+            if error.name != "llguidance":
+                raise
+            raise ConfigError(
+                "structured output needs llguidance, and llguidance is not installed; install it, "
+                "or leave --grammar-backend out"
+            ) from error
         marks = marks_of(options.server.tool_call_parser, options.server.reasoning_parser)
         return cls(compiler.of_folder(options.model.model_path, vocab, marks).compile, vocab)
 

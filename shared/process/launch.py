@@ -15,7 +15,6 @@ from shared.boundary.backend import Backend
 from shared.boundary.operations import plain_gauges
 from shared.engine.checks import RequestLimits
 from shared.options.command_line import parse
-from shared.options.server import ServerOptions
 from shared.process import descriptors, heap, logs, loop
 from shared.process.address import Listeners, admin_host, host_names, open_listeners
 from shared.process.engines import index_of, make_engine, with_checks
@@ -84,10 +83,10 @@ def launch(
         watchdog.claim_end()  # who has found it out is about to say so
         print(error, file=sys.stderr, flush=True)
         return EXIT_FAILED
-    index, server = index_of(engine.controller), options.server
-    facts = facts_of(start, server, listeners)
+    index, drain_timeout = index_of(engine.controller), options.server.drain_timeout
+    facts = facts_of(start, listeners)
     heap.settle()
-    return loop.run(served, facts, listeners, index, watchdog, server.drain_timeout, start.grammars)
+    return loop.run(served, facts, listeners, index, watchdog, drain_timeout, start.grammars)
 
 
 def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
@@ -100,14 +99,16 @@ def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
     return backend
 
 
-def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:
+def facts_of(start: Start, listeners: Listeners) -> ModelFacts:
     """What a request is checked against, and who may ask."""
     memory = start.memory
     options, capacity, model = memory.settled.told, memory.capacity, memory.blueprint.config
-    folder, queued = Path(options.model.model_path).resolve(), server.max_queued_requests
+    server, folder = options.server, Path(options.model.model_path).resolve()
+    queued = server.max_queued_requests
     return ModelFacts(
         model_name=server.served_model_name or folder.name,
         model_folder=str(folder),
+        chat_template=options.model.chat_template,
         limits=RequestLimits.of(capacity, memory.max_request_tokens),
         eos_ids=model.eos_ids,
         sampling_defaults=start.defaults,

@@ -45,9 +45,9 @@ from shared.options.flags import ConfigError, in_full
 from shared.options.options import PARTS, Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
+from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import Grammars
 from shared.process.pictures import Tower, find_tower, find_vision
-from shared.text.tokenizer import Tokenizer
 
 
 class Weights(Protocol):
@@ -93,7 +93,7 @@ class CheckedModel:
     """The flags of a start and its opened files, after every check that needs no device.
 
     Attributes:
-      options: The flags, with each path in full.
+      options: The flags, with each path in full and each `auto` that needs no device resolved.
       model: The target's settings.
       checkpoint: The target's files.
       draft_files: The drafter and its files.
@@ -136,11 +136,12 @@ def check_model(options: Options, opens: Callable[[str], Weights]) -> CheckedMod
     _check_rules(options, opened)
     checkpoint.check(model, options.speculative.with_mtp)
     tower = _checked_tower(options, checkpoint)
-    Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
+    options = with_parsers(options)
     is_openai = options.server.sampling_defaults == "openai"
     drafts = _with_map(options, model, _drafts(options, model, opened.draft, checkpoint))
     _check_shares(model, drafts, options.ranks.tp_size)
     _check_quantization(options, checkpoint, model)
+    options, grammars = with_grammars(options, model.vocab)
     return CheckedModel(
         options=options,
         model=model,
@@ -149,7 +150,7 @@ def check_model(options: Options, opens: Callable[[str], Weights]) -> CheckedMod
         tower=tower,
         in_codes=_in_codes(options, checkpoint, model),
         defaults=SamplingDefaults() if is_openai else SamplingDefaults.from_folder(folder),
-        grammars=Grammars.of_options(options, model.vocab),
+        grammars=grammars,
     )
 
 

@@ -12,6 +12,7 @@ from shared.drafts.config import head_json
 from shared.drafts.formats import stated
 from shared.drafts.streams import doubts
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.constrained import GrammarController
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.models.active import active_numbers
@@ -48,6 +49,9 @@ def start_notes(
             "lm_head.weight differs from the embedding and is used, although config.json ties the "
             "two (tie_word_embeddings: true)"
         )
+    yield from told.reasons
+    if told.model.chat_template is not None:
+        yield f"conversations are written by the chat template {told.model.chat_template}"
     yield from tokenizer_notes(Path(told.model.model_path))
     yield from head_notes(told)
     yield from rank_notes(memory)
@@ -93,6 +97,8 @@ def rank_notes(memory: MemoryPlan) -> Iterator[str]:
 
 def step_notes(told: Options, controller: Controller) -> Iterator[str]:
     """What the steps take that there is a choice of, or why there is none."""
+    if isinstance(controller, GrammarController):
+        controller = controller.inner
     chooses = told.adaptive.speculative_adaptive and told.speculative.drafts
     if chooses and isinstance(controller, StaticController):
         yield (

@@ -357,13 +357,18 @@ class IgnoredField(Answer):
 class Capabilities(Answer):
     """What works with what, and within which bounds.
 
-    `ignored` is empty where the server was started with `--strict-fields`.
+    `ignored` is empty where the server was started with `--strict-fields`. The parsers are those in
+    use, `chat_template` is the file of the flag.
     """
 
     drafters: list[str]
     ignored: list[IgnoredField]
     refused: list[Refusal]
     ranks: int
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    chat_template: str | None
+    structured_output: bool
     limits: Bounds
     pictures: PictureBounds | None
 

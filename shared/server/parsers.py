@@ -24,7 +24,10 @@ class Parsers:
           ApiError: Status 400.
         """
         if isinstance(request, ChatRequest) and request.usable_tools and not self._tool_calls:
-            message = "tools need a server that was started with --tool-call-parser"
+            message = (
+                "tools need a server with a tool-call parser, and the chat template of the model "
+                "fits none; start the server with --tool-call-parser NAME"
+            )
             raise ApiError(400, message, "tools")
 
     def new(self, request: CompletionRequest | ChatRequest, prompt: str) -> OutputParser:

@@ -73,15 +73,18 @@ class Routes:
         return Response(trace.to_json(), media_type="application/json")
 
     async def capabilities(self) -> Response:
-        """GET /capabilities: the drafters, what is refused, the ranks, the bounds of a request."""
+        """GET /capabilities: drafters, errors, ranks, parsers and the bounds of a request."""
+        facts = self._client.facts
         of_server = {
-            "ranks": self._client.facts.ranks,
+            "ranks": facts.ranks,
+            "tool_call_parser": facts.tool_call_parser,
+            "reasoning_parser": facts.reasoning_parser,
+            "chat_template": facts.chat_template,
+            "structured_output": facts.limits.has_grammars,
             "limits": self._limits(),
             "pictures": self._opener and self._opener.bounds,
         }
-        return json_response(
-            {**capabilities.to_json(self._client.facts.strict_fields), **of_server}
-        )
+        return json_response({**capabilities.to_json(facts.strict_fields), **of_server})
 
     async def live(self) -> Response:
         """GET /live: 200 while the engine lives and its steps end."""

@@ -150,7 +150,7 @@ async def serve(
     try:
         client = await EngineClient.connect(connection, last_word)
         logs.set_up(client.facts.observing)
-        tokenizer = Tokenizer.from_folder(client.facts.model_folder, client.facts.marks)
+        tokenizer = client.facts.tokenizer()
         await load_start_corpus(client, tokenizer)
     except (EngineLost, ValueError) as error:
         print(error, file=sys.stderr, flush=True)

@@ -52,6 +52,23 @@ class ChatTemplates:
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
 
+    @classmethod
+    def from_file(cls, path: Path, names: dict[str, str]) -> ChatTemplates:
+        """One template for all conversations, from a Jinja file.
+
+        Raises:
+          ValueError: It cannot be read, or is no template; one sentence.
+        """
+        try:
+            return cls({DEFAULT: path.read_text(encoding="utf-8")}, names)
+        except OSError as error:
+            raise ValueError(
+                f"--chat-template {path} cannot be read: {error.strerror}; give the path of a "
+                "Jinja file"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"--chat-template {path} is no Jinja template: {error}") from error
+
     @property
     def has_default(self) -> bool:
         """Whether a conversation without tools has a template."""

@@ -59,10 +59,15 @@ class Tokenizer:
         self._most_characters = most_characters(tokenizer)
 
     @classmethod
-    def from_folder(cls, folder: str | Path, marks: Collection[str] = ()) -> Tokenizer | None:
+    def from_folder(
+        cls, folder: str | Path, marks: Collection[str] = (), chat_template: str | None = None
+    ) -> Tokenizer | None:
         """Reads a checkpoint's tokenizer; None where it has none.
 
-        Args: `marks` as of the constructor.
+        Args:
+          folder: Of the checkpoint.
+          marks: As of the constructor.
+          chat_template: A Jinja file to use in place of the folder's templates.
 
         Raises:
           ValueError: A file is broken; one sentence.
@@ -73,7 +78,11 @@ class Tokenizer:
             return None
         config = read_config(folder)
         names = _special_names(config)
-        return cls(tokenizer, ChatTemplates.from_folder(folder, config, names), names, marks)
+        if chat_template is None:
+            templates = ChatTemplates.from_folder(folder, config, names)
+        else:
+            templates = ChatTemplates.from_file(Path(chat_template), names)
+        return cls(tokenizer, templates, names, marks)
 
     @property
     def has_chat_template(self) -> bool:

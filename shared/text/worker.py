@@ -7,12 +7,14 @@ and no call within Python's own C code can hold up, and which needs nobody to se
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,6 +44,14 @@ def frame(body: bytes) -> bytes:
 def pack(message: Any) -> bytes:
     """A message of JSON."""
     return frame(json.dumps(message).encode())
+
+
+def frames_of(data: bytes) -> Iterator[bytes]:
+    """The bodies of the whole messages that one side has written."""
+    stream = io.BytesIO(data)
+    with contextlib.suppress(struct.error):
+        while (body := _read(stream)) is not None:
+            yield body
 
 
 def _read(stream: BinaryIO) -> bytes | None:

@@ -18,11 +18,12 @@ QUESTION = [{"role": "user", "content": "A cinema has 6 rows of 13 seats. How ma
 GREEDY = {"temperature": 0.0, "max_tokens": 64}
 SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 48}
 OPTIONS = {"max_running_requests": 4, "context_length": 256}
+WITHOUT = {"grammar_backend": "none", "tool_call_parser": "none"}
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(speculative_algorithm="NEXTN", max_prompt_logprobs=2, **OPTIONS) as it:
+    with LLM(speculative_algorithm="NEXTN", max_prompt_logprobs=2, **WITHOUT, **OPTIONS) as it:
         yield it
 
 
@@ -47,7 +48,7 @@ def test_a_chat_has_the_text_of_the_server(llm, server, how):
 def test_jax_answers_as_torch_does(llm, quick_jax):
     asked = SamplingParams(**SAMPLED)
     few = {"max_running_requests": 1, "chunked_prefill_size": 64, "disable_radix_cache": True}
-    with JaxLLM(speculative_algorithm="NEXTN", **OPTIONS | few) as other:
+    with JaxLLM(speculative_algorithm="NEXTN", **WITHOUT, **OPTIONS | few) as other:
         theirs, ours = other.chat(QUESTION, asked)[0], llm.chat(QUESTION, asked)[0]
     assert theirs.outputs[0].token_ids == ours.outputs[0].token_ids
     assert theirs.outputs[0].accepted_histogram == ours.outputs[0].accepted_histogram
@@ -262,7 +263,7 @@ def test_every_option_of_the_server_alone_is_refused_by_name():
 def test_a_grammar_holds_an_answer():
     form = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
     asked = SamplingParams(temperature=1, seed=2, max_tokens=40, structured_outputs=form)
-    with LLM(grammar_backend="llguidance", **OPTIONS) as llm:
+    with LLM(**OPTIONS) as llm:
         (answer,) = llm.chat(QUESTION, asked)
     assert answer.text.startswith("{")
 
@@ -275,7 +276,8 @@ def test_calls_of_a_strict_function_are_held_to_it_or_refused(tmp_path):
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     strict = {"type": "function", "function": tool["function"] | {"strict": True}}
     asked = SamplingParams(**GREEDY)
-    with LLM(str(tmp_path), tool_call_parser="hermes", **OPTIONS) as llm:
+    needed = {"grammar_backend": "none", "tool_call_parser": "hermes"}
+    with LLM(str(tmp_path), **needed, **OPTIONS) as llm:
         assert llm.chat(QUESTION, asked, tools=[tool])[0].text
         with pytest.raises(ValueError, match="a grammar needs an LLM that was made with"):
             llm.chat(QUESTION, asked, tools=[strict])

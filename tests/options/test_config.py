@@ -25,9 +25,8 @@ REFUSED = {
     "--mem-fraction-static most": "--mem-fraction-static must be a number, got most",
     "--shadow-check 1.5": "--shadow-check must be 0.0 to 1.0, got 1.5",
     "--shadow-check nan": "--shadow-check must be 0.0 to 1.0, got nan",
-    "--reasoning-parser no": "--reasoning-parser must be one of qwen3, deepseek-r1, got no",
-    "--tool-call-parser no": "--tool-call-parser must be one of hermes, qwen,",
-    "--chat-template x": "--chat-template is not supported",
+    "--reasoning-parser no": "--reasoning-parser must be one of auto, none, qwen3, deepseek-r1",
+    "--tool-call-parser no": "--tool-call-parser must be one of auto, none, hermes, qwen,",
     "--speculative-ngram-min-bfs-breadth 1": (
         "--speculative-ngram-min-bfs-breadth belongs to another drafter"
     ),
@@ -249,6 +248,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "api_key": "word",
         "reasoning_parser": "qwen3",
         "tool_call_parser": "hermes",
+        "chat_template": "mine.jinja",
         "mem_fraction_static": 0.75,
         "shadow_check": 0.25,
         "mamba_track_interval": 128,

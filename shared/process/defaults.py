@@ -1,0 +1,96 @@
+"""Options that a start chooses by itself, from the model and the other flags.
+
+Each choice is reported with its reason; a value that the command line gives is never changed.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from shared.options.engine import LLGUIDANCE
+from shared.options.flags import AUTO, NONE, ConfigError, spelling
+from shared.options.options import Options
+from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
+from shared.process.grammars import Grammars
+from shared.text.chat_templates import ChatTemplates
+from shared.text.template_probe import Choice, reasoning_parser_of, tool_call_parser_of
+from shared.text.tokenizer import Tokenizer
+
+_PARSERS = (
+    ("reasoning_parser", reasoning_parser_of, REASONING_PARSERS),
+    ("tool_call_parser", tool_call_parser_of, TOOL_CALL_PARSERS),
+)
+
+
+def with_parsers(options: Options) -> Options:
+    """The options with the parsers that fit the chat template.
+
+    Raises:
+      ValueError: The tokenizer or a template cannot be read; one sentence.
+    """
+    path = options.model.chat_template
+    tokenizer = Tokenizer.from_folder(options.model.model_path, chat_template=path)
+    if path is not None and tokenizer is None:
+        raise ConfigError(
+            f"--chat-template {path} needs a tokenizer, and the model folder has no "
+            "tokenizer.json; leave the flag out"
+        )
+    templates = None if tokenizer is None else tokenizer.templates
+    for name, find, known in _PARSERS:
+        options = _with_parser(options, templates, name, find, known)
+    return options
+
+
+def _with_parser(
+    options: Options,
+    templates: ChatTemplates | None,
+    name: str,
+    find: Callable[[ChatTemplates], Choice],
+    known: tuple[str, ...],
+) -> Options:
+    given, reasons = getattr(options.server, name), options.reasons
+    parser = None if given == NONE else given
+    if given == AUTO:
+        choice = Choice(None) if templates is None else find(templates)
+        parser = choice.parser
+        if parser is not None:
+            reasons += (f"{spelling(name)} {parser}: the chat template {choice.reason}",)
+        elif choice.reason:
+            names = f"{', '.join(known[:-1])} or {known[-1]}"
+            way_out = f"give {spelling(name)} ({names}) to choose one"
+            reasons += (f"{spelling(name)} none: the chat template {choice.reason}; {way_out}",)
+    server = replace(options.server, **{name: parser})
+    return replace(options, server=server, reasons=reasons)
+
+
+def with_grammars(options: Options, vocab: int) -> tuple[Options, Grammars | None]:
+    """The options with a grammar backend, and the compiler of grammars if there is one.
+
+    Raises:
+      ValueError: The flags ask for grammars, and the model's tokenizer does not allow them.
+    """
+    if options.engine.grammar_backend != AUTO:
+        return options, Grammars.of_options(options, vocab)
+    reason = _reason_against(options)
+    if reason is None:
+        chosen = _with_backend(options, LLGUIDANCE)
+        try:
+            return chosen, Grammars.of_options(chosen, vocab)
+        except ValueError as error:
+            reason = str(error)
+    told = f"--grammar-backend none, requests with a schema or a forced call are errors: {reason}"
+    chosen = _with_backend(options, NONE)
+    return replace(chosen, reasons=(*options.reasons, told)), None
+
+
+def _reason_against(options: Options) -> str | None:
+    """The flag beside which no text is held to a grammar."""
+    draft = options.speculative
+    if draft.verification != "match":
+        return f"--accept-rule {draft.accept_rule} does not judge drafts of a grammar"
+    if draft.accept_rates is not None:
+        return "--speculative-simulate-accept-length accepts drafts of no grammar"
+    return None
+
+
+def _with_backend(options: Options, backend: str) -> Options:
+    return replace(options, engine=replace(options.engine, grammar_backend=backend))

@@ -1,0 +1,144 @@
+"""Options that a start chooses by itself: each by the model's files, and given ones stay."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from models.make_random import chat_template
+from shared.options.command_line import parse
+from shared.options.options import Options
+from shared.process.defaults import with_grammars, with_parsers
+from shared.text.tokenizer import Tokenizer
+from tests.support.family_templates import TEMPLATES
+from tests.support.http_fixtures import save_tokenizer
+
+VOCAB = 4096
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tokenizer(tmp_path)
+    return tmp_path
+
+
+def chosen(*flags: str) -> Options:
+    return with_parsers(parse(list(flags)))
+
+
+def parsers_of(options: Options) -> tuple[str | None, str | None]:
+    return options.server.tool_call_parser, options.server.reasoning_parser
+
+
+def test_demo_model_has_tools_and_structured_output_without_flags():
+    options, grammars = with_grammars(chosen(), VOCAB)
+    assert parsers_of(options) == ("hermes", None)
+    assert grammars is not None
+    assert options.engine.has_grammars
+    (reason,) = options.reasons
+    assert reason == (
+        "--tool-call-parser hermes: the chat template writes calls as JSON in <tool_call>"
+    )
+
+
+def test_given_parsers_are_kept(folder: Path):
+    (folder / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    model = ("--model-path", str(folder))
+    assert parsers_of(chosen(*model)) == ("hermes", "qwen3")
+    given = chosen(*model, "--tool-call-parser=llama3", "--reasoning-parser=deepseek-r1")
+    assert parsers_of(given) == ("llama3", "deepseek-r1")
+    off = chosen(*model, "--tool-call-parser=none", "--reasoning-parser=none")
+    assert parsers_of(off) == (None, None)
+    assert given.reasons == off.reasons == ()
+
+
+def test_template_of_an_unknown_form_is_reported_with_the_flag(folder: Path):
+    (folder / "chat_template.jinja").write_text(TEMPLATES["mistral"])
+    options = chosen("--model-path", str(folder))
+    assert parsers_of(options) == (None, None)
+    (reason,) = options.reasons
+    assert reason == (
+        "--tool-call-parser none: the chat template writes calls in a form that no parser reads; "
+        "give --tool-call-parser (hermes, qwen, qwen3_coder or llama3) to choose one"
+    )
+
+
+def test_folder_without_a_tokenizer_has_neither_parsers_nor_grammars(tmp_path: Path):
+    options, grammars = with_grammars(chosen("--model-path", str(tmp_path)), VOCAB)
+    assert parsers_of(options) == (None, None)
+    assert grammars is None
+    assert not options.engine.has_grammars
+    (reason,) = options.reasons
+    assert reason.startswith("--grammar-backend none, requests with a schema or a forced call are")
+    assert reason.endswith(f"there is no {tmp_path / 'tokenizer.json'}")
+    with pytest.raises(ValueError, match="there is no"):
+        with_grammars(chosen("--model-path", str(tmp_path), "--grammar-backend=llguidance"), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ("--accept-rule rejection", "--accept-rule rejection does not judge drafts of a grammar"),
+        ("--speculative-simulate-accept-length 2", "accepts drafts of no grammar"),
+    ],
+)
+def test_flags_that_exclude_grammars_turn_them_off(flags: str, reason: str):
+    options = chosen("--speculative-algorithm", "NEXTN", *flags.split())
+    resolved, grammars = with_grammars(options, VOCAB)
+    assert grammars is None
+    assert not resolved.engine.has_grammars
+    assert reason in resolved.reasons[-1]
+
+
+def test_missing_grammar_library_turns_grammars_off(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str):
+        if name == "shared.text.grammar":
+            raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
+        return import_module(name)
+
+    monkeypatch.setattr("shared.process.grammars.import_module", missing)
+    resolved, grammars = with_grammars(chosen(), VOCAB)
+    assert grammars is None
+    assert "llguidance is not installed" in resolved.reasons[-1]
+    with pytest.raises(ValueError, match="llguidance is not installed; install it, or leave"):
+        with_grammars(chosen("--grammar-backend=llguidance"), VOCAB)
+
+
+def test_chat_template_file_replaces_the_folders(folder: Path, tmp_path: Path):
+    path = tmp_path / "mine.jinja"
+    path.write_text("mine {{ messages[0].content }}" + chat_template(has_images=False))
+    options = chosen("--model-path", str(folder), "--chat-template", str(path))
+    assert parsers_of(options) == ("hermes", None)
+    tokenizer = Tokenizer.from_folder(folder, chat_template=str(path))
+    assert tokenizer is not None
+    tokens = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode_all(tokens).startswith("mine hi")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "--chat-template .*mine.jinja cannot be read: No such file or directory; give the"),
+        (b"{% for %}", "--chat-template .*mine.jinja is no Jinja template: default: "),
+        (b"\xff\xfe\x00", "--chat-template .*mine.jinja is no Jinja template: 'utf-8'"),
+    ],
+)
+def test_chat_template_that_cannot_be_used_is_an_error(
+    folder: Path, tmp_path: Path, content: bytes | None, message: str
+):
+    path = tmp_path / "mine.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        chosen("--model-path", str(folder), "--chat-template", str(path))
+
+
+def test_chat_template_without_a_tokenizer_is_an_error(tmp_path: Path):
+    (tmp_path / "mine.jinja").write_text("x")
+    flags = ["--model-path", str(tmp_path), "--chat-template", str(tmp_path / "mine.jinja")]
+    with pytest.raises(ValueError, match="needs a tokenizer, and the model folder has no"):
+        chosen(*flags)
+    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+        chosen("--chat-template", str(tmp_path))
