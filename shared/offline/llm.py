@@ -197,13 +197,13 @@ class LLM:
             for stream in begun:
                 stream.close()
 
+    @python_words()
     def _begin(self, prompt: ReadPrompt, params: SamplingParams) -> Stream:
         """Gives the engine the requests of a prompt."""
         sampling = make_sampling(params, len(prompt.tokens), self._facts)
         calls = self._calls(prompt, params)
         sampling = replace(sampling, grammar=_grammar(prompt, params, calls))
-        with python_words():
-            check(prompt.tokens, sampling, self._facts.limits)
+        check(prompt.tokens, sampling, self._facts.limits)
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         answers = []
         for index in range(params.n):
