@@ -3,8 +3,14 @@
 import json
 from pathlib import Path
 
+from safetensors.numpy import load_file, save_file
+
+from shared.models.checkpoint import SINGLE_FILE
 from shared.options.command_line import parse
-from shared.process.notes import head_notes, tokenizer_notes
+from shared.process.notes import head_notes, start_notes, tokenizer_notes
+from shared.process.start import prepare
+from tests.support.reference_serve import PLATFORM
+from tests.support.tiny_models import write_tiny
 
 
 def test_a_tokenizer_that_is_not_read_is_told(tmp_path: Path):
@@ -34,3 +40,31 @@ def test_what_a_head_may_mean_otherwise_is_told_unless_a_flag_tells(tmp_path: Pa
     assert "norm_output" in told
     (tmp_path / "config.json").write_text(json.dumps(written | {"fc_norm": True}))
     assert not told_of(tmp_path)
+
+
+def notes_of(folder: Path, *flags: str) -> list[str]:
+    line = ["--model-path", str(folder), "--context-length", "64", *flags]
+    start = prepare(parse(line), PLATFORM)
+    return [*start_notes(start.memory, start.plain, start.defaults)]
+
+
+def test_generation_fields_that_are_not_applied_are_told_in_one_line(tmp_path: Path):
+    write_tiny(tmp_path, "llama", 0)
+    assert not notes_of(tmp_path)
+    stated = {"no_repeat_ngram_size": 3, "suppress_tokens": [5], "top_k": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    applied, others = notes_of(tmp_path)
+    assert "top_k 20" in applied
+    assert "also sets no_repeat_ngram_size, suppress_tokens, which" in others
+    assert not notes_of(tmp_path, "--sampling-defaults", "openai")
+
+
+def test_a_head_that_the_config_ties_and_the_files_do_not_is_told(tmp_path: Path):
+    write_tiny(tmp_path, "llama", 0, tied=True)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding}, tmp_path / SINGLE_FILE)
+    assert not notes_of(tmp_path)
+    save_file({**tensors, "lm_head.weight": embedding + 1}, tmp_path / SINGLE_FILE)
+    (told,) = notes_of(tmp_path)
+    assert "lm_head.weight differs from the embedding" in told
