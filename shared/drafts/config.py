@@ -194,12 +194,7 @@ class DraftConfig:
                 f"({target.hidden}), so it cannot share the target's lm_head; "
                 "use a head with a draft_vocab_size"
             )
-        is_tied = said.flag("tie_word_embeddings") and said.settings.get("draft_vocab_size")
-        if is_tied and self.kind == "EAGLE3":
-            raise ValueError(
-                "the draft model's tie_word_embeddings: true with a draft_vocab_size is not "
-                "supported; use a head with an lm_head of its own"
-            )
+        said.flag("tie_word_embeddings")  # copied from base models; the tensors decide
         return replace(self, own_lm_head=self.own_lm_head or self.has_draft_vocab)
 
 

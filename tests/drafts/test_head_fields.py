@@ -31,6 +31,9 @@ WRITTEN = {
 }
 
 
+WRITTEN["tie_word_embeddings"] = True
+
+
 def flat(kind: str) -> dict:
     return tiny_block_config(TARGET) if kind == "DFLASH" else tiny_head_config(TARGET, kind)
 
