@@ -140,6 +140,7 @@ def _nested(value: Any) -> Any:
 
 
 def _named(tool: Any) -> Any:
+    """A function as the chat API nests it."""
     if isinstance(tool, dict) and tool.keys() == {"type", "name"}:
         return {"type": tool["type"], "function": {"name": tool["name"]}}
     return tool
@@ -153,7 +154,7 @@ def _choice_kind(value: Any) -> str:
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<word>")]
-    | Annotated[NamedTool, Tag("<named>")]
+    | Annotated[NamedTool, BeforeValidator(_named), Tag("<named>")]
     | Annotated[AllowedChoice, BeforeValidator(_nested), Tag("<allowed>")],
     Discriminator(_choice_kind),
 ]

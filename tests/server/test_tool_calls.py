@@ -211,6 +211,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function
         ({}, True, True),
         ({"tool_choice": "required"}, False, True),
         ({"tool_choice": {"type": "function", "function": {"name": "get"}}}, False, True),
+        ({"tool_choice": {"type": "function", "name": "get"}}, False, True),
         ({"tool_choice": ALLOWED}, False, True),
         ({"response_format": {"type": "json_object"}}, False, True),
         ({"response_format": {"type": "text"}}, False, False),
