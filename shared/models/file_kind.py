@@ -86,7 +86,11 @@ SUFFIXES = {
 
 
 def kind_of_file(path: Path) -> FileKind:
-    """The kind of a file by its first bytes, else by its name."""
+    """The kind of a file by its first bytes, else by its name.
+
+    Raises:
+      OSError: The file cannot be read.
+    """
     with path.open("rb") as file:
         head = file.read(512)
     if not head:
@@ -126,6 +130,13 @@ def folder_fault(folder: Path, named: str = "the model folder") -> str | None:
     Args:
       named: The folder's part in the start.
     """
+    try:
+        return _folder_fault(folder, named)
+    except OSError as error:
+        return f"{named} {folder} cannot be read: {error.strerror}"
+
+
+def _folder_fault(folder: Path, named: str) -> str | None:
     if folder.is_file():
         kind = kind_of_file(folder)
         return f"{folder} is {kind.name}, and {named} is needed; {kind.way_out}"

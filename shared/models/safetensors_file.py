@@ -20,8 +20,11 @@ def open_file(path: Path) -> Any:
       CheckpointError: It is truncated, or no safetensors file; one sentence that says what it is.
     """
     try:
+        path.open("rb").close()
         return safe_open(path, framework="numpy")
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
         kind = kind_of_file(path)
         if kind not in (SAFETENSORS, OTHER, EMPTY):
             raise CheckpointError(f"{path} is {kind.name}; {kind.way_out}") from error

@@ -16,6 +16,7 @@ from safetensors.numpy import save, save_file
 from shared.drafts.checkpoint import open_head
 from shared.models.checkpoint import open_checkpoint
 from shared.models.families import config_from_folder
+from shared.models.safetensors_file import open_file
 from tests.support.tiny_models import write_tiny
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"
@@ -178,3 +179,19 @@ def test_training_arguments_beside_weights_opened(tmp_path):
     (tmp_path / "training_args.bin").touch()
     (tmp_path / "m.gguf").touch()
     assert open_checkpoint(tmp_path).files == [tmp_path / "model.safetensors"]
+
+
+@pytest.mark.parametrize("opened", [open_checkpoint, config_from_folder, open_head])
+def test_path_that_the_system_refuses_error(tmp_path, opened):
+    with pytest.raises(ValueError, match="cannot be read: File name too long"):
+        opened(tmp_path / ("x" * 300))
+
+
+def test_weights_that_cannot_be_read_error(tmp_path, monkeypatch):
+    def denied(*given: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    write_tiny(tmp_path, "qwen3", 0)
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(ValueError, match="model.safetensors cannot be read: Permission denied"):
+        open_file(tmp_path / "model.safetensors")
