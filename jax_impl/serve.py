@@ -3,17 +3,17 @@
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from shared.process.launch import launch
-from shared.process.start import Platform
 
 GPU_SHARE = "0.95"
 """Of a GPU's memory that JAX takes at its first use, where the environment names no other share;
 JAX's own default is 0.75."""
 
 
-def platform() -> Platform:
-    """It brings JAX, once flags are right."""
+def platform() -> Any:
+    """Returns the `Platform` of JAX, which is imported once flags and files are right."""
     from jax_impl.platform import PLATFORM
 
     return PLATFORM
@@ -22,7 +22,7 @@ def platform() -> Platform:
 def main(argv: Sequence[str]) -> int:
     """Serves until it is told to stop; returns the process's exit code."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)
-    return launch(argv, platform)
+    return launch(argv, platform, packages=("jax", "jaxlib"))
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def test_imports_stand_at_the_top():
 
 
 def test_a_start_without_grammars_imports_no_library_of_theirs():
-    code = "import sys, shared.process.launch; sys.exit('llguidance' in sys.modules)"
+    code = "import sys, shared.process.serving; sys.exit('llguidance' in sys.modules)"
     assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode
 
 

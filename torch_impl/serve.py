@@ -2,15 +2,15 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from shared.process.launch import launch
-from shared.process.start import Platform
 
 MODULE = "torch_impl.platform"
 
 
-def platform() -> Platform:
-    """It brings torch, once flags are right and other ranks have begun."""
+def platform() -> Any:
+    """Returns the `Platform` of torch, which is imported once flags and files are right."""
     from torch_impl.platform import PLATFORM
 
     return PLATFORM
@@ -18,7 +18,7 @@ def platform() -> Platform:
 
 def main(argv: Sequence[str]) -> int:
     """Serves until it is told to stop; returns the process's exit code."""
-    return launch(argv, platform, rank_module=MODULE)
+    return launch(argv, platform, rank_module=MODULE, packages=("torch",))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from shared.offline.prompts import Message, is_message, listed_chats, listed_pro
 from shared.offline.results import RequestOutput
 from shared.offline.values import items_of, token_ids
 from shared.options.options import Options
-from shared.process import engines, heap, launch, logs
+from shared.process import engines, heap, logs, serving
 from shared.process.address import Listeners
 from shared.process.model_files import local_models
 from shared.process.notes import start_notes
@@ -259,10 +259,10 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
         start = ranked.prepare()
         for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
             console.print(note)
-        backend = launch.ready(start, ranked, console)
+        backend = serving.ready(start, ranked, console)
         engine = engines.make_engine(backend, start.memory)
         served = engines.with_checks(engine, backend, options.engine.shadow_check)
-    facts = launch.facts_of(start, Listeners([], []))
+    facts = serving.facts_of(start, Listeners([], []))
     tokenizer = facts.tokenizer()
     facts = facts.with_end(tokenizer.end_id if tokenizer else None)
     heap.settle()

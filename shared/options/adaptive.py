@@ -39,10 +39,12 @@ class AdaptiveConfig:
         "levels with 16 nodes; STANDALONE chains alone, DFLASH, DSPARK, DFLASH2 and NGRAM parts of "
         "their largest)",
         is_path=True,
+        is_file="read",
     )
     speculative_adaptive_trace: str | None = flag(
         None, "JSONL file that gets a line for each step: what was chosen, and what came of it",
         is_path=True,
+        is_file="written",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """What a command-line flag is: a field of a frozen dataclass with a default, a help and rules."""
 
+import errno
 import os
 from dataclasses import Field, field, fields, replace
 from pathlib import Path
@@ -21,7 +22,8 @@ def flag(default: Any, help: str, **rules: Any) -> Any:
       help: What it means, in the words of `--help`.
       **rules: `low`, `high` bound a number, which is a whole one unless `is_share`; `multiple_of`
         divides it; `choices` lists the words; `aliases` are other spellings of the flag;
-        `is_path` names a file or a folder, `is_list` a text of values with commas between them.
+        `is_path` names a file or a folder, `is_file` that it is a file to be "read" or "written";
+        `is_list` a text of values with commas between them.
     """
     return field(default=default, metadata={"help": help, **rules})
 
@@ -54,6 +56,39 @@ def check_value(item: "Field[Any]", value: Any) -> None:
     step = rules.get("multiple_of")
     if step is not None and value % step:
         raise ConfigError(f"{name} must be a multiple of {step}, got {value}")
+
+
+def check_files(config: Any) -> None:
+    """Looks at every file that a config names, so that a wrong one is found at once.
+
+    Raises:
+      ConfigError: One cannot be read, or not be written.
+    """
+    for item in fields(config):
+        name, verb = getattr(config, item.name), item.metadata.get("is_file")
+        if name is None or verb is None:
+            continue
+        path = Path(os.path.expanduser(name))
+        try:
+            _check_readable(path) if verb == "read" else _check_writable(path)
+        except OSError as error:
+            reason = f"{spelling(item.name)} {name} cannot be {verb}: {error.strerror}"
+            raise ConfigError(reason) from error
+
+
+def _check_readable(path: Path) -> None:
+    if path.is_dir() or path.is_file() or not path.exists():  # a pipe is left alone
+        with path.open("rb"):
+            pass
+
+
+def _check_writable(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 def in_full(config: Any) -> Any:

@@ -41,7 +41,10 @@ class NgramConfig:
         "or its own alone", choices=SCOPES, metavar="SCOPE",
     )  # fmt: skip
     speculative_ngram_external_corpus_path: str | None = flag(
-        None, "JSONL file of documents, each a text or a list of token ids", is_path=True
+        None,
+        "JSONL file of documents, each a text or a list of token ids",
+        is_path=True,
+        is_file="read",
     )
     speculative_ngram_external_sam_budget: int = flag(
         0, "draft nodes that external corpora share", low=0, high=63

@@ -1,8 +1,9 @@
 """How many GPUs run one model together, and who starts their processes."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
-from shared.options.flags import check_rules, flag
+from shared.options.flags import ConfigError, check_rules, flag
 
 LOCAL, RAY = "local", "ray"
 
@@ -25,3 +26,15 @@ class RankOptions:
 
     def __post_init__(self) -> None:
         check_rules(self)
+
+    def check_launcher(self) -> None:
+        """Looks for the package of the launcher.
+
+        Raises:
+          ConfigError: It is needed, and is not installed.
+        """
+        if self.launcher == RAY and find_spec("ray") is None:
+            raise ConfigError(
+                "--launcher ray needs Ray, which is not installed; install the extra ray, or leave "
+                "the flag out"
+            )

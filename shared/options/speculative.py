@@ -71,6 +71,7 @@ class SpeculativeConfig:
         None, "JSON file with the ids of the tokens that are drafted, whose rows of the target's "
         "lm_head are read for a draft in place of all (default: all tokens are drafted); "
         "python -m models.token_map makes one", metavar="FILE", is_path=True,
+        is_file="read",
     )  # fmt: skip
     speculative_ngram_index: str | None = flag(
         None, "where NGRAM keeps n-grams: in a table on the device, and steps wait for nobody, or "

@@ -1,4 +1,4 @@
-"""The start of a server: flags, checkpoint, memory plan, weights, engine, HTTP.
+"""The launch of a server: flags, packages and addresses first, then what takes seconds to import.
 
 Whatever the user can put right ends the start with exit code 2 and one sentence as the last line.
 """
@@ -7,25 +7,21 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
 
-from rich.console import Console
-
-from shared.boundary.backend import Backend
-from shared.boundary.operations import plain_gauges
-from shared.engine.checks import RequestLimits
 from shared.options.command_line import parse
-from shared.process import descriptors, heap, logs, loop
-from shared.process.address import Listeners, admin_host, host_names, open_listeners
-from shared.process.engines import index_of, make_engine, with_checks
-from shared.process.frames import ModelFacts
-from shared.process.model_files import local_models
-from shared.process.notes import report_plan, start_notes, step_notes
-from shared.process.progress import console_of, loading_progress, preparing_progress
-from shared.process.ranks.followers import RankError
-from shared.process.ranks.starting import RankedStart, ranked_start
-from shared.process.start import Platform, Start
-from shared.process.watchdog import EXIT_FAILED, NamedSteps, Watchdog
+from shared.options.flags import ConfigError, check_files
+from shared.options.options import PARTS
+from shared.process import descriptors, logs
+from shared.process.address import open_listeners
+
+EXIT_REFUSED = 2
+PROJECT = ("shared", "jax_impl", "torch_impl", "kernels", "tandem")
+EXTRAS = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "ray": "ray", "PIL": "images"}
+EXTRAS |= {"flax": "train", "orbax": "train", "opentelemetry": "otel", "shtab": "completion"}
+"""The extra of each package that not every installation has."""
 
 
 @contextmanager
@@ -40,15 +36,20 @@ def _ended_by_signals() -> Iterator[None]:
 
 @_ended_by_signals()  # until the loop has handlers of its own
 def launch(
-    argv: Sequence[str], platform: Callable[[], Platform], rank_module: str | None = None
+    argv: Sequence[str],
+    platform: Callable[[], Any],
+    rank_module: str | None = None,
+    packages: Sequence[str] = (),
 ) -> int:
     """Serves until it is told to stop.
 
     Args:
       argv: The command line without the program's name.
-      platform: Gives what serves, once flags are right and other ranks have begun.
+      platform: Gives the `shared.process.start.Platform` that serves, once flags and files are
+        right and other ranks have begun.
       rank_module: Where the process of another rank finds the same as its `PLATFORM`; None where
         one process has all devices.
+      packages: The packages that `platform` will import.
 
     Returns:
       The process's exit code: 0 after a signal, 2 where the start was refused, else 1.
@@ -57,75 +58,45 @@ def launch(
     try:
         options = parse(argv)
         logs.set_up(options.observing)
-        console = console_of(options.observing)
-        watchdog = Watchdog(options.server.watchdog_timeout)
+        _check_packages(packages)
+        options.observing.check_exporter()
+        options.ranks.check_launcher()
+        for part in PARTS:
+            check_files(getattr(options, part))
         listeners = open_listeners(options.server)
-        options = local_models(options, console)
-        with ranked_start(options, platform, rank_module, watchdog.fail) as ranked:
-            start = ranked.prepare()
-            report_plan(console, start.memory)
-            for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
-                logs.info(note)
-            backend = ready(start, ranked, console)
-            watchdog.standing = ranked.standing
-            named = NamedSteps(backend, watchdog)
-            engine = make_engine(named, start.memory)
-            engine.metrics.show(ranked.gauges)
-            if start.memory.blueprint.on_gpu:
-                engine.metrics.show(plain_gauges(start.plain))
-            served = with_checks(engine, named, options.engine.shadow_check)
-        for note in step_notes(options, engine.controller):
-            logs.info(note)
+        serving = import_module("shared.process.serving")
+        serve = serving.start_serving(options, listeners, platform, rank_module)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
-        print(error, file=sys.stderr, flush=True)
-        return loop.EXIT_REFUSED
-    except RankError as error:
-        watchdog.claim_end()  # who has found it out is about to say so
-        print(error, file=sys.stderr, flush=True)
-        return EXIT_FAILED
-    index, drain_timeout = index_of(engine.controller), options.server.drain_timeout
-    facts = facts_of(start, listeners)
-    heap.settle()
-    return loop.run(served, facts, listeners, index, watchdog, drain_timeout, start.grammars)
+        return _refused(str(error))
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name in ("", *PROJECT):
+            raise
+        return _refused(_missing(name))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _refused(f"{error.filename} cannot be used: {error.strerror}")
+    return serve()
 
 
-def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
-    """The backend with everything that serving needs: nothing is compiled or captured later."""
-    with loading_progress(console, start.num_bytes) as progress:
-        backend = ranked.load(start, progress)
-    programs = backend.capacity.programs
-    with preparing_progress(console, len(programs)) as begin:
-        backend.prepare(programs, begin)
-    return backend
+def _refused(sentence: str) -> int:
+    """Prints the reason of a start that ends, as the last line."""
+    print(sentence, file=sys.stderr, flush=True)
+    return EXIT_REFUSED
 
 
-def facts_of(start: Start, listeners: Listeners) -> ModelFacts:
-    """What a request is checked against, and who may ask."""
-    memory = start.memory
-    options, capacity, model = memory.settled.told, memory.capacity, memory.blueprint.config
-    server, folder = options.server, Path(options.model.model_path).resolve()
-    queued = server.max_queued_requests
-    return ModelFacts(
-        model_name=server.served_model_name or folder.name,
-        model_folder=str(folder),
-        chat_template=options.model.chat_template,
-        limits=RequestLimits.of(capacity, memory.max_request_tokens),
-        eos_ids=model.eos_ids,
-        sampling_defaults=start.defaults,
-        max_open_requests=None if queued is None else capacity.num_slots - 1 + queued,
-        max_draft_depth=capacity.max_depth,
-        host_names=host_names(server, server.host, listeners.clients),
-        admin_host_names=host_names(server, admin_host(server), listeners.admin),
-        admin_api_key=server.admin_api_key,
-        corpus_path=options.ngram.speculative_ngram_external_corpus_path,
-        api_key=server.api_key,
-        reasoning_parser=server.reasoning_parser,
-        tool_call_parser=server.tool_call_parser,
-        drafter=options.speculative.speculative_algorithm,
-        trace_requests=server.trace_requests,
-        strict_fields=server.strict_fields,
-        allowed_origins=server.origins,
-        observing=options.observing,
-        ranks=memory.blueprint.ranks.count,
-        pictures=capacity.pictures and capacity.pictures.processor,
+def _check_packages(names: Sequence[str]) -> None:
+    """Raises a `ConfigError` for the first package that is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(_missing(name))
+
+
+def _missing(name: str) -> str:
+    extra = EXTRAS.get(name)
+    wanted = "tandem-llm" if extra is None else f"tandem-llm[{extra}]"
+    return (
+        f'the package {name} is not installed; install it with pip install "{wanted}", or in a '
+        f"checkout with make venv{f' EXTRAS={extra}' if extra else ''}"
     )

@@ -215,9 +215,6 @@ def _check_rules(options: Options, opened: _Opened) -> None:
     )
     if refused := refusals(setup):
         raise ConfigError("\n".join(refused))
-    corpus = options.ngram.speculative_ngram_external_corpus_path
-    if corpus and not os.path.isfile(corpus):
-        raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
 
 
 def _checked_tower(options: Options, checkpoint: Weights) -> Tower | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from shared.engine.checks import RequestLimits
-from shared.process import heap, launch
+from shared.process import heap, launch, serving
 from shared.process.address import Listeners
 from shared.process.frames import pack
 from shared.server import service
@@ -55,7 +55,7 @@ def test_a_server_has_settled_before_it_serves(tmp_path, monkeypatch):
         gc.collect()
         return 0 if held() else 1
 
-    monkeypatch.setattr(launch.loop, "run", run)
+    monkeypatch.setattr(serving.loop, "run", run)
     line = ["--port", "0", "--model-path", str(tmp_path / "model")]
     assert launch.launch(line, lambda: PLATFORM) == 0
 

@@ -1,10 +1,16 @@
 """A start as a whole."""
 
+import errno
+import os
 import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
-from shared.process import launch
+from shared.process import launch, serving
+from tests.support.http_fixtures import ROOT
 from tests.support.tiny_models import write_tiny
 
 
@@ -56,3 +62,95 @@ def test_launch_wrong_files_reported_before_framework(tmp_path, case, capsys):
     flags = [word.format(tmp=tmp_path) for word in given]
     assert launch.launch(["--port", "0", *flags], platform, "no_module") == 2
     assert reason in capsys.readouterr().err
+
+
+def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs code where nothing is installed but Python."""
+    first = f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
+    command = [sys.executable, "-I", "-S", "-c", first + code, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+SERVE = "import runpy; runpy.run_module('{}_impl.serve', run_name='__main__')"
+CHEAP = {
+    "--pagesize 16": "--pagesize is no flag of this server; did you mean --page-size?",
+    "--port 1 --config /nowhere.toml": "--config /nowhere.toml cannot be read: No such file",
+    "--launcher ray --tp-size 2": "--launcher ray needs Ray, which is not installed",
+    "--otlp-traces-endpoint http://x": "--otlp-traces-endpoint needs OpenTelemetry, which is not",
+    "--host 192.0.2.7": "--host 192.0.2.7 --port 8000 cannot be listened on",
+}
+
+
+@pytest.mark.parametrize("flags", CHEAP)
+def test_launch_cheap_checks_need_no_package(flags):
+    """So they take a tenth of a second, and end with one sentence."""
+    code = "from shared.process.launch import launch; sys.exit(launch(sys.argv[1:], None))"
+    ran = run(code, *flags.split())
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith(CHEAP[flags])
+    assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_serve_without_its_framework_names_the_command(backend):
+    ran = run(SERVE.format(backend))
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        f"the package {backend} is not installed; install it with pip install "
+        f'"tandem-llm[{backend}]", or in a checkout with make venv EXTRAS={backend}\n'
+    )
+
+
+def test_launch_without_a_package_of_every_server_names_it():
+    code = "from shared.process.launch import launch; sys.exit(launch(['--port', '0'], None))"
+    ran = run(code)
+    assert ran.returncode == 2
+    assert ran.stderr.endswith('pip install "tandem-llm", or in a checkout with make venv\n')
+    assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_an_old_python_is_named(backend):
+    ran = run("import sys; sys.version_info = (3, 10, 2); " + SERVE.format(backend))
+    assert ran.returncode == 2
+    assert ran.stderr.startswith("Python 3.11 or newer is required, and this is Python 3.")
+    assert ran.stderr.count("\n") == 1
+
+
+WRONG_FILES = {
+    "--speculative-token-map": "read: No such file or directory",
+    "--speculative-adaptive-config": "read: No such file or directory",
+    "--speculative-ngram-external-corpus-path": "read: No such file or directory",
+    "--speculative-adaptive-trace": "written: No such file or directory",
+}
+
+
+@pytest.mark.parametrize("flag", WRONG_FILES)
+def test_launch_wrong_files_of_flags_reported_first(flag, tmp_path, capsys):
+    line = ["--port", "0", "--speculative-algorithm", "NGRAM", "--speculative-adaptive"]
+    line += ["--speculative-ngram-external-sam-budget", "3"]
+    path = tmp_path / "nowhere" / "file"
+    assert launch.launch([*line, flag, str(path)], lambda: None, packages=["no_package"]) == 2
+    assert "no_package is not installed" in capsys.readouterr().err
+    assert launch.launch([*line, flag, str(path)], lambda: None) == 2
+    assert capsys.readouterr().err == f"{flag} {path} cannot be {WRONG_FILES[flag]}\n"
+    assert launch.launch([*line, flag, str(tmp_path)], lambda: None) == 2
+    verb = WRONG_FILES[flag].partition(":")[0]
+    assert capsys.readouterr().err == f"{flag} {tmp_path} cannot be {verb}: Is a directory\n"
+
+
+def test_launch_a_port_in_use_is_one_sentence(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert launch.launch(["--port", str(port)], lambda: None) == 2
+    assert "Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
+def test_launch_a_file_that_fails_later_is_one_sentence(number, monkeypatch, capsys):
+    def fail(*given):
+        raise OSError(number, os.strerror(number), "/cache/file")
+
+    monkeypatch.setattr(serving, "start_serving", fail)
+    assert launch.launch(["--port", "0"], lambda: None) == 2
+    assert capsys.readouterr().err == f"/cache/file cannot be used: {os.strerror(number)}\n"

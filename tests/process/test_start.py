@@ -331,9 +331,8 @@ def test_a_corpus_that_is_no_file_ends_the_start_before_anything_is_loaded(folde
     corpus = str(folder / "corpus.jsonl")
     flags += ["--speculative-ngram-external-corpus-path", corpus]
     assert start(["--model-path", str(folder), *flags]) == 2
-    assert (
-        f"--speculative-ngram-external-corpus-path {corpus} is no file" in capsys.readouterr().err
-    )
+    sentence = f"--speculative-ngram-external-corpus-path {corpus} cannot be read: No such file"
+    assert sentence in capsys.readouterr().err
 
 
 def test_a_small_model_gets_one_thread_of_torch_and_a_large_one_all(monkeypatch):

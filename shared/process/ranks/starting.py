@@ -224,15 +224,8 @@ def ranked_start(
 def _launcher(options: Options) -> Launcher:
     if options.ranks.launcher != RAY:
         return LocalLauncher()
-    try:  # it brings Ray, which only such a start needs
-        module = import_module("shared.cluster.ray_launcher")
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise ConfigError(
-            "--launcher ray needs Ray, which is not installed; install the extra ray, or leave the "
-            "flag out"
-        ) from error
+    options.ranks.check_launcher()
+    module = import_module("shared.cluster.ray_launcher")  # it brings Ray
     gpu = gpu_of(os.environ, gpus_on_host(), 0)
     return module.RayLauncher(options.ranks.tp_size, FOLLOWER, gpu is not None)
 

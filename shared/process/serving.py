@@ -1,0 +1,114 @@
+"""The start of a server with checked flags: checkpoint, memory plan, weights, engine, HTTP."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from shared.boundary.backend import Backend
+from shared.boundary.operations import plain_gauges
+from shared.engine.checks import RequestLimits
+from shared.options.options import Options
+from shared.process import heap, logs, loop
+from shared.process.address import Listeners, admin_host, host_names
+from shared.process.engines import index_of, make_engine, with_checks
+from shared.process.frames import ModelFacts
+from shared.process.model_files import local_models
+from shared.process.notes import report_plan, start_notes, step_notes
+from shared.process.progress import console_of, loading_progress, preparing_progress
+from shared.process.ranks.followers import RankError
+from shared.process.ranks.starting import RankedStart, ranked_start
+from shared.process.start import Platform, Start
+from shared.process.watchdog import EXIT_FAILED, NamedSteps, Watchdog
+
+
+def start_serving(
+    options: Options,
+    listeners: Listeners,
+    platform: Callable[[], Platform],
+    rank_module: str | None,
+) -> Callable[[], int]:
+    """Starts the engine.
+
+    Args:
+      options: As the command line says.
+      listeners: Where the server will answer.
+      platform, rank_module: See `shared.process.launch.launch`.
+
+    Returns:
+      Serves until it is told to stop, and returns the process's exit code.
+
+    Raises:
+      ValueError: A flag or a file is wrong, or does not fit the device.
+    """
+    console = console_of(options.observing)
+    watchdog = Watchdog(options.server.watchdog_timeout)
+    options = local_models(options, console)
+    try:
+        with ranked_start(options, platform, rank_module, watchdog.fail) as ranked:
+            start = ranked.prepare()
+            report_plan(console, start.memory)
+            for note in (*ranked.notes, *start_notes(start.memory, start.plain, start.defaults)):
+                logs.info(note)
+            backend = ready(start, ranked, console)
+            watchdog.standing = ranked.standing
+            named = NamedSteps(backend, watchdog)
+            engine = make_engine(named, start.memory)
+            engine.metrics.show(ranked.gauges)
+            if start.memory.blueprint.on_gpu:
+                engine.metrics.show(plain_gauges(start.plain))
+            served = with_checks(engine, named, options.engine.shadow_check)
+    except RankError as error:
+        watchdog.claim_end()  # who has found it out is about to say so
+        print(error, file=sys.stderr, flush=True)
+        return lambda: EXIT_FAILED
+    for note in step_notes(options, engine.controller):
+        logs.info(note)
+    facts, drain_s = facts_of(start, listeners), options.server.drain_timeout
+    index = index_of(engine.controller)
+    heap.settle()
+    return partial(loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars)
+
+
+def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
+    """The backend with everything that serving needs: nothing is compiled or captured later."""
+    with loading_progress(console, start.num_bytes) as progress:
+        backend = ranked.load(start, progress)
+    programs = backend.capacity.programs
+    with preparing_progress(console, len(programs)) as begin:
+        backend.prepare(programs, begin)
+    return backend
+
+
+def facts_of(start: Start, listeners: Listeners) -> ModelFacts:
+    """What a request is checked against, and who may ask."""
+    memory = start.memory
+    options, capacity, model = memory.settled.told, memory.capacity, memory.blueprint.config
+    server, folder = options.server, Path(options.model.model_path).resolve()
+    queued = server.max_queued_requests
+    return ModelFacts(
+        model_name=server.served_model_name or folder.name,
+        model_folder=str(folder),
+        chat_template=options.model.chat_template,
+        limits=RequestLimits.of(capacity, memory.max_request_tokens),
+        eos_ids=model.eos_ids,
+        sampling_defaults=start.defaults,
+        max_open_requests=None if queued is None else capacity.num_slots - 1 + queued,
+        max_draft_depth=capacity.max_depth,
+        host_names=host_names(server, server.host, listeners.clients),
+        admin_host_names=host_names(server, admin_host(server), listeners.admin),
+        admin_api_key=server.admin_api_key,
+        corpus_path=options.ngram.speculative_ngram_external_corpus_path,
+        api_key=server.api_key,
+        reasoning_parser=server.reasoning_parser,
+        tool_call_parser=server.tool_call_parser,
+        drafter=options.speculative.speculative_algorithm,
+        trace_requests=server.trace_requests,
+        strict_fields=server.strict_fields,
+        allowed_origins=server.origins,
+        observing=options.observing,
+        ranks=memory.blueprint.ranks.count,
+        pictures=capacity.pictures and capacity.pictures.processor,
+    )
