@@ -2,7 +2,7 @@
 
 import difflib
 
-from shared.options.flags import ConfigError
+from shared.options.flags import AUTO, ConfigError
 
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK", "DFLASH2")
 """Draft a chain as long as the block of their head."""
@@ -61,18 +61,21 @@ def algorithm_of(name: str) -> str | None:
         are a drafter with copies of seen text.
 
     Returns:
-      One of `KNOWN_ALGORITHMS`; None where the name turns speculative decoding off.
+      One of `KNOWN_ALGORITHMS`, or `AUTO`; None where the name turns speculative decoding off.
 
     Raises:
       ConfigError: There is no such algorithm.
     """
     if name.lower() in OFF_NAMES:
         return None
+    if name.lower() == AUTO:
+        return AUTO
     parts = [_BY_BARE_NAME.get(_bare(part)) or _of_family(part) for part in name.split("+")]
     found = "+".join(parts)
     if found not in KNOWN_ALGORITHMS:
         raise ConfigError(
-            f"--speculative-algorithm must be one of {', '.join(KNOWN_ALGORITHMS)}, got {name}"
+            f"--speculative-algorithm must be one of {', '.join(KNOWN_ALGORITHMS)}, auto or "
+            f"none, got {name}"
             f"{_did_you_mean(name)}"
         )
     return found

@@ -36,7 +36,8 @@ class SpeculativeConfig:
         None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE, EAGLE3, DFLASH, DSPARK "
         "and DFLASH2 with a head, NAIVE_EAGLE one token with either, STANDALONE with a small "
         "model, NGRAM from seen text and corpora; NEXTN+NGRAM, and so with a head or a model, both "
-        "in one tree; vLLM's names and lower case are taken too (default: no drafts)",
+        "in one tree; auto is the MTP layer of the checkpoint, else a published head in the "
+        "hub's cache, else none; vLLM's names and lower case are taken too (default: no drafts)",
         aliases=("--speculative-algo",),
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(

@@ -45,6 +45,8 @@ from shared.options.flags import ConfigError, in_full
 from shared.options.options import PARTS, Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
+from shared.options.speculative import SpeculativeConfig
+from shared.process.algorithm_choice import with_algorithm
 from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import Grammars
 from shared.process.pictures import Tower, find_tower, find_vision
@@ -130,6 +132,7 @@ def check_model(options: Options, opens: Callable[[str], Weights]) -> CheckedMod
     """
     options = _with_candidates(with_whole_paths(options))
     options.observing.check_exporter()
+    options = with_algorithm(options, lambda: _has_mtp(options, opens))
     folder = options.model.model_path
     opened = _opened(options, opens)
     model, checkpoint = opened.model, opened.checkpoint
@@ -183,6 +186,12 @@ class _Opened:
     checkpoint: Weights
     draft: Stored | None
     head_kind: str | None
+
+
+def _has_mtp(options: Options, opens: Callable[[str], Weights]) -> bool:
+    """Whether the target has an MTP layer."""
+    opened = _opened(replace(options, speculative=SpeculativeConfig()), opens)
+    return opened.checkpoint.has_mtp and opened.model.has_mtp
 
 
 def _opened(options: Options, opens: Callable[[str], Weights]) -> _Opened:

@@ -1,0 +1,67 @@
+"""The algorithm of a start with `--speculative-algorithm auto`."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shared.drafts.checkpoint import is_head, kind_of, open_head
+from shared.drafts.published import cached_head
+from shared.options.algorithms import MODEL_ALGORITHM
+from shared.options.flags import AUTO, ConfigError
+from shared.options.options import Options
+
+_FLAG = "--speculative-algorithm"
+_NOTHING = "the checkpoint has no MTP layer, and no published head of it is in the hub's cache"
+
+
+def with_algorithm(options: Options, has_mtp: Callable[[], bool]) -> Options:
+    """The options with an algorithm in place of `auto`: an MTP layer, else a head, else none.
+
+    NGRAM is not chosen: it gains where texts repeat, and elsewhere costs up to a third of the speed
+    of plain decoding (docs/performance.md).
+
+    Args:
+      options: With each path in full.
+      has_mtp: Whether the checkpoint holds an MTP layer, which takes its files to find out.
+
+    Raises:
+      ValueError: A draft model cannot be opened, or other flags need a drafter where there is none.
+    """
+    draft = options.speculative
+    if draft.speculative_algorithm != AUTO:
+        return options
+    if (path := draft.speculative_draft_model_path) is not None:
+        name = _kind_of_folder(path)
+        return _with(options, f"the draft model is of this kind: {path}", name)
+    if has_mtp():
+        return _with(options, "the checkpoint has an MTP layer", "NEXTN")
+    head = cached_head(Path(options.model.model_path), options.model.download_dir)
+    if head is None:
+        return _without(options)
+    repo_id, folder = head
+    reason = f"{repo_id} is in the hub's cache"
+    path = str(folder)
+    return _with(options, reason, _kind_of_folder(path), speculative_draft_model_path=path)
+
+
+def _kind_of_folder(path: str) -> str:
+    names = open_head(path).names
+    return kind_of(names) if is_head(names) else MODEL_ALGORITHM
+
+
+def _with(options: Options, reason: str, name: str | None, **more: Any) -> Options:
+    draft = replace(options.speculative, speculative_algorithm=name, **more)
+    reasons = (*options.reasons, f"{_FLAG} {name or 'none'}: {reason}")
+    return replace(options, speculative=draft, reasons=reasons)
+
+
+def _without(options: Options) -> Options:
+    try:
+        options.adaptive.check_drafter(False)
+        return _with(options, _NOTHING, None)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{_FLAG} auto finds no drafter: {_NOTHING}; name an algorithm, or leave the flags of "
+            f"drafts out ({error})"
+        ) from error

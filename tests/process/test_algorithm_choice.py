@@ -1,0 +1,86 @@
+"""`--speculative-algorithm auto`: MTP layer, else a published head of the cache, else none."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shared.drafts.published import HEADS, cached_head
+from shared.models.checkpoint import open_checkpoint
+from shared.models.hub import Repository
+from shared.options.command_line import parse
+from shared.options.options import Options
+from shared.process.model_check import check_model
+
+DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
+AUTO = "--speculative-algorithm=auto"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def checked(*flags: str) -> Options:
+    return check_model(parse([*flags, "--tool-call-parser=none"]), open_checkpoint).options
+
+
+def into_cache(cache: Path, repo_id: str, source: Path) -> Path:
+    """Puts a folder into a hub cache as the main revision of a repository."""
+    repository = Repository(repo_id, "main").folder(cache)
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    return Path(shutil.copytree(source, repository / "snapshots" / COMMIT))
+
+
+def test_mtp_layer_of_the_checkpoint_is_chosen():
+    options = checked(AUTO)
+    assert options.speculative.speculative_algorithm == "NEXTN"
+    assert options.reasons == ("--speculative-algorithm NEXTN: the checkpoint has an MTP layer",)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("eagle3", "EAGLE3"), ("eagle", "EAGLE"), ("dflash", "DFLASH"), ("standalone", "STANDALONE")],
+)
+def test_given_draft_model_decides_by_its_files(folder: str, name: str):
+    options = checked(AUTO, "--speculative-draft-model-path", str(DEMO / folder))
+    assert options.speculative.speculative_algorithm == name
+    assert options.reasons[0].startswith(f"--speculative-algorithm {name}: the draft model is")
+
+
+def test_model_without_a_drafter_decodes_plainly():
+    options = checked(AUTO, "--model-path", str(DEMO / "standalone"))
+    assert not options.speculative.drafts
+    assert options.reasons[0].startswith("--speculative-algorithm none: the checkpoint has no MTP")
+    for flag in ("--speculative-num-steps=3", "--speculative-adaptive"):
+        with pytest.raises(ValueError, match="auto finds no drafter: the checkpoint has no MTP"):
+            checked(AUTO, flag, "--model-path", str(DEMO / "standalone"))
+
+
+def test_published_head_in_the_cache_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    # A head of another target: whether it fits is not what this test is about.
+    heads = {"org/target": ("maker/absent", "maker/head"), "org/other": ("maker/other",)}
+    monkeypatch.setattr("shared.drafts.published.HEADS", heads)
+    head = into_cache(tmp_path / "hub", "maker/head", DEMO / "eagle3")
+    model = into_cache(tmp_path / "hub", "org/target", DEMO / "standalone")
+    assert cached_head(model, None) == ("maker/head", head)
+    assert cached_head(DEMO / "target", None) == ("maker/head", head)  # by its name
+    assert cached_head(DEMO / "standalone", None) is None
+    assert cached_head(model, str(tmp_path / "empty")) is None
+    monkeypatch.setattr("shared.process.model_check.refusals", lambda setup: [])
+    with pytest.raises(ValueError, match="draft"):  # its sizes are those of another target
+        checked(AUTO, "--model-path", str(model))
+
+
+def test_pickled_head_in_the_cache_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("shared.drafts.published.HEADS", {"org/target": ("maker/head",)})
+    folder = into_cache(tmp_path, "maker/head", DEMO / "eagle3")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert cached_head(DEMO / "target", None) is None
+
+
+def test_published_heads_are_named_as_the_hub_names_them():
+    for target, heads in HEADS.items():
+        for repo_id in (target, *heads):
+            assert Repository(repo_id, "main").repo_id == repo_id
