@@ -176,3 +176,38 @@ def test_the_tokens_that_end_a_text_are_those_of_transformers(name, tmp_path):
     want = {token for token in theirs if token is not None and token < saved_models.VOCAB}
     assert {*config_from_dict(config).eos_ids} == want
     assert {*config_from_dict(without(config, *fields_at_defaults(config))).eos_ids} == want
+
+
+OLDER: dict[str, tuple[str, dict[str, Any]]] = {
+    "a base at the top": ("smollm3", {"rope_theta": 5000000.0}),
+    "a share at the top": ("phi3", {"partial_rotary_factor": 0.75, "rope_theta": 1e5}),
+    "a share of the class": ("glm4_moe", {"partial_rotary_factor": 0.25}),
+    "an older type": ("llama", {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 10}),
+    "scaling of full layers": (
+        "olmo3",
+        {
+            "rope_theta": 500000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "a window of null": ("qwen2", {"use_sliding_window": True, "sliding_window": None}),
+    "settings in place of the class's": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default"}},
+    ),
+    "KV heads of null": ("granite", {"num_key_value_heads": None}),
+}
+
+
+@pytest.mark.parametrize("case", OLDER)
+def test_an_older_spelling_means_what_transformers_makes_of_it(case, tmp_path):
+    model_type, fields = OLDER[case]
+    config = {**saved_models.SIZES, **saved_models.FAMILIES[model_type], **fields}
+    transformers.AutoConfig.for_model(model_type, **config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    named = {"architectures": [ARCHITECTURES[model_type]]}
+    assert config_from_dict(config | named) == config_from_dict(saved | named)
