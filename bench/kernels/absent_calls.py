@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.stages import Lowered
 from jaxlib.mlir import ir
 
-from bench.kernels.absent_gpu import CALLS, AbsentGpu, Compiled
+from bench.kernels.absent_gpu import CALLS, AbsentGpu
 
 _CALL = re.compile(
     r"^\s*%\S+ = stablehlo\.custom_call (@[\w$.]+)\((.*?)\) (\{.*\}) : (\(.*\)) -> (.*)$"
@@ -90,7 +89,7 @@ def calls_of(text: str) -> Iterator[Call]:
             yield call
 
 
-def compiled_calls(gpu: AbsentGpu, calls: Collection[Call]) -> Compiled:
+def compile_calls(gpu: AbsentGpu, calls: Collection[Call]) -> None:
     """Compiles kernels as one program that does nothing else.
 
     Raises:
@@ -106,7 +105,7 @@ def compiled_calls(gpu: AbsentGpu, calls: Collection[Call]) -> Compiled:
     lowering = cast(Any, lowered)._lowering
     with lowering.stablehlo().context:
         lowering._hlo = ir.Module.parse(_module(calls, takes, gives))
-    return gpu.compiled(cast(Lowered, lowered))
+    lowered.compile()
 
 
 def _module(calls: Iterable[Call], takes: list[str], gives: list[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax.stages import Lowered
 
-from bench.kernels.absent_calls import Call, calls_of, compiled_calls
+from bench.kernels.absent_calls import Call, calls_of, compile_calls
 from bench.kernels.absent_gpu import (
     DESCRIPTION,
     AbsentGpu,
@@ -113,7 +113,7 @@ def _faults_of_calls(gpu: AbsentGpu, calls: list[Call], name: str) -> Iterator[s
     if not calls:
         return
     try:
-        compiled_calls(gpu, calls)
+        compile_calls(gpu, calls)
     except Exception as error:  # of whatever kind
         if len(calls) == 1:
             yield f"a kernel of {name} cannot be compiled: {told(error)}"

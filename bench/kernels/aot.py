@@ -61,9 +61,8 @@ class Report:
             self.fail(f"{name} cannot be compiled: {done.error}")
             return
         found: Found = done.value
-        case = name.partition(", ")[2] if done.item.kind == "case" else name
         seconds = done.seconds if done.item.kind == "case" else None
-        self.add_kernels(list(found.kernels), case, seconds)
+        self.add_kernels(list(found.kernels), done.item.case, seconds)
         self.programs, self.calls = self.programs + found.programs, self.calls + found.calls
         if found.line:
             print(f"{place} {found.line}", flush=True)

@@ -155,7 +155,7 @@ def main() -> int:
                 faults + len(found.faults),
             )
             for kernel in found.kernels:
-                print(line_of(kernel, done.item.name, None), flush=True)
+                print(line_of(kernel, done.item.case, None), flush=True)
             for fault in found.faults:
                 print(f"FAULT: {fault}", flush=True)
     kinds, started = len(set(names)), f", {programs} programs of starts" * (programs > 0)

@@ -3,9 +3,9 @@
     python -m bench.kernels.card_starts --shipped --random 20 --out bench/results/starts.json
 
 Each start is a process of its own with made-up weights, and with the first layers of a model, as
-those of `bench.kernels.aot`: it makes all programs ready that report no logprobs, and serves a few
-prompts. A line says whether torch and JAX have given the same tokens; the exit code is 1 where they
-have not, or where something does not start. Random models are those of
+those of `bench.kernels.aot`: it makes the programs of the fewest and the most rows ready, and
+serves a few prompts. A line says whether torch and JAX have given the same tokens; the exit code is
+1 where they have not, or where something does not start. Random models are those of
 `bench.kernels.random_configs`.
 """
 
@@ -26,7 +26,7 @@ import numpy as np
 from bench.ground.machine import versions
 from bench.kernels.aot import add_bounds
 from bench.kernels.random_configs import SEED, random_starts
-from bench.kernels.starts import Start, shipped
+from bench.kernels.starts import Start, chosen, one_of_each
 from bench.kernels.workers import Done, shared_out
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra
@@ -34,7 +34,7 @@ from shared.engine.request import Request, SamplingParams
 from tests.support.started import serve_all, started
 
 BACKENDS = ("torch", "jax")
-BOUNDS = ("--max-running-requests", "4", "--context-length", "256")
+BOUNDS = ("--max-running-requests", "4", "--context-length", "256", "--chunked-prefill-size", "256")
 """Of the shipped models; random ones have their own."""
 PROMPTS, OUTPUT = (5, 40, 100, 17), 24
 """Tokens of the prompts, and of each output; the last prompt has a temperature."""
@@ -58,7 +58,7 @@ class Ask:
 def answered(ask: Ask) -> dict[str, Any]:
     """Starts, serves the prompts and returns their tokens."""
     began = time.monotonic()
-    served = started(ask.backend, ask.flags, _without_logprobs)
+    served = started(ask.backend, ask.flags, _narrowed)
     ready, capacity = time.monotonic() - began, served.backend.capacity
     rng = np.random.default_rng(SEED)
     requests = [
@@ -82,9 +82,10 @@ def answered(ask: Ask) -> dict[str, Any]:
     }
 
 
-def _without_logprobs(capacity: Capacity) -> Capacity:
+def _narrowed(capacity: Capacity) -> Capacity:
+    """With the programs of the fewest and of the most rows, which are enough for all requests."""
     kept = [program for program in capacity.programs if not program.has(Extra.LOGPROBS)]
-    return replace(capacity, programs=tuple(kept))
+    return replace(capacity, programs=tuple(chosen(kept, is_brief=False)))
 
 
 def results(asks: Sequence[Ask], options: argparse.Namespace) -> Iterator[Done]:
@@ -117,7 +118,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
-        models = [start for start in shipped() if start.ranks == 1] * options.shipped
+        models = list(one_of_each()) * options.shipped
         starts = [replace(start, flags=(*start.flags, *BOUNDS)) for start in models]
         starts += random_starts(options.random, SEED, scratch, "torch")
         starts = [start for start in starts if any(text in str(start) for text in options.only)]

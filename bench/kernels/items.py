@@ -97,6 +97,11 @@ class Item:
     what: Any
     scratch: Path
 
+    @property
+    def case(self) -> str:
+        """As `known_spills` names it: a case by itself, without its operation."""
+        return self.name.partition(", ")[2] if self.kind == "case" else self.name
+
 
 @dataclass(frozen=True)
 class Found:

@@ -68,6 +68,15 @@ def shipped() -> Iterator[Start]:
             yield Start(model, drafts, ranks, flags)
 
 
+def one_of_each() -> Iterator[Start]:
+    """Of `shipped` what names each folder on one rank; a model with an MTP layer drafts by it."""
+    starts = [start for start in shipped() if start.ranks == 1]
+    with_mtp = {start.model for start in starts if start.drafts == "NEXTN"}
+    for start in starts:
+        if start.drafts != PLAIN or start.flags or start.model not in with_mtp:
+            yield start
+
+
 def _models() -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     targets = [folder for folder in sorted(SHAPES.iterdir()) if not _is_head(folder)]
     for model in [DEMO / "target", DEMO / "seeing", RANDOM, *targets]:
