@@ -222,7 +222,7 @@ def _with_paths(options: Options, paths: Mapping[str, Path]) -> Options:
     """The options with other models, whose revisions are decided."""
     model, draft = options.model, options.speculative
     if TARGET in paths:
-        model = replace(model, model_path=str(paths[TARGET]), revision=None, download_dir=None)
+        model = replace(model, model_path=str(paths[TARGET]), revision=None)
     if DRAFT in paths:
         draft = replace(
             draft,

@@ -115,7 +115,9 @@ def test_dummy_weights_settings_alone_downloaded(hub, model, monkeypatch):
 
 
 def test_download_dir_read_and_written(hub, model, tmp_path):
-    folder = found(started("--model-path", ID, "--download-dir", str(tmp_path / "other")))
+    options = started("--model-path", ID, "--download-dir", str(tmp_path / "other"))
+    assert options.model.download_dir == str(tmp_path / "other"), "draft heads are looked up there"
+    folder = found(options)
     assert tmp_path / "other" in folder.parents
     hub.requests.clear()
     assert found(started("--model-path", ID, "--download-dir", "other")) == folder
