@@ -42,6 +42,7 @@ ALLOWED = {
     ("tandem/command.py", "import_module"): "names one of two backends",
     ("shared/process/ranks/follower.py", "import_module"): "names a backend, by the command line",
     ("shared/process/ranks/follower.py", "socket.create_connection"): "calls the engine's process",
+    ("shared/cluster/connecting.py", "socket.create_connection"): "tries the address of a Ray",
     ("shared/server/usual_form.py", "urllib"): "reads the percent signs of a path, opens nothing",
     ("shared/text/schema_parts.py", "urllib"): "the same of a pointer",
     ("shared/pictures/address.py", "urllib"): "the same of a data URL",

@@ -22,6 +22,7 @@ from typing import Any
 
 from shared import children
 from shared.cluster.calling import called_back
+from shared.cluster.connecting import connection_fault
 from shared.options.flags import ConfigError
 
 ray: Any = import_module("ray")
@@ -120,11 +121,8 @@ class RayLauncher:
         try:
             if self._is_own:
                 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                "--launcher ray found no Ray that runs on this host; start one with ray start "
-                "--head, name it in RAY_ADDRESS, or leave the flag out"
-            ) from error
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            raise ConfigError(connection_fault(error)) from error
 
     def _reserve(self, count: int, with_gpus: bool) -> None:
         each = {"CPU": 1.0, **({"GPU": 1.0} if with_gpus else {})}

@@ -1,0 +1,49 @@
+"""The reason why a running Ray could not be joined, from what Ray raises."""
+
+import re
+import socket
+
+TOKEN = "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to its token"
+ANSWER_S = 2.0
+_ADDRESS = re.compile(r"\bat (?:address[: ]*)?\[?([\w.:-]+?)\]?:(\d+)")
+
+
+def connection_fault(error: Exception) -> str:
+    """Returns one sentence for an exception of `ray.init`.
+
+    Ray itself reports a wrong token and an absent cluster by the same exception, so the address is
+    tried: where something listens, the cluster is there and did not accept this process.
+    """
+    said = " ".join(str(error).split())
+    if type(error).__name__ == "AuthenticationError":
+        return f"--launcher ray found no authentication token for Ray; {TOKEN}"
+    if "version mismatch" in said.lower():
+        return (
+            f"--launcher ray found a Ray of another version ({said}); install the cluster's "
+            "versions of Ray and Python"
+        )
+    if found := _ADDRESS.search(said):
+        host, port = found[1], int(found[2])
+        if _answers(host, port):
+            return (
+                f"--launcher ray: the Ray at {host}:{port} runs and did not accept this process; "
+                f"if it requires an authentication token, {TOKEN}"
+            )
+        return (
+            f"--launcher ray: nothing answers at {host}:{port}; start a Ray there with ray start "
+            "--head, or name another one in RAY_ADDRESS"
+        )
+    if "could not find any running ray" in said.lower():
+        return (
+            "--launcher ray found no Ray that runs on this host; start one with ray start "
+            "--head, name it in RAY_ADDRESS, or leave the flag out"
+        )
+    return f"--launcher ray could not join Ray: {said}"
+
+
+def _answers(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=ANSWER_S):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,40 @@
+"""Why a Ray cannot be joined: absent, of another version, or not accepting this process."""
+
+import socket
+
+import pytest
+
+from shared.cluster.connecting import connection_fault
+
+
+class AuthenticationError(Exception):
+    """Ray's, by its name."""
+
+
+ABSENT = ConnectionError("Could not find any running Ray instance. Please specify the one ...")
+VERSIONS = RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.40.0\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (ABSENT, "--launcher ray found no Ray that runs on this host; start one with ray start"),
+        (VERSIONS, "--launcher ray found a Ray of another version (Version mismatch: The cluster"),
+        (AuthenticationError("Token ..."), "--launcher ray found no authentication token for Ray"),
+        (ValueError("no\n such thing"), "--launcher ray could not join Ray: no such thing"),
+    ],
+)
+def test_each_fault_has_its_sentence(error, sentence):
+    found = connection_fault(error)
+    assert found.startswith(sentence)
+    assert "\n" not in found
+
+
+def test_an_address_that_answers_is_a_ray_that_did_not_accept():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        error = ConnectionError(f"Failed to connect to Ray cluster at 127.0.0.1:{port}")
+        found = connection_fault(error)
+        assert f"the Ray at 127.0.0.1:{port} runs and did not accept this process" in found
+        assert "RAY_AUTH_TOKEN" in found
+    assert f"nothing answers at 127.0.0.1:{port}; start a Ray" in connection_fault(error)
