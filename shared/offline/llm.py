@@ -135,7 +135,7 @@ class LLM:
 
         Args:
           messages: One conversation or several, in OpenAI's form.
-          tools: What the model may call, in OpenAI's form; needs `tool_call_parser`.
+          tools: What the model may call, in OpenAI's form; `tool_call_parser` reads the calls.
           chat_template_kwargs: Values of the chat template's own variables.
         """
         self._engine.check_process()
