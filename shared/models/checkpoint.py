@@ -1,6 +1,5 @@
 """The safetensors files of a checkpoint: opened, checked, read parameter by parameter."""
 
-import json
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -13,17 +12,13 @@ from jaxtyping import Shaped, UInt8
 
 from shared.models import fp8, fp8_words
 from shared.models.config import ModelConfig
-from shared.models.file_kind import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    broken_link,
-    folder_fault,
-    without_weights,
-)
+from shared.models.file_kind import INDEX_FILE as INDEX_FILE
+from shared.models.file_kind import SINGLE_FILE as SINGLE_FILE
+from shared.models.file_kind import folder_fault
 from shared.models.fp8 import Granularity
 from shared.models.parameters import Parameter, Source, parameters
 from shared.models.pieces import within
-from shared.models.safetensors_file import CheckpointError, contents, open_file
+from shared.models.safetensors_file import contents, open_file
 from shared.models.stored_tensor import (
     DTYPES,
     UNNEEDED,
@@ -33,6 +28,7 @@ from shared.models.stored_tensor import (
 )
 from shared.models.tied import EMBEDDING, LM_HEAD, has_own_head
 from shared.models.vision import TENSORS
+from shared.models.weight_files import CheckpointError, weight_files
 
 Array = Shaped[np.ndarray, "..."]
 Weights = dict[str, Array]
@@ -413,23 +409,3 @@ def load_all(
             codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
         loaded[name], loaded[f"{name}{fp8_words.SCALES}"] = codes, scales
     return loaded
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint's tensors; raises CheckpointError where one is missing."""
-    if (single := folder / SINGLE_FILE).is_file():
-        return [single]
-    if not (index := folder / INDEX_FILE).is_file():
-        what = without_weights(folder)
-        raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: {what}")
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        paths = {name: folder / name for name in sorted(set(weight_map.values()))}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no valid index of shards") from error
-    if absent := next((name for name, path in paths.items() if not path.is_file()), None):
-        lost = broken_link(paths[absent]) if paths[absent].is_symlink() else "download it too"
-        raise CheckpointError(
-            f"the shard {absent} is missing from the model folder {folder}; {lost}"
-        )
-    return list(paths.values())

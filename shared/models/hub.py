@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from shared.models.checkpoint import CheckpointError, weight_files
 from shared.models.file_kind import TOKENIZER_FILE
+from shared.models.weight_files import CheckpointError, weight_files
 
 DEFAULT_REVISION = "main"
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -177,3 +177,12 @@ def is_complete(folder: Path) -> bool:
     except CheckpointError:
         return False
     return True
+
+
+def offline_fault(hub: Hub, repository: Repository) -> str:
+    """Says that a model is not in the cache of a start without network."""
+    return (
+        f"there is no folder {repository.repo_id} here, HF_HUB_OFFLINE is set, and the cache "
+        f"{hub.cache} has no complete copy of {repository}; unset it, or fill the cache with "
+        f"`hf download {repository.repo_id}`"
+    )

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from shared.models.hub import COMMIT, Hub, HubError, Repository
+from shared.models.hub import COMMIT, Hub, HubError, Repository, offline_fault
 
 TIMEOUT_S = 10.0
 """Seconds to wait for the hub, unless HF_HUB_DOWNLOAD_TIMEOUT has another number."""
@@ -169,15 +169,6 @@ class HubClient:
             "revision",
         }
         return next((text for kind, text in sentences.items() if isinstance(error, kind)), None)
-
-
-def offline_fault(hub: Hub, repository: Repository) -> str:
-    """Says that a model is not in the cache of a start without network."""
-    return (
-        f"there is no folder {repository.repo_id} here, HF_HUB_OFFLINE is set, and the cache "
-        f"{hub.cache} has no complete copy of {repository}; unset it, or fill the cache with "
-        f"`hf download {repository.repo_id}`"
-    )
 
 
 def pause_s(failures: int) -> float:

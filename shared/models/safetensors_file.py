@@ -7,10 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from shared.models.file_kind import EMPTY, OTHER, SAFETENSORS, kind_of_file
-
-
-class CheckpointError(ValueError):
-    """The folder cannot be loaded; the message is one sentence that names the fault."""
+from shared.models.weight_files import CheckpointError
 
 
 def open_file(path: Path) -> Any:

@@ -16,6 +16,7 @@ from shared.options.flags import ConfigError, check_files
 from shared.options.options import PARTS
 from shared.process import descriptors, logs
 from shared.process.address import open_listeners
+from shared.process.model_places import find_models
 
 EXIT_REFUSED = 2
 PROJECT = ("shared", "jax_impl", "torch_impl", "kernels", "tandem")
@@ -63,6 +64,7 @@ def launch(
         options.ranks.check_launcher()
         for part in PARTS:
             check_files(getattr(options, part))
+        find_models(options)
         listeners = open_listeners(options.server)
         serving = import_module("shared.process.serving")
         serve = serving.start_serving(options, listeners, platform, rank_module)
