@@ -238,6 +238,11 @@ def _architectures(config: Json) -> list[str]:
 def _family(config: Json) -> Family:
     names = _architectures(config)
     if SEEING & {*names}:
+        if "text_config" not in config:
+            raise ValueError(
+                f"config.json of {', '.join(names)} has no text_config; copy the field from the "
+                "config.json of the published model"
+            )
         inner = word(object_of(config, "text_config"), "model_type", "mistral")
         names = [ARCHITECTURES.get(inner, inner)]
     for name in names:

@@ -101,6 +101,8 @@ def test_a_mistral_that_sees_is_served_by_its_text_model():
         assert (found.name, found.attention.query_growth) == (kind, growth)
     with pytest.raises(ValueError, match="architectures in config.json is mamba"):
         config_from_dict(outer | {"text_config": text | {"model_type": "mamba"}})
+    with pytest.raises(ValueError, match="has no text_config; copy the field"):
+        config_from_dict(outer | text)
 
 
 def test_a_window_that_no_text_outgrows_is_none():
