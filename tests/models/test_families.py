@@ -17,6 +17,7 @@ ALSO = {
     Path("shared/drafts/mtp.py"): "reads MTP layers that stand alone",
     Path("shared/options/rules.py"): "has examples of starts that are refused",
     Path("shared/options/server.py"): "names parsers of reasoning after models",
+    Path("shared/text/template_probe.py"): "chooses a parser of reasoning by that name",
 }
 """What else says such a word, and why."""
 
