@@ -90,9 +90,7 @@ def test_containerfile_serves_on_the_port_that_it_exposes():
 
 def test_container_builds_from_what_the_build_reads():
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
-    assert not {"LICENSE", "README.md", "pyproject.toml", "release", "tandem", "models"} & {
-        *ignored
-    }
+    assert not {"LICENSE", "README.md", "pyproject.toml", ".ci", "tandem", "models"} & {*ignored}
     assert {".git", ".venv*"} <= {*ignored}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-RELEASE = Path(__file__).resolve().parents[2] / "release"
+RELEASE = Path(__file__).resolve().parents[2] / ".ci" / "wheel"
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ BUILD = "import sys, build_backend; build_backend.build_wheel(sys.argv[1])"
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     words = [sys.executable, "-c", BUILD, str(folder)]
-    subprocess.run(words, cwd=ROOT / "release", check=True, capture_output=True)
+    subprocess.run(words, cwd=ROOT / ".ci" / "wheel", check=True, capture_output=True)
     (built,) = folder.iterdir()
     return built
 

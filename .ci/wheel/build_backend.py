@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # of an isolated build
 
 from inside_tandem import PACKAGES, check, move
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "tandem"
+BUILD = Path(".ci") / "wheel"
 FILES = ("LICENSE", "README.md", "pyproject.toml")
 SHARED_BY_BENCHES = Path("tests") / "support"
 LEFT_OUT = shutil.ignore_patterns(
@@ -48,7 +49,7 @@ def build_wheel(
 def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
     """Builds the source distribution, from which this backend builds the wheel."""
     with _building() as folder:
-        for name in (*_sources(), Path("release")):
+        for name in (*_sources(), BUILD):
             _copy(name, folder / name)
         (folder / "MANIFEST.in").write_text("graft .\nglobal-exclude *.pyc\n")
         return build_meta.build_sdist(sdist_directory, config_settings)
