@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,19 @@ class Ask:
       start: What is started.
       backend: "torch" or "jax".
       flags: Of the server.
+      is_brief: Only the programs of the most rows are made ready.
     """
 
     start: Start
     backend: str
     flags: tuple[str, ...]
+    is_brief: bool
 
 
 def answered(ask: Ask) -> dict[str, Any]:
     """Starts, serves the prompts and returns their tokens."""
     began = time.monotonic()
-    served = started(ask.backend, ask.flags, _narrowed)
+    served = started(ask.backend, ask.flags, partial(_narrowed, ask.is_brief))
     ready, capacity = time.monotonic() - began, served.backend.capacity
     rng = np.random.default_rng(SEED)
     requests = [
@@ -82,10 +85,10 @@ def answered(ask: Ask) -> dict[str, Any]:
     }
 
 
-def _narrowed(capacity: Capacity) -> Capacity:
-    """With the programs of the fewest and of the most rows, which are enough for all requests."""
+def _narrowed(is_brief: bool, capacity: Capacity) -> Capacity:
+    """With the programs of the fewest and of the most rows; the latter serve all requests."""
     kept = [program for program in capacity.programs if not program.has(Extra.LOGPROBS)]
-    return replace(capacity, programs=tuple(chosen(kept, is_brief=False)))
+    return replace(capacity, programs=tuple(chosen(kept, is_brief)))
 
 
 def results(asks: Sequence[Ask], options: argparse.Namespace) -> Iterator[Done]:
@@ -111,6 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shipped", action="store_true", help="all models of the repository")
     parser.add_argument("--random", type=int, default=0, help="random models")
+    parser.add_argument("--brief", action="store_true", help="programs of the most rows alone")
     parser.add_argument("--only", nargs="+", default=[""], help="texts that names have")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--out", type=Path, help="JSON file")
@@ -123,7 +127,7 @@ def main() -> int:
         starts += random_starts(options.random, SEED, scratch, "torch")
         starts = [start for start in starts if any(text in str(start) for text in options.only)]
         asks = [
-            Ask(start, backend, tuple(start.all_flags(scratch)))
+            Ask(start, backend, tuple(start.all_flags(scratch)), options.brief)
             for start in starts
             for backend in options.backends
         ]

@@ -39,7 +39,7 @@ DENSE = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Olmo2ForCa
 MIXTURES = ("Qwen3MoeForCausalLM", "Qwen3_5MoeForCausalLM")
 HYBRIDS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 VOCABULARIES = (64, 257, 259, 1000, 2048, 4095, 4096, 4097, 8192, 32000, 50257, 151936)
-GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 71)
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 Json = dict[str, Any]
 
@@ -87,7 +87,7 @@ def drawn(seed: int, number: int) -> tuple[Json, Json | None, str, tuple[str, ..
     return config, head, drafts, flags
 
 
-def _attention(draws: Draws, most: int = 48) -> Json:
+def _attention(draws: Draws, most: int = 142) -> Json:
     size, kv_heads = draws.multiple(16, 256), draws.of(1, 1, 2, 2, 3, 4, 5, 8)
     group = draws.of(*GROUPS)
     while kv_heads * group > most:

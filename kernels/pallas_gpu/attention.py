@@ -69,7 +69,7 @@ def attend(
     """
     # Mosaic GPU's interpreter knows no instructions of PTX.
     is_narrow = window.shape[1] <= MOST_NODES
-    if tiles.described and is_narrow and not interpret and takes(kv, tile):
+    if tiles.described and is_narrow and not interpret and takes(q.shape[1], kv, tile):
         rows = (page_table, row_starts, first, until, window)
         sums = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         return attend_described(q, gate, kv, layer, *rows, **sums, tiles=tiles)

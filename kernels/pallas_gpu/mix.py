@@ -103,7 +103,7 @@ def mix(
     if tiles.registers:
         raise ValueError("Pallas cannot bound the registers of a kernel")
     # Mosaic GPU's interpreter knows no instructions of PTX.
-    if tiles.described and q is not None and not interpret and takes(kv, tile):
+    if tiles.described and q is not None and not interpret and takes(q.shape[1], kv, tile):
         rows = (bounds, page_table, row_starts, first, until, window)
         order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
         gate = projected if gated else None

@@ -83,15 +83,16 @@ _MOST_STAGED = 2 * COLUMNS
 COPYING_REGISTERS, REGISTERS = 24, 240
 
 
-def takes(kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> bool:
+def takes(q_heads: int, kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> bool:
     """Whether `mix_described` can be called: with bfloat16, whole tiles in a page, and on a Hopper.
 
     Args:
+      q_heads: Query heads; those of a key head are all pairs of one warpgroup.
       kv: The pools, whose heads are two by two the two warpgroups'.
       tile: Positions of one.
     """
     page, k_heads, D = kv.shape[3:]
-    is_whole = page % TILE == 0 and tile == TILE
+    is_whole = page % TILE == 0 and tile == TILE and q_heads <= LANES * k_heads
     is_even = D == GROUPS * COLUMNS or (D in (COLUMNS, COLUMNS // 2) and k_heads % GROUPS == 0)
     return is_whole and is_even and kv.dtype == jnp.bfloat16 and has_mosaic()
 
