@@ -14,6 +14,7 @@ from shared.boundary.program import Extra, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.command_line import parse
+from shared.options.flags import NONE
 from shared.process import engines, heap
 from shared.process.memory_plan import MemoryPlan
 from shared.process.ranks.starting import ranked_start
@@ -155,6 +156,9 @@ def start(
 ) -> Served:
     """Starts an engine that serves `batch` requests at once, and warms it up.
 
+    Structured output is off unless the flags have it: its programs take memory and time, and its
+    controller wraps the one that is measured.
+
     Args:
       framework: "torch" or "jax"; only this one is imported.
       flags: Of the server.
@@ -168,13 +172,14 @@ def start(
     Raises:
       ValueError: What a server's start would refuse; one sentence.
     """
+    begun = ["--grammar-backend", NONE, *flags]
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
     cached = [] if radix_cache else ["--disable-radix-cache"]
 
     def narrow(capacity: Capacity) -> Capacity:
         return one_bucket(capacity, chunk, batches)
 
-    return started(framework, [*flags, *bounds, *cached], narrow, rank_module, wait)
+    return started(framework, [*begun, *bounds, *cached], narrow, rank_module, wait)
 
 
 def started(
