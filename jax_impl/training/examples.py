@@ -211,8 +211,16 @@ def _conversation(name: str, example: dict[str, Any]) -> Conversation:
     """A chat in OpenAI's form as templates read it."""
     messages, tools = example["messages"], example.get("tools") or []
     variables = example.get("chat_template_kwargs") or {}
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not isinstance(tools, list):
         raise ValueError(f"{name}: tools must be a list of objects")
+    for tool in tools:
+        match tool:
+            case {"function": {"name": str()}}:
+                pass
+            case _:
+                raise ValueError(
+                    f"{name}: a tool must have a function with a name, got {tool!r:.80}"
+                )
     if not isinstance(variables, dict):
         raise ValueError(f"{name}: chat_template_kwargs must be an object")
     try:
