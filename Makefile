@@ -28,7 +28,7 @@ AOT_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 python3 $$H
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$python && break; done)
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot wheel format clean
+.PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot lowered aot-python wheel format clean
 
 serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -105,6 +105,21 @@ aot: venv $(if $(TANDEM_AOT_PYTHON),,.venv-aot/.ready)
 	OMP_NUM_THREADS=1 $(RUN) -m bench.kernels.aot_torch $(ARGS)
 	OMP_NUM_THREADS=1 $(or $(TANDEM_AOT_PYTHON),.venv-aot/bin/python) -m bench.kernels.aot $(ARGS)
 
+# Programs of the demo model, lowered for a GPU by a jax without CUDA's packages, in seconds.
+LOWERED := jax==0.11.2 jaxtyping msgpack safetensors tokenizers jinja2
+
+lowered: $(if $(TANDEM_AOT_PYTHON),,.venv-lowered/.ready)
+	OMP_NUM_THREADS=1 $(or $(TANDEM_AOT_PYTHON),.venv-lowered/bin/python) -m bench.kernels.lowered
+
+# Which Python both environments are made of; nothing where there is none.
+aot-python:
+	@echo $(or $(TANDEM_AOT_PYTHON),$(AOT_PYTHON))
+
+.venv-lowered/.ready: Makefile
+	$(or $(AOT_PYTHON),false) -m venv .venv-lowered
+	.venv-lowered/bin/python -m pip install --quiet --no-compile $(LOWERED)
+	touch $@
+
 .venv-aot/.ready: pyproject.toml
 	$(or $(AOT_PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
 		{ echo "make aot needs Python 3.12 or newer, and none is found; name one as AOT_PYTHON"; exit 1; }
@@ -121,4 +136,4 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-aot .tokenizers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .venv-lowered .tokenizers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -27,9 +27,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from bench.ground.drafting import Draft, named_folder
+from bench.ground.drafting import Draft, folders_of, named_folder
 from bench.ground.machine import versions
-from bench.ground.session import folders_of
 from models.demo.data import KINDS
 from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController

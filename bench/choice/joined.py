@@ -28,9 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.ground.drafting import Draft, named_folder
+from bench.ground.drafting import Draft, folders_of, named_folder
 from bench.ground.machine import versions
-from bench.ground.session import folders_of
 from models.demo.data import KINDS
 from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work

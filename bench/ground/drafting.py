@@ -128,3 +128,13 @@ def named_folder(text: str) -> tuple[str, Path]:
 def folders_beside(model: Path) -> dict[str, Path]:
     """Where the drafters of a model are looked for: `eagle3` beside its folder, and so on."""
     return {name: model.resolve().parent / name.lower() for name in WITH_FOLDER}
+
+
+def folders_of(model: Path, named: dict[str, Path]) -> dict[str, Path]:
+    """Where what drafts for a model lies: as named, or `MODEL-eagle3` and so on, or `eagle3`."""
+    beside = folders_beside(model)
+    for name in WITH_FOLDER:
+        own = model.resolve().parent / f"{model.resolve().name}-{name.lower()}"
+        if own.is_dir():
+            beside[name] = own
+    return beside | named

@@ -15,7 +15,7 @@ from typing import Self
 
 import numpy as np
 
-from bench.ground.drafting import WITH_FOLDER, Draft, folders_beside
+from bench.ground.drafting import Draft
 from bench.ground.machine import nothing_waits
 from bench.ground.step_bytes import step_bytes, step_products
 from shared.boundary.backend import Blueprint
@@ -242,16 +242,6 @@ class Session:
 
 def _count(requests: Sequence[Request]) -> int:
     return sum(len(request.output) for request in requests)
-
-
-def folders_of(model: Path, named: dict[str, Path]) -> dict[str, Path]:
-    """Where what drafts for a model lies: as named, or `MODEL-eagle3` and so on, or `eagle3`."""
-    beside = folders_beside(model)
-    for name in WITH_FOLDER:
-        own = model.resolve().parent / f"{model.resolve().name}-{name.lower()}"
-        if own.is_dir():
-            beside[name] = own
-    return beside | named
 
 
 def reset_peak(backend: str) -> None:

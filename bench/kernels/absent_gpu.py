@@ -78,7 +78,12 @@ class AbsentGpu:
             "absent", "cuda", target_config=target, topology=f"1x1x{count}"
         )
         self.devices: list[jax.Device] = list(topology.devices)
-        self.name: str = self.devices[0].device_kind
+        self._describe(target)
+
+    def _describe(self, target: str) -> None:
+        named = re.search(r'device_description_str: "(.*)"', target)
+        assert named is not None, "a description names its GPU"
+        self.name = named[1]
         self.free_bytes = _number(target, "device_memory_size") * 4 // 5
         self._cores = _number(target, "core_count")
         self._made: dict[str, Compiled] = {}
@@ -230,7 +235,7 @@ class AbsentStart:
     def lowered(self, program: Program) -> Lowered:
         """A step of a program, as StableHLO with its kernels."""
         with self._gpu.traced():
-            return self._backend.traced(program).lower()
+            return self._backend.traced(program).lower(lowering_platforms=("cuda",))
 
     def workspace(self, program: Program) -> int:
         """Bytes that the memory plan has for a step."""

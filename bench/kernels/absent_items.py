@@ -34,17 +34,18 @@ BRIEF = 1
 """Most ranks of a start of which more than the largest programs are lowered."""
 
 
-def examined(item: Item, *, compiles: bool = True) -> Found:
+def examined(item: Item, *, compiles: bool = True, is_brief: bool = False) -> Found:
     """Compiles an item, and looks at what came of it.
 
     Args:
       compiles: The kernels of a start too; else its programs are lowered alone.
+      is_brief: Of a start the largest programs alone.
     """
     match item.what:
         case Step():
             return _step(item.name, item.what, item.scratch)
         case Start():
-            return _start(item.what, item.scratch, compiles)
+            return _start(item.what, item.scratch, compiles, is_brief or item.what.ranks > BRIEF)
     return _case(item) if item.kind == "case" else _layer(item.name)
 
 
@@ -84,7 +85,7 @@ def _step(name: str, step: Step, scratch: Path) -> Found:
     return Found(kernels=tuple(found.kernels), faults=faults, line=line)
 
 
-def _start(start: Start, scratch: Path, compiles: bool) -> Found:
+def _start(start: Start, scratch: Path, compiles: bool, is_brief: bool) -> Found:
     """Lowers programs of a start, and compiles the kernels that no start before had."""
     began, gpu = time.monotonic(), gpus(start.ranks)
     try:
@@ -93,7 +94,7 @@ def _start(start: Start, scratch: Path, compiles: bool) -> Found:
         if start.ranks > 1:  # a model need not divide among so many
             return Found(line=f"{start}: {error}")
         raise
-    faults, programs, calls = list[str](), chosen(made.programs, start.ranks > BRIEF), 0
+    faults, programs, calls = list[str](), chosen(made.programs, is_brief), 0
     for program in programs:
         name = f"{start}, {program}"
         try:

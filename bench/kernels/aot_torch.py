@@ -85,7 +85,7 @@ def run(case: OpCase) -> None:
         side.operation(case)(*side.placed(case, arguments))
 
 
-def examined(item: Item, *, is_whole: bool) -> tuple[Found, list[str]]:
+def examined(item: Item, *, is_whole: bool, is_brief: bool = False) -> tuple[Found, list[str]]:
     """What came of an item, and the names of its kernels that the process had not before."""
     compiler = compiler_of(is_whole)
     before = len(compiler.names)
@@ -93,25 +93,25 @@ def examined(item: Item, *, is_whole: bool) -> tuple[Found, list[str]]:
         run(case_of(item))
         found = Found()
     else:
-        found = _start(item.what, item.scratch)
+        found = _start(item.what, item.scratch, is_brief or item.what.ranks > 1)
     kernels, compiler.kernels = tuple(compiler.kernels), []
     return Found(kernels, found.faults, programs=found.programs), compiler.names[before:]
 
 
-def found_of(item: Item, *, is_whole: bool) -> Found:
+def found_of(item: Item, *, is_whole: bool, is_brief: bool) -> Found:
     """As `examined`, with the number of new kernels."""
-    found, new = examined(item, is_whole=is_whole)
+    found, new = examined(item, is_whole=is_whole, is_brief=is_brief)
     return replace(found, calls=len(new))
 
 
-def _start(start: Start, scratch: Path) -> Found:
+def _start(start: Start, scratch: Path, is_brief: bool) -> Found:
     try:
         made = AbsentStart(start.all_flags(scratch))
     except ConfigError as error:
         if start.ranks > 1:  # a model need not divide among so many
             return Found(line=f"{start}: {error}")
         raise
-    programs, faults = chosen(made.programs, start.ranks > 1), list[str]()
+    programs, faults = chosen(made.programs, is_brief), list[str]()
     for program in programs:
         try:
             made.step(program)

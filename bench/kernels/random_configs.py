@@ -212,9 +212,10 @@ def results(options: argparse.Namespace, starts: Sequence[Start], scratch: Path)
     items = [Item("start", str(start), start, scratch) for start in starts]
     if options.language == "jax":
         examined = import_module("bench.kernels.absent_items").examined
-        work = partial(examined, compiles=options.compile)
+        work = partial(examined, compiles=options.compile, is_brief=options.brief)
     else:
         work = partial(import_module("bench.kernels.aot_torch").found_of, is_whole=options.compile)
+        work = partial(work, is_brief=options.brief)
     return shared_out(work, items, options.jobs, options.limit_s)
 
 
@@ -225,6 +226,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=COUNT, help="models")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--compile", action="store_true", help="compile each kernel once")
+    parser.add_argument("--brief", action="store_true", help="programs of the most rows alone")
     parser.add_argument("--out", type=Path, help="JSON file")
     add_bounds(parser)
     options = parser.parse_args()

@@ -21,10 +21,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.ground.drafting import PLAIN, Draft, named_folder
+from bench.ground.drafting import PLAIN, Draft, folders_of, named_folder
 from bench.ground.options import FRAMEWORKS
 from bench.ground.server import HIDDEN
-from bench.ground.session import folders_of
 from bench.ground.waiting import CONSOLE
 from models.demo import data
 from tests.support.http_fixtures import Server, serving

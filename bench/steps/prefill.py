@@ -22,8 +22,8 @@ from math import gcd, prod
 from typing import Any
 
 from bench.ground import card
-from bench.ground.drafting import Draft, named_folder
-from bench.ground.session import Load, folders_of, reset_peak
+from bench.ground.drafting import Draft, folders_of, named_folder
+from bench.ground.session import Load, reset_peak
 from bench.steps.offline import flags, model_options, side_options, with_lot
 from bench.steps.report import kernels_of
 from shared.boundary.backend import Launch

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.ground.drafting import Draft
-from bench.ground.session import Round, folders_of
+from bench.ground.drafting import Draft, folders_of
+from bench.ground.session import Round
 from bench.ground.step_bytes import step_bytes, step_products
 from bench.steps import compare, offline
 from bench.steps.offline import with_lot

@@ -1,0 +1,78 @@
+"""Lowers programs of the demo model for an H200, with a jax that knows of no GPU.
+
+    python -m bench.kernels.lowered
+
+A kernel that Pallas cannot lower ends the start of a server on a GPU, which no test on a CPU sees.
+Here jax 0.11 alone is needed, none of CUDA's packages: `make lowered` installs it, and CI runs it.
+What lowers may still not compile; `bench.kernels.aot` tries that, and all models.
+"""
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from bench.kernels.starts import DEMO, Start
+from bench.kernels.workers import told
+from shared.boundary.program import Extra, Program, Work
+
+STARTS = (Start(DEMO / "target", "NEXTN"), Start(DEMO / "target", "EAGLE3"))
+
+
+def described_gpu() -> Any:
+    """A GPU as `absent_gpu.AbsentGpu` describes it; a device of the CPU holds its place."""
+    compiling, jax = map(import_module, ("bench.kernels.absent_gpu", "jax"))
+
+    class DescribedGpu(compiling.AbsentGpu):
+        def __init__(self, target: str) -> None:
+            self.devices = jax.devices("cpu")[:1]
+            self._describe(target)
+
+    return DescribedGpu(compiling.DESCRIPTION.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Within it weights on a device of the CPU lie in stacks, as on a GPU."""
+    backend, weights = map(import_module, ("jax_impl.backend", "jax_impl.weights"))
+    whole = patch.object(backend, "_leaf", lambda path, array, device: array)
+    stacked = patch.object(weights, "are_read_in_stacks", lambda loaded, device: True)
+    with whole, stacked:
+        yield
+
+
+def programs_of(programs: Sequence[Program], drafts: str) -> list[Program]:
+    """Decoding by one request or, with a draft head, by the most; and a short prompt."""
+    plain = [program for program in programs if not program.has(Extra.LOGPROBS)]
+    decode = [program for program in plain if program.work is Work.DECODE]
+    prefill = [program for program in plain if program.work is Work.PREFILL]
+    return [decode[0], prefill[0]] if drafts == "NEXTN" else decode[-1:]
+
+
+def main() -> int:
+    """Prints a line for each program; the exit code is 1 where one cannot be lowered."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    compiling, faults, began = import_module("bench.kernels.absent_gpu"), 0, time.monotonic()
+    gpu = described_gpu()
+    with tempfile.TemporaryDirectory() as folder, as_on_a_gpu():
+        for start in STARTS:
+            made = compiling.AbsentStart(gpu, start.all_flags(Path(folder)))
+            for program in programs_of(made.programs, start.drafts):
+                try:
+                    text = made.lowered(program).as_text()
+                    found = f"{sum(text.count(f'@{name}') for name in compiling.CALLS)} kernels"
+                except Exception as error:  # of whatever kind: the others are still to be lowered
+                    faults, found = faults + 1, f"FAULT: {told(error)}"
+                print(f"{start}, {program}: {found}", flush=True)
+    print(f"lowered in {time.monotonic() - began:.0f} s, {faults} faults")
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
