@@ -75,7 +75,7 @@ class OrbaxCheckpoint:
         return False
 
     def unties(self, config: ModelConfig) -> bool:
-        """Whether there is an LM head of its own, though the config ties it."""
+        """Returns whether there is an LM head of its own, though the config ties it."""
         return config.tied and "lm_head" in self._arrays
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:

@@ -131,7 +131,7 @@ def folders_beside(model: Path) -> dict[str, Path]:
 
 
 def folders_of(model: Path, named: dict[str, Path]) -> dict[str, Path]:
-    """Where what drafts for a model lies: as named, or `MODEL-eagle3` and so on, or `eagle3`."""
+    """Returns the folders of drafters: as named, or `MODEL-eagle3` and so on, or `eagle3`."""
     beside = folders_beside(model)
     for name in WITH_FOLDER:
         own = model.resolve().parent / f"{model.resolve().name}-{name.lower()}"

@@ -91,7 +91,7 @@ class Compiler:
 
 
 def _assembled(ptx: str) -> str:
-    """What ptxas says of a kernel.
+    """Figures that ptxas reports of a kernel.
 
     Raises:
       ValueError: It refuses the kernel.

@@ -66,7 +66,7 @@ def _layer(name: str) -> Found:
 
 
 def _step(name: str, step: Step, scratch: Path) -> Found:
-    """Of a step the thunks, the copies, the memory and the kernels."""
+    """Examines the thunks, copies, memory and kernels of a step."""
     gpu, began = gpus(step.ranks), time.monotonic()
     flags = step.start.all_flags(scratch)
     lowered, planned = lowered_step(gpu, flags, step.batch, step.tokens, step.scores)
@@ -110,7 +110,7 @@ def _start(start: Start, scratch: Path, compiles: bool, is_brief: bool) -> Found
 
 
 def _faults_of_calls(gpu: AbsentGpu, calls: list[Call], name: str) -> Iterator[str]:
-    """What is wrong with kernels: all are compiled at once, or one by one where that fails."""
+    """Returns faults of kernels: compiled all at once, or one by one where that fails."""
     if not calls:
         return
     try:

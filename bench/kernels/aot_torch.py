@@ -36,7 +36,7 @@ from tests.support.op_case import OpCase
 
 KINDS = ("case", "start")
 _ABSENT = ExitStack()
-"""Of the process: it has the GPU that is not here until it ends."""
+"""Patches of the process, which pretends to have a GPU until it ends."""
 
 
 class Zeros:
@@ -55,7 +55,7 @@ class Zeros:
 
 @cache
 def compiler_of(is_whole: bool) -> Compiler:
-    """What compiles from now on, in this process."""
+    """Returns the compiler of this process."""
     return _ABSENT.enter_context(absent_cuda(is_whole))
 
 
@@ -86,7 +86,7 @@ def run(case: OpCase) -> None:
 
 
 def examined(item: Item, *, is_whole: bool, is_brief: bool = False) -> tuple[Found, list[str]]:
-    """What came of an item, and the names of its kernels that the process had not before."""
+    """Returns the result of an item, with its kernels that are new in this process."""
     compiler = compiler_of(is_whole)
     before = len(compiler.names)
     if item.kind == "case":

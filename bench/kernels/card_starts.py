@@ -36,7 +36,7 @@ from tests.support.started import serve_all, started
 
 BACKENDS = ("torch", "jax")
 BOUNDS = ("--max-running-requests", "4", "--context-length", "256", "--chunked-prefill-size", "256")
-"""Of the shipped models; random ones have their own."""
+"""Bounds of the shipped models; random ones have their own."""
 PROMPTS, OUTPUT = (5, 40, 100, 17), 24
 """Tokens of the prompts, and of each output; the last prompt has a temperature."""
 
@@ -98,7 +98,7 @@ def results(asks: Sequence[Ask], options: argparse.Namespace) -> Iterator[Done]:
 
 
 def line_of(name: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What is kept of a start, once both backends have answered."""
+    """Returns the record of a start that both backends have answered."""
     texts = [answer.get("texts") for answer in found.values()]
     errors = {backend: x["error"] for backend, x in found.items() if "error" in x}
     kept = {

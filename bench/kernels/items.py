@@ -1,4 +1,4 @@
-"""What is compiled for GPUs that are not here: cases of kernels, steps, layers of ranks, starts."""
+"""Items to compile for an absent GPU: cases of kernels, steps, layers of ranks, starts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ STEPS = (
     Step("qwen3.5-122b-a10b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20, ranks=4),
 )
 RANKS = {f"{ranks} ranks, {rows} rows": (ranks, rows) for ranks in (2, 8) for rows in (8, 512)}
-"""Of a layer's products whose results ranks gather: few rows within them, many behind them."""
+"""Ranks and rows of layers with gathered GEMMs: few rows gather within them, many after them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of an item.
+    """Result of an item.
 
     Attributes:
       kernels: Those that were compiled and looked at.

@@ -208,7 +208,7 @@ def _written(folder: Path, config: Json) -> Path:
 
 
 def results(options: argparse.Namespace, starts: Sequence[Start], scratch: Path) -> Iterator[Done]:
-    """What came of each start, as it ends."""
+    """Yields the result of each start as it ends."""
     items = [Item("start", str(start), start, scratch) for start in starts]
     if options.language == "jax":
         examined = import_module("bench.kernels.absent_items").examined

@@ -68,7 +68,7 @@ def shipped() -> Iterator[Start]:
 
 
 def one_of_each() -> Iterator[Start]:
-    """Of `shipped` what names each folder on one rank; a model with an MTP layer drafts by it."""
+    """Yields a start of each shipped folder on one rank; its MTP layer drafts if it has one."""
     starts = [start for start in shipped() if start.ranks == 1]
     with_mtp = {start.model for start in starts if start.drafts == "NEXTN"}
     for start in starts:

@@ -10,9 +10,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 MOST_ITEMS = 40
-"""Of a process that compiles, whose memory grows with that."""
+"""Items of one process at most, since its memory grows with each compilation."""
 _PLACE = "JaxStackTraceBeforeTransformation"
-"""What JAX gives as the cause of an error: where the operation was traced."""
+"""Name of the error that JAX gives as a cause: the place where the operation was traced."""
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,7 @@ def _of_speculators(config: Json) -> Stated:
 
 
 def _layer_defaults(family: str) -> dict[str, Any]:
-    """What fields of a head's layers have that are left out, and are those of a class."""
+    """Returns the defaults of a class for absent fields of a head's layers."""
     fields = LAYERS[family].fields.items()
     return {name: value for name, value in fields if value is not None and name in _LAYER}
 

@@ -153,7 +153,7 @@ class Checkpoint:
             )
 
     def unties(self, config: ModelConfig) -> bool:
-        """Whether the files have an LM head of its own, though the config ties it."""
+        """Returns whether the files have an LM head of its own, though the config ties it."""
         if config.tied and self._has_own_head is None:
             self._has_own_head = has_own_head(config, self)
         return config.tied and bool(self._has_own_head)

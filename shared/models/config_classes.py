@@ -61,7 +61,7 @@ class ConfigClass:
         return defaults | {name: value for name, value in named.items() if name not in absent}
 
     def _fills(self, name: str) -> bool:
-        """Whether null is as good as absent."""
+        """Returns whether null is as good as absent."""
         default = self.defaults.get(name)
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         is_filled = name in STRUCTURE or not is_number

@@ -216,7 +216,7 @@ class DummyCheckpoint:
         return name in self.names
 
     def unties(self, config: ModelConfig) -> bool:
-        """Whether there is an LM head of its own, though the config ties it."""
+        """Returns whether there is an LM head of its own, though the config ties it."""
         return config.tied and self.has(LM_HEAD)
 
     def tensor(self, name: str) -> Array:

@@ -188,7 +188,7 @@ def config_from_dict(
 
 
 def _is_tied(config: Json, stated: Json, family: Family) -> bool:
-    """Whether config.json ties the embedding to the LM head, by its outermost field.
+    """Returns whether config.json ties the embedding to the LM head, by its outermost field.
 
     A nested `false` is not read: transformers writes it into each `text_config`, next to an outer
     `true`.

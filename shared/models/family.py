@@ -8,7 +8,7 @@ from shared.models.experts import Routing
 
 
 class Slides(Enum):
-    """What switches sliding windows on in a family, and in which layers."""
+    """Fields that switch sliding windows on in a family, and the layers concerned."""
 
     NEVER = "nothing; it is refused where it is asked for"
     BY_SIZE = "`sliding_window` alone, in all layers"
@@ -19,7 +19,7 @@ class Slides(Enum):
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one family's layers from another's.
+    """Properties that distinguish one family's layers from another's.
 
     Attributes:
       name: What sentences to users call it.

@@ -117,7 +117,7 @@ def _has_pickle(path: Path) -> bool:
 
 
 def is_pointer(path: Path) -> bool:
-    """Whether a file is a Git LFS pointer."""
+    """Returns whether a file is a Git LFS pointer."""
     if not path.is_file():
         return False
     with path.open("rb") as file:

@@ -169,7 +169,7 @@ def cached_folder(
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a snapshot has its config.json and all files of its weights."""
+    """Returns whether a snapshot has its config.json and all files of its weights."""
     if not (folder / "config.json").is_file():
         return False
     try:

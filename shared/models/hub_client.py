@@ -105,7 +105,7 @@ class HubClient:
 
     @staticmethod
     def is_passing(error: Exception) -> bool:
-        """Whether another attempt may succeed: the connection broke, or the hub is busy."""
+        """Returns whether another attempt may succeed: the connection broke, or the hub is busy."""
         status = _status(error)
         if status is not None:
             return status in (408, 429) or status >= 500

@@ -84,7 +84,7 @@ class HubFile:
 
     @property
     def is_setting(self) -> bool:
-        """Whether a start reads the file beside the weights."""
+        """Returns whether a start reads the file beside the weights."""
         return self.path in SETTINGS or bool(TEMPLATE.fullmatch(self.path))
 
 

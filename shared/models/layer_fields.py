@@ -27,7 +27,7 @@ FULL, SLIDING, LINEAR = LAYER_TYPES
 
 
 def _head_size(text: Json, num_heads: int) -> int:
-    """What is given, or a head's share of the hidden state; even, as dimensions turn in pairs."""
+    """Returns the stated size or a head's share of the hidden size, an even number."""
     hidden = positive(text, "hidden_size")
     if text.get("head_dim") is None and hidden % num_heads:
         raise ValueError(
@@ -116,7 +116,7 @@ def read_layers(
 
 
 def _feeds(text: Json, family: Family) -> list[DenseConfig | ExpertsConfig]:
-    """What feeds forward in each layer; of what no layer has, no field is read."""
+    """Returns the MLP of each layer; fields of a kind that no layer has are not read."""
     found: dict[bool, DenseConfig | ExpertsConfig] = {}
     sparse = sparse_layers(text, family.routing, _num_layers(text))
     if family.routing is not None and True in sparse:
@@ -143,7 +143,7 @@ def _num_layers(text: Json) -> int:
 
 
 def _layer_types(text: Json, family: Family) -> list[str]:
-    """What each layer mixes with, as `layer_types` says it, or what stands for it."""
+    """Returns the token mixer of each layer by `layer_types` or the fields that replace it."""
     num_layers, types = _num_layers(text), listed(text, "layer_types", str)
     by_flag = family.slides in (Slides.BY_FLAG, Slides.WHOLE_BY_FLAG)
     asks = family.slides is Slides.BY_SIZE or (by_flag and flag(text, "use_sliding_window"))

@@ -86,7 +86,7 @@ def settings_of(text: Json, layer_type: str = LAYER_TYPES[0]) -> dict[str, Any]:
 
 
 def are_nested(text: Json) -> bool:
-    """Whether rotary settings are stated for each type of layer."""
+    """Returns whether rotary settings are stated for each type of layer."""
     return any(
         isinstance(value, Mapping) for name in OBJECTS for value in object_of(text, name).values()
     )
@@ -210,7 +210,7 @@ def turned_layers(text: Json, num_layers: int) -> list[bool]:
 
 
 def _sections(rope: Json, pairs: int) -> tuple[int, ...]:
-    """How many pairs turn by time, by row and by column; none where no three numbers say it.
+    """Returns the pairs rotated by time, row and column; empty without three numbers.
 
     The numbers may be those of wider heads: time takes what the others leave.
     """

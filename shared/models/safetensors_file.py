@@ -31,7 +31,7 @@ def open_file(path: Path) -> Any:
 
 
 def contents(path: Path) -> tuple[dict[str, Any], int]:
-    """What a file says of its tensors, and where their bytes begin."""
+    """Returns the header of a file and the offset of its tensors."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(length)), 8 + length

@@ -11,7 +11,7 @@ from shared.models.safetensors_file import CheckpointError
 from shared.models.vision import TENSORS
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-"""What released checkpoints put before the names used here; the first that fits is cut off."""
+"""Prefixes of names in released checkpoints; the first that fits is removed."""
 
 UNNEEDED = (TENSORS, "vision_tower.", "multi_modal_projector.", "rotary_emb.")
 """Parts of names of tensors that a text model does without."""

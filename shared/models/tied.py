@@ -17,7 +17,7 @@ class Files(Protocol):
     """Files of a model, which may have an LM head."""
 
     def unties(self, config: ModelConfig) -> bool:
-        """Whether they have an LM head of its own, though the config ties it."""
+        """Returns whether they have an LM head of its own, though the config ties it."""
         ...
 
 
@@ -25,7 +25,7 @@ class Tensors(Protocol):
     """Tensors by their names without prefix, as `shared.models.checkpoint.Checkpoint` has them."""
 
     def has(self, name: str) -> bool:
-        """Whether a tensor is there."""
+        """Returns whether a tensor is there."""
         ...
 
     def pieces(

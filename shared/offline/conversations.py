@@ -21,7 +21,7 @@ FIELDS = {
 """Fields of a message by its role, as over HTTP."""
 
 PLAIN_FIELDS = ("role", "content", "name")
-"""Those of any other role."""
+"""Fields of any other role."""
 
 _ALWAYS_NULL = ("refusal", "audio", "function_call", "provider_specific_fields")
 _CLIENT_FIELDS = ("annotations", "parsed")  # what a client made of an answer

@@ -84,7 +84,7 @@ class EngineThread:
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine runs in this process, and nobody has closed it."""
+        """Returns whether the engine runs in this process, and nobody has closed it."""
         return self._unclosed.alive and self.is_own
 
     @property

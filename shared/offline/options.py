@@ -20,7 +20,7 @@ from shared.options.server import ServerOptions
 from shared.text.tokenizer import is_text
 
 DEFAULT_LOG_LEVEL = "warning"
-"""Of a start in Python, which prints no progress then."""
+"""Log level of a start in Python, which prints no progress at this level."""
 
 OF_A_SERVER = (
     {item.name for part in (ServerOptions, ObservingOptions) for item in fields(part)}
@@ -140,7 +140,7 @@ def _read(name: str, item: Field[Any], value: Any) -> Any:
 
 
 def _kind(item: Field[Any]) -> tuple[Callable[[Any], Any], str]:
-    """What reads a value of an option, or returns None; and the noun of what it reads."""
+    """Returns a reader of an option's values (None: invalid) and the noun of what it reads."""
     rules = item.metadata
     if item.default is False:
         return truth, "True or False"

@@ -83,7 +83,7 @@ def _check_flags(words: Sequence[str], parser: FlagParser) -> None:
 
 
 def _kind(rules: Mapping[str, Any]) -> Callable[[str, Any], Any]:
-    """How the text of a field's flag becomes its value."""
+    """Returns the conversion of a flag's text to its value."""
     if "is_share" in rules:
         return _share
     return _whole_number if "low" in rules else lambda name, value: value

@@ -141,7 +141,7 @@ def _value(name: str, item: "Field[Any]", value: Any) -> Any:
 
 
 def _reader(item: "Field[Any]") -> tuple[Callable[[Any], Any], str]:
-    """What reads a value of a field, or returns None; and the noun of what it reads."""
+    """Returns a reader of a field's values (None: invalid) and the noun of what it reads."""
     rules = item.metadata
     if item.default is False:
         return _switch, "true or false"

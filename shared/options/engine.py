@@ -91,7 +91,7 @@ class EngineConfig:
 
     @property
     def has_grammars(self) -> bool:
-        """Whether a text can be held to a grammar, once the start has resolved `auto`."""
+        """Returns whether a text can be held to a grammar, once the start has resolved `auto`."""
         return self.grammar_backend == LLGUIDANCE
 
     @property

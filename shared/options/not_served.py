@@ -43,7 +43,7 @@ NEUTRAL = {
 
 
 def asks_for_nothing(name: str, value: str | None) -> bool:
-    """Whether a flag that is not here asks for what every server does.
+    """Returns whether a flag that is not here asks for what every server does.
 
     Args:
       value: None of a switch.

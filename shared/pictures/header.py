@@ -65,7 +65,7 @@ def _of_png(data: bytes) -> Header:
 
 
 def _has_frames(data: bytes) -> bool:
-    """Whether a PNG says, before its pixels, that it has several frames."""
+    """Returns whether a PNG says, before its pixels, that it has several frames."""
     at = len(PNG_SIGNATURE)
     while at + 8 <= len(data):
         kind = data[at + 4 : at + 8]

@@ -134,7 +134,7 @@ def _log_preparing(work: "_Work") -> None:
 
 @dataclass
 class _Work:
-    """How far a part of the start is, as its own thread knows it.
+    """Progress of a part of the start, as its own thread knows it.
 
     Attributes:
       total, done: In bytes or programs.
@@ -153,7 +153,7 @@ class _Work:
 
     @property
     def is_long(self) -> bool:
-        """Whether the work took so long that its end is worth a line."""
+        """Returns whether the work took so long that its end is worth a line."""
         return self.seconds >= SHORT_S
 
 

@@ -59,7 +59,7 @@ def _takes(schemas: ParameterSchemas, key: str, value: Any) -> bool:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is JSON, whatever the size of its numbers."""
+    """Returns whether a text is JSON, whatever the size of its numbers."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

@@ -200,7 +200,7 @@ class ChatTemplate:
 
 
 def _turns_on(name: str, value: Any) -> bool | None:
-    """Whether advice turns the reasoning on or off; None: neither."""
+    """Returns whether advice turns the reasoning on or off; None: neither."""
     if name == "reasoning_effort":
         return False if value == "none" else None
     if name not in _SWITCHES:

@@ -102,7 +102,7 @@ def reasoning_parser_of(templates: ChatTemplates) -> Choice:
 
 
 def _rendered(templates: ChatTemplates, conversations: Sequence[Conversation]) -> list[str | None]:
-    """What a template writes for each conversation; None where it fails or takes too long."""
+    """Returns the text of each conversation; None where rendering fails or takes too long."""
     asked = b"".join([pack_templates(templates), *map(pack_conversation, conversations)])
     command = [sys.executable, "-m", "shared.text.template_worker"]
     limit_s = STARTING_S + DEADLINE_S * len(conversations)
