@@ -26,7 +26,7 @@ from pathlib import Path
 from bench.kernels.compiled import Kernel, excuse, faults_of_kernel, kernel_names
 from bench.kernels.items import Found, items_of
 from bench.kernels.known_spills import EXCUSES, Excuse
-from bench.kernels.workers import Done, shared_out
+from bench.kernels.workers import Bounded, Done, shared_out
 
 KERNELS = Path(__file__).parents[2] / "kernels" / "pallas_gpu"
 HEADER = f"{'kernel':22}{'case':48}{'registers':>10}{'spilled':>9}{'shared':>9}{'s':>7}"
@@ -128,6 +128,9 @@ def add_bounds(parser: argparse.ArgumentParser) -> None:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, help="processes that compile at once")
     parser.add_argument("--limit-s", type=float, default=1200.0, help="seconds of one item at most")
+    parser.add_argument(
+        "--total-s", type=float, default=7200.0, help="seconds after which no item is begun"
+    )
 
 
 def main() -> int:
@@ -138,9 +141,12 @@ def main() -> int:
     work, report = import_module("bench.kernels.absent_items").examined, Report()
     with tempfile.TemporaryDirectory() as scratch:
         items = items_of(told.only, Path(scratch))
+        bounded = Bounded(items, told.total_s)
         print(HEADER)
-        for number, done in enumerate(shared_out(work, items, told.jobs, told.limit_s), 1):
+        for number, done in enumerate(shared_out(work, bounded, told.jobs, told.limit_s), 1):
             report.add(done, f"{number}/{len(items)}")
+        if bounded.left:
+            report.fail(f"{bounded.left} items were not begun within {told.total_s:.0f} s")
     if not told.only:
         report.check_completeness()
     print(report.summary)

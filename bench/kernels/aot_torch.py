@@ -30,7 +30,7 @@ from bench.kernels.absent_cuda import AbsentStart, Compiler, absent_cuda
 from bench.kernels.aot import HEADER, add_bounds, line_of
 from bench.kernels.items import Found, Item, case_of, items_of
 from bench.kernels.starts import Start, chosen
-from bench.kernels.workers import Done, shared_out, told
+from bench.kernels.workers import Bounded, Done, shared_out, told
 from shared.options.flags import ConfigError
 from tests.support.op_case import OpCase
 
@@ -122,16 +122,18 @@ def _start(start: Start, scratch: Path, is_brief: bool) -> Found:
 
 def results(options: argparse.Namespace, scratch: Path) -> Iterator[Done]:
     """The items as they are done: in this process, or in several."""
-    items = [item for item in items_of(options.only, scratch) if item.kind in KINDS]
+    kinds = [item for item in items_of(options.only, scratch) if item.kind in KINDS]
+    items = Bounded(kinds, options.total_s)
     work = partial(examined, is_whole=options.whole)
     if options.jobs > 1:
         yield from shared_out(work, items, options.jobs, options.limit_s)
-        return
-    for item in items:
+    for item in items if options.jobs == 1 else ():
         try:
             yield Done(item, work(item), None, 0.0)
         except Exception as error:  # of whatever kind: the others are still to be compiled
             yield Done(item, None, told(error), 0.0)
+    if items.left:
+        raise TimeoutError(f"{items.left} items were not begun within {options.total_s:.0f} s")
 
 
 def main() -> int:

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, wait
@@ -38,6 +38,26 @@ class _Worker:
     item: Any
     began: float
     items: int = 1
+
+
+class Bounded:
+    """Items as long as there is time for another.
+
+    Attributes:
+      left: Items that were not begun in time.
+    """
+
+    def __init__(self, items: Sequence[Any], total_s: float) -> None:
+        """The time runs from here on."""
+        self.left, self._items = 0, items
+        self._end = time.monotonic() + total_s
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._items):
+            if time.monotonic() > self._end:
+                self.left = len(self._items) - number
+                return
+            yield item
 
 
 def shared_out(

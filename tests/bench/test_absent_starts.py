@@ -8,7 +8,7 @@ import pytest
 from bench.kernels.absent_calls import calls_of
 from bench.kernels.random_configs import SEED, random_starts
 from bench.kernels.starts import DEMO, SHAPES, chosen, shipped, with_layers
-from bench.kernels.workers import shared_out
+from bench.kernels.workers import Bounded, shared_out
 from shared.boundary.program import Extra, Program, Work
 from shared.spec.draft_tree import TreeShape
 from tests.support.worked import worked
@@ -79,3 +79,12 @@ def test_items_are_shared_out_and_what_fails_ends_no_other() -> None:
     assert found["raises"].error == "ValueError: wrong"
     assert found["ends"].error == "its process has ended with code 3"
     assert found["stays"].error == "it has not ended within 15 s"
+
+
+def test_after_the_total_time_no_item_is_begun() -> None:
+    late = Bounded(["one", "two"], total_s=-1)
+    assert list(late) == []
+    assert late.left == 2
+    bounded = Bounded(["one", "two"], total_s=60)
+    assert list(bounded) == ["one", "two"]
+    assert bounded.left == 0
