@@ -158,6 +158,7 @@ def main() -> int:
             )
             for kernel in found.kernels:
                 print(line_of(kernel, done.item.case, None), flush=True)
+            print(f"{done.item.name}: {len(new)} kernels, {done.seconds:.1f} s", flush=True)
             for fault in found.faults:
                 print(f"FAULT: {fault}", flush=True)
     kinds, started = len(set(names)), f", {programs} programs of starts" * (programs > 0)

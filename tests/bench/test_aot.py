@@ -23,7 +23,7 @@ from bench.kernels.compiled import (
     read_ptxas,
     read_thunks,
 )
-from bench.kernels.items import RANKS, STEPS, Found, Item, Step, cases_of
+from bench.kernels.items import RANKS, STEPS, Found, Item, Step, case_of, cases_of, items_of
 from bench.kernels.known_spills import EXCUSES
 from bench.kernels.starts import SHAPES
 from bench.kernels.workers import Done
@@ -241,6 +241,13 @@ def test_an_item_that_did_not_end_and_a_start_that_fails_are_faults() -> None:
         "a start, decode cannot be lowered",
     ]
     assert report.summary.startswith("aot: 0 kernels, 3 programs with 7 kernels in starts, 2 fault")
+
+
+def test_every_case_is_found_again_by_its_item() -> None:
+    cases = [item for item in items_of([], Path()) if item.kind == "case"]
+    assert len(cases) == len(list(cases_of([])))
+    assert all(f"{case_of(item).op}: {case_of(item)}" == item.name for item in cases[::7])
+    assert {case_of(item).function for item in cases if item.what == "delta_mix"} > {"feed"}
 
 
 def test_a_text_chooses_cases_and_nothing_chooses_all() -> None:
