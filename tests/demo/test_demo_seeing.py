@@ -1,5 +1,6 @@
 """The demo model's eyes: what is drawn is what is told, and fits where the picture stands."""
 
+import argparse
 import json
 
 import numpy as np
@@ -49,7 +50,10 @@ def test_the_model_that_ships_says_what_is_drawn():
     drafts = ["--speculative-algorithm", "NEXTN", "--context-length", "256"]
     pictures = [drawn(np.random.default_rng(HELD_OUT + 10**6 + i)) for i in range(ASKED)]
     with serving([*command, *drafts]) as server:
-        told = [answer(server.url, png_of(each)) for each in pictures]
+        options = argparse.Namespace(
+            base_url=server.url, model=None, api_key=None, timeout=60.0, host="", port=0
+        )
+        told = [answer(options, png_of(each)) for each in pictures]
     right = [
         json.loads(said)
         == {"product": f"{each.color} {each.thing}", "color": each.color, "quantity": each.count}

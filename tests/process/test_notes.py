@@ -43,7 +43,8 @@ def test_what_a_head_may_mean_otherwise_is_told_unless_a_flag_tells(tmp_path: Pa
 
 
 def notes_of(folder: Path, *flags: str) -> list[str]:
-    line = ["--model-path", str(folder), "--context-length", "64", *flags]
+    bounds = ["--context-length", "64", "--grammar-backend", "none"]
+    line = ["--model-path", str(folder), *bounds, *flags]
     start = prepare(parse(line), PLATFORM)
     return [*start_notes(start.memory, start.plain, start.defaults)]
 
