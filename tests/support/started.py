@@ -23,6 +23,9 @@ WARM_UP_TOKENS = 4
 TORCH = "torch_impl.platform"
 
 
+GRAMMARS = "--grammar-backend"
+
+
 @dataclass(frozen=True)
 class Served:
     """A started engine.
@@ -172,7 +175,8 @@ def start(
     Raises:
       ValueError: What a server's start would refuse; one sentence.
     """
-    begun = ["--grammar-backend", NONE, *flags]
+    stated = any(flag.partition("=")[0] == GRAMMARS for flag in flags)
+    begun = [*flags] if stated else [GRAMMARS, NONE, *flags]
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
     cached = [] if radix_cache else ["--disable-radix-cache"]
 
