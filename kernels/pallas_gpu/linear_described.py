@@ -92,7 +92,7 @@ def is_on_hopper() -> bool:
 
 
 def has_mosaic() -> bool:
-    """Whether kernels of Mosaic GPU can be called: on a Hopper, with the jax they are written for.
+    """Returns whether kernels of Mosaic GPU can be called: on a Hopper, with a jax they fit.
 
     Others have another Mosaic: jax 0.10 cannot trace such a kernel, and 0.12 cannot lower it.
     """

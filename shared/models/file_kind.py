@@ -108,7 +108,7 @@ def kind_of_file(path: Path) -> FileKind:
 
 
 def _has_pickle(path: Path) -> bool:
-    """Whether a ZIP file is one that torch.save wrote; a damaged one is named by its suffix."""
+    """Returns whether torch.save wrote a ZIP file; a damaged file is judged by its suffix."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".pkl") for name in archive.namelist())

@@ -44,7 +44,7 @@ def as_stored(config: ModelConfig, files: Files) -> ModelConfig:
 
 
 def has_own_head(config: ModelConfig, files: Tensors) -> bool:
-    """Whether there is an LM head with other values than the embedding, read up to the first.
+    """Returns whether an LM head differs from the embedding, read up to the first difference.
 
     Raises:
       CheckpointError: One of the two is missing or has another shape than the config has.

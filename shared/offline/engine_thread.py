@@ -79,7 +79,7 @@ class EngineThread:
 
     @property
     def is_own(self) -> bool:
-        """Whether the engine runs in this process, and not in the one that it was forked from."""
+        """Returns whether the engine runs in this process and not in the one it was forked from."""
         return os.getpid() == self._pid
 
     @property
