@@ -15,6 +15,7 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from subprocess import run
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -282,7 +283,7 @@ def _assembled(source: Path) -> str:
 
 @cache
 def _ptxas() -> Path:
-    """The one that comes with jax's CUDA plugin.
+    """Returns the ptxas of jax's CUDA plugin or, without that plugin, the first of PATH.
 
     Raises:
       FileNotFoundError: There is none.
@@ -291,4 +292,6 @@ def _ptxas() -> Path:
     folders = spec.submodule_search_locations if spec else None
     for path in (path for folder in folders or () for path in Path(folder).glob("*/bin/ptxas")):
         return path
-    raise FileNotFoundError("this environment has no ptxas; jax[cuda13] brings one")
+    if found := which("ptxas"):
+        return Path(found)
+    raise FileNotFoundError("no ptxas was found: install jax[cuda13], or put CUDA's on PATH")
