@@ -34,6 +34,7 @@ from shared.models.fields import read_json
 from shared.models.file_kind import ORBAX_FOLDER
 from shared.models.fp8_words import InWords
 from shared.models.parameters import Parameter, parameters
+from shared.models.pieces import of_rank
 from shared.models.ranks import local
 from shared.models.sampling import SamplingDefaults
 from shared.models.tied import as_stored
@@ -116,8 +117,9 @@ class CheckedModel:
 
     @property
     def wanted(self) -> list[Parameter]:
-        """The target's parameters that the start loads."""
-        return parameters(self.model, self.options.speculative.with_mtp)
+        """The target's parameters, as the first rank loads them; the others have equal shards."""
+        whole = parameters(self.model, self.options.speculative.with_mtp)
+        return of_rank(whole, 0, self.options.ranks.tp_size)
 
 
 def check_model(options: Options, opens: Callable[[str], Weights]) -> CheckedModel:

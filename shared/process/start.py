@@ -160,7 +160,8 @@ def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> No
                 "--fp8-activations multiplies no experts on a GPU, and those of this model are in "
                 "FP8; leave it out"
             )
-        if not all(are_whole_blocks(source.shape) for source in parameter.sources):
+        sources = parameter.sources
+        if not all(are_whole_blocks(x.shape) and x.takes_whole(BLOCK) for x in sources):
             raise ConfigError(
                 f"--fp8-activations takes whole blocks of {BLOCK} x {BLOCK} on a GPU, and those of "
                 f"{parameter.name} are not; leave it out"

@@ -107,6 +107,10 @@ REFUSED = {
         ("qwen3", WHOLE | FP8 | {"intermediate_size": 192}, GPU, ()),
         "takes whole blocks of 128 x 128 on a GPU, and those of mlp.gate_up are not",
     ),
+    "blocks that ranks cut, on a GPU": (
+        ("qwen3", WHOLE | FP8, GPU, ("--tp-size", "2")),
+        "takes whole blocks of 128 x 128 on a GPU, and those of",
+    ),
 }
 
 

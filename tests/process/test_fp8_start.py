@@ -80,6 +80,17 @@ def test_scales_are_read_at_a_start_only_where_weights_stay_fp8(
     assert bool(start.memory.blueprint.in_words) == bool(count)
 
 
+@pytest.mark.parametrize(("ranks", "are_whole"), [(1, True), (2, True), (4, False)])
+def test_fp8_weights_stay_only_where_ranks_have_whole_blocks(ranks, are_whole, tmp_path) -> None:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 512}
+    write_fp8(tmp_path, MIXTURE | sizes, LAYOUTS["compressed-tensors, block"])
+    platform = replace(BACKENDS["jax"](), find_device=lambda: Device("gpu", "one", 1 << 34))
+    platform = replace(platform, take_devices=lambda count: None)
+    start = prepare(parse(line_of(tmp_path, "--tp-size", str(ranks))), platform)
+    kept = {"experts.gate_up", "experts.down"} if are_whole else {"experts.down"}
+    assert start.memory.blueprint.in_words.keys() == kept
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("layout", ["compressed-tensors, channel", "AutoFP8"])
 def test_jax_says_it_too(layout, tmp_path) -> None:
