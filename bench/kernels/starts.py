@@ -137,14 +137,14 @@ def chosen(programs: Sequence[Program], is_brief: bool) -> list[Program]:
     """Programs of every kind of work: those of the fewest and the most rows, and one with logprobs.
 
     Args:
-      is_brief: Of each kind of work the largest alone.
+      is_brief: The largest program of each kind of work and draft shape alone.
     """
     found = list[Program]()
     for work in Work:
         every = sorted((p for p in programs if p.work is work), key=_size)
         plain = [program for program in every if not program.has(Extra.LOGPROBS)]
         if is_brief:
-            found += plain[-1:] if work is not Work.COUNT else []
+            found += {p.shape: p for p in plain}.values() if work is not Work.COUNT else []
             continue
         middle = plain[len(plain) // 2 :][:1] if work is Work.DECODE else []
         found += [*plain[:1], *middle, *plain[-1:]]
