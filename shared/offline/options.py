@@ -127,7 +127,7 @@ def _known(name: str, value: Any) -> str | None:
         raise ConfigError(f"{name} is not supported: {in_python(_UNSUPPORTED[name])}")
     names = sorted(name for name, option in _NAMES.items() if option not in OF_A_SERVER)
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "docs/flags.md lists the options"
+    hint = f"did you mean {near[0]}?" if near else "docs/server_flags.md lists the options"
     raise ConfigError(f"{name} is no option of LLM; {hint}")
 
 

@@ -1,4 +1,4 @@
-"""What works with what, as `GET /capabilities` and `docs/capabilities.md` tell of it.
+"""What works with what, as `GET /capabilities` and `docs/compatibility.md` tell of it.
 
 `python -m shared.options.capabilities` prints the page. The rules are `shared.options.rules`.
 """
@@ -39,7 +39,7 @@ def _field_json(field: NotServed) -> dict[str, Any]:
 
 
 def to_markdown() -> str:
-    """The page `docs/capabilities.md`."""
+    """The page `docs/compatibility.md`."""
     lines = [_HEAD.format(drafters=", ".join(f"`{name}`" for name in DRAFTERS))]
     for rule in RULES:
         lines.append(f"- {rule.reason.format(**WORDS)}; {rule.way_out.format(**WORDS)}.")

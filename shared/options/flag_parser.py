@@ -23,8 +23,8 @@ examples:
   {prog} --model-path models/demo/target --port 8000
   {prog} --speculative-algorithm NGRAM --config flags.toml --port 8001
 
-Every flag with its default is also in docs/flags.md, what does not work together in
-docs/capabilities.md; a running server has the same at /capabilities."""
+Every flag with its default is also in docs/server_flags.md, what does not work together in
+docs/compatibility.md; a running server has the same at /capabilities."""
 
 
 class FlagParser(argparse.ArgumentParser):

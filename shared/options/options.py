@@ -139,4 +139,4 @@ HEADINGS = {
     "ngram": "NGRAM drafter",
     "adaptive": "Adaptive speculation",
 }
-"""Headings of the parts in `--help` and in `docs/flags.md`."""
+"""Headings of the parts in `--help` and in `docs/server_flags.md`."""

@@ -1,4 +1,4 @@
-"""Every flag of the server, as `docs/flags.md` lists them.
+"""Every flag of the server, as `docs/server_flags.md` lists them.
 
 `python -m shared.options.page` prints the page, of the fields of the dataclasses of options.
 """
@@ -54,7 +54,7 @@ _TABLE = "| flag | default | meaning |\n|---|---|---|"
 
 
 def to_markdown() -> str:
-    """The page `docs/flags.md`: a table for each part of the options."""
+    """The page `docs/server_flags.md`: a table for each part of the options."""
     parts = [_HEAD]
     for name, part in PARTS.items():
         lines = [_line(item) for item in fields(part)]

@@ -1,6 +1,6 @@
 """What is refused, and why: a short list of rules that the start holds a setup against.
 
-`GET /capabilities`, `docs/capabilities.md` and the test that tries every combination read the same
+`GET /capabilities`, `docs/compatibility.md` and the test that tries every combination read the same
 list. A flag whose value alone is wrong is refused by `shared.options.options`, and what a request
 may not ask for is `shared.options.request_fields`. Nothing is refused for the fields that choose
 tokens.

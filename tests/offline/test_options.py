@@ -24,13 +24,13 @@ def error_of(**options) -> str:
         read_options(options)
     sentence = str(caught.value)
     assert "--" not in sentence
-    assert "flag" not in sentence.replace("docs/flags.md", "")
+    assert "flag" not in sentence.replace("docs/server_flags.md", "")
     return sentence
 
 
 @pytest.mark.parametrize("value", [None, False, True, 0, "", "x", np.bool_(False)], ids=repr)
 def test_an_unknown_name_is_an_error_whatever_its_value(value):
-    assert error_of(foo=value) == "foo is no option of LLM; docs/flags.md lists the options"
+    assert error_of(foo=value) == "foo is no option of LLM; docs/server_flags.md lists the options"
     for name in ("speculative_adaptve", "disable_radix_cach", "page-size"):
         near = name.replace("-", "_").replace("adaptve", "adaptive").replace("cach", "cache")
         assert error_of(**{name: value}) == f"{name} is no option of LLM; did you mean {near}?"

@@ -254,7 +254,7 @@ def test_all_that_is_refused_is_told_in_one_message(house: House) -> None:
 
 
 def test_the_page_of_capabilities_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "capabilities.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
     assert page == capabilities.to_markdown(), "run python -m shared.options.capabilities"
 
 

@@ -10,7 +10,7 @@ from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 
 TOML = """
-# as docs/flags.md shows it
+# as docs/server_flags.md shows it
 model_path = "there"
 page-size = 32
 mem_fraction_static = 1

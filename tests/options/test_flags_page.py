@@ -7,12 +7,12 @@ from shared.options import page
 from shared.options.flags import spelling
 from shared.options.options import PARTS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "server_flags.md"
 
 
 def test_the_page_of_flags_is_up_to_date() -> None:
     told = PAGE.read_text(encoding="utf-8")
-    assert told == page.to_markdown(), "run python -m shared.options.page > docs/flags.md"
+    assert told == page.to_markdown(), "run python -m shared.options.page > docs/server_flags.md"
 
 
 def test_the_page_has_every_flag_with_a_default_that_one_can_give() -> None:

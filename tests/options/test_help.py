@@ -52,7 +52,7 @@ def test_help_begins_with_a_short_usage_and_ends_with_examples(help_page):
     tail = rest.partition("examples:\n")[2]
     examples = [line for line in tail.splitlines() if line.startswith("  ")]
     assert len(examples) == 2
-    assert "docs/flags.md" in tail
+    assert "docs/server_flags.md" in tail
     for example in examples:
         words = [word for word in example.split() if word.startswith("--")]
         assert {*words} - {"--config"} <= FLAGS.keys()
