@@ -1,4 +1,4 @@
-"""An answer as it grows: what the engine's thread tells of a request, read by who asked for it."""
+"""Outputs of a prompt while they are generated: events of the engine's thread, read by callers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from shared.server.traces import step_json
 
 @dataclass(frozen=True)
 class ReadPrompt:
-    """A prompt.
+    """A tokenized prompt.
 
     Attributes:
-      tokens: What the engine is given.
-      text: What the tokens are of; "" of a prompt that came as tokens.
-      reasoning: How the answer marks its reasoning; None: it is not looked for.
-      functions: What the answer may call.
+      tokens: Token ids that the engine receives.
+      text: Text of the prompt; "" if the prompt was passed as token ids.
+      reasoning: Name of the reasoning parser; None if reasoning is not parsed.
+      functions: Functions that the output may call.
     """
 
     tokens: list[int]
@@ -37,13 +37,13 @@ class ReadPrompt:
 
 @dataclass
 class Answer:
-    """One answer of a prompt.
+    """One output of a prompt, collected from the events of its request.
 
     Attributes:
-      index: Its number among the prompt's answers.
-      request: In the engine.
-      choice: Follows its events.
-      names: Writes tokens in its steps.
+      index: Index among the outputs of the prompt.
+      request: Request of the engine.
+      choice: Detokenizes and parses the events.
+      names: Token names for the step trace.
     """
 
     index: int
@@ -55,14 +55,14 @@ class Answer:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is whole."""
+        """Returns whether the output is complete."""
         return self.choice.finish_reason is not None
 
     def take(self, item: Event | Exception, engine: EngineThread) -> Part:
-        """Adds an event.
+        """Adds an event and returns the new part of the output.
 
         Raises:
-          ValueError: The request was refused.
+          ValueError: The engine rejected the request.
           RuntimeError: The engine failed.
         """
         if isinstance(item, Exception):
@@ -94,7 +94,7 @@ class Answer:
         )
 
     def output(self) -> Output:
-        """All of it."""
+        """Returns the complete output."""
         speculation = self.choice.speculation
         return Output(
             index=self.index,
@@ -111,15 +111,15 @@ class Answer:
 
 
 class Stream:
-    """The answers of one prompt, part by part as their steps end.
+    """Outputs of one prompt, with one part for each step.
 
-    A `for` waits on its own thread, an `async for` lets other tasks run meanwhile. A loop that is
-    left ends the request.
+    A `for` loop blocks its thread; an `async for` loop lets other tasks run. Leaving the loop ends
+    the request.
 
     Args:
-      prompt: What is answered.
-      answers: One for each choice.
-      engine: Is given their requests.
+      prompt: Prompt of all outputs.
+      answers: Outputs, one for each of `SamplingParams.n`.
+      engine: Engine that runs their requests.
     """
 
     def __init__(self, prompt: ReadPrompt, answers: Sequence[Answer], engine: EngineThread) -> None:
@@ -130,7 +130,7 @@ class Stream:
             engine.add(answer.request, partial(self._heard, answer))
 
     def __iter__(self) -> Iterator[Part]:
-        """Waits on the caller's thread."""
+        """Yields parts; blocks the caller's thread."""
         try:
             while not all(answer.has_ended for answer in self._answers):
                 self._engine.check_process()
@@ -138,13 +138,13 @@ class Stream:
                 if heard is None:
                     return
                 answer, item = heard
-                if not answer.has_ended:  # the engine hears of a stop string a step later
+                if not answer.has_ended:  # the engine stops one step after a stop string
                     yield answer.take(item, self._engine)
         finally:
             self.close()
 
     async def __aiter__(self) -> AsyncIterator[Part]:
-        """Lets other tasks of the event loop run meanwhile."""
+        """Yields parts; other tasks of the event loop run meanwhile."""
         parts = iter(self)
         try:
             while (part := await self._next_of(parts)) is not None:
@@ -153,12 +153,12 @@ class Stream:
             self.close()
 
     async def _next_of(self, parts: Iterator[Part]) -> Part | None:
-        """Waits for the next part; a forked process has no thread that could wait."""
+        """Waits for the next part on a worker thread, which a forked process does not have."""
         self._engine.check_process()
         return await asyncio.to_thread(next, parts, None)
 
     def result(self) -> RequestOutput:
-        """Waits until every answer is whole."""
+        """Waits until all outputs are complete and returns them."""
         for _ in self:
             pass
         first = self._answers[0].choice
@@ -171,11 +171,11 @@ class Stream:
         )
 
     def close(self) -> None:
-        """Ends what is not whole yet."""
+        """Aborts the outputs that are not complete."""
         for answer in self._answers:
             if not answer.has_ended:
                 self._engine.abort(answer.request.request_id)
-        self._events.put(None)  # nobody waits for an event that will not come
+        self._events.put(None)  # unblocks a reader: no event follows
 
     def _heard(self, answer: Answer, item: Event | Exception) -> None:
         self._events.put((answer, item))

@@ -1,4 +1,4 @@
-"""Conversations as Python code gives them, made what the server makes of those of its clients."""
+"""Validation of Python conversations, and their conversion to the form of the HTTP routes."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ FIELDS = {
     ),
     "tool": ("role", "content", "tool_call_id", "name"),
 }
-"""Fields of a message by its role, as over HTTP."""
+"""Fields of a message by role, the same as over HTTP."""
 
 PLAIN_FIELDS = ("role", "content", "name")
-"""Fields of any other role."""
+"""Fields of messages of all other roles."""
 
 _ALWAYS_NULL = ("refusal", "audio", "function_call", "provider_specific_fields")
-_CLIENT_FIELDS = ("annotations", "parsed")  # what a client made of an answer
+_CLIENT_FIELDS = ("annotations", "parsed")  # added to an output by client libraries
 
 
 def for_template(message: Message) -> Message:
-    """A message as chat templates read it.
+    """Returns a message in the form that chat templates read.
 
-    The arguments of its calls are objects, what is null is left out, and a text that is null, as of
-    an answer of calls alone, is empty.
+    Arguments of tool calls become objects and null fields are removed. Null content, as in a
+    message of tool calls alone, becomes an empty string.
 
     Raises:
-      ValueError: Nobody says it; it says nothing; or it has more than text, which a template may
-        leave out without a word.
+      ValueError: The role is missing or unknown, the message is empty, or it has parts other than
+        text, which a template could drop silently.
     """
     message = as_json(message, "a message")
     if (role := message.get("role")) not in ROLES:
@@ -48,9 +48,9 @@ def for_template(message: Message) -> Message:
         for name, value in message.items()
         if value is not None and name not in _CLIENT_FIELDS
     }
-    reasoning = given.pop("reasoning", None)  # vLLM's new name of it
+    reasoning = given.pop("reasoning", None)  # vLLM's newer name of the field
     if reasoning is not None and given.setdefault("reasoning_content", reasoning) != reasoning:
-        raise ValueError("a message has reasoning_content and reasoning that differ; give one")
+        raise ValueError("a message has reasoning_content and reasoning that differ; give only one")
     if content is None and not calls and "reasoning_content" not in given:
         raise ValueError("a message must have content or tool_calls")
     if calls and not isinstance(calls, list):
@@ -60,7 +60,7 @@ def for_template(message: Message) -> Message:
 
 
 def _check_fields(message: Message) -> None:
-    """Raises ValueError for a field that messages of this role do not have."""
+    """Raises a ValueError for a field that messages of this role do not have."""
     role, fields = message["role"], FIELDS.get(message["role"], PLAIN_FIELDS)
     if unknown := [name for name in message if name not in fields and message[name] is not None]:
         raise ValueError(
@@ -68,30 +68,32 @@ def _check_fields(message: Message) -> None:
             f"{', '.join(fields)}"
         )
     if set_ := [name for name in _ALWAYS_NULL if message.get(name) is not None]:
-        raise ValueError(f"{set_[0]} of a message is not supported; leave it out")
+        raise ValueError(f"{set_[0]} of a message is not supported; remove it")
 
 
 def _check_content(content: Any) -> None:
-    """Raises ValueError for what is neither a text nor a list of texts."""
+    """Raises a ValueError unless the content is a string or a list of text parts."""
     if content is None or is_text(content):
         return
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        raise ValueError(f"content must be a text or a list of text parts, got {content!r:.60}")
+        raise ValueError(f"content must be a string or a list of text parts, got {content!r:.60}")
     for part in content:
         if (kind := part.get("type")) != "text":
             raise ValueError(
-                f"a message has a part of type {kind!r:.80}, and LLM takes text alone; send "
+                f"a message has a part of type {kind!r:.80}, and LLM supports only text; send "
                 "images to a server"
             )
         if not is_text(part.get("text")):
-            raise ValueError(f"a part of type 'text' must have a text, got {part!r:.60}")
+            raise ValueError(
+                f"a part of type 'text' must have a string as its text, got {part!r:.60}"
+            )
 
 
 def read_tools(tools: Any) -> list[dict[str, Any]]:
-    """The tools that an answer may call.
+    """Returns the tools that an output may call.
 
     Raises:
-      ValueError: They are no list.
+      ValueError: The value is not a list.
     """
     items = [] if tools is None else items_of(tools)
     if items is None:
@@ -100,10 +102,10 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def read_variables(given: Any) -> dict[str, Any]:
-    """The values of a chat template's own variables.
+    """Returns the values of variables that a chat template defines.
 
     Raises:
-      ValueError: They are no mapping.
+      ValueError: The value is not a mapping.
     """
     if given is not None and not isinstance(given, Mapping):
         raise ValueError(f"chat_template_kwargs must be a mapping, got {given!r:.60}")
@@ -111,10 +113,10 @@ def read_variables(given: Any) -> dict[str, Any]:
 
 
 def read_functions(tools: list[Any]) -> list[dict[str, Any]]:
-    """The functions that an answer may call.
+    """Returns the functions of the tools.
 
     Raises:
-      ValueError: A tool is none.
+      ValueError: A tool has no function with a name.
     """
     for tool in tools:
         match tool:
@@ -128,12 +130,12 @@ def read_functions(tools: list[Any]) -> list[dict[str, Any]]:
 def _read_call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not is_text(function.get("name")):
-        raise ValueError(f"a call must have a function with a name, got {call!r:.80}")
+        raise ValueError(f"a tool call must have a function with a name, got {call!r:.80}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = read_object(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"arguments of a call of {function['name']!r:.80} must be an object or its JSON text"
+            f"arguments of a call of {function['name']!r:.80} must be an object or a JSON string"
         )
     return {**call, "function": {**function, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""The engine on a thread of its own, for callers in the same process."""
+"""Engine on its own thread, for callers in the same process."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from shared.process.grammars import Grammars
 from shared.process.loop import HostEngine
 from shared.text.tokenizer import Tokenizer
 
-COMPILING_WAIT_S = 0.002  # the end of a grammar's compiling wakes nobody
+COMPILING_WAIT_S = 0.002  # the end of a grammar compilation sends no message
 RELEASE_WAIT_S = 10.0
-"""Longest wait for an engine that nobody has closed to end: its step and its memory."""
+"""Longest wait for an unclosed engine to end its step and free its memory."""
 
 Sink = Callable[[Event | Exception], None]
-"""Hears of a request: its events, or why there will be none."""
+"""Receives the events of a request, or the error that ends it."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """An engine that was started, made on the thread that drives it.
+    """Started engine, created on the thread that drives it.
 
     Attributes:
-      engine: Closed at the end.
-      grammars: Compiles those of requests; None where none can have one.
-      facts: Checked against requests.
-      tokenizer: None where the checkpoint has none.
+      engine: Engine; the thread closes it at the end.
+      grammars: Compiler of request grammars; None if structured output is off.
+      facts: Model facts and limits that requests are validated against.
+      tokenizer: Tokenizer; None if the checkpoint has none.
     """
 
     engine: HostEngine
@@ -45,17 +45,17 @@ class Started:
 
 
 class EngineThread:
-    """Drives an engine: everything that touches it, its start too, happens on one thread.
+    """Drives an engine on one thread, including its startup.
 
-    The thread does not refer to this object: the engine is closed when the object is freed, or
-    when the interpreter ends, and nobody has closed it before. A forked process has no such thread,
-    and every call there raises an error.
+    The thread has no reference to this object. An unclosed engine is therefore closed when the
+    object is freed or when the interpreter exits. A forked process does not have the thread, so
+    every call there raises an error.
 
     Args:
-      start: Makes the engine. It must not refer to what owns this object.
+      start: Creates the engine. It must not refer to the owner of this object.
 
     Raises:
-      ValueError: The start was refused; or whatever else `start` raises.
+      ValueError: The startup check failed. Any other error of `start` is raised unchanged.
     """
 
     def __init__(self, start: Callable[[], Started]) -> None:
@@ -84,12 +84,12 @@ class EngineThread:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the engine runs in this process, and nobody has closed it."""
+        """Returns whether the engine runs in this process and has not been closed."""
         return self._unclosed.alive and self.is_own
 
     @property
     def num_requests(self) -> int:
-        """Requests whose end nobody has heard of yet."""
+        """Number of requests whose last event has not been delivered."""
         return len(self._loop.sinks)
 
     def check_process(self) -> None:
@@ -97,11 +97,11 @@ class EngineThread:
         if not self.is_own:
             raise RuntimeError(
                 f"the engine runs in process {self._pid}, and process {os.getpid()} was forked "
-                "from it: make the LLM in the process that uses it, or start processes by spawn"
+                "from it: create the LLM in the process that uses it, or start processes with spawn"
             )
 
     def add(self, request: Request, sink: Sink) -> None:
-        """Takes a request in; `sink` is called on the engine's thread.
+        """Submits a request; `sink` is called on the engine's thread.
 
         Raises:
           RuntimeError: The engine has ended, or runs in another process.
@@ -110,16 +110,16 @@ class EngineThread:
         self._loop.add(request, sink)
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """Ends a request whose text was found to stop after so many tokens; no event follows."""
+        """Ends a request whose output stops after `num_tokens` tokens; no event follows."""
         self._loop.inbox.put(partial(self._loop.finish, request_id, num_tokens))
 
     def abort(self, request_id: int) -> None:
-        """Ends a request that nobody waits for, where the engine is open; no event follows."""
-        if self.is_open:  # a stream may be freed when the interpreter has ended
+        """Aborts a request if the engine is open; no event follows."""
+        if self.is_open:  # a stream may be freed after the interpreter has exited
             self._loop.inbox.put(partial(self._loop.abort, request_id))
 
     def close(self) -> None:
-        """Ends every request and the engine; a second call does nothing.
+        """Ends all requests and the engine; a second call does nothing.
 
         Raises:
           RuntimeError: The engine runs in another process.
@@ -132,7 +132,7 @@ class EngineThread:
 
 
 def _release(loop: _Loop, thread: threading.Thread, pid: int) -> None:
-    """Ends an engine that nobody has closed; a forked process leaves it alone."""
+    """Ends an unclosed engine; does nothing in a forked process."""
     if os.getpid() != pid:
         return
     loop.inbox.put(None)
@@ -141,25 +141,25 @@ def _release(loop: _Loop, thread: threading.Thread, pid: int) -> None:
 
 
 class _Loop:
-    """The work of the engine's thread.
+    """Loop of the engine's thread.
 
     Attributes:
-      inbox: Calls to make between two steps; None ends the engine.
-      started: Gets the facts and the tokenizer, or the error of the start.
+      inbox: Functions to call between two steps; None ends the engine.
+      started: Receives the facts and the tokenizer, or the error of the startup.
     """
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.started: queue.SimpleQueue[tuple[ModelFacts, Tokenizer | None] | BaseException]
         self.started = queue.SimpleQueue()
-        # Of all requests that were taken. Who comes once it is over is refused: nobody looks into
-        # the inbox any more.
+        # One sink for each accepted request. After the end `add` raises an error, because the
+        # inbox is no longer read.
         self.sinks: dict[int, Sink] = {}
         self._is_over, self._taking = False, threading.Lock()
         self._fault: Exception | None = None
 
     def add(self, request: Request, sink: Sink) -> None:
-        """Takes a request in, on any thread; see `EngineThread.add`."""
+        """Submits a request from any thread; see `EngineThread.add`."""
         with self._taking:
             if self._is_over:
                 raise RuntimeError("the engine has ended") from self._fault
@@ -167,22 +167,22 @@ class _Loop:
         self.inbox.put(partial(self._add, request))
 
     def run(self, start: Callable[[], Started]) -> None:
-        """Starts the engine and drives it until it is to end."""
+        """Starts the engine and drives it until the inbox contains None."""
         try:
             started = start()
-        except BaseException as error:  # whatever it is, the caller's constructor raises it
+        except BaseException as error:  # raised again by the constructor, on the caller's thread
             self.started.put(error)
             return
         self._engine, self._grammars = started.engine, started.grammars
         self.started.put((started.facts, started.tokenizer))
-        del started  # of an engine that has ended nothing stays
+        del started  # no reference may outlive the engine
         try:
             while self._take_messages():
                 self._step()
-        except Exception as error:  # a failure of the engine is every request's
+        except Exception as error:  # a failure of the engine fails all requests
             self._fault = error
         self._end()
-        if self._fault is not None:  # whose frames refer to the engine
+        if self._fault is not None:  # its frames refer to the engine
             traceback.clear_frames(self._fault.__traceback__)
         del self._engine, self._grammars
         heap.sweep()
@@ -199,7 +199,7 @@ class _Loop:
             self._engine.abort(request_id)
 
     def _take_messages(self) -> bool:
-        """Does what was asked since the last step; whether the engine is to go on."""
+        """Runs the functions in the inbox; returns whether the engine continues."""
         is_compiling = self._grammars is not None and self._grammars.busy
         timeout = 0.0 if self._engine.busy else COMPILING_WAIT_S if is_compiling else None
         while True:

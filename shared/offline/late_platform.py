@@ -1,4 +1,4 @@
-"""The platform of a backend, imported when it is first read."""
+"""Lazily imported platform of a backend."""
 
 from importlib import import_module
 
@@ -6,10 +6,10 @@ from shared.process.start import Platform
 
 
 class LatePlatform:
-    """A class attribute that is the platform of a module.
+    """Class attribute that imports a module on first access and returns its platform.
 
-    The framework of the device takes seconds to import, and a wrong option or folder is reported
-    without it.
+    Importing the device framework takes seconds. Invalid options and folders are reported before
+    this import.
     """
 
     def __init__(self, module: str) -> None:

@@ -1,4 +1,4 @@
-"""A model in Python: `LLM(model_path, **options)`, without a server."""
+"""Offline inference in Python: `LLM(model_path, **options)`, without a server."""
 
 from __future__ import annotations
 
@@ -52,24 +52,24 @@ Params = SamplingParams | Iterable[SamplingParams] | None
 
 
 class LLM:
-    """A model on this machine's GPU, or else its processor; the engine runs on its own thread.
+    """Model on this machine's GPU, or on its CPU if there is no GPU.
 
-    The options are the server's flags, spelled as Python names (`--page-size 64` is
-    `page_size=64`), and are checked as they are. Texts are those of the server: speculation never
-    changes them.
+    The engine runs on its own thread. Options are the server's flags, spelled as Python names
+    (`--page-size 64` is `page_size=64`), with the same validation. Outputs are identical to those
+    of the server, and speculation never changes them.
 
-    Methods may be called from several threads at once; their requests are served together. A
-    process that is forked from this one cannot use the engine: its calls raise RuntimeError. An
-    engine that nobody closes ends when its `LLM` is freed, with a ResourceWarning.
+    Methods are thread-safe, and concurrent requests share the batch. In a forked process every
+    call raises RuntimeError. An unclosed engine ends when its `LLM` is freed, with a
+    ResourceWarning.
 
     Args:
-      model_path: Folder of a Hugging Face checkpoint, or the hub id `ORG/NAME` or
-        `ORG/NAME@REVISION` of one; None: the model that ships.
-      **options: Any flag of the server but those of its listeners and its log. `log_level` is
-        "warning" where it is not given; "info" prints the progress of the start on stderr.
+      model_path: Folder of a Hugging Face checkpoint, or a hub id `ORG/NAME` or
+        `ORG/NAME@REVISION`; None: the demo model of the package.
+      **options: Flags of the server, except those of its listeners and its log. `log_level`
+        defaults to "warning"; "info" prints the progress of the startup on stderr.
 
     Raises:
-      ValueError: An option is unknown or wrong, or the start is refused; one sentence.
+      ValueError: An option is unknown or invalid, or the startup check failed; one sentence.
     """
 
     PLATFORM: ClassVar[Platform | LatePlatform]
@@ -89,11 +89,11 @@ class LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._engine.is_own:  # of a forked process it is not
+        if self._engine.is_own:  # not in a forked process
             self.close()
 
     def close(self) -> None:
-        """Ends what runs and frees the device's memory; a second call does nothing.
+        """Ends all requests and frees the device memory; a second call does nothing.
 
         Raises:
           RuntimeError: This process was forked from the engine's.
@@ -105,19 +105,20 @@ class LLM:
         prompts: Prompt | Iterable[Prompt],
         sampling_params: Params = None,
     ) -> list[RequestOutput]:
-        """Continues prompts, all of them together.
+        """Generates completions of prompts as one batch.
 
         Args:
-          prompts: A text, the token ids of one, or several of either; lists, arrays and generators.
-          sampling_params: For all of them, or one for each; None: the model's defaults, until the
-            model ends.
+          prompts: A string, a list of token ids, or several of either, as a list, an array or a
+            generator.
+          sampling_params: Parameters of all prompts, or one for each prompt; None: the model's
+            defaults, with no limit on the output.
 
         Returns:
-          A result for each prompt, in their order.
+          One result for each prompt, in order.
 
         Raises:
-          ValueError: A prompt cannot be served; one sentence.
-          RuntimeError: The engine failed, or runs in the process that this one was forked from.
+          ValueError: A prompt or a parameter is invalid; one sentence.
+          RuntimeError: The engine failed, or this process was forked from the engine's.
         """
         self._engine.check_process()
         read = [self._read(prompt) for prompt in listed_prompts(prompts)]
@@ -131,12 +132,14 @@ class LLM:
         tools: Iterable[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers conversations, all of them together; the rest as `generate`.
+        """Generates replies to conversations as one batch; otherwise the same as `generate`.
 
         Args:
-          messages: One conversation or several, in OpenAI's form.
-          tools: What the model may call, in OpenAI's form; `tool_call_parser` reads the calls.
-          chat_template_kwargs: Values of the chat template's own variables.
+          messages: One conversation or several, in OpenAI's format.
+          sampling_params: See `generate`.
+          tools: Tools that the model may call, in OpenAI's format; the option `tool_call_parser`
+            selects the parser of the calls.
+          chat_template_kwargs: Values of variables that the chat template defines.
         """
         self._engine.check_process()
         listed = read_tools(tools)
@@ -149,11 +152,11 @@ class LLM:
         prompt: Prompt | Iterable[Message],
         sampling_params: SamplingParams | None = None,
     ) -> Stream:
-        """Answers a prompt or a conversation part by part.
+        """Generates the output of a prompt or a conversation step by step.
 
         Returns:
-          Gives a `Part` a step, in a `for` and in an `async for` alike; a loop that is left ends
-          the request.
+          Iterator for `for` and `async for` loops, with one `Part` for each step. Leaving the loop
+          ends the request.
         """
         self._engine.check_process()
         items = None if isinstance(prompt, str) else items_of(prompt)
@@ -167,7 +170,7 @@ class LLM:
     def _read(self, prompt: Any) -> ReadPrompt:
         if is_text(prompt):
             if self.tokenizer is None:
-                raise ValueError("the model folder has no tokenizer.json: give token ids")
+                raise ValueError("the model folder has no tokenizer.json: pass token ids")
             return ReadPrompt(self.tokenizer.encode(prompt), prompt, None)
         if (ids := token_ids(prompt)) is None:
             raise ValueError(not_a_prompt(prompt))
@@ -179,7 +182,7 @@ class LLM:
         if self.tokenizer is None or self.tokenizer.templates is None:
             raise ValueError("the model folder has no chat template: use generate")
         if tools and self._facts.tool_call_parser is None:
-            raise ValueError("tools need the option tool_call_parser")
+            raise ValueError("tools require the option tool_call_parser")
         functions = read_functions(tools)
         written = list(map(for_template, messages))
         text = self.tokenizer.render_chat(Conversation(written, tools, variables))
@@ -193,13 +196,13 @@ class LLM:
             for prompt, each in zip(prompts, params, strict=True):
                 begun.append(self._begin(prompt, each))
             return [stream.result() for stream in begun]
-        finally:  # a refusal, or an interrupt, leaves nothing running
+        finally:  # after an error or an interrupt no request keeps running
             for stream in begun:
                 stream.close()
 
     @python_words()
     def _begin(self, prompt: ReadPrompt, params: SamplingParams) -> Stream:
-        """Gives the engine the requests of a prompt."""
+        """Submits the requests of a prompt to the engine."""
         sampling = make_sampling(params, len(prompt.tokens), self._facts)
         calls = self._calls(prompt, params)
         sampling = replace(sampling, grammar=_grammar(prompt, params, calls))
@@ -217,7 +220,7 @@ class LLM:
         return Stream(prompt, answers, self._engine)
 
     def _calls(self, prompt: ReadPrompt, params: SamplingParams) -> Calls | None:
-        """How an answer may call, where that is to be held to something."""
+        """Returns the tool-call part of the grammar; None if calls are unconstrained."""
         style, functions, form = self._facts.tool_call_parser, prompt.functions, params.form
         is_held = form is not None or any(each.get("strict") for each in functions)
         if style is None or not functions or not is_held:
@@ -249,11 +252,11 @@ class LLM:
 
 
 def _start(options: Options, model: type[LLM], rank_module: str | None) -> Started:
-    """Starts an engine, on the thread that alone may touch the device."""
+    """Starts an engine, on the only thread that uses the device."""
     heap.unsettle()
     logs.set_level(options.observing.log_level)
     console = console_of(options.observing)
-    # A download takes minutes, so that a terminal shows it at every level.
+    # A download takes minutes, so a terminal shows its progress at every log level.
     options = local_models(options, Console(stderr=True))
     with ranked_start(options, lambda: model.PLATFORM, rank_module, lambda failure: None) as ranked:
         start = ranked.prepare()
@@ -270,7 +273,7 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
 
 
 def _checked(params: Any) -> SamplingParams:
-    """The parameters of a prompt, checked again: their fields may have been set since."""
+    """Returns a validated copy of the parameters, whose fields may have been assigned."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -279,7 +282,7 @@ def _checked(params: Any) -> SamplingParams:
 
 
 def _listed_params(given: Params, count: int) -> list[SamplingParams]:
-    """The parameters of each of some prompts."""
+    """Returns one set of parameters for each of `count` prompts."""
     if given is None or isinstance(given, SamplingParams):
         return [_checked(given)] * count
     items = items_of(given)
@@ -294,7 +297,7 @@ def _listed_params(given: Params, count: int) -> list[SamplingParams]:
 
 
 def _grammar(prompt: ReadPrompt, params: SamplingParams, calls: Calls | None) -> str | None:
-    """What the answer is held to; it begins behind the reasoning."""
+    """Returns the grammar of the output, which begins after the reasoning; None without one."""
     if params.form is None and calls is None:
         return None
     lead = None if prompt.reasoning is None else thinking_after(prompt.text, prompt.reasoning)

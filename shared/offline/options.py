@@ -1,4 +1,4 @@
-"""Options of `LLM`: the server's flags as Python names, checked by name and by type."""
+"""Options of `LLM`: the server's flags as Python names, validated by name and type."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from shared.options.server import ServerOptions
 from shared.text.tokenizer import is_text
 
 DEFAULT_LOG_LEVEL = "warning"
-"""Log level of a start in Python, which prints no progress at this level."""
+"""Default log level of `LLM`, at which the startup prints no progress."""
 
 OF_A_SERVER = (
     {item.name for part in (ServerOptions, ObservingOptions) for item in fields(part)}
     | {"speculative_ngram_external_corpus_path"}
 ) - {"sampling_defaults", "reasoning_parser", "tool_call_parser", "log_level"}
-"""Options that mean nothing without the HTTP server."""
+"""Options that have no meaning without the HTTP server."""
 
 _NUMBERS_AS_TEXT = {"speculative_simulate_accept_length"}
-"""Options that are a text because a list of numbers can stand there as well."""
+"""String options that also accept a number."""
 
 _FIELDS: dict[str, Field[Any]] = {
     item.name: item for part in PARTS.values() for item in fields(part)
@@ -37,7 +37,7 @@ _FIELDS: dict[str, Field[Any]] = {
 
 
 def _python_name(flag: str) -> str:
-    """The option of a flag: `--page-size` is `page_size`."""
+    """Returns the option of a flag: `--page-size` is `page_size`."""
     return flag.removeprefix("--").replace("-", "_")
 
 
@@ -46,20 +46,20 @@ _NAMES = {name: name for name in _FIELDS} | {
     for name, item in _FIELDS.items()
     for alias in item.metadata.get("aliases", ())
 }
-"""The option that each spelling names."""
+"""Option of each spelling, including aliases."""
 
 _FLAG = re.compile(r"(?<!\w)--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?")
-"""A flag in a sentence, with its value; no part of a path."""
+"""Pattern of a flag with its value in a sentence; a part of a path does not match."""
 
 _UNSUPPORTED = {_python_name(flag): reason for flag, reason in NOT_SUPPORTED.items()}
 
 
 def read_options(given: Mapping[str, Any]) -> Options:
-    """The options of keyword arguments, which are checked as the command line is.
+    """Parses keyword arguments with the validation of the command line.
 
     Raises:
-      ConfigError: A name is unknown or belongs to the HTTP server, or a value is wrong; one
-        sentence, in which options have their Python names.
+      ConfigError: A name is unknown or belongs to the HTTP server, or a value is invalid; one
+        sentence with Python names of options.
     """
     values: dict[str, Any] = {"log_level": DEFAULT_LOG_LEVEL}
     spelled: dict[str, str] = {}
@@ -69,7 +69,7 @@ def read_options(given: Mapping[str, Any]) -> Options:
             continue
         read = _read(name, _FIELDS[option], value)
         if option in spelled and values[option] != read:
-            raise ConfigError(f"{spelled[option]} and {name} are one option; leave one out")
+            raise ConfigError(f"{spelled[option]} and {name} are the same option; remove one")
         values[option], spelled[option] = read, name
     with python_words():
         return parse([*_words(values)])
@@ -77,10 +77,10 @@ def read_options(given: Mapping[str, Any]) -> Options:
 
 @contextmanager
 def python_words() -> Iterator[None]:
-    """Errors inside name options as Python does, where they name flags of a command line.
+    """Replaces flags by Python names in the errors that the body raises.
 
     Raises:
-      ConfigError: In place of a ValueError whose sentence has flags.
+      ConfigError: The body raised a ValueError whose sentence has flags.
     """
     try:
         yield
@@ -92,7 +92,7 @@ def python_words() -> Iterator[None]:
 
 
 def in_python(sentence: str) -> str:
-    """A sentence with `page_size=16` in place of `--page-size 16`."""
+    """Returns a sentence with `page_size=16` in place of `--page-size 16`."""
     found = re.sub(
         r"(?<!\w)--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?", _option, sentence
     )
@@ -101,7 +101,7 @@ def in_python(sentence: str) -> str:
 
 
 def _option(match: re.Match[str]) -> str:
-    """An option, with its value where one follows that it can have."""
+    """Returns an option, with its value if the flag has a valid one."""
     name, value = _python_name(match[1]), match[2]
     if value is None:
         return name
@@ -114,9 +114,9 @@ def _option(match: re.Match[str]) -> str:
 
 
 def _known(name: str, value: Any) -> str | None:
-    """The option of a name; None for one that is not supported, and that asks for nothing."""
+    """Returns the option of a name; None if it is unsupported but its value requests nothing."""
     if _NAMES.get(name) in OF_A_SERVER:
-        raise ConfigError(f"{name} is an option of the HTTP server; leave it out")
+        raise ConfigError(f"{name} is an option of the HTTP server; remove it")
     if name in _NAMES:
         return _NAMES[name]
     if asks_for_nothing(spelling(name), None if value is None or truth(value) else str(value)):
@@ -128,11 +128,11 @@ def _known(name: str, value: Any) -> str | None:
     names = sorted(name for name, option in _NAMES.items() if option not in OF_A_SERVER)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else "docs/server_flags.md lists the options"
-    raise ConfigError(f"{name} is no option of LLM; {hint}")
+    raise ConfigError(f"{name} is not an option of LLM; {hint}")
 
 
 def _read(name: str, item: Field[Any], value: Any) -> Any:
-    """The value of an option, with the type that it must have."""
+    """Returns the value of an option, converted to its type."""
     read, noun = _kind(item)
     if (found := read(value)) is None:
         raise ConfigError(f"{name} must be {noun}, got {value!r:.60}")
@@ -140,7 +140,7 @@ def _read(name: str, item: Field[Any], value: Any) -> Any:
 
 
 def _kind(item: Field[Any]) -> tuple[Callable[[Any], Any], str]:
-    """Returns a reader of an option's values (None: invalid) and the noun of what it reads."""
+    """Returns the converter of an option's values (None: invalid) and the name of its type."""
     rules = item.metadata
     if item.default is False:
         return truth, "True or False"
@@ -149,8 +149,8 @@ def _kind(item: Field[Any]) -> tuple[Callable[[Any], Any], str]:
     if "is_path" in rules:
         return _path, "a path"
     if item.name in _NUMBERS_AS_TEXT:
-        return _text_or_number, "a number or a text"
-    return _text, "a text"
+        return _text_or_number, "a number or a string"
+    return _text, "a string"
 
 
 def _text(value: Any) -> str | None:
@@ -166,7 +166,7 @@ def _text_or_number(value: Any) -> str | None:
 
 
 def _words(values: Mapping[str, Any]) -> Iterator[str]:
-    """The options as words of the server's command line."""
+    """Yields the options as arguments of the server's command line."""
     for name, value in values.items():
         if value is True:
             yield spelling(name)

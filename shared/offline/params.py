@@ -1,4 +1,4 @@
-"""How the tokens of an answer are chosen, as Python code says it."""
+"""Sampling parameters of the Python API."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ BOUNDS = {
     "max_draft_tokens": (0, 1 << 16),
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
-"""The lowest and highest value of each field: those of the HTTP routes."""
+"""Lowest and highest value of each field, the same as in the HTTP routes."""
 
 _WHOLE = {"n", "top_k", "seed"} | {name for name in BOUNDS if "tokens" in name or "logp" in name}
-_ABOVE = {"top_p"}  # their lowest value is none itself
-_BIAS = 100  # of a token, either way
+_ABOVE = {"top_p"}  # fields whose lowest value is excluded
+_BIAS = 100  # largest absolute value
 _FORMS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-"""Fields of `structured_outputs`, and the kind of form that each names."""
+"""Kind of grammar of each field of `structured_outputs`."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SamplingParams:
-    """How the tokens of an answer are chosen; the fields are those of the HTTP routes.
+    """Sampling parameters; the fields are those of the HTTP routes.
 
     Attributes:
-      n: Answers of each prompt.
-      temperature, top_p, top_k, min_p, repetition_penalty: None leaves them to the model's
+      n: Number of outputs of each prompt.
+      temperature, top_p, top_k, min_p, repetition_penalty: None selects the value of the model's
         generation_config.json.
-      max_tokens: Most tokens of an answer; None: all that fit, 0: the prompt is read and that is
-        all.
-      min_tokens: No token that ends the text, and no stop string, counts before.
-      seed: Equal seeds give equal texts; None draws one.
-      stop: Strings that end the text and are none of it.
-      stop_token_ids: Tokens that end the text, beside the model's own.
-      ignore_eos: The model's own end tokens end nothing.
-      logit_bias: Added to the logits, by token.
-      logprobs: How many of the best tokens come with each token; None: no logprobs.
-      prompt_logprobs: The same of the prompt's tokens.
-      max_draft_tokens: Most drafts of a step; 0 turns speculation off for this request.
-      structured_outputs: Holds the answer to a form: one of json (a schema), regex, choice and
+      presence_penalty, frequency_penalty: Penalties as in OpenAI's API.
+      max_tokens: Most tokens of an output; None: up to the context length; 0: prefill only.
+      min_tokens: Number of tokens before stop tokens and stop strings take effect.
+      seed: Seed of the sampling noise, for reproducible outputs; None: a random seed.
+      stop: Stop strings, which are removed from the output.
+      stop_token_ids: Stop tokens in addition to the model's end tokens.
+      ignore_eos: Disables the model's end tokens.
+      logit_bias: Bias added to the logits, by token id.
+      logprobs: Number of top tokens with logprobs for each output token; None: no logprobs.
+      prompt_logprobs: Number of top tokens with logprobs for each prompt token.
+      max_draft_tokens: Most draft tokens of a step; 0 turns speculation off for this request.
+      structured_outputs: Constraint of the output: one of json (a schema), regex, choice and
         grammar (Lark or GBNF).
-      trace: The result tells of every step.
+      trace: Adds a trace of every step to the result.
 
     Raises:
-      ValueError: A field is out of its bounds; one sentence that names it.
+      ValueError: A field is invalid; one sentence that names the field.
     """
 
     DEFAULT_TOKENS: ClassVar[int | None] = None
@@ -97,9 +97,7 @@ class SamplingParams:
         if self.stop is None or isinstance(self.stop, str):
             self.stop = [] if self.stop is None else [self.stop]
         if (stop := _texts(self.stop)) is None:
-            raise ValueError(
-                f"stop must be a list of texts, none of them empty, got {self.stop!r:.60}"
-            )
+            raise ValueError(f"stop must be a list of non-empty strings, got {self.stop!r:.60}")
         self.stop = stop
         if self.stop_token_ids is not None:
             self.stop_token_ids = _stop_token_ids(self.stop_token_ids)
@@ -109,7 +107,7 @@ class SamplingParams:
 
     @property
     def form(self) -> Form | None:
-        """What the answer is held to."""
+        """Constraint of the output; None if it is unconstrained."""
         if self.structured_outputs is None:
             return None
         ((name, value),) = self.structured_outputs.items()
@@ -117,27 +115,27 @@ class SamplingParams:
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
-        """The field that bounds the output, and its value."""
+        """Name and value of the field that limits the output."""
         return "max_tokens", self.max_tokens
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:
-        """The field that asks for the best tokens, and how many."""
+        """Name and value of the field that requests logprobs."""
         return "logprobs", self.logprobs
 
     @property
     def asked_prompt_logprobs(self) -> tuple[str, int | None]:
-        """The field that asks for logprobs of the prompt, and how many."""
+        """Name and value of the field that requests logprobs of the prompt."""
         return "prompt_logprobs", self.prompt_logprobs
 
     @property
     def most_drafts(self) -> int | None:
-        """Most drafts of a step."""
+        """Most draft tokens of a step."""
         return self.max_draft_tokens
 
 
 def _bounded(name: str, value: Any) -> int | float | None:
-    """Returns the number of a field, which is within its bounds."""
+    """Returns the number of a field after checking its bounds."""
     if value is None:
         return None
     low, high = BOUNDS[name]
@@ -151,12 +149,12 @@ def _bounded(name: str, value: Any) -> int | float | None:
 
 
 def _listed(value: Any) -> list[Any] | None:
-    """Returns the items of a list, or of a set, whose order has no meaning here."""
+    """Returns the items of a list, or of a set in sorted order."""
     return sorted(value, key=str) if isinstance(value, Set) else items_of(value)
 
 
 def _texts(value: Any) -> list[str] | None:
-    """Returns a list of texts of which none is empty; None for anything else."""
+    """Returns a list of non-empty strings; None for anything else."""
     items = _listed(value)
     return list(map(str, items)) if items is not None and all(map(_is_some_text, items)) else None
 
@@ -173,7 +171,7 @@ def _stop_token_ids(value: Any) -> list[int]:
 
 
 def _bias(given: Any) -> dict[int, float]:
-    """Returns what is added to logits, by token."""
+    """Returns the bias of each token."""
     if not isinstance(given, Mapping):
         raise ValueError(f"logit_bias must be a mapping from token ids, got {given!r:.60}")
     found = {}
@@ -191,7 +189,7 @@ def _bias(given: Any) -> dict[int, float]:
 
 
 def _structured(given: Any) -> dict[str, Any]:
-    """Returns the field of a form and its value, as JSON has it."""
+    """Returns the field of a constraint and its value, converted to JSON types."""
     if not isinstance(given, Mapping) or len(given) != 1 or not given.keys() <= _FORMS.keys():
         raise ValueError(f"structured_outputs must have one of {', '.join(_FORMS)}")
     ((name, value),) = given.items()
@@ -199,9 +197,9 @@ def _structured(given: Any) -> dict[str, Any]:
         noun = "an object"
         found = as_json(value, "structured_outputs: json") if isinstance(value, Mapping) else None
     elif name == "choice":
-        noun, found = "a list of texts", _texts(value) or None
+        noun, found = "a list of strings", _texts(value) or None
     else:
-        noun, found = "a text", str(value) if _is_some_text(value) else None
+        noun, found = "a string", str(value) if _is_some_text(value) else None
     if found is None:
         raise ValueError(f"structured_outputs: {name} must be {noun}, got {value!r:.60}")
     return {name: found}

@@ -1,4 +1,4 @@
-"""Prompts and conversations as Python code passes them, as lists of one or several."""
+"""Conversion of prompts and conversations to lists of one or several."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Message = dict[str, Any]
 
 
 def listed_prompts(prompts: Any) -> list[Any]:
-    """Returns several prompts as a list, and a list of one where a single prompt was given.
+    """Returns a list of prompts; a single prompt becomes a list of one.
 
     Raises:
-      ValueError: It is neither.
+      ValueError: The value is neither a prompt nor a list of prompts.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -24,15 +24,15 @@ def listed_prompts(prompts: Any) -> list[Any]:
 
 
 def not_a_prompt(value: Any) -> str:
-    """Returns the sentence for what is no prompt."""
-    return f"a prompt must be a text or a list of token ids, got {value!r:.60}"
+    """Returns the error message for a value that is not a prompt."""
+    return f"a prompt must be a string or a list of token ids, got {value!r:.60}"
 
 
 def listed_chats(messages: Any) -> list[list[Message]]:
-    """Returns several conversations as lists, and a list of one where a single one was given.
+    """Returns a list of conversations; a single conversation becomes a list of one.
 
     Raises:
-      ValueError: It is neither.
+      ValueError: The value is neither a conversation nor a list of conversations.
     """
     items = items_of(messages)
     if items is None:

@@ -1,4 +1,4 @@
-"""What an answer is in Python."""
+"""Result types of the Python API."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from shared.server.logprobs import TokenLogprob
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """One answer of a prompt.
+    """One output of a prompt.
 
     Attributes:
-      index: Its number among the prompt's answers.
-      text: What was said; without reasoning and calls where the start names a parser of them.
-      reasoning: What `reasoning_parser` found.
-      tool_calls: What `tool_call_parser` found.
-      token_ids: All of its tokens, the one that ended it too.
+      index: Index among the outputs of the prompt.
+      text: Generated text; without reasoning and tool calls if their parsers are on.
+      reasoning: Reasoning found by `reasoning_parser`.
+      tool_calls: Tool calls found by `tool_call_parser`.
+      token_ids: All generated tokens, including the stop token.
       finish_reason: "stop", "length" or "tool_calls".
-      logprobs: Of each token, before penalties, bias and filters; empty unless asked for.
-      accept_length: Tokens of a verify step on average, with the bonus token.
+      logprobs: Logprobs of each token, before penalties, bias and filters; empty unless requested.
+      accept_length: Mean number of tokens per verify step, including the bonus token.
       accepted_histogram: Entry i counts the steps that accepted i drafts.
-      steps: Every step as `/v1/requests/ID/trace` tells it; empty unless asked for.
+      steps: Trace of every step, as in `/v1/requests/ID/trace`; empty unless requested.
     """
 
     index: int
@@ -40,14 +40,14 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """A prompt and its answers.
+    """Prompt and its outputs.
 
     Attributes:
-      prompt: Its text; "" of a prompt that was given as tokens.
-      prompt_token_ids: Its tokens.
-      prompt_logprobs: Of each of them; empty unless asked for.
-      cached_tokens: How many of them the prefix cache had.
-      outputs: One for each of `SamplingParams.n`.
+      prompt: Text of the prompt; "" if the prompt was passed as token ids.
+      prompt_token_ids: Tokens of the prompt.
+      prompt_logprobs: Logprobs of each prompt token; empty unless requested.
+      cached_tokens: Number of prompt tokens found in the prefix cache.
+      outputs: Outputs, one for each of `SamplingParams.n`.
     """
 
     prompt: str
@@ -58,21 +58,21 @@ class RequestOutput:
 
     @property
     def text(self) -> str:
-        """Of the first answer."""
+        """Text of the first output."""
         return self.outputs[0].text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What a step added to a stream.
+    """Increment of a streamed output, one for each step.
 
     Attributes:
-      index: Of the answer.
-      text, reasoning, tool_calls: What is said anew; may lag behind the tokens.
+      index: Index of the output.
+      text, reasoning, tool_calls: New text, which may lag the tokens.
       token_ids: New tokens.
-      logprobs: Of these tokens; empty unless asked for.
-      step: What the step did; None unless asked for.
-      finish_reason: Set in the last part of an answer.
+      logprobs: Logprobs of the new tokens; empty unless requested.
+      step: Trace of the step; None unless requested.
+      finish_reason: Finish reason, set in the last part of an output.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""Values as Python code passes them: lists, arrays, generators and numbers of any library."""
+"""Conversion of Python values: lists, arrays, generators and numbers of any library."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from numbers import Integral, Real
 from typing import Any
 
 MAX_DEPTH = 64
-"""Levels of nested lists and objects, as over HTTP."""
+"""Most levels of nested lists and objects, the same as over HTTP."""
 
 _NOT_LISTS = (str, bytes, bytearray, memoryview, UserString, Mapping, MappingView, Set)
 
 
 def plain(value: Any) -> Any:
-    """Returns an array, a tensor or a scalar of one as lists and numbers of Python."""
+    """Returns an array, a tensor or a scalar of a library as Python lists and numbers."""
     if isinstance(value, type | str | bytes | bytearray | memoryview):
         return value
     to_list = getattr(value, "tolist", None)
@@ -23,10 +23,10 @@ def plain(value: Any) -> Any:
 
 
 def items_of(value: Any) -> list[Any] | None:
-    """Returns the items of a list, an array or a generator, in their order.
+    """Returns the items of a list, an array or a generator, in order; None for other values.
 
-    None for what is no such thing: a text, bytes, a mapping, a table with named columns, a set or
-    a view, whose order or keys would get lost.
+    Strings, bytes, mappings, tables with named columns, sets and views return None, because their
+    order or keys would be lost.
     """
     value = plain(value)
     if isinstance(value, _NOT_LISTS) or hasattr(value, "keys") or not isinstance(value, Iterable):
@@ -66,10 +66,10 @@ def token_ids(value: Any) -> list[int] | None:
 
 
 def as_json(value: Any, name: str, depth: int = 0) -> Any:
-    """Returns a value as JSON has it: dicts with texts as keys, lists, texts and numbers.
+    """Returns a value converted to JSON types: dicts with string keys, lists, strings, numbers.
 
     Raises:
-      ValueError: It has something that JSON has not; one sentence that starts with `name`.
+      ValueError: The value has a type that JSON lacks; one sentence that starts with `name`.
     """
     if depth > MAX_DEPTH:
         raise ValueError(f"{name} must be nested at most {MAX_DEPTH} deep")
@@ -83,10 +83,12 @@ def as_json(value: Any, name: str, depth: int = 0) -> Any:
         return [as_json(item, name, depth + 1) for item in items]
     if (switch := truth(value)) is not None:
         return switch
-    raise ValueError(f"{name} has a value of type {type(value).__name__}, which JSON does not have")
+    raise ValueError(
+        f"{name} has a value of type {type(value).__name__}, which JSON does not support"
+    )
 
 
 def _key(key: Any, name: str) -> str:
     if not isinstance(key, str):
-        raise ValueError(f"{name} has the key {key!r:.60}; keys must be texts")
+        raise ValueError(f"{name} has the key {key!r:.60}; keys must be strings")
     return key

@@ -49,14 +49,17 @@ def test_arguments_of_a_call_may_be_an_object():
         ({"role": "assistant", "content": None}, "a message must have content or tool_calls"),
         (
             {"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "c"},
-            "a message has reasoning_content and reasoning that differ; give one",
+            "a message has reasoning_content and reasoning that differ; give only one",
         ),
-        ({"role": "user", "content": 5}, "content must be a text or a list of text parts, got 5"),
-        ({"role": "user", "content": [{"type": "text"}]}, "a part of type 'text' must have a text"),
+        ({"role": "user", "content": 5}, "content must be a string or a list of text parts, got 5"),
+        (
+            {"role": "user", "content": [{"type": "text"}]},
+            "a part of type 'text' must have a string",
+        ),
         ({"role": "user", "content": "a", "contnet": "b"}, "has the unknown field 'contnet'"),
         ({"role": "assistant", "content": "a", "refusal": "b"}, "refusal of a message is not sup"),
         ({"role": "assistant", "tool_calls": "a"}, "tool_calls must be a list of calls, got 'a'"),
-        ({"role": "assistant", "tool_calls": [{}]}, "a call must have a function with a name"),
+        ({"role": "assistant", "tool_calls": [{}]}, "a tool call must have a function with a name"),
         ({"role": "user", "content": {"a"}}, "a message has a value of type set"),
     ],
 )

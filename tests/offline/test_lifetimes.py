@@ -45,6 +45,6 @@ def test_a_forked_process_is_refused_at_once_and_can_exit(model):
     names = ["generate", "chat", "stream", "next", "result", "async", "close"]
     assert [line.split()[0] for line in lines[:7]] == names
     assert all("the engine runs in process" in line for line in lines[:7])
-    assert all("make the LLM in the process that uses it" in line for line in lines[:7])
+    assert all("create the LLM in the process that uses it" in line for line in lines[:7])
     assert lines[7:] == ["exit code 7", "exit code 1", "parent True 1"]
     assert "ResourceWarning" not in done.stderr

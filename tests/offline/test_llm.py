@@ -174,14 +174,14 @@ def called(arguments):
         *(
             (
                 lambda llm, prompt=prompt: llm.generate(prompt),
-                "a prompt must be a text or a list of token ids, got ",
+                "a prompt must be a string or a list of token ids, got ",
             )
             for prompt in ([[5.7, 6.2]], [[True]], b"abc", [["5"]], "a\ud800", [5, "a"], [5.5])
         ),
         (lambda llm: llm.stream(["a", "b"]), r"a prompt must be .*, got \['a', 'b'\]"),
         (lambda llm: llm.generate("a", SamplingParams(max_tokens=999)), "max_tokens is 999"),
         (lambda llm: llm.generate("a", SamplingParams(logprobs=99)), "logprobs must be from 0 to"),
-        (lambda llm: llm.chat(QUESTION, tools=[{}]), "tools need the option tool_call_parser"),
+        (lambda llm: llm.chat(QUESTION, tools=[{}]), "tools require the option tool_call_parser"),
         (lambda llm: llm.chat(called("{")), "arguments of a call of 'f' must be an object"),
         (
             lambda llm: llm.chat(called('{"x": NaN}')),
@@ -194,7 +194,7 @@ def called(arguments):
         ),
         (
             lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]),
-            "a part of type 'image_url', and LLM takes text alone",
+            "a part of type 'image_url', and LLM supports only text",
         ),
     ],
 )
@@ -209,16 +209,16 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
         ({"temperature": 3}, "temperature must be a number from 0 to 2, got 3"),
         ({"max_tokens": True}, "max_tokens must be a whole number"),
         ({"top_p": 0}, "top_p must be a number above 0 to 1, got 0"),
-        ({"stop": [""]}, "stop must be a list of texts, none of them empty"),
-        ({"stop": ["\ud800"]}, "stop must be a list of texts, none of them empty"),
+        ({"stop": [""]}, "stop must be a list of non-empty strings"),
+        ({"stop": ["\ud800"]}, "stop must be a list of non-empty strings"),
         ({"ignore_eos": "yes"}, "ignore_eos must be true or false, got 'yes'"),
         ({"structured_outputs": "x"}, "structured_outputs must have one of json, regex"),
         ({"structured_outputs": {"yaml": 1}}, "structured_outputs must have one of json, regex"),
         (
             {"structured_outputs": {"choice": "yes"}},
-            "structured_outputs: choice must be a list of texts, got 'yes'",
+            "structured_outputs: choice must be a list of strings, got 'yes'",
         ),
-        ({"structured_outputs": {"regex": 5}}, "structured_outputs: regex must be a text, got 5"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs: regex must be a string, got 5"),
         ({"structured_outputs": {"json": "{}"}}, "structured_outputs: json must be an object"),
         ({"logit_bias": {5: float("nan")}}, "logit_bias must have numbers from -100 to 100"),
         ({"logit_bias": {5: 1000}}, "logit_bias must have numbers from -100 to 100"),

@@ -30,10 +30,12 @@ def error_of(**options) -> str:
 
 @pytest.mark.parametrize("value", [None, False, True, 0, "", "x", np.bool_(False)], ids=repr)
 def test_an_unknown_name_is_an_error_whatever_its_value(value):
-    assert error_of(foo=value) == "foo is no option of LLM; docs/server_flags.md lists the options"
+    assert (
+        error_of(foo=value) == "foo is not an option of LLM; docs/server_flags.md lists the options"
+    )
     for name in ("speculative_adaptve", "disable_radix_cach", "page-size"):
         near = name.replace("-", "_").replace("adaptve", "adaptive").replace("cach", "cache")
-        assert error_of(**{name: value}) == f"{name} is no option of LLM; did you mean {near}?"
+        assert error_of(**{name: value}) == f"{name} is not an option of LLM; did you mean {near}?"
 
 
 def test_an_unsupported_name_may_ask_for_nothing():
@@ -56,7 +58,7 @@ def test_an_option_of_vllm_may_ask_for_what_every_engine_does():
 def test_a_value_of_another_type_is_an_error(name):
     wrong = [[], {}, object(), b"x", True, False, 1.5, 5, "x"]
     item = FIELDS[name]
-    noun, right = "(a text|a path|a number or a text)", (str,)
+    noun, right = "(a string|a path|a number or a string)", (str,)
     if item.default is False:
         noun, right = "True or False", (bool,)
     elif "low" in item.metadata:
@@ -85,7 +87,7 @@ def test_values_of_numpy_and_pathlib_are_values():
 def test_other_spellings_are_those_of_the_command_line():
     assert read_options({"tensor_parallel_size": 2}).ranks.tp_size == 2
     assert read_options({"tp_size": 2, "tp": 2}).ranks.tp_size == 2
-    assert error_of(tp_size=2, tp=4) == "tp_size and tp are one option; leave one out"
+    assert error_of(tp_size=2, tp=4) == "tp_size and tp are the same option; remove one"
 
 
 def test_a_start_in_python_is_quiet_unless_asked():

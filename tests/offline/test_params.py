@@ -65,10 +65,10 @@ def test_lists_of_any_library_are_taken():
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
-        ({"stop": 5}, "stop must be a list of texts, none of them empty, got 5"),
-        ({"stop": {"a": "b"}}, "stop must be a list of texts"),
-        ({"stop": ""}, "stop must be a list of texts"),
-        ({"stop": b"a"}, "stop must be a list of texts"),
+        ({"stop": 5}, "stop must be a list of non-empty strings, got 5"),
+        ({"stop": {"a": "b"}}, "stop must be a list of non-empty strings"),
+        ({"stop": ""}, "stop must be a list of non-empty strings"),
+        ({"stop": b"a"}, "stop must be a list of non-empty strings"),
         ({"stop_token_ids": 5}, "stop_token_ids must be a list of token ids, got 5"),
         ({"stop_token_ids": {5: 6}}, "stop_token_ids must be a list of token ids"),
         ({"stop_token_ids": np.array([0.5])}, "stop_token_ids must be a list of token ids"),

@@ -39,7 +39,9 @@ def test_what_has_no_order_is_no_list(given):
     with pytest.raises(ValueError, match="messages must be a list of messages, got "):
         listed_chats(given)
     if not isinstance(given, str):
-        with pytest.raises(ValueError, match="a prompt must be a text or a list of token ids, got"):
+        with pytest.raises(
+            ValueError, match="a prompt must be a string or a list of token ids, got"
+        ):
             listed_prompts(given)
 
 
