@@ -1,0 +1,87 @@
+"""Pages on internals: form and a test for each invariant."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+MAX_WORDS, MAX_COLUMNS, MAX_LINES_BELOW_HEADING = 900, 100, 25
+PAGES = sorted(
+    path.relative_to(DOCS).as_posix()
+    for pattern in ("invariants.md", "invariants/*.md")
+    for path in DOCS.glob(pattern)
+)
+INVARIANTS = [name for name in PAGES if name.startswith("invariants/")]
+
+
+def read(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+def prose(text: str) -> list[str]:
+    """Returns the lines of text, with an empty string for each other line."""
+    lines, in_code = [], False
+    for line in text.splitlines():
+        fence = line.startswith("```")
+        lines.append("" if in_code or fence or line.startswith(("|", "#", "<!--")) else line)
+        in_code ^= fence
+    return lines
+
+
+def invariants() -> list[tuple[str, str, str]]:
+    """Page, sentence and tests of every row."""
+    row = re.compile(r"^\| (.+) \| (.+) \|$", re.MULTILINE)
+    return [
+        (name, said, tests)
+        for name in INVARIANTS
+        for said, tests in row.findall(read(name))
+        if said != "invariant"
+    ]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_length_and_width(name: str) -> None:
+    text = read(name)
+    assert len(text.split()) <= MAX_WORDS
+    assert not [line for line in prose(text) if len(line) > MAX_COLUMNS]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_starts_with_table_picture_or_code(name: str) -> None:
+    lines = read(name).splitlines()
+    assert lines[0].startswith(("# ", "<!--"))
+    assert any(line.startswith(("|", "```", "![")) for line in lines[:12])
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_page_has_heading_every_25_lines(name: str) -> None:
+    """Rows of tables and lines of code do not count."""
+    text = read(name)
+    for part in re.split(r"^#+ .*$", text, flags=re.MULTILINE):
+        assert len([line for line in prose(part) if line]) <= MAX_LINES_BELOW_HEADING
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in INVARIANTS])
+def test_page_names_tests_in_tables_only(name: str) -> None:
+    assert not re.findall(r"`tests/[^`]*::", "\n".join(prose(read(name))))
+
+
+def test_invariants_name_their_tests() -> None:
+    rows = invariants()
+    assert len(rows) > 200
+    assert all("`tests/" in tests for _, _, tests in rows)
+
+
+def test_invariants_are_stated_once_in_at_most_45_words() -> None:
+    said = [sentence for _, sentence, _ in invariants()]
+    assert len(said) == len({*said})
+    assert not [sentence for sentence in said if len(sentence.split()) > 45]
+
+
+def test_invariants_index_links_every_page() -> None:
+    linked = re.findall(
+        r"^\| \[[^\]]+\]\((invariants/\w+\.md)\)", read("invariants.md"), re.MULTILINE
+    )
+    assert sorted(linked) == INVARIANTS
