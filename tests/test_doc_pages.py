@@ -1,9 +1,11 @@
-"""Pages on internals: form and a test for each invariant."""
+"""Pages on internals: form, generated parts, and a test for each invariant."""
 
 import re
 from pathlib import Path
 
 import pytest
+
+from docs.make import draw
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -85,3 +87,19 @@ def test_invariants_index_links_every_page() -> None:
         r"^\| \[[^\]]+\]\((invariants/\w+\.md)\)", read("invariants.md"), re.MULTILINE
     )
     assert sorted(linked) == INVARIANTS
+
+
+@pytest.mark.parametrize("name", draw.drawings())
+def test_drawing_equals_script_output(name: str) -> None:
+    drawn = (draw.FOLDER / name).read_text(encoding="utf-8")
+    assert drawn == draw.drawings()[name], "run python -m docs.make.draw"
+
+
+def test_drawn_tree_mask_and_path_are_consistent() -> None:
+    """Parents precede children, and the accepted path follows them from the root."""
+    assert all(parent < node for node, parent in enumerate(draw.PARENTS))
+    assert [draw.PARENTS[node] for node in draw.ACCEPTED] == [-1, *draw.ACCEPTED[:-1]]
+    last = draw.ACCEPTED[-1]
+    children = [draw.TOKENS[node] for node, parent in enumerate(draw.PARENTS) if parent == last]
+    assert draw.BONUS not in children
+    assert draw.ancestors(last) == {*draw.ACCEPTED}
