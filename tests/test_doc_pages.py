@@ -1,4 +1,4 @@
-"""Pages on internals: form, generated parts, and a test for each invariant."""
+"""Pages of docs: form, generated parts, and a test for each invariant."""
 
 import re
 from pathlib import Path
@@ -10,9 +10,10 @@ from docs.make import draw
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MAX_WORDS, MAX_COLUMNS, MAX_LINES_BELOW_HEADING = 900, 100, 25
+USER_PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()
-    for pattern in ("invariants.md", "invariants/*.md")
+    for pattern in ("invariants.md", "invariants/*.md", *(f"{name}.md" for name in USER_PAGES))
     for path in DOCS.glob(pattern)
 )
 INVARIANTS = [name for name in PAGES if name.startswith("invariants/")]
