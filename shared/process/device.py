@@ -73,7 +73,7 @@ def free_in_groups(root: Path, groups: str) -> Iterator[int]:
 
     Args:
       root: Where the groups are mounted.
-      own: The lines `number:controllers:group` of the process; the groups above bound it too.
+      groups: Lines `number:controllers:group` of the process; parent groups limit it too.
     """
     for line in groups.splitlines():
         _, controllers, group = line.split(":", 2)

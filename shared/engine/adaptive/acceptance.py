@@ -70,8 +70,8 @@ def _learn(
       log_odds, slopes, variances: Of the family, as `Population` has them.
       shared_variance: Of what is uncertain of all depths alike.
       request_variance: Of log odds between requests.
-      own: Of each request: offset, its variance, and its covariance with what is uncertain of
-        all depths alike.
+      estimates: Offset of each request, its variance, and its covariance with the uncertainty
+        that all depths share.
       sums: Zeros; filled with what `Population.learn` takes.
       moves: Filled: how far each row moves what is believed of all.
     """
@@ -175,8 +175,8 @@ def _expect(
     """Fills what is expected.
 
     Args:
-      own: As `_learn` has it.
-      most: Drafts that a row has use for.
+      most: Largest useful number of drafts of each row.
+      estimates: Same as in `_learn`.
     """
     (F, D), B = log_odds.shape, len(rows)
     for i in range(B):

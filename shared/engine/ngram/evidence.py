@@ -130,7 +130,7 @@ def select(
       nodes, budgets: Most nodes of a row with its root, and of all rows, roots apart.
       costs: Of a step.
       gains: Filled: the drafts that each size is expected to have accepted.
-      found: Roots alone; filled with the best nodes of the size that is taken.
+      kept: Trees of roots alone; filled with the best nodes of the chosen size.
 
     Returns:
       The size.

@@ -1,0 +1,140 @@
+"""Ceilings of private words, docstring openings, shared class names and argument spreads.
+
+A ceiling is the count of the day it was written. It may only fall: lower it when a count is lower.
+`python -m tests.support.vocabulary` prints all counts by folder, and `docs/` has the glossary.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import vocabulary
+from tests.support.vocabulary import OPENINGS, WORDS, Source, counted
+
+WORD_CEILINGS = {
+    "picture": 2170,
+    "tell of data": 329,
+    "say of data": 554,
+    "ask, hear, want of data": 594,
+    "refuse": 294,
+    "refused by name": 21,
+    "stand": 449,
+    "lie": 225,
+    "is left": 130,
+    "by lot": 42,
+    "law": 82,
+    "mailbox": 106,
+    "tower": 141,
+    "that sees": 209,
+    "seen text": 60,
+    "turns": 153,
+    "promise": 18,
+    "asleep": 55,
+    "who, whose": 889,
+    "so many, as many": 295,
+}
+OPENING_CEILINGS = {
+    "bench": 132,
+    "jax_impl": 169,
+    "kernels": 311,
+    "models": 13,
+    "shared": 625,
+    "tests": 291,
+    "torch_impl": 97,
+}
+"""Docstrings by top folder that open with a word of `OPENINGS`."""
+AS_CEILING = 347
+CLASS_NAME_CEILING = 83
+UNDOCUMENTED_CEILING = 324
+SPREAD_CEILINGS = {"# fmt: skip": 195, "f(*(a, b))": 95, "f(*name)": 1002}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_collections() -> Iterator[None]:
+    """Syntax trees are freed by their reference counts; collections take two thirds of the time."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def words() -> dict[str, int]:
+    return {name: count.total() for name, count in counted(vocabulary.words).items()}
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_private_word_stays_below_its_ceiling(word: str, words: dict[str, int]) -> None:
+    assert words[word] <= WORD_CEILINGS[word], (
+        f"{word!r}: see the terms in tests/support/vocabulary.py"
+    )
+
+
+def openings_by_folder() -> Counter[str]:
+    counts = counted(vocabulary.openings)
+    found = Counter[str]()
+    for word in OPENINGS:
+        for room, count in counts[word].items():
+            found[room.partition("/")[0]] += count
+    return found
+
+
+def test_docstrings_open_with_a_noun_or_a_verb() -> None:
+    above = openings_by_folder() - Counter(OPENING_CEILINGS)
+    assert not above, f"begin with a noun phrase or a verb, not with {', '.join(OPENINGS)}"
+
+
+def test_docstrings_that_open_with_as_stay_below_the_ceiling() -> None:
+    assert counted(vocabulary.openings)["As"].total() <= AS_CEILING, "write: Same as `x.y`, for ..."
+
+
+def test_class_names_of_unrelated_modules_stay_below_the_ceiling() -> None:
+    names = vocabulary.shared_class_names()
+    assert len(names) <= CLASS_NAME_CEILING, "\n".join(map(str, names.items()))
+
+
+def test_documented_arguments_are_parameters() -> None:
+    assert not vocabulary.unknown_arguments()
+
+
+def test_sections_that_omit_a_parameter_stay_below_the_ceiling() -> None:
+    found = vocabulary.undocumented_arguments()
+    assert len(found) <= UNDOCUMENTED_CEILING, "\n".join(found)
+
+
+def test_spreads_and_unformatted_lines_stay_below_their_ceilings() -> None:
+    found = Counter({k: v.total() for k, v in counted(vocabulary.spreads).items()})
+    assert not found - Counter(SPREAD_CEILINGS)
+
+
+PLANTED = '''
+"""What a module is told by a picture."""
+
+class Rows:
+    """Those of a tower.
+
+    Args:
+      missing: No parameter.
+      given: A parameter.
+    """
+
+    def __init__(self, given, omitted):
+        call(*(given, omitted), *given)  # fmt: skip
+
+
+def stands():  # it lies there
+    """As `x`."""
+'''
+
+
+def test_counts_of_a_planted_module() -> None:
+    source = Source("kernels/planted.py", PLANTED)
+    found = {name: count for name, count in vocabulary.words(source).items() if count}
+    assert found == {"picture": 1, "tell of data": 1, "tower": 1, "lie": 1}
+    opened = {word: count for word, count in vocabulary.openings(source).items() if count}
+    assert opened == {"all": 3, "What": 1, "Those": 1, "As": 1}
+    assert vocabulary.spreads(source) == {"# fmt: skip": 1, "f(*(a, b))": 1, "f(*name)": 1}
+    (signature,) = [each for each in source.facts.signatures if each.name == "Rows"]
+    assert vocabulary.documented(signature.docstring) == ["missing", "given"]
+    assert signature.parameters == ["self", "given", "omitted"]
