@@ -11,6 +11,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from docs.make import import_table
 from shared.spec import draft_tree
 from tests.support import twins
 from tests.support.private_names import defined_in, reached_by
@@ -146,6 +147,11 @@ def test_imports_stand_at_the_top():
             if inner or "TYPE_CHECKING" in text:
                 found.add(path.relative_to(ROOT))
     assert found == LATE_IMPORTS.keys()
+
+
+def test_import_table_of_architecture_page_is_current():
+    page = import_table.PAGE.read_text(encoding="utf-8")
+    assert page == import_table.with_table(page), "run python -m docs.make.import_table"
 
 
 def test_a_start_without_grammars_imports_no_library_of_theirs():
