@@ -1,4 +1,4 @@
-"""Shows what each step of an answer drafted and accepted: `python -m examples.trace_step`.
+"""Shows what each step of an answer drafted and accepted: `python -m examples.inspect_draft_tree`.
 
 The EAGLE-3 head that ships drafts chains of 3 tokens.
 """

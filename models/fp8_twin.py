@@ -1,4 +1,4 @@
-"""Writes a checkpoint's twin in FP8: `python -m models.fp8_twin FOLDER TWIN`.
+"""Writes a checkpoint's twin in FP8: `python -m models.quantize_fp8 FOLDER TWIN`.
 
 The twin has the same tensors, but that those which releases in FP8 quantise are codes of e4m3 in
 blocks of 128 x 128. A block's scale is the least number of bfloat16 that lets its largest weight
@@ -106,7 +106,7 @@ def _write_json(path: Path, contents: object) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m models.fp8_twin", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m models.quantize_fp8", description=__doc__)
     parser.add_argument("folder", type=Path, help="of the checkpoint")
     parser.add_argument("twin", type=Path, help="folder to write")
     given = parser.parse_args()

@@ -61,7 +61,7 @@ if wants mixture; then
     PART_MINUTES=$MIXTURE_MINUTES train_on_one --model models/demo/mixture_config.json \
         --tokenizer models/demo --data "$WORK/train.jsonl" --out "$WORK/mixture" \
         --batch-tokens 65536 --learning-rate 2e-3 --warmup 150 --seed 7 --shards 4
-    "$PYTHON" -m models.fp8_twin "$WORK/mixture" "$WORK/mixture_fp8"
+    "$PYTHON" -m models.quantize_fp8 "$WORK/mixture" "$WORK/mixture_fp8"
 fi
 
 # Every head learns from the same answers of the target; the first one that runs makes them.

@@ -1,4 +1,4 @@
-"""Trains the eyes of the demo model: `python -m models.demo.seeing --minutes 2 --out FOLDER`.
+"""Trains the eyes of the demo model: `python -m models.demo.train_vlm --minutes 2 --out FOLDER`.
 
 The language model stays as it is. A small vision tower learns to make, of pictures that are drawn
 on the way, the embeddings of a sentence that says what they show; the model, which never saw a

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from examples.ask_picture import answer, png_of
+from examples.chat_with_image import answer, png_of
 from models.demo.drawn import OUTLINES, SHADES, drawn
-from models.demo.seeing import FOLDER, HELD_OUT, TEXT, batch_of, words
+from models.demo.train_vlm import FOLDER, HELD_OUT, TEXT, batch_of, words
 from shared.models.families import vision_from_folder
 from shared.models.pictures import pictures_from_folder
 from tests.support.http_fixtures import serving

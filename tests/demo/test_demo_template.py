@@ -14,7 +14,7 @@ from shared.text.chat_template import Conversation
 from shared.text.tokenizer import Tokenizer
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
-FOLDERS = ("random", "demo", "demo/target", "demo/standalone", "demo/seeing")
+FOLDERS = ("random", "demo", "demo/target", "demo/standalone", "demo/vlm")
 TRAINED = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

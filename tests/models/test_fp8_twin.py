@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jax_impl.training import tasks
-from models import fp8_twin
+from models import quantize_fp8
 from shared.models import fp8
 from shared.models.checkpoint import INDEX_FILE, load_all, open_checkpoint
 from shared.models.config import ModelConfig
@@ -29,7 +29,7 @@ def test_codes_are_the_nearest_to_the_weight_over_its_blocks_scale():
     weight = rng.standard_normal((2, 130, 200)) * np.exp(rng.standard_normal((2, 130, 1)))
     weight = weight.astype(ml_dtypes.bfloat16).astype(np.float32)
     weight[1, :128, :128] = 0
-    codes, scales = fp8_twin.quantised(weight)
+    codes, scales = quantize_fp8.quantised(weight)
     assert scales.dtype == ml_dtypes.bfloat16
     assert scales.shape == (2, 2, 2)
     assert not fp8.has_nan(codes.view(np.uint8))
@@ -59,7 +59,7 @@ def mixture(tmp_path_factory) -> tuple[ModelConfig, Path, Path]:
     rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in drawn.items()}
     save_checkpoint(folder / "plain", fields, rounded, num_shards=2)
     (folder / "plain" / "tokenizer.json").write_text("{}", encoding="utf-8")
-    fp8_twin.write(folder / "plain", folder / "twin")
+    quantize_fp8.write(folder / "plain", folder / "twin")
     return config, folder / "plain", folder / "twin"
 
 
@@ -98,7 +98,7 @@ def test_both_backends_read_a_twin_as_the_specification_does(mixture):
 def test_a_twin_has_the_tensors_of_files_in_other_folders_too(tmp_path):
     """As the model that sees: its index names the text model's file, which both have."""
     folder = DEFAULT_MODEL.parent / "seeing"
-    fp8_twin.write(folder, tmp_path / "twin")
+    quantize_fp8.write(folder, tmp_path / "twin")
     names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"])
     index = json.loads((tmp_path / "twin" / INDEX_FILE).read_text())["weight_map"]
     assert names <= index.keys()
@@ -111,6 +111,6 @@ def test_a_checkpoint_in_fp8_has_no_twin_and_none_is_written_over_itself(mixture
     _, plain, twin = mixture
     for folders in ((twin, plain.parent / "third"), (plain, plain)):
         with pytest.raises(ValueError, match="must be an unquantised checkpoint and another"):
-            fp8_twin.write(*folders)
+            quantize_fp8.write(*folders)
     config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
     assert "quantization_config" not in config

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from examples import compare_backends, trace_step, train_head
+from examples import compare_backends, inspect_draft_tree, train_head
 from tests.support.http_fixtures import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def test_stream_http():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("name", ["stream_http", "ask_picture"])
+@pytest.mark.parametrize("name", ["stream_http", "chat_with_image"])
 def test_an_example_without_a_server_says_so_in_a_sentence(name):
     done = ended(name, "--port", "9")
     assert done.returncode == 1
@@ -52,11 +52,11 @@ def test_an_example_without_a_server_says_so_in_a_sentence(name):
     assert done.stderr == wanted
 
 
-def test_trace_step():
-    lines = run("trace_step").splitlines()
+def test_inspect_draft_tree():
+    lines = run("inspect_draft_tree").splitlines()
     assert lines[0].startswith("prefill")
     drafted = [line for line in lines if line.startswith("draft")]
-    assert "chains of 3 tokens" in (trace_step.__doc__ or "")
+    assert "chains of 3 tokens" in (inspect_draft_tree.__doc__ or "")
     assert drafted
     assert all(re.match(r"draft +[0-3] of 3 drafts accepted: ", line) for line in drafted)
 
@@ -73,11 +73,11 @@ def test_train_head(tmp_path, monkeypatch, capsys):
     assert "tokens a step" in capsys.readouterr().out
 
 
-def test_ask_picture():
-    command = ["-m", "torch_impl.serve", "--model-path", "models/demo/seeing", "--port", "0"]
+def test_chat_with_image():
+    command = ["-m", "torch_impl.serve", "--model-path", "models/demo/vlm", "--port", "0"]
     with serving([*command, "--context-length", "256"]) as server:
         asked = ("--base-url", server.url, "--seed", "7", "--num-prompts", "2")
-        drawn, *rest = run("ask_picture", *asked).splitlines()
+        drawn, *rest = run("chat_with_image", *asked).splitlines()
     said = "".join(rest[: rest.index("}") + 1])
     assert rest[-1].startswith("right, of 2 images: color 2, product 2, quantity ")
     assert drawn.startswith("drawn: ")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from jax_impl.train import BALANCE_WEIGHT, balance_weight, main
 from jax_impl.training import export, init, outputs, tasks
 from jax_impl.training.forward import check_drafted_for, check_trained, forward, logits
-from models import fp8_twin
+from models import quantize_fp8
 from models.make_random import ROOT
 from shared.boundary.program import Work
 from shared.drafts.checkpoint import kind_of, load_head, open_head
@@ -311,7 +311,7 @@ def test_an_mtp_layer_goes_into_a_copy_of_a_target_in_shards(is_fp8, tmp_path):
     model = init.fresh_model(bare, 3, with_mtp=False)
     save_checkpoint(source, without, export.arrays_of(model), num_shards=2)
     if is_fp8:
-        fp8_twin.write(source, tmp_path / "twin")
+        quantize_fp8.write(source, tmp_path / "twin")
         source = tmp_path / "twin"
     weights = load_all(source, bare, with_mtp=False)
     index = source / "model.safetensors.index.json"

@@ -1,7 +1,7 @@
 """Draws an image, and asks a running server what is on it.
 
-`make serve ARGS="--model-path models/demo/seeing"` in one terminal, and in another
-`python -m examples.ask_picture`. Another `--seed` draws another image, `--save FILE.png` keeps it
+`make serve ARGS="--model-path models/demo/vlm"` in one terminal, and in another
+`python -m examples.chat_with_image`. Another `--seed` draws another image, `--save FILE.png` keeps it
 to look at. `--seed 0 --num-prompts 24` counts how often color, product and quantity are right: 24,
 24 and 19 times.
 """
