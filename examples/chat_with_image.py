@@ -26,7 +26,7 @@ from bench.ground.server import (
     server_options,
     url_of,
 )
-from models.demo.drawn import Drawn, drawn
+from models.demo.synthetic_images import Drawn, drawn
 
 QUESTION = "Extract the fields product, color, quantity as JSON.\n\n"
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from jax_impl import tower
 from jax_impl.weights import Loaded, tower_of
-from models.demo.drawn import COUNTS, HEIGHT, OUTLINES, SENTENCE, SHADES, WIDTH, drawn
+from models.demo.synthetic_images import COUNTS, HEIGHT, OUTLINES, SENTENCE, SHADES, WIDTH, drawn
 from shared.models.families import vision_from_folder
 from shared.models.parameters import Parameter
 from shared.models.pictures import pictures_from_folder

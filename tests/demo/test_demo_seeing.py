@@ -8,8 +8,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from examples.chat_with_image import answer, png_of
+<<<<<<< HEAD
 from models.demo.drawn import OUTLINES, SHADES, drawn
 from models.demo.train_vlm import FOLDER, HELD_OUT, TEXT, batch_of, words
+=======
+from models.demo.synthetic_images import OUTLINES, SHADES, drawn
+from models.demo.train_vlm import FOLDER, HELD_OUT, TEXT, batch_of, words
+>>>>>>> c2e60bcb (models: Rename demo.drawn to demo.synthetic_images)
 from shared.models.families import vision_from_folder
 from shared.models.pictures import pictures_from_folder
 from tests.support.http_fixtures import serving
