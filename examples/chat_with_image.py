@@ -1,9 +1,9 @@
-"""Draws an image, and asks a running server what is on it.
+"""Generates an image and sends it to a running server in a chat request.
 
-`make serve ARGS="--model-path models/demo/vlm"` in one terminal, and in another
-`python -m examples.chat_with_image`. Another `--seed` draws another image, `--save FILE.png` keeps it
-to look at. `--seed 0 --num-prompts 24` counts how often color, product and quantity are right: 24,
-24 and 19 times.
+`make serve ARGS="--model-path models/demo/vlm"` in one terminal, and
+`python -m examples.chat_with_image` in another. `--seed` selects another image, and
+`--save FILE.png` writes it to a file. `--seed 0 --num-prompts 24` counts the correct answers:
+color 24, product 24 and quantity 19 of 24 images.
 """
 
 import argparse
@@ -26,20 +26,20 @@ from bench.ground.server import (
     server_options,
     url_of,
 )
-from models.demo.synthetic_images import Drawn, drawn
+from models.demo.synthetic_images import SyntheticImage, generate_image
 
 QUESTION = "Extract the fields product, color, quantity as JSON.\n\n"
 
 
-def png_of(picture: Drawn) -> bytes:
-    """The picture as a file."""
+def png_of(image: SyntheticImage) -> bytes:
+    """Encodes an image as PNG."""
     file = io.BytesIO()
-    Image.fromarray(picture.pixels).save(file, "PNG")
+    Image.fromarray(image.pixels).save(file, "PNG")
     return file.getvalue()
 
 
 def answer(options: argparse.Namespace, png: bytes) -> str:
-    """The text of the model about an image."""
+    """Returns the model's reply to `QUESTION` about an image."""
     address = "data:image/png;base64," + base64.b64encode(png).decode()
     parts = [
         {"type": "text", "text": QUESTION},
@@ -53,12 +53,12 @@ def answer(options: argparse.Namespace, png: bytes) -> str:
     return said.json()["choices"][0]["message"]["content"]
 
 
-def is_right(text: str, picture: Drawn) -> dict[str, bool]:
-    """Compares each field of an answer with what was drawn; no field of a text that is no JSON."""
+def is_right(text: str, image: SyntheticImage) -> dict[str, bool]:
+    """Compares each field of a reply with the image; all fields are wrong if it is not JSON."""
     wanted = {
-        "product": f"{picture.color} {picture.thing}",
-        "color": picture.color,
-        "quantity": picture.count,
+        "product": f"{image.color} {image.thing}",
+        "color": image.color,
+        "quantity": image.count,
     }
     try:
         found = json.loads(text)
@@ -69,27 +69,27 @@ def is_right(text: str, picture: Drawn) -> dict[str, bool]:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Prints what was drawn and what the model answers; of several images how often it is right."""
+    """Prints each image's description and the model's reply, and the counts for several images."""
     right = Counter[str]()
     for seed in range(options.seed, options.seed + options.num_prompts):
-        picture = drawn(np.random.default_rng(seed))
+        image = generate_image(np.random.default_rng(seed))
         if options.save and seed == options.seed:
-            options.save.write_bytes(png_of(picture))
-        text = answer(options, png_of(picture))
-        print(f"drawn: {picture.count} x {picture.color} {picture.thing}\n{text}", flush=True)
-        right.update(name for name, holds in is_right(text, picture).items() if holds)
+            options.save.write_bytes(png_of(image))
+        text = answer(options, png_of(image))
+        print(f"image: {image.count} x {image.color} {image.thing}\n{text}", flush=True)
+        right.update(name for name, holds in is_right(text, image).items() if holds)
     if options.num_prompts > 1:
         counts = ", ".join(f"{name} {right[name]}" for name in ("color", "product", "quantity"))
-        print(f"right, of {options.num_prompts} images: {counts}")
+        print(f"correct, of {options.num_prompts} images: {counts}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     server_options(parser)
     parser.add_argument("old_url", nargs="?", type=plain_url, help=HIDDEN)
-    prompt_count(parser, 1, "images that are drawn, with one seed after the other")
+    prompt_count(parser, 1, "images to generate, with consecutive seeds")
     parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--save", type=Path, help="a file for the first image")
+    parser.add_argument("--save", type=Path, help="file to write the first image to")
     given = parser.parse_args()
     given.base_url = given.base_url or given.old_url
     try:

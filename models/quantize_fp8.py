@@ -1,8 +1,8 @@
-"""Writes a checkpoint's twin in FP8: `python -m models.quantize_fp8 FOLDER TWIN`.
+"""Quantises a checkpoint to FP8: `python -m models.quantize_fp8 FOLDER OUT`.
 
-The twin has the same tensors, but that those which releases in FP8 quantise are codes of e4m3 in
-blocks of 128 x 128. A block's scale is the least number of bfloat16 that lets its largest weight
-fit, and each code is the nearest to the weight over the scale, ties to even.
+The copy has the same tensors. Those that published FP8 checkpoints quantise become e4m3 values in
+blocks of 128 x 128. A block's scale is the smallest bfloat16 number for which its largest weight
+fits; each value is the nearest to weight / scale, ties to even.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def quantised(
 ) -> tuple[
     Shaped[np.ndarray, "*stack rows columns"], Shaped[np.ndarray, "*stack row_blocks column_blocks"]
 ]:
-    """Codes of a weight, float8_e4m3fn, and the bfloat16 scale of each block."""
+    """Returns the float8_e4m3fn values of a weight and the bfloat16 scale of each block."""
     wide = weight.astype(np.float32)
     scales = _rounded_up(_largest_of_blocks(wide) / np.float32(LARGEST))
     inverse = fp8.scaled(np.ones_like(wide), scales)
@@ -55,42 +55,42 @@ def _largest_of_blocks(
 
 
 def _rounded_up(scales: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
-    """The least numbers of bfloat16 that are not smaller; the scales are not negative."""
+    """Rounds up to bfloat16; the scales are not negative."""
     bits = scales.view(np.uint32)
     return ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def write(folder: Path, twin: Path) -> None:
-    """Writes the twin of a checkpoint file by file, its tokenizer with it.
+def write(folder: Path, out: Path) -> None:
+    """Writes the FP8 copy of a checkpoint file by file, with its tokenizer.
 
-    A file of another folder, which an index may name, gets that folder's name before its own.
+    An index may name a file in another folder; the copy prefixes its name with that folder's name.
 
     Raises:
-      ValueError: The twin's folder is the checkpoint's, or the checkpoint is quantised already, or
-        lacks a file of its tensors.
+      ValueError: `out` is the checkpoint's folder, the checkpoint is already quantised, or one of
+        its weight files is missing.
     """
     config = read_json(folder / "config.json")
-    if "quantization_config" in config or twin.resolve() == folder.resolve():
+    if "quantization_config" in config or out.resolve() == folder.resolve():
         raise ValueError(
-            f"{folder} must be an unquantised checkpoint and another folder than {twin}"
+            f"{folder} must be an unquantised checkpoint and a different folder from {out}"
         )
     files = weight_files(folder)
-    twin.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     places = {}
     for file in files:
         name = file.name if file.parent == folder else f"{file.parent.name}-{file.name}"
-        tensors = _twin_of(load_file(file))
-        save_file(tensors, twin / name)
+        tensors = _quantised_tensors(load_file(file))
+        save_file(tensors, out / name)
         places |= dict.fromkeys(tensors, name)
     for file in folder.iterdir():
         if file.is_file() and file.suffix != ".safetensors":
-            shutil.copyfile(file, twin / file.name)
-    _write_json(twin / "config.json", {**config, "quantization_config": STATED})
+            shutil.copyfile(file, out / file.name)
+    _write_json(out / "config.json", {**config, "quantization_config": STATED})
     if (folder / INDEX_FILE).is_file():
-        _write_json(twin / INDEX_FILE, {"metadata": {}, "weight_map": places})
+        _write_json(out / INDEX_FILE, {"metadata": {}, "weight_map": places})
 
 
-def _twin_of(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _quantised_tensors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     found = {}
     for name, tensor in tensors.items():
         if fp8.is_quantised(name):
@@ -105,13 +105,13 @@ def _write_json(path: Path, contents: object) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m models.quantize_fp8", description=__doc__)
-    parser.add_argument("folder", type=Path, help="of the checkpoint")
-    parser.add_argument("twin", type=Path, help="folder to write")
+    parser.add_argument("folder", type=Path, help="folder of the checkpoint")
+    parser.add_argument("out", type=Path, help="folder to write")
     given = parser.parse_args()
     try:
-        write(given.folder, given.twin)
+        write(given.folder, given.out)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 

@@ -78,13 +78,13 @@ def one_of_each() -> Iterator[Start]:
 
 def _models() -> Iterator[tuple[Path, str, tuple[str, ...]]]:
     targets = [folder for folder in sorted(SHAPES.iterdir()) if not _is_head(folder)]
-    for model in [DEMO / "target", DEMO / "seeing", RANDOM, *targets]:
+    for model in [DEMO / "target", DEMO / "vlm", RANDOM, *targets]:
         yield model, PLAIN, ()
         if "mtp_num_hidden_layers" in (model / "config.json").read_text(encoding="utf-8"):
             yield model, "NEXTN", ()
         if model == SHAPES / "qwen3-8b-fp8":  # the others have experts or gated-delta layers
             yield model, PLAIN, ("--fp8-activations",)
-        if model == DEMO / "seeing":
+        if model == DEMO / "vlm":
             continue
         for name, folder in folders_of(model, {}).items():
             if (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Pictures that the project draws itself: some things of one shape and color, and their words."""
+"""Synthetic images with captions: several objects of one shape and one color."""
 
 from functools import cache
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, UInt8
 
 WIDTH, HEIGHT = 192, 96
-"""Pixels: rows of 32 x 32 are 18, as many as `SENTENCE` has tokens."""
+"""Size in pixels. Patches of 32 x 32 pixels give 18 image tokens, one per token of `SENTENCE`."""
 
 SHADES = {
     "red": (205, 30, 35),
@@ -19,25 +19,25 @@ SHADES = {
     "black": (20, 20, 20),
     "white": (250, 250, 250),
 }
-"""Colors by the words that texts of the demo model's training have."""
+"""RGB values of the color words in the demo model's training data."""
 
 OUTLINES = {
     "ball": [(np.cos(a), np.sin(a)) for a in np.linspace(0, 2 * np.pi, 25)],
     "book": [(-0.75, -1.05), (0.75, -1.05), (0.75, 1.05), (-0.75, 1.05)],
     "kite": [(0, -1.25), (0.85, -0.25), (0, 1.55), (-0.85, -0.25)],
 }
-"""Corners of things, by the words of those texts too."""
+"""Corners of the objects, by their words in the training data."""
 
 COUNTS = range(2, 10)
 SIZE, EDGE, APART = 9, 18, 26
-"""Pixels: of a thing's half, from a middle to the edge, and between the middles of two."""
+"""Pixels: half an object, least distance of a center to the border, and between two centers."""
 
 SENTENCE = "The product is a {color} {thing}. The color is {color}. The quantity is {count}."
-"""As in those texts, from which JSON is to be extracted; see `copying.SENTENCES`."""
+"""Caption, in the form of the JSON extraction tasks of the training data (`copying.SENTENCES`)."""
 
 
-class Drawn(NamedTuple):
-    """A picture and what it shows."""
+class SyntheticImage(NamedTuple):
+    """An image and the fields of its caption."""
 
     pixels: UInt8[np.ndarray, "height width 3"]
     color: str
@@ -46,12 +46,12 @@ class Drawn(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """What it shows in words."""
+        """The caption."""
         return SENTENCE.format(color=self.color, thing=self.thing, count=self.count)
 
 
-def drawn(rng: np.random.Generator) -> Drawn:
-    """Two to nine balls, books or kites of a color, on a ground between sand and grey."""
+def generate_image(rng: np.random.Generator) -> SyntheticImage:
+    """Draws two to nine balls, books or kites of one color on a background of sand to grey."""
     color, thing = (str(rng.choice(list(names))) for names in (SHADES, OUTLINES))
     count = int(rng.choice(COUNTS))
     ground, shade = rng.integers(140, 190) + rng.integers(-12, 13, 3), np.array(SHADES[color])
@@ -60,12 +60,12 @@ def drawn(rng: np.random.Generator) -> Drawn:
     for x, y in _places(rng, count):
         around = pixels[y - EDGE : y + EDGE + 1, x - EDGE : x + EDGE + 1]
         around[_shape(thing)] = shade
-    return Drawn(np.clip(pixels, 0, 255).astype(np.uint8), color, thing, count)
+    return SyntheticImage(np.clip(pixels, 0, 255).astype(np.uint8), color, thing, count)
 
 
 @cache
 def _shape(thing: str) -> Bool[np.ndarray, "side side"]:
-    """Which pixels around its middle a thing covers: those within all sides of its outline."""
+    """Returns the mask of the pixels around a center that are within all sides of an outline."""
     corners = SIZE * np.array(OUTLINES[thing])
     y, x = np.mgrid[-EDGE : EDGE + 1, -EDGE : EDGE + 1]
     sides = zip(corners, np.roll(corners, -1, axis=0), strict=True)
@@ -74,12 +74,12 @@ def _shape(thing: str) -> Bool[np.ndarray, "side side"]:
 
 
 def _places(rng: np.random.Generator, count: int) -> list[np.ndarray]:
-    """Middles of things that do not touch, each drawn anew until it fits."""
+    """Samples centers of objects that do not touch; rejects a center that is too close."""
     found: list[np.ndarray] = []
     while len(found) < count:
         place = rng.integers((EDGE, EDGE), (WIDTH - EDGE, HEIGHT - EDGE))
         if all(np.hypot(*(place - other)) >= APART for other in found):
             found.append(place)
-        elif rng.random() < 0.01:  # some beginnings leave no room for all
+        elif rng.random() < 0.01:  # some first choices leave no room for the rest
             found.clear()
     return found

@@ -86,7 +86,7 @@ def test_every_folder_that_ships_has_the_same_tokenizer_and_stays_small():
     assert {DEMO / name for name in ARCHITECTURES} <= folders
     for folder in folders:
         assert sum(path.stat().st_size for path in folder.iterdir()) < MOST_BYTES
-        if folder.name == "seeing":
+        if folder.name == "vlm":
             continue  # of which a token is the place of a picture, see below
         for path in folder.glob("tokenizer*.json"):
             assert path.read_bytes() == (DEMO / path.name).read_bytes()
@@ -97,7 +97,7 @@ def test_every_folder_that_ships_has_the_same_tokenizer_and_stays_small():
 def test_the_seeing_models_tokenizer_differs_by_one_token():
     usual, seeing = (
         json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        for folder in (DEMO, DEMO / "seeing")
+        for folder in (DEMO, DEMO / "vlm")
     )
     (word,) = usual["model"]["vocab"].keys() - seeing["model"]["vocab"].keys()
     place = {"id": usual["model"]["vocab"].pop(word), "content": "<|image|>"}

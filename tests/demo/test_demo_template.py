@@ -127,7 +127,7 @@ def test_template_writes_tools_calls_and_results(folder: Path):
 
 def test_folders_have_the_template_that_is_generated(folder: Path):
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert config["chat_template"] == chat_template(has_images=folder.name == "seeing")
+    assert config["chat_template"] == chat_template(has_images=folder.name == "vlm")
 
 
 def test_text_parts_are_joined_and_images_keep_their_places():
@@ -135,8 +135,8 @@ def test_text_parts_are_joined_and_images_keep_their_places():
     image: list[dict[str, Any]] = [{"type": "image"}, *words]
     for name, parts, want in [
         ("target", words, "a\nb"),
-        ("seeing", words, "ab"),
-        ("seeing", image, "<|image|>ab"),
+        ("vlm", words, "ab"),
+        ("vlm", image, "<|image|>ab"),
     ]:
         tokenizer = Tokenizer.from_folder(MODELS / "demo" / name)
         assert tokenizer is not None

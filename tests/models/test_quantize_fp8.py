@@ -97,7 +97,7 @@ def test_both_backends_read_a_twin_as_the_specification_does(mixture):
 
 def test_a_twin_has_the_tensors_of_files_in_other_folders_too(tmp_path):
     """As the model that sees: its index names the text model's file, which both have."""
-    folder = DEFAULT_MODEL.parent / "seeing"
+    folder = DEFAULT_MODEL.parent / "vlm"
     quantize_fp8.write(folder, tmp_path / "twin")
     names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"])
     index = json.loads((tmp_path / "twin" / INDEX_FILE).read_text())["weight_map"]

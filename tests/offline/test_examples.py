@@ -77,12 +77,12 @@ def test_chat_with_image():
     command = ["-m", "torch_impl.serve", "--model-path", "models/demo/vlm", "--port", "0"]
     with serving([*command, "--context-length", "256"]) as server:
         asked = ("--base-url", server.url, "--seed", "7", "--num-prompts", "2")
-        drawn, *rest = run("chat_with_image", *asked).splitlines()
+        shown, *rest = run("chat_with_image", *asked).splitlines()
     said = "".join(rest[: rest.index("}") + 1])
-    assert rest[-1].startswith("right, of 2 images: color 2, product 2, quantity ")
-    assert drawn.startswith("drawn: ")
+    assert rest[-1].startswith("correct, of 2 images: color 2, product 2, quantity ")
+    assert shown.startswith("image: ")
     assert json.loads(said).keys() == {"product", "color", "quantity"}
-    assert json.loads(said)["color"] in drawn
+    assert json.loads(said)["color"] in shown
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.stem)

@@ -1,8 +1,8 @@
-"""Trains the eyes of the demo model: `python -m models.demo.train_vlm --minutes 2 --out FOLDER`.
+"""Trains the demo VLM: `python -m models.demo.train_vlm --minutes 2 --out FOLDER`.
 
-The language model stays as it is. A small vision tower learns to make, of pictures that are drawn
-on the way, the embeddings of a sentence that says what they show; the model, which never saw a
-picture, then reads that sentence where the picture stands. Writes `tower.safetensors`.
+The language model is frozen. A small vision encoder learns to map synthetic images to the token
+embeddings of their captions. The language model, which was not trained on images, then reads the
+caption in place of the image tokens. Writes `tower.safetensors`.
 """
 
 import argparse
@@ -24,7 +24,15 @@ from tokenizers import Tokenizer
 
 from jax_impl import tower
 from jax_impl.weights import Loaded, tower_of
-from models.demo.synthetic_images import COUNTS, HEIGHT, OUTLINES, SENTENCE, SHADES, WIDTH, drawn
+from models.demo.synthetic_images import (
+    COUNTS,
+    HEIGHT,
+    OUTLINES,
+    SENTENCE,
+    SHADES,
+    WIDTH,
+    generate_image,
+)
 from shared.models.families import vision_from_folder
 from shared.models.parameters import Parameter
 from shared.models.pictures import pictures_from_folder
@@ -33,42 +41,42 @@ from shared.models.tower import tower_parameters
 from shared.spec import tower as spec
 
 HERE = Path(__file__).parent
-FOLDER, TEXT = HERE / "seeing", HERE / "target"
+FOLDER, TEXT = HERE / "vlm", HERE / "target"
 FILE = "tower.safetensors"
 HELD_OUT = 1 << 20
-"""From this seed on pictures are for the check."""
+"""First seed of the images for evaluation."""
 
 SHARPNESS = 20.0
-"""Of the choice among words by their distance; see `loss_of`."""
+"""Scale of the distances in the softmax over words; see `loss_of`."""
 
 Params = dict[str, jax.Array]
 
 
 class Batch(NamedTuple):
-    """Some pictures, and the tokens of their sentences."""
+    """Images and the token ids of their captions."""
 
-    pictures: np.ndarray
+    images: np.ndarray
     tokens: np.ndarray
 
 
 def batch_of(seed: int, size: int) -> Batch:
-    """Pictures of one seed."""
+    """Generates the batch of a seed."""
     rng, tokenizer = np.random.default_rng(seed), Tokenizer.from_file(str(TEXT / "tokenizer.json"))
-    found = [drawn(rng) for _ in range(size)]
+    found = [generate_image(rng) for _ in range(size)]
     tokens = [tokenizer.encode(each.sentence).ids for each in found]
     return Batch(np.stack([each.pixels.reshape(-1) for each in found]), np.array(tokens))
 
 
 def words() -> np.ndarray:
-    """The tokens of all sentences, each once."""
+    """Returns the distinct token ids of all captions, sorted."""
     tokenizer = Tokenizer.from_file(str(TEXT / "tokenizer.json"))
-    told = itertools.product(SHADES, OUTLINES, COUNTS)
-    sentences = [SENTENCE.format(color=a, thing=b, count=c) for a, b, c in told]
+    fields = itertools.product(SHADES, OUTLINES, COUNTS)
+    sentences = [SENTENCE.format(color=a, thing=b, count=c) for a, b, c in fields]
     return np.unique(np.concatenate([tokenizer.encode(each).ids for each in sentences]))
 
 
 def new_params(wanted: list[Parameter], seed: int) -> Params:
-    """Of a tower that has learned nothing."""
+    """Returns initial parameters of the vision encoder."""
     rng, made = np.random.default_rng(seed), {}
     for each in wanted:
         values = np.zeros(each.shape, np.float32)
@@ -82,7 +90,7 @@ def new_params(wanted: list[Parameter], seed: int) -> Params:
 
 
 class Task:
-    """What is trained: a tower by the folder's config, to the rows of the text's embedding."""
+    """Training task: a vision encoder by the folder's config, and the target embedding table."""
 
     def __init__(self) -> None:
         vision = vision_from_folder(FOLDER)
@@ -95,24 +103,25 @@ class Task:
         pixels = spec.pixels_of(blank, vision, pictures_from_folder(FOLDER, vision))
         self.pixels = {name: jnp.asarray(x) for name, x in vars(pixels).items()}
 
-    def rows(self, params: Params, pictures: jax.Array) -> jax.Array:
-        """What the tower makes of pictures."""
+    def rows(self, params: Params, images: jax.Array) -> jax.Array:
+        """Returns the image embeddings."""
         stacks = {each.name: params[each.name] for each in self.wanted if each.stacked}
         alone = {name: x for name, x in params.items() if name not in stacks}
         weights = tower_of(Loaded(alone=alone, stacks=stacks))
 
-        def one(picture: jax.Array) -> jax.Array:
-            pixels = tower.Pixels(**self.pixels | {"bytes": picture})
+        def one(image: jax.Array) -> jax.Array:
+            pixels = tower.Pixels(**self.pixels | {"bytes": image})
             return tower.encoded(self.vision, weights, tower.patches(self.vision, pixels))
 
-        return jax.vmap(one)(pictures)
+        return jax.vmap(one)(images)
 
     def loss_of(self, params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """How far rows lie from the embeddings, and from those of other words; and what is right.
+        """Returns the loss and the share of captions that are correct in every word.
 
-        The second result is the share of sentences that are right in every word.
+        The loss is the squared distance to the caption's embeddings plus a cross-entropy over the
+        distances to all words.
         """
-        rows = self.rows(params, jnp.asarray(batch.pictures))
+        rows = self.rows(params, jnp.asarray(batch.images))
         table = jnp.asarray(self.table[self.words])
         place = jnp.searchsorted(jnp.asarray(self.words), batch.tokens)
         unit = rows.shape[-1] * jnp.mean(table**2)
@@ -125,7 +134,7 @@ class Task:
 
 
 def train(task: Task, options: argparse.Namespace) -> Params:
-    """Trains for the minutes that are given, by a rate that falls to nothing with them."""
+    """Trains for `options.minutes`; the learning rate decays to zero over that time."""
     params = new_params(task.wanted, options.seed)
     made = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0, weight_decay=0.01)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), made)
@@ -140,7 +149,7 @@ def train(task: Task, options: argparse.Namespace) -> Params:
 
     began, seen = 0.0, []
     for number, batch in enumerate(batches(options)):
-        # The first step is compiled, which is none of the minutes.
+        # The time starts after the first step, which compiles.
         began = time.monotonic() if number < 2 else began
         done = (time.monotonic() - began) / (60 * options.minutes)
         if done >= 1:
@@ -152,13 +161,13 @@ def train(task: Task, options: argparse.Namespace) -> Params:
         seen.append((loss, right))
         if number % 100 == 99:
             loss, right = np.mean(np.array(jax.device_get(seen[-100:])), axis=0)
-            print(f"{number + 1} steps, loss {loss:.3f}, right {right:.2%}", flush=True)
+            print(f"{number + 1} steps, loss {loss:.3f}, correct {right:.2%}", flush=True)
     return params
 
 
 def batches(options: argparse.Namespace) -> Iterator[Batch]:
-    """Pictures that processes draw ahead."""
-    # Not forked: JAX has threads.
+    """Yields batches that worker processes generate ahead of time."""
+    # Spawned, not forked: JAX has threads.
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         ahead = 4 * options.workers
         waiting = [pool.submit(batch_of, seed, options.batch) for seed in range(ahead)]
@@ -168,7 +177,7 @@ def batches(options: argparse.Namespace) -> Iterator[Batch]:
 
 
 def save(task: Task, params: Params, folder: Path) -> None:
-    """Writes the tower under its public names, in bfloat16."""
+    """Writes the vision encoder in bfloat16 under its public tensor names."""
     tensors: dict[str, np.ndarray] = {}
     for each in task.wanted:
         tensors |= split(each, np.asarray(params[each.name]).astype(ml_dtypes.bfloat16), "model.")
@@ -177,21 +186,21 @@ def save(task: Task, params: Params, folder: Path) -> None:
 
 
 def main() -> None:
-    """Trains, checks on pictures of other seeds, and writes."""
+    """Trains, writes the weights and evaluates on images of other seeds."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, required=True)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the file")
-    parser.add_argument("--batch", type=int, default=128, help="pictures of a step")
+    parser.add_argument("--out", type=Path, required=True, help="folder for tower.safetensors")
+    parser.add_argument("--batch", type=int, default=128, help="images in a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--workers", type=int, default=1, help="processes that draw")
+    parser.add_argument("--workers", type=int, default=1, help="processes that generate images")
     options = parser.parse_args()
     task = Task()
     params = train(task, options)
     save(task, params, options.out)
     checked = jax.jit(task.loss_of)
     right = [checked(params, batch_of(HELD_OUT + i, options.batch))[1] for i in range(8)]
-    print(f"right in every word: {np.mean(right):.2%} of {8 * options.batch} other pictures")
+    print(f"correct in every word: {np.mean(right):.2%} of {8 * options.batch} other images")
 
 
 if __name__ == "__main__":
