@@ -1,4 +1,4 @@
-"""Answers in Python, with speculation: `python -m examples.generate [torch|jax]`."""
+"""Generates text in Python with speculation: `python -m examples.generate [torch|jax]`."""
 
 import argparse
 from importlib import import_module
@@ -7,15 +7,15 @@ QUESTION = "A cinema has 6 rows of 13 seats. How many seats are there?"
 
 
 def main(backend: str) -> None:
-    """Answers one question and continues two prompts; without a path the model that ships runs."""
+    """Runs a chat and two completions with the demo model, the default of `LLM`."""
     LLM = import_module(f"{backend}_impl").LLM  # or: from torch_impl import LLM, SamplingParams
     SamplingParams = import_module(f"{backend}_impl").SamplingParams
     options = {"speculative_algorithm": "NEXTN", "max_running_requests": 2, "context_length": 256}
-    with LLM(**options, log_level="info") as llm:  # JAX compiles for minutes, and prints how far
+    with LLM(**options, log_level="info") as llm:  # shows the progress of compilation in JAX (minutes)
         greedy = SamplingParams(temperature=0, max_tokens=64)
         (answer,) = llm.chat([{"role": "user", "content": QUESTION}], greedy)
         print(answer.text)
-        print(f"{answer.outputs[0].accept_length:.2f} tokens a step")
+        print(f"acceptance length {answer.outputs[0].accept_length:.2f}")
         for result in llm.generate(["Tom has 3 apples", "Ann buys 2 pens"], greedy):
             print(repr(result.prompt), "->", repr(result.text))
 

@@ -1,6 +1,6 @@
-"""Shows what each step of an answer drafted and accepted: `python -m examples.inspect_draft_tree`.
+"""Prints drafted and accepted tokens of each step: `python -m examples.inspect_draft_tree`.
 
-The EAGLE-3 head that ships drafts chains of 3 tokens.
+The EAGLE-3 head of the demo model drafts chains of 3 tokens.
 """
 
 from torch_impl import LLM, SamplingParams
@@ -9,7 +9,7 @@ QUESTION = "Raj makes 6 cards a day for 18 days. How many cards does Raj make?"
 
 
 def main() -> None:
-    """Prints a line for each step: its source, its accepted drafts, its text."""
+    """Prints one line per step: source, accepted draft tokens and text."""
     options = {"speculative_algorithm": "EAGLE3", "context_length": 256}
     with LLM(speculative_draft_model_path="models/demo/eagle3", **options) as llm:
         asked = SamplingParams(temperature=0, max_tokens=64, trace=True)

@@ -1,7 +1,7 @@
-"""Streams an answer of a running server, as any client of OpenAI's API does, by httpx alone.
+"""Streams a chat completion from a running server with httpx.
 
-`make serve` in one terminal, `python -m examples.stream_http` in another; `--base-url` names
-another server.
+`make serve` in one terminal, `python -m examples.stream_http` in another; `--base-url` sets the
+address of another server.
 """
 
 import argparse
@@ -16,14 +16,14 @@ QUESTION = "A cinema has 6 rows of 13 seats. How many seats are there?"
 
 
 def events(options: argparse.Namespace) -> Iterator[dict]:
-    """The events of one chat."""
+    """Yields the events of one chat completion."""
     body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "stream": True}
     body |= {"model": options.model} if options.model else {}
     how = {"headers": headers_of(options.api_key), "timeout": options.timeout}
     url = f"{url_of(options)}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, **how) as answer:
         if answer.is_error:
-            answer.read()  # the server's sentence
+            answer.read()  # loads the error message of the server
         answer.raise_for_status()
         for line in answer.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
@@ -31,7 +31,7 @@ def events(options: argparse.Namespace) -> Iterator[dict]:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Prints the answer as it comes."""
+    """Prints the text of each event as it arrives."""
     for event in events(options):
         if "error" in event:
             raise SystemExit(event["error"]["message"])

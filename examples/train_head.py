@@ -1,7 +1,7 @@
-"""Trains an EAGLE-3 head for a model and serves with it: `python -m examples.train_head OUT`.
+"""Trains an EAGLE-3 head and generates with it: `python -m examples.train_head OUT`.
 
-The settings are for seeing it work within minutes on a CPU; docs/training_drafts.md has those of a
-head that drafts well.
+The settings finish within minutes on a CPU. docs/training_drafts.md has the settings of a head with
+a high acceptance length.
 """
 
 import argparse
@@ -18,7 +18,7 @@ TARGET = "models/demo/target"
 
 
 def main(out: str, steps: int, num_prompts: int) -> None:
-    """Writes prompts, trains, and answers one of them with the head."""
+    """Writes prompts, trains a head, and generates for one prompt with it."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     data = folder / "prompts.jsonl"
@@ -36,12 +36,12 @@ def main(out: str, steps: int, num_prompts: int) -> None:
         "--warmup",
         "1",
     ]
-    sizes += ["--batch-tokens", "1024"]  # some ten short chats
+    sizes += ["--batch-tokens", "1024"]  # about ten short chats
     assert train([*flags, *sizes]) == 0
     drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
     with LLM(TARGET, max_running_requests=1, context_length=256, **drafting) as llm:
         (answer,) = llm.chat(chats[0], SamplingParams(temperature=0, max_tokens=48))
-    print(f"{answer.outputs[0].accept_length:.2f} tokens a step")
+    print(f"acceptance length {answer.outputs[0].accept_length:.2f}")
 
 
 if __name__ == "__main__":

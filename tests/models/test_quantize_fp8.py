@@ -95,8 +95,8 @@ def test_both_backends_read_a_twin_as_the_specification_does(mixture):
     np.testing.assert_array_equal(read.layers.experts.down[...], arrays["experts.down"])
 
 
-def test_a_twin_has_the_tensors_of_files_in_other_folders_too(tmp_path):
-    """As the model that sees: its index names the text model's file, which both have."""
+def test_copy_includes_tensors_of_other_folders(tmp_path):
+    """Uses the VLM, whose index names the weight file of the text model."""
     folder = DEFAULT_MODEL.parent / "vlm"
     quantize_fp8.write(folder, tmp_path / "twin")
     names = set(json.loads((folder / INDEX_FILE).read_text())["weight_map"])
@@ -107,10 +107,10 @@ def test_a_twin_has_the_tensors_of_files_in_other_folders_too(tmp_path):
     open_checkpoint(tmp_path / "twin").check(config, with_mtp=False)
 
 
-def test_a_checkpoint_in_fp8_has_no_twin_and_none_is_written_over_itself(mixture):
+def test_write_rejects_fp8_checkpoint_and_own_folder(mixture):
     _, plain, twin = mixture
     for folders in ((twin, plain.parent / "third"), (plain, plain)):
-        with pytest.raises(ValueError, match="must be an unquantised checkpoint and another"):
+        with pytest.raises(ValueError, match="must be an unquantised checkpoint and a different"):
             quantize_fp8.write(*folders)
     config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
     assert "quantization_config" not in config
