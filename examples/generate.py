@@ -11,7 +11,7 @@ def main(backend: str) -> None:
     LLM = import_module(f"{backend}_impl").LLM  # or: from torch_impl import LLM, SamplingParams
     SamplingParams = import_module(f"{backend}_impl").SamplingParams
     options = {"speculative_algorithm": "NEXTN", "max_running_requests": 2, "context_length": 256}
-    with LLM(**options, log_level="info") as llm:  # shows the progress of compilation in JAX (minutes)
+    with LLM(**options, log_level="info") as llm:  # logs the progress of JAX compilation
         greedy = SamplingParams(temperature=0, max_tokens=64)
         (answer,) = llm.chat([{"role": "user", "content": QUESTION}], greedy)
         print(answer.text)
