@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MAX_WORDS, MAX_COLUMNS, MAX_LINES_BELOW_HEADING = 900, 100, 25
 USER_PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
+USER_PAGES += ("deployment", "troubleshooting", "troubleshooting_requests")
 INTERNALS = ("architecture", "invariants", "invariants/*")
 PAGES = sorted(
     path.relative_to(DOCS).as_posix()

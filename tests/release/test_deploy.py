@@ -1,8 +1,9 @@
-"""The files of `docs/deploy` and the issue forms, checked without a daemon."""
+"""The files of `docs/deploy`, its page and the issue forms, checked without a daemon."""
 
 from __future__ import annotations
 
 import configparser
+import inspect
 import json
 import re
 import shlex
@@ -12,12 +13,15 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import uvicorn
 import yaml
 
-from shared.options.command_line import parse
+from shared.options.command_line import FLAGS, parse
 from shared.options.options import Options
 from shared.process.loop import EXIT_REFUSED
 from shared.server.gates import OPEN_PATH
+from shared.server.metric_texts import HELP
+from shared.server.transport import MAX_BODY_BYTES
 from tandem import command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +120,45 @@ def test_systemd_takes_the_unit(tmp_path: Path):
     )  # fmt: skip
     assert not done.returncode, done.stderr
     assert "tandem.service" not in done.stderr, done.stderr
+
+
+PAGE = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+OF_OTHER_PROGRAMS = {"--now", "--gpus", "--time"}
+"""Flags of systemctl and docker on the page."""
+
+
+def block(language: str) -> str:
+    """The first block of code in a language on the page."""
+    return re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
+def test_deployment_page_flags_exist():
+    named = {*re.findall(r"(?<!\w)--[a-z][a-z-]+", PAGE)}
+    assert named - OF_OTHER_PROGRAMS <= FLAGS.keys()
+    assert named >= OF_OTHER_PROGRAMS
+
+
+def test_deployment_page_metrics_exist():
+    named = {*re.findall(r"`tandem:(\w+)`", PAGE)}
+    assert len(named) > 6
+    assert named <= HELP.keys()
+
+
+def test_deployment_page_config_is_valid(tmp_path: Path):
+    config = tmp_path / "serve.toml"
+    config.write_text(block("toml"), encoding="utf-8")
+    options = parse(["--config", str(config)])
+    scrape = yaml.safe_load(block("yaml"))["scrape_configs"][0]
+    assert scrape["static_configs"][0]["targets"] == [f"127.0.0.1:{options.server.admin_port}"]
+    assert options.server.allowed_hosts in block("nginx")
+
+
+def test_deployment_page_proxy_matches_limits():
+    site = block("nginx")
+    assert f"client_max_body_size {MAX_BODY_BYTES >> 20}m;" in site
+    idle_s = inspect.signature(uvicorn.Config).parameters["timeout_keep_alive"].default
+    assert int(re.search(r"keepalive_timeout (\d+)s;", site)[1]) < idle_s
+    assert f"after {idle_s} s" in site
 
 
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
