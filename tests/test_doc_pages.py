@@ -12,12 +12,17 @@ DOCS = ROOT / "docs"
 MAX_WORDS, MAX_COLUMNS, MAX_LINES_BELOW_HEADING = 900, 100, 25
 USER_PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
 USER_PAGES += ("deployment", "troubleshooting", "troubleshooting_requests")
-INTERNALS = ("architecture", "invariants", "invariants/*")
-PAGES = sorted(
-    path.relative_to(DOCS).as_posix()
-    for pattern in (*USER_PAGES, *INTERNALS)
-    for path in DOCS.glob(f"{pattern}.md")
-)
+INTERNALS = ("architecture", "kernels/*", "invariants", "invariants/*")
+FIGURE_PAGES = {"kernels/measurements.md"}
+MEASURED = re.compile(r"\d (?:us|ms|GB/s|TB/s|TFLOP/s)\b|\d times as (?:fast|slow)")
+
+
+def pages(patterns: tuple[str, ...]) -> list[str]:
+    found = (path for pattern in patterns for path in DOCS.glob(f"{pattern}.md"))
+    return sorted(path.relative_to(DOCS).as_posix() for path in found)
+
+
+PAGES = pages(USER_PAGES + INTERNALS)
 INVARIANTS = [name for name in PAGES if name.startswith("invariants/")]
 
 
@@ -71,6 +76,11 @@ def test_page_has_heading_every_25_lines(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in INVARIANTS])
 def test_page_names_tests_in_tables_only(name: str) -> None:
     assert not re.findall(r"`tests/[^`]*::", "\n".join(prose(read(name))))
+
+
+@pytest.mark.parametrize("name", sorted({*pages(INTERNALS)} - FIGURE_PAGES))
+def test_internals_page_has_no_measurements_in_prose(name: str) -> None:
+    assert not [line for line in prose(read(name)) if MEASURED.search(line)]
 
 
 def test_invariants_name_their_tests() -> None:
