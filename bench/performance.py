@@ -324,7 +324,7 @@ def _fused(lines: Sequence[Line]) -> Iterator[list[str]]:
 
 
 def _changing(files: Sequence[File]) -> list[str]:
-    """What `adaptive` and `adaptive_texts` of `bench.choice` found: a line a start and work."""
+    """What `adaptive` and `adaptive_texts` of `bench.speculation` found: a line a start and work."""
     head = ["drafts", "model", "backend", "device", "work", "of the best", "worst"]
     head += ["of off", "worst", "greedy", "probe", "file"]
     cells = [
@@ -355,7 +355,7 @@ def _shares(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _host(files: Sequence[File]) -> list[str]:
-    """What `bench.choice.host` found, file by file."""
+    """What `bench.speculation.host` found, file by file."""
     parts = []
     for file in files:
         head = ["controller", "cache", "rows", "host, us", "device, ms", "share"]

@@ -144,7 +144,7 @@ def test_changing_work_has_a_line_for_each_drafter_and_work() -> None:
     start = {"drafts": "NEXTN", "backend": "jax", "device": "NVIDIA H200", "imposed": lines}
     plain = [{**each, "tokens_per_s": {"off": 100.0, "adaptive": 196.0}} for each in lines]
     alone = {"drafts": "NGRAM", "backend": "torch", "device": None, "lines": plain}
-    command = "python -m bench.choice.adaptive --model models/demo/target"
+    command = "python -m bench.speculation.adaptive --model models/demo/target"
     changing = {"command": command, "file": "adaptive_x.json", "starts": [start, alone]}
     page = performance.render(performance.Found(offline=[], adaptive=[changing]))
     shares = "0.980 | 0.970 | 1.960 | 1.400"
@@ -158,7 +158,7 @@ def test_changing_work_has_a_line_for_each_drafter_and_work() -> None:
 def test_the_hosts_part_of_a_step_stands_beside_the_device() -> None:
     line = {"controller": "adaptive", "cache": "on", "rows": 32, "host_us": 412.3}
     line |= {"device_ms": 6.0, "share": 0.0687}
-    host = {"command": "python -m bench.choice.host", "python": "3.12.1", "lines": [line]}
+    host = {"command": "python -m bench.speculation.host", "python": "3.12.1", "lines": [line]}
     page = performance.render(performance.Found(offline=[], host=[host]))
     assert "| adaptive | on | 32 | 412 | 6.0 | 6.9% |" in page
     assert "Work that changes" not in page

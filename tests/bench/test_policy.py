@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.choice import policy
+from bench.speculation import policy
 from shared.engine.adaptive.choice import BestValue, Static
 from tests.support.simulation.traced import traced
 from tests.support.simulation.work import TIERS

@@ -1,6 +1,6 @@
 """Changing work with every draft shape, with none, and with the adaptive choice.
 
-    python -m bench.choice.adaptive --backend torch jax --model models/demo/target \
+    python -m bench.speculation.adaptive --backend torch jax --model models/demo/target \
         --drafts NEXTN NGRAM --batch 1 8 --out bench/results/FILE.json
 
 One start of a backend has the programs of all tiers. Each tier, off and the adaptive choice serve
@@ -273,7 +273,7 @@ def again(start: Line, given: argparse.Namespace) -> Line:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m bench.choice.adaptive")
+    found = argparse.ArgumentParser(prog="python -m bench.speculation.adaptive")
     found.add_argument("--backend", nargs="+", choices=("torch", "jax"), default=["torch", "jax"])
     found.add_argument("--model", type=Path, help="folder of the checkpoint")
     found.add_argument("--drafts", nargs="+", default=["NEXTN", "NGRAM"], metavar="SPEC")
@@ -299,7 +299,9 @@ def main() -> int:
     given = options.parse_args()
     if (given.model is None) == (given.costs is None):
         options.error("give --model or --costs")
-    report: Line = {"command": shlex.join(["python", "-m", "bench.choice.adaptive", *sys.argv[1:]])}
+    report: Line = {
+        "command": shlex.join(["python", "-m", "bench.speculation.adaptive", *sys.argv[1:]])
+    }
     report["starts"] = []
     if given.costs:
         before = json.loads(given.costs.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Time of one step's n-gram matching for a batch, on the host.
 
-    python -m bench.choice.ngram_match --out bench/results/ngram_match.json
+    python -m bench.speculation.ngram_match --out bench/results/ngram_match.json
 
 Texts are a Markov chain over a vocabulary of a real size, which repeats itself as text does. The
 index is filled with the texts of earlier requests first. Each step then commits some tokens of
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = {
-        "command": "python -m bench.choice.ngram_match",
+        "command": "python -m bench.speculation.ngram_match",
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,

@@ -1,9 +1,9 @@
 """The adaptive choice of NGRAM on what a model itself says, in simulated time of measured costs.
 
-    python -m bench.choice.adaptive_texts --model models/demo/target \
+    python -m bench.speculation.adaptive_texts --model models/demo/target \
         --costs bench/results/adaptive_h200_ngram_torch.json --out bench/results/FILE.json
 
-The tasks of `bench.choice.adaptive` are answered once by plain decoding, on this machine. Then the
+The tasks of `bench.speculation.adaptive` are answered once by plain decoding, on this machine. Then the
 answers are written again in simulated time, at the costs that a start of NGRAM had in each report,
 with each tier, off and the adaptive choice. An index knows the texts of the phases before, so the
 phases are served in several orders, and summed.
@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.choice.adaptive import lines_of, table_of, task_phases
 from bench.ground.machine import versions
+from bench.speculation.adaptive import lines_of, table_of, task_phases
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.request import Request, SamplingParams
 from tests.support import started
@@ -95,10 +95,10 @@ def in_orders(
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m bench.choice.adaptive_texts")
+    found = argparse.ArgumentParser(prog="python -m bench.speculation.adaptive_texts")
     found.add_argument("--model", type=Path, required=True, help="folder with a chat template")
     found.add_argument(
-        "--costs", type=Path, nargs="+", required=True, help="of bench.choice.adaptive"
+        "--costs", type=Path, nargs="+", required=True, help="of bench.speculation.adaptive"
     )
     found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     found.add_argument("--count", type=int, default=32, help="tasks of a phase, or four a row")
@@ -115,7 +115,7 @@ def main() -> int:
     """Measures what the options say."""
     given = parser().parse_args()
     report: Line = {
-        "command": shlex.join(["python", "-m", "bench.choice.adaptive_texts", *sys.argv[1:]])
+        "command": shlex.join(["python", "-m", "bench.speculation.adaptive_texts", *sys.argv[1:]])
     }
     report |= {"texts": versions("torch", "cpu"), "starts": []}
     asked = task_phases(given.model, given.batch, given.count, given.max_tokens)
