@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from bench.ground.server import (
+from bench.common.server import (
     HIDDEN,
     headers_of,
     no_answer,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from bench.ground.server import HIDDEN, headers_of, no_answer, plain_url, server_options, url_of
+from bench.common.server import HIDDEN, headers_of, no_answer, plain_url, server_options, url_of
 
 QUESTION = "A cinema has 6 rows of 13 seats. How many seats are there?"
 

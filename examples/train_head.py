@@ -9,7 +9,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from bench.ground.server import HIDDEN, prompt_count
+from bench.common.server import HIDDEN, prompt_count
 from jax_impl.train import main as train
 from models.demo.problems import problems
 from torch_impl import LLM, SamplingParams

@@ -11,7 +11,7 @@ puts it between the markers `<!-- accuracy -->` and `<!-- /accuracy -->` of a do
 import argparse
 from pathlib import Path
 
-from bench.ground.options import add_options
+from bench.common.options import add_options
 from bench.quality.accuracy_table import blame, insert, read, render
 from bench.quality.measuring import measured, verdict
 

@@ -21,10 +21,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.ground.drafting import PLAIN, Draft, folders_of, named_folder
-from bench.ground.options import FRAMEWORKS
-from bench.ground.server import HIDDEN
-from bench.ground.waiting import CONSOLE
+from bench.common.drafting import PLAIN, Draft, folders_of, named_folder
+from bench.common.options import FRAMEWORKS
+from bench.common.server import HIDDEN
+from bench.common.waiting import CONSOLE
 from models.demo import data
 from tests.support.http_fixtures import Server, serving
 

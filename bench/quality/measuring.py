@@ -12,8 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.ground.drafting import PLAIN, Draft
-from bench.ground.options import Settings, settings_of
+from bench.common.drafting import PLAIN, Draft
+from bench.common.options import Settings, settings_of
 from bench.quality import own_corpus
 from bench.quality.scoring import Row, Texts, text_hash
 from shared.engine.request import Request, SamplingParams

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.ground.options import add_options
+from bench.common.options import add_options
 from bench.quality.accuracy_table import File, blame, read, render, render_cells
 from bench.quality.measuring import measured, verdict
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import httpx
 
-from bench.ground.server import (
+from bench.common.server import (
     HIDDEN,
     headers_of,
     no_answer,
@@ -33,7 +33,7 @@ from bench.ground.server import (
     server_options,
     url_of,
 )
-from bench.ground.waiting import progress
+from bench.common.waiting import progress
 from bench.quality.accuracy_table import MISSING, markdown
 from models.demo.data import examples
 

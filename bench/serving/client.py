@@ -15,7 +15,7 @@ from typing import Any, Self
 import httpx
 import numpy as np
 
-from bench.ground.server import headers_of, no_answer
+from bench.common.server import headers_of, no_answer
 from bench.serving.prompt_sets import Ask
 
 CONNECT_S = 10.0

@@ -29,8 +29,8 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from bench.ground.server import server_options, url_of
-from bench.ground.waiting import progress
+from bench.common.server import server_options, url_of
+from bench.common.waiting import progress
 from bench.serving.client import Client, NoServer
 from bench.serving.prompt_sets import CHAT, Ask
 from shared.process import heap

@@ -21,8 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
-from bench.ground.server import prompt_count, server_options, url_of
-from bench.ground.waiting import progress
+from bench.common.server import prompt_count, server_options, url_of
+from bench.common.waiting import progress
 from bench.serving import page as serving_page
 from bench.serving import table as serving_table
 from bench.serving.client import Client, NoServer, Run, run_load

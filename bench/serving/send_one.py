@@ -15,7 +15,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from bench.ground.server import server_options, url_of
+from bench.common.server import server_options, url_of
 from bench.serving.client import Client, NoServer, Reply, Run
 from bench.serving.numbers import summary
 from bench.serving.prompt_sets import CHAT, NAMES, RANDOM, Ask, asks

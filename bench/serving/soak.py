@@ -32,7 +32,7 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.ground.waiting import progress
+from bench.common.waiting import progress
 from models.demo.problems import problems
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,8 +27,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from bench.ground.drafting import Draft, folders_of, named_folder
-from bench.ground.machine import versions
+from bench.common.drafting import Draft, folders_of, named_folder
+from bench.common.machine import versions
 from models.demo.data import KINDS
 from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController

@@ -19,8 +19,8 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from bench.ground.drafting import Draft
-from bench.ground.session import Load, Round, Session
+from bench.common.drafting import Draft
+from bench.common.session import Load, Round, Session
 from bench.steps.offline import begun, decode_options, start_facts, with_lot
 from bench.steps.report import Report
 from tests.support.op_sides import SIDES

@@ -28,10 +28,10 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.ground import card
-from bench.ground.drafting import PLAIN, Draft, folders_of, named_folder
-from bench.ground.session import Load, Session, peak_bytes
-from bench.ground.turns import Wait, in_turns
+from bench.common import card
+from bench.common.drafting import PLAIN, Draft, folders_of, named_folder
+from bench.common.session import Load, Session, peak_bytes
+from bench.common.turns import Wait, in_turns
 from bench.steps.report import HEADER, Line, Rates, Report, SideFacts, Texts, side_facts
 from shared.boundary.mailboxes import RankMissingError
 from shared.process.ranks.followers import RankError

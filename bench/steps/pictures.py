@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from bench.ground import card
+from bench.common import card
 from shared.models.dummy import DummyCheckpoint
 from shared.models.pictures import PictureConfig
 from shared.models.tower import tower_parameters

@@ -21,9 +21,9 @@ from dataclasses import replace
 from math import gcd, prod
 from typing import Any
 
-from bench.ground import card
-from bench.ground.drafting import Draft, folders_of, named_folder
-from bench.ground.session import Load, reset_peak
+from bench.common import card
+from bench.common.drafting import Draft, folders_of, named_folder
+from bench.common.session import Load, reset_peak
 from bench.steps.offline import flags, model_options, side_options, with_lot
 from bench.steps.report import kernels_of
 from shared.boundary.backend import Launch

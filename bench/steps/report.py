@@ -7,8 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.ground import card
-from bench.ground.drafting import PLAIN, Draft
+from bench.common import card
+from bench.common.drafting import PLAIN, Draft
 from tests.support.op_sides import SIDES
 
 Line = dict[str, Any]

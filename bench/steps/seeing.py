@@ -25,8 +25,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench.ground import card
-from bench.ground.session import peak_bytes, reset_peak
+from bench.common import card
+from bench.common.session import peak_bytes, reset_peak
 from bench.steps.pictures import PICTURES, QWEN3_5
 from shared.engine.pictures import Picture
 from shared.engine.request import Request, SamplingParams

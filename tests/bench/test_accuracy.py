@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.ground.drafting import Draft, folders_beside
-from bench.ground.options import Settings
+from bench.common.drafting import Draft, folders_beside
+from bench.common.options import Settings
 from bench.quality import accuracy, accuracy_table, measuring, spec_matrix
 from bench.quality.measuring import Measurement, verdict
 from bench.quality.scoring import Texts, text_hash

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.ground.drafting import Draft, folders_of
-from bench.ground.session import Round
-from bench.ground.step_bytes import step_bytes, step_products
+from bench.common.drafting import Draft, folders_of
+from bench.common.session import Round
+from bench.common.step_bytes import step_bytes, step_products
 from bench.steps import compare, offline
 from bench.steps.offline import with_lot
 from bench.steps.report import Report, compared, kernels_of

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from bench.ground.server import URL, no_answer, plain_url, prompt_count, server_options, url_of
-from bench.ground.waiting import progress
+from bench.common.server import URL, no_answer, plain_url, prompt_count, server_options, url_of
+from bench.common.waiting import progress
 from bench.serving import neighbours, run, send_one
 
 REQUEST = httpx.Request("GET", URL)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.ground.turns import in_turns
+from bench.common.turns import in_turns
 from tests.support.waiting import noted
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.ground.server import URL, url_of
+from bench.common.server import URL, url_of
 from bench.quality import verify
 from shared.server.server_metrics import PREFIX
 from tests.support.http_fixtures import LIE, Server, save_tokenizer, serving

@@ -96,5 +96,5 @@ def test_the_docstring_of_an_example_has_its_command_and_no_unknown_option(path)
     page = text.split('"""')[1]
     assert f"python -m examples.{path.stem}" in " ".join(page.split())
     for option in re.findall(r"`(--[a-z-]+)", page):
-        shared = (ROOT / "bench/ground/server.py").read_text(encoding="utf-8")
+        shared = (ROOT / "bench/common/server.py").read_text(encoding="utf-8")
         assert f'"{option}"' in text + shared

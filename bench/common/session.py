@@ -15,9 +15,9 @@ from typing import Self
 
 import numpy as np
 
-from bench.ground.drafting import Draft
-from bench.ground.machine import nothing_waits
-from bench.ground.step_bytes import step_bytes, step_products
+from bench.common.drafting import Draft
+from bench.common.machine import nothing_waits
+from bench.common.step_bytes import step_bytes, step_products
 from shared.boundary.backend import Blueprint
 from shared.engine.request import Request, SamplingParams
 from shared.process import heap
