@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.speculation.joined import SIMULATED, Costs, compared
+from bench.speculation.merged_drafts import SIMULATED, Costs, compared
 from shared.boundary.program import Extra, Program, Work
 from shared.spec.draft_tree import TreeShape
 

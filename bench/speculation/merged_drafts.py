@@ -1,6 +1,6 @@
 """Two sources in one tree beside each of them alone: tokens of a step, and of a second.
 
-    python -m bench.speculation.joined --backend torch --model models/demo/target \
+    python -m bench.speculation.merged_drafts --backend torch --model models/demo/target \
         --drafts NEXTN NGRAM NEXTN+NGRAM --batch 1 8 --out bench/results/FILE.json
 
 Each start serves the held-out tasks of each kind, word problems, copying and code greedily, chats
@@ -299,7 +299,7 @@ def compared(lines: Sequence[Line]) -> list[Line]:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m bench.speculation.joined")
+    found = argparse.ArgumentParser(prog="python -m bench.speculation.merged_drafts")
     found.add_argument("--backend", nargs="+", choices=("torch", "jax"), default=["torch"])
     found.add_argument("--model", type=Path, required=True, help="folder with a chat template")
     found.add_argument("--drafts", nargs="+", default=["NEXTN", "NGRAM", "NEXTN+NGRAM"])
@@ -315,7 +315,7 @@ def main() -> int:
     """Measures what the options say."""
     given = parser().parse_args()
     report: Line = {
-        "command": shlex.join(["python", "-m", "bench.speculation.joined", *sys.argv[1:]])
+        "command": shlex.join(["python", "-m", "bench.speculation.merged_drafts", *sys.argv[1:]])
     }
     report["lines"] = []
     names = {text.partition(":")[0].partition("+")[0] for text in given.drafts}
