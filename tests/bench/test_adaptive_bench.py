@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.speculation.adaptive import lines_of, table_of
-from bench.speculation.adaptive_texts import in_orders
+from bench.speculation.adaptive_ngram_replay import in_orders
 from shared.engine.adaptive.acceptance import Expected
 from shared.engine.adaptive.choice import Situation
 from shared.engine.adaptive.tiers import Tier

@@ -1,6 +1,6 @@
 """The adaptive choice of NGRAM on what a model itself says, in simulated time of measured costs.
 
-    python -m bench.speculation.adaptive_texts --model models/demo/target \
+    python -m bench.speculation.adaptive_ngram_replay --model models/demo/target \
         --costs bench/results/adaptive_h200_ngram_torch.json --out bench/results/FILE.json
 
 The tasks of `bench.speculation.adaptive` are answered once by plain decoding, on this machine. Then the
@@ -95,7 +95,7 @@ def in_orders(
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    found = argparse.ArgumentParser(prog="python -m bench.speculation.adaptive_texts")
+    found = argparse.ArgumentParser(prog="python -m bench.speculation.adaptive_ngram_replay")
     found.add_argument("--model", type=Path, required=True, help="folder with a chat template")
     found.add_argument(
         "--costs", type=Path, nargs="+", required=True, help="of bench.speculation.adaptive"
@@ -115,7 +115,9 @@ def main() -> int:
     """Measures what the options say."""
     given = parser().parse_args()
     report: Line = {
-        "command": shlex.join(["python", "-m", "bench.speculation.adaptive_texts", *sys.argv[1:]])
+        "command": shlex.join(
+            ["python", "-m", "bench.speculation.adaptive_ngram_replay", *sys.argv[1:]]
+        )
     }
     report |= {"texts": versions("torch", "cpu"), "starts": []}
     asked = task_phases(given.model, given.batch, given.count, given.max_tokens)
