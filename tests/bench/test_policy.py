@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.speculation import policy
+from bench.speculation import policy_replay
 from shared.engine.adaptive.choice import BestValue, Static
 from tests.support.simulation.traced import traced
 from tests.support.simulation.work import TIERS
@@ -19,23 +19,23 @@ def path(tmp_path_factory) -> Path:
 
 def test_policies_are_scored_on_a_trace(path):
     """Off, every tier and the oracle frame what the recorded policy reached."""
-    found = {score.name: score for score in policy.scores(policy.read(path))}
+    found = {score.name: score for score in policy_replay.scores(policy_replay.read(path))}
     tiers = {"off", "S1", "S3", "S7", "S5k4N16"}
     assert set(found) == tiers | {"adaptive", "greedy", "probe", "oracle"}
     static = [found[str(tier)].speed for tier in TIERS]
     assert found["oracle"].speed >= found["adaptive"].speed > max(static)
     assert all(score.speed > 0 for score in found.values())
-    assert "adaptive" in policy.table(list(found.values()))
+    assert "adaptive" in policy_replay.table(list(found.values()))
 
 
 def test_a_static_tier_scores_what_it_was_recorded_to_give(tmp_path):
     path = tmp_path / "steps.jsonl"
     traced(path, Static(2))
-    recorded = policy.read(path)
+    recorded = policy_replay.read(path)
     steps = [step for step in recorded.steps if step.seconds]
     tokens = sum(sum(max(1 + a, 0) for a in step.accepted) for step in steps)
     speed = tokens / sum(step.seconds for step in steps)
-    found = {score.name: score.speed for score in policy.scores(recorded)}
+    found = {score.name: score.speed for score in policy_replay.scores(recorded)}
     assert found["S3"] == pytest.approx(speed, rel=0.03)
 
 
@@ -43,4 +43,4 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
     path = tmp_path / "other.jsonl"
     path.write_text("{}\n", encoding="utf-8")
     with pytest.raises(ValueError, match="is no trace"):
-        policy.read(path)
+        policy_replay.read(path)

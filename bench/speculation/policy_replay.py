@@ -1,6 +1,6 @@
 """Scores policies on the trace of a server: what each would have given, without a device.
 
-    python -m bench.speculation.policy TRACE
+    python -m bench.speculation.policy_replay TRACE
 
 A trace (`--speculative-adaptive-trace FILE`) tells for each step the tier, the rows and what was
 accepted of each. What a tier that did not run would have given is estimated: the rate of each depth
