@@ -355,7 +355,7 @@ def _shares(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _host(files: Sequence[File]) -> list[str]:
-    """What `bench.speculation.host` found, file by file."""
+    """What `bench.speculation.host_overhead` found, file by file."""
     parts = []
     for file in files:
         head = ["controller", "cache", "rows", "host, us", "device, ms", "share"]

@@ -158,7 +158,11 @@ def test_changing_work_has_a_line_for_each_drafter_and_work() -> None:
 def test_the_hosts_part_of_a_step_stands_beside_the_device() -> None:
     line = {"controller": "adaptive", "cache": "on", "rows": 32, "host_us": 412.3}
     line |= {"device_ms": 6.0, "share": 0.0687}
-    host = {"command": "python -m bench.speculation.host", "python": "3.12.1", "lines": [line]}
+    host = {
+        "command": "python -m bench.speculation.host_overhead",
+        "python": "3.12.1",
+        "lines": [line],
+    }
     page = performance.render(performance.Found(offline=[], host=[host]))
     assert "| adaptive | on | 32 | 412 | 6.0 | 6.9% |" in page
     assert "Work that changes" not in page

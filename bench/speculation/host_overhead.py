@@ -1,6 +1,6 @@
 """Microseconds that the host takes to plan, submit and retire a decode step, beside the device.
 
-    python -m bench.speculation.host --rows 1 32 256 --out bench/results/host.json
+    python -m bench.speculation.host_overhead --rows 1 32 256 --out bench/results/host.json
 
 The device is a table of numbers (`tests/support/simulation`), whose own time is taken off: what is
 left is the scheduler, the controller, the prefix cache, the planner and what is done with results.
@@ -140,7 +140,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Prints and writes the lines."""
-    run(options(), shlex.join(["python", "-m", "bench.speculation.host", *sys.argv[1:]]))
+    run(options(), shlex.join(["python", "-m", "bench.speculation.host_overhead", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":
