@@ -28,7 +28,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.common import card
+from bench.common import gpu_clock
 from bench.common.drafting import PLAIN, Draft, folders_of, named_folder
 from bench.common.session import Load, Session, peak_bytes
 from bench.common.turns import Wait, in_turns
@@ -51,7 +51,7 @@ def measure(session: Session, load: Load, rates: Rates, options: argparse.Namesp
     prompt = load.prompt if session.draft.remembers else min(load.prompt, LONGEST_WARM_UP)
     session.round(replace(load, prompt=prompt))
     made = session.made
-    with card.watched(session.served.device == "gpu") as watched:
+    with gpu_clock.watched(session.served.device == "gpu") as watched:
         rounds = [session.round(load) for _ in range(options.rounds)]
     blocks = [ms for each in rounds for ms in each.blocks(options.steps)]
     if not blocks:

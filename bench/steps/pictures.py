@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from bench.common import card
+from bench.common import gpu_clock
 from shared.models.dummy import DummyCheckpoint
 from shared.models.pictures import PictureConfig
 from shared.models.tower import tower_parameters
@@ -139,7 +139,7 @@ def measure(encode: Encoder, rounds: int, on_gpu: bool) -> tuple[Line, Rows]:
     """Times of one picture, until its rows are in main memory, and the rows."""
     encode()
     rows, seconds = encode(), []
-    with card.watched(on_gpu) as watched:
+    with gpu_clock.watched(on_gpu) as watched:
         for _ in range(rounds):
             began = time.perf_counter()
             encode()
@@ -181,7 +181,7 @@ def told(line: Line) -> str:
     return (
         f"{line['backend']:6}{line['tokens']:6} tokens {line['ms']:9.3f} ms "
         f"({line['ms_low']:.3f} to {line['ms_high']:.3f}), products {line['products_ms']:.3f} ms"
-        f"{card.told_card(line['card'])}" + ("" if equal is None else f", equal {equal:.2%}")
+        f"{gpu_clock.told_card(line['card'])}" + ("" if equal is None else f", equal {equal:.2%}")
     )
 
 

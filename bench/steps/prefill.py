@@ -21,7 +21,7 @@ from dataclasses import replace
 from math import gcd, prod
 from typing import Any
 
-from bench.common import card
+from bench.common import gpu_clock
 from bench.common.drafting import Draft, folders_of, named_folder
 from bench.common.session import Load, reset_peak
 from bench.steps.offline import flags, model_options, side_options, with_lot
@@ -39,7 +39,7 @@ from tests.support.started import Answer, Served, ask, start
 EAGER = "--disable-piecewise-cuda-graph"
 HEADER = (
     f"{'side':6}{'drafts':26}{'launch':>14}{'tokens':>8}{'ms':>9}{'low':>8}{'high':>8}"
-    f"{'products':>10}{'share':>7}{'tokens/s':>10}{card.HEADER}  answer"
+    f"{'products':>10}{'share':>7}{'tokens/s':>10}{gpu_clock.HEADER}  answer"
 )
 OUTSIDE = ("embed", "lm_head", "gated_delta.conv")
 """Matrices that a prompt has no product with, or only its last token."""
@@ -59,7 +59,7 @@ def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
     The line's `answer` is what was answered, and what of it was drafted.
     """
     ask_once(served, load)
-    with card.watched(served.device == "gpu") as watched:
+    with gpu_clock.watched(served.device == "gpu") as watched:
         answers = [ask_once(served, load) for _ in range(rounds)]
     seconds = [each.seconds for each in answers]
     counts, kind = served.engine.metrics.snapshot(), Work.PREFILL.value
@@ -135,12 +135,12 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
         print(f"{backend} on {side.device}")
         products = {}
         for prompt in options.prompt:
-            with card.watched(side.is_gpu) as watched:
+            with gpu_clock.watched(side.is_gpu) as watched:
                 products[prompt] = _product_seconds(side, config, prompt)
             side.release()
             found["sides"][backend]["products"][prompt] = watched
             told = f"products of {prompt} tokens: {1e3 * products[prompt]:.2f} ms, MHz and watts"
-            print(f"{told}{card.told_card(watched)}", flush=True)
+            print(f"{told}{gpu_clock.told_card(watched)}", flush=True)
         print(HEADER)
         for draft in drafts:
             for own in _launches(backend, side.is_gpu):
@@ -180,7 +180,7 @@ def line_of(line: Line) -> str:
         f"{line['backend']:6}{line['drafts']:26}{launch:>14}{line['prompt']:8}{line['ms']:9.2f}"
         f"{line['ms_low']:8.2f}{line['ms_high']:8.2f}{line['products_ms']:10.2f}"
         f"{line['products_ms'] / line['ms']:7.0%}{line['tokens_per_s']:10.0f}"
-        f"{card.told_card(line['card'])}  "
+        f"{gpu_clock.told_card(line['card'])}  "
         f"{'same' if line['is_same'] else 'ANOTHER'}"
     )
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.common import card
+from bench.common import gpu_clock
 from bench.common.drafting import PLAIN, Draft
 from tests.support.op_sides import SIDES
 
@@ -18,7 +18,7 @@ HEADER = (
     f"{'side':6}{'drafts':26}{'batch':>6}{'T':>5}{'ms':>9}{'low':>8}{'high':>8}{'tokens/s':>10}"
 )
 HEADER += f"{'length':>8}{'bytes':>8}{'products':>9}{'share':>7}{'kernels':>9}{'idle':>7}"
-HEADER += f"{card.HEADER}  texts"
+HEADER += f"{gpu_clock.HEADER}  texts"
 
 
 class Rates(NamedTuple):
@@ -138,7 +138,7 @@ def line_of(line: Line) -> str:
         f"{line['ms']:9.3f}{line['ms_low']:8.3f}{line['ms_high']:8.3f}{line['tokens_per_s']:10.1f}"
         f"{line['accept_length']:8.3f}{line['limit_ms']:8.3f}{line['products_ms']:9.3f}"
         f"{line['share_of_both']:7.1%}{kernels}{idle}"
-        f"{card.told_card(line['card'])}  {' '.join([told, *notes])}"
+        f"{gpu_clock.told_card(line['card'])}  {' '.join([told, *notes])}"
     )
 
 

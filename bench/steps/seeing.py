@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench.common import card
+from bench.common import gpu_clock
 from bench.common.session import peak_bytes, reset_peak
 from bench.steps.pictures import PICTURES, QWEN3_5
 from shared.engine.pictures import Picture
@@ -130,7 +130,7 @@ def gaps_beside(served: Served, tokens: int, seed: int, output: int) -> list[flo
 def measure(served: Served, tokens: int, rounds: int, output: int) -> Line:
     """One size of picture: medians."""
     found: dict[str, list[tuple[float, float]]] = {"new": [], "kept": [], "text": []}
-    with card.watched(served.device == "gpu") as watched:
+    with gpu_clock.watched(served.device == "gpu") as watched:
         for number in range(1 + rounds):
             for name, times in found.items():
                 request = request_of(served, tokens, 1 + number, output, sees=name != "text")
@@ -155,7 +155,7 @@ def told(line: Line) -> str:
         f"{line['backend']:6}{line['tokens']:6} tokens: first {first[0]} ms, {first[1]} where the "
         f"picture is kept, {first[2]} of text; a step {step[0]} ms, {step[1]}, {step[2]}; "
         f"a stream's longest gap {line['gap_longest_ms']:.2f}, median {line['gap_median_ms']:.2f}"
-        f"{card.told_card(line['card'])}"
+        f"{gpu_clock.told_card(line['card'])}"
     )
 
 

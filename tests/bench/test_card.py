@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.card import HEADER, medians, told_card, watched
+from bench.common.gpu_clock import HEADER, medians, told_card, watched
 
 TOLD = "0, 1980, 350.25\n1, 1700, 690\n0, 1785, 701.5\n0, 1800, 699.5\n1, [N/A], 1\n0, 17"
 
