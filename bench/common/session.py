@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from bench.common.drafting import Draft
-from bench.common.machine import nothing_waits
+from bench.common.environment import nothing_waits
 from bench.common.step_bytes import step_bytes, step_products
 from shared.boundary.backend import Blueprint
 from shared.engine.request import Request, SamplingParams

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.machine import versions
+from bench.common.environment import versions
 from bench.kernels.aot import add_bounds
 from bench.kernels.random_configs import SEED, random_starts
 from bench.kernels.starts import Start, chosen, one_of_each

@@ -36,7 +36,7 @@ from typing import Any
 import httpx
 
 from bench.common.drafting import Draft, folders_of, named_folder
-from bench.common.machine import versions
+from bench.common.environment import versions
 from bench.common.session import CONTEXT_MULTIPLE
 from bench.serving.client import Client, Run, run_load
 from bench.serving.prompt_sets import NAMES, RANDOM, Ask, asks

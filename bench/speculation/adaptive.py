@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.drafting import Draft, folders_of, named_folder
-from bench.common.machine import versions
+from bench.common.environment import versions
 from models.demo.data import KINDS
 from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController

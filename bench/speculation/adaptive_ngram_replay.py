@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.machine import versions
+from bench.common.environment import versions
 from bench.speculation.adaptive import lines_of, table_of, task_phases
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.request import Request, SamplingParams

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.drafting import Draft, folders_of, named_folder
-from bench.common.machine import versions
+from bench.common.environment import versions
 from models.demo.data import KINDS
 from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.drafting import Draft, folders_of, named_folder
-from bench.common.machine import versions
+from bench.common.environment import versions
 from bench.common.session import reset_peak
 from bench.steps.offline import flags, model_options, side_options, with_lot
 from shared.engine.request import Request, SamplingParams

@@ -30,7 +30,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from bench.common.machine import versions
+from bench.common.environment import versions
 from shared.models.checkpoint import INDEX_FILE, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters

@@ -16,7 +16,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from bench.common.machine import versions
+from bench.common.environment import versions
 from shared.boundary.backend import Capacity
 from shared.engine.request import Request, SamplingParams
 from shared.options.command_line import parse
