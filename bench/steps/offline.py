@@ -31,7 +31,7 @@ from typing import NamedTuple
 from bench.common import gpu_clock
 from bench.common.drafting import PLAIN, Draft, folders_of, named_folder
 from bench.common.session import Load, Session, peak_bytes
-from bench.common.turns import Wait, in_turns
+from bench.common.staggered_processes import Wait, in_turns
 from bench.steps.report import HEADER, Line, Rates, Report, SideFacts, Texts, side_facts
 from shared.boundary.mailboxes import RankMissingError
 from shared.process.ranks.followers import RankError

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from bench.common.turns import in_turns
+from bench.common.staggered_processes import in_turns
 from tests.support.waiting import noted
 
 

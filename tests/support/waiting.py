@@ -1,4 +1,4 @@
-"""Works of `bench.common.turns` that note what they do, or fail."""
+"""Works of `bench.common.staggered_processes` that note what they do, or fail."""
 
 import os
 import time
