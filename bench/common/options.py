@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common.drafting import WITH_FOLDER, Draft, folders_beside, named_folder
+from bench.common.draft_config import WITH_FOLDER, Draft, folders_beside, named_folder
 from models.demo.data import KINDS
 
 FRAMEWORKS = ("torch", "jax")
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser, drafts: Sequence[str], count: i
         default=list(drafts),
         metavar="SPEC",
         help="none, or ALGORITHM:NAME=VALUE,... with S, k, N, a setting of "
-        "bench/common/drafting.py, or any flag of the server as NAME",
+        "bench/common/draft_config.py, or any flag of the server as NAME",
     )
     parser.add_argument(
         "--folders",

@@ -15,7 +15,7 @@ from typing import Self
 
 import numpy as np
 
-from bench.common.drafting import Draft
+from bench.common.draft_config import Draft
 from bench.common.environment import nothing_waits
 from bench.common.step_bytes import step_bytes, step_products
 from shared.boundary.backend import Blueprint

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common.drafting import Draft
+from bench.common.draft_config import Draft
 from bench.kernels.compiled import Kernel
 from bench.kernels.starts import SHAPES, Start, shipped
 from tests.support.op_case import OpCase, table, tables
@@ -19,7 +19,7 @@ class Step:
 
     Attributes:
       model: A folder of `bench/shapes`.
-      drafts: What drafts, as `bench.common.drafting` reads it.
+      drafts: What drafts, as `bench.common.draft_config` reads it.
       batch: Requests at once.
       most_copied: Bytes that XLA may take out of weights, pools and states at once. The embeddings
         of some rows are fewer; a weight of a layer has more, and so has the state of a slot.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.common.drafting import PLAIN, WITH_FOLDER, Draft, folders_of
+from bench.common.draft_config import PLAIN, WITH_FOLDER, Draft, folders_of
 from shared.boundary.program import Extra, Program, Work
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +23,7 @@ class Start:
 
     Attributes:
       model: The folder.
-      drafts: What drafts, as `bench.common.drafting` reads it.
+      drafts: What drafts, as `bench.common.draft_config` reads it.
       ranks: How many GPUs run it.
       flags: More of the server's.
       head: The folder of a draft model; None: where those of `model` are.

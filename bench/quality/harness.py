@@ -21,7 +21,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.common.drafting import PLAIN, Draft, folders_of, named_folder
+from bench.common.draft_config import PLAIN, Draft, folders_of, named_folder
 from bench.common.options import FRAMEWORKS
 from bench.common.server import HIDDEN
 from bench.common.waiting import CONSOLE

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.common.drafting import PLAIN, Draft
+from bench.common.draft_config import PLAIN, Draft
 from bench.common.options import Settings, settings_of
 from bench.quality import own_corpus
 from bench.quality.scoring import Row, Texts, text_hash

@@ -35,7 +35,7 @@ from typing import Any
 
 import httpx
 
-from bench.common.drafting import Draft, folders_of, named_folder
+from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions
 from bench.common.session import CONTEXT_MULTIPLE
 from bench.serving.client import Client, Run, run_load

@@ -27,7 +27,7 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from bench.common.drafting import Draft, folders_of, named_folder
+from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions
 from models.demo.data import KINDS
 from shared.engine.adaptive.choice import BestValue, Policy, Static

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.drafting import Draft, folders_of, named_folder
+from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions
 from models.demo.data import KINDS
 from shared.boundary.backend import StepFuture, StepPlan

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-from bench.common.drafting import Draft
+from bench.common.draft_config import Draft
 from bench.common.session import Load, Round, Session
 from bench.steps.offline import begun, decode_options, start_facts, with_lot
 from bench.steps.report import Report

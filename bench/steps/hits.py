@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.drafting import Draft, folders_of, named_folder
+from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions
 from bench.common.session import reset_peak
 from bench.steps.offline import flags, model_options, side_options, with_lot

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.common import gpu_clock
-from bench.common.drafting import PLAIN, Draft, folders_of, named_folder
+from bench.common.draft_config import PLAIN, Draft, folders_of, named_folder
 from bench.common.session import Load, Session, peak_bytes
 from bench.common.staggered_processes import Wait, in_turns
 from bench.steps.report import HEADER, Line, Rates, Report, SideFacts, Texts, side_facts

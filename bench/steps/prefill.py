@@ -22,7 +22,7 @@ from math import gcd, prod
 from typing import Any
 
 from bench.common import gpu_clock
-from bench.common.drafting import Draft, folders_of, named_folder
+from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.session import Load, reset_peak
 from bench.steps.offline import flags, model_options, side_options, with_lot
 from bench.steps.report import kernels_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.common import gpu_clock
-from bench.common.drafting import PLAIN, Draft
+from bench.common.draft_config import PLAIN, Draft
 from tests.support.op_sides import SIDES
 
 Line = dict[str, Any]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench.common.drafting import Draft, folders_beside
+from bench.common.draft_config import Draft, folders_beside
 from bench.common.options import Settings
 from bench.quality import accuracy, accuracy_table, measuring, spec_matrix
 from bench.quality.measuring import Measurement, verdict

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.drafting import Draft, folders_of
+from bench.common.draft_config import Draft, folders_of
 from bench.kernels.aot import KERNELS, Report, line_of
 from bench.kernels.compiled import (
     MOST_SHARED_BYTES,

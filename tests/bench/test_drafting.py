@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.common.drafting import Draft, named_folder
+from bench.common.draft_config import Draft, named_folder
 
 
 def test_draft_takes_every_spelling_of_an_algorithm():

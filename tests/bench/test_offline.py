@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.common.drafting import Draft, folders_of
+from bench.common.draft_config import Draft, folders_of
 from bench.common.session import Round
 from bench.common.step_bytes import step_bytes, step_products
 from bench.steps import compare, offline
