@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxlib.mlir import ir
 
-from bench.kernels.absent_gpu import CALLS, AbsentGpu
+from bench.kernels.aot_target import CALLS, AbsentGpu
 
 _CALL = re.compile(
     r"^\s*%\S+ = stablehlo\.custom_call (@[\w$.]+)\((.*?)\) (\{.*\}) : (\(.*\)) -> (.*)$"

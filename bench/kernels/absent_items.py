@@ -9,14 +9,14 @@ from pathlib import Path
 from jax.stages import Lowered
 
 from bench.kernels.absent_calls import Call, calls_of, compile_calls
-from bench.kernels.absent_gpu import (
+from bench.kernels.absent_ranks import lowered_layer
+from bench.kernels.aot_target import (
     DESCRIPTION,
     AbsentGpu,
     AbsentStart,
     compiled_case,
     lowered_step,
 )
-from bench.kernels.absent_ranks import lowered_layer
 from bench.kernels.compiled import (
     KERNELS_IN_BUFFER,
     copied_by_xla,

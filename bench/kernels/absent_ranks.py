@@ -10,7 +10,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
-from bench.kernels.absent_gpu import DESCRIPTION
+from bench.kernels.aot_target import DESCRIPTION
 from kernels.mail import Boxes
 from kernels.pallas_gpu import linear, ranks
 from kernels.tiles import MEASURED, Tiles

@@ -27,7 +27,7 @@ STARTS = (Start(DEMO / "target", "NEXTN"), Start(DEMO / "target", "EAGLE3"))
 
 def described_gpu() -> Any:
     """A GPU as `absent_gpu.AbsentGpu` describes it; a device of the CPU holds its place."""
-    compiling, jax = map(import_module, ("bench.kernels.absent_gpu", "jax"))
+    compiling, jax = map(import_module, ("bench.kernels.aot_target", "jax"))
 
     class DescribedGpu(compiling.AbsentGpu):
         def __init__(self, target: str) -> None:
@@ -58,7 +58,7 @@ def programs_of(programs: Sequence[Program], drafts: str) -> list[Program]:
 def main() -> int:
     """Prints a line for each program; the exit code is 1 where one cannot be lowered."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    compiling, faults, began = import_module("bench.kernels.absent_gpu"), 0, time.monotonic()
+    compiling, faults, began = import_module("bench.kernels.aot_target"), 0, time.monotonic()
     gpu = described_gpu()
     with tempfile.TemporaryDirectory() as folder, as_on_a_gpu():
         for start in STARTS:
