@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax.stages import Lowered
 
-from bench.kernels.absent_calls import Call, calls_of, compile_calls
+from bench.kernels.aot_calls import Call, calls_of, compile_calls
 from bench.kernels.aot_ranks import lowered_layer
 from bench.kernels.aot_target import (
     DESCRIPTION,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.kernels.absent_calls import calls_of
+from bench.kernels.aot_calls import calls_of
 from bench.kernels.random_configs import SEED, random_starts
 from bench.kernels.starts import DEMO, SHAPES, chosen, shipped, with_layers
 from bench.kernels.workers import Bounded, shared_out
