@@ -26,8 +26,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from bench.kernels.absent_cuda import AbsentStart, Compiler, absent_cuda
 from bench.kernels.aot import HEADER, add_bounds, line_of
+from bench.kernels.aot_cuda import AbsentStart, Compiler, absent_cuda
 from bench.kernels.items import Found, Item, case_of, items_of
 from bench.kernels.starts import Start, chosen
 from bench.kernels.workers import Bounded, Done, shared_out, told
