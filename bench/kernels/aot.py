@@ -138,7 +138,7 @@ def main() -> int:
     told = options().parse_args()
     # Before jax is imported: it shall look for no device, and not ask the CUDA driver's tools.
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    work, report = import_module("bench.kernels.absent_items").examined, Report()
+    work, report = import_module("bench.kernels.aot_items").examined, Report()
     with tempfile.TemporaryDirectory() as scratch:
         items = items_of(told.only, Path(scratch))
         bounded = Bounded(items, told.total_s)

@@ -211,7 +211,7 @@ def results(options: argparse.Namespace, starts: Sequence[Start], scratch: Path)
     """Yields the result of each start as it ends."""
     items = [Item("start", str(start), start, scratch) for start in starts]
     if options.language == "jax":
-        examined = import_module("bench.kernels.absent_items").examined
+        examined = import_module("bench.kernels.aot_items").examined
         work = partial(examined, compiles=options.compile, is_brief=options.brief)
     else:
         work = partial(import_module("bench.kernels.aot_torch").found_of, is_whole=options.compile)
