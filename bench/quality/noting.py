@@ -59,7 +59,7 @@ def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
     """Within it every choice notes the sum of its first row.
 
     A head that a table joins with the choice is taken apart, for it leaves no logits of most rows;
-    `bench.kernels.head` holds the tokens of both against each other.
+    `bench.kernels.lm_head` holds the tokens of both against each other.
 
     Yields:
       What reads the sums so far, in the order of the choices, of each rank that this process has.

@@ -1,8 +1,8 @@
 """Times the head of a model joined with the choice of tokens, beside both one after the other.
 
-    python -m bench.kernels.head
-    python -m bench.kernels.head --rows 32 512 --sides torch --temperature 0.8
-    python -m bench.kernels.head --widths 1 4
+    python -m bench.kernels.lm_head
+    python -m bench.kernels.lm_head --rows 32 512 --sides torch --temperature 0.8
+    python -m bench.kernels.lm_head --widths 1 4
 
 The head is that of Qwen3-8B, 4,096 inputs and 151,936 tokens. A line says, for a framework and a
 number of rows, the microseconds of the product and the choice apart, of both joined, and whether
