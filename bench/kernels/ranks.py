@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.kernels.rank_choices import choices_in_jax, choices_in_torch
 from bench.kernels.rank_products import (
     FEW_ROWS,
     HIDDEN,
@@ -39,6 +38,7 @@ from bench.kernels.rank_products import (
     tiles_in_torch,
 )
 from bench.kernels.rank_products_jax import layer_in_jax
+from bench.kernels.tp_sampling import choices_in_jax, choices_in_torch
 from kernels.mail import Boxes
 from shared.spec.numerics import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank, in_processes
