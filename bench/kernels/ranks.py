@@ -37,7 +37,7 @@ from bench.kernels.rank_products import (
     randoms,
     tiles_in_torch,
 )
-from bench.kernels.rank_products_jax import layer_in_jax
+from bench.kernels.tp_gemm_jax import layer_in_jax
 from bench.kernels.tp_sampling import choices_in_jax, choices_in_torch
 from kernels.mail import Boxes
 from shared.spec.numerics import SQUARES
