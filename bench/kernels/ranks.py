@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.kernels.rank_products import (
+from bench.kernels.tp_gemm import (
     FEW_ROWS,
     HIDDEN,
     INNER,

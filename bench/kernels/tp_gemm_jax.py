@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.kernels.rank_products import (
+from bench.kernels.tp_gemm import (
     EPS,
     HIDDEN,
     LAYERS,

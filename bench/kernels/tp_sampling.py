@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.kernels.rank_products import HIDDEN, Line, Timed, mailbox_of, note, randoms
+from bench.kernels.tp_gemm import HIDDEN, Line, Timed, mailbox_of, note, randoms
 from kernels.mail import BLOCK_BYTES, Boxes
 from shared.boundary.ranks import Ranks
 from shared.spec.noise import TARGET_STREAM
