@@ -1,4 +1,4 @@
-"""Products of a layer that gathers of ranks part, for `bench.kernels.ranks`."""
+"""Products of a layer that gathers of ranks part, for `bench.kernels.tp_all_gather`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Products of a layer that gathers of ranks part, in JAX, for `bench.kernels.ranks`."""
+"""Products of a layer that gathers of ranks part, in JAX, for `bench.kernels.tp_all_gather`."""
 
 import time
 from collections.abc import Callable

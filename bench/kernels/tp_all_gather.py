@@ -1,8 +1,8 @@
 """Times gathers of ranks on the GPUs of one host, and the products of a layer that they part.
 
-    python -m bench.kernels.ranks --out bench/results/ranks.json
-    python -m bench.kernels.ranks --parts layer --languages torch --rows 1 8 --ranks 2
-    python -m bench.kernels.ranks --parts choices --rows 1 8 32 128 512 --ranks 2
+    python -m bench.kernels.tp_all_gather --out bench/results/ranks.json
+    python -m bench.kernels.tp_all_gather --parts layer --languages torch --rows 1 8 --ranks 2
+    python -m bench.kernels.tp_all_gather --parts choices --rows 1 8 32 128 512 --ranks 2
 
 Ranks are processes in torch and devices of one process in JAX, each with a GPU of its own. First
 come gathers alone, in one graph or program, with words and with blocks; then the four products of a
