@@ -1,6 +1,6 @@
 """Starts of models of many sizes on this machine's GPU, in both backends, and their texts compared.
 
-    python -m bench.kernels.card_starts --shipped --random 20 --out bench/results/starts.json
+    python -m bench.kernels.gpu_starts --shipped --random 20 --out bench/results/starts.json
 
 Each start is a process of its own with made-up weights, and with the first layers of a model, as
 those of `bench.kernels.aot`: it makes the programs of the fewest and the most rows ready, and
@@ -133,7 +133,7 @@ def main() -> int:
         ]
         lines = list(_lines(asks, options))
     found = {
-        "command": f"python -m bench.kernels.card_starts {shlex.join(sys.argv[1:])}",
+        "command": f"python -m bench.kernels.gpu_starts {shlex.join(sys.argv[1:])}",
         "starts": lines,
     }
     if options.out:
