@@ -8,52 +8,52 @@ import jinja2
 import pytest
 import yaml
 
-from bench.quality import harness
+from bench.quality import lm_eval_runner
 from models.demo.data import KINDS
 from shared.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def written(folder: Path, answers: list[str], score: float) -> harness.Line:
+def written(folder: Path, answers: list[str], score: float) -> lm_eval_runner.Line:
     """What the harness writes, read again; it does not keep the order."""
     inside = folder / "default"
     inside.mkdir(parents=True)
-    task = harness.task_of("problems")
+    task = lm_eval_runner.task_of("problems")
     found = {"alias": task, "exact_match,last-line": score, "exact_match_stderr,last-line": 0.1}
     (inside / "results_1.json").write_text(json.dumps({"results": {task: found}}))
     samples = [{"doc_id": i, "resps": [[answer]]} for i, answer in enumerate(answers)]
     lines = "\n".join(map(json.dumps, reversed(samples)))
     (inside / f"samples_{task}_1.jsonl").write_text(lines)
-    return {"drafts": folder.name, **harness.read_score(folder, "problems")}
+    return {"drafts": folder.name, **lm_eval_runner.read_score(folder, "problems")}
 
 
 def test_a_score_or_an_answer_that_differs_is_told(tmp_path):
     first = written(tmp_path / "none", ["a", "b"], 0.5)
-    assert harness.compared(first, first) == {
+    assert lm_eval_runner.compared(first, first) == {
         "drafts": "none", "score": 0.5, "count": 2, "differ": 0, "is_equal": True
     }  # fmt: skip
-    other = harness.compared(written(tmp_path / "NEXTN", ["a", "c"], 0.5), first)
+    other = lm_eval_runner.compared(written(tmp_path / "NEXTN", ["a", "c"], 0.5), first)
     assert (other["differ"], other["is_equal"]) == (1, False)
-    worse = harness.compared(written(tmp_path / "EAGLE3", ["a", "b"], 0.25), first)
+    worse = lm_eval_runner.compared(written(tmp_path / "EAGLE3", ["a", "b"], 0.25), first)
     assert (worse["differ"], worse["is_equal"]) == (0, False)
 
 
 def test_given_answers_are_compared_by_their_order(tmp_path):
     """Of which the score tells the first alone; sums of float32 may differ in their last bits."""
-    inside, task = tmp_path / "default", harness.task_of("choices")
+    inside, task = tmp_path / "default", lm_eval_runner.task_of("choices")
     inside.mkdir()
     found = {"alias": task, "acc,none": 1.0, "acc_stderr,none": 0.1}
     (inside / "results_1.json").write_text(json.dumps({"results": {task: found}}))
     answers = [["-3.5", "False"], ["-1.25", "True"], ["-9.0", "False"]]
     line = {"doc_id": 0, "resps": [[answer] for answer in answers]}
     (inside / f"samples_{task}_1.jsonl").write_text(json.dumps(line))
-    assert harness.read_score(tmp_path, "choices") == {"score": 1.0, "answers": ["1 0 2"]}
+    assert lm_eval_runner.read_score(tmp_path, "choices") == {"score": 1.0, "answers": ["1 0 2"]}
 
 
 def test_the_given_answers_are_the_right_one_and_three_others(tmp_path):
-    harness.prepare(tmp_path, "choices", 20)
-    task = yaml.safe_load((tmp_path / harness.TASKS / "tandem_choices.yaml").read_text())
+    lm_eval_runner.prepare(tmp_path, "choices", 20)
+    task = yaml.safe_load((tmp_path / lm_eval_runner.TASKS / "tandem_choices.yaml").read_text())
     lines = (tmp_path / task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
     for line in map(json.loads, lines):
         choices = literal_eval(jinja2.Template(task["doc_to_choice"]).render(line))
@@ -61,16 +61,18 @@ def test_the_given_answers_are_the_right_one_and_three_others(tmp_path):
         assert len(set(choices)) == 4
 
 
-@pytest.mark.parametrize("kind", harness.KINDS)
+@pytest.mark.parametrize("kind", lm_eval_runner.KINDS)
 def test_a_completions_task_asks_in_the_chat_form_of_the_shipped_model(kind, tmp_path):
-    harness.prepare(tmp_path, kind, 2)
-    task = yaml.safe_load((tmp_path / harness.TASKS / f"{harness.task_of(kind)}.yaml").read_text())
-    whole = yaml.safe_load((tmp_path / harness.TASKS / task["include"]).read_text())
-    assert task["task"] == harness.task_of(kind)
+    lm_eval_runner.prepare(tmp_path, kind, 2)
+    task = yaml.safe_load(
+        (tmp_path / lm_eval_runner.TASKS / f"{lm_eval_runner.task_of(kind)}.yaml").read_text()
+    )
+    whole = yaml.safe_load((tmp_path / lm_eval_runner.TASKS / task["include"]).read_text())
+    assert task["task"] == lm_eval_runner.task_of(kind)
     data = tmp_path / whole["dataset_kwargs"]["data_files"]["test"]
     (line, _) = data.read_text().splitlines()
     messages = json.loads(line)["messages"]
-    assert messages == next(KINDS[harness.DATA.get(kind, kind)]("held_out", 0)).messages
+    assert messages == next(KINDS[lm_eval_runner.DATA.get(kind, kind)]("held_out", 0)).messages
     prompt = task["doc_to_text"].replace("{{messages[0]['content']}}", messages[0]["content"])
     tokenizer = Tokenizer.from_folder(ROOT / "models/demo/target")
     assert tokenizer.encode(prompt) == tokenizer.encode_chat(messages)

@@ -1,6 +1,6 @@
 """The score of the shipped tasks by lm-evaluation-harness, for every drafter and backend.
 
-    python -m bench.quality.harness --backend torch jax --drafts none NGRAM NEXTN EAGLE3 \
+    python -m bench.quality.lm_eval_runner --backend torch jax --drafts none NGRAM NEXTN EAGLE3 \
         --limit 64 --lm-eval .venv-lm/bin/lm_eval --out FILE
 
 Each server is started in turn and asked by the harness's own client of completions, many requests
@@ -162,7 +162,7 @@ def line_of(line: Line) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.quality.harness", description=(__doc__ or "").splitlines()[0]
+        prog="python -m bench.quality.lm_eval_runner", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
     add("--lm-eval", type=Path, default=Path("lm_eval"), help="the harness's command")
@@ -190,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"Nothing was measured to the end: {error}", file=sys.stderr)
         return FAILED
     if options.out:
-        command = shlex.join(["python", "-m", "bench.quality.harness", *words])
+        command = shlex.join(["python", "-m", "bench.quality.lm_eval_runner", *words])
         told = json.dumps({"command": command, "lines": found}, indent=1)
         options.out.write_text(told + "\n", encoding="utf-8")
     return 0 if all(line["is_equal"] for line in found) else 1
