@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 import ml_dtypes
 
-from bench.quality.noting import FOLDER, Sums, left, noted, of_all
+from bench.quality.logit_recorder import FOLDER, Sums, left, noted, of_all
 from models.demo.data import KINDS
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_dict, config_from_folder

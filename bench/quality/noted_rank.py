@@ -1,9 +1,9 @@
-"""A rank of torch other than 0 that notes what it chooses from; `bench.quality.noting`."""
+"""A rank of torch other than 0 that notes what it chooses from; `bench.quality.logit_recorder`."""
 
 import atexit
 from contextlib import ExitStack
 
-from bench.quality.noting import leave, noted
+from bench.quality.logit_recorder import leave, noted
 from torch_impl.platform import PLATFORM
 
 __all__ = ["PLATFORM"]

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bench.quality import logit_bits, noting
+from bench.quality import logit_bits, logit_recorder
 from models.make_random import ROOT
 from shared.models.checkpoint import open_checkpoint
 from shared.models.families import config_from_folder
@@ -18,20 +18,23 @@ def test_the_sum_of_a_rows_bits_is_one_in_both_frameworks_and_every_bit_counts()
     logits = np.random.default_rng(0).standard_normal((3, 5000)).astype(np.float32) * 100
     places = (2 * np.arange(5000, dtype=object) + 1) * ODD % 2**32
     want = ((logits.view(np.uint32).astype(object) * places).sum(1) % 2**32).tolist()
-    assert noting.torch_sum(torch.tensor(logits)).tolist() == want
-    assert np.asarray(noting.jax_sum(jnp.asarray(logits))).tolist() == want
+    assert logit_recorder.torch_sum(torch.tensor(logits)).tolist() == want
+    assert np.asarray(logit_recorder.jax_sum(jnp.asarray(logits))).tolist() == want
     logits.view(np.uint32)[1, 77] ^= 1
-    changed = noting.torch_sum(torch.tensor(logits)).tolist()
+    changed = logit_recorder.torch_sum(torch.tensor(logits)).tolist()
     assert [x == y for x, y in zip(changed, want, strict=True)] == [True, False, True]
 
 
 def test_parts_of_a_row_that_ranks_have_add_up_to_the_whole_rows_sum():
     logits = np.random.default_rng(1).standard_normal((2, 300)).astype(np.float32)
     filled = np.pad(logits, ((0, 0), (0, 84)))  # three ranks have 128 places each
-    want = noting.torch_sum(torch.tensor(logits)).tolist()
-    for summed, array in ((noting.torch_sum, torch.tensor), (noting.jax_sum, jnp.asarray)):
+    want = logit_recorder.torch_sum(torch.tensor(logits)).tolist()
+    for summed, array in (
+        (logit_recorder.torch_sum, torch.tensor),
+        (logit_recorder.jax_sum, jnp.asarray),
+    ):
         parts = [summed(array(filled[:, at : at + 128]), at, 300) for at in (0, 128, 256)]
-        assert noting.of_all([np.asarray(part).tolist() for part in parts]) == want
+        assert logit_recorder.of_all([np.asarray(part).tolist() for part in parts]) == want
 
 
 def test_positions_count_as_far_as_both_have_gone_the_same_way():
