@@ -54,7 +54,7 @@ WIDER_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size"
 """Of those that have experts: kernels take widths of whole units, and a shared expert's like the
 others'."""
 
-RANK = "bench.quality.noted_rank"
+RANK = "bench.quality.recorded_rank"
 """What processes of other ranks run."""
 
 FAMILIES = (*DENSE, *EXPERTS)
