@@ -124,7 +124,7 @@ def imported(path: Path) -> set[str]:
 LATE_IMPORTS = {
     Path("torch_impl/compiling.py"): "it is imported where Triton is not installed",
     Path("torch_impl/ops/__init__.py"): "it alone decides by the machine what is imported",
-    Path("bench/quality/measuring.py"): "a side that is not asked for need not be installed",
+    Path("bench/quality/drafter_matrix.py"): "a side that is not asked for need not be installed",
     Path("torch_impl/serve.py"): "flags are answered, and other ranks begun, without the framework",
     Path("jax_impl/serve.py"): "flags are answered without the framework",
 }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.common.options import add_options
 from bench.quality.accuracy_table import File, blame, read, render, render_cells
-from bench.quality.measuring import measured, verdict
+from bench.quality.drafter_matrix import measured, verdict
 
 DRAFTS = (
     "none",

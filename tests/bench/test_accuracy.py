@@ -10,8 +10,8 @@ import yaml
 
 from bench.common.draft_config import Draft, folders_beside
 from bench.common.options import Settings
-from bench.quality import accuracy, accuracy_table, measuring, spec_matrix
-from bench.quality.measuring import Measurement, verdict
+from bench.quality import accuracy, accuracy_table, drafter_matrix, spec_matrix
+from bench.quality.drafter_matrix import Measurement, verdict
 from bench.quality.scoring import Texts, text_hash
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
@@ -150,7 +150,7 @@ def test_a_drafter_leaves_hash_and_accuracy_as_they_are_and_accepts_something(me
 
 
 def test_a_drafter_that_changes_one_token_ends_the_command_with_1(monkeypatch, capsys):
-    run_timed = measuring.timed
+    run_timed = drafter_matrix.timed
 
     def spoiled(served, requests):
         run = run_timed(served, requests)
@@ -158,7 +158,7 @@ def test_a_drafter_that_changes_one_token_ends_the_command_with_1(monkeypatch, c
             run.outcomes[1].tokens[-1] ^= 1
         return run
 
-    monkeypatch.setattr(measuring, "timed", spoiled)
+    monkeypatch.setattr(drafter_matrix, "timed", spoiled)
     found = Measurement(settings(kinds=["problems"], temperatures=[0.0]), lambda so_far: None)
     found.run()
     assert verdict(found) == 1
