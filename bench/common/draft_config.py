@@ -26,7 +26,7 @@ OURS = {"corpus": ("none", "own"), "most": None}
 """Settings of a measurement that no server has, and their values, the usual one first.
 
 `corpus=own` gives NGRAM what the model said in another run of the same prompts
-(`bench.quality.own_corpus`), and `most` is the requests' `max_draft_tokens`.
+(`bench.quality.self_corpus`), and `most` is the requests' `max_draft_tokens`.
 """
 WITH_COPIES = "+NGRAM"
 WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH", "DSPARK", "DFLASH2")

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.common.draft_config import PLAIN, Draft
 from bench.common.options import Settings, settings_of
-from bench.quality import own_corpus
+from bench.quality import self_corpus
 from bench.quality.scoring import Row, Texts, text_hash
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
@@ -84,7 +84,7 @@ class Measurement:
             outputs = self._outputs_before(backend, tasks) if draft.has_own_corpus else None
             served = self._started(backend, draft)
             if outputs is not None:
-                own_corpus.add(served, outputs)
+                self_corpus.add(served, outputs)
             return served
         except ValueError as error:
             line = {"backend": backend, "algorithm": str(draft), "refused": str(error)}
@@ -103,7 +103,7 @@ class Measurement:
         """What the model said to the tasks in another run; see `own_corpus`."""
         if tasks.kind not in self._other_outputs:
             plain, most = self._started(backend, Draft.parse(PLAIN)), self.settings.max_tokens
-            found = own_corpus.other_outputs(plain, tasks.prompts, most)
+            found = self_corpus.other_outputs(plain, tasks.prompts, most)
             self._other_outputs[tasks.kind] = found
             _close(plain)
         return self._other_outputs[tasks.kind]
