@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving import http_share
-from bench.serving.http_share import Clocks, cpu_s, rounds, summary, waited_s
+from bench.serving import http_overhead
+from bench.serving.http_overhead import Clocks, cpu_s, rounds, summary, waited_s
 from bench.serving.worded import worded
 from shared.models.families import config_from_folder
 from shared.text.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ def test_the_sides_take_turns_and_the_first_round_does_not_count(capsys):
 
 def test_time_without_a_processor_is_taken_off(monkeypatch):
     waits = iter([1.0, 3.0])
-    monkeypatch.setattr(http_share, "waited_s", lambda pid: next(waits))
+    monkeypatch.setattr(http_overhead, "waited_s", lambda pid: next(waits))
     found = Clocks({"engine": os.getpid()}).found(100, 6.0)
     assert (found["waited_s"], found["seconds"], found["tokens_per_s"]) == (2.0, 6.0, 25.0)
 
@@ -62,8 +62,8 @@ def test_the_processors_seconds_are_those_of_the_process():
 
 def test_a_shape_is_given_the_words_of_a_model(tmp_path):
     """It has the tokenizer's own tokens, and words for all that its vocabulary has behind them."""
-    folder = worded(SHAPE, http_share.DEMO, tmp_path / "shape")
-    demo, found = Tokenizer.from_folder(http_share.DEMO), Tokenizer.from_folder(folder)
+    folder = worded(SHAPE, http_overhead.DEMO, tmp_path / "shape")
+    demo, found = Tokenizer.from_folder(http_overhead.DEMO), Tokenizer.from_folder(folder)
     assert demo is not None
     assert found is not None
     assert found.has_chat_template
@@ -72,4 +72,4 @@ def test_a_shape_is_given_the_words_of_a_model(tmp_path):
     size = config_from_folder(folder).vocab
     assert found.decode([size - 2, size - 1]) == f" w{size - 2} w{size - 1}"
     with pytest.raises(ValueError, match="room for"):
-        worded(http_share.DEMO, folder, tmp_path / "other")
+        worded(http_overhead.DEMO, folder, tmp_path / "other")

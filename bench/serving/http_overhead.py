@@ -1,6 +1,6 @@
 """What HTTP costs: the same requests through a server and through the engine alone, in turn.
 
-    python -m bench.serving.http_share --backend torch --drafts NEXTN --rounds 7 --out FILE
+    python -m bench.serving.http_overhead --backend torch --drafts NEXTN --rounds 7 --out FILE
 
 A round serves all requests at once, `--batch` of them together: once by the engine in this process,
 as `bench.steps.offline` does, and once as clients do, streamed over HTTP from a server on this
@@ -261,7 +261,7 @@ def _measure(
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.serving.http_share", description=(__doc__ or "").splitlines()[0]
+        prog="python -m bench.serving.http_overhead", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
     add("--backend", choices=("torch", "jax"), default="torch")
@@ -302,7 +302,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     print(", ".join(f"{name} {number}" for name, number in numbers.items()))
     print(f"{told['offline']['tokens_per_s']:.0f} tokens/s offline; processor: {_cpu(told)}")
-    command = shlex.join(["python", "-m", "bench.serving.http_share", *words])
+    command = shlex.join(["python", "-m", "bench.serving.http_overhead", *words])
     if options.out:
         found = {"command": command, **found}
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
