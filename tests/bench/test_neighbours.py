@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.serving import neighbours
+from bench.serving import image_interference
 from shared.pictures.address import data_of
 from shared.pictures.opening import opened
 from tests.support.http_fixtures import PICTURES, save_tokenizer, serving
@@ -26,23 +26,23 @@ def test_gaps_are_told_and_an_answer_of_another_status_is_named(tmp_path, monkey
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path), "--sees"]) as server:
         out = tmp_path / "gaps.json"
         words = ["--base-url", server.url, "--rounds", "1", "--max-tokens", "60"]
-        assert neighbours.main([*words, "--out", str(out)]) == 0
+        assert image_interference.main([*words, "--out", str(out)]) == 0
         told = json.loads(out.read_text())
         assert told["answered_otherwise"] == {}
         assert told["beside"]["longest_ms"] >= told["beside"]["median_ms"] > 0
         assert told["alone"]["events"] > 10
         assert told["first beside"]["longest_ms"] >= told["first beside"]["median_ms"] > 0
-        as_good = {"svg": ([REFUSED["svg"][0]], neighbours.OK)}
-        monkeypatch.setattr(neighbours, "odd_pictures", lambda bounds: as_good)
-        assert neighbours.main(words) == 1
+        as_good = {"svg": ([REFUSED["svg"][0]], image_interference.OK)}
+        monkeypatch.setattr(image_interference, "odd_pictures", lambda bounds: as_good)
+        assert image_interference.main(words) == 1
         assert "svg was answered with 400" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("most", [18, 64])
 def test_good_pictures_are_those_that_a_model_takes_which_takes_one_size_alone(most):
     config = replace(PICTURES, factor=32, least=most * 32**2, most=most * 32**2)
-    odd = neighbours.odd_pictures({"min_tokens": most, "pixels_per_token": 32**2})
-    good = [data_of(urls[0]) for urls, want in odd.values() if want == neighbours.OK]
+    odd = image_interference.odd_pictures({"min_tokens": most, "pixels_per_token": 32**2})
+    good = [data_of(urls[0]) for urls, want in odd.values() if want == image_interference.OK]
     assert (len(odd), len(good)) == (12, 5)
     for data in good:
         picture = opened(data, config)

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bench.common.server import URL, no_answer, plain_url, prompt_count, server_options, url_of
 from bench.common.waiting import progress
-from bench.serving import neighbours, run, send_one
+from bench.serving import image_interference, run, send_one
 
 REQUEST = httpx.Request("GET", URL)
 

@@ -1,6 +1,6 @@
 """What odd pictures cost those who have sent none: the gaps of a stream beside them.
 
-    python -m bench.serving.neighbours --rounds 5 --out gaps.json
+    python -m bench.serving.image_interference --rounds 5 --out gaps.json
 
 Asks a running server whose model sees for a stream, alone and while 12 odd pictures are sent again
 and again, all at once. Told are the longest gap between two events of the stream, the longest that
@@ -170,7 +170,8 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.serving.neighbours", description=(__doc__ or "").splitlines()[0]
+        prog="python -m bench.serving.image_interference",
+        description=(__doc__ or "").splitlines()[0],
     )
     server_options(parser)
     parser.add_argument("--rounds", type=int, default=5, help="how often the pictures are sent")
