@@ -40,7 +40,7 @@ from bench.common.environment import versions
 from bench.common.session import CONTEXT_MULTIPLE
 from bench.serving.client import Client, Run, run_load
 from bench.serving.prompt_sets import NAMES, RANDOM, Ask, asks
-from bench.serving.worded import worded
+from bench.serving.with_tokenizer import worded
 from shared.engine.request import Request, SamplingParams
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import Server, serving

@@ -8,7 +8,7 @@ import pytest
 
 from bench.serving import http_overhead
 from bench.serving.http_overhead import Clocks, cpu_s, rounds, summary, waited_s
-from bench.serving.worded import worded
+from bench.serving.with_tokenizer import worded
 from shared.models.families import config_from_folder
 from shared.text.tokenizer import Tokenizer
 
