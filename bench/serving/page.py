@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.serving.client import Reply
-from bench.serving.numbers import SPREAD, TIMES, times_of
+from bench.serving.metrics import SPREAD, TIMES, times_of
 from bench.serving.table import facts
 
 TEMPLATE = Path(__file__).with_suffix(".html")

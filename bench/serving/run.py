@@ -4,7 +4,7 @@
         --out run.json --html run.html
 
 The server is any that speaks OpenAI's API. Flags are spelled as in the benches of SGLang and vLLM,
-and `bench/serving/numbers.py` says what is counted how. The prompts ship with the project: held-out
+and `bench/serving/metrics.py` says what is counted how. The prompts ship with the project: held-out
 word problems, copying, code and chats, or random tokens of chosen lengths. The exit code is 1 where
 a request failed, and 2 where nothing was asked.
 """
@@ -26,7 +26,7 @@ from bench.common.waiting import progress
 from bench.serving import page as serving_page
 from bench.serving import table as serving_table
 from bench.serving.client import Client, NoServer, Run, run_load
-from bench.serving.numbers import summary
+from bench.serving.metrics import summary
 from bench.serving.prompt_sets import MIX, NAMES, Ask, RandomLengths, asks
 
 

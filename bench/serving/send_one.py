@@ -17,7 +17,7 @@ from rich.table import Table
 
 from bench.common.server import server_options, url_of
 from bench.serving.client import Client, NoServer, Reply, Run
-from bench.serving.numbers import summary
+from bench.serving.metrics import summary
 from bench.serving.prompt_sets import CHAT, NAMES, RANDOM, Ask, asks
 from bench.serving.run import json_object
 from bench.serving.table import length_of

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from bench.serving.numbers import SPREAD, TIMES
+from bench.serving.metrics import SPREAD, TIMES
 
 Row = tuple[str, str]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from bench.serving import numbers as serving_numbers
+from bench.serving import metrics as serving_numbers
 from bench.serving import page as serving_page
 from bench.serving import run as serving
 from bench.serving import send_one
