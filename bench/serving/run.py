@@ -23,7 +23,7 @@ from rich.console import Console
 
 from bench.common.server import prompt_count, server_options, url_of
 from bench.common.waiting import progress
-from bench.serving import page as serving_page
+from bench.serving import html_report as serving_page
 from bench.serving import table as serving_table
 from bench.serving.client import Client, NoServer, Run, run_load
 from bench.serving.metrics import summary

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from bench.serving import html_report as serving_page
 from bench.serving import metrics as serving_numbers
-from bench.serving import page as serving_page
 from bench.serving import run as serving
 from bench.serving import send_one
 from bench.serving.client import Client, Reply, Run, arrivals, run_load
