@@ -1,6 +1,6 @@
 """Milliseconds until the first token of a prompt whose beginning is in the prefix cache, or is not.
 
-    python -m bench.steps.hits --model bench/shapes/qwen3-8b --backend torch jax \
+    python -m bench.steps.prefix_cache_hits --model bench/shapes/qwen3-8b --backend torch jax \
         --drafts none EAGLE3:S=3 --prefix 4100
 
 One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Each round asks
@@ -124,7 +124,9 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Prints and writes the lines; the exit code is 1 where an answer is another."""
-    found = run(options(), shlex.join(["python", "-m", "bench.steps.hits", *sys.argv[1:]]))
+    found = run(
+        options(), shlex.join(["python", "-m", "bench.steps.prefix_cache_hits", *sys.argv[1:]])
+    )
     return int(not all(line["is_same"] for line in found["lines"]))
 
 
