@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.steps import pictures, seeing
+from bench.steps import pictures, vlm_steps
 from shared.boundary.pictures import PicturePool
 from shared.boundary.program import Program
 from shared.process.pictures import MOST_PRODUCTS, encodings
@@ -56,18 +56,18 @@ def test_rows_are_near_those_of_the_specification(name):
 
 
 def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(seeing, "QWEN3_5", TINY)
+    monkeypatch.setattr(vlm_steps, "QWEN3_5", TINY)
     out, model = tmp_path / "found.json", str(MODEL)
     words = ["--model", model, "--backend", "torch", "--tokens", "64", "--rounds", "1"]
     kept = []
-    ask = seeing.asked
+    ask = vlm_steps.asked
 
     def asked(served, request):
         kept.append((bool(request.pictures), served.engine.pictures.num_encoded))
         return ask(served, request)
 
-    monkeypatch.setattr(seeing, "asked", asked)
-    seeing.run(seeing.options([*words, "--output", "4", "--out", str(out)]), "the command")
+    monkeypatch.setattr(vlm_steps, "asked", asked)
+    vlm_steps.run(vlm_steps.options([*words, "--output", "4", "--out", str(out)]), "the command")
     (line,) = json.loads(out.read_text())["lines"]
     assert kept == [x for n in range(2) for x in ((True, n), (True, n + 1), (False, n + 1))]
     assert line["gap_longest_ms"] >= line["gap_median_ms"] > 0

@@ -1,6 +1,6 @@
 """Milliseconds until the first token behind a picture, and of decoding behind it, beside text.
 
-    python -m bench.steps.seeing --model bench/shapes/qwen3.5-9b --tokens 256 1024 4096
+    python -m bench.steps.vlm_steps --model bench/shapes/qwen3.5-9b --tokens 256 1024 4096
 
 A model with dummy weights is given a vision tower of Qwen3.5-9B's shape. One prompt at a time holds
 one picture between some words, and is handed to an engine that has nothing else to do, without
@@ -210,7 +210,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Prints and writes the lines."""
-    run(options(), shlex.join(["python", "-m", "bench.steps.seeing", *sys.argv[1:]]))
+    run(options(), shlex.join(["python", "-m", "bench.steps.vlm_steps", *sys.argv[1:]]))
     return 0
 
 
