@@ -27,7 +27,7 @@ import numpy as np
 
 from bench.common import gpu_clock
 from bench.common.session import peak_bytes, reset_peak
-from bench.steps.pictures import PICTURES, QWEN3_5
+from bench.steps.vision_encoder import PICTURES, QWEN3_5
 from shared.engine.pictures import Picture
 from shared.engine.request import Request, SamplingParams
 from shared.models.pictures import FILE, PROCESSORS

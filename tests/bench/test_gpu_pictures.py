@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench.steps.pictures import ENCODERS, PICTURES, QWEN3_5
+from bench.steps.vision_encoder import ENCODERS, PICTURES, QWEN3_5
 from shared.spec import tower
 
 pytestmark = pytest.mark.gpu

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from bench.steps import pictures, vlm_steps
+from bench.steps import vision_encoder, vlm_steps
 from shared.boundary.pictures import PicturePool
 from shared.boundary.program import Program
 from shared.process.pictures import MOST_PRODUCTS, encodings
 from tests.support.golden_pictures import MODEL
 
 TINY = replace(
-    pictures.QWEN3_5, depth=2, hidden=32, num_heads=2, intermediate=48, table_side=4, out=24
+    vision_encoder.QWEN3_5, depth=2, hidden=32, num_heads=2, intermediate=48, table_side=4, out=24
 )
 
 
@@ -21,16 +21,16 @@ def test_products_are_of_every_patch_and_of_all_pairs():
     of_patch = 1536 * 32 + 2 * (4 * 32 * 32 + 2 * 32 * 48)
     of_merger = (128 * 128 + 128 * 24) // 4
     attended = 2 * 2 * patches * 32
-    found = pictures.products_of(patches, TINY)
+    found = vision_encoder.products_of(patches, TINY)
     assert found == patches * (of_patch + of_merger + attended)
-    assert pictures.picture_of(16, TINY).num_patches == 64
+    assert vision_encoder.picture_of(16, TINY).num_patches == 64
 
 
 def test_both_backends_encode_the_same_pictures(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(pictures, "QWEN3_5", TINY)
+    monkeypatch.setattr(vision_encoder, "QWEN3_5", TINY)
     out = tmp_path / "found.json"
     words = ["--depth", "2", "--tokens", "4", "16", "--rounds", "2", "--out", str(out)]
-    pictures.run(pictures.options(words), "the command")
+    vision_encoder.run(vision_encoder.options(words), "the command")
     lines = json.loads(out.read_text())["lines"]
     assert [(x["backend"], x["tokens"]) for x in lines] == [
         *(("torch", 4), ("torch", 16)),
@@ -47,11 +47,11 @@ def test_both_backends_encode_the_same_pictures(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_rows_are_near_those_of_the_specification(name):
-    picture = pictures.picture_of(4, TINY)
-    dummy = pictures.DummyCheckpoint(pictures.tower_parameters(TINY), {}, None)
-    weights = {p.name: dummy.load(p, "float32") for p in pictures.tower_parameters(TINY)}
-    want = pictures.tower.encoded(TINY, weights, pictures.tower.patches(TINY, picture))
-    got = pictures.ENCODERS[name](TINY)(picture)()
+    picture = vision_encoder.picture_of(4, TINY)
+    dummy = vision_encoder.DummyCheckpoint(vision_encoder.tower_parameters(TINY), {}, None)
+    weights = {p.name: dummy.load(p, "float32") for p in vision_encoder.tower_parameters(TINY)}
+    want = vision_encoder.tower.encoded(TINY, weights, vision_encoder.tower.patches(TINY, picture))
+    got = vision_encoder.ENCODERS[name](TINY)(picture)()
     assert abs(got - want).max() < 0.1 * abs(want).max()  # bfloat16 has 8 bits
 
 
@@ -76,7 +76,9 @@ def test_a_model_with_a_tower_is_asked_with_pictures_that_are_new_and_kept(monke
 
 def test_a_large_picture_is_encoded_in_steps_of_about_a_length():
     """Of Qwen3.5's tower: 16,384 patches in nine, a quarter of them in one."""
-    pool = PicturePool(pictures.QWEN3_5, replace(pictures.PICTURES, most=4096 * 32**2), 9000)
+    pool = PicturePool(
+        vision_encoder.QWEN3_5, replace(vision_encoder.PICTURES, most=4096 * 32**2), 9000
+    )
     of_size: dict[int, list[Program]] = {}
     for program in encodings(pool, are_few=False):
         of_size.setdefault(program.tokens, []).append(program)
@@ -86,10 +88,10 @@ def test_a_large_picture_is_encoded_in_steps_of_about_a_length():
         (16384, 9),
     ]
     for size, each in of_size.items():
-        longest = max(len(program.blocks) for program in each) * pictures.QWEN3_5.block_products(
-            size
-        )
+        longest = max(
+            len(program.blocks) for program in each
+        ) * vision_encoder.QWEN3_5.block_products(size)
         assert longest <= MOST_PRODUCTS
         assert [block for program in each for block in program.blocks] == [
-            *range(pictures.QWEN3_5.depth)
+            *range(vision_encoder.QWEN3_5.depth)
         ]

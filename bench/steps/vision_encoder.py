@@ -1,6 +1,6 @@
 """Milliseconds of a vision tower, beside what its products take, and where backends agree.
 
-    python -m bench.steps.pictures --tokens 256 1024 4096 --out bench/results/FILE.json
+    python -m bench.steps.vision_encoder --tokens 256 1024 4096 --out bench/results/FILE.json
 
 A tower of Qwen3.5-9B's shape with dummy weights, in bfloat16, cuts and encodes square pictures one
 by one.
@@ -198,7 +198,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Prints and writes the lines."""
-    run(options(), shlex.join(["python", "-m", "bench.steps.pictures", *sys.argv[1:]]))
+    run(options(), shlex.join(["python", "-m", "bench.steps.vision_encoder", *sys.argv[1:]]))
     return 0
 
 
