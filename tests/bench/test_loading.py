@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.steps import loading
+from bench.steps import weight_loading
 from models.make_random import ROOT
 from shared.models.checkpoint import open_checkpoint
 from shared.models.families import config_from_folder
@@ -16,18 +16,18 @@ SHAPE = ROOT / "demo" / "standalone"
 
 
 def test_a_checkpoint_of_a_shape_is_whole_and_is_measured(tmp_path):
-    found = loading.write(SHAPE, tmp_path)
+    found = weight_loading.write(SHAPE, tmp_path)
     open_checkpoint(tmp_path).check(config_from_folder(tmp_path), with_mtp=False)
     assert 0 < found["largest_tensor_gb"] <= found["checkpoint_gb"]
     for backend in ("torch", "jax"):
-        read = loading.measure(backend, tmp_path)
+        read = weight_loading.measure(backend, tmp_path)
         assert read["seconds"] > 0
         assert read["peak_gb"] < 1
 
 
 def test_a_checkpoint_is_written_and_read_file_by_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "SHARD_BYTES", 1)
-    loading.write(SHAPE, tmp_path)
+    monkeypatch.setattr(weight_loading, "SHARD_BYTES", 1)
+    weight_loading.write(SHAPE, tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
     open_checkpoint(tmp_path).check(config_from_folder(tmp_path), with_mtp=False)
 
@@ -35,31 +35,33 @@ def test_a_checkpoint_is_written_and_read_file_by_file(tmp_path, monkeypatch):
 def test_each_tree_is_read_with_its_own_sources(tmp_path):
     other = tmp_path / "other"
     for name in ("shared", "torch_impl", "kernels"):
-        shutil.copytree(loading.ROOT / name, other / name)
+        shutil.copytree(weight_loading.ROOT / name, other / name)
     with (other / "torch_impl" / "weights.py").open("a", encoding="utf-8") as weights:
         weights.write("\ndef load(*_):\n    hold = np.ones(60_000_000)\n    return hold.sum()\n")
     options = argparse.Namespace(
         shape=SHAPE, backend=["torch"], tree=[Path(), other], rounds=1, out=None
     )
-    ours, theirs = loading.run(options, "")["lines"]
+    ours, theirs = weight_loading.run(options, "")["lines"]
     assert (ours["tree"], theirs["tree"]) == (".", str(other))
     assert ours["peak_gb"] < 0.3 < theirs["peak_gb"]
     assert {"python", "numpy", "torch", "device"} <= ours.keys()
 
 
-@pytest.mark.parametrize("name", [name for _, name in loading.OWN])
+@pytest.mark.parametrize("name", [name for _, name in weight_loading.OWN])
 def test_memory_is_seen_wherever_the_system_tells_it(name, monkeypatch):
-    every = loading.own_gigabytes()
-    monkeypatch.setattr(loading, "OWN", [each for each in loading.OWN if each[1] == name])
-    assert loading.own_gigabytes() == pytest.approx(every, rel=0.1)
-    monkeypatch.setattr(loading, "OWN", ())
+    every = weight_loading.own_gigabytes()
+    monkeypatch.setattr(
+        weight_loading, "OWN", [each for each in weight_loading.OWN if each[1] == name]
+    )
+    assert weight_loading.own_gigabytes() == pytest.approx(every, rel=0.1)
+    monkeypatch.setattr(weight_loading, "OWN", ())
     with pytest.raises(RuntimeError, match="cannot be measured"):
-        loading.own_gigabytes()
+        weight_loading.own_gigabytes()
 
 
 def test_the_peak_is_of_what_was_held_for_a_moment():
-    before = loading.own_gigabytes()
-    with loading.Peak() as peak:
+    before = weight_loading.own_gigabytes()
+    with weight_loading.Peak() as peak:
         held = np.ones(60_000_000)
         assert held.sum() > 0
         del held

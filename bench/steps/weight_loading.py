@@ -1,6 +1,6 @@
 """Seconds and main memory of reading a checkpoint onto the device.
 
-    python -m bench.steps.loading --shape bench/shapes/qwen3-8b --backend torch jax --out FILE
+    python -m bench.steps.weight_loading --shape bench/shapes/qwen3-8b --backend torch jax --out FILE
 
 A checkpoint of the shape is written first, of one number throughout. Then a process of its own
 reads it with each backend, again and again. The files lie in the system's cache by then, where it
@@ -214,7 +214,7 @@ def main() -> None:
     if options.read:
         print(json.dumps(measure(options.backend[0], options.read)))
         return
-    found = run(options, shlex.join(["python", "-m", "bench.steps.loading", *sys.argv[1:]]))
+    found = run(options, shlex.join(["python", "-m", "bench.steps.weight_loading", *sys.argv[1:]]))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
