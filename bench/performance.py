@@ -1,4 +1,4 @@
-"""`docs/performance.md`: what `bench.steps.offline` found, as tables.
+"""`docs/performance.md`: what `bench.steps.decode_steps` found, as tables.
 
 python -m bench.performance > docs/performance.md
 python -m bench.performance --readme
@@ -87,7 +87,7 @@ class Found:
     """What was measured, file by file.
 
     Attributes:
-      offline: As `bench.steps.offline` writes them, of prompts of one length.
+      offline: As `bench.steps.decode_steps` writes them, of prompts of one length.
       long: The same of longer prompts.
       tp: The same on several GPUs, and on one of them.
       prefill, hits, adaptive, host: As the bench of the name writes them.

@@ -17,7 +17,7 @@ def ranked_steps(lines: Sequence[Line]) -> Iterator[list[str]]:
     Beside them what a rank's bytes take, at the rate of a large copy.
 
     Args:
-      lines: Of one model, as `bench.steps.offline` writes them.
+      lines: Of one model, as `bench.steps.decode_steps` writes them.
     """
     counts = _counts(lines)
     limits = [f"bytes, {count}" for count in counts]

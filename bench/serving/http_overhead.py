@@ -3,7 +3,7 @@
     python -m bench.serving.http_overhead --backend torch --drafts NEXTN --rounds 7 --out FILE
 
 A round serves all requests at once, `--batch` of them together: once by the engine in this process,
-as `bench.steps.offline` does, and once as clients do, streamed over HTTP from a server on this
+as `bench.steps.decode_steps` does, and once as clients do, streamed over HTTP from a server on this
 machine; `--streams` of them are open at once there, or all.
 Which goes first changes from round to round. Told is the median of the rounds' shares, and the
 lowest and the highest. Both must give the same number of tokens, and none has a prefix cache.

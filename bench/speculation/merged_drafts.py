@@ -95,7 +95,7 @@ def _tiers(file: str, tier: str) -> dict[int, float]:
 
 
 def _lines(file: str, drafts: str) -> dict[int, float]:
-    """Seconds of a drafter's steps by batch, of a report of `bench.steps.offline`."""
+    """Seconds of a drafter's steps by batch, of a report of `bench.steps.decode_steps`."""
     lines = json.loads((RESULTS / file).read_text(encoding="utf-8"))["lines"]
     return {line["batch"]: line["ms"] / 1e3 for line in lines if line["drafts"] == drafts}
 

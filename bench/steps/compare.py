@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.common.draft_config import Draft
 from bench.common.session import Load, Round, Session
-from bench.steps.offline import begun, decode_options, start_facts, with_lot
+from bench.steps.decode_steps import begun, decode_options, start_facts, with_lot
 from bench.steps.report import Report
 from tests.support.op_sides import SIDES
 

@@ -24,7 +24,7 @@ from typing import Any
 from bench.common import gpu_clock
 from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.session import Load, reset_peak
-from bench.steps.offline import flags, model_options, side_options, with_lot
+from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from bench.steps.report import kernels_of
 from shared.boundary.backend import Launch
 from shared.boundary.program import Work

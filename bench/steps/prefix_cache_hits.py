@@ -22,7 +22,7 @@ import numpy as np
 from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions
 from bench.common.session import reset_peak
-from bench.steps.offline import flags, model_options, side_options, with_lot
+from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from shared.engine.request import Request, SamplingParams
 from tests.support.started import Answer, Served, ask, start
 

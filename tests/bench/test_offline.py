@@ -14,8 +14,8 @@ import pytest
 from bench.common.draft_config import Draft, folders_of
 from bench.common.session import Round
 from bench.common.step_bytes import step_bytes, step_products
-from bench.steps import compare, offline
-from bench.steps.offline import with_lot
+from bench.steps import compare, decode_steps
+from bench.steps.decode_steps import with_lot
 from bench.steps.report import Report, compared, kernels_of
 from shared.boundary.backend import Blueprint
 from shared.drafts.config import DraftConfig
@@ -66,7 +66,7 @@ def short() -> Iterator[None]:
 
 def run(model: Path, *more: str) -> Report:
     line = ["--model", str(model), *SHORT, "--rounds", "2", *more]
-    return offline.run(offline.options().parse_args(line), "the command")
+    return decode_steps.run(decode_steps.options().parse_args(line), "the command")
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +388,7 @@ class Nowhere:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Nowhere())
-import bench.steps.compare, bench.steps.offline, torch_impl.platform, jax_impl.platform
+import bench.steps.compare, bench.steps.decode_steps, torch_impl.platform, jax_impl.platform
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 

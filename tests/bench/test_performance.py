@@ -10,7 +10,7 @@ PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 
 
 def line(backend: str, ms: float, **other: Any) -> dict[str, Any]:
-    """A line as `bench.steps.offline` writes it."""
+    """A line as `bench.steps.decode_steps` writes it."""
     usual = {
         "drafts": "none",
         "batch": 8,
@@ -33,7 +33,7 @@ def line(backend: str, ms: float, **other: Any) -> dict[str, Any]:
 
 def file(*lines: dict[str, Any]) -> dict[str, Any]:
     return {
-        "command": "python -m bench.steps.offline --model bench/shapes/qwen3-8b",
+        "command": "python -m bench.steps.decode_steps --model bench/shapes/qwen3-8b",
         "sides": {"torch": {"device": "NVIDIA H200"}},
         "lines": list(lines),
     }

@@ -1,6 +1,6 @@
 """Decoding without a server: milliseconds a step, what the GPU does in it, and equal texts.
 
-    python -m bench.steps.offline --backend torch jax --model bench/shapes/qwen3-8b --batch 1 8 32 \
+    python -m bench.steps.decode_steps --backend torch jax --model bench/shapes/qwen3-8b --batch 1 8 32 \
         --drafts none EAGLE3:S=3 DFLASH --out bench/results/FILE.json
 
 Every line is a batch that one drafter serves on one backend. Beside the time of a step stand its
@@ -312,7 +312,7 @@ def operations(ops: str, backend: str) -> Iterator[None]:
 def main() -> int:
     """Prints and writes the lines; the exit code is 1 where texts differ or nothing was served."""
     given = options().parse_args()
-    report = run(given, shlex.join(["python", "-m", "bench.steps.offline", *sys.argv[1:]]))
+    report = run(given, shlex.join(["python", "-m", "bench.steps.decode_steps", *sys.argv[1:]]))
     if report.has_other_texts:
         print("THE TEXTS ARE NOT EQUAL", file=sys.stderr)
     return 1 if report.has_other_texts or not report.found["lines"] else 0
