@@ -1,6 +1,6 @@
 """Seconds until a start is ready, and that nothing is compiled or captured after it.
 
-    python -m bench.steps.start --backend jax --requests 200 --out FILE -- \
+    python -m bench.steps.startup --backend jax --requests 200 --out FILE -- \
         --speculative-algorithm NEXTN
 
 The start is the server's own, less the HTTP process: plan, weights, every program. Then mixed
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("flags", nargs="*", help="of the server, after --")
     args = parser.parse_args()
     line = measure(args.backend, args.flags, args.requests)
-    command = f"python -m bench.steps.start --backend {args.backend} --requests {args.requests}"
+    command = f"python -m bench.steps.startup --backend {args.backend} --requests {args.requests}"
     if xla := os.environ.get("XLA_FLAGS"):
         command = f"XLA_FLAGS='{xla}' {command}"
     line = {"command": f"{command} -- {' '.join(args.flags)}".rstrip(" -")} | line
