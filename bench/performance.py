@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.performance_ranks import ranked_memory, ranked_steps
+from bench.performance_tp import ranked_memory, ranked_steps
 from bench.quality.accuracy_table import MISSING, insert, markdown
 from tests.support.op_sides import SIDES
 

@@ -91,7 +91,7 @@ def test_wheel_has_every_source_file(wheel: Path) -> None:
         and not {"results", "__pycache__"} & {*path.parts}
     ]
     missing = {str(path) for path in paths if f"tandem/{path}" not in names}
-    assert missing == {"bench/performance.py", "bench/performance_ranks.py"}
+    assert missing == {"bench/performance.py", "bench/performance_tp.py"}
 
 
 def test_wheel_answers_as_the_checkout(server: Server) -> None:
