@@ -324,7 +324,7 @@ def _fused(lines: Sequence[Line]) -> Iterator[list[str]]:
 
 
 def _changing(files: Sequence[File]) -> list[str]:
-    """What `adaptive` and `adaptive_texts` of `bench.speculation` found: a line a start and work."""
+    """Returns the tables of `bench.speculation.adaptive` and `adaptive_ngram_replay`."""
     head = ["drafts", "model", "backend", "device", "work", "of the best", "worst"]
     head += ["of off", "worst", "greedy", "probe", "file"]
     cells = [

@@ -1,4 +1,4 @@
-"""The choice of tokens behind a head that ranks have between them, for `bench.kernels.tp_all_gather`.
+"""Token sampling from vocab-parallel logits, for `bench.kernels.tp_all_gather`.
 
 The head is that of Qwen3-8B. Three ways: all logits are gathered and each rank chooses from whole
 rows; parts of the vocabulary are gathered as what they leave; and the same where the product with

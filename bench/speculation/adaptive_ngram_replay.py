@@ -1,16 +1,16 @@
-"""The adaptive choice of NGRAM on what a model itself says, in simulated time of measured costs.
+"""Adaptive NGRAM speculation on the outputs of a model, in simulated time of measured costs.
 
     python -m bench.speculation.adaptive_ngram_replay --model models/demo/target \
         --costs bench/results/adaptive_h200_ngram_torch.json --out bench/results/FILE.json
 
-The tasks of `bench.speculation.adaptive` are answered once by plain decoding, on this machine. Then the
-answers are written again in simulated time, at the costs that a start of NGRAM had in each report,
-with each tier, off and the adaptive choice. An index knows the texts of the phases before, so the
-phases are served in several orders, and summed.
+Plain decoding answers the tasks of `bench.speculation.adaptive` once, on this machine. The outputs
+are then replayed in simulated time, with the costs of each NGRAM start in each report: once for
+each tier, once without drafts and once with the adaptive policy. The n-gram index contains the
+outputs of earlier phases, so the phases are replayed in several orders and the results are summed.
 
-With `--submit-us` they are written in real time too, with a host that is this machine's and takes
-so long to submit a step: what the index costs shows only there. What else the machine does shows
-too, so take many orders.
+With `--submit-us` they are also replayed in real time: the host is this machine, and submitting a
+step takes the given time. Only this mode includes the cost of the index. Other load on the machine
+changes the result, so use many orders.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decoding without a server: milliseconds a step, what the GPU does in it, and equal texts.
 
-    python -m bench.steps.decode_steps --backend torch jax --model bench/shapes/qwen3-8b --batch 1 8 32 \
-        --drafts none EAGLE3:S=3 DFLASH --out bench/results/FILE.json
+    python -m bench.steps.decode_steps --backend torch jax --model bench/shapes/qwen3-8b \
+        --batch 1 8 32 --drafts none EAGLE3:S=3 DFLASH --out bench/results/FILE.json
 
 Every line is a batch that one drafter serves on one backend. Beside the time of a step stand its
 limits: of what it must read, at the rate that a large copy reaches on the same device, and of what

@@ -1,6 +1,6 @@
 """Seconds and main memory of reading a checkpoint onto the device.
 
-    python -m bench.steps.weight_loading --shape bench/shapes/qwen3-8b --backend torch jax --out FILE
+    python -m bench.steps.weight_loading --shape bench/shapes/qwen3-8b --out FILE
 
 A checkpoint of the shape is written first, of one number throughout. Then a process of its own
 reads it with each backend, again and again. The files lie in the system's cache by then, where it

@@ -49,7 +49,7 @@ def test_earlier_spellings_are_read_and_not_shown():
     assert "--url" not in parser().format_help()
 
 
-@pytest.mark.parametrize("command", [run, send_one, neighbours])
+@pytest.mark.parametrize("command", [run, send_one, image_interference])
 def test_every_command_for_a_server_takes_the_same_options(command):
     words = ["--url", "host:7", "--api-key", "k", "--model", "m", "--timeout", "3"]
     given = command.parse(words)
