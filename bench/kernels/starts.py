@@ -144,7 +144,7 @@ def chosen(programs: Sequence[Program], is_brief: bool) -> list[Program]:
         every = sorted((p for p in programs if p.work is work), key=_size)
         plain = [program for program in every if not program.has(Extra.LOGPROBS)]
         if is_brief:
-            found += {p.shape: p for p in plain}.values() if work is not Work.COUNT else []
+            found += {p.shape.tree: p for p in plain}.values() if work is not Work.COUNT else []
             continue
         middle = plain[len(plain) // 2 :][:1] if work is Work.DECODE else []
         found += [*plain[:1], *middle, *plain[-1:]]
