@@ -1,1 +1,1 @@
-"""Places processes on several hosts: the only room with Ray, named by `--launcher ray` alone."""
+"""Start of ranks on several hosts by Ray; imported for `--launcher ray` only."""

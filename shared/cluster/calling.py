@@ -1,4 +1,4 @@
-"""The call of a process that was started on another host, told from those of strangers."""
+"""Authenticated connection from a process that was started on another host."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from shared.options.flags import ConfigError
 
 CALL_BACK_S = 60.0
 LOOK_S = 1.0
-"""How long nothing may come until it is asked whether the process still runs."""
+"""Seconds without data before the state of the process is checked."""
 
 
 def called_back(
     listener: socket.socket, secret: bytes, host: str, ending: Callable[[], str | None]
 ) -> socket.socket:
-    """The connection of the process that knows the secret, and says it first.
+    """Accepts the connection of the process that sends the secret first.
 
-    Whoever reaches this host may connect too. All are heard at once, so that one who says nothing
-    keeps nobody waiting; as many other words are answered by the end of the connection.
+    Other clients may connect too. All connections are read concurrently, so a silent one delays
+    nothing; one that sends other bytes is closed.
 
     Args:
-      listener: At the address that the process calls.
-      host: Of the process, for the reader.
-      ending: How the process has ended, as "was ended by SIGKILL"; None while it runs.
+      listener: Socket at the address that the process connects to.
+      host: Name of the host of the process, for messages.
+      ending: Returns how the process has ended, as "was ended by SIGKILL", or None while it runs.
 
     Raises:
-      ConfigError: It ended before, or did not come in time.
+      ConfigError: The process ended first, or did not connect in time.
     """
     until = time.monotonic() + CALL_BACK_S
     listener.setblocking(False)
@@ -46,7 +46,7 @@ def called_back(
                 before = heard.pop(each)
                 said = before + _received(each, len(secret) - len(before))
                 if before != said and len(said) < len(secret):
-                    heard[each] = said  # not judged yet: a secret is not to be guessed in parts
+                    heard[each] = said  # incomplete: a secret must not be guessed in parts
                 elif hmac.compare_digest(said, secret):
                     return each
                 else:
@@ -55,13 +55,13 @@ def called_back(
         for each in heard:
             each.close()
     raise ConfigError(
-        f"--launcher ray: the rank on {host} did not call back within {CALL_BACK_S:g} s; let its "
-        "host reach this one"
+        f"--launcher ray: the rank on {host} did not connect within {CALL_BACK_S:g} s; allow its "
+        "host to reach this one"
     )
 
 
 def _ready(sockets: Iterable[socket.socket]) -> list[socket.socket]:
-    """Those of which something can be received; none after a while."""
+    """Returns the readable sockets, none after `LOOK_S`."""
     with selectors.DefaultSelector() as selector:
         for each in sockets:
             selector.register(each, selectors.EVENT_READ, each)
@@ -69,7 +69,7 @@ def _ready(sockets: Iterable[socket.socket]) -> list[socket.socket]:
 
 
 def _accepted(listener: socket.socket) -> dict[socket.socket, bytes]:
-    """A new connection, of which nothing is heard yet; none where it has gone again."""
+    """Returns a new connection without data, or nothing if it has closed again."""
     try:
         return {listener.accept()[0]: b""}
     except OSError:
@@ -77,7 +77,7 @@ def _accepted(listener: socket.socket) -> dict[socket.socket, bytes]:
 
 
 def _received(connection: socket.socket, most: int) -> bytes:
-    """What has come; empty where the other end is gone."""
+    """Returns the received bytes, none if the other end is closed."""
     try:
         return connection.recv(most)
     except OSError:

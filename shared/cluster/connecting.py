@@ -1,4 +1,4 @@
-"""The reason why a running Ray could not be joined, from what Ray raises."""
+"""Reason why Ray could not be joined, from the exception of `ray.init`."""
 
 import re
 import socket
@@ -11,15 +11,15 @@ _ADDRESS = re.compile(r"\bat (?:address[: ]*)?\[?([\w.:-]+?)\]?:(\d+)")
 def connection_fault(error: Exception) -> str:
     """Returns one sentence for an exception of `ray.init`.
 
-    Ray itself reports a wrong token and an absent cluster by the same exception, so the address is
-    tried: where something listens, the cluster is there and did not accept this process.
+    Ray reports a wrong token and an absent cluster by the same exception, so the address is
+    tried: if something listens, the cluster runs and did not accept this process.
     """
     said = " ".join(str(error).split())
     if type(error).__name__ == "AuthenticationError":
         return f"--launcher ray found no authentication token for Ray; {TOKEN}"
     if "version mismatch" in said.lower():
         return (
-            f"--launcher ray found a Ray of another version ({said}); install the cluster's "
+            f"--launcher ray found another version of Ray ({said}); install the cluster's "
             "versions of Ray and Python"
         )
     if found := _ADDRESS.search(said):
@@ -30,13 +30,13 @@ def connection_fault(error: Exception) -> str:
                 f"if it requires an authentication token, {TOKEN}"
             )
         return (
-            f"--launcher ray: nothing answers at {host}:{port}; start a Ray there with ray start "
-            "--head, or name another one in RAY_ADDRESS"
+            f"--launcher ray: no Ray runs at {host}:{port}; start one there with ray start "
+            "--head, or set RAY_ADDRESS"
         )
     if "could not find any running ray" in said.lower():
         return (
-            "--launcher ray found no Ray that runs on this host; start one with ray start "
-            "--head, name it in RAY_ADDRESS, or leave the flag out"
+            "--launcher ray found no running Ray on this host; start one with ray start --head, "
+            "set RAY_ADDRESS, or remove the flag"
         )
     return f"--launcher ray could not join Ray: {said}"
 

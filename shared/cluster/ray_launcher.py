@@ -1,9 +1,9 @@
-"""Starts the processes of ranks where a running Ray has room for them.
+"""Launcher that starts ranks on the hosts of a running Ray cluster.
 
-Ray reserves a place for every rank at once, in a placement group, starts an actor in each, and the
-actor starts the process of its rank, which calls back to the engine's process and is like any other
-from then on. Ray is asked how a process has ended; nothing of it is in the path of a step. When the
-actor ends, Linux ends the process of the rank; when the engine's process ends, Ray ends the actors.
+Ray reserves a placement group with a bundle for every rank and starts an actor in each bundle. The
+actor starts the process of its rank, which connects to the engine process. Ray reports how a rank
+has ended and is not in the path of a step. When an actor ends, Linux ends the process of its rank;
+when the engine process ends, Ray ends the actors.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ ray_util: Any = import_module("ray.util")
 scheduling: Any = import_module("ray.util.scheduling_strategies")
 
 ROOM_S = 60.0
-"""How long Ray may take to find room."""
+"""Limit of the time in which Ray reserves resources and starts actors."""
 
 ANSWER_S = 2.0
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 class _Place:
-    """An actor: what it is asked runs on its main thread, so what it starts ends with it alone."""
+    """Actor that starts a rank. Calls run on its main thread, so the rank ends with the actor."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def where(self) -> tuple[str, str]:
-        """Its host's name, and the GPUs that Ray has given it."""
+        """Returns the name of its host, and the GPUs that Ray has assigned to it."""
         node = ray.get_runtime_context().get_node_id()
         return f"{socket.gethostname()} (Ray's node {node[:8]})", os.environ.get(GPUS, "")
 
     def start(self, words: Sequence[str], folder: str, secret: str) -> None:
-        """Starts a process that calls back with the secret, which no list of processes shows."""
+        """Starts a process and sends the secret to its standard input: process lists lack it."""
         self._process = subprocess.Popen(
             [sys.executable, *words], cwd=folder, stdin=subprocess.PIPE, start_new_session=True
         )
@@ -57,7 +57,7 @@ class _Place:
         self._process.stdin.close()
 
     def state(self) -> tuple[int | None, str]:
-        """The exit code of the process, if it has ended, and the letter of its state."""
+        """Returns the exit code of the process, None while it runs, and its Linux state letter."""
         process = self._process
         if process is None or process.poll() is not None:
             return None if process is None else process.returncode, ""
@@ -69,14 +69,14 @@ class RayLauncher:
     """Starts ranks on the hosts of a running Ray; see `shared.process.ranks.places.Launcher`."""
 
     def __init__(self, count: int, follower: str, with_gpus: bool) -> None:
-        """Reserves room for all ranks, with rank 0, which is this process.
+        """Reserves resources for all ranks; rank 0 is this process.
 
         Args:
-          follower: The module that a rank's process runs.
-          with_gpus: Whether each rank needs a GPU.
+          follower: Module that the process of a rank runs.
+          with_gpus: Each rank needs a GPU.
 
         Raises:
-          ConfigError: No Ray runs here, or it has no room.
+          ConfigError: No Ray runs here, or it lacks resources.
         """
         self._follower, self._is_own = follower, not ray.is_initialized()
         self._connect()
@@ -132,10 +132,10 @@ class RayLauncher:
         try:
             ray.get(self._group.ready(), timeout=ROOM_S)
         except ray.exceptions.GetTimeoutError as error:
-            what = "a processor and a GPU" if with_gpus else "a processor"
+            what = "a CPU and a GPU" if with_gpus else "a CPU"
             raise ConfigError(
-                f"--launcher ray: Ray had no room for {count} ranks within {ROOM_S:g} s, of which "
-                f"each needs {what}; lower --tp-size or add hosts"
+                f"--launcher ray: Ray reserved no resources for {count} ranks within {ROOM_S:g} s; "
+                f"each rank needs {what}; lower --tp-size or add hosts"
             ) from error
         self._actors = [self._actor(rank, with_gpus) for rank in range(count)]
         if with_gpus:
@@ -156,7 +156,7 @@ class RayLauncher:
 
 
 class RayProcess:
-    """A rank's process beside its actor; see `shared.process.ranks.places.RankProcess`."""
+    """Process of a rank, with its actor; see `shared.process.ranks.places.RankProcess`."""
 
     def __init__(self, actor: Any, host: str) -> None:
         self.host = host
@@ -180,12 +180,12 @@ class RayProcess:
             time.sleep(0.05)
 
     def is_stopped(self) -> bool:
-        """See `shared.process.ranks.places.RankProcess`; as of the last look, so as not to wait."""
+        """See `shared.process.ranks.places.RankProcess`; the last known state, without waiting."""
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             try:
                 self._letter = ray.get(self._asked)[1]
             except ray.exceptions.RayError:
-                self._letter = ""  # its end is seen at its socket
+                self._letter = ""  # the end of its socket reports its end
             self._asked = None
         if self._asked is None:
             self._asked = self._actor.state.remote()

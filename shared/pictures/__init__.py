@@ -1,1 +1,1 @@
-"""Pictures as clients send them: opened, brought to size, and given their places in a prompt."""
+"""Images of requests: decoding, resizing, and placeholder tokens in the prompt."""

@@ -1,4 +1,4 @@
-"""The address of a picture in a request, which carries the picture itself."""
+"""Data URLs of images in requests."""
 
 import binascii
 import re
@@ -8,38 +8,38 @@ from shared.models.pictures import PictureRefused
 
 SCHEME = b"data:"
 _BASE64 = re.compile(rb"; *base64\Z", re.IGNORECASE)
-_AROUND = bytes(range(33))  # what URLs lose at both ends
+_AROUND = bytes(range(33))  # stripped from both ends of a URL
 _WITHIN = b"\t\n\r"
 _SPACES = b"\t\n\f\r "
 _OTHER_LETTERS = bytes.maketrans(b"-_", b"+/")  # of base64 for URLs
 
 
 def data_of(url: str) -> bytes:
-    """Reads the bytes that a data URL holds; the type that it names counts for nothing.
+    """Decodes a data URL; its media type is ignored.
 
-    Base64 is read as browsers read it, with white space, escapes such as `%3D` and without
-    padding, and with the letters that are for URLs.
+    Base64 is decoded as in browsers, with white space, escapes such as `%3D` and without padding.
+    The URL-safe alphabet is valid too.
 
     Raises:
-      PictureRefused: It is another address, which nothing fetches, or is broken.
+      PictureRefused: The URL is not a data URL, or its base64 is invalid. Nothing is fetched.
 
     Source: RFC 2397; the data: URL processor of WHATWG Fetch, forgiving-base64 of WHATWG Infra;
     RFC 4648, section 5.
     """
-    # A letter beyond ASCII is no base64, and becomes a sign that is none either.
+    # A character beyond ASCII becomes "?", which is invalid base64 too.
     address = url.encode("ascii", "replace").strip(_AROUND).translate(None, _WITHIN)
     if address[: len(SCHEME)].lower() != SCHEME:
         raise PictureRefused(
-            "the picture's url must be a data URL; remote addresses are not fetched, so send the "
-            "picture itself as data:image/png;base64,..."
+            "the image's url must be a data URL, because remote URLs are not fetched; send the "
+            "image itself as data:image/png;base64,..."
         )
     kind, comma, encoded = address.partition(b"#")[0].partition(b",")
     if not comma or not _BASE64.search(kind.strip(_SPACES)):
-        raise PictureRefused("the picture's data URL must have ;base64, before the data")
+        raise PictureRefused("the image's data URL must have ;base64, before the data")
     try:
         return _decoded(unquote_to_bytes(encoded))
     except binascii.Error as error:
-        raise PictureRefused("the picture's data URL holds no valid base64") from error
+        raise PictureRefused("the image's data URL contains invalid base64") from error
 
 
 def _decoded(encoded: bytes) -> bytes:

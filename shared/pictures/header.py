@@ -1,7 +1,7 @@
-"""What a picture's first bytes say of it, read before anything is decoded.
+"""Image headers: format, size and animation, read before a decoder opens the file.
 
-A decoder may take the memory of the whole picture when it opens a file: that of WebP takes 2.7 GB
-for 10 kB that claim 16,000 x 16,000 pixels.
+A decoder may allocate the whole image when it opens a file: that of WebP allocates 2.7 GB for 10 kB
+that claim 16,000 x 16,000 pixels.
 """
 
 import struct
@@ -14,22 +14,22 @@ from shared.models.pictures import PictureRefused
 PNG, JPEG, WEBP, GIF = "PNG", "JPEG", "WEBP", "GIF"
 
 MAX_PIXELS = 1 << 25
-"""Of a picture as it is stored: 33.5 million, as of large cameras; no model sees half of them."""
+"""Limit of a stored image: 33.5 million, as of large cameras. Models use less than half of it."""
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _SIZES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-"""Markers of JPEG behind which the size stands; the others of the range are tables."""
+"""JPEG markers that are followed by the size; the others of the range are tables."""
 
 MARKERS_WITHOUT_LENGTH = {0x01, *range(0xD0, 0xD9)}
-"""Markers of JPEG without a length."""
+"""JPEG markers that have no length field."""
 
 _FRAME, _EXTENSION = 0x2C, 0x21
-"""First bytes of the blocks of a GIF that are followed by others."""
+"""First bytes of the blocks that may precede others in a GIF."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """A picture's format, its size in pixels as it is stored, and whether it moves."""
+    """Format of an image, its stored size in pixels, and animation."""
 
     kind: str
     height: int
@@ -38,10 +38,10 @@ class Header:
 
 
 def read_header(data: bytes) -> Header:
-    """Finds the format by the content, whatever the client calls it.
+    """Detects the format by the content.
 
     Raises:
-      PictureRefused: It is none of PNG, JPEG, WebP and GIF, or its header is broken.
+      PictureRefused: The file is not a PNG, JPEG, WebP or GIF, or its header is invalid.
 
     Source: PNG, third edition (W3C); ITU-T T.81; WebP container specification (RFC 9649); GIF89a
     specification (CompuServe, 1990).
@@ -54,7 +54,7 @@ def read_header(data: bytes) -> Header:
         return _of_webp(data)
     if data[:6] in (b"GIF87a", b"GIF89a"):
         return _of_gif(data)
-    raise PictureRefused("the picture must be a PNG, a JPEG, a WebP or a still GIF")
+    raise PictureRefused("the image must be a PNG, a JPEG, a WebP or a still GIF")
 
 
 def _of_png(data: bytes) -> Header:
@@ -65,7 +65,7 @@ def _of_png(data: bytes) -> Header:
 
 
 def _has_frames(data: bytes) -> bool:
-    """Returns whether a PNG says, before its pixels, that it has several frames."""
+    """Returns whether a PNG declares several frames before its pixels."""
     at = len(PNG_SIGNATURE)
     while at + 8 <= len(data):
         kind = data[at + 4 : at + 8]
@@ -79,7 +79,7 @@ def _of_jpeg(data: bytes) -> Header:
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
-        if marker == 0xFF:  # any number of them may stand before a marker
+        if marker == 0xFF:  # any number of fill bytes may precede a marker
             at += 1
         elif marker in MARKERS_WITHOUT_LENGTH:
             at += 2
@@ -109,7 +109,7 @@ def _of_webp(data: bytes) -> Header:
 
 
 def _webp_frames(data: bytes) -> Iterator[int]:
-    """Yields where each frame of an animated WebP begins."""
+    """Yields the offset of each frame of an animated WebP."""
     at = 12
     while at + 8 <= len(data):
         if data[at : at + 4] == b"ANMF":
@@ -119,7 +119,7 @@ def _webp_frames(data: bytes) -> Iterator[int]:
 
 
 def _of_gif(data: bytes) -> Header:
-    """A GIF's frames stand one behind the other; the first may be larger than the screen."""
+    """Reads a GIF: a sequence of frames, the first of which may exceed the screen."""
     frames = list(islice(_gif_frames(data), 2))
     if not frames:
         raise _broken(GIF)
@@ -130,12 +130,12 @@ def _of_gif(data: bytes) -> Header:
 
 
 def _gif_frames(data: bytes) -> Iterator[int]:
-    """Yields where each image descriptor of a GIF begins."""
+    """Yields the offset of each image descriptor of a GIF."""
     at = 13 + _colours(data, 10)
     while at < len(data):
         if data[at] == _FRAME and at + 11 <= len(data):
             yield at
-            at += 11 + _colours(data, at + 9)  # behind the size of codes
+            at += 11 + _colours(data, at + 9)  # after the code size
         elif data[at] == _EXTENSION:
             at += 2
         else:
@@ -146,7 +146,7 @@ def _gif_frames(data: bytes) -> Iterator[int]:
 
 
 def _colours(data: bytes, at: int) -> int:
-    """Bytes of the colour table that a byte of flags announces."""
+    """Returns the bytes of the colour table that a flags byte declares."""
     flags = data[at] if at < len(data) else 0
     return 3 << 1 + (flags & 7) if flags & 0x80 else 0
 
@@ -158,4 +158,4 @@ def _checked(header: Header) -> Header:
 
 
 def _broken(kind: str) -> PictureRefused:
-    return PictureRefused(f"the picture's {kind} header is broken")
+    return PictureRefused(f"the image's {kind} header is invalid")

@@ -1,8 +1,8 @@
 """Metadata of image files, removed before a decoder reads them.
 
-A decoder may fail at metadata that no pixel depends on: Pillow bounds the texts and colour profiles
-of a PNG, and unpacks the fields of a JPEG's application segments whatever their length. What stays
-is what pixels and their orientation depend on.
+A decoder may fail at metadata that no pixel depends on: Pillow limits the texts and colour profiles
+of a PNG, and unpacks the fields of a JPEG's application segments whatever their length. Only data
+that affects pixels or their orientation is kept.
 """
 
 import struct
@@ -12,27 +12,27 @@ from collections.abc import Iterator
 from shared.pictures.header import JPEG, MARKERS_WITHOUT_LENGTH, PNG, PNG_SIGNATURE
 
 MAX_TEXT_BYTES = 1 << 24
-"""Unpacked, of all texts of a PNG that may hold an orientation; further ones are dropped."""
+"""Limit of the unpacked texts of a PNG that may contain an orientation; more are dropped."""
 
 _ORIENTING = (b"XML:com.adobe.xmp", b"Raw profile type exif")
-"""Keywords of the texts in which Pillow looks for an orientation."""
+"""Keywords of the texts that Pillow searches for an orientation."""
 
 _KEPT_CHUNKS = (b"tRNS", b"eXIf")
 _SCAN = 0xDA
 _SEGMENTS, _COMMENT = range(0xE0, 0xF0), 0xFE
 _KEPT_SEGMENTS = {0xE0: (b"JFIF\0", 14), 0xE1: (b"", 0), 0xEE: (b"Adobe", 12)}
-"""By marker: how such a segment begins, and how long it is at least. The first and the last decide
-how colours are read, the second holds EXIF and XMP."""
+"""Prefix and minimum length of the segments that are kept, by marker. The first and the last affect
+colours; the second contains EXIF and XMP."""
 
 
 def without_metadata(data: bytes, kind: str) -> bytes:
-    """Returns the file of an image with nothing but its pixels and their orientation.
+    """Returns an image file with its pixels and their orientation alone.
 
-    Broken files are returned with what follows the fault as it is: the decoder names the fault.
+    After a fault the rest of a file is returned unchanged, and the decoder reports the fault.
 
     Args:
       data: The file.
-      kind: Its format; files of others than PNG and JPEG are returned as they are.
+      kind: The format; formats other than PNG and JPEG are returned unchanged.
     """
     if kind == PNG:
         return b"".join(_chunks(data))
@@ -58,7 +58,7 @@ def _chunks(data: bytes) -> Iterator[bytes]:
 
 
 def _unpacked(kind: bytes, body: bytes, most: int) -> tuple[bytes, bytes] | None:
-    """Returns kind and body of a text chunk without compression; None for one that is dropped."""
+    """Returns kind and body of a text chunk without compression, or None if it is dropped."""
     keyword, _, rest = body.partition(b"\0")
     if keyword not in _ORIENTING or len(body) > most:
         return None
@@ -89,7 +89,7 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def _parts(data: bytes) -> Iterator[bytes]:
-    """The segments of a JPEG before its first scan, and all that follows."""
+    """Yields the kept segments of a JPEG before its first scan, then the rest."""
     yield data[:2]
     at = 2
     while at + 4 <= len(data) and data[at] == 0xFF:

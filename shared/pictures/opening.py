@@ -1,14 +1,12 @@
-"""Opens a picture and brings it to the size that a model wants.
+"""Decoding of an image and resizing to the size of the model.
 
-What a picture is brought to is decided by name:
-
-- A palette, grey values, CMYK and other colours become RGB as Pillow converts them.
-- Of transparency the colours beneath are taken, as the processors do with which models are trained.
-- Of 16 bits in a channel the upper 8 are taken.
-- A picture that EXIF says is turned is turned, before its sides are looked at. Nothing else of EXIF
-  is read, and nothing of a broken one. Other metadata is dropped unread, whatever its size.
-- A picture of several frames is refused, and a GIF of one is taken; of a JPEG that carries others
-  behind it, as cameras write them, the first is taken.
+- Palettes, grey values, CMYK and other colours become RGB as Pillow converts them.
+- Transparency is dropped, as by the image processors used in training.
+- 16-bit channels keep their upper 8 bits.
+- The EXIF orientation is applied before the size is chosen. Nothing else of EXIF is read, and
+  broken EXIF is ignored. Other metadata is dropped unread, whatever its size.
+- An image of several frames is an error, except a GIF of one frame. A JPEG that contains further
+  images, as cameras write them, gives the first one.
 """
 
 import io
@@ -22,7 +20,7 @@ from shared.pictures.header import MAX_PIXELS, Header, read_header
 from shared.pictures.metadata import without_metadata
 
 DEEP = "I;16"
-"""Begins what Pillow calls 16 bits of grey; those of colours it reads as 8."""
+"""Prefix of Pillow's modes of 16-bit grey; Pillow reads 16-bit colours as 8 bits."""
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -33,24 +31,24 @@ _TURNS = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What makes a picture upright, by what EXIF says; nothing of one that is."""
+"""Operation that makes an image upright, by EXIF orientation."""
 
 
 def opened(data: bytes, config: PictureConfig) -> OpenedPicture:
-    """The picture in a file's bytes.
+    """Decodes and resizes the image of a file.
 
     Raises:
-      PictureRefused: It is not taken; see above, and `PictureConfig.fitted`.
+      PictureRefused: The image is invalid or unsupported; see above, and `PictureConfig.fitted`.
     """
     header = read_header(data)
     _check(header)
-    config.fitted(header.height, header.width)  # one that is too long is not decoded either
+    config.fitted(header.height, header.width)  # rejects extreme aspect ratios before decoding
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of broken EXIF, which is then not looked at
+            warnings.simplefilter("ignore")  # about broken EXIF, which is ignored
             image = _decoded(data, header.kind)
     except (OSError, SyntaxError, ValueError) as error:
-        raise PictureRefused(f"the picture is a broken {header.kind}: {error}") from error
+        raise PictureRefused(f"the image is an invalid {header.kind}: {error}") from error
     height, width = config.fitted(image.height, image.width)
     fitted = image.resize((width, height), Image.Resampling.BICUBIC)
     return OpenedPicture(height, width, fitted.tobytes())
@@ -59,17 +57,17 @@ def opened(data: bytes, config: PictureConfig) -> OpenedPicture:
 def _check(header: Header) -> None:
     if header.is_animated:
         raise PictureRefused(
-            f"the picture is an animated {header.kind}, and video is not served; send one frame"
+            f"the image is an animated {header.kind}, and video is not supported; send one frame"
         )
     if header.height * header.width > MAX_PIXELS:
         raise PictureRefused(
-            f"the picture has {header.width} x {header.height} pixels, more than the "
-            f"{MAX_PIXELS} that are decoded; send a smaller one"
+            f"the image has {header.width} x {header.height} pixels, and the limit is "
+            f"{MAX_PIXELS}; send a smaller one"
         )
 
 
 def _decoded(data: bytes, kind: str) -> Image.Image:
-    """All of a picture, upright and in RGB."""
+    """Decodes a whole image, upright and in RGB."""
     file = io.BytesIO(without_metadata(data, kind))
     with Image.open(file, formats=(kind,)) as image:
         image.load()
@@ -80,9 +78,9 @@ def _decoded(data: bytes, kind: str) -> Image.Image:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    # Pillow's own function writes the EXIF anew, which it cannot do of every one that it reads.
+    # Pillow's own function rewrites the EXIF, which fails for some EXIF that it can read.
     try:
         turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except Exception:  # whatever the library says of a broken one
+    except Exception:  # any error of the library means broken EXIF
         return image
     return image if turn is None else image.transpose(turn)

@@ -1,4 +1,4 @@
-"""The places of pictures in a prompt."""
+"""Image placeholders in a prompt."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,21 @@ from shared.models.pictures import PictureRefused
 
 
 def expanded(tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> list[int]:
-    """A prompt in which each picture's token is repeated, once for each of its rows.
+    """Repeats each image token once per embedding of its image.
 
     Args:
-      tokens: As the chat template has written them, with one image token for each picture.
-      counts: Rows of each picture.
+      tokens: Prompt as the chat template has written it, with one image token per image.
+      counts: Embeddings of each image.
 
     Raises:
-      PictureRefused: There are not as many image tokens as pictures, as where a text has the name
-        of that token in it.
+      PictureRefused: The numbers of image tokens and images differ, for example because a text
+        contains the image token.
     """
     places = sum(token == image_token for token in tokens)
     if places != len(counts):
         raise PictureRefused(
-            f"the prompt has places for {places} pictures, and the request has {len(counts)}; "
-            "a text may not hold the name of the image token"
+            f"the prompt has {places} image tokens, and the request has {len(counts)} images; "
+            "remove the image token from the text"
         )
     left = iter(counts)
     return [t for token in tokens for t in [token] * (next(left) if token == image_token else 1)]

@@ -1,4 +1,4 @@
-"""Opens pictures in a process of its own; see `shared.text.worker`."""
+"""Process that decodes images; see `shared.text.worker`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from shared.text import worker
 from shared.text.worker import WorkRefused
 
 MAX_MEMORY = 1 << 30
-"""Bytes beside the libraries; the largest picture that is decoded takes half of it."""
+"""Limit in bytes, libraries not included; the largest image takes half of it."""
 
 
 def begin(given: Any) -> Callable[[Any], bytes]:
-    """What opens pictures for the model of the first message."""
+    """Returns the decoder for the model of the first message."""
     config = PictureConfig(**given)
     low = config.low_detail()
 
@@ -26,7 +26,9 @@ def begin(given: Any) -> Callable[[Any], bytes]:
         except PictureRefused as error:
             raise WorkRefused(str(error), PART) from error
         except MemoryError:
-            raise WorkRefused("the picture takes too much memory to decode", PART) from None
+            raise WorkRefused(
+                "the image takes too much memory to decode; send a smaller one", PART
+            ) from None
 
     return open_picture
 

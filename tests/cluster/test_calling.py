@@ -77,6 +77,6 @@ def test_a_rank_that_ends_or_does_not_call_is_named_by_its_host(listener, monkey
     monkeypatch.setattr(calling, "CALL_BACK_S", 0.3)
     with (
         socket.create_connection(listener.getsockname()),
-        pytest.raises(ConfigError, match="the rank on a host did not call back within 0.3 s"),
+        pytest.raises(ConfigError, match="the rank on a host did not connect within 0.3 s"),
     ):
         called_back(listener, SECRET, "a host", lambda: None)

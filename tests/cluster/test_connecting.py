@@ -18,8 +18,8 @@ VERSIONS = RuntimeError("Version mismatch: The cluster was started with:\n    Ra
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (ABSENT, "--launcher ray found no Ray that runs on this host; start one with ray start"),
-        (VERSIONS, "--launcher ray found a Ray of another version (Version mismatch: The cluster"),
+        (ABSENT, "--launcher ray found no running Ray on this host; start one with ray start"),
+        (VERSIONS, "--launcher ray found another version of Ray (Version mismatch: The cluster"),
         (AuthenticationError("Token ..."), "--launcher ray found no authentication token for Ray"),
         (ValueError("no\n such thing"), "--launcher ray could not join Ray: no such thing"),
     ],
@@ -37,4 +37,4 @@ def test_an_address_that_answers_is_a_ray_that_did_not_accept():
         found = connection_fault(error)
         assert f"the Ray at 127.0.0.1:{port} runs and did not accept this process" in found
         assert "RAY_AUTH_TOKEN" in found
-    assert f"nothing answers at 127.0.0.1:{port}; start a Ray" in connection_fault(error)
+    assert f"no Ray runs at 127.0.0.1:{port}; start one" in connection_fault(error)

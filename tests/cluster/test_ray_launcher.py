@@ -112,7 +112,9 @@ def test_more_ranks_than_there_is_room_for_are_refused(hosts, monkeypatch):
     from shared.cluster import ray_launcher
 
     monkeypatch.setattr(ray_launcher, "ROOM_S", 5.0)
-    with pytest.raises(ConfigError, match=r"Ray had no room for 3 ranks within 5 s, of which each"):
+    with pytest.raises(
+        ConfigError, match=r"Ray reserved no resources for 3 ranks within 5 s; each"
+    ):
         ray_launcher.RayLauncher(3, "no.module", with_gpus=False)
 
 

@@ -129,7 +129,7 @@ def test_too_many_pixels_are_refused_before_a_decoder_sees_the_file(kind, monkey
 
 @pytest.mark.parametrize("kind", ["PNG", "WEBP"])
 def test_a_moving_picture_is_refused(kind):
-    with pytest.raises(PictureRefused, match=f"an animated {kind}, and video is not served"):
+    with pytest.raises(PictureRefused, match=f"an animated {kind}, and video is not supported"):
         opened(animated(kind), picture_config())
 
 
@@ -164,5 +164,5 @@ def test_a_server_of_text_needs_no_decoder():
 
 def test_each_picture_has_its_rows_in_the_prompt():
     assert expanded([5, 9, 6, 9], 9, [2, 3]) == [5, 9, 9, 6, 9, 9, 9]
-    with pytest.raises(PictureRefused, match="places for 2 pictures, and the request has 1"):
+    with pytest.raises(PictureRefused, match="2 image tokens, and the request has 1 images"):
         expanded([5, 9, 6, 9], 9, [2])

@@ -71,15 +71,18 @@ def bomb(kind: str, side: int) -> bytes:
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/hostname"/></svg>'
 
 REFUSED = {
-    "bomb": (url_of(bomb("PNG", 12_000)), "12000 x 12000 pixels, more than the 33554432"),
-    "bomb in WebP": (url_of(bomb("WEBP", 16_000)), "16000 x 16000 pixels, more than the 33554432"),
-    "truncated": (url_of(stored(rgb())[:-2000]), "a broken PNG: image file is truncated"),
+    "bomb": (url_of(bomb("PNG", 12_000)), "12000 x 12000 pixels, and the limit is 33554432"),
+    "bomb in WebP": (
+        url_of(bomb("WEBP", 16_000)),
+        "16000 x 16000 pixels, and the limit is 33554432",
+    ),
+    "truncated": (url_of(stored(rgb())[:-2000]), "an invalid PNG: image file is truncated"),
     "svg": (url_of(SVG, "svg+xml"), "must be a PNG, a JPEG, a WebP or a still GIF"),
-    "wrong base64": ("data:image/png;base64,iVBOR*", "holds no valid base64"),
+    "wrong base64": ("data:image/png;base64,iVBOR*", "contains invalid base64"),
     "stretched": (url_of(stored(Image.new("RGB", (300, 1)))), "at most 200 times the other"),
-    "animated": (url_of(animated("PNG")), "an animated PNG, and video is not served"),
-    "remote": ("https://example.com/a.png", "remote addresses are not fetched"),
-    "file": ("file:///etc/hostname", "remote addresses are not fetched"),
+    "animated": (url_of(animated("PNG")), "an animated PNG, and video is not supported"),
+    "remote": ("https://example.com/a.png", "remote URLs are not fetched"),
+    "file": ("file:///etc/hostname", "remote URLs are not fetched"),
     "no base64": ("data:image/png,abc", "must have ;base64,"),
     "video": (url_of(b"\0\0\0\x18ftypmp42", "mp4"), "must be a PNG, a JPEG, a WebP or a still GIF"),
     "empty": ("data:image/png;base64,", "must be a PNG, a JPEG, a WebP or a still GIF"),
