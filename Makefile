@@ -28,7 +28,7 @@ AOT_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 python3 $$H
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$python && break; done)
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot lowered aot-python wheel format clean
+.PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot lowered aot-python docs wheel format clean
 
 serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -127,6 +127,17 @@ aot-python:
 	.venv-aot/bin/python -m pip install ".[aot]"
 	touch $@
 
+# The documentation as a site in build/site, in an environment of its own. A warning of mkdocs, such as
+# for a dead link, is an error.
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/python -m mkdocs build --strict
+
+.venv-docs/.ready: pyproject.toml
+	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python .ci/requirements --alone docs > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet --no-compile -r .venv-docs/requirements.txt
+	touch $@
+
 # The source distribution, and the wheel that is built of it, in dist.
 wheel: venv
 	$(RUN) -m build --no-isolation --outdir dist
@@ -136,4 +147,4 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-aot .venv-lowered .tokenizers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .venv-lowered .venv-docs .tokenizers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,207 @@
+"""Rules for pages: length, lines, headings, links, and a place in the navigation of the site.
+
+A ceiling is the count of a page that does not keep the rule yet. It may only fall; a page without
+a ceiling keeps the rule.
+"""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from docs.make import site_pages
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_WORDS, MAX_COLUMNS, MAX_LINES_BETWEEN_HEADINGS = 900, 100, 25
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("[B-Z]*.md"), *ROOT.glob("bench/*.md")]
+    if path.name != "CHANGELOG.md"
+)
+NAVIGATION = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+
+WORD_CEILINGS = {
+    "CONTRIBUTING.md": 1821,
+    "docs/faq.md": 983,
+    "docs/model_execution.md": 1662,
+    "docs/numerics.md": 2914,
+    "docs/performance.md": 1069,
+    "docs/scheduler_and_cache.md": 1110,
+    "docs/server.md": 1190,
+}
+LONG_LINE_CEILINGS = {
+    "CONTRIBUTING.md": 79,
+    "README.md": 20,
+    "SECURITY.md": 6,
+    "bench/README.md": 3,
+    "docs/adaptive_speculation.md": 1,
+    "docs/backend_interface.md": 28,
+    "docs/dependencies.md": 7,
+    "docs/faq.md": 41,
+    "docs/kernels/index.md": 1,
+    "docs/model_execution.md": 74,
+    "docs/multimodal.md": 1,
+    "docs/multimodal_internals.md": 1,
+    "docs/ngram.md": 1,
+    "docs/numerics.md": 121,
+    "docs/performance.md": 7,
+    "docs/performance_details.md": 1,
+    "docs/python.md": 1,
+    "docs/rejected_experiments.md": 9,
+    "docs/scheduler_and_cache.md": 44,
+    "docs/server.md": 51,
+}
+"""Lines of a page above 100 columns, outside tables and code."""
+GAP_CEILINGS = {
+    "docs/backend_interface.md": 32,
+    "docs/faq.md": 56,
+    "docs/model_execution.md": 83,
+    "docs/numerics.md": 37,
+    "docs/scheduler_and_cache.md": 57,
+    "docs/server.md": 62,
+}
+"""Lines between two headings of a page, outside tables and code."""
+RUN_IN_LISTS_CEILING = 4
+"""Lists of all pages that follow a paragraph without an empty line."""
+PENDING_LINKS = {
+    "docs/failure_modes.md -> troubleshooting.md",
+    "docs/invariants.md -> ../CONTRIBUTING.md#ground-rules",
+    "docs/invariants/backend_interface.md -> ../backend_interface.md#the-contract",
+    "docs/server_flags.md -> capabilities.md",
+}
+"""Links to pages and headings that are still to be written. This set may only shrink."""
+
+
+def prose_of(text: str) -> list[str]:
+    """Lines of a page outside generated blocks, code and tables."""
+    text = re.sub(r"<!-- (\w+) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!-- (?:Generated|Made) by.*?(?:<!-- End .*?-->|\Z)", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "", text, flags=re.DOTALL)
+    lines = site_pages.without_code_blocks(text).splitlines()
+    return [line for line in lines if not line.lstrip().startswith("|")]
+
+
+def words_of(text: str) -> int:
+    return len(site_pages.plain("\n".join(prose_of(text))).split())
+
+
+def long_lines_of(text: str) -> int:
+    """Lines above the limit; an address may be longer, as it cannot be broken."""
+    shortened = (re.sub(r"\]\([^)]*\)|https?://\S+", "", line) for line in prose_of(text))
+    return sum(len(line) > MAX_COLUMNS for line in shortened)
+
+
+def longest_gap_of(text: str) -> int:
+    """The number of lines of prose between two headings."""
+    lengths = [0]
+    for line in filter(str.strip, prose_of(text)):
+        lengths = [*lengths, 0] if line.startswith("#") else [*lengths[:-1], lengths[-1] + 1]
+    return max(lengths)
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_short(page: str) -> None:
+    assert words_of(read(page)) <= WORD_CEILINGS.get(page, MAX_WORDS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_has_short_lines(page: str) -> None:
+    assert long_lines_of(read(page)) <= LONG_LINE_CEILINGS.get(page, 0)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_has_enough_headings(page: str) -> None:
+    limit = GAP_CEILINGS.get(page, MAX_LINES_BETWEEN_HEADINGS)
+    assert longest_gap_of(read(page)) <= limit
+
+
+def test_lists_follow_an_empty_line() -> None:
+    """Python-Markdown takes a list for text if it follows a paragraph directly."""
+    found = []
+    for page in PAGES:
+        lines = site_pages.without_code_blocks(read(page)).splitlines()
+        for before, line in pairwise(lines):
+            is_item = re.match(r"[-*] |\d+\. ", line)
+            if is_item and re.match(r"[^\s|<#-]", before) and not re.match(r"[-*] |\d+\. ", before):
+                found.append(f"{page}: {line[:60]}")
+    assert len(found) <= RUN_IN_LISTS_CEILING, "\n".join(found)
+
+
+def anchors_of(page: str) -> set[str]:
+    """Anchors of the headings of a page, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", site_pages.without_code_blocks(read(page)), re.MULTILINE)
+    plain = (site_pages.plain(heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def broken_links() -> set[str]:
+    """Relative links whose file or heading does not exist."""
+    found = set()
+    for page in {path for _, path in site_pages.listed(site_pages.expanded(NAVIGATION))} | {*PAGES}:
+        for link in site_pages.links(read(page)) if (ROOT / page).is_file() else ():
+            anchor = link.partition("#")[2]
+            target = page if link.startswith("#") else site_pages.target_of(page, link)
+            if target is None:
+                continue
+            is_page = target.endswith(".md") and (ROOT / target).is_file()
+            if not (ROOT / target).exists() or (
+                anchor and is_page and anchor not in anchors_of(target)
+            ):
+                found.add(f"{page} -> {link}")
+    return found
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    new = broken_links() - PENDING_LINKS
+    assert not new, "\n".join(sorted(new))
+
+
+def test_navigation_lists_every_page() -> None:
+    pages = site_pages.unlisted(NAVIGATION)
+    assert not pages, f"add to `nav` in mkdocs.yml: {', '.join(pages)}"
+
+
+def test_navigation_lists_existing_pages_once() -> None:
+    paths = [path for _, path in site_pages.listed(site_pages.expanded(NAVIGATION))]
+    assert len(paths) == len({*paths})
+    missing = [path for path in paths if not (ROOT / path).is_file()]
+    assert not missing, f"remove from `nav` in mkdocs.yml: {', '.join(missing)}"
+
+
+def test_llms_txt_has_one_line_for_each_page() -> None:
+    text = site_pages.llms_text("Tandem", NAVIGATION)
+    assert text.startswith("# Tandem\n\n> ")
+    links = re.findall(r"^- \[.+?\]\((.+?)\)(?:: \S.*)?$", text, re.MULTILINE)
+    paths = [path for _, path in site_pages.listed(site_pages.expanded(NAVIGATION))]
+    assert links == [path for path in paths if path != site_pages.HOME]
+    assert text.count("\n- ") == len(links)
+
+
+PLANTED = """# Title
+
+First sentence of [a page](other.md#part). Second `sentence`.
+
+| a | table |
+<!-- made -->
+many generated words
+<!-- /made -->
+```
+code
+```
+%s
+""" % ("x" * 101)
+
+
+def test_rules_of_a_planted_page() -> None:
+    assert words_of(PLANTED) == 10
+    assert long_lines_of(PLANTED) == 1
+    assert longest_gap_of(PLANTED) == 2
+    assert longest_gap_of("# A\n" + "word\n" * 26) == 26
+    assert site_pages.links(PLANTED) == ["other.md#part"]
+    assert site_pages.links("```\n[a](b)\n```\n`[c](d)` <!-- [e](f) -->") == []
