@@ -1,1 +1,1 @@
-"""All that host and device know of each other: plans, results, capacity, and their buffers."""
+"""Interface between host and device: plans, results, limits of a backend, and their buffers."""

@@ -1,27 +1,30 @@
-"""The boundary between the host engine and a device backend.
+"""Interface between the host engine and a device backend.
 
-The host describes one step in a `StepPlan` and hands it to `Backend.submit`, which returns at once;
-the answer comes back in a `StepFuture`. A plan is one int32 buffer: its fields are views into it,
-so a step is one upload, and a result is one int32 array, so a step is one download; both are laid
-out by `shared.boundary.buffers`.
+The host describes one step in a `StepPlan` and passes it to `Backend.submit`, which returns at
+once. The result arrives in a `StepFuture`. A plan is one int32 buffer and its fields are views into
+it, so a step needs one upload. A result is one int32 array, so a step needs one download.
+`shared.boundary.buffers` defines both layouts.
 
-Promises of every backend, each a test of `tests/boundary/test_backend_contract.py`:
+Invariants of every backend, each tested by `tests/boundary/test_backend_contract.py`:
 - order: steps take effect in the order of submission.
-- continuation: a decode row carries no token and no length; it goes on from what the device holds
-  for its slot, so step n+1 can be submitted before the result of step n is known.
-- reach: a step writes only KV positions at or past the slot's length, the slot's own state, and
-  the snapshots named in the plan.
+- continuation: a decode row carries no token and no length. It continues from the device's state of
+  its slot, so step n+1 can be submitted before the result of step n is known.
+- reach: a step writes only KV positions at or past the slot's length, the slot's own state, and the
+  snapshots named in the plan.
 - bound: a decode step adds 1..S+1 tokens and uses at most `TreeShape.scratch` positions past the
   slot's length.
-- independence: a row's tokens depend neither on its neighbours nor on padding; its counts neither
-  where there is a verify row for each node.
-- isolation: NaN in a row fails that row, not the step, and harms no later owner of its pages.
-- readiness: `submit` compiles and captures nothing; a program that is not prepared is refused.
-- beginnings: a row starts in a prefill or a count; no decode and no draft resets or restores one.
-- pictures: an encoding writes the pool's rows from its place on, as many as the picture has; they
-  are the same whatever else is in the pool, and a prefill reads those that its plan names.
+- independence: a row's tokens depend neither on other rows nor on padding. Its token count does not
+  either, if each node has a verify row.
+- isolation: NaN in a row fails that row, not the step, and does not affect later owners of its
+  pages.
+- readiness: `submit` compiles and captures nothing; a program that is not prepared is an error.
+- beginnings: a row starts in a prefill or a count step. Decode and draft steps reset and restore
+  nothing.
+- pictures: an encode step writes as many consecutive encoder-cache rows as the image has tokens,
+  from `place` on. Their values do not depend on other contents of the cache. A prefill reads the
+  rows that its plan names.
 
-Page, slot, snapshot and picture row 0 are sinks for padding; nothing reads them.
+Page, slot, snapshot and encoder-cache row 0 are reserved for writes of padding; nothing reads them.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Launch(Enum):
-    """How a step gets to the device."""
+    """Launch mode of a step."""
 
     COMPILED = "compiled"
     CUDA_GRAPH = "cuda_graph"
@@ -63,29 +66,29 @@ class Launch(Enum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Capacity:
-    """What a backend is made to provide, once its start has found it out.
+    """Limits and programs of a backend, fixed at startup.
 
-    What is not listed does not exist, and the planner never asks for it.
+    A program that is not listed does not exist, and the planner never requests one.
 
     Attributes:
       page_size: Tokens in a KV page.
-      num_pages, num_slots, num_snapshots: Pool sizes, each with the sink 0.
-      programs: Every program that exists.
-      overlap: Most steps in flight beside the one being planned.
-      context_length: Most tokens of a request, prompt and output together.
-      vocab: Tokens of the target's vocabulary.
-      max_stop_ids, max_bias, max_logprobs: Widths M, K of the plan's and the result's fields.
-      max_scores: Width K of a result's scores.
-      accept_rule: Which of `shared.spec.acceptance.RULES` accepts drafts; all but "match" are for
-        chains.
-      accept_rates: Where they are given, drafts are accepted by lot instead, each level's first
-        with the rate of its level; see `shared.spec.acceptance.simulate`.
-      pictures: None where the model sees no pictures; then no plan has any.
-      texts: None where no program drafts from seen text.
+      num_pages, num_slots, num_snapshots: Pool sizes, each including the reserved entry 0.
+      programs: All programs of the backend.
+      overlap: Maximum number of steps in flight while the next one is planned.
+      context_length: Maximum tokens of a request, prompt and output together.
+      vocab: Vocabulary size of the target.
+      max_stop_ids, max_bias, max_logprobs: Widths M and K of fields of the plan and of the result.
+      max_scores: Width K of a result's prompt logprobs.
+      accept_rule: Name of the rule in `shared.spec.acceptance.RULES` that accepts draft tokens. All
+        rules but "match" require draft chains.
+      accept_rates: Acceptance rate of each draft level if acceptance is simulated, else None; see
+        `shared.spec.acceptance.simulate`.
+      pictures: Encoder cache; None for a text-only model, whose plans contain no images.
+      texts: N-gram table on the device; None if no program drafts from it.
 
     Raises:
-      ValueError: A program drafts trees, or joins two sources in one, and the rule is for chains;
-        or a lot and another rule than "match" are asked for, or a lot without rates.
+      ValueError: The accept rule requires chains and a program verifies trees or merges n-gram
+        drafts, or it is combined with simulated acceptance; or `accept_rates` is empty.
     """
 
     page_size: int
@@ -110,17 +113,24 @@ class Capacity:
             (p.shape.width for p in self.programs if not p.has(Extra.HOST_DRAFT)), default=0
         )
         if any(p.has(Extra.COPIES) for p in self.programs):
-            widest = max(widest, 2)  # copies stand beside what is drafted
+            widest = max(widest, 2)  # n-gram drafts are siblings of the drafter's
         if self.accept_rule != "match" and widest > 1:
-            raise ValueError(f"the accept rule {self.accept_rule} is for chains, not for trees")
+            raise ValueError(
+                f"accept_rule {self.accept_rule} requires draft chains, but a program verifies "
+                f"trees of width {widest}"
+            )
         if self.accept_rule != "match" and self.accept_rates is not None:
-            raise ValueError(f"the accept rule {self.accept_rule} and a lot exclude each other")
+            raise ValueError(
+                f"accept_rule {self.accept_rule} is not supported with simulated acceptance"
+            )
         if self.accept_rates == ():
-            raise ValueError("a lot needs the rate of a level at least")
+            raise ValueError("accept_rates must contain the rate of at least one draft level")
 
     @cached_property
     def simulated_accept_length(self) -> float | None:
-        """Tokens of a step on average, by the lot, where every level has a draft; None: judged."""
+        """Mean tokens per step under simulated acceptance, if each level has a draft token; else
+        None.
+        """
         if self.accept_rates is None:
             return None
         return 1 + sum(
@@ -129,12 +139,12 @@ class Capacity:
 
     @cached_property
     def token_sizes(self) -> tuple[int, ...]:
-        """Token buckets of a prefill, ascending."""
+        """Token buckets of a prefill, in ascending order."""
         return tuple(sorted({p.tokens for p in self.programs if p.work is Work.PREFILL}))
 
     @cached_property
     def max_picture_tokens(self) -> int:
-        """Most rows of a prompt that one picture may take; 0 where the model sees none."""
+        """Maximum prompt tokens of one image; 0 for a text-only model."""
         if self.pictures is None:
             return 0
         most = max((p.tokens for p in self.programs if p.work is Work.ENCODE), default=0)
@@ -142,58 +152,59 @@ class Capacity:
 
     @cached_property
     def shapes(self) -> tuple[TreeShape, ...]:
-        """Draft shapes, the smallest first."""
+        """Draft shapes in ascending order of size."""
         return tuple(sorted({p.shape for p in self.programs}, key=lambda s: (s.nodes, s.rows)))
 
     @cached_property
     def unmasked_programs(self) -> tuple[Program, ...]:
-        """Programs of batches in which no request has a grammar; see `unmasked`."""
+        """Programs for batches without a grammar; see `unmasked`."""
         return unmasked(self.programs)
 
     @cached_property
     def max_depth(self) -> int:
-        """S_max: the most drafts that one step can accept."""
+        """S_max: the maximum number of draft tokens that one step can accept."""
         return max(shape.depth for shape in self.shapes)
 
     @cached_property
     def max_calibrated(self) -> int:
-        """Depths of a plan's `calibration`, which has one at least."""
+        """Number of depths in a plan's `calibration`; at least 1."""
         return max(1, self.max_depth)
 
     @cached_property
     def max_width(self) -> int:
-        """k_max: candidates that a drafter's relay holds."""
+        """k_max: candidates stored in a drafter's draft input."""
         return max(1, *(shape.width for shape in self.shapes))
 
     @cached_property
     def scratch(self) -> int:
-        """Most positions past a slot's length that one step writes."""
+        """Maximum positions past a slot's length that one step writes."""
         return max(shape.scratch for shape in self.shapes)
 
     @cached_property
     def max_positions(self) -> int:
-        """How far page tables and rotary tables reach: the bound with every step in flight."""
+        """Positions covered by page tables and rotary tables, with all steps in flight included."""
         return self.context_length + (self.overlap + 1) * (self.max_depth + 1) + self.scratch
 
     def num_pages_for(self, positions: int) -> int:
-        """Pages that hold `positions` tokens."""
+        """Returns the number of pages that hold `positions` tokens."""
         return -(-positions // self.page_size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Blueprint:
-    """What a backend is made from, known before any memory is taken.
+    """Specification from which a backend is built; known before any memory is allocated.
 
     Attributes:
-      config: The target's settings.
-      drafts: What drafts on the device.
-      capacity: What the backend shall provide.
-      dtype: Of weights, KV and activations, float32 or bfloat16.
-      on_gpu: Whether steps run on a GPU.
-      captured: Of a backend that captures steps on a GPU, the works whose steps it shall.
-      in_words: The target's parameters that stay FP8; see `shared.models.fp8_words`.
-      in_codes: Those that stay codes and quantise their rows; see `shared.spec.fp8_activations`.
-      ranks: Which of the ranks that run the model it is.
+      config: Config of the target model.
+      drafts: Drafter on the device.
+      capacity: Limits and programs that the backend must provide.
+      dtype: Dtype of weights, KV and activations, float32 or bfloat16.
+      on_gpu: True if steps run on a GPU.
+      captured: Kinds of steps that a backend captures as graphs, if it captures steps on a GPU.
+      in_words: Target parameters stored as W8A16 FP8 weights; see `shared.models.fp8_words`.
+      in_codes: Target parameters used as W8A8: FP8 weights with quantised activations; see
+        `shared.spec.fp8_activations`.
+      ranks: The tensor-parallel group, and the rank of this backend in it.
     """
 
     config: ModelConfig
@@ -208,27 +219,28 @@ class Blueprint:
 
     @property
     def share(self) -> Blueprint:
-        """With what one of the ranks has of the model and of what drafts."""
+        """The same specification with the tensor-parallel shard of the model and of the drafter."""
         count = self.ranks.count
         return replace(self, config=local(self.config, count), drafts=self.drafts.local(count))
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one number of the dtype."""
+        """Bytes of one element of `dtype`."""
         return ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Prompt chunks, one after the other.
+    """Prompt chunks of several requests, concatenated.
 
     Attributes:
-      tokens: Prompt tokens of all rows; past `row_starts[B]` padding.
-      row_starts: First token of each row, and the end.
-      first_positions: Position of each row's first token; its slot's length so far.
-      ends_prompt: 1 where the row's next token is chosen; 0 where the prompt goes on.
-      next_tokens: The newest token of a row that goes on; not read where `ends_prompt`.
-      pictures: None where the model sees none.
+      tokens: Prompt tokens of all rows; padding from `row_starts[B]` on.
+      row_starts: Index of each row's first token, and the end.
+      first_positions: Position of each row's first token, equal to its slot's length so far.
+      ends_prompt: 1 if the step samples the row's next token; 0 if the prompt continues in a later
+        step.
+      next_tokens: Prompt token after the row's chunk; not read where `ends_prompt` is 1.
+      pictures: Image inputs; None for a text-only model.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -241,10 +253,10 @@ class Prefill:
 
 @dataclass(frozen=True)
 class HostDraft:
-    """Draft trees made by the host.
+    """Draft trees built by the host.
 
-    Siblings carry different tokens. Node 0 stands for the device's newest token, its entry is not
-    read. `forced` rows are chains accepted whatever the target says.
+    Siblings have different tokens. Node 0 is the device's newest token; its entry is not read. Rows
+    with `forced` are chains that are accepted whatever the target predicts.
     """
 
     tokens: Int32[np.ndarray, "B N"]
@@ -255,10 +267,12 @@ class HostDraft:
 
 @dataclass(frozen=True)
 class Decode:
-    """One step of drafting (unless `drafts` brings the trees), verifying and committing.
+    """Drafts (unless `drafts` contains the trees), verifies and commits.
 
     Attributes:
-      copies: Copies of seen text that join what is drafted; None where none do.
+      shape: Shape of the verified trees.
+      drafts: Draft trees of the host; None if the device drafts.
+      copies: N-gram drafts that are merged into the device's trees; None if there are none.
     """
 
     shape: TreeShape
@@ -268,21 +282,21 @@ class Decode:
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafts and ranks, returns the trees, commits nothing."""
+    """Drafts and ranks the nodes, returns the trees and commits nothing."""
 
     shape: TreeShape
 
 
 @dataclass(frozen=True)
 class Count:
-    """Adds tokens to `seen` that a cache hit spares the prefill.
+    """Adds prompt tokens that a cache hit skips in the prefill to the token counts of their row.
 
-    A row is counted from its first token up to and with the first that its prefill feeds, in as
-    many steps as that takes; the first of them starts the row, and the prefill then does not.
+    A row is counted from its first token up to and including the first token of its prefill, in one
+    or more steps. The first of these steps starts the row instead of the prefill.
 
     Attributes:
-      tokens: Tokens of all rows; past `row_starts[B]` padding.
-      row_starts: First token of each row, and the end.
+      tokens: Tokens of all rows; padding from `row_starts[B]` on.
+      row_starts: Index of each row's first token, and the end.
       first_positions: Position of each row's first token.
     """
 
@@ -293,17 +307,17 @@ class Count:
 
 @dataclass(frozen=True)
 class Snapshots:
-    """Recurrent state to restore before and to save within a step; 0 names the sink: nothing.
+    """Recurrent state to restore before and to save within a step; snapshot 0 means none.
 
-    A decode takes a snapshot at any length that it passes. A prefill takes one where the chunked
-    delta rule has a state of its own: a whole number of `shared.spec.gated_delta.CHUNK` tokens
-    after the first token of the row in this step, or at its last. Elsewhere none is taken, and
-    `StepResult.saved` says so.
+    A decode step can save the state at any length that it passes. A prefill saves it only at
+    lengths where the chunked delta rule computes one: a multiple of `shared.spec.gated_delta.CHUNK`
+    tokens after the row's first token in this step, or after its last. At other lengths nothing is
+    saved, and `StepResult.saved` is 0.
 
     Attributes:
-      restore: Snapshot that a starting row takes its state from.
-      save: Snapshot that is written if the step passes `save_at` and can take it.
-      save_at: Length at which the state is taken.
+      restore: Snapshot from which a starting row takes its state.
+      save: Snapshot to write if the step passes `save_at` and can save there.
+      save_at: Length at which the state is saved.
     """
 
     restore: Int32[np.ndarray, " B"]
@@ -313,9 +327,9 @@ class Snapshots:
 
 @dataclass(frozen=True)
 class Mask:
-    """Tokens that grammars allow, as `spec.masks` has them: node (b, n) has mask `index[b, n]`.
+    """Token bitmasks of grammars, as in `spec.masks`: node (b, n) uses mask `index[b, n]`.
 
-    Mask 0 allows every token; there is one more for each verify row.
+    Mask 0 allows every token. There is one more mask for each verify row.
     """
 
     bits: Int32[np.ndarray, "Q words"]
@@ -328,19 +342,18 @@ class StepPlan:
 
     Attributes:
       program: The compiled program that runs the plan.
-      buffer: The plan as the device gets it; never refilled while a step may read it.
-      work: What to do.
-      slots: Slot of each row; 0 pads.
-      page_table: Pages of each row; 0 pads.
-      starts: 1 at a row's first step, of a prefill or a count: state, counts and draft memory are
-        set to zero. 0 in a decode and a draft, where nothing reads it.
-      draft_from: Where whole draft KV begins after a cache hit; read with `starts`.
-      reports: 1 where the row's logprobs are wanted; in every plan, and read where the program
-        has logprobs.
-      sampling: How tokens are chosen.
-      snapshots: Recurrent state restored and saved.
-      mask: What grammars allow; None where the program takes no mask.
-      texts: Whose texts the rows are; None where no program drafts from text.
+      buffer: The plan as the device receives it; never refilled while a step may read it.
+      work: Inputs of the step's kind.
+      slots: Slot of each row; 0 for padding.
+      page_table: Pages of each row; 0 for padding.
+      starts: 1 at a row's first step (a prefill or a count), which resets its state, token counts
+        and drafter state. Always 0 and not read in decode and draft steps.
+      draft_from: First position with complete draft KV after a cache hit; read with `starts`.
+      reports: 1 if the row's logprobs are requested; read if the program computes logprobs.
+      sampling: Sampling parameters of each row.
+      snapshots: Recurrent state to restore and to save.
+      mask: Grammar bitmasks; None if the program takes none.
+      texts: N-gram scopes of the rows; None if no program drafts from the n-gram table.
     """
 
     program: Program
@@ -358,11 +371,11 @@ class StepPlan:
 
 
 class Origins(NamedTuple):
-    """Where the nodes of joined trees come from; a node may come from both sources.
+    """Sources of the nodes of merged draft trees; a node may have both.
 
     Attributes:
-      drafted: 1 where the device's drafter grew the node.
-      copied: The node of the plan's copies that it is; 0: of none.
+      drafted: 1 if the device's drafter proposed the node.
+      copied: Index of the node in the plan's n-gram drafts; 0 if it is not among them.
     """
 
     drafted: Int32[np.ndarray, "B N"]
@@ -371,20 +384,20 @@ class Origins(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave.
+    """Result of a step.
 
     Attributes:
-      tokens: Tokens of each row; 0 past its count.
-      counts: Tokens the step added to each row's text; 0 where a prompt goes on or the row failed.
-      failed: 1 where a row's logits were not finite.
-      saved: 1 where the row's snapshot was taken.
+      tokens: Output tokens of each row; 0 past its count.
+      counts: Number of tokens added to each row; 0 if its prompt continues or the row failed.
+      failed: 1 if a row's logits were not finite.
+      saved: 1 if the row's snapshot was written.
       drafts, parents, num_nodes: The draft trees.
-      origins: Of their nodes; None where the plan brought no copies.
-      logprobs: Of each emitted token of the rows that report, 0 elsewhere; None where the program
-        has none.
-      scores: Row t of the token that follows flat token t of a prefill, be it the newest one; 0 of
-        padding; None where the program has none.
-      device_seconds: Time of the step on the device; None where it is unknown (after idling).
+      origins: Sources of their nodes; None if the plan contained no n-gram drafts.
+      logprobs: Logprobs of the output tokens of rows that request them, 0 elsewhere; None if the
+        program computes none.
+      scores: Prompt logprobs: entry t is of the token after flat token t of a prefill, which may be
+        the newest one; 0 for padding. None if the program computes none.
+      device_seconds: Device time of the step; None if it is unknown (after idling).
     """
 
     tokens: Int32[np.ndarray, "B W"]
@@ -404,28 +417,29 @@ class StepFuture(Protocol):
     """The result of a submitted step, some time."""
 
     def result(self) -> StepResult:
-        """Waits for the copy to the host."""
+        """Waits until the result has been copied to the host, and returns it."""
         ...
 
 
 class Backend(Protocol):
     """A device that runs steps.
 
-    Before one is made, its module answers `workspace` too, of a `Blueprint`.
+    The backend's module also has a function `workspace`, which takes a `Blueprint` and serves
+    before a backend exists.
     """
 
     capacity: Capacity
 
     def workspace(self, program: Program) -> int:
-        """Bytes that a step of the program needs beyond weights and pools."""
+        """Returns the bytes that a step of the program needs beyond weights and pools."""
         ...
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Makes programs ready to run: compiled, or captured; what is ready already is passed by.
+        """Compiles or captures programs; skips those that are ready.
 
         Args:
-          programs: Some of `capacity`.
-          progress: Called with each program before it is made ready.
+          programs: Some programs of `capacity`.
+          progress: Called with each program before it is prepared.
 
         Raises:
           ValueError: `capacity` does not list a program.
@@ -433,14 +447,14 @@ class Backend(Protocol):
         ...
 
     def launch(self, program: Program) -> Launch:
-        """How a step of the program is run."""
+        """Returns the launch mode of a step of the program."""
         ...
 
     def submit(self, plan: StepPlan) -> StepFuture:
         """Queues one step and returns at once.
 
         Raises:
-          ValueError: The plan's program was not prepared, or a decode names a row that starts.
+          ValueError: The plan's program was not prepared, or a decode or draft step starts a row.
         """
         ...
 

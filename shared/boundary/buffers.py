@@ -1,6 +1,6 @@
-"""How plans and results lie in one int32 buffer each: a step is one upload and one download.
+"""Layout of plans and results: one int32 buffer each, so a step needs one upload and one download.
 
-Floats and seeds are bit-cast, never converted. Host and device read the same layouts.
+Floats and seeds are bit-cast, never converted. Host and device use the same layouts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.spec.tower import Pixels
 
 @dataclass(frozen=True)
 class Field:
-    """Where an array lies in an int32 buffer; other types are bit-cast, never converted."""
+    """Position, shape and dtype of an array in an int32 buffer; other dtypes are bit-cast."""
 
     offset: int
     shape: tuple[int, ...]
@@ -46,30 +46,30 @@ class Field:
 
     @property
     def size(self) -> int:
-        """Words that the array takes."""
+        """Number of int32 elements that the array takes."""
         return math.prod(self.shape) * self.dtype.itemsize // 4
 
     def view(self, buffer: Int32[np.ndarray, " words"]) -> np.ndarray:
-        """The array that lies in `buffer`, without a copy."""
+        """Returns the array in `buffer` as a view."""
         words = buffer[self.offset : self.offset + self.size]
         return words.view(self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The fields of one buffer, by name, and its size in words."""
+    """Fields of one buffer by name, and its size in int32 elements."""
 
     fields: dict[str, Field]
     size: int
 
     @cached_property
     def _record(self) -> np.dtype:
-        """The whole buffer as one record: numpy takes it apart at once."""
+        """The whole buffer as one structured dtype, so that numpy splits it in one call."""
         parts = [(name, field.dtype, field.shape) for name, field in self.fields.items()]
         return np.dtype(parts)
 
     def views(self, buffer: Int32[np.ndarray, " words"]) -> dict[str, np.ndarray]:
-        """Every array that lies in `buffer`, without a copy."""
+        """Returns all arrays in `buffer` as views, by name."""
         record = buffer.view(self._record)[0]
         return {name: record[name] for name in self.fields}
 
@@ -83,33 +83,38 @@ def _lay_out(arrays: list[tuple[str, tuple[int, ...], type]]) -> Layout:
 
 
 DTYPES = {"float32": np.float32, "int32": np.int32, "uint32": np.uint32}
-"""What a buffer of 32-bit words can hold, by the names of annotations."""
+"""Dtypes that a buffer of 32-bit elements can hold, by their names in annotations."""
 
 
 @cache
 def sampling_layout(kind: type, capacity: Capacity) -> dict[str, tuple[tuple[int, ...], type]]:
-    """The shape beside the rows, and the dtype, of each field of `Sampling`, as annotated.
+    """Returns the shape after the row axis and the dtype of each annotated field of `Sampling`.
 
     Args:
-      kind: `Sampling`; its first axis counts rows.
+      kind: `Sampling`; the first axis of its fields is the row.
 
     Raises:
-      TypeError: A field has a dtype that is no word, or an axis that `capacity` does not bound.
+      TypeError: A field has a dtype that is not in `DTYPES`, or an axis without a bound in
+        `capacity`.
     """
     bounds = {"M": capacity.max_stop_ids, "K": capacity.max_bias, "S_max": capacity.max_calibrated}
     layout = {}
     for name, array in get_type_hints(kind).items():
         (dtype, *others), (_, *axes) = array.dtypes, array.dim_str.split()
         if others or dtype not in DTYPES:
-            raise TypeError(f"{name}: {' or '.join(array.dtypes)} is none of {', '.join(DTYPES)}")
+            raise TypeError(
+                f"{name}: dtype must be one of {', '.join(DTYPES)}, got {' or '.join(array.dtypes)}"
+            )
         if unknown := set(axes) - bounds.keys():
-            raise TypeError(f"{name}: nothing bounds its axis {min(unknown)}")
+            raise TypeError(
+                f"{name}: axis {min(unknown)} has no bound; use one of {', '.join(bounds)}"
+            )
         layout[name] = tuple(bounds[axis] for axis in axes), DTYPES[dtype]
     return layout
 
 
 def neutral(capacity: Capacity, rows: int) -> Sampling:
-    """Parameters that change nothing: the plain argmax of the logits, whatever their row."""
+    """Returns sampling parameters without effect: greedy argmax of the unmodified logits."""
     layout = sampling_layout(Sampling, capacity)
     made = {name: np.zeros((rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
     made["top_p"][:] = made["repetition"][:] = 1.0
@@ -122,11 +127,10 @@ _padding = cache(neutral)  # to copy from
 
 @cache
 def plan_layout(program: Program, capacity: Capacity) -> Layout:
-    """Where each field of a plan of `program` lies in its buffer.
+    """Returns the buffer layout of a plan of `program`.
 
-    Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`, one of
-    `Mask` the prefix `mask_`, one of `Pictures` and of `Pixels` the prefix `picture_`, one of
-    `Copies` the prefix `copies_`, one of `Texts` the prefix `text_`.
+    Field names are those of the dataclasses. Prefixes: `draft_tree_` for `HostDraft`, `mask_` for
+    `Mask`, `picture_` for `Pictures` and `Pixels`, `copies_` for `Copies`, `text_` for `Texts`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
     work = {
@@ -172,7 +176,7 @@ def plan_layout(program: Program, capacity: Capacity) -> Layout:
 
 
 def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...]]]:
-    """Of a prefill, where the model sees."""
+    """Returns the fields of `Pictures` in a prefill; empty for a text-only model."""
     if capacity.pictures is None:
         return []
     B, T = program.batch, program.tokens
@@ -185,7 +189,7 @@ def _picture_fields(program: Program, capacity: Capacity) -> list[tuple[str, tup
 
 
 def _pixel_layout(program: Program, capacity: Capacity) -> list[tuple[str, tuple[int, ...], type]]:
-    """The fields of `Pixels`, of an encoding that begins."""
+    """Returns the fields of `Pixels`, for encode programs that run the first block."""
     if program.work is not Work.ENCODE or program.blocks.start or capacity.pictures is None:
         return []
     vision = capacity.pictures.vision
@@ -201,7 +205,7 @@ def _pixel_layout(program: Program, capacity: Capacity) -> list[tuple[str, tuple
 
 
 def _copies_layout(B: int, M: int) -> list[tuple[str, tuple[int, ...], type]]:
-    """The fields of `Copies`."""
+    """Returns the fields of `Copies`."""
     shape_of = {"num_nodes": (B,), "at": (B,)}
     return [
         (
@@ -215,9 +219,10 @@ def _copies_layout(B: int, M: int) -> list[tuple[str, tuple[int, ...], type]]:
 
 @cache
 def result_layout(program: Program, capacity: Capacity) -> Layout:
-    """Where each field of a result of `program` lies in its array; `SCORES` are those of `Scores`.
+    """Returns the layout of a result of `program`.
 
-    They alone have a row for each token, and not for each row of the plan.
+    The fields named in `SCORES` hold the `Scores`. They have one row per token; all others have one
+    row per row of the plan.
     """
     B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, capacity.max_logprobs
     ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("saved", (B,))]
@@ -246,12 +251,12 @@ SCORES = tuple(f"score_{name}" for name in Scores._fields)
 
 
 def mask_words(vocab: int) -> int:
-    """Words of 32 bits in the mask of one node, one bit a token."""
+    """Returns the int32 elements in the token bitmask of one node, one bit per token."""
     return -(-vocab // 32)
 
 
 def empty_plan(program: Program, capacity: Capacity) -> StepPlan:
-    """A plan of padding rows only, in a buffer of its own; the planner fills in the rows."""
+    """Returns a plan of padding rows in a new buffer; the planner fills in the rows."""
     layout = plan_layout(program, capacity)
     buffer = np.zeros(layout.size, np.int32)
     at = layout.views(buffer)
@@ -263,7 +268,7 @@ def empty_plan(program: Program, capacity: Capacity) -> StepPlan:
 
 
 def plan_in(buffer: Int32[np.ndarray, " words"], program: Program, capacity: Capacity) -> StepPlan:
-    """The plan that lies in a buffer, without a copy."""
+    """Returns the plan stored in a buffer, as views."""
     at = plan_layout(program, capacity).views(buffer)
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
@@ -299,7 +304,7 @@ Record = TypeVar("Record", Pictures, Pixels, HostDraft)
 
 
 def _prefixed(kind: type[Record], prefix: str, at: dict[str, np.ndarray]) -> Record:
-    """The record whose fields have a prefix in the buffer."""
+    """Builds a record from the buffer fields with a prefix."""
     return kind(**{f.name: at[f"{prefix}{f.name}"] for f in fields(kind)})
 
 
@@ -309,7 +314,7 @@ def read_result(
     words: Int32[np.ndarray, " words"],
     device_seconds: float | None,
 ) -> StepResult:
-    """The result that a backend's one int32 array holds."""
+    """Splits the int32 array of a backend into a result."""
     at = result_layout(program, capacity).views(words)
     logprobs = scores = origins = None
     if program.has(Extra.COPIES):

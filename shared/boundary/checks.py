@@ -1,4 +1,4 @@
-"""What no backend has: refused by name where a backend is made and where a plan arrives."""
+"""Checks of programs when a backend is built, and of plans when they are submitted."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
@@ -11,50 +11,65 @@ from shared.drafts.drafts import Drafts
 
 
 def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool, has_tower: bool) -> None:
-    """Holds the programs that are asked of a backend against what drafts on it.
+    """Checks that the backend's models can run its programs.
 
     Args:
-      drafts: What drafts on the backend.
-      has_mtp: Whether the target's weights hold an mtp layer.
-      has_tower: Whether a vision tower was loaded.
+      capacity: Limits and programs of the backend.
+      drafts: Drafter of the backend.
+      has_mtp: True if the target's weights contain an MTP layer.
+      has_tower: True if a vision encoder is loaded.
 
     Raises:
-      ValueError: A program cannot exist; one sentence that names it.
+      ValueError: A program cannot exist; the message names it.
     """
     if drafts.with_mtp and not has_mtp:
-        raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
+        raise ValueError("drafter NEXTN requires a checkpoint with mtp.* tensors")
     if has_tower != (capacity.pictures is not None):
-        raise ValueError("a vision tower and a pool for its rows need each other")
+        raise ValueError(
+            "a vision encoder requires an encoder cache, and an encoder cache a vision encoder"
+        )
     if drafts.from_text != (capacity.texts is not None):
-        raise ValueError("drafts from text and a table of its n-grams need each other")
+        raise ValueError(
+            "n-gram drafting on the device requires an n-gram table, and a table requires "
+            "n-gram drafting"
+        )
     for program in capacity.programs:
         _check_program(program, drafts, capacity.max_scores)
         if program.work is Work.ENCODE:
             _check_encoding(program, capacity)
         if program.shares_rows and capacity.accept_rule != "match":
             raise ValueError(
-                f"the accept rule {capacity.accept_rule} verifies every draft, fewer does {program}"
+                f"accept_rule {capacity.accept_rule} must verify every draft token, but "
+                f"{program} has fewer verify rows than nodes"
             )
 
 
 def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
     shape = program.shape
     if program.has(Extra.MASK) and (program.work is not Work.DECODE or program.drafts_on_device):
-        raise ValueError(f"masks are for trees that the host knows, and not for {program}")
+        raise ValueError(f"grammar masks require draft trees built by the host, got {program}")
     if program.has(Extra.SCORES) and (program.work is not Work.PREFILL or not most_scores):
-        raise ValueError(f"scores are of prompts, of one token each at least, not of {program}")
+        raise ValueError(
+            f"prompt logprobs require a prefill and max_scores of at least 1, got {program}"
+        )
     if program.has(Extra.COPIES) is not bool(shape.copied):
-        raise ValueError(f"copies come with a plan that has room for them, not with {program}")
+        raise ValueError(
+            f"n-gram drafts and a tree shape with room for them require each other, got {program}"
+        )
     if program.work not in (Work.DECODE, Work.DRAFT):
         return
     if shape.rows < program.batch:
-        raise ValueError(f"a verify has a row for each of its batch, {shape.rows} has {program}")
+        raise ValueError(
+            f"at least one verify row per batch row is required, got {shape.rows} in {program}"
+        )
     if program.has(Extra.HOST_DRAFT) or shape.is_plain:
         return
     if program.has(Extra.TEXTS) != drafts.from_text:
-        raise ValueError(f"drafts from text are of a table of its n-grams, not of {program}")
+        raise ValueError(
+            f"drafting from the n-gram table does not match the drafter of the backend in {program}"
+        )
     if not (drafts.on_device or drafts.from_text):
-        raise ValueError(f"a drafter is needed by {program}")
+        raise ValueError(f"{program} requires a drafter")
     if drafts.block is not None:
         own = shape.drafter
         if not own.is_plain:
@@ -64,39 +79,44 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
 def _check_encoding(program: Program, capacity: Capacity) -> None:
     pictures = capacity.pictures
     if pictures is None:
-        raise ValueError(f"a model that sees is needed by {program}")
+        raise ValueError(f"{program} requires a vision-language model")
     merged = pictures.vision.merged
     if program.tokens % merged or program.tokens // merged >= pictures.num_rows:
         raise ValueError(
-            f"{merged} patches make a row of {pictures.num_rows}, one of them the sink, and they "
-            f"do not hold {program}"
+            f"encode sizes must be multiples of {merged} patches and fit into "
+            f"{pictures.num_rows - 1} encoder-cache rows, got {program}"
         )
     depth, size = pictures.vision.depth, (Work.ENCODE, program.tokens)
     pieces = [p.blocks for p in capacity.programs if (p.work, p.tokens) == size]
     if [*chain(*sorted(pieces, key=lambda blocks: blocks.start))] != [*range(depth)]:
         raise ValueError(
-            f"encodings of one size run each of the tower's {depth} blocks once, which those "
-            f"beside {program} do not"
+            f"encode programs of one size must run each of the {depth} encoder blocks once; "
+            f"those of the size of {program} do not"
         )
 
 
 def to_prepare(
     programs: Sequence[Program], capacity: Capacity, ready: Collection[Program]
 ) -> Iterator[Program]:
-    """Those that are not ready yet, each once.
+    """Yields each program that is not ready yet, once.
+
+    Args:
+      programs: Programs to prepare.
+      capacity: Limits and programs of the backend.
+      ready: Programs that are prepared already.
 
     Raises:
       ValueError: `capacity` does not list a program.
     """
     for program in dict.fromkeys(programs):
         if program not in capacity.programs:
-            raise ValueError(f"there is no program {program}")
+            raise ValueError(f"{program} is not among the programs of the backend")
         if program not in ready:
             yield program
 
 
 def check_plan(plan: StepPlan, ready: Collection[Program]) -> None:
-    """Holds a plan against what is ready, and a decode against rows that start and that it has.
+    """Checks that a plan's program is ready and that its rows fit it.
 
     Raises:
       ValueError: The program was not prepared, a decode or a draft starts a row, or the host's
@@ -104,13 +124,15 @@ def check_plan(plan: StepPlan, ready: Collection[Program]) -> None:
     """
     program = plan.program
     if program not in ready:
-        raise ValueError(f"there is no program ready for a {program}; prepare it first")
+        raise ValueError(f"{program} is not prepared; call prepare first")
     begins = program.work in (Work.PREFILL, Work.COUNT)
     if not begins and (plan.starts.any() or plan.snapshots.restore.any()):
-        raise ValueError(f"a row starts in a prefill or a count, not in a {program}")
+        raise ValueError(f"rows must start in a prefill or a count, got {program}")
     if isinstance(plan.work, Decode) and plan.work.drafts is not None:
-        # Padding verifies its root too.
+        # Padding rows verify their root too.
         num_nodes = int(np.maximum(plan.work.drafts.num_nodes, 1).sum())
         if num_nodes > program.shape.rows:
             rows = program.shape.rows
-            raise ValueError(f"{num_nodes} nodes are more than the {rows} verify rows of {program}")
+            raise ValueError(
+                f"draft trees have {num_nodes} nodes, but {program} has {rows} verify rows"
+            )

@@ -1,4 +1,4 @@
-"""An order of loads and stores, for memory that processes share."""
+"""Memory fence for memory that several processes share."""
 
 import threading
 
@@ -6,10 +6,10 @@ _LOCK = threading.Lock()
 
 
 def fence() -> None:
-    """No load and no store of this thread passes it, in either direction.
+    """Orders memory accesses: no load or store of this thread moves across the call.
 
-    Python has no word for that; taking and giving back a lock that nobody else holds is one on
-    every processor.
+    Python has no fence primitive. Acquiring and releasing an uncontended lock acts as a full fence
+    on every processor.
     """
     with _LOCK:
         pass

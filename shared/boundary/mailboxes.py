@@ -1,12 +1,12 @@
-"""Memory that ranks on one host share, through which each gives the others what it has computed.
+"""All-gather through shared memory for tensor-parallel ranks on one CPU host.
 
-A mailbox is a rank's: it alone writes there, all others read. It holds two exchanges, the even and
-the odd ones, so that a rank may already write the next exchange while others still read the last.
-Nothing is overwritten while it is read: a rank that writes exchange n + 2 has seen all others send
-n + 1, which they do after they have read n.
+Each rank owns a mailbox, which only it writes and all others read. A mailbox has two buffers, for
+even and odd exchanges, so that a rank can write the next exchange while others still read the last
+one. No buffer is overwritten while it is read: before a rank writes exchange n + 2 it has seen all
+others send exchange n + 1, which they do after they have read exchange n.
 
-The words that count exchanges are written after the bytes they stand for, and read before them; a
-fence holds every processor to that order.
+A rank writes its exchange counter after the bytes, and others read the counter before the bytes. A
+fence keeps both orders on every processor.
 """
 
 import mmap
@@ -21,40 +21,42 @@ from shared.boundary.fence import fence
 
 WAIT_S = 30.0
 BOX_BYTES = 1 << 20
-"""Of an exchange; what is larger goes in several."""
+"""Bytes of one exchange; larger values are sent in several."""
 
 _PAGE = 4096
 _LOOKS = 50
-"""Looks at a peer's word before the processor is given away between them."""
+"""Polls of a peer's counter before the rank starts to sleep between polls."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 20e-6, 1e-3
-"""Between looks from then on: each twice as long as the one before, so that who waits costs others
-little where ranks are more than processors."""
+"""Sleep between polls: doubles from the first to the longest pause, so that a waiting rank takes
+little time from others when there are more ranks than processors."""
 
 
 def mailbox_bytes(count: int, box_bytes: int = BOX_BYTES) -> int:
-    """Bytes of the mailboxes of so many ranks together."""
+    """Returns the bytes of the mailboxes of `count` ranks."""
     return count * (_PAGE + 2 * box_bytes)
 
 
 def path_in(descriptor: int) -> str:
-    """Where other processes of this user and host find what a descriptor of this process is of."""
+    """Returns the path under which other processes of this user and host can open a descriptor of
+    this process.
+    """
     return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
 class RankMissingError(RuntimeError):
-    """A rank did not come to an exchange, or came with something else."""
+    """A rank did not reach an exchange in time, or with another number of bytes."""
 
 
 class Mailboxes:
-    """The mailboxes of all ranks of a host; what is unpickled elsewhere maps the same memory.
+    """Mailboxes of all ranks of a host. An unpickled copy maps the same memory.
 
     Attributes:
-      count: Of ranks.
-      wait_s: How long an exchange waits for a peer, in seconds; 0 once one did not come.
+      count: Number of ranks.
+      wait_s: Timeout of an exchange in seconds; 0 after a peer has been missing.
     """
 
     def __init__(self, path: str, count: int, box_bytes: int, wait_s: float) -> None:
-        """Maps what `create` has made."""
+        """Maps the memory that `create` has allocated."""
         self._descriptor: int | None = None
         self.count, self.wait_s = count, wait_s
         self._path, self._box_bytes = path, box_bytes
@@ -62,21 +64,21 @@ class Mailboxes:
             self._memory = mmap.mmap(file.fileno(), 0)
         whole = np.frombuffer(self._memory, np.uint8)
         words, boxes = whole[: count * _PAGE], whole[count * _PAGE :]
-        # Of each rank how many exchanges it has sent, and the bytes of the last of either parity.
+        # Per rank: the number of exchanges sent, and the bytes of the last even and odd one.
         self._words = words.view(np.int64).reshape(count, -1)
         self._boxes = boxes.reshape(count, 2, box_bytes)
 
     @classmethod
     def create(cls, count: int, box_bytes: int = BOX_BYTES, wait_s: float = WAIT_S) -> "Mailboxes":
-        """Mailboxes in new memory; who makes them calls `remove` in the end.
+        """Allocates mailboxes; the caller must call `remove`.
 
         Args:
-          count: Of ranks.
-          box_bytes: Most bytes of one exchange; larger values take several.
-          wait_s: How long an exchange waits for a peer, in seconds.
+          count: Number of ranks.
+          box_bytes: Maximum bytes of one exchange; larger values take several.
+          wait_s: Timeout of an exchange in seconds.
         """
-        # It has no name in a folder, so nothing is left of it however its processes end; others of
-        # the same user find it by this process and its descriptor.
+        # A memfd has no name in a folder, so the kernel frees it however the processes end. Other
+        # processes of the same user open it by this process's id and descriptor.
         descriptor = os.memfd_create("tandem_ranks")
         os.ftruncate(descriptor, mailbox_bytes(count, box_bytes))
         made = cls(path_in(descriptor), count, box_bytes, wait_s)
@@ -87,7 +89,9 @@ class Mailboxes:
         return Mailboxes, (self._path, self.count, self._box_bytes, self.wait_s)
 
     def remove(self) -> None:
-        """Lets no other process find the memory; who has mapped it keeps it."""
+        """Closes the descriptor, so that no other process can open the memory; existing maps stay
+        valid.
+        """
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -95,14 +99,15 @@ class Mailboxes:
     def exchange(
         self, rank: int, values: UInt8[np.ndarray, " bytes"]
     ) -> UInt8[np.ndarray, "N bytes"]:
-        """What all ranks give, in order, to each of which this returns the same.
+        """Gathers the values of all ranks, in rank order; every rank receives the same array.
 
         Args:
-          rank: Who calls; all ranks call equally often, with equally many bytes.
-          values: What this rank gives.
+          rank: The calling rank. All ranks make the same number of calls with the same number of
+            bytes.
+          values: The rank's own bytes.
 
         Raises:
-          RankMissingError: A rank did not come within `wait_s`, or with another number of bytes.
+          RankMissingError: A rank did not arrive within `wait_s`, or with another number of bytes.
         """
         given = np.empty((self.count, len(values)), np.uint8)
         for part in self._parts(len(values)):
@@ -137,10 +142,10 @@ class Mailboxes:
         pause_s, until = _FIRST_PAUSE_S, time.monotonic() + wait_s
         while self._words[peer, 0] < call:
             if time.monotonic() > until:
-                self.wait_s = 0.0  # who was missing does not come later
+                self.wait_s = 0.0  # do not wait again for a missing rank
                 raise RankMissingError(
-                    f"rank {peer} of {self.count} did not come to exchange {call} within "
-                    f"{wait_s:g} s; rank {rank} waited for it"
+                    f"rank {peer} of {self.count} did not reach exchange {call} within "
+                    f"{wait_s:g} s (waited on by rank {rank})"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -149,6 +154,6 @@ class Mailboxes:
         sent = int(self._words[peer, 1 + call % 2])
         if sent != num_bytes:
             raise RankMissingError(
-                f"rank {peer} of {self.count} came to exchange {call} with {sent} bytes, rank "
-                f"{rank} with {num_bytes}: they do not run the same step"
+                f"rank {peer} of {self.count} sent {sent} bytes in exchange {call}, rank {rank} "
+                f"sent {num_bytes}: they do not run the same step"
             )

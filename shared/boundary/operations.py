@@ -1,10 +1,9 @@
-"""Which operations of a start its kernels take, asked before anything is loaded or compiled.
+"""Operations that fall back to the reference implementation, determined before weights are loaded.
 
-Where there is a GPU, an operation that has a kernel runs it. For what a kernel does not take, the
-start is refused by name; or the operation runs as plain operations of the framework, where that is
-what was asked for, and is then printed at the start and counted in `/metrics`. `OPERATIONS` says
-which of both. Operations of which there is no kernel at all, as those of masks and of logprobs, are
-not listed.
+On a GPU, an operation with a kernel uses it. If the kernel does not support a model or dtype, the
+startup fails with an error, or the operation falls back to plain operations of the framework.
+`OPERATIONS` defines which of the two applies. Fallbacks are printed at startup and counted in
+`/metrics`. Operations that have no kernel at all, such as masks and logprobs, are not listed.
 """
 
 from collections import Counter
@@ -19,14 +18,14 @@ from shared.models.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLimits:
-    """What the kernels of a backend take; see `kernels.limits`.
+    """Sizes and dtypes that the kernels of a backend support; see `kernels.limits`.
 
     Attributes:
-      head_sizes: Of attention heads.
-      delta_sizes: Of the keys and values of gated-delta heads.
-      most_nodes: Of a tree that gated-delta layers verify.
-      product_dtype: Of the rows and weights of products.
-      experts_unit: Of which the widths of experts are multiples.
+      head_sizes: Supported attention head sizes.
+      delta_sizes: Supported key and value sizes of GDN heads.
+      most_nodes: Maximum nodes of a tree that GDN layers verify.
+      product_dtype: Dtype of the activations and weights of matrix products.
+      experts_unit: Number that the widths of experts must be multiples of.
     """
 
     head_sizes: tuple[int, ...]
@@ -37,7 +36,7 @@ class KernelLimits:
 
 
 WITHOUT_LAYERS = (Work.COUNT, Work.ENCODE)
-"""Works that run no layer of the text model."""
+"""Step kinds that run no layer of the language model."""
 
 Fault = Callable[[KernelLimits, Blueprint, Program], str | None]
 
@@ -47,10 +46,10 @@ class Operation:
     """An operation that has kernels.
 
     Attributes:
-      name: Its module in `ops`, and its function where it is not the whole module.
-      fault: Says what of a program's steps the kernels do not take; None where they take all, or
-        where the program does not run the operation.
-      is_refused: Whether a start with such a program is refused; else the operation is plain.
+      name: Its module in `ops`, with the function if it is not the whole module.
+      fault: Returns the requirement that a program does not meet; None if the kernels support the
+        program or it does not run the operation.
+      is_refused: True if an unsupported program is an error at startup; False if it falls back.
     """
 
     name: str
@@ -60,12 +59,12 @@ class Operation:
 
 @dataclass(frozen=True)
 class PlainOperation:
-    """An operation that steps on a GPU run without its kernels.
+    """An operation that falls back to the reference implementation on a GPU.
 
     Attributes:
-      name: As in `OPERATIONS`.
-      reason: What its kernels do not take.
-      programs: In how many programs.
+      name: Name in `OPERATIONS`.
+      reason: Requirement of its kernels that is not met.
+      programs: Number of programs that use the fallback.
     """
 
     name: str
@@ -77,7 +76,7 @@ def _attention_fault(takes: KernelLimits, blueprint: Blueprint, program: Program
     for model in _models(blueprint):
         size = model.attention.head_size
         if program.work not in WITHOUT_LAYERS and size not in takes.head_sizes:
-            return f"attention heads of {_listed(takes.head_sizes)}, not of {size}"
+            return f"attention heads of size {_listed(takes.head_sizes)}, got {size}"
     return None
 
 
@@ -88,22 +87,22 @@ def _delta_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) ->
             continue
         for name, size in (("keys", delta.key_size), ("values", delta.value_size)):
             if size not in takes.delta_sizes:
-                return f"gated-delta {name} of {_listed(takes.delta_sizes)}, not of {size}"
+                return f"GDN {name} of size {_listed(takes.delta_sizes)}, got {size}"
         if program.shape.nodes > takes.most_nodes:
-            return f"trees of at most {takes.most_nodes} nodes, not of {program.shape.nodes}"
+            return f"trees of at most {takes.most_nodes} nodes, got {program.shape.nodes}"
     return None
 
 
 def _dtype_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
     if program.work in WITHOUT_LAYERS or blueprint.dtype == takes.product_dtype:
         return None
-    return f"{takes.product_dtype}, not {blueprint.dtype}"
+    return f"{takes.product_dtype}, got {blueprint.dtype}"
 
 
 def _tower_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
     if program.work is not Work.ENCODE or blueprint.dtype == takes.product_dtype:
         return None
-    return f"{takes.product_dtype}, not {blueprint.dtype}"
+    return f"{takes.product_dtype}, got {blueprint.dtype}"
 
 
 def _feed_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
@@ -133,10 +132,10 @@ def _experts_size_fault(takes: KernelLimits, blueprint: Blueprint, program: Prog
             continue
         if experts.shared_intermediate and not experts.shares_stacks:
             own, all_of = experts.shared_intermediate, experts.intermediate
-            return f"shared experts as wide as the others, {all_of}, not {own}"
+            return f"shared experts of the same width as the others ({all_of}), got {own}"
         for size in (model.hidden, experts.intermediate):
             if size % takes.experts_unit:
-                return f"experts of multiples of {takes.experts_unit}, not of {size}"
+                return f"expert widths that are multiples of {takes.experts_unit}, got {size}"
     return None
 
 
@@ -144,7 +143,7 @@ OF_TOWERS = (
     "attention.attend_all",
     *(f"layers.{name}" for name in ("blended", "gelu", "gelu_tanh", "layer_norm")),
 )
-"""Operations that a vision tower alone runs."""
+"""Operations that only vision encoders run."""
 
 OPERATIONS = (
     Operation("mix", _attention_fault, is_refused=True),
@@ -158,19 +157,18 @@ OPERATIONS = (
     Operation("projection", _dtype_fault, is_refused=False),
     *(Operation(name, _tower_fault, is_refused=False) for name in OF_TOWERS),
 )
-"""Every operation whose kernels do not take all that a start may ask of them.
+"""All operations whose kernels do not support every model and dtype.
 
-Of float32, which is for comparisons, there are kernels of attention and of decoding gated-delta
-layers; products, norms and gated-delta prompts are plain.
+Float32, which serves comparisons, has kernels for attention and GDN decoding. Products, norms and
+GDN prefill fall back.
 """
 
 
 def plain_operations(blueprint: Blueprint, takes: KernelLimits) -> tuple[PlainOperation, ...]:
-    """What the programs of a GPU run without kernels, in the order of `OPERATIONS`.
+    """Returns the fallbacks of a GPU's programs, in the order of `OPERATIONS`.
 
     Raises:
-      ValueError: The kernels do not take something that the start needs them for; one sentence that
-        says what, and the way out.
+      ValueError: The kernels do not support something that has no fallback.
     """
     if not blueprint.on_gpu:
         return ()
@@ -184,14 +182,15 @@ def _plain(blueprint: Blueprint, takes: KernelLimits) -> Iterator[PlainOperation
         for reason, count in Counter(fault for fault in faults if fault is not None).items():
             if operation.is_refused:
                 raise ValueError(
-                    f"the kernels of a GPU take {reason}; hide the GPU (CUDA_VISIBLE_DEVICES=) to "
-                    "serve on the CPU"
+                    f"GPU kernels require {reason}; set CUDA_VISIBLE_DEVICES= to serve on the CPU"
                 )
             yield PlainOperation(operation.name, reason, count)
 
 
 def plain_gauges(operations: tuple[PlainOperation, ...]) -> dict[str, Callable[[], float]]:
-    """How many programs run each operation of `OPERATIONS` without its kernels, as metrics."""
+    """Returns metrics that count the programs with a fallback, one for each operation of
+    `OPERATIONS`.
+    """
     counts = Counter({operation.name: 0 for operation in OPERATIONS})
     for plain in operations:
         counts[plain.name] += plain.programs
@@ -202,7 +201,7 @@ def plain_gauges(operations: tuple[PlainOperation, ...]) -> dict[str, Callable[[
 
 
 def _models(blueprint: Blueprint) -> Iterator[ModelConfig]:
-    """The target, and what drafts on the device; a head is a model of a few layers."""
+    """Yields the target and the drafter on the device; a draft head is a model of a few layers."""
     yield blueprint.config
     if blueprint.drafts.sizes is not None:
         yield blueprint.drafts.sizes.model

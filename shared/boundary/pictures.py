@@ -1,4 +1,4 @@
-"""What plans say of pictures, and where their rows wait."""
+"""Image inputs of plans, and the encoder cache on the device."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from shared.spec.tower import Pixels
 
 @dataclass(frozen=True)
 class PicturePool:
-    """Where rows of pictures wait until prompts have read them.
+    """Encoder cache: image embeddings on the device, stored until prompts have read them.
 
     Attributes:
-      vision: The tower that makes them.
-      processor: What pixels become before the tower reads them; no backend asks.
-      num_rows: Of all pictures, with row 0, the sink.
+      vision: Config of the vision encoder.
+      processor: Image processor config; backends do not read it.
+      num_rows: Rows of the cache, one per image token, including the reserved row 0.
     """
 
     vision: VisionConfig
@@ -29,13 +29,16 @@ class PicturePool:
 
 @dataclass(frozen=True)
 class Pictures:
-    """What the pictures of prompts bring to a prefill; of text, turns that are its positions.
+    """Image inputs of a prefill. Text tokens have M-RoPE positions equal to their sequence
+    positions.
 
     Attributes:
-      sources: The row of the pool that stands in the place of each token's own; 0: none does.
-      turns: By which each token's row is rotated; see `shared.spec.turns`.
-      next_sources: As `sources`, of the token after each row's last, which drafters read.
-      deltas: What the turns of each row's later tokens are above their positions; kept by slot.
+      sources: Encoder-cache row that replaces each token's embedding; 0 for the token's own
+        embedding.
+      turns: M-RoPE positions of each token; see `shared.spec.turns`.
+      next_sources: Same as `sources`, for the token after each row's chunk, which drafters read.
+      deltas: M-RoPE position delta of each row: rotary minus sequence position of later tokens,
+        stored per slot.
     """
 
     sources: Int32[np.ndarray, " T"]
@@ -46,14 +49,14 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Encode:
-    """Makes the rows of one picture, or takes it some blocks further; no row of the plan is read.
+    """Encodes one image, or runs some blocks of its encoding; reads no row of the plan.
 
-    A picture that is encoded in several steps waits between them on the device, which has room for
-    one: where another one begins that takes several, it is given up.
+    The activations of an image that is encoded in several steps stay on the device between them.
+    There is room for one such image: starting another one discards it.
 
     Attributes:
-      pixels: The picture's, with padding behind; None where the step goes on with one.
-      place: The pool's row that gets the first of its rows; 0: the sink gets all. Read by the step
+      pixels: Padded pixels of the image; None if the step continues an encoding.
+      place: Encoder-cache row of the first image token; 0 discards the output. Read by the step
         that runs the last block.
     """
 
@@ -62,6 +65,6 @@ class Encode:
 
 
 def most_begun(programs: Iterable[Program], vision: VisionConfig) -> int:
-    """Patches of the largest picture that is encoded in several steps; 0 where none is."""
+    """Returns the patches of the largest image that is encoded in several steps; 0 if none is."""
     cut = (p.tokens for p in programs if p.work is Work.ENCODE and len(p.blocks) < vision.depth)
     return max(cut, default=0)

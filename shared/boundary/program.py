@@ -1,4 +1,4 @@
-"""What a backend compiles or captures once: a step's work, its sizes, and what few steps have."""
+"""Programs: the units that a backend compiles or captures, by step kind, sizes and features."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shared.spec.draft_tree import TreeShape
 
 
 class Work(Enum):
-    """What a step does."""
+    """Kind of a step."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -20,19 +20,20 @@ class Work(Enum):
 
 
 CAPTURED = (Work.DECODE, Work.DRAFT, Work.PREFILL, Work.ENCODE)
-"""What is captured where steps can be."""
+"""Kinds of steps that backends capture as graphs."""
 
 
 class Extra(Flag):
-    """What a step brings or gives beside what every step of its work does, or several of these.
+    """Optional inputs and outputs of a step, as flags.
 
     Attributes:
-      HOST_DRAFT: The tree comes with the plan (`HostDraft`), not from the device's drafter.
-      COPIES: Copies of seen text come with the plan, and join what the device's drafter grows.
-      MASK: Masks of grammars come with the plan (`Mask`).
-      LOGPROBS: The result holds logprobs; which rows report them, the plan says.
-      SCORES: Of a prefill: the result holds the scores of all its tokens.
-      TEXTS: The device drafts from its table of n-grams, not with a drafter.
+      HOST_DRAFT: The plan contains the draft tree (`HostDraft`) instead of the device's drafter
+        building it.
+      COPIES: The plan contains n-gram drafts that are merged into the drafter's tree.
+      MASK: The plan contains grammar bitmasks (`Mask`).
+      LOGPROBS: The result contains logprobs of the rows that the plan selects.
+      SCORES: The result of a prefill contains the logprobs of all prompt tokens.
+      TEXTS: The device drafts from its n-gram table, not with a drafter.
     """
 
     NONE = 0
@@ -45,23 +46,23 @@ class Extra(Flag):
 
 
 OF_A_PLAN = Extra.HOST_DRAFT | Extra.MASK | Extra.COPIES
-"""What a plan brings, so that a program with it takes no plan without; the others a result has,
-where it may be more than was asked for."""
+"""Features that are inputs: a program with one of them requires it in every plan. The other
+features only add outputs, which a plan may ignore."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What is compiled or captured once: the work of a step and the sizes of its arrays.
+    """Step kind and array sizes of a program that is compiled or captured once.
 
     Attributes:
-      work: What the step does.
+      work: Kind of the step.
       batch: B, rows of the plan.
       pages: P, columns of the page table.
-      tokens: T, flat tokens of a prefill or a count, patches of an encoding; 0 elsewhere.
-      shape: Draft tree of a decode or a draft; the one-node tree elsewhere.
-      extras: What its plans and results have that not all of its work have.
-      blocks: Of the tower, which an encoding runs; none elsewhere. One that begins behind the first
-        goes on with the picture of the encoding before it.
+      tokens: T, flat tokens of a prefill or a count, patches of an encode step; else 0.
+      shape: Draft tree of a decode or a draft; else the one-node tree.
+      extras: Optional inputs and outputs.
+      blocks: Vision-encoder blocks of an encode step; else empty. A range that starts after block 0
+        continues the image of the previous encode step.
     """
 
     work: Work
@@ -73,11 +74,11 @@ class Program:
     blocks: range = range(0)
 
     def has(self, extra: Extra) -> bool:
-        """Whether it is one of the program's extras."""
+        """Returns True if the program has the feature."""
         return extra in self.extras
 
     def having(self, wanted: Mapping[Extra, bool]) -> Program:
-        """The same program with these extras, or without them."""
+        """Returns the same program with features added or removed."""
         extras = self.extras
         for extra, is_wanted in wanted.items():
             extras = extras | extra if is_wanted else extras & ~extra
@@ -85,23 +86,23 @@ class Program:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every tree is a chain; those of a plan or of seen text may be anything."""
+        """True if every tree is a chain; trees from the host or from n-grams may branch."""
         branches = bool(self.extras & (Extra.HOST_DRAFT | Extra.COPIES | Extra.TEXTS))
         return self.shape.width <= 1 and not branches
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether the device makes the trees of the step."""
+        """True if the device builds the draft trees of the step."""
         drafts = self.work in (Work.DECODE, Work.DRAFT)
         return drafts and not self.has(Extra.HOST_DRAFT) and not self.shape.is_plain
 
     @property
     def shares_rows(self) -> bool:
-        """Whether the drafts of the batch compete for its verify rows; see `spec.verify_rows`."""
+        """True if the batch's draft nodes compete for a verify budget; see `spec.verify_rows`."""
         return self.drafts_on_device and self.shape.shares_rows(self.batch)
 
     def __str__(self) -> str:
-        """The sizes in words."""
+        """Formats the kind, sizes and features."""
         sizes = [f"{self.batch} rows"]
         of = "patches" if self.work is Work.ENCODE else "tokens"
         sizes += [f"{self.tokens} {of}"] * bool(self.tokens)
@@ -116,8 +117,8 @@ class Program:
 def unmasked(programs: Sequence[Program]) -> tuple[Program, ...]:
     """Returns the programs of batches in which no request has a grammar.
 
-    A program that takes masks is one of them where no other has its batch and its tree: rows
-    without a grammar then have the mask of all ones.
+    A program that takes masks is included if no other has its batch and its tree: rows without a
+    grammar then use the mask of all ones.
     """
     plain = [program for program in programs if not program.has(Extra.MASK)]
     known = {_batch_and_tree(program) for program in plain}

@@ -1,4 +1,4 @@
-"""Which of the ranks that run a model together a backend is."""
+"""Tensor-parallel group of a backend."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,19 +8,19 @@ from shared.boundary.mailboxes import Mailboxes
 
 @dataclass(frozen=True)
 class Ranks:
-    """A rank among those that run one model, each with its share of every product's outputs.
+    """Tensor-parallel (TP) group and the rank of a backend in it. Each rank computes a shard of
+    every product's outputs.
 
     Attributes:
-      rank: Which of them; 0 has the engine. Of ranks that are devices of one process it is 0.
-      count: How many there are.
-      mailboxes: Through which processes on one host exchange what they compute on a CPU; None where
-        there is one rank, or where ranks are devices of one process.
-      meeting: Where ranks of hosts that share no memory find each other, as host:port; None where
-        they do share it.
-      on_device: What a backend has made on this rank's GPU, by which its steps exchange there.
+      rank: TP rank; rank 0 runs the engine. It is 0 if the ranks are devices of one process.
+      count: World size.
+      mailboxes: Shared-memory all-gather of processes on one CPU host; None with one rank, or if
+        the ranks are devices of one process.
+      meeting: Rendezvous address (host:port) of ranks on hosts without shared memory; else None.
+      on_device: All-gather object that a backend created on this rank's GPU.
 
     Raises:
-      ValueError: There is no such rank, or mailboxes are of another number of ranks.
+      ValueError: The rank is out of range, or `mailboxes` has another world size.
     """
 
     rank: int
@@ -31,21 +31,21 @@ class Ranks:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.count:
-            raise ValueError(f"a rank must be 0 to {self.count - 1}, got {self.rank}")
+            raise ValueError(f"rank must be in 0..{self.count - 1}, got {self.rank}")
         if self.mailboxes is not None and self.mailboxes.count != self.count:
             raise ValueError(
-                f"the mailboxes are of {self.mailboxes.count} ranks, not of {self.count}"
+                f"mailboxes must be created for {self.count} ranks, got {self.mailboxes.count}"
             )
 
     def on(self, device: Any) -> "Ranks":
-        """The same ranks, which exchange by what a backend has made on a GPU."""
+        """Returns the same group with the all-gather object of a GPU."""
         return replace(self, on_device=device)
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other rank."""
+        """True if there is no other rank."""
         return self.count == 1
 
 
 ALONE = Ranks(0, 1, None)
-"""The rank of a model that one device runs."""
+"""The group of a model that runs on one device."""

@@ -1,4 +1,4 @@
-"""What a backend keeps of seen text, and what a plan says of whose text a row is."""
+"""N-gram table of a backend, and the scopes that separate its entries."""
 
 from dataclasses import dataclass
 
@@ -8,11 +8,12 @@ from numpy import ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class TextTable:
-    """The table of n-grams from which steps draft; see `shared.spec.ngram`.
+    """Size of the device's n-gram table; see `shared.spec.ngram`.
 
     Attributes:
-      groups: Of each length, a power of two.
-      by_request: A request drafts from its own text alone, not from all of its tenant's.
+      groups: Groups of entries for each n-gram length; a power of two.
+      by_request: True if a request drafts only from its own tokens, not from all tokens of its
+        tenant.
     """
 
     groups: int
@@ -21,13 +22,13 @@ class TextTable:
 
 @dataclass(frozen=True)
 class Texts:
-    """Whose texts the rows of a plan are.
+    """N-gram scopes of the rows of a plan.
 
     Attributes:
-      scopes: A name of each row's tenant, or of its request, in two words; what is learnt of one
-        row, no row with another name drafts from.
-      before: Of a prefill, the tokens before each row's first, the newest last; -1 before the
-        beginning of a text. None in other work.
+      scopes: 64-bit name of each row's tenant or request, as two int32. N-grams of a row are
+        visible only to rows with the same name.
+      before: Prefill only: the tokens before each row's first, newest last; -1 before position 0.
+        None in other steps.
     """
 
     scopes: Int32[ndarray, "B 2"]

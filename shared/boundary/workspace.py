@@ -1,7 +1,8 @@
-"""How much memory a step works on beside the pools; each backend brings what differs.
+"""Workspace of a step: memory beyond weights and pools; each backend adds its own costs.
 
-Counted are the largest arrays that live at once: a layer's, its attention's, the streams that are
-kept for what drafts, the replay inputs of a verify, and the logits with all that is made of them.
+Counts the largest arrays that are live at once: those of one layer and its attention, the auxiliary
+hidden states for the drafter, the replay inputs of a verify step, and the logits with everything
+computed from them.
 """
 
 from collections.abc import Callable
@@ -18,32 +19,32 @@ from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.numerics import ATTENTION
 
 DRAFT_LAW_BYTES = 24
-"""Of a logit where drafts are sampled: their noise and logits, both laws, the residual and its
-logarithm."""
+"""Bytes per logit if draft tokens are sampled: their noise and logits, both distributions, the
+residual and its logarithm."""
 
 MASK_BYTES = 3
-"""Of a logit whose token a mask allows or forbids, on its way from a bit to a byte."""
+"""Bytes per logit under a grammar mask, from the bit to the byte."""
 
 MOST_PARTS = 64
-"""Most partial results that a kernel keeps of a row by split; of longer rows it keeps them by
-span."""
+"""Maximum partial results that a split-KV kernel stores per row and split; for longer rows it
+stores them per span."""
 
 PAIRS = 64
-"""Of a row and a query head: a program's, spare ones too, where a kernel attends to more than half
-as many by the wide matrix unit."""
+"""(Row, query head) pairs of one attention program on WGMMA, including padding; used if more than
+half of them are real."""
 
 AttentionBytes = Callable[[Program, ModelConfig, Capacity, int], int]
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a backend holds where backends differ.
+    """Memory costs that differ between backends.
 
     Attributes:
-      logit: Bytes for each logit that a token is chosen from: raw, processed, sorted, and the
-        counts and noise that go with it.
-      reported: More bytes for each logit whose logarithms are reported.
-      attention: Bytes of one layer's attention.
+      logit: Bytes per logit that a token is sampled from: raw, processed and sorted values, counts
+        and noise.
+      reported: Additional bytes per logit if logprobs are returned.
+      attention: Function for the bytes of one layer's attention.
     """
 
     logit: int
@@ -52,7 +53,7 @@ class Costs:
 
 
 def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
-    """Bytes that a step of the program needs beyond weights and pools."""
+    """Returns the bytes that a step of the program needs beyond weights and pools."""
     if program.work is Work.COUNT:
         return 4 * program.batch * blueprint.capacity.vocab
     if program.work is Work.ENCODE:
@@ -63,34 +64,36 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     kept += _widened_bytes(blueprint)
     if small is None:
         return model_bytes + kept
-    # A small model runs after the target, or before it; each node of a level has its own states.
+    # A small draft model runs before or after the target; each node of a level has its own states.
     nodes = program.batch * program.shape.width * small.num_gated_delta_layers
     states = 3 * nodes * state_layer_bytes(small, blueprint.item_bytes)
     return max(model_bytes, _model_bytes(program, small, blueprint, costs) + states) + kept
 
 
 def _tower_bytes(program: Program, blueprint: Blueprint) -> int:
-    """Of a picture: its patches, where it begins, and the widest part of a block.
+    """Returns the bytes of an encode step: patches, embedding inputs, and the widest part of a
+    block.
 
-    Where operations are plain they work in float32, and attention has the scores of some rows.
+    Fallback operations compute in float32, and their attention stores the scores of some rows.
     """
     pictures = blueprint.capacity.pictures
-    assert pictures is not None  # a model that sees has the program
+    assert pictures is not None  # only a vision-language model has the program
     vision, rows = pictures.vision, program.tokens
-    # Of attention: rows, the projection, heads in blocks, and the result.
+    # Attention: input rows, the projection, heads in blocks, and the output.
     widest = max(9 * vision.hidden, 2 * vision.hidden + 2 * vision.intermediate)
     numbers = 0 if program.blocks.start else vision.patch_numbers
     patches = rows * (numbers + 2 * vision.head_size) * 4
     if blueprint.on_gpu and blueprint.dtype == "bfloat16":
         return patches + rows * widest * blueprint.item_bytes
-    scores = vision.num_heads * min(rows, QUERIES) * rows * 12  # with weights, and their type's
+    scores = vision.num_heads * min(rows, QUERIES) * rows * 12  # scores, weights, a copy
     return patches + rows * widest * 4 + scores
 
 
 def gathered_attention(program: Program, model: ModelConfig, capacity: Capacity, item: int) -> int:
-    """Of plain attention: the keys and values of whole page tables, and the scores of all rows.
+    """Returns the bytes of fallback attention: gathered keys and values, and the scores of all
+    rows.
 
-    Scores are float32 of float32 keys, which are a copy of narrower ones.
+    Scores are float32. Keys of a narrower dtype are copied to float32 first.
     """
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
     keys = program.pages * capacity.page_size
@@ -102,10 +105,11 @@ def gathered_attention(program: Program, model: ModelConfig, capacity: Capacity,
 def split_attention(
     most_pairs: int, program: Program, model: ModelConfig, capacity: Capacity, item: int
 ) -> int:
-    """Of the kernels: queries and the output; where rows are few, partial results in float32.
+    """Returns the bytes of split-KV attention: queries, the output, and partial results if rows are
+    few.
 
-    Those are sums, a peak and a total each. A prompt has few rows if their pairs with the query
-    heads of a key head are no more than `most_pairs`.
+    A partial result has an accumulator, a max and a sum, in float32. A prompt has few rows if its
+    (row, query head) pairs per key head are at most `most_pairs`.
     """
     attention = model.attention
     group, rows = attention.num_heads // attention.num_kv_heads, rows_of(program)
@@ -121,21 +125,24 @@ def split_attention(
 
 
 def rows_of(program: Program) -> int:
-    """Most flat rows of a step's forward passes, the target's or the drafter's.
+    """Returns the maximum flat rows of a step's forward passes, of the target or the drafter.
 
-    A verify with fewer rows than nodes counts them all: what is kept of its nodes is.
+    All nodes of a verify step are counted, also under a smaller verify budget, because data is
+    stored for each node.
     """
     return program.tokens or program.batch * max(program.shape.nodes, program.shape.block)
 
 
 def state_layer_bytes(model: ModelConfig, item: int) -> int:
-    """One request's state in one gated-delta layer."""
+    """Returns the bytes of one request's state in one GDN layer."""
     delta = model.gated_delta
     return 0 if delta is None else kept_bytes(delta.kept, item)
 
 
 def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, costs: Costs) -> int:
-    """The widest layer of a forward pass, and what is kept of all gated-delta layers."""
+    """Returns the bytes of the widest layer of a forward pass, plus those stored for all GDN
+    layers.
+    """
     heads, item = model.attention.query_size, blueprint.item_bytes
     feed = max(_feed_row_bytes(each.feed, model.hidden, item) for each in model.layers)
     layer = rows_of(program) * ((4 * model.hidden + 4 * heads) * item + feed)
@@ -144,9 +151,10 @@ def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, cos
 
 
 def _feed_row_bytes(feed: DenseConfig | ExpertsConfig, hidden: int, item: int) -> int:
-    """A row's gate, up and their product; of experts for each that it chooses, with its output.
+    """Returns a row's bytes for gate, up and their product; for MoE, per selected expert, with its
+    output.
 
-    Outputs of experts are float32, as the router's logits are.
+    Expert outputs and router logits are float32.
     """
     if isinstance(feed, DenseConfig):
         return 3 * feed.intermediate * item
@@ -156,9 +164,9 @@ def _feed_row_bytes(feed: DenseConfig | ExpertsConfig, hidden: int, item: int) -
 
 
 def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
-    """What a replay needs of every layer of a verify, and the states that a layer works on.
+    """Returns the bytes of state replay inputs of all GDN layers, and of the states of one layer.
 
-    Plain decoding keeps the convolution's inputs alone; of prompts it is what one layer works on.
+    Plain decoding stores only the convolution inputs. A prefill needs only one layer's arrays.
     """
     delta = model.gated_delta
     if delta is None:
@@ -174,7 +182,7 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 
 
 def _widened_bytes(blueprint: Blueprint) -> int:
-    """A dense weight in FP8, which is widened in memory where rows are many."""
+    """Returns the bytes of one dense FP8 weight, which is dequantised in memory for many rows."""
     dense, hidden = blueprint.config.dense, blueprint.config.hidden
     if dense is None or not any(name.endswith(fp8_words.DENSE) for name in blueprint.in_words):
         return 0
@@ -196,6 +204,6 @@ def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     if program.has(Extra.LOGPROBS):
         each += program.batch * program.shape.max_tokens * costs.reported
     if program.has(Extra.SCORES):
-        # A block of a prompt's rows is scored after another.
+        # Prompt logprobs are computed block by block.
         each += min(program.tokens, SCORED_ROWS) * (costs.logit + costs.reported)
     return each * blueprint.capacity.vocab

@@ -59,7 +59,7 @@ def test_a_decode_never_starts_a_row(host, shape, field):
     text = emitted(host.prefill(request), 0)
     plan = host.decode_plan(request, shape=shape)
     {"starts": plan.starts, "restore": plan.snapshots.restore}[field][0] = 1
-    with pytest.raises(ValueError, match="a row starts in a prefill or a count, not in a decode"):
+    with pytest.raises(ValueError, match="rows must start in a prefill or a count, got decode"):
         host.backend.submit(plan)
     text += host.go_on(request, 6, shape)
     assert text == host.alone(tokens, len(text))

@@ -30,13 +30,13 @@ def fresh(framework: str) -> Iterator[Backend]:
 
 def test_readiness_a_program_that_was_not_prepared_is_refused(fresh):
     for program in fresh.capacity.programs:
-        with pytest.raises(ValueError, match=f"no program ready for a {program}; prepare it"):
+        with pytest.raises(ValueError, match=f"{program} is not prepared; call prepare"):
             fresh.submit(empty_plan(program, fresh.capacity))
 
 
 def test_a_program_that_is_not_listed_cannot_be_prepared(fresh):
     program = replace(fresh.capacity.programs[0], batch=7)
-    with pytest.raises(ValueError, match="there is no program prefill of 7 rows"):
+    with pytest.raises(ValueError, match="prefill of 7 rows.* is not among the programs"):
         fresh.prepare([program], lambda program: None)
 
 
@@ -81,17 +81,17 @@ def with_rows(rows: int) -> tuple[Program, ...]:
 
 
 def test_a_verify_with_fewer_rows_than_requests_is_refused(framework):
-    with pytest.raises(ValueError, match="a row for each of its batch, 3 has decode of 4 rows"):
+    with pytest.raises(ValueError, match="one verify row per batch row is required, got 3 in decode of 4 rows"):
         made(framework, programs=with_rows(3))
 
 
 def test_a_rule_that_judges_sampled_drafts_verifies_all_of_them(framework):
     """Whether a draft is verified would depend on the token that was drawn."""
     chains = tuple(p for p in with_rows(15) if not p.has(Extra.COPIES))
-    with pytest.raises(ValueError, match="rejection verifies every draft, fewer does decode"):
+    with pytest.raises(ValueError, match="rejection must verify every draft token, but decode"):
         made(framework, programs=chains, accept_rule="rejection")
 
 
 def test_a_rule_that_judges_sampled_drafts_has_no_copies(framework):
-    with pytest.raises(ValueError, match="rejection is for chains, not for trees"):
+    with pytest.raises(ValueError, match="rejection requires draft chains"):
         made(framework, accept_rule="rejection")

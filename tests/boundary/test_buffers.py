@@ -38,8 +38,8 @@ def test_a_field_has_the_dtype_and_the_axes_of_its_annotation():
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (TooWide, "most_words: int64 is none of float32, int32, uint32"),
-        (Unbounded, "weights: nothing bounds its axis words"),
+        (TooWide, "most_words: dtype must be one of float32, int32, uint32, got int64"),
+        (Unbounded, "weights: axis words has no bound"),
     ],
 )
 def test_a_field_that_no_buffer_holds_is_refused_by_name(kind, said):

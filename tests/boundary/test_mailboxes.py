@@ -77,7 +77,7 @@ def test_a_rank_that_does_not_come_is_named(mailboxes):
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0)) for rank in (0, 1)]
         for rank, future in enumerate(waiting):
-            error = f"rank 2 of 3 did not come to exchange 1 within 0.3 s; rank {rank} waited"
+            error = rf"rank 2 of 3 did not reach exchange 1 within 0.3 s \(waited on by rank {rank}\)"
             with pytest.raises(RankMissingError, match=error):
                 future.result(10)
 
@@ -86,7 +86,7 @@ def test_a_rank_that_did_not_come_once_is_not_waited_for_again(mailboxes):
     """A step has many exchanges, and its end is not to wait for each."""
     for call in (1, 2):
         began = time.monotonic()
-        with pytest.raises(RankMissingError, match=f"did not come to exchange {call} within 0"):
+        with pytest.raises(RankMissingError, match=f"did not reach exchange {call} within 0"):
             mailboxes.exchange(0, given_by(0, 0, 8))
         assert (time.monotonic() - began > 0.25) is (call == 1)
 
@@ -98,14 +98,14 @@ def test_a_rank_with_other_bytes_is_named(mailboxes):
             threads.submit(mailboxes.exchange, rank, given_by(rank, 0, size))
             for rank, size in enumerate(sizes)
         ]
-        with pytest.raises(RankMissingError, match="rank 2 of 3 came to exchange 1 with 12 bytes"):
+        with pytest.raises(RankMissingError, match="rank 2 of 3 sent 12 bytes in exchange 1"):
             futures[0].result(10)
 
 
 def test_ranks_that_do_not_exist_are_refused(mailboxes):
-    with pytest.raises(ValueError, match="a rank must be 0 to 2, got 3"):
+    with pytest.raises(ValueError, match="rank must be in 0..2, got 3"):
         Ranks(3, 3, mailboxes)
-    with pytest.raises(ValueError, match="the mailboxes are of 3 ranks, not of 2"):
+    with pytest.raises(ValueError, match="mailboxes must be created for 2 ranks, got 3"):
         Ranks(0, 2, mailboxes)
     assert ALONE.is_alone
 

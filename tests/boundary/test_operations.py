@@ -82,7 +82,7 @@ def test_each_size_of_an_attention_head_has_kernels_or_is_refused_by_name(platfo
         if size in HEADS:
             assert asked(platform, config_with(head_size=size), **NEXTN) == ()
             continue
-        with pytest.raises(ValueError, match=f"attention heads of .*, not of {size}; hide the GPU"):
+        with pytest.raises(ValueError, match=f"attention heads of size .*, got {size}; set CUDA"):
             asked(platform, config_with(head_size=size), **NEXTN)
 
 
@@ -95,7 +95,7 @@ def test_each_size_of_a_delta_head_has_kernels_or_is_refused_by_name(platform):
             assert asked(platform, config) == ()
             continue
         name, size = ("values", value) if key in DELTA else ("keys", key)
-        with pytest.raises(ValueError, match=f"gated-delta {name} of .*, not of {size}; hide"):
+        with pytest.raises(ValueError, match=f"GDN {name} of size .*, got {size}; set CUDA"):
             asked(platform, config)
 
 
@@ -119,7 +119,7 @@ def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
     found = asked(platform, CONFIG, dtype="float32")
     names = ["delta_mix.feed", "layers.rms_norm", "linear", "projection"]
     assert [each.name for each in found] == names
-    assert {each.reason for each in found} == {"bfloat16, not float32"}
+    assert {each.reason for each in found} == {"bfloat16, got float32"}
     assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
 
 
@@ -128,7 +128,7 @@ def test_the_convolutions_of_a_head_in_float32_are_counted_on_a_gpu(platform):
     flags = {"speculative_algorithm": "DFLASH2", "speculative_draft_model_path": "head"}
     flags |= {"head": tiny_pair_head(CONFIG, 0, head_dim=16).config}
     found = {each.name: each for each in asked(platform, CONFIG, dtype="float32", **flags)}
-    assert found["convolution"].reason == "bfloat16, not float32"
+    assert found["convolution"].reason == "bfloat16, got float32"
     assert found["convolution"].programs < found["linear"].programs
     assert asked(platform, CONFIG, **flags) == ()
 
@@ -138,7 +138,7 @@ def test_a_tower_in_float32_is_counted_on_a_gpu(platform):
     tower = Tower(vision(), picture_config())
     found = {each.name: each for each in asked(platform, CONFIG, tower=tower, dtype="float32")}
     assert {*OF_TOWERS} <= found.keys()
-    assert {found[name].reason for name in OF_TOWERS} == {"bfloat16, not float32"}
+    assert {found[name].reason for name in OF_TOWERS} == {"bfloat16, got float32"}
     assert asked(platform, CONFIG, tower=tower) == ()
 
 
@@ -155,7 +155,7 @@ def with_experts(**changed):
 @each_platform
 def test_experts_in_float32_are_counted_on_a_gpu(platform):
     found = {each.name: each.reason for each in asked(platform, with_experts(), dtype="float32")}
-    assert found["experts"] == "bfloat16, not float32"
+    assert found["experts"] == "bfloat16, got float32"
     assert asked(platform, with_experts()) == ()
 
 
@@ -163,8 +163,8 @@ def test_experts_in_float32_are_counted_on_a_gpu(platform):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"intermediate": 24, "shared_intermediate": 24}, "experts of multiples of 16, not of 24"),
-        ({"shared_intermediate": 24}, "shared experts as wide as the others, 32, not 24"),
+        ({"intermediate": 24, "shared_intermediate": 24}, "expert widths that are multiples of 16, got 24"),
+        ({"shared_intermediate": 24}, "shared experts of the same width as the others .32., got 24"),
     ],
 )
 def test_experts_of_widths_that_no_kernel_takes_are_refused(platform, changed, said):
@@ -187,8 +187,8 @@ def test_a_start_that_no_kernel_takes_is_refused_before_weights_are_read(
     path.write_text(path.read_text().replace('"head_dim": 16', '"head_dim": 24'))
     assert started(platform, "--model-path", str(tmp_path), "--load-format", "dummy") == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert "take attention heads of" in line
-    assert "not of 24" in line
+    assert "require attention heads of size" in line
+    assert "got 24" in line
 
 
 def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
@@ -200,7 +200,7 @@ def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
     assert started(platform, "--model-path", str(tmp_path), "--dtype", "float32", *flags) == 0
     told = capfd.readouterr().err
     assert "linear runs without kernels" in told
-    assert "they take bfloat16, not float32" in told
+    assert "they take bfloat16, got float32" in told
     page = ServerMetrics("m").render(served[0].metrics.snapshot()).decode()
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
     counts = {

@@ -220,7 +220,7 @@ def test_encodings_that_leave_out_a_block_are_refused_by_name():
     config = config_from_folder(MODEL)
     weights = load_all(MODEL, config, True)
     fewer = tuple(each for each in capacity().programs if each is not PIECES[0])
-    with pytest.raises(ValueError, match=f"run each of the tower's {DEPTH} blocks once, which"):
+    with pytest.raises(ValueError, match=f"run each of the {DEPTH} encoder blocks once"):
         make_seeing_backend(
             "reference", MODEL, config, weights, replace(capacity(), programs=fewer)
         )
@@ -269,10 +269,10 @@ def test_drafts_read_the_pictures_rows_and_turn_behind_them(host, prompt):
 def test_a_start_without_a_tower_has_no_program_that_encodes():
     config = config_from_folder(MODEL)
     weights = load_all(MODEL, config, True)
-    with pytest.raises(ValueError, match="a vision tower and a pool for its rows need each other"):
+    with pytest.raises(ValueError, match="a vision encoder requires an encoder cache"):
         make_seeing_backend("reference", None, config, weights, capacity())
-    with pytest.raises(ValueError, match="a model that sees is needed by encode of"):
+    with pytest.raises(ValueError, match="encode of .* requires a vision-language model"):
         make_seeing_backend("reference", None, config, weights, replace(capacity(), pictures=None))
     small = replace(capacity(), pictures=replace(capacity().pictures, num_rows=PATCHES // 4))
-    with pytest.raises(ValueError, match="do not hold encode of 1 rows, 128 patches"):
+    with pytest.raises(ValueError, match="encode sizes must be multiples of .*, got encode of 1 rows, 128 patches"):
         make_seeing_backend("reference", MODEL, config, weights, small)

@@ -111,7 +111,7 @@ def test_no_rank_outlives_rank_0(others):
 
 STEP_FAULTS = {
     "1:step:raises": "rank 1 failed while serving, last heard of after step 29: MemoryError: ",
-    "1:step:sleeps": "rank 1 of 2 did not come to exchange 30 within 10 s; rank 0 waited for it",
+    "1:step:sleeps": "rank 1 of 2 did not reach exchange 30 within 10 s (waited on by rank 0)",
     "0:step:raises": "the engine failed: MemoryError: there is no room",
 }
 

@@ -411,7 +411,7 @@ class TestResults:
     def test_a_program_that_does_not_exist_is_refused(self) -> None:
         device = Device("llama", "none", GREEDY)
         plan = device.plan(Work.DECODE, CHAIN, host_draft=True)
-        with pytest.raises(ValueError, match="no program"):
+        with pytest.raises(ValueError, match="is not prepared"):
             device.backend.submit(replace(plan, program=replace(plan.program, batch=7)))
 
     def test_a_drafter_that_the_weights_do_not_hold_is_refused(self) -> None:

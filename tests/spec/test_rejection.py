@@ -113,7 +113,7 @@ def test_logprobs_are_the_targets_own(rejecting: Rejecting) -> None:
 
 
 def test_no_backend_has_trees_under_a_rule_for_chains() -> None:
-    with pytest.raises(ValueError, match="the accept rule block is for chains"):
+    with pytest.raises(ValueError, match="accept_rule block requires draft chains"):
         replace(tree_capacity(272), accept_rule="block")
 
 
