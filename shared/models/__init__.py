@@ -1,1 +1,1 @@
-"""What a checkpoint is: the model's config, and which tensor lies where."""
+"""Model checkpoints: config, mapping of parameters to tensors, and the files of their weights."""

@@ -1,4 +1,4 @@
-"""The numbers of a model that one row is multiplied with."""
+"""Active parameters: the weights that one token is multiplied with."""
 
 from collections.abc import Sequence
 from math import prod
@@ -11,12 +11,13 @@ EXPERTS = ("experts.gate_up", "experts.down")
 
 
 def active_numbers(wanted: Sequence[Parameter], config: ModelConfig, is_tied: bool) -> int:
-    """How many numbers of weights a row's products read; of experts, those of one choice.
+    """Returns the number of weights that one token's products read; of MoE layers, the selected
+    experts'.
 
     Args:
       wanted: All parameters.
-      config: Of the model that has them.
-      is_tied: Whether the embedding is the LM head too.
+      config: Config of the model that has them.
+      is_tied: True if the embedding is also the LM head.
     """
     found, experts = 0, config.experts
     for p in wanted:

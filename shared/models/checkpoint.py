@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: opened, checked, read parameter by parameter."""
+"""Safetensors checkpoints: opens and checks the files, and reads them parameter by parameter."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -34,11 +34,11 @@ Array = Shaped[np.ndarray, "..."]
 Weights = dict[str, Array]
 
 LARGE = 1 << 27
-"""Numbers above which a tensor, such as an embedding, is read some rows at a time."""
+"""Elements above which a tensor, such as an embedding, is read in runs of rows."""
 
 
 class _Owner(NamedTuple):
-    """The file that has a tensor, opened and by its path, and the tensor's name there."""
+    """Location of a tensor: the open file, its path, and the tensor's name in it."""
 
     handle: Any
     path: Path
@@ -46,7 +46,9 @@ class _Owner(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of some opened `files`, found by their names without prefix, read one by one."""
+    """Tensors of opened safetensors files, looked up by their names without prefix and read one by
+    one.
+    """
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = files
@@ -59,52 +61,53 @@ class Checkpoint:
             for stored in handle.keys():  # noqa: SIM118 - the handle is no mapping
                 name = without_prefix(stored)
                 if name in self._owners:
-                    raise CheckpointError(f"the tensor {name} is stored twice in the checkpoint")
+                    raise CheckpointError(f"tensor {name} is stored twice in the checkpoint")
                 self._owners[name] = _Owner(handle, path, stored)
 
     @property
     def names(self) -> Collection[str]:
-        """The tensors that are there, without prefix."""
+        """Names of the stored tensors, without prefix."""
         return self._owners.keys()
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the files hold an MTP layer; a config may name one that is not there."""
+        """True if the files contain an MTP layer; a config may name one that is missing."""
         return any(name.startswith("mtp.") for name in self._owners)
 
     @property
     def has_tower(self) -> bool:
-        """Whether the files hold a vision tower; a config may name one that is not there."""
+        """True if the files contain a vision encoder; a config may name one that is missing."""
         return any(name.startswith(TENSORS) for name in self._owners)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor is there, by its name without prefix."""
+        """Returns True if a tensor is stored, by its name without prefix."""
         return name in self._owners
 
     def tensor(self, name: str) -> Array:
-        """One tensor as it is stored, such as the integer map of a draft vocabulary."""
+        """Reads one tensor as stored, such as the integer map of a draft vocabulary."""
         self._header(name)
         owner = self._owners[name]
         return owner.handle.get_tensor(owner.stored)
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
-        """How many stored bytes loading these parameters reads."""
+        """Returns the stored bytes that loading these parameters reads."""
         return sum(self._num_bytes(source) for p in wanted for source in self._sources(p))
 
     def known(self, wanted: Sequence[Parameter]) -> set[str]:
-        """The tensors that these parameters are made of, and their scales."""
+        """Returns the names of the tensors that these parameters use, and of their scales."""
         names = {source.name for p in wanted for source in self._sources(p)}
         return names | {scale for scale in map(self._scale_of, names) if scale is not None}
 
     def dtypes(self, parameter: Parameter) -> set[np.dtype]:
-        """The types of the numbers that a parameter is read from."""
+        """Returns the dtypes of the tensors that a parameter is read from; float32 for FP8."""
         return {self._dtype(source.name) for source in self._sources(parameter)}
 
     def in_words(self, wanted: Sequence[Parameter]) -> fp8_words.InWords:
-        """Those of the parameters that can stay FP8; see `shared.models.fp8_words`.
+        """Returns the parameters that can be stored as packed FP8 (W8A16); see
+        `shared.models.fp8_words`.
 
-        All their tensors are FP8 in whole blocks, with scales that bfloat16 holds, and all of
-        blocks or all of channels. Reads the scales.
+        All their tensors are FP8 in whole blocks, their scales are exact in bfloat16 and have one
+        granularity, block or channel. Reads the scales.
         """
         found = {}
         for parameter in wanted:
@@ -115,31 +118,35 @@ class Checkpoint:
         return found
 
     def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters that are FP8 as a whole, with scales of blocks, by name."""
+        """Returns the names of the parameters that are entirely FP8 with block scales (usable as
+        W8A8).
+        """
         only = {Granularity.BLOCK}
         return frozenset(
             p.name for p in wanted if {*map(self._granularity, self._sources(p))} == only
         )
 
     def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters of which some tensors are FP8, by name."""
+        """Returns the names of the parameters with at least one FP8 tensor."""
         return frozenset(p.name for p in wanted if any(map(self._granularity, self._sources(p))))
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
-        """Checks presence, dtype and shape of every tensor of a model before any is read.
+        """Checks presence, dtype and shape of all tensors of a model before any is read.
 
-        Tensors that the model's code would leave out (a bias, scales, experts) are refused too.
+        Tensors that the model's code would ignore (a bias, scales, experts) are an error too.
 
         Raises:
-          CheckpointError: The first fault, by the name of its tensor.
+          CheckpointError: The first fault, with the name of its tensor.
         """
         if with_mtp and not self.has_mtp:
-            raise CheckpointError("the checkpoint has no mtp.* tensors, so it cannot draft NEXTN")
+            raise CheckpointError(
+                "NEXTN requires mtp.* tensors, which the checkpoint does not contain"
+            )
         self.check_parameters(wanted := parameters(config, with_mtp))
         if self.unties(config):
             raise CheckpointError(
-                f"the tensor {LM_HEAD} differs from {EMBEDDING}, and config.json ties them; "
-                "set tie_word_embeddings to false"
+                f"tensor {LM_HEAD} differs from {EMBEDDING}, but config.json ties them; set "
+                "tie_word_embeddings to false"
             )
         spare = [f"layers.{config.num_layers + i}." for i in range(config.spare_layers)]
         unused = tuple(spare if with_mtp else ["mtp.", *spare])
@@ -148,21 +155,22 @@ class Checkpoint:
             if name in self._of_tied_head(config) or left_out or self._is_of_activations(name):
                 continue
             raise CheckpointError(
-                f"the tensor {name} has no place in a {config.name} model; "
-                "use a checkpoint without it"
+                f"tensor {name} is not part of a {config.name} model; use a checkpoint without it"
             )
 
     def unties(self, config: ModelConfig) -> bool:
-        """Returns whether the files have an LM head of its own, though the config ties it."""
+        """Returns True if the files contain an LM head that differs from the embedding, though the
+        config ties them.
+        """
         if config.tied and self._has_own_head is None:
             self._has_own_head = has_own_head(config, self)
         return config.tied and bool(self._has_own_head)
 
     def check_parameters(self, wanted: Sequence[Parameter]) -> None:
-        """Checks presence, dtype and shape of every tensor that these parameters need.
+        """Checks presence, dtype and shape of all tensors that these parameters need.
 
         Raises:
-          CheckpointError: The first fault, by the name of its tensor.
+          CheckpointError: The first fault, with the name of its tensor.
         """
         for parameter in wanted:
             for source in self._sources(parameter):
@@ -174,14 +182,16 @@ class Checkpoint:
         dtype: np.dtype | type,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> Array:
-        """Reads one parameter into main memory; the arguments are those of `pieces`.
+        """Reads one parameter into main memory.
 
         Args:
-          dtype: What to convert to; a parameter that is kept in float32 ignores it.
+          parameter: The parameter to read; see `pieces`.
+          dtype: Dtype of the result; parameters stored in float32 ignore it.
+          progress: See `pieces`.
         """
         kind = np.float32 if parameter.float32 else dtype
         if len([*self._sources(parameter)]) == 1 and parameter.is_filled:
-            # It is what is read; a copy would be a second.
+            # Returns the tensor as read, without a second copy.
             (source,) = self._sources(parameter)
             self._check_source(source)
             values = self._values(source)
@@ -195,20 +205,21 @@ class Checkpoint:
     def pieces(
         self, parameter: Parameter, progress: Callable[[int], None]
     ) -> Iterator[tuple[tuple[int | slice, ...], Array]]:
-        """Reads a parameter piece by piece, so that no more than one need lie in main memory.
+        """Reads a parameter piece by piece, so that only one piece needs to be in main memory.
 
-        A piece is a tensor, or of a large one some of its rows.
+        A piece is a tensor, or some rows of a large one.
 
         Args:
-          progress: Called after each piece with the number of stored bytes just read.
+          parameter: The parameter to read.
+          progress: Called after each piece with the number of stored bytes read.
 
         Yields:
-          Where a piece stands in the parameter, and its values as they are stored; those of FP8 are
-          widened to float32.
+          The index of a piece in the parameter, and its values as stored. FP8 is dequantised to
+          float32.
 
         Raises:
-          CheckpointError: A tensor is missing or has another shape or an unknown dtype, or holds
-            a code that is no number.
+          CheckpointError: A tensor is missing, has another shape or an unknown dtype, or contains
+            NaN in FP8.
         """
         pieces = [[*chain(*map(self._in_parts, self._resolved(x)))] for x in parameter.pieces]
         for source, at, shape in parameter.places(pieces):
@@ -224,11 +235,14 @@ class Checkpoint:
         *,
         by_output: bool = False,
     ) -> Iterator[fp8_words.Piece]:
-        """Reads a parameter of `in_words` or `in_codes` tensor by tensor, as it is; see `pieces`.
+        """Reads a parameter of `in_words` or `in_codes` tensor by tensor without dequantising it;
+        see `pieces`.
 
         Args:
-          granularity: Of its scales, and not finer than the files'.
-          by_output: Scales are repeated for each output; else blocks of them must be whole.
+          parameter: The parameter to read.
+          granularity: Granularity of the scales in the result; not finer than the files'.
+          progress: See `pieces`.
+          by_output: True to repeat block scales for each output; otherwise blocks must be whole.
         """
         for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
             self._check_source(source)
@@ -250,7 +264,7 @@ class Checkpoint:
         return [source for piece in parameter.pieces for source in self._resolved(piece)]
 
     def _resolved(self, sources: Sequence[Source]) -> list[Source]:
-        """The tensors themselves; of one that is not there its parts, if any of them is."""
+        """Replaces each tensor that is not stored by its parts, if any of them is stored."""
         found = []
         for source in sources:
             is_apart = not self.has(source.name) and any(self.has(x.name) for x in source.parts)
@@ -258,7 +272,7 @@ class Checkpoint:
         return found
 
     def _in_parts(self, source: Source) -> Iterator[Source]:
-        """A tensor, or of a large one that is not FP8 its rows in runs."""
+        """Yields a tensor, or the runs of rows of a large one that is not FP8."""
         shape = source.taken_shape
         are_rows = source.runs is None or source.axis == 0
         is_fp8 = self._scale_of(source.name) is not None
@@ -270,7 +284,7 @@ class Checkpoint:
             yield replace(source, axis=0, runs=within(runs, ((begin, begin + rows),)))
 
     def _values(self, source: Source) -> Array:
-        """What is taken of a tensor."""
+        """Reads the selected slice of a tensor."""
         if self._scale_of(source.name) is not None:
             whole = replace(source, runs=None)
             return source.taken(fp8.widened(self._numbers(whole), self._scales(source)))
@@ -281,20 +295,20 @@ class Checkpoint:
         return taken[0] if len(taken) == 1 else np.concatenate(taken, source.axis)
 
     def _scales(self, source: Source) -> Array:
-        """Of a tensor of FP8, as they are stored."""
+        """Reads the scales of an FP8 tensor as stored."""
         scale = self._scale_of(source.name)
-        assert scale is not None  # the tensor has codes
+        assert scale is not None  # the tensor is FP8
         return self.tensor(scale)
 
     def _numbers(self, source: Source) -> UInt8[np.ndarray, "..."]:
-        """The codes of a tensor of FP8, which must be numbers."""
+        """Reads the quantised values of an FP8 tensor, which must not contain NaN."""
         codes = self._codes(source)
         if fp8.has_nan(codes):
-            raise CheckpointError(f"the tensor {source.name} holds codes that are no numbers")
+            raise CheckpointError(f"tensor {source.name} contains NaN")
         return codes
 
     def _codes(self, source: Source) -> UInt8[np.ndarray, "..."]:
-        """A tensor of FP8 as bytes: numpy has no type for it."""
+        """Reads an FP8 tensor as bytes, because numpy has no FP8 dtype."""
         _, path, stored = self._owners[source.name]
         if path not in self._contents:
             self._contents[path] = contents(path)
@@ -306,14 +320,18 @@ class Checkpoint:
         return np.fromfile(path, np.uint8, count, offset=offset).reshape(source.shape)
 
     def _granularity(self, source: Source) -> Granularity | None:
-        """Of a tensor of FP8, whose scales have been checked; None: it is not FP8."""
+        """Returns the granularity of an FP8 tensor whose scales have been checked; None if it is
+        not FP8.
+        """
         scale = self._scale_of(source.name)
         if scale is None:
             return None
         return fp8.stored_shapes(source.shape)[tuple(self._header(scale).get_shape())]
 
     def _kept_granularity(self, source: Source) -> Granularity | None:
-        """Of a tensor that can stay FP8; None: it cannot."""
+        """Returns the granularity of a tensor that can be stored as packed FP8; None if it
+        cannot.
+        """
         granularity = self._granularity(source)
         if granularity is None or not fp8.are_whole_blocks(source.shape):
             return None
@@ -324,15 +342,15 @@ class Checkpoint:
         return fp8_words.kept_granularity(granularity)
 
     def _scale_of(self, name: str) -> str | None:
-        """The tensor that holds the scales of another, if that is FP8."""
+        """Returns the name of a tensor's scales; None if it is not FP8."""
         return next((f"{name}{end}" for end in fp8.SCALES if self.has(f"{name}{end}")), None)
 
     def _of_tied_head(self, config: ModelConfig) -> Collection[str]:
-        """The LM head that repeats the embedding, and its scales."""
+        """Returns the names of an LM head that repeats the embedding, and of its scales."""
         return {LM_HEAD, *(f"{LM_HEAD}{end}" for end in fp8.SCALES)} if config.tied else ()
 
     def _is_of_activations(self, name: str) -> bool:
-        """Whether a tensor holds scales of what an FP8 weight is multiplied with."""
+        """Returns True if a tensor contains the activation scales of an FP8 weight."""
         module, _, last = name.rpartition(".")
         return last in fp8.OF_ACTIVATIONS and self._scale_of(f"{module}.weight") is not None
 
@@ -368,7 +386,7 @@ class Checkpoint:
             return
         check_stored(source.name, self._header(source.name), [source.shape], (fp8.STORED,))
         if len(source.shape) < 2:
-            raise CheckpointError(f"the tensor {scale} has no place beside one that is no matrix")
+            raise CheckpointError(f"tensor {scale} is not supported: only matrices may have scales")
         check_stored(scale, self._header(scale), fp8.stored_shapes(source.shape), DTYPES)
 
 
@@ -376,7 +394,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Opens the safetensors files of a folder: a single file, or the shards of an index.
 
     Raises:
-      CheckpointError: The folder or a file is missing, or a file is truncated or broken.
+      CheckpointError: The folder or a file is missing, truncated or invalid.
     """
     folder = Path(folder)
     if fault := folder_fault(folder):
@@ -387,10 +405,14 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
 def load_all(
     folder: str | Path, config: ModelConfig, with_mtp: bool, *, quantises: bool = False
 ) -> Weights:
-    """Loads every parameter of a checkpoint in float32.
+    """Loads all parameters of a checkpoint in float32.
 
     Args:
-      quantises: Those in FP8 stay codes, with the scales of each output beside them.
+      folder: The model folder.
+      config: Config of the model.
+      with_mtp: True to load the MTP layer too.
+      quantises: True to load block-scaled FP8 parameters without dequantising them, with scales per
+        output.
 
     Raises:
       CheckpointError: See `open_checkpoint` and `Checkpoint.check`.

@@ -1,4 +1,4 @@
-"""What a forward pass needs to know about a model: its layers, and what they share."""
+"""Model config: the layers of a model, and what they share."""
 
 from dataclasses import dataclass, replace
 
@@ -14,31 +14,33 @@ from shared.models.rotary import RotaryConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What a forward pass needs to know about a model.
+    """Settings of a model that its forward pass needs.
 
-    Layers of one kind have the same sizes, as their parameters and pools are stacks; they may turn
-    with positions and see in ways of their own.
+    Layers of one kind have the same sizes, because their parameters and pools are stacked. Their
+    rotary settings and attention windows may differ.
 
     Attributes:
-      name: What sentences to users call such a model.
-      layers: The decoder layers in order, the MTP layer not among them.
-      rms_eps: Added to the mean square of every RMS norm.
-      tied: The embedding also gives the logits.
-      embedding_factor, residual_factor, logits_factor: What embeddings, the outputs of mixers and
-        MLPs, and logits are multiplied by.
-      zero_centered_norms: Norms scale by 1 + weight (all but the gated-delta output norm).
-      norms_behind: Norms stand behind mixers and MLPs, on what is added to the stream, and none
-        before them.
-      stores_joined: A checkpoint has q, k and v in one tensor, and gate and up in another.
-      has_mtp: The config names an MTP layer; the checkpoint may still lack its tensors.
-      spare_layers: So many more layers behind the last, which draft, may be in a checkpoint; they
-        are left out.
-      drafts_trees: Its EAGLE heads draft trees where no shape is asked for.
-      context_length: Most tokens of a text.
-      eos_ids: Token ids that end a text, ascending.
+      name: Name of the model family in messages to users.
+      vocab: Vocabulary size.
+      hidden: Width of the residual stream.
+      layers: Decoder layers in order, without the MTP layer.
+      rms_eps: Epsilon of all RMS norms.
+      tied: True if the embedding is also the LM head.
+      embedding_factor, residual_factor, logits_factor: Multipliers of embeddings, of mixer and MLP
+        outputs, and of logits.
+      zero_centered_norms: True if norms scale by 1 + weight (all but the GDN output norm).
+      norms_behind: True for post-norm: norms follow mixers and MLPs, and none precede them.
+      stores_joined: True if the checkpoint fuses q, k and v into one tensor, and gate and up into
+        another.
+      has_mtp: True if the config names an MTP layer; the checkpoint may lack its tensors.
+      spare_layers: Number of extra (next-token prediction) layers after the last one in a
+        checkpoint; they are not loaded.
+      drafts_trees: True if its EAGLE heads draft trees by default.
+      context_length: Maximum number of tokens.
+      eos_ids: Token ids that end the output, in ascending order.
 
     Raises:
-      ValueError: Layers of one kind differ, or none is attention.
+      ValueError: Layers of one kind differ, or none is an attention layer.
     """
 
     name: str
@@ -61,84 +63,86 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not self.num_attention_layers:
-            raise ValueError("layer_types has no full_attention layer; serve a model with one")
+            raise ValueError("layer_types must contain at least one full_attention layer")
         if len({_stacked(each.mixer) for each in self.layers}) > len(set(self.layer_kinds)):
             raise ValueError("layers of one kind but different sizes are not supported")
         if len({each.feed for each in self.layers}) > len(set(self.feed_kinds)):
             raise ValueError("MLPs of different sizes are not supported")
         if self.experts and (self.norms_behind or self.residual_factor != 1):
-            raise ValueError("experts with norms behind them or a factor are not supported")
+            raise ValueError(
+                "MoE layers with post-norms or with a residual multiplier are not supported"
+            )
 
     @property
     def norm_centre(self) -> float:
-        """What a norm's scale has more than its stored weight."""
+        """Constant added to the stored weight of a norm."""
         return 1.0 if self.zero_centered_norms else 0.0
 
     @property
     def input_eps(self) -> float | None:
-        """`rms_eps` of the norms before mixers and MLPs; None: there are none."""
+        """Epsilon of the norms before mixers and MLPs; None for a post-norm model."""
         return None if self.norms_behind else self.rms_eps
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """The kind of each layer's mixer, which names its parameters."""
+        """Kind of each layer's mixer, which names its parameters."""
         return tuple(each.mixer.kind for each in self.layers)
 
     @property
     def attention(self) -> AttentionConfig:
-        """What attention layers are like, those that draft too."""
+        """Config of attention layers, including the drafter's."""
         return next(x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig))
 
     @property
     def attentions(self) -> tuple[AttentionConfig, ...]:
-        """The attention layers' settings, each once, in the order of the layers."""
+        """Distinct configs of attention layers, in the order of the layers."""
         found = (x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig))
         return tuple(dict.fromkeys(found))
 
     @property
     def gated_delta(self) -> GatedDeltaConfig | None:
-        """What gated-delta layers are like; None where there are none."""
+        """Config of GDN layers; None if there are none."""
         found = (x.mixer for x in self.layers if isinstance(x.mixer, GatedDeltaConfig))
         return next(found, None)
 
     @property
     def feed_kinds(self) -> tuple[str, ...]:
-        """The kind of what feeds forward in each layer, which names its parameters."""
+        """Kind of each layer's MLP, which names its parameters."""
         return tuple(each.feed.kind for each in self.layers)
 
     @property
     def dense(self) -> DenseConfig | None:
-        """What dense layers are like; None where there are none."""
+        """Config of dense MLPs; None if there are none."""
         return next((x.feed for x in self.layers if isinstance(x.feed, DenseConfig)), None)
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """What layers with a mixture of experts are like; None where there are none."""
+        """Config of MoE blocks; None if there are none."""
         return next((x.feed for x in self.layers if isinstance(x.feed, ExpertsConfig)), None)
 
     @property
     def draft_layer(self) -> LayerConfig:
-        """What a layer that drafts is like: with attention, and experts where others have some."""
+        """Config of an MTP layer: attention, and an MoE block if the model has them."""
         return LayerConfig(mixer=self.attention, feed=self.experts or self.layers[0].feed)
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers, the MTP layer not counted."""
+        """Number of decoder layers without the MTP layer."""
         return len(self.layers)
 
     @property
     def num_attention_layers(self) -> int:
-        """Layers that have KV pages, the MTP layer not counted."""
+        """Number of layers with KV pages, without the MTP layer."""
         return self.layer_kinds.count(AttentionConfig.kind)
 
     @property
     def num_gated_delta_layers(self) -> int:
-        """Layers that have a recurrent state."""
+        """Number of layers with a recurrent state."""
         return self.layer_kinds.count(GatedDeltaConfig.kind)
 
 
 def _stacked(mixer: AttentionConfig | GatedDeltaConfig) -> AttentionConfig | GatedDeltaConfig:
-    """A mixer without what layers of one stack need not share."""
+    """Returns a mixer config without the settings that may differ within a stack."""
     if isinstance(mixer, GatedDeltaConfig):
         return mixer
     return replace(mixer, rotary=RotaryConfig(theta=1.0, width=0), window=None)

@@ -1,8 +1,8 @@
-"""The fields of each served configuration class of transformers: defaults and other spellings.
+"""Config classes of transformers for each supported family: field defaults and aliases.
 
-A config.json may leave out each field that is at the default of its class, and transformers writes
-some fields under another name than it reads. The table below is compared with the installed
-transformers by `tests/models/test_config_classes.py`.
+A config.json may omit any field at its class default, and transformers writes some fields under
+another name than it reads. `tests/models/test_config_classes.py` compares the table with the
+installed transformers.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any
 from shared.models.fields import CONFIG, Json
 
 NULLABLE = {"eos_token_id", "num_key_value_heads", "sliding_window"}
-"""Fields of which null has a meaning of its own, other than the default of the class."""
+"""Fields whose null has its own meaning, different from the class default."""
 
 STRUCTURE = {
     *("decoder_sparse_step", "first_k_dense_replace", "full_attention_interval"),
@@ -20,21 +20,21 @@ STRUCTURE = {
     *("in_channels", "n_group", "topk_group", "n_routed_experts", "n_shared_experts"),
     "num_experts",
 }
-"""Numbers of which null is as good as absent; null in place of another is an error."""
+"""Numeric fields whose null equals an absent field; null in any other numeric field is an error."""
 
 
 @dataclass(frozen=True, eq=False)
 class ConfigClass:
-    """A configuration class of transformers, as far as its fields are read here.
+    """A config class of transformers, limited to the fields that are read.
 
     Attributes:
-      name: The name of the class.
-      fields: The default of each field that the class declares.
-      aliases: Other names of fields, each with the name that `fields` has.
-      theta: The base of the rotary frequencies where no field states it.
-      rotated: The rotated share of a head where no field states it.
-      sections: The rotated pairs by time, row and column of an image where no field states them.
-      extras: The default of each field that checkpoints have and the class does not declare.
+      name: Name of the class.
+      fields: Default of each field that the class declares.
+      aliases: Other names of fields, each with its name in `fields`.
+      theta: Default base of the rotary frequencies.
+      rotated: Default fraction of a head that is rotated.
+      sections: Default M-RoPE sections: rotated pairs by time, row and column of an image.
+      extras: Default of each field that checkpoints contain and the class does not declare.
     """
 
     name: str
@@ -47,21 +47,21 @@ class ConfigClass:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The default of each field."""
+        """Default of each field."""
         return {**self.extras, **self.fields}
 
     def completed(self, stated: Json, place: str = CONFIG) -> dict[str, Any]:
-        """Returns the stated fields under one spelling, with the defaults of absent ones.
+        """Returns the stated fields under their canonical names, with defaults for absent ones.
 
         Raises:
-          ValueError: Two spellings of a field have different values; one sentence.
+          ValueError: Two spellings of a field have different values.
         """
         defaults, named = self.defaults, self._renamed(stated, place)
         absent = {name for name, value in named.items() if value is None and self._fills(name)}
         return defaults | {name: value for name, value in named.items() if name not in absent}
 
     def _fills(self, name: str) -> bool:
-        """Returns whether null is as good as absent."""
+        """Returns True if null in the field equals an absent field."""
         default = self.defaults.get(name)
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         is_filled = name in STRUCTURE or not is_number
@@ -74,8 +74,8 @@ class ConfigClass:
                 continue
             if named.get(name) not in (None, value):
                 raise ValueError(
-                    f"{alias} and {name} in {place} are two spellings of one field and must be "
-                    f"equal, got {value!r:.60} and {named[name]!r:.60}; leave one of them out"
+                    f"{alias} and {name} in {place} are spellings of one field and must be "
+                    f"equal, got {value!r:.60} and {named[name]!r:.60}; remove one of them"
                 )
             if named.get(name) is None:
                 named[name] = value
@@ -281,7 +281,7 @@ MISTRAL3 = ConfigClass(
 QWEN3_5_OUTER = ConfigClass(
     "Qwen3_5Config", {"tie_word_embeddings": False, "image_token_id": 248056}
 )
-"""Classes of models that also read images, whose text models have classes of their own."""
+"""Config classes of vision-language models, which nest the config class of a text model."""
 
 QWEN3_5_VISION = ConfigClass(
     "Qwen3_5VisionConfig",

@@ -1,12 +1,12 @@
-"""Weights without files: what `--load-format dummy` makes of a config.json alone.
+"""Dummy weights: random parameters from a config.json alone (`--load-format dummy`).
 
-They are random, and the same on every backend to the last bit. An element is a hash, in whole
-numbers of 32 bits, of its parameter's name, its layer and its place there. The top bits of the hash
-are a whole number that float32 holds exactly; one product brings it to its size, and what is added
-to that is 0 or leaves the sum exact, so that a fused multiply-add gives the same bits as two steps.
+The weights are bitwise equal on all backends. An element is a 32-bit integer hash of its
+parameter's name, its layer and its index. The top bits of the hash form an integer that float32
+represents exactly. One multiplication scales it; the constant added after that is 0 or leaves the
+sum exact, so a fused multiply-add gives the same bits as two operations.
 
-Where the config.json states FP8, what such releases have in FP8 is a code times a scale here too:
-the code stands for one of the odd whole numbers below 16, which FP8 holds exactly.
+If the config.json declares FP8, the weights that FP8 releases quantise are an FP8 value times a
+scale. The values are odd integers below 16, which FP8 represents exactly.
 """
 
 import math
@@ -34,21 +34,21 @@ ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 LAST_SHIFT = 16
 
 LOGIT_SCALE = 4.0
-"""Deviation of the logits: near ties are rare, and yet no token is certain."""
+"""Standard deviation of the logits: near ties are rare, and no token is certain."""
 
 STORED_BYTES = 2
-"""Of an element that is not FP8, as released checkpoints store it; the progress of a load counts
-such bytes."""
+"""Bytes of an element that is not FP8 in released checkpoints; loading progress counts such
+bytes."""
 
 
 @dataclass(frozen=True)
 class Law:
-    """How the elements of a parameter are spread: evenly, around a centre.
+    """Initialisation of a parameter: a uniform distribution around a centre.
 
     Attributes:
-      bits: An element is one of 2^bits odd whole numbers between -2^bits and 2^bits.
-      step: What the number is multiplied with, a float32. A power of two where there is a centre.
-      centre: What is added.
+      bits: An element is one of 2^bits odd integers between -2^bits and 2^bits.
+      step: Multiplier of the integer, a float32. A power of two if `centre` is not 0.
+      centre: Constant added after the multiplication.
     """
 
     bits: int
@@ -57,21 +57,21 @@ class Law:
 
     @classmethod
     def of_matrix(cls, deviation: float) -> Self:
-        """Around 0, with the given standard deviation."""
+        """Returns a distribution around 0 with the given standard deviation."""
         return cls(23, float(np.float32(math.sqrt(3) * deviation / 2**23)), 0.0)
 
     @classmethod
     def around(cls, centre: float, reach: float) -> Self:
-        """At most `reach`, a power of two, away from a centre that is a multiple of 1/4."""
+        """Returns a distribution of width `reach`, a power of two, around a multiple of 1/4."""
         return cls(9, reach / 2**9, centre)
 
 
 def law_of(parameter: Parameter) -> Law:
-    """How the elements of a parameter are spread.
+    """Returns the initialisation of a parameter.
 
-    Matrices keep the size of what they are given. Norms scale by about 1. The decays of
-    gated-delta layers have the sizes of a trained model's. A router's logits differ from row to row
-    as the rows do, so that a batch's rows choose different experts.
+    Matrices preserve the scale of their inputs. Norms scale by about 1. The decays of GDN layers
+    are in the range of a trained model's. Router logits vary between tokens like the hidden states,
+    so that the tokens of a batch select different experts.
     """
     leaf, inputs = parameter.name.rsplit(".", 1)[-1], parameter.shape[-1]
     if leaf == "a_log":
@@ -79,7 +79,7 @@ def law_of(parameter: Parameter) -> Law:
     if leaf == "dt_bias":
         return Law.around(-1.0, 2.0)
     if leaf == "score_bias":
-        return Law.around(0.0, 2.0**-5)  # far less than scores differ by
+        return Law.around(0.0, 2.0**-5)  # much smaller than differences of scores
     if leaf.endswith("norm"):
         return Law.around(1.0 - parameter.centre, 0.125)
     if leaf in ("embed", "lm_head"):
@@ -88,20 +88,21 @@ def law_of(parameter: Parameter) -> Law:
 
 
 CODES_LAW = Law(4, 1.0, 0.0)
-"""Of the numbers that codes stand for."""
+"""Distribution of FP8 values."""
 SIZES_LAW = Law.around(1.0, 0.5)
-"""Of the sizes of scales; those of neighbours differ, as a trained model's do."""
+"""Distribution of the relative sizes of scales; neighbouring scales differ, as in a trained
+model."""
 SCALE_STEP = 2**23 / math.sqrt(3 * 85 * 13 / 12)
-"""A scale of size 1, as a multiple of the step of the law that the products are to follow: 85 is
-the mean square of the codes' numbers, 13 / 12 that of the sizes."""
+"""Scale of relative size 1, as a multiple of the step of the target distribution. 85 is the mean
+square of the FP8 values, 13 / 12 the mean square of the relative sizes."""
 CODES = (0x4E4A4438, 0x57555351)
-"""Codes of the numbers 1, 3, 5, 7 and 9, 11, 13, 15, the first of each four in its lowest byte."""
+"""FP8 encodings of 1, 3, 5, 7 and of 9, 11, 13, 15, the first of each four in the lowest byte."""
 
 
 def code_scales(parameter: Parameter, granularity: Granularity) -> Float32[np.ndarray, "..."]:
-    """The scales of a parameter in FP8, by the law of `law_of`; they are numbers of bfloat16.
+    """Returns the scales of an FP8 parameter according to `law_of`, exact in bfloat16.
 
-    A rank's share has whole blocks of those that blocks have.
+    With block scales, a TP shard must consist of whole blocks.
     """
     whole = parameter.whole or parameter
     shape = fp8.scale_shape(whole.shape, granularity)
@@ -116,7 +117,9 @@ def code_scales(parameter: Parameter, granularity: Granularity) -> Float32[np.nd
 def scales_of_outputs(
     parameter: Parameter, granularity: Granularity
 ) -> Float32[np.ndarray, "*stack outputs scales_in"]:
-    """As `code_scales`, repeated for each output of a block, which a share may cut."""
+    """Returns the scales of `code_scales` repeated for each output, so that a TP shard may cut
+    blocks.
+    """
     whole = parameter.whole or parameter
     scales = code_scales(whole, granularity)
     if granularity is Granularity.BLOCK:
@@ -125,14 +128,14 @@ def scales_of_outputs(
 
 
 def keys_of(parameter: Parameter) -> UInt32[np.ndarray, " layers"]:
-    """What names each layer of a stack, or the one array of a parameter that is none."""
+    """Returns a hash key per layer of a stack, or one for a parameter that is not stacked."""
     name = parameter.tied_to or parameter.name
     names = [f"{name}.{layer}" for layer in range(len(parameter.pieces))]
     return np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
 
 
 def mixed(words: UInt32[np.ndarray, " places"]) -> UInt32[np.ndarray, " places"]:
-    """A permutation of the words in which every bit depends on every bit.
+    """Permutes the 32-bit integers so that each output bit depends on all input bits.
 
     Source: the finaliser of MurmurHash3, Appleby 2011.
     """
@@ -144,12 +147,12 @@ def mixed(words: UInt32[np.ndarray, " places"]) -> UInt32[np.ndarray, " places"]
 def elements(
     law: Law, key: np.uint32, places: UInt32[np.ndarray, " places"]
 ) -> Float32[np.ndarray, " places"]:
-    """The elements at some places of a layer.
+    """Returns the elements at some indices of a layer.
 
     Args:
       law: See `law_of`.
-      key: Of the layer, from `keys_of`.
-      places: Counted through the layer's array, row by row.
+      key: Key of the layer, from `keys_of`.
+      places: Flat indices into the layer's array, in row-major order.
     """
     tops = mixed(mixed(places) ^ key) >> np.uint32(32 - law.bits)
     whole = 2 * tops.astype(np.int32) + (1 - 2**law.bits)
@@ -157,21 +160,22 @@ def elements(
 
 
 def parameter_array(parameter: Parameter, law: Law) -> Float32[np.ndarray, "..."]:
-    """All elements of a whole parameter by the law, in float32, layer by layer."""
+    """Returns all elements of a whole parameter in float32, layer by layer."""
     keys = keys_of(parameter)
     places = np.arange(math.prod(parameter.shape) // len(keys), dtype=np.uint32)
     return np.stack([elements(law, key, places) for key in keys]).reshape(parameter.shape)
 
 
 class DummyCheckpoint:
-    """What answers as an opened `Checkpoint` does and has no files.
+    """Checkpoint without files, with the interface of `Checkpoint`.
 
-    Backends make its parameters on their device, by `law`; `load` makes them in main memory.
+    Backends generate its parameters on their device from `law`; `load` generates them in main
+    memory.
 
     Attributes:
-      names: The tensors that a checkpoint of this model would hold, without prefix.
-      granularity: Of the scales of FP8, of blocks or of channels; those that a release has for
-        tensors are made for channels. None: no weight is FP8.
+      names: Names of the tensors that a checkpoint of this model would contain, without prefix.
+      granularity: Granularity of the FP8 scales, block or channel; per-tensor scales are generated
+        per channel. None if no weight is FP8.
     """
 
     def __init__(
@@ -180,10 +184,12 @@ class DummyCheckpoint:
         maps: dict[str, Int32[np.ndarray, "..."]],
         granularity: Granularity | None,
     ) -> None:
-        """Args:
-        wanted: Every parameter of the model.
-        maps: Tensors of whole numbers, by name, such as that of a draft vocabulary.
-        granularity: Of the scales of FP8, as a release has it; None: no weight is FP8.
+        """Creates a checkpoint of these parameters.
+
+        Args:
+          wanted: All parameters of the model.
+          maps: Integer tensors by name, such as the map of a draft vocabulary.
+          granularity: Granularity of the FP8 scales in a release; None if no weight is FP8.
         """
         sources = {source.name for parameter in wanted for source in parameter.sources}
         self.names: Collection[str] = frozenset(sources | maps.keys())
@@ -197,58 +203,60 @@ class DummyCheckpoint:
         granularity: Granularity | None,
         vision: VisionConfig | None = None,
     ) -> Self:
-        """Of a whole model, with an MTP layer and a vision tower where its config names them."""
+        """Creates the checkpoint of a whole model, with the MTP layer and vision encoder that its
+        config names.
+        """
         tower = [] if vision is None else tower_parameters(vision)
         return cls([*parameters(config, config.has_mtp), *tower], {}, granularity)
 
     @property
     def has_mtp(self) -> bool:
-        """Whether there is an MTP layer."""
+        """True if there is an MTP layer."""
         return any(name.startswith("mtp.") for name in self.names)
 
     @property
     def has_tower(self) -> bool:
-        """Whether there is a vision tower."""
+        """True if there is a vision encoder."""
         return any(name.startswith(TENSORS) for name in self.names)
 
     def has(self, name: str) -> bool:
-        """Whether a tensor is there."""
+        """Returns True if a tensor exists."""
         return name in self.names
 
     def unties(self, config: ModelConfig) -> bool:
-        """Returns whether there is an LM head of its own, though the config ties it."""
+        """Returns True if there is a separate LM head though the config ties it."""
         return config.tied and self.has(LM_HEAD)
 
     def tensor(self, name: str) -> Array:
-        """One of the tensors of whole numbers."""
+        """Returns one of the integer tensors."""
         return self._maps[name]
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
-        """What stored parameters of these shapes would take."""
+        """Returns the bytes that these parameters would take in stored form."""
         return sum(map(self._size_of, wanted))
 
     def known(self, wanted: Sequence[Parameter]) -> set[str]:
-        """The tensors that these parameters are made of."""
+        """Returns the names of the tensors that these parameters use."""
         return {source.name for parameter in wanted for source in parameter.sources}
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
-        """Finds nothing: what a config.json names is there."""
+        """Does nothing: all tensors that a config.json names exist."""
 
     def check_parameters(self, wanted: Sequence[Parameter]) -> None:
-        """Finds nothing, as `check`."""
+        """Does nothing, for the same reason as `check`."""
 
     def law(self, parameter: Parameter) -> Law:
-        """How the elements of a parameter are spread, of FP8 the numbers of its codes."""
+        """Returns the initialisation of a parameter; for FP8, of its quantised values."""
         is_fp8 = self.granularity_of(parameter) is not None
         return CODES_LAW if is_fp8 else law_of(parameter.whole or parameter)
 
     def granularity_of(self, parameter: Parameter) -> Granularity | None:
-        """Of a parameter that is codes times the scales of `code_scales`; None: it is not."""
+        """Returns the scale granularity of an FP8 parameter; None if it is not FP8."""
         is_fp8 = all(fp8.is_quantised(source.name) for source in parameter.sources)
         return self.granularity if is_fp8 else None
 
     def in_words(self, wanted: Sequence[Parameter]) -> fp8_words.InWords:
-        """Those of the parameters that can stay FP8; see `Checkpoint.in_words`."""
+        """Returns the parameters that can be stored as packed FP8; see `Checkpoint.in_words`."""
         return {
             parameter.name: granularity
             for parameter in wanted
@@ -258,11 +266,11 @@ class DummyCheckpoint:
         }
 
     def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters that are FP8 in blocks; see `Checkpoint.in_codes`."""
+        """Returns the names of the parameters with block-scaled FP8; see `Checkpoint.in_codes`."""
         return frozenset(p.name for p in wanted if self.granularity_of(p) is Granularity.BLOCK)
 
     def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters of which some tensors are FP8, by name."""
+        """Returns the names of the parameters with at least one FP8 tensor."""
         return frozenset(
             parameter.name
             for parameter in wanted
@@ -276,7 +284,7 @@ class DummyCheckpoint:
         dtype: np.dtype | type,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> Array:
-        """Makes one parameter; the arguments are those of `Checkpoint.load`."""
+        """Generates one parameter; for the arguments see `Checkpoint.load`."""
         whole = parameter.whole or parameter
         made = parameter_array(whole, self.law(whole))
         if (granularity := self.granularity_of(whole)) is not None:
@@ -291,10 +299,10 @@ class DummyCheckpoint:
 
 
 def _can_stay(source: Source, granularity: Granularity) -> bool:
-    """Whether a tensor, or what a rank takes of it, has whole blocks."""
+    """Returns True if a tensor, or a rank's shard of it, consists of whole blocks."""
     is_cut = granularity is Granularity.BLOCK and not source.takes_whole(fp8.BLOCK)
     return fp8.are_whole_blocks(source.shape) and not is_cut
 
 
 Stored = Checkpoint | DummyCheckpoint
-"""Where weights come from: files, or nowhere."""
+"""Source of weights: files, or generated."""

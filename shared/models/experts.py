@@ -1,4 +1,4 @@
-"""Mixtures of experts, and how a config.json spells them."""
+"""MoE routing settings of model families, and their fields in a config.json."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,20 @@ from shared.models.layers import ExpertsConfig
 
 @dataclass(frozen=True)
 class Routing:
-    """What tells one family's experts from another's.
+    """Differences between the MoE blocks of model families.
 
     Attributes:
-      count_field: Names the number of experts.
+      count_field: Field with the number of experts.
       scores: See `ExpertsConfig`.
-      is_renormalised: The weights of the chosen experts are, where `norm_topk_prob` is not read.
-      reads_renormalised: `norm_topk_prob` is read.
-      has_shared: There is a shared expert, whose width `shared_expert_intermediate_size` names.
-      counts_shared: There are shared experts, as many as `n_shared_experts` says, in one MLP.
-      has_groups: Experts are chosen within groups, and weighed by a factor.
-      steps: `mlp_only_layers` and `decoder_sparse_step` say which layers are dense.
-      begins_dense: `first_k_dense_replace` says how many layers are dense before the others.
+      is_renormalised: True if the weights of selected experts are renormalised and `norm_topk_prob`
+        is not read.
+      reads_renormalised: True if `norm_topk_prob` is read.
+      has_shared: True if there is one shared expert of width `shared_expert_intermediate_size`.
+      counts_shared: True if there are `n_shared_experts` shared experts, stored as one MLP.
+      has_groups: True if experts are selected within groups and weights have a routed scaling
+        factor.
+      steps: True if `mlp_only_layers` and `decoder_sparse_step` define the dense layers.
+      begins_dense: True if `first_k_dense_replace` defines the number of dense layers at the start.
     """
 
     count_field: str = "num_experts"
@@ -38,14 +40,14 @@ FIXED = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
-"""Fields that may be stated, and the one value that is served."""
+"""Optional fields with their only supported value."""
 
 
 def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
-    """The experts that a config.json asks for.
+    """Reads the MoE config of a config.json.
 
     Raises:
-      ValueError: A field is missing, or asks for what is not served; one sentence.
+      ValueError: A field is missing or has an unsupported value.
     """
     width, is_sigmoid = positive(text, "moe_intermediate_size"), routing.scores == "sigmoid"
     is_renormalised = routing.is_renormalised
@@ -70,7 +72,7 @@ def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
 
 
 def sparse_layers(text: Json, routing: Routing | None, num_layers: int) -> list[bool]:
-    """Which layers have experts, in order."""
+    """Returns a flag per layer: True for MoE layers."""
     if routing is None or not count(text, routing.count_field):
         return [False] * num_layers
     dense = listed(text, "mlp_only_layers", int) or [] if routing.steps else []
@@ -80,17 +82,21 @@ def sparse_layers(text: Json, routing: Routing | None, num_layers: int) -> list[
 
 
 def refuse_other_experts(text: Json, routing: Routing | None, name: str) -> None:
-    """Refuses fields of experts that a family does not have, or of which one value is served.
+    """Checks that a config.json has no MoE fields or values that its family does not support.
 
     Args:
-      name: Of the family.
+      text: Fields of the config.json.
+      routing: MoE settings of the family; None for a dense family.
+      name: Name of the family.
+
+    Raises:
+      ValueError: It has one; the message names the field.
     """
     known = "" if routing is None else routing.count_field
     for field in ("num_experts", "num_local_experts", "n_routed_experts"):
         if text.get(field) and field != known:
             raise ValueError(
-                f"{field}: mixtures of experts are not supported in a {name} model; "
-                "use a model of another family"
+                f"{field}: MoE is not supported in a {name} model; use a model of another family"
             )
     if routing is None:
         return
@@ -98,8 +104,8 @@ def refuse_other_experts(text: Json, routing: Routing | None, name: str) -> None
         text.get("mlp_only_layers") or positive(text, "decoder_sparse_step", 1) > 1
     ):
         raise ValueError(
-            f"mlp_only_layers and decoder_sparse_step are not supported in a {name} model; "
-            "use a checkpoint whose layers all have experts"
+            f"mlp_only_layers and decoder_sparse_step are not supported in a {name} model; use a "
+            "checkpoint with MoE in all layers"
         )
     for field, served in FIXED.items():
         if text.get(field, served) != served:

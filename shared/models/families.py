@@ -1,4 +1,4 @@
-"""How the config.json of each family is read: the only place that knows the fields' names."""
+"""Reads the config.json of each model family; the only module that contains its field names."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -97,7 +97,7 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
     "SmolLM3ForCausalLM": SMOLLM3,
 }
-"""Architecture names of Hugging Face that can be served."""
+"""Supported architecture names of Hugging Face."""
 
 ARCHITECTURES = {
     "glm4_moe": "Glm4MoeForCausalLM",
@@ -118,26 +118,27 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
-"""The architecture of a `model_type`, for a config.json that lists no architecture."""
+"""Architecture of a `model_type`, for a config.json without `architectures`."""
 
 SEEING = {"Mistral3ForConditionalGeneration"}
-"""Architectures that see, of whose text model `text_config` tells the family."""
+"""Vision-language architectures whose `text_config` determines the family."""
 
 HEADS = ("Eagle", "DFlash", "DSpark", "DraftModel", "Speculator", "Medusa")
-"""Words in the names of architectures that are no model of their own."""
+"""Substrings of architecture names that are draft heads, not models."""
 
 OUTER = {True: config_classes.MISTRAL3, False: config_classes.QWEN3_5_OUTER}
-"""The class around a `text_config`, of `SEEING` and of other architectures."""
+"""Config class around a `text_config`: for architectures in `SEEING`, and for all others."""
 
 
 def config_from_folder(folder: str | Path, context_length: int | None = None) -> ModelConfig:
-    """Reads config.json and, where present, generation_config.json of a checkpoint folder.
+    """Reads config.json and, if present, generation_config.json of a checkpoint folder.
 
     Args:
+      folder: The checkpoint folder.
       context_length: See `config_from_dict`.
 
     Raises:
-      ValueError: A file is missing or broken, or the model cannot be served; one sentence.
+      ValueError: A file is missing or invalid, or the model is not supported.
     """
     folder = Path(folder)
     if fault := folder_fault(folder):
@@ -153,11 +154,13 @@ def config_from_dict(
     """Parses the contents of config.json (flat, or nested under `text_config`).
 
     Args:
-      context_length: Of the longest text that is served; None: what the model takes. By it models
-        are told apart that turn in another way from some length on.
+      config: Contents of config.json.
+      generation_config: Contents of generation_config.json, if any.
+      context_length: Maximum tokens of a request; None for the model's own limit. It selects the
+        rotary settings of models whose rotation changes from some length on.
 
     Raises:
-      ValueError: The model cannot be served; one sentence that names the field.
+      ValueError: The model is not supported; the message names the field.
     """
     family = _family(config)
     stated = object_of(config, "text_config") if "text_config" in config else config
@@ -188,9 +191,9 @@ def config_from_dict(
 
 
 def _is_tied(config: Json, stated: Json, family: Family) -> bool:
-    """Returns whether config.json ties the embedding to the LM head, by its outermost field.
+    """Returns True if config.json ties the embedding to the LM head, by its outermost field.
 
-    A nested `false` is not read: transformers writes it into each `text_config`, next to an outer
+    A nested `false` is ignored: transformers writes it into each `text_config`, next to an outer
     `true`.
     """
     field = "tie_word_embeddings"
@@ -201,10 +204,10 @@ def _is_tied(config: Json, stated: Json, family: Family) -> bool:
 
 
 def vision_from_folder(folder: str | Path) -> VisionConfig | None:
-    """The vision tower of a folder that can be served; None: it has none that is known here.
+    """Returns the vision encoder config of a supported model; None if it has no known one.
 
     Raises:
-      ValueError: It has one that this program does not compute; one sentence that names the field.
+      ValueError: The vision encoder is not supported; the message names the field.
     """
     config = read_json(Path(folder) / "config.json")
     if not _family(config).sees:
@@ -213,14 +216,16 @@ def vision_from_folder(folder: str | Path) -> VisionConfig | None:
     found = read_vision(config, text.hidden, text.vocab)
     if found is not None and not text.attention.rotary.sections:
         raise ValueError(
-            "a model with vision_config needs mrope_interleaved: true and an mrope_section of "
-            "three numbers in its rotary settings"
+            "vision_config requires mrope_interleaved: true and an mrope_section of three "
+            "numbers in the rotary settings"
         )
     return found
 
 
 def stated_granularity(folder: str | Path) -> Granularity | None:
-    """Of the scales of FP8, by the config.json of a folder that can be served; None: no FP8."""
+    """Returns the FP8 scale granularity in the config.json of a supported model; None without
+    FP8.
+    """
     config = read_json(Path(folder) / "config.json")
     for place in (config, object_of(config, "text_config")):
         if stated := object_of(place, "quantization_config"):
@@ -229,7 +234,7 @@ def stated_granularity(folder: str | Path) -> Granularity | None:
 
 
 def _architectures(config: Json) -> list[str]:
-    """The architectures of a config.json, or that of its `model_type`."""
+    """Returns the architectures of a config.json, or the one of its `model_type`."""
     model_type = word(config, "model_type", "")
     known = [ARCHITECTURES[model_type]] if model_type in ARCHITECTURES else []
     return listed(config, "architectures", str) or known
@@ -261,7 +266,7 @@ def _family(config: Json) -> Family:
 
 
 def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
-    """Refuses by name whatever would change the forward pass and is not implemented."""
+    """Raises an error for settings that would change the forward pass and are not implemented."""
     for source in (config, text):
         if quantisation := object_of(source, "quantization_config"):
             refuse_other_quantisation(quantisation)
@@ -269,8 +274,8 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
     slides = flag(text, "use_sliding_window") or SLIDING in (listed(text, "layer_types", str) or [])
     if slides and family.slides in (Slides.NEVER, Slides.BY_SIZE):
         raise ValueError(
-            f"sliding-window attention (use_sliding_window, layer_types) in a {family.name} model "
-            "is not supported; use a checkpoint without windows"
+            "sliding-window attention (use_sliding_window, layer_types) is not supported in a "
+            f"{family.name} model; use a checkpoint without it"
         )
     for field in (*BIASES, "mtp_use_dedicated_embeddings"):
         if flag(text, field) and field not in family.biases:
@@ -288,7 +293,7 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
 
 
 def _context_length(text: Json, rotary: RotaryConfig) -> int:
-    """Yarn is switched on by an edit that leaves `max_position_embeddings` at the old length."""
+    """Returns the context length; a model extended by YaRN may still state its original one."""
     stated = positive(text, "max_position_embeddings")
     if rotary.type != "yarn":
         return stated
@@ -298,10 +303,11 @@ def _context_length(text: Json, rotary: RotaryConfig) -> int:
 def _eos_ids(
     vocab: int, family: Family, config: Json, stated: Json, generation_config: Json | None
 ) -> tuple[int, ...]:
-    """The union of what the files name, as they differ in released checkpoints.
+    """Returns the union of the EOS tokens that the files name, because they differ in released
+    checkpoints.
 
-    Where none of them names any, the token of the class. transformers writes that token into the
-    files of a smaller vocabulary too, which no text then ends with.
+    If no file names any, the class default applies. transformers also writes that default into the
+    files of models with a smaller vocabulary; it is ignored there.
     """
     sources = (config, stated, generation_config or {})
     default = family.of.fields["eos_token_id"]
@@ -315,7 +321,9 @@ def _eos_ids(
 
 
 def _token_ids(stated: Any, vocab: int, default: int | None) -> list[int]:
-    """Token ids of a config.json, one or a list, each of the vocabulary or the class's."""
+    """Returns the token ids in a field, one or a list; each must be in the vocabulary or the class
+    default.
+    """
     ids = stated if isinstance(stated, list) else [stated]
     for token in ids:
         if type(token) is not int or not (0 <= token < vocab or token == default):

@@ -1,4 +1,4 @@
-"""The differences between the layers of model families, as values."""
+"""Differences between model families, as values."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,37 +8,37 @@ from shared.models.experts import Routing
 
 
 class Slides(Enum):
-    """Fields that switch sliding windows on in a family, and the layers concerned."""
+    """Config fields that enable sliding windows in a family, and the layers concerned."""
 
-    NEVER = "nothing; it is refused where it is asked for"
+    NEVER = "nothing; sliding windows are not supported"
     BY_SIZE = "`sliding_window` alone, in all layers"
-    BY_TYPES = "`layer_types`, or three of four layers without it"
+    BY_TYPES = "`layer_types`, or three of four layers if it is absent"
     WHOLE_BY_FLAG = "`use_sliding_window`, in all layers"
-    BY_FLAG = "`use_sliding_window`, in those that `layer_types` or `max_window_layers` names"
+    BY_FLAG = "`use_sliding_window`, in the layers that `layer_types` or `max_window_layers` names"
 
 
 @dataclass(frozen=True)
 class Family:
-    """Properties that distinguish one family's layers from another's.
+    """Properties that distinguish the layers of one model family.
 
     Attributes:
-      name: What sentences to users call it.
-      of: The fields of its config.json, with their defaults and other spellings.
+      name: Name in messages to users.
+      of: Config class with the fields of its config.json, their defaults and aliases.
       qk_norm: See `AttentionConfig`.
-      is_hybrid: Has gated-delta layers, gates, zero-centred norms, and maybe an MTP layer.
+      is_hybrid: True for GDN layers, output gates, zero-centred norms, and an optional MTP layer.
       drafts_trees, stores_joined: See `ModelConfig`.
-      input_bias: Queries, keys and values have biases that no field names.
-      biases: Fields that switch other biases on.
-      slides: What switches windows on.
-      has_factors: Multiplies embeddings, scores, outputs and logits by fields of its own.
-      skips_rotation: Some layers do not turn with positions.
-      grows_queries: Queries grow with their position where the rotary settings say so.
-      norms_behind: See `ModelConfig`; queries and keys are normed over all heads.
-      scales_full_layers: Layers that slide turn without what `rope_scaling` says.
-      routing: How its experts are found and chosen; None: it has none.
-      norms_by_flag: Queries and keys are normed where `use_qk_norm` says it.
-      plain_out: The outputs of the heads have no bias, whatever the inputs have.
-      sees: A checkpoint may have a vision tower.
+      input_bias: True if q, k and v have biases that no field names.
+      biases: Fields that enable other biases.
+      slides: Fields that enable sliding windows.
+      has_factors: True if fields scale embeddings, attention scores, residual outputs and logits.
+      skips_rotation: True if some layers have no rotary embedding (NoPE).
+      grows_queries: True if queries may be scaled by position (long-context query scaling).
+      norms_behind: See `ModelConfig`; QK norms then span all heads.
+      scales_full_layers: True if `rope_scaling` does not apply to sliding-window layers.
+      routing: MoE settings; None for a dense family.
+      norms_by_flag: True if `use_qk_norm` enables QK norms.
+      plain_out: True if the attention output projection never has a bias.
+      sees: True if a checkpoint may contain a vision encoder.
     """
 
     name: str
@@ -62,4 +62,4 @@ class Family:
 
 
 BIASES = ("attention_bias", "mlp_bias")
-"""Fields that switch biases on."""
+"""Fields that enable biases."""

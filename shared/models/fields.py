@@ -1,4 +1,6 @@
-"""Fields of a config.json, each read with one sentence for what it must be."""
+"""Typed access to the fields of a config.json; each invalid value raises an error that names the
+field.
+"""
 
 import json
 from collections.abc import Mapping
@@ -9,26 +11,26 @@ Json = Mapping[str, Any]
 
 CONFIG = "config.json"
 MOST_LEVELS = 64
-"""Of objects and lists in one another; a file that has more is no config."""
+"""Maximum nesting depth of objects and lists; deeper files are rejected."""
 
 MOST = (1 << 31) - 1
-"""Of whole numbers: the largest that the device counts with."""
+"""Maximum of integer fields: the largest int32."""
 
 MOST_NAMED = 1 << 14
-"""Of layers, or of a layer's experts, each of which has tensors of its own name."""
+"""Maximum number of layers, or of experts in a layer; each has tensors of its own name."""
 
 LARGEST = 2.0**127
-"""Of other numbers: about the largest float32."""
+"""Maximum of other numbers, about the largest float32."""
 
-LISTED = {int: "whole numbers", str: "names"}
-"""What a list may hold, in words."""
+LISTED = {int: "integers", str: "strings"}
+"""Element types of lists, with their names in messages."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads the JSON object in a file.
 
     Raises:
-      ValueError: It holds something else, or cannot be read.
+      ValueError: The file cannot be read or contains something else.
     """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -37,9 +39,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(loaded, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
+        raise ValueError(f"{path} must contain a JSON object, got {type(loaded).__name__}")
     if _is_deeper(loaded, MOST_LEVELS):
-        raise ValueError(f"{path} must not be nested in more than {MOST_LEVELS} levels")
+        raise ValueError(f"{path} must not be nested deeper than {MOST_LEVELS} levels")
     return loaded
 
 
@@ -49,24 +51,24 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Whether it is of these types; true and false are no numbers."""
+    """Returns True if a value has one of these types; booleans do not count as numbers."""
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def positive(
     text: Json, field: str, default: int | None = None, place: str = CONFIG, most: int = MOST
 ) -> int:
-    """Returns a whole number above 0; the default where it is absent or null, if there is one."""
+    """Returns an integer above 0; the default, if there is one, for an absent or null field."""
     value = _given(text, field, default)
     is_one = is_number(value, int) and value > 0
     return _bounded(value, field, place, is_one, "a positive integer", most)
 
 
 def count(text: Json, field: str, most: int = MOST, place: str = CONFIG) -> int:
-    """A whole number, 0 where it is absent or null."""
+    """Returns an integer of at least 0; 0 for an absent or null field."""
     value = _given(text, field, 0)
     is_one = is_number(value, int) and value >= 0
-    return _bounded(value, field, place, is_one, "a whole number", most)
+    return _bounded(value, field, place, is_one, "a non-negative integer", most)
 
 
 def number(
@@ -76,7 +78,7 @@ def number(
     above: float = 0.0,
     most: float = LARGEST,
 ) -> float:
-    """Returns a number above a bound and up to another; the default where it is absent."""
+    """Returns a number above `above` and up to `most`; the default for an absent field."""
     value = text.get(field, default)
     is_one = is_number(value, (int, float)) and value > above
     noun = f"a number above {above:g}" if above else "a positive number"
@@ -84,22 +86,25 @@ def number(
 
 
 def flag(text: Json, field: str, default: bool = False, place: str = CONFIG) -> bool:
-    """True or false; the default where it is absent or null."""
+    """Returns a boolean; the default for an absent or null field."""
     value = _given(text, field, default)
     return _checked(value, field, place, isinstance(value, bool), "be true or false")
 
 
 def word(text: Json, field: str, default: str, place: str = CONFIG) -> str:
-    """A text; the default where it is absent or null."""
+    """Returns a string; the default for an absent or null field."""
     value = _given(text, field, default)
-    return _checked(value, field, place, isinstance(value, str), "be a text")
+    return _checked(value, field, place, isinstance(value, str), "be a string")
 
 
 def listed(text: Json, field: str, kind: type, place: str = CONFIG) -> list[Any] | None:
-    """A list of whole numbers or of names; None where it is absent or null.
+    """Returns a list of integers or strings; None for an absent or null field.
 
     Args:
-      kind: Of what it holds, one of `LISTED`.
+      text: Fields of the config.json.
+      field: Name of the field.
+      kind: Element type, a key of `LISTED`.
+      place: File or object, for the message.
     """
     value = text.get(field)
     is_one = isinstance(value, list) and all(is_number(each, kind) for each in value)
@@ -122,7 +127,7 @@ def _checked(value: Any, field: str, place: str, is_right: bool, must: str) -> A
 
 
 def object_of(text: Json, field: str, place: str = CONFIG) -> Json:
-    """An object, empty where it is absent or null."""
+    """Returns an object; empty for an absent or null field."""
     value = text.get(field)
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{field} in {place} must be an object, got {value!r}")

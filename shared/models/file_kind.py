@@ -1,4 +1,4 @@
-"""Kinds of files and folders that are given for a model and are none, each with the way out."""
+"""Recognises files and folders that are not a Hugging Face model folder, with advice for each."""
 
 import json
 import re
@@ -10,16 +10,16 @@ from pathlib import Path, PurePosixPath
 CONFIG_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PIPELINE_FILE, PARAMS_FILE = "model_index.json", "params.json"
-"""The settings of a model, of an adapter, of a diffusers pipeline, and those that Mistral and Meta
-write."""
+"""Settings files of a model, of an adapter, of a diffusers pipeline, and of the formats of Mistral
+and Meta."""
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS = (CONFIG_FILE, TOKENIZER_FILE, "tokenizer_config.json", "generation_config.json")
-"""Files that may be kept in Git LFS."""
+"""Settings files that may be Git LFS pointers."""
 
 SHARD = re.compile(r"-of-\d+\.safetensors$")
 ORBAX_FOLDER = "orbax"
-"""Weights in the form of `jax_impl.convert`."""
+"""Folder of weights in the format of `jax_impl.convert`."""
 
 FOLDER_NEEDED = "give the folder of a Hugging Face checkpoint with safetensors files"
 CONVERTED = (
@@ -35,11 +35,11 @@ PULLED = "run `git lfs pull` in the repository, or download the model by its hub
 
 @dataclass(frozen=True)
 class FileKind:
-    """A kind of file that is no model folder.
+    """A kind of file that is not a model folder.
 
     Attributes:
-      name: A noun phrase with its article.
-      way_out: The sentence's end: the reason, if any, and what to do.
+      name: Noun phrase with its article.
+      way_out: End of the message: the reason, if any, and what to do.
     """
 
     name: str
@@ -52,7 +52,7 @@ ARCHIVE = FileKind("an archive", "unpack it and give the folder that has config.
 SAFETENSORS = FileKind(
     "a safetensors file", "give the folder that has it beside config.json and tokenizer.json"
 )
-LFS_POINTER = FileKind("a Git LFS pointer and not the file itself", PULLED)
+LFS_POINTER = FileKind("a Git LFS pointer instead of the file", PULLED)
 WEB_PAGE = FileKind("a web page", "download the file itself; `hf download` does")
 OTHER_WEIGHTS = FileKind(
     "a file of weights of another framework", f"only safetensors are read; {CONVERTED}"
@@ -74,7 +74,7 @@ BEGINNINGS = {
     ),
     **dict.fromkeys((b"{", b"["), JSON),
 }
-"""First bytes of a file; a ZIP, a tar and a safetensors file take more than these."""
+"""First bytes of files by kind; ZIP, tar and safetensors files need more than these."""
 
 SUFFIXES = {
     **dict.fromkeys((".onnx", ".h5", ".msgpack", ".tflite", ".ckpt", ".mlmodel"), OTHER_WEIGHTS),
@@ -82,11 +82,11 @@ SUFFIXES = {
     ".safetensors": SAFETENSORS,
     ".gguf": GGUF,
 }
-"""Ends of names of files whose first bytes say nothing."""
+"""File suffixes by kind, for files whose first bytes are not conclusive."""
 
 
 def kind_of_file(path: Path) -> FileKind:
-    """The kind of a file by its first bytes, else by its name.
+    """Returns the kind of a file by its first bytes, else by its suffix.
 
     Raises:
       OSError: The file cannot be read.
@@ -108,7 +108,7 @@ def kind_of_file(path: Path) -> FileKind:
 
 
 def _has_pickle(path: Path) -> bool:
-    """Returns whether torch.save wrote a ZIP file; a damaged file is judged by its suffix."""
+    """Returns True if torch.save wrote a ZIP file; a damaged file is judged by its suffix."""
     try:
         with zipfile.ZipFile(path) as archive:
             return any(name.endswith(".pkl") for name in archive.namelist())
@@ -117,7 +117,7 @@ def _has_pickle(path: Path) -> bool:
 
 
 def is_pointer(path: Path) -> bool:
-    """Returns whether a file is a Git LFS pointer."""
+    """Returns True if a file is a Git LFS pointer."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -125,10 +125,11 @@ def is_pointer(path: Path) -> bool:
 
 
 def folder_fault(folder: Path, named: str = "the model folder") -> str | None:
-    """Says why a path is no folder with the settings of a model; None where it is one.
+    """Returns the reason why a path is not a folder with a model's settings; None if it is one.
 
     Args:
-      named: The folder's part in the start.
+      folder: The path.
+      named: Description of the folder in the message.
     """
     try:
         return _folder_fault(folder, named)
@@ -139,7 +140,7 @@ def folder_fault(folder: Path, named: str = "the model folder") -> str | None:
 def _folder_fault(folder: Path, named: str) -> str | None:
     if folder.is_file():
         kind = kind_of_file(folder)
-        return f"{folder} is {kind.name}, and {named} is needed; {kind.way_out}"
+        return f"{folder} is {kind.name}, but {named} is required; {kind.way_out}"
     if not folder.is_dir():
         return f"{named} {folder} does not exist"
     if not (folder / CONFIG_FILE).is_file():
@@ -150,7 +151,7 @@ def _folder_fault(folder: Path, named: str) -> str | None:
 
 
 def without_config(folder: Path) -> str:
-    """Says what a folder without config.json is, and what to do."""
+    """Describes a folder without config.json and what to do."""
     names = _names(folder)
     if (folder / CONFIG_FILE).is_symlink():
         return broken_link(folder / CONFIG_FILE)
@@ -167,7 +168,9 @@ def without_config(folder: Path) -> str:
 
 
 def fault_of_names(names: Collection[str]) -> str | None:
-    """Says what is not supported in a folder or a repository, by the names of its files."""
+    """Describes what is not supported in a folder or repository, by its file names; None if nothing
+    is.
+    """
     if ADAPTER_FILE in names:
         return f"it is an adapter ({ADAPTER_FILE}), and adapters are not supported; {MERGED}"
     if PIPELINE_FILE in names:
@@ -189,7 +192,7 @@ def fault_of_names(names: Collection[str]) -> str | None:
 
 
 def without_weights(folder: Path) -> str:
-    """Says which weights a folder without the right ones has, and what to do."""
+    """Describes a folder without supported weights and what to do."""
     names = _names(folder)
     for name in (SINGLE_FILE, INDEX_FILE):
         if (folder / name).is_symlink():
@@ -202,7 +205,7 @@ def without_weights(folder: Path) -> str:
 
 
 def adapter(folder: Path) -> str:
-    """Names the model that an adapter belongs to."""
+    """Describes an adapter with the name of its base model."""
     try:
         settings = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
         base = settings.get("base_model_name_or_path") or "another model"
@@ -212,7 +215,7 @@ def adapter(folder: Path) -> str:
 
 
 def broken_link(path: Path) -> str:
-    """Says that a link of a snapshot has lost its file."""
+    """Describes a link of a snapshot whose target is missing."""
     return (
         f"{path.name} is a link to a file that is missing, as after a download that was "
         "interrupted or a cache that was moved; download the model again"

@@ -1,16 +1,15 @@
-"""Weights in FP8, as releases store them, and how they are widened.
+"""FP8 weights in the formats of releases, and their dequantisation.
 
-A weight is a code of eight bits, e4m3: a sign, four bits of exponent and three of mantissa, without
-infinities. Weights share scales: those of a block of 128 x 128, as in DeepSeek's and Qwen's
-releases, where the last block of a row or a column may be smaller; those of an output, or all of a
-tensor, as vLLM's tools, AutoFP8 and Mistral store them. The scales of a tensor `X.weight` are the
-tensor `X.weight_scale_inv` or `X.weight_scale` beside it, those of stacked experts `X` are
-`X_scale_inv` or `X_scale`. Which tensors are FP8 is told by their scales alone, and which weights
-share a scale by the shape of the scales.
+A weight is an 8-bit e4m3 value: a sign, four exponent bits, three mantissa bits, no infinities.
+Weights share scales. Block scales cover 128 x 128 weights (DeepSeek, Qwen); the last block of a row
+or column may be smaller. Per-channel and per-tensor scales are written by vLLM's tools, AutoFP8 and
+Mistral. The scales of tensor `X.weight` are the tensor `X.weight_scale_inv` or `X.weight_scale`;
+the scales of stacked experts `X` are `X_scale_inv` or `X_scale`. A tensor is FP8 if it has scales,
+and the shape of the scales determines their granularity.
 
-A weight is its code times its scale; the product is float32, and is rounded once, to the type that
-the model runs in. Rows are quantised where a start asks for it alone, see
-`shared.spec.fp8_activations`; scales of activations that files may have are not needed.
+A dequantised weight is its value times its scale, computed in float32 and rounded once to the dtype
+of the model. Activations are quantised only with `--fp8-activations`, see
+`shared.spec.fp8_activations`; stored activation scales are not needed.
 """
 
 from enum import Enum
@@ -20,25 +19,25 @@ from jaxtyping import Float32, Shaped, UInt8
 
 BLOCK = 128
 SCALES = ("_scale_inv", "_scale")
-"""End the names of a tensor's scales, behind the name of the tensor."""
+"""Suffixes of the names of a tensor's scales."""
 
 OF_ACTIVATIONS = ("input_scale", "activation_scale")
-"""Tensors beside a weight that nothing here needs: scales of what it is multiplied with."""
+"""Names of activation scales stored next to a weight, which are ignored."""
 
 LARGEST = 448.0
-"""The largest number that a code stands for."""
+"""Largest FP8 value."""
 OF_LARGEST = float(np.float32(1 / LARGEST))
-"""What the largest number of a block of rows is multiplied by for its scale. A division by
-`LARGEST` would be rounded otherwise, and some compilers make this product of it."""
+"""Multiplier of the maximum of an activation block that gives its scale. A division by `LARGEST`
+would be rounded differently, and some compilers turn it into this product."""
 STORED = "F8_E4M3"
-"""What a safetensors file calls the type of the codes."""
+"""Name of the FP8 dtype in a safetensors file."""
 
 QUANTISED = ("_proj", "in_proj_qkv", "in_proj_z")
-"""Ends of the names of modules that releases in FP8 quantise."""
+"""Suffixes of the names of modules that FP8 releases quantise."""
 
 
 _NAN = 0x7F
-"""The code without its sign that is no number."""
+"""Encoding of NaN without the sign bit."""
 
 
 def _values() -> Float32[np.ndarray, " codes"]:
@@ -50,11 +49,11 @@ def _values() -> Float32[np.ndarray, " codes"]:
 
 
 VALUES = _values()
-"""What each code means."""
+"""Value of each FP8 encoding."""
 
 
 class Granularity(Enum):
-    """Which weights share a scale, as compressed-tensors calls it."""
+    """Weights that share a scale, with the names of compressed-tensors."""
 
     BLOCK = "block"
     CHANNEL = "channel"
@@ -62,16 +61,16 @@ class Granularity(Enum):
 
 
 def is_quantised(name: str) -> bool:
-    """Whether releases in FP8 have a tensor of this name so.
+    """Returns True if FP8 releases quantise a tensor of this name.
 
-    They have the projections of mixers, MLPs and experts, and not those that are few rows, which
-    give gates and decays; nor embeddings, heads and routers.
+    They quantise the projections of mixers, MLPs and experts. Gate and decay projections with few
+    rows, embeddings, LM heads and routers stay unquantised.
     """
     return name.removesuffix(".weight").endswith(QUANTISED)
 
 
 def scale_shape(shape: tuple[int, ...], granularity: Granularity) -> tuple[int, ...]:
-    """Of the scales of a weight, or of a stack of weights."""
+    """Returns the shape of the scales of a weight or of a stack of weights."""
     *stack, rows, columns = shape
     if granularity is Granularity.BLOCK:
         return (*stack, -(-rows // BLOCK), -(-columns // BLOCK))
@@ -79,10 +78,10 @@ def scale_shape(shape: tuple[int, ...], granularity: Granularity) -> tuple[int, 
 
 
 def stored_shapes(shape: tuple[int, ...]) -> dict[tuple[int, ...], Granularity]:
-    """The shapes that a weight's scales may have in a file, and what each of them means.
+    """Returns the shapes that a weight's scales may have in a file, with the granularity of each.
 
-    Where two are equal, what they mean is equal too. The one scale of a tensor may have any number
-    of axes of 1.
+    If two shapes are equal, their meanings are equal too. A per-tensor scale may have any number of
+    axes of size 1.
     """
     found = {scale_shape(shape, each): each for each in reversed(Granularity)}
     stack = shape[:-2]
@@ -90,12 +89,12 @@ def stored_shapes(shape: tuple[int, ...]) -> dict[tuple[int, ...], Granularity]:
 
 
 def are_whole_blocks(shape: tuple[int, ...]) -> bool:
-    """Whether no block of a weight is smaller than the others."""
+    """Returns True if no block of a weight is smaller than the others."""
     return shape[-2] % BLOCK == 0 and shape[-1] % BLOCK == 0
 
 
 def code_scale_shape(shape: tuple[int, ...], *, by_output: bool) -> tuple[int, ...]:
-    """Of the scales beside codes, of blocks, or repeated for each output of a block."""
+    """Returns the shape of block scales, optionally repeated for each output."""
     *stack, blocks, blocks_in = scale_shape(shape, Granularity.BLOCK)
     return (*stack, shape[-2] if by_output else blocks, blocks_in)
 
@@ -103,19 +102,19 @@ def code_scale_shape(shape: tuple[int, ...], *, by_output: bool) -> tuple[int, .
 def scales_of_outputs(
     scales: Shaped[np.ndarray, "*stack blocks blocks_in"], outputs: int
 ) -> Shaped[np.ndarray, "*stack outputs blocks_in"]:
-    """The scales of each output of a weight, or of a stack of weights."""
+    """Repeats block scales for each output of a weight or of a stack of weights."""
     return np.repeat(scales, BLOCK, axis=-2)[..., :outputs, :]
 
 
 def place_of_scales(
     place: tuple[int | slice, ...], shape: tuple[int, ...], granularity: Granularity
 ) -> tuple[int | slice, ...]:
-    """Where the scales of a part of a parameter stand among those of the whole.
+    """Returns the index of the scales of a slice of a parameter.
 
     Args:
-      place: Of the part, which has whole blocks.
-      shape: Of the parameter.
-      granularity: Of blocks or of channels.
+      place: Index of the slice, which consists of whole blocks.
+      shape: Shape of the parameter.
+      granularity: Block or channel.
     """
     *outer, last = place
     are_alike = granularity is Granularity.CHANNEL or len(place) < len(shape) - 1
@@ -125,7 +124,7 @@ def place_of_scales(
 
 
 def encoded(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
-    """The code of the nearest number, of two the even one; the largest where a number is larger."""
+    """Quantises to the nearest FP8 value, ties to even; larger values saturate."""
     positive = VALUES[:_NAN]
     between = (positive[:-1] + positive[1:]) / 2
     size = np.abs(x)
@@ -138,13 +137,13 @@ def encoded(x: Float32[np.ndarray, "..."]) -> UInt8[np.ndarray, "..."]:
 def spread(
     scales: Shaped[np.ndarray, "..."], shape: tuple[int, ...], granularity: Granularity
 ) -> Shaped[np.ndarray, "*stack scales scales_in"]:
-    """Scales of a file for a weight of a shape, in a granularity that is theirs or finer."""
+    """Expands stored scales to a granularity that is the same or finer, for a weight of a shape."""
     stored = scale_shape(shape, stored_shapes(shape)[scales.shape])
     return np.broadcast_to(scales.reshape(stored), scale_shape(shape, granularity))
 
 
 def has_nan(codes: UInt8[np.ndarray, "..."]) -> bool:
-    """Whether a code is no number: all bits below the sign are set."""
+    """Returns True if an FP8 value is NaN: all bits below the sign are set."""
     return bool(((codes & _NAN) == _NAN).any())
 
 
@@ -152,17 +151,18 @@ def widened(
     codes: UInt8[np.ndarray, "*stack rows columns"],
     scales: Shaped[np.ndarray, "..."],
 ) -> Float32[np.ndarray, "*stack rows columns"]:
-    """Each code times its scale; see `scaled`."""
+    """Dequantises FP8 values; see `scaled`."""
     return scaled(VALUES[codes], scales)
 
 
 def scaled(
     wide: Float32[np.ndarray, "*stack rows columns"], scales: Shaped[np.ndarray, "..."]
 ) -> Float32[np.ndarray, "*stack rows columns"]:
-    """The numbers of codes, each times its scale; in their own memory.
+    """Multiplies values by their scales, in place.
 
     Args:
-      scales: Of one of `stored_shapes`.
+      wide: FP8 values as float32.
+      scales: Scales in one of `stored_shapes`.
     """
     granularity, scales = stored_shapes(wide.shape)[scales.shape], scales.astype(np.float32)
     if granularity is not Granularity.BLOCK:

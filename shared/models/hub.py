@@ -16,24 +16,24 @@ TRUE_WORDS = {"1", "on", "yes", "true"}
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}")
 _SEPARATORS = re.compile(r"--|\.\.")
-"""Parts of names that a hub id may not have: `--` stands for the slash in names of folders."""
+"""Substrings that a hub id must not contain: `--` replaces the slash in folder names."""
 
 REVISION = re.compile(r"[\w][\w.+-]*(/[\w][\w.+-]*)*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class HubError(ValueError):
-    """A model of the hub cannot be read; the message is one sentence with the way out."""
+    """A model of the hub cannot be read; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Hub:
-    """The hub and its local cache, as the environment names them when a start begins.
+    """The hub and its local cache, as the environment defines them at startup.
 
     Attributes:
       endpoint: Address of the hub, from HF_ENDPOINT.
       cache: Folder of the cache: `--download-dir`, else HF_HUB_CACHE, else `hub` in HF_HOME.
-      is_offline: HF_HUB_OFFLINE is set: only the cache is read.
+      is_offline: True if HF_HUB_OFFLINE is set: only the cache is read.
     """
 
     endpoint: str
@@ -44,8 +44,8 @@ class Hub:
     def of_environment(cls, download_dir: str | Path | None) -> Self:
         """Reads the variables that `huggingface_hub` documents.
 
-        The library reads them once, when it is imported; a notebook that sets one afterwards
-        expects it to hold.
+        The library reads them once, when it is imported. This function also reads variables that a
+        notebook sets later.
         """
         given = os.environ
         home = given.get("HF_HOME") or f"{given.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
@@ -73,7 +73,7 @@ class Repository:
 
     def __post_init__(self) -> None:
         if not REPO_ID.fullmatch(self.repo_id) or _SEPARATORS.search(self.repo_id):
-            raise HubError(f"{self.repo_id} is no hub id; give ORG/NAME or ORG/NAME@REVISION")
+            raise HubError(f"{self.repo_id} is not a hub id; give ORG/NAME or ORG/NAME@REVISION")
         if not REVISION.fullmatch(self.revision) or ".." in self.revision:
             raise HubError(
                 f"the revision {self.revision!r} of {self.repo_id} is invalid; give a branch, a "
@@ -86,10 +86,11 @@ class Repository:
 
     @classmethod
     def of_id(cls, given: str, revision: str | None) -> Self | None:
-        """The repository of `ORG/NAME` or `ORG/NAME@REVISION`; None where a text is no id.
+        """Parses `ORG/NAME` or `ORG/NAME@REVISION`; returns None if a string is not a hub id.
 
         Args:
-          revision: The revision of a flag.
+          given: The string.
+          revision: Revision from a flag.
 
         Raises:
           HubError: Two different revisions are given, or one is invalid.
@@ -99,7 +100,7 @@ class Repository:
             return None
         if stated and revision not in (None, stated):
             raise HubError(
-                f"{given} has the revision {stated}, and the flag has {revision}; give one of them"
+                f"{given} has the revision {stated}, but the flag has {revision}; give one of them"
             )
         if "@" in given and not stated:
             raise HubError(f"{given} has no revision after @; leave @ out")
@@ -107,7 +108,7 @@ class Repository:
 
     @classmethod
     def of_folder(cls, folder: Path, revision: str | None) -> Self | None:
-        """The repository whose folder in a cache is given; None where it is no such folder."""
+        """Returns the repository of a folder in a cache; None if it is not such a folder."""
         kind, _, repo_id = folder.name.partition("--")
         if kind != "models" or not (folder / "snapshots").is_dir():
             return None
@@ -115,17 +116,19 @@ class Repository:
 
     @classmethod
     def of_snapshot(cls, folder: Path) -> Self | None:
-        """The repository and commit of a snapshot's folder; None of any other folder."""
+        """Returns the repository and commit of a snapshot's folder; None for any other folder."""
         if folder.parent.name != "snapshots" or not COMMIT.fullmatch(folder.name):
             return None
         return cls.of_folder(folder.parent.parent, folder.name)
 
     def folder(self, cache: Path) -> Path:
-        """The folder of all its revisions in a cache."""
+        """Returns the folder of all its revisions in a cache."""
         return cache / f"models--{self.repo_id.replace('/', '--')}"
 
     def cached_commit(self, cache: Path) -> str | None:
-        """The commit that the revision had when it was last downloaded; None if it never was."""
+        """Returns the commit of the revision at its last download; None if it was never
+        downloaded.
+        """
         if COMMIT.fullmatch(self.revision):
             return self.revision
         try:
@@ -135,11 +138,13 @@ class Repository:
         return commit if COMMIT.fullmatch(commit) else None
 
     def snapshot(self, cache: Path, commit: str) -> Path:
-        """The folder of one commit in a cache, whether it is there or not."""
+        """Returns the folder of one commit in a cache, which may not exist."""
         return self.folder(cache) / "snapshots" / commit
 
     def absence(self, cache: Path, commit: str) -> Path:
-        """The mark that a commit has no tokenizer.json, as the library marks absent files."""
+        """Returns the marker file for a commit without tokenizer.json, as the library marks absent
+        files.
+        """
         return self.folder(cache) / ".no_exist" / commit / TOKENIZER_FILE
 
 
@@ -169,7 +174,7 @@ def cached_folder(
 
 
 def is_complete(folder: Path) -> bool:
-    """Returns whether a snapshot has its config.json and all files of its weights."""
+    """Returns True if a snapshot has its config.json and all weight files."""
     if not (folder / "config.json").is_file():
         return False
     try:
@@ -180,7 +185,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def offline_fault(hub: Hub, repository: Repository) -> str:
-    """Says that a model is not in the cache of a start without network."""
+    """Describes a model that is not in the cache of an offline start."""
     return (
         f"there is no folder {repository.repo_id} here, HF_HUB_OFFLINE is set, and the cache "
         f"{hub.cache} has no complete copy of {repository}; unset it, or fill the cache with "

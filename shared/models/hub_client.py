@@ -1,4 +1,4 @@
-"""Requests to the hub for one repository, through `huggingface_hub`, and its errors in words."""
+"""Requests to the hub for one repository, through `huggingface_hub`, with readable errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TIMEOUT_S = 10.0
 """Seconds to wait for the hub, unless HF_HUB_DOWNLOAD_TIMEOUT has another number."""
 
 RETRIES = 5
-"""Attempts in sequence that may bring no byte before a file is given up."""
+"""Consecutive attempts without any received byte before a download fails."""
 
 CLIENT = "tandem"
-"""The name in the user agent of requests."""
+"""Name in the user agent of requests."""
 
 
 class HubClient:
@@ -34,7 +34,7 @@ class HubClient:
         self.commit = ""
 
     def list_files(self) -> list[Any]:
-        """The repository's files, as `huggingface_hub.hf_api.RepoSibling` describes each.
+        """Lists the repository's files, each as `huggingface_hub.hf_api.RepoSibling` describes it.
 
         Raises:
           HubError: The hub cannot be reached, or has no such model for this user.
@@ -53,25 +53,27 @@ class HubClient:
         return found.siblings or []
 
     def metadata(self, path: str) -> tuple[int | None, str | None]:
-        """The size and the ETag of a file, by a HEAD request."""
+        """Returns the size and the ETag of a file, from a HEAD request."""
         found = self._library.get_hf_file_metadata(self._url(path), timeout=_timeout_s())
         return found.size, found.etag
 
     @contextmanager
     def stream(self, path: str, begin: int, end: int | None) -> Iterator[Any]:
-        """The response with the bytes of a file from one place to another.
+        """Opens a response with a range of bytes of a file.
 
         Args:
-          end: None: the file's end.
+          path: Path of the file in the repository.
+          begin: First byte.
+          end: Byte after the last; None for the end of the file.
 
         Yields:
-          A response of the library's HTTP client. Its status is 200 in place of 206 where the hub
+          A response of the library's HTTP client. Its status is 200 instead of 206 if the hub
           ignores ranges and sends the whole file.
         """
         utils = self._library.utils
         headers = {
             **utils.build_hf_headers(library_name=CLIENT),
-            "Accept-Encoding": "identity",  # sizes and ranges are those of the file
+            "Accept-Encoding": "identity",  # sizes and ranges refer to the file itself
         }
         if begin or end is not None:
             headers["Range"] = f"bytes={begin}-{'' if end is None else end - 1}"
@@ -83,7 +85,7 @@ class HubClient:
             yield response
 
     def read(self, path: str, begin: int, end: int) -> bytes:
-        """The bytes of a file from one place to another, or to its end; tries several times."""
+        """Reads a range of bytes of a file, or up to its end; retries several times."""
         for attempt in range(1, RETRIES):
             try:
                 return self._read(path, begin, end)
@@ -105,7 +107,7 @@ class HubClient:
 
     @staticmethod
     def is_passing(error: Exception) -> bool:
-        """Returns whether another attempt may succeed: the connection broke, or the hub is busy."""
+        """Returns True if another attempt may succeed: the connection broke, or the hub is busy."""
         status = _status(error)
         if status is not None:
             return status in (408, 429) or status >= 500
@@ -114,7 +116,7 @@ class HubClient:
 
     @contextmanager
     def in_words(self, path: str = "") -> Iterator[None]:
-        """Raises every error of the network and of the disk as one sentence.
+        """Converts every error of the network and of the disk into a `HubError`.
 
         Args:
           path: The file that is read.
@@ -123,7 +125,7 @@ class HubClient:
             yield
         except HubError:
             raise
-        except Exception as error:  # the library's, its HTTP client's, or the disk's
+        except Exception as error:  # from the library, its HTTP client, or the disk
             raise HubError(self._sentence(error, path)) from error
 
     def _url(self, path: str) -> str:
@@ -142,7 +144,7 @@ class HubClient:
                 "`hf auth login`"
             )
         if status is not None:
-            return f"{hub.endpoint} answered {status} for {model}; try again later"
+            return f"{hub.endpoint} returned status {status} for {model}; try again later"
         if isinstance(error, OSError) and error.filename is not None:
             return (
                 f"the cache {hub.cache} cannot be written: {error.strerror}; give another folder "
@@ -151,8 +153,8 @@ class HubClient:
         reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
         return (
             f"{hub.endpoint} cannot be reached for {model} ({reason:.200}), and neither a folder "
-            f"of that name nor the cache {hub.cache} has it complete; check the network, "
-            "HTTPS_PROXY and HF_ENDPOINT, and start again: a download goes on where it stopped"
+            f"of that name nor the cache {hub.cache} has a complete copy; check the network, "
+            "HTTPS_PROXY and HF_ENDPOINT, and start again: an interrupted download is resumed"
         )
 
     def _sentence_of_library(self, error: Exception, path: str) -> str | None:
@@ -172,7 +174,7 @@ class HubClient:
 
 
 def pause_s(failures: int) -> float:
-    """Seconds to wait after attempts that have failed in sequence."""
+    """Returns the seconds to wait after consecutive failures."""
     return 0.5 * 2**failures if failures else 0.0
 
 

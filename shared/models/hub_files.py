@@ -1,7 +1,7 @@
-"""Files of a hub repository: listed, their headers read, and downloaded into the local cache.
+"""Files of a hub repository: listing, reading of headers, and download into the local cache.
 
-The cache has the layout of `huggingface_hub`, which other programs share. Files are written here
-and not by the library, because the library begins a file again that was interrupted.
+The cache has the layout of `huggingface_hub`, which other programs share. The files are written
+here and not by the library, because the library restarts interrupted downloads from the beginning.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SETTINGS = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-"""Files beside the weights that a start reads."""
+"""Files other than weights that a startup reads."""
 
 TEMPLATE = re.compile(r"additional_chat_templates/[\w-]+\.jinja")
 WEIGHTS = re.compile(r"[\w-][\w.-]*\.safetensors")
@@ -50,14 +50,15 @@ BLOB = re.compile(r"[\w-]+")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 HEADER_BYTES = 100_000
-"""Bytes of the first request for a header: few are longer, and a second request takes longer."""
+"""Bytes of the first request for a header: few headers are longer, and a second request takes
+time."""
 
 MOST_HEADER_BYTES = 100_000_000
 MAPS = ("d2t", "t2d")
-"""Tensors of a draft head that are checked by their content, some 100 kB each."""
+"""Tensors of a draft head that are checked by content, about 100 kB each."""
 
 PARALLEL = 4
-"""Files that are downloaded at once."""
+"""Maximum parallel downloads."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,9 @@ class HubFile:
     """A file of a repository at one commit.
 
     Attributes:
-      path: Its path in the repository.
-      size: Its bytes; None where the hub does not list it.
-      blob: Its name in the cache, which is the SHA-256 of a large file; None as `size`.
+      path: Path in the repository.
+      size: Bytes; None if the hub does not list them.
+      blob: Name in the cache, the SHA-256 of a large file; None like `size`.
     """
 
     path: str
@@ -76,7 +77,7 @@ class HubFile:
 
     @classmethod
     def of_sibling(cls, listed: Any) -> Self:
-        """The file that the hub lists."""
+        """Creates the record of a file that the hub lists."""
         if listed.lfs is not None:
             return cls(listed.rfilename, listed.lfs.size, listed.lfs.sha256)
         blob = listed.blob_id if BLOB.fullmatch(listed.blob_id or "") else None
@@ -84,7 +85,7 @@ class HubFile:
 
     @property
     def is_setting(self) -> bool:
-        """Returns whether a start reads the file beside the weights."""
+        """True if a startup reads the file and it is not a weight file."""
         return self.path in SETTINGS or bool(TEMPLATE.fullmatch(self.path))
 
 
@@ -92,7 +93,7 @@ class Snapshot:
     """A repository at one commit, on the hub and in the local cache.
 
     Attributes:
-      folder: The commit's folder in the cache, as far as it has been downloaded.
+      folder: Folder of the commit in the cache, possibly incomplete.
     """
 
     def __init__(self, hub: Hub, repository: Repository) -> None:
@@ -113,15 +114,15 @@ class Snapshot:
 
     @property
     def source(self) -> str:
-        """The repository, its commit and its hub, for a line of the log."""
+        """The repository, its commit and its hub, for a log line."""
         return f"{self} (commit {self._client.commit[:8]}) from {self._hub.endpoint}"
 
     @property
     def weights(self) -> list[HubFile]:
-        """The files of the weights; the index of shards must have been downloaded.
+        """Weight files; requires that the index of shards has been downloaded.
 
         Raises:
-          HubError: There are none that can be served, or one that the index has is missing.
+          HubError: There are no supported weights, or a file of the index is missing.
         """
         if SINGLE_FILE in self._files:
             return [self._files[SINGLE_FILE]]
@@ -131,7 +132,7 @@ class Snapshot:
             index = json.loads((self.folder / INDEX_FILE).read_text(encoding="utf-8"))
             names = sorted(set(index["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise HubError(f"{INDEX_FILE} of {self} is no valid index of shards") from error
+            raise HubError(f"{INDEX_FILE} of {self} is not a valid index of shards") from error
         for name in names:
             if name not in self._files or not WEIGHTS.fullmatch(name):
                 raise HubError(f"the shard {name} is missing from {self}; use another revision")
@@ -143,10 +144,10 @@ class Snapshot:
         return sum(self._missing(file) for file in self.weights)
 
     def download_settings(self) -> None:
-        """Downloads what a start reads beside the weights, which is small.
+        """Downloads the small files that a startup reads besides the weights.
 
         Raises:
-          HubError: It cannot be read, or it is no model's that can be served.
+          HubError: A file cannot be read, or the repository is not a supported model.
         """
         if CONFIG_FILE not in self._files:
             raise self._fault(f"no {CONFIG_FILE}")
@@ -158,10 +159,10 @@ class Snapshot:
                 _write(self._storage / "refs" / self._repository.revision, self.folder.name)
 
     def download_weights(self, progress: Callable[[int], None]) -> None:
-        """Downloads the weights, as far as they are not in the cache.
+        """Downloads the weights that are not in the cache.
 
         Args:
-          progress: Called with the number of bytes that came, by several threads.
+          progress: Called with the number of received bytes, from several threads.
 
         Raises:
           HubError: A file cannot be read or written.
@@ -169,10 +170,10 @@ class Snapshot:
         self._download_all(self.weights, progress)
 
     def write_headers(self, folder: Path) -> None:
-        """Writes a folder with the settings, and with the weights as headers without content.
+        """Writes a folder with the settings, and with weight files that contain only their headers.
 
-        Opening and checking such a folder finds every fault that headers show. The files have their
-        full length and take no space, as what was not written reads as zeros.
+        Opening and checking such a folder finds all faults that headers show. The files are sparse:
+        they have their full length, take no space, and read as zeros.
 
         Raises:
           HubError: A header cannot be read.
@@ -185,7 +186,7 @@ class Snapshot:
         self._each(self.weights, lambda file: self._write_header(file, folder))
 
     def _fault(self, lacking: str) -> HubError:
-        named = fault_of_names(sorted(self._files)) or "it is no model that can be served"
+        named = fault_of_names(sorted(self._files)) or "it is not a supported model"
         return HubError(f"{self} on {self._hub.endpoint} has {lacking}: {named}")
 
     def _missing(self, file: HubFile) -> int:
@@ -197,7 +198,7 @@ class Snapshot:
         return max(0, file.size - done)
 
     def _each(self, files: Iterable[HubFile], call: Callable[[HubFile], None]) -> None:
-        """Calls with several files at once; the first error ends all."""
+        """Calls a function for several files in parallel; the first error stops all."""
         with ThreadPoolExecutor(PARALLEL) as pool:
             begun = [pool.submit(call, file) for file in files]
             try:
@@ -227,7 +228,9 @@ class Snapshot:
             _link(pointer, blob)
 
     def _with_metadata(self, file: HubFile) -> HubFile:
-        """The same file with what a HEAD request reports, for a hub whose list lacks it."""
+        """Returns the file with size and ETag of a HEAD request, for a hub whose list lacks
+        them.
+        """
         size, etag = self._client.metadata(file.path)
         if size is None or not BLOB.fullmatch(etag or ""):
             raise HubError(
@@ -237,7 +240,7 @@ class Snapshot:
 
     @contextmanager
     def _locked(self, blob: Path) -> Iterator[None]:
-        """Keeps other processes from writing the same file, by the lock that the library takes."""
+        """Locks a blob against other processes, with the same lock file as the library."""
         folder = self._hub.cache / ".locks" / self._storage.name
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"{blob.name}.lock").open("w") as lock:
@@ -245,13 +248,13 @@ class Snapshot:
             yield
 
     def _receive(self, file: HubFile, blob: Path, progress: Callable[[int], None]) -> None:
-        """Downloads a file from where an earlier attempt ended, and tries again where it ends."""
+        """Downloads a file, resuming earlier attempts and retrying after failures."""
         partial, failures = _partial(blob), 0
         partial.touch()
         while (begin := partial.stat().st_size) != file.size:
             if file.size is not None and begin > file.size:
                 os.truncate(partial, begin := 0)
-            fault: Exception = HubError(f"{self._hub.endpoint} sends nothing of {file.path}")
+            fault: Exception = HubError(f"{self._hub.endpoint} sends no bytes of {file.path}")
             try:
                 self._receive_from(file, partial, begin, progress)
             except Exception as error:
@@ -264,14 +267,16 @@ class Snapshot:
             time.sleep(pause_s(failures))
         if SHA256.fullmatch(blob.name) and _sha256(partial) != blob.name:
             partial.unlink()
-            raise HubError(f"{file.path} of {self} arrived damaged; start again")
+            raise HubError(
+                f"{file.path} of {self} has the wrong SHA-256 after download; start again"
+            )
         partial.rename(blob)
 
     def _receive_from(
         self, file: HubFile, partial: Path, begin: int, progress: Callable[[int], None]
     ) -> None:
         with self._client.stream(file.path, begin, None) as response, partial.open("r+b") as out:
-            if response.status_code != 206:  # the whole file comes
+            if response.status_code != 206:  # the hub sends the whole file
                 progress(-begin)
                 begin = 0
             out.seek(begin)
@@ -301,7 +306,7 @@ class Snapshot:
             ends = {name: (begin, end) for name, (begin, end) in ends.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise HubError(
-                f"{file.path} of {self} is no safetensors file; use another revision"
+                f"{file.path} of {self} is not a valid safetensors file; use another revision"
             ) from error
         size = len(header) + max((end for _, end in ends.values()), default=0)
         if file.size not in (None, size):
@@ -316,27 +321,27 @@ class Snapshot:
 
 
 def check_space(hub: Hub, num_bytes: int) -> None:
-    """Refuses a download for which the disk has no room.
+    """Checks that the cache's disk has room for a download.
 
     Raises:
-      HubError: The cache's disk has less free.
+      HubError: Less space is free.
     """
     folder = next(path for path in (hub.cache, *hub.cache.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise HubError(
-            f"the weights need {num_bytes / 1e9:.1f} GB more, and the disk of {hub.cache} has "
-            f"{free / 1e9:.1f} GB free; make room, or give another folder as --download-dir"
+            f"the weights need {num_bytes / 1e9:.1f} GB more, but the disk of {hub.cache} has "
+            f"{free / 1e9:.1f} GB free; free some space, or give another folder as --download-dir"
         )
 
 
 def _partial(blob: Path) -> Path:
-    """The file of a blob that has not come whole."""
+    """Returns the file of an incomplete blob."""
     return blob.with_name(f"{blob.name}.incomplete")
 
 
 def _link(pointer: Path, blob: Path) -> None:
-    """Puts a blob into a snapshot; a file system without links gets the blob itself."""
+    """Links a blob into a snapshot; on a file system without links, moves the blob there."""
     try:
         pointer.symlink_to(os.path.relpath(blob, pointer.parent))
     except FileExistsError:
@@ -356,4 +361,4 @@ def _write(path: Path, text: str) -> None:
 
 
 def _unseen(num_bytes: int) -> None:
-    """Bytes that no progress counts."""
+    """Ignores the number of received bytes."""

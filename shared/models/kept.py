@@ -1,4 +1,5 @@
-"""What layers keep between steps: named arrays, a piece of each for every position or every slot.
+"""Cache specifications: the arrays that each layer keeps between steps, with one entry per KV
+position or per request slot.
 
 The memory plan counts them, and both backends allocate them.
 """
@@ -9,22 +10,22 @@ from math import prod
 
 
 class Per(Enum):
-    """What a piece of a plane belongs to."""
+    """Unit that has one entry of a cache array."""
 
-    POSITION = "a position of a text, in the pages of its request"
-    SLOT = "a running request, and each snapshot of one"
+    POSITION = "a position of a request, stored in its pages"
+    SLOT = "a running request or a snapshot"
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One array that each layer of a kind keeps.
+    """Specification of one cache array of a layer.
 
     Attributes:
-      name: What it holds.
-      per: What has a piece of it.
-      shape: Of a piece.
-      heads: The axis of `shape` along which ranks share it.
-      float32: Kept in float32 whatever the type of the model.
+      name: Name of the contents.
+      per: Unit that has one entry.
+      shape: Shape of an entry.
+      heads: Axis of `shape` that is sharded over TP ranks.
+      float32: True if stored in float32 whatever the dtype of the model.
     """
 
     name: str
@@ -34,10 +35,12 @@ class Plane:
     float32: bool = False
 
     def piece_bytes(self, item: int) -> int:
-        """Bytes of a piece in one layer; `item` are those of a number in the model's type."""
+        """Returns the bytes of an entry in one layer; `item` is the element size of the model's
+        dtype.
+        """
         return prod(self.shape) * (4 if self.float32 else item)
 
 
 def kept_bytes(planes: tuple[Plane, ...], item: int) -> int:
-    """Bytes of a piece of all planes in one layer."""
+    """Returns the bytes of an entry of all arrays in one layer."""
     return sum(plane.piece_bytes(item) for plane in planes)

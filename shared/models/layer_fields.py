@@ -1,4 +1,4 @@
-"""The layers that the fields of a config.json describe."""
+"""Reads the layers of a model from the fields of its config.json."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,12 +27,12 @@ FULL, SLIDING, LINEAR = LAYER_TYPES
 
 
 def _head_size(text: Json, num_heads: int) -> int:
-    """Returns the stated size or a head's share of the hidden size, an even number."""
+    """Returns the head size: `head_dim`, or hidden size / heads; always even."""
     hidden = positive(text, "hidden_size")
     if text.get("head_dim") is None and hidden % num_heads:
         raise ValueError(
-            f"hidden_size ({hidden}) is no multiple of num_attention_heads ({num_heads}); "
-            "give head_dim"
+            f"hidden_size ({hidden}) must be a multiple of num_attention_heads ({num_heads}); "
+            "otherwise give head_dim"
         )
     size = positive(text, "head_dim", hidden // num_heads)
     if size % 2:
@@ -41,13 +41,14 @@ def _head_size(text: Json, num_heads: int) -> int:
 
 
 def rotary_settings(stated: Json, family: Family) -> dict[str, dict[str, Any]]:
-    """Returns the rotary settings of each type of layer with attention.
+    """Returns the rotary settings of each type of attention layer.
 
     Args:
-      stated: The fields as the file has them.
+      stated: Fields of the config.json as stored.
+      family: The model family.
 
     Raises:
-      ValueError: Two spellings of a setting have different values; one sentence.
+      ValueError: Two spellings of a setting have different values.
     """
     full, sliding = (completed_settings(stated, family.of, kind) for kind in (FULL, SLIDING))
     if family.scales_full_layers and not are_nested(stated):
@@ -57,11 +58,12 @@ def rotary_settings(stated: Json, family: Family) -> dict[str, dict[str, Any]]:
 
 
 def read_attention(text: Json, family: Family, context_length: int) -> AttentionConfig:
-    """The attention of layers that see all positions.
+    """Reads the config of full-attention layers.
 
     Args:
-      text: The fields of a config.json with the defaults of absent ones, and the
-        `rotary_settings` as `rope_parameters`.
+      text: Fields of a config.json with defaults for absent ones, and the `rotary_settings` as
+        `rope_parameters`.
+      family: The model family.
       context_length: See `read_rotary`.
     """
     num_heads = positive(text, "num_attention_heads")
@@ -84,17 +86,17 @@ def read_attention(text: Json, family: Family, context_length: int) -> Attention
 
 
 def read_factor(text: Json, family: Family, field: str) -> float:
-    """A factor of its own that a family multiplies by; 1 in another."""
+    """Returns a multiplier of a family that has such fields; 1 for other families."""
     return number(text, field) if family.has_factors else 1.0
 
 
 def read_layers(
     text: Json, family: Family, attention: AttentionConfig, context_length: int
 ) -> tuple[LayerConfig, ...]:
-    """The decoder layers in order; for the arguments see `read_attention`.
+    """Reads the decoder layers in order; for the arguments see `read_attention`.
 
     Raises:
-      ValueError: A field is missing, or contradicts another; one sentence that names it.
+      ValueError: A field is missing, or contradicts another; the message names it.
     """
     types, feeds = _layer_types(text, family), _feeds(text, family)
     mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {FULL: attention}
@@ -103,7 +105,7 @@ def read_layers(
         rope = text["rope_parameters"][SLIDING]
         mixers[SLIDING] = replace(
             attention,
-            # One that no text outgrows is none: Phi-4-mini has it at twice its context.
+            # A window that exceeds the context has no effect: Phi-4-mini has twice its context.
             window=window if window < context_length else None,
             rotary=read_rotary(text, rope, attention.head_size, context_length),
         )
@@ -116,7 +118,9 @@ def read_layers(
 
 
 def _feeds(text: Json, family: Family) -> list[DenseConfig | ExpertsConfig]:
-    """Returns the MLP of each layer; fields of a kind that no layer has are not read."""
+    """Returns the MLP or MoE config of each layer; fields of a kind that no layer has are not
+    read.
+    """
     found: dict[bool, DenseConfig | ExpertsConfig] = {}
     sparse = sparse_layers(text, family.routing, _num_layers(text))
     if family.routing is not None and True in sparse:
@@ -128,7 +132,7 @@ def _feeds(text: Json, family: Family) -> list[DenseConfig | ExpertsConfig]:
 
 
 def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:
-    """Layers of which some do not turn."""
+    """Removes the rotary embedding from NoPE layers."""
     found = []
     for layer, turns in zip(layers, turned_layers(text, len(layers)), strict=True):
         if not turns and isinstance(layer.mixer, AttentionConfig):
@@ -143,7 +147,7 @@ def _num_layers(text: Json) -> int:
 
 
 def _layer_types(text: Json, family: Family) -> list[str]:
-    """Returns the token mixer of each layer by `layer_types` or the fields that replace it."""
+    """Returns the mixer type of each layer, from `layer_types` or the fields that replace it."""
     num_layers, types = _num_layers(text), listed(text, "layer_types", str)
     by_flag = family.slides in (Slides.BY_FLAG, Slides.WHOLE_BY_FLAG)
     asks = family.slides is Slides.BY_SIZE or (by_flag and flag(text, "use_sliding_window"))
@@ -166,7 +170,7 @@ def _layer_types(text: Json, family: Family) -> list[str]:
     known = (FULL, LINEAR) if family.is_hybrid else (FULL, SLIDING)
     unknown = sorted(set(types) - set(known))
     if unknown:
-        raise ValueError(f"layer_types holds {unknown[0]!r}; known are {', '.join(known)}")
+        raise ValueError(f"layer_types contains {unknown[0]!r}; supported are {', '.join(known)}")
     if len(types) != num_layers:
         raise ValueError(
             f"layer_types lists {len(types)} layers, num_hidden_layers is {num_layers}"
@@ -175,15 +179,16 @@ def _layer_types(text: Json, family: Family) -> list[str]:
 
 
 def _refuse_full_layers(text: Json, types: list[str] | None, family: Family) -> None:
-    """Refuses fields that except layers from a window that all layers have."""
+    """Checks that no field excludes layers from a sliding window that all layers have."""
     excepted = {
         "layer_types": FULL in (types or []),
         "max_window_layers": count(text, "max_window_layers") > 0,
     }
     if named := [field for field, is_stated in excepted.items() if is_stated]:
         raise ValueError(
-            f"{named[0]} with use_sliding_window: true is not supported in a {family.name} model, "
-            f"whose layers all slide; use a checkpoint without {named[0]}"
+            f"{named[0]} with use_sliding_window: true is not supported in a {family.name} "
+            "model, because all its layers have a sliding window; use a checkpoint without "
+            f"{named[0]}"
         )
 
 

@@ -1,10 +1,8 @@
-"""What a decoder layer is: what mixes its tokens, and what feeds them forward, as values.
+"""Config of a decoder layer: its token mixer (attention or GDN) and its MLP or MoE block.
 
-A mixer also says what it keeps between steps.
-
-A layer's parameters have the names of its kinds: `attention.inputs` is of an attention layer,
-`gated_delta.inputs` of a gated-delta layer, `mlp.down` of a dense one, `experts.down` of one with a
-mixture of experts (`shared.models.parameters`).
+A mixer also specifies its cache arrays. A layer's parameters are named by its kinds:
+`attention.inputs` of an attention layer, `gated_delta.inputs` of a GDN layer, `mlp.down` of a dense
+MLP, `experts.down` of an MoE block (`shared.models.parameters`).
 """
 
 from dataclasses import dataclass
@@ -18,21 +16,21 @@ CONV_WIDTH = 4
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """Attention over the keys and values of all tokens before.
+    """Causal self-attention with grouped KV heads.
 
     Attributes:
-      num_heads, num_kv_heads: Of queries, and of keys and values; whole groups of heads share one.
-      head_size: Of each of them.
-      qk_norm: Queries and keys get an RMS norm before the rotation.
-      norms_all_heads: It is one over all heads of a row, and not one of each head.
-      has_gate: The query projection carries an output gate per head (q rows, gate rows).
-      input_bias, out_bias: The projections of queries, keys and values, and that of the heads'
-        outputs, add a bias.
-      rotary: How queries and keys turn with their position.
-      query_growth: By how much queries grow with the logarithm of their position, counted in the
-        rotation's original context; 0: they do not.
-      window: A row sees so many positions, itself the last of them; None: all before it.
-      scale: What the scores are multiplied by; None: the root of 1 / head_size.
+      num_heads, num_kv_heads: Query heads, and key/value heads; each KV head is shared by a group
+        of query heads.
+      head_size: Size of each head.
+      qk_norm: True if queries and keys are RMS-normalised before the rotation.
+      norms_all_heads: True if that norm spans all heads of a token instead of each head.
+      has_gate: True if the query projection contains an output gate per head (q rows, gate rows).
+      input_bias, out_bias: True if the QKV projection, and the output projection, have a bias.
+      rotary: Rotary embedding of queries and keys.
+      query_growth: Factor of long-context query scaling, by the logarithm of the position in units
+        of the original context; 0 for none.
+      window: Sliding window in tokens, including the token itself; None for full attention.
+      scale: Multiplier of attention scores; None for head_size ** -0.5.
     """
 
     kind: ClassVar[str] = "attention"
@@ -56,17 +54,17 @@ class AttentionConfig:
 
     @property
     def query_size(self) -> int:
-        """Numbers in the queries of a row."""
+        """Elements in the queries of a token."""
         return self.num_heads * self.head_size
 
     @property
     def key_size(self) -> int:
-        """Numbers in the keys of a row, and as many in its values."""
+        """Elements in the keys of a token, and in its values."""
         return self.num_kv_heads * self.head_size
 
     @property
     def kept(self) -> tuple[Plane, Plane]:
-        """The keys and the values of each position."""
+        """Cache arrays: keys and values per position."""
         shape = (self.num_kv_heads, self.head_size)
         keys, values = (Plane(name, Per.POSITION, shape, heads=0) for name in ("keys", "values"))
         return keys, values
@@ -74,7 +72,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaConfig:
-    """A gated-delta net; value head h reads key head h // (value / key heads)."""
+    """Gated DeltaNet (GDN); value head h uses key head h // (value heads / key heads)."""
 
     kind: ClassVar[str] = "gated_delta"
 
@@ -95,7 +93,7 @@ class GatedDeltaConfig:
 
     @property
     def kept(self) -> tuple[Plane, Plane]:
-        """The recurrent state, and the inputs that the convolution still reads, of each slot."""
+        """Cache arrays: the recurrent state, and the latest convolution inputs, per slot."""
         state = (self.num_value_heads, self.key_size, self.value_size)
         window = (self.conv_width - 1, self.channels)
         return (
@@ -106,10 +104,11 @@ class GatedDeltaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """A gated MLP: of `intermediate` columns, silu(gate) * up, and back to the hidden size.
+    """Gated MLP: silu(gate) * up with `intermediate` columns, then a projection to the hidden size.
 
     Attributes:
-      bias: All three projections add a bias.
+      intermediate: Width of gate and up.
+      bias: True if all three projections have a bias.
     """
 
     kind: ClassVar[str] = "mlp"
@@ -120,22 +119,23 @@ class DenseConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """A mixture of experts: gated MLPs, of which a router chooses some for each row.
+    """Mixture of experts (MoE): a router selects top-k gated MLPs for each token.
 
     Attributes:
-      num_experts: Among which the router chooses.
-      num_chosen: For each row.
-      intermediate: Columns of an expert.
-      shared_intermediate: Columns of the expert that every row has besides; 0: there is none.
-      shared_is_gated: What that one gives is multiplied by a share of its own for each row.
-      scores: What the router's logits become: "softmax" over all experts, or a "sigmoid" of each.
-      has_score_bias: The experts are chosen by their scores and a bias, which weighs none of them.
-      num_groups, num_chosen_groups: Experts are chosen within the best groups of neighbours.
-      is_renormalised: The weights of the chosen experts are divided by their sum.
-      routed_factor: What the weights are multiplied by in the end.
+      num_experts: Routed experts.
+      num_chosen: Top-k: experts per token.
+      intermediate: Width of an expert.
+      shared_intermediate: Width of the shared expert, which every token uses; 0 for none.
+      shared_is_gated: True if the shared expert's output is multiplied by a gate per token.
+      scores: Score function of the router: "softmax" over all experts, or "sigmoid" of each logit.
+      has_score_bias: True if a bias is added to the scores for selection but not for the weights.
+      num_groups, num_chosen_groups: Groups of neighbouring experts; experts are selected within the
+        best groups.
+      is_renormalised: True if the weights of selected experts are divided by their sum.
+      routed_factor: Final multiplier of the weights.
 
     Raises:
-      ValueError: The numbers do not fit each other; one sentence.
+      ValueError: The numbers are inconsistent.
     """
 
     kind: ClassVar[str] = "experts"
@@ -156,7 +156,7 @@ class ExpertsConfig:
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"scores of experts must be softmax or sigmoid, got {self.scores!r}")
         if self.scores == "softmax" and (self.has_score_bias or self.num_groups > 1):
-            raise ValueError("experts that a softmax scores have no biases and no groups")
+            raise ValueError("softmax scores are not supported with score biases or expert groups")
         names = "the number of experts", "n_group"
         _check_groups(names, self.num_experts, self.num_groups)
         if not 1 <= self.num_chosen_groups <= self.num_groups:
@@ -174,17 +174,19 @@ class ExpertsConfig:
 
     @property
     def shares_stacks(self) -> bool:
-        """The shared expert is as wide as the others, and stands behind them in their stacks."""
+        """True if the shared expert has the width of the others and is the last entry of their
+        stack.
+        """
         return self.shared_intermediate == self.intermediate
 
     @property
     def num_stacked(self) -> int:
-        """Experts that stand in one stack."""
+        """Experts in one stack."""
         return self.num_experts + self.shares_stacks
 
     @property
     def num_scored(self) -> int:
-        """Outputs of the router: a logit for each expert, and that of the shared one's gate."""
+        """Router outputs: a logit for each expert, and one for the shared expert's gate."""
         return self.num_experts + self.shared_is_gated
 
 
@@ -197,6 +199,6 @@ class LayerConfig:
 
 
 def _check_groups(names: tuple[str, str], heads: int, groups: int) -> None:
-    """Refuses heads that do not share the others in whole groups, by the fields' names."""
+    """Checks that heads divide evenly into groups; `names` are the fields in the message."""
     if heads % groups:
         raise ValueError(f"{names[0]} ({heads}) must be a multiple of {names[1]} ({groups})")

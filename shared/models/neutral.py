@@ -1,4 +1,4 @@
-"""Fields of configuration files that change nothing of a forward pass, by who writes them."""
+"""Config fields that do not affect a forward pass, grouped by origin."""
 
 from typing import Any
 
@@ -49,8 +49,8 @@ GENERATION: dict[str, Any] = {
         )
     ),
 }
-"""Fields that choose tokens, each with the value that asks for nothing beside null, false, 0 and
-empty; `do_sample: false` asks for greedy decoding."""
+"""Fields that affect token selection, each with the neutral value besides null, false, 0 and empty.
+`do_sample: false` requests greedy decoding."""
 
 ASSISTED = {
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
@@ -58,10 +58,10 @@ ASSISTED = {
     *("max_matching_ngram_size", "assistant_early_exit", "cache_implementation", "cache_config"),
     *("compile_config", "disable_compile", "prefill_chunk_size", "low_memory"),
 }
-"""Fields of how transformers runs a generation, which changes no token."""
+"""Fields that configure how transformers runs a generation, and change no token."""
 
 WRITTEN = frozenset(_WRITERS | _TRAINING | _OUTPUTS | _TOKENS | ASSISTED)
-"""Fields of how a model was made and written, and of what transformers returns beside tokens."""
+"""Fields about how a model was trained and saved, and about extra outputs of transformers."""
 
 NEUTRAL = WRITTEN | GENERATION.keys()
-"""Fields that change nothing of a forward pass."""
+"""All fields that do not affect a forward pass."""

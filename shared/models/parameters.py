@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint each parameter of a model is made of, under which of our names.
+"""Model parameters and the checkpoint tensors that each of them is loaded from.
 
-Our parameters are stacks, one per layer kind: `attention.inputs` holds layer after layer of the
-fused query, key and value projection, `gated_delta.inputs` that of qkv, z, b and a. Matrices
-are `[out, in]`, as in Hugging Face checkpoints. Those of a layer's experts are a stack once more,
+Parameters are stacks, one per layer kind: `attention.inputs` contains the fused QKV projection of
+layer after layer, `gated_delta.inputs` the fused projection of qkv, z, b and a. Matrices are `[out,
+in]`, as in Hugging Face checkpoints. The matrices of a layer's experts are stacked again:
 `experts.gate_up` is `[layers, experts, out, in]`.
 """
 
@@ -15,21 +15,21 @@ from shared.models.pieces import Parameter, Source
 from shared.models.ranks import Section, vocab_section
 
 BIAS = "_bias"
-"""Ends the name of what a product adds, behind the name of its weight."""
+"""Suffix of the parameter name of a weight's bias."""
 
 
 DRAFT_HEAD = "draft_lm_head"
-"""Our name of the parameter of `draft_head`."""
+"""Name of the parameter of `draft_head`."""
 
 
 def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
-    """Every parameter of a model in the order they are loaded; `lm_head` is absent when tied.
+    """Returns all parameters of a model in loading order; `lm_head` is absent if tied.
 
     Raises:
-      ValueError: `with_mtp` for a model whose config names no MTP layer.
+      ValueError: `with_mtp` is set for a model whose config names no MTP layer.
     """
     if with_mtp and not config.has_mtp:
-        raise ValueError("the model's config.json names no MTP layer (mtp_num_hidden_layers)")
+        raise ValueError("the model's config.json has no MTP layer (mtp_num_hidden_layers)")
     table = (config.vocab, config.hidden)
     tensors = [single("embed", "embed_tokens.weight", table)]
     tensors += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
@@ -42,12 +42,16 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
 def divided_parameters(
     config: ModelConfig, with_mtp: bool, count: int, token_map: Sequence[int] | None
 ) -> list[Parameter]:
-    """Every parameter of a model that `count` ranks divide; see `Parameter.of_rank`.
+    """Returns all parameters of a model for sharding over `count` ranks; see `Parameter.of_rank`.
 
-    Of a tied model each rank has the whole embedding, and a share of it once more as its head.
+    In a tied model each rank has the whole embedding, and additionally a shard of it as its LM
+    head.
 
     Args:
-      token_map: See `draft_head`; None: drafts are of all tokens.
+      config: Config of the model.
+      with_mtp: True to include the MTP layer.
+      count: Number of ranks.
+      token_map: See `draft_head`; None if drafts use the full vocabulary.
     """
     wanted = parameters(config, with_mtp)
     if token_map is not None:
@@ -59,12 +63,13 @@ def divided_parameters(
 
 
 def draft_head(config: ModelConfig, ids: Sequence[int]) -> Parameter:
-    """The rows of a model's head that score a drafter's own vocabulary, a second time in memory.
+    """Returns a second copy of the LM-head rows of a reduced draft vocabulary.
 
-    They lie one behind the other, so that a draft reads them alone.
+    The rows are contiguous, so that drafting reads only them.
 
     Args:
-      ids: The model's ids of those tokens, ascending.
+      config: Config of the model.
+      ids: Target token ids of the draft vocabulary, in ascending order.
     """
     name, source = ("embed", "embed_tokens") if config.tied else ("lm_head", "lm_head")
     whole = head_of(name, f"{source}.weight", (config.vocab, config.hidden))
@@ -77,11 +82,13 @@ def decoder_parameters(
     layers: Sequence[str],
     like: Sequence[LayerConfig] | None = None,
 ) -> list[Parameter]:
-    """Stacks of the decoder layers that the checkpoint calls `layers`.
+    """Returns the stacks of the decoder layers with the checkpoint prefixes `layers`.
 
     Args:
-      prefix: Put before our names.
-      like: What the layers are like; None: as those of the config.
+      prefix: Prefix of the parameter names.
+      config: Config of the model.
+      layers: Prefixes of the layers in the checkpoint.
+      like: Config of each layer; None for the layers of `config`.
     """
     like = config.layers if like is None else like
     named = list(zip(layers, like, strict=True))
@@ -113,10 +120,14 @@ NORMS_BEHIND = {
 def attention_parameters(
     prefix: str, config: ModelConfig, layers: Sequence[str], inputs: int | None = None
 ) -> list[Parameter]:
-    """Stacks of the attention layers; with an output gate the q rows are [q | gate] per head.
+    """Returns the stacks of attention layers; with an output gate the q rows are [q | gate] per
+    head.
 
     Args:
-      inputs: Width that q, k and v are computed from, the hidden size where None.
+      prefix: Prefix of the parameter names.
+      config: Config of the model.
+      layers: Prefixes of the layers in the checkpoint.
+      inputs: Input width of q, k and v; None for the hidden size.
     """
     inputs = inputs or config.hidden
     attention, size = config.attention, config.attention.head_size
@@ -150,7 +161,7 @@ def attention_parameters(
 
 
 def _heads(attention: AttentionConfig) -> tuple[Section, ...]:
-    """How ranks divide the projection of queries, keys and values."""
+    """Returns the TP sections of the QKV projection."""
     size = attention.head_size
     query = size * (2 if attention.has_gate else 1)
     keys = Section(attention.key_size, size, repeats=True)
@@ -158,7 +169,7 @@ def _heads(attention: AttentionConfig) -> tuple[Section, ...]:
 
 
 def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
-    """Stacks of the gated MLPs of some layers."""
+    """Returns the stacks of the gated MLPs of some layers."""
     assert config.dense is not None  # the config has dense layers
     wide = (config.dense.intermediate, config.hidden)
     gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
@@ -173,12 +184,14 @@ def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> l
 
 
 def _gate_up(intermediate: int) -> tuple[Section, ...]:
-    """How ranks divide the two projections of a gated MLP."""
+    """Returns the TP sections of the gate and up projections."""
     return Section(intermediate), Section(intermediate)
 
 
 def _experts(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
-    """Stacks of routers and experts; a shared expert as wide as the others is the last of them."""
+    """Returns the stacks of routers and experts; a shared expert of the same width is the last
+    expert.
+    """
     sizes, hidden = config.experts, config.hidden
     assert sizes is not None  # the config has layers with experts
     router = {"mlp.gate.weight": (sizes.num_experts, hidden)}
@@ -212,11 +225,14 @@ def _stacked(
     hidden: int,
     shared: Mapping[str, tuple[int, ...]],
 ) -> Parameter:
-    """The matrices of each layer's experts: one tensor of the checkpoint, or some of each expert.
+    """Returns the matrices of each layer's experts, stored as one tensor or as some per expert.
 
     Args:
-      name: Ends in that of the matrices, `gate_up` or `down`.
-      shared: The tensors of the shared expert that stands behind them.
+      name: Parameter name, which ends in `gate_up` or `down`.
+      layers: Prefixes of the layers in the checkpoint.
+      sizes: MoE config.
+      hidden: Hidden size.
+      shared: Tensors of the shared expert that is stored after the others.
     """
     matrix = name.rsplit(".", 1)[-1]
     wide = (sizes.intermediate, hidden)
@@ -266,7 +282,7 @@ def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> lis
 
 
 def _channels(delta: GatedDeltaConfig) -> tuple[Section, ...]:
-    """How ranks divide the channels of the convolution: all q heads, k heads, v heads."""
+    """Returns the TP sections of the convolution channels: all q heads, k heads, v heads."""
     keys = Section(delta.num_key_heads * delta.key_size, delta.key_size)
     return keys, keys, Section(delta.num_value_heads * delta.value_size, delta.value_size)
 
@@ -288,33 +304,33 @@ def _bias(
     weights: Mapping[str, tuple[int, ...]],
     sections: tuple[Section, ...],
 ) -> Parameter:
-    """What the products with the weights of a stack add."""
+    """Returns the bias of a stack of weights."""
     tensors = {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in weights.items()}
     return stack(f"{name}{BIAS}", layers, tensors, sections=sections, axis=-1)
 
 
 def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
-    """A parameter that is one tensor of the checkpoint, unchanged."""
+    """Returns a parameter that is one tensor of the checkpoint."""
     return Parameter(name, shape, ((Source(source, shape),),), stacked=False)
 
 
 def by_columns(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
-    """A matrix that stands once, and whose outputs are columns of a stream."""
+    """Returns an unstacked column-parallel matrix."""
     return replace(single(name, source, shape), sections=(Section(shape[0]),))
 
 
 def head_of(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
-    """The weight of a head, which scores the tokens of a vocabulary."""
+    """Returns the weight of an LM head, sharded over the vocabulary."""
     return replace(single(name, source, shape), sections=(vocab_section(shape[0]),))
 
 
 def single_norm(name: str, source: str, width: int, centre: float) -> Parameter:
-    """The scale of a norm that stands once."""
+    """Returns the scale of an unstacked norm."""
     return replace(single(name, source, (width,)), float32=True, centre=centre)
 
 
 def norms_of(name: str, layers: Sequence[str], source: str, width: int, centre: float) -> Parameter:
-    """The scales of a norm in each layer."""
+    """Returns the scales of a norm in each layer."""
     return replace(stack(name, layers, {source: (width,)}), float32=True, centre=centre)
 
 
@@ -327,7 +343,9 @@ def stack(
     sections: tuple[Section, ...] = (),
     axis: int = -2,
 ) -> Parameter:
-    """One parameter that stacks, per layer, `tensors` joined on axis 0 (and seen as `shape`)."""
+    """Returns a parameter that concatenates `tensors` on axis 0 for each layer, reshaped to
+    `shape`.
+    """
     if shape is None:
         rows = sum(s[0] for s in tensors.values())
         shape = (rows, *next(iter(tensors.values()))[1:])

@@ -1,4 +1,4 @@
-"""How a checkpoint wants pictures: to which sizes they are brought, what their values become."""
+"""Image processor config of a checkpoint: target sizes and normalisation of images."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from shared.models.vision import VisionConfig
 
 FILE = "preprocessor_config.json"
 JOINT, FIELD = "processor_config.json", "image_processor"
-"""Where transformers 5 writes the same: a file for all kinds of input, and the name in it."""
+"""File and field in which transformers 5 stores the same settings: one file for all modalities."""
 
 PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast")
 
 MOST_STRETCHED = 200
-"""A picture whose longer side is more than so many times the shorter is refused."""
+"""Maximum aspect ratio of an image."""
 
 LEAST_PIXELS, MOST_PIXELS = 56 * 56, 28 * 28 * 1280
-"""Of a picture where a file says nothing of them, as `Qwen2VLImageProcessor` has them."""
+"""Default bounds of an image's pixels, those of `Qwen2VLImageProcessor`."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""Most pixels of an image that a request sends with `detail: "low"`, as OpenAI's API has it."""
+"""Maximum pixels of an image sent with `detail: "low"`, as in OpenAI's API."""
 
 BICUBIC = 3
-"""Pillow's number of the filter, which is also the one that files have."""
+"""Pillow's number of the bicubic filter, which config files use too."""
 
 
 class PictureRefused(ValueError):
-    """A picture that is not taken; one sentence."""
+    """An image is invalid or unsupported; the message is one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PictureConfig:
-    """What the settings of a checkpoint's image processor say.
+    """Settings of a checkpoint's image processor.
 
     Attributes:
-      factor: Sides become multiples of so many pixels, those of one row of the prompt.
-      least, most: Pixels of a picture; one with fewer is enlarged, one with more is shrunk. Where
-        no multiple lies between them, `most` counts.
-      mean, deviation: Of each channel; a value v of 0 to 255 becomes (v / 255 - mean) / deviation.
+      factor: Sides are resized to multiples of this number of pixels, the side of one image token.
+      least, most: Bounds of an image's pixels; smaller images are enlarged, larger ones are shrunk.
+        If no multiple lies between them, `most` applies.
+      mean, deviation: Mean and standard deviation per channel; a value v of 0 to 255 becomes (v /
+        255 - mean) / deviation.
     """
 
     factor: int
@@ -50,20 +51,20 @@ class PictureConfig:
     deviation: tuple[float, ...]
 
     def fitted(self, height: int, width: int) -> tuple[int, int]:
-        """The height and width that a picture is brought to.
+        """Returns the height and width that an image is resized to ("smart resize").
 
         Raises:
-          PictureRefused: It is far longer than it is wide, or the other way.
+          PictureRefused: The aspect ratio is too large.
 
-        Source: Qwen2-VL, Wang et al. 2024, arXiv:2409.12191; its processor's rounding.
+        Source: Qwen2-VL, Wang et al. 2024, arXiv:2409.12191; rounding as in its processor.
         """
         sides, factor = (height, width), self.factor
         if max(sides) > MOST_STRETCHED * min(sides):
             raise PictureRefused(
-                f"the picture has {width} x {height} pixels, and one side may be at most "
+                f"the image has {width} x {height} pixels; one side must be at most "
                 f"{MOST_STRETCHED} times the other"
             )
-        rows, columns = (round(side / factor) for side in sides)  # halves go to the even number
+        rows, columns = (round(side / factor) for side in sides)  # rounds half to even
         most = max(1, self.most // factor**2)
         if rows * columns * factor**2 < self.least:
             grown = math.sqrt(self.least / (height * width))
@@ -71,43 +72,50 @@ class PictureConfig:
         if rows * columns * factor**2 > self.most:
             shrunk = math.sqrt(height * width / self.most)
             rows, columns = (max(1, math.floor(side / shrunk / factor)) for side in sides)
-        # One of the two is 1 where more are left: that side was shorter than a row's.
+        # If the product still exceeds the maximum, one of them is 1: that side was shorter than a
+        # token's.
         return min(rows, most) * factor, min(columns, most) * factor
 
     def low_detail(self) -> PictureConfig:
-        """The same for images whose client wants few tokens."""
+        """Returns the settings for images of low detail, which take fewer tokens."""
         return replace(self, most=min(self.most, LOW_DETAIL_PIXELS))
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Rows of the prompt that a picture of fitted sides takes."""
+        """Returns the number of image tokens for a resized image."""
         return height * width // self.factor**2
 
 
 def pictures_from_folder(folder: str | Path, vision: VisionConfig) -> PictureConfig:
-    """Reads what a folder whose tower is `vision` says of pictures.
+    """Reads the image processor settings of a model folder.
 
-    That is `image_processor` of `processor_config.json`, or else `preprocessor_config.json`; of
-    both, transformers takes the first.
+    They are `image_processor` in `processor_config.json`, or else `preprocessor_config.json`.
+    transformers prefers the first if both exist.
+
+    Args:
+      folder: The model folder.
+      vision: Config of the model's vision encoder.
 
     Raises:
-      ValueError: It is missing or asks for what is not done here; one sentence.
+      ValueError: The settings are missing or not supported.
     """
     own, joint = Path(folder) / FILE, Path(folder) / JOINT
     if joint.is_file() and (settings := object_of(read_json(joint), FIELD, JOINT)):
         return read_pictures(settings, vision, f"{FIELD} of {JOINT}")
     if not own.is_file():
         raise ValueError(
-            f"the model folder {folder} has no {FILE}, which says what pictures become, and no "
-            f"{FIELD} in a {JOINT}"
+            f"the model folder {folder} has no image processor settings; add {FILE}, or {FIELD} "
+            f"in {JOINT}"
         )
     return read_pictures(read_json(own), vision)
 
 
 def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> PictureConfig:
-    """Parses the settings of an image processor; raises as `pictures_from_folder`.
+    """Parses the settings of an image processor; raises the errors of `pictures_from_folder`.
 
     Args:
-      place: Where they stand, for the reader.
+      config: The settings.
+      vision: Config of the model's vision encoder.
+      place: File or field, for messages.
     """
     kind = config.get("image_processor_type")
     if kind not in PROCESSORS:
@@ -129,9 +137,9 @@ def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> Pict
     }
     for field, size in sizes.items():
         if positive(config, field, size, place) != size:
-            raise ValueError(f"{field} in {place} is not that of the vision tower, {size}")
-    # Counts of pixels, whatever the newer names say. The older names go first, as in transformers,
-    # whose own numbers count where there are neither.
+            raise ValueError(f"{field} in {place} must be that of the vision encoder ({size})")
+    # The values are numbers of pixels, although the newer names suggest sides. The older names take
+    # precedence and missing values have defaults, both as in transformers.
     size = object_of(config, "size", place)
     if size and size.keys() != {"shortest_edge", "longest_edge"}:
         raise ValueError(f"size in {place} must have shortest_edge and longest_edge, got {size!r}")
@@ -140,7 +148,9 @@ def read_pictures(config: Json, vision: VisionConfig, place: str = FILE) -> Pict
     least = positive(config, "min_pixels", least, place)
     most = positive(config, "max_pixels", most, place)
     if least > most:
-        raise ValueError(f"{place} asks for at least {least} pixels and for at most {most}")
+        raise ValueError(
+            f"the minimum pixels ({least}) in {place} must not exceed the maximum ({most})"
+        )
     return PictureConfig(
         factor=vision.patch_size * vision.merge_size,
         least=least,

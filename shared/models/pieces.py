@@ -1,4 +1,6 @@
-"""An array of a model, the tensors of a checkpoint it is made of, and a rank's share of both."""
+"""Model parameters: mapping from checkpoint tensors to arrays, and the tensor-parallel shard of
+each.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,9 +20,11 @@ class Source:
     """A tensor of the checkpoint: its name without prefix, and its shape.
 
     Attributes:
-      parts: Tensors that stand for it, one behind the other, in a checkpoint that has no such one.
-      axis, runs: What a rank takes of it: along this axis from the first to before the second
-        number of each pair, one behind the other; None: all of it.
+      name: Name without prefix.
+      shape: Shape of the whole tensor.
+      parts: Tensors that replace it, concatenated, in a checkpoint without it.
+      axis, runs: Slice of a TP rank: concatenated ranges (first, end) along the axis; None for the
+        whole tensor.
     """
 
     name: str
@@ -31,49 +35,51 @@ class Source:
 
     @property
     def taken_shape(self) -> tuple[int, ...]:
-        """The shape of what is taken of it."""
+        """Shape of the slice."""
         if self.runs is None:
             return self.shape
         taken = sum(end - first for first, end in self.runs)
         return (*self.shape[: self.axis], taken, *self.shape[self.axis + 1 :])
 
     def taken(self, values: Array) -> Array:
-        """What is taken of the tensor's values."""
+        """Returns the slice of the tensor's values."""
         if self.runs is None:
             return values
         return np.concatenate([values[self.index(run)] for run in self.runs], self.axis)
 
     def takes_whole(self, block: int) -> bool:
-        """Whether what is taken are whole blocks of so many numbers along the axis."""
+        """Returns True if the slice consists of whole blocks along the axis."""
         return all(number % block == 0 for run in self.runs or () for number in run)
 
     def every(self, share: int) -> "Source":
-        """What is taken of numbers that each belong to so many of the tensor's along the axis."""
+        """Returns the slice of an array with one entry per `share` entries along the axis, such as
+        scales.
+        """
         if self.runs is None:
             return self
         return replace(self, runs=tuple((a // share, b // share) for a, b in self.runs))
 
     def index(self, run: tuple[int, int]) -> tuple[slice, ...]:
-        """Where a run lies in the tensor."""
+        """Returns the index of a range in the tensor."""
         return (*[slice(None)] * self.axis, slice(*run))
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """One array of ours and the tensors it is made of.
+    """One array of the model and the checkpoint tensors that fill it.
 
     Attributes:
-      name: Our name.
-      shape: Our shape.
-      pieces: Per layer of a stack (or once) the tensors that fill it, one behind the other.
-      stacked: Axis 0 of `shape` counts layers.
-      float32: Kept in float32 whatever the dtype of the model.
-      centre: What a backend adds to the stored numbers, as norms have it whose scale is 1 more.
-      tied_to: The parameter whose numbers it has, where it is that one once more.
-      axis: The one of its outputs, counted from the end, along which ranks divide it.
-      sections: How they do; nothing: each has all of it.
-      whole, runs: Of a rank's share, or of rows that stand again, what it is a share of, and from
-        which of the whole's outputs to before which each part of it reaches; None: it is whole.
+      name: Name of the parameter.
+      shape: Shape of the parameter.
+      pieces: Per layer of a stack (or once), the tensors that fill it, concatenated.
+      stacked: True if axis 0 of `shape` is the layer.
+      float32: True if stored in float32 whatever the dtype of the model.
+      centre: Constant that a backend adds to the stored values, for norms that scale by 1 + weight.
+      tied_to: Parameter with the same values, if this one is a copy.
+      axis: Axis of its outputs, counted from the end, along which it is sharded.
+      sections: TP sections along the axis; empty for a replicated parameter.
+      whole, runs: For a shard or a copy of rows: the whole parameter, and the ranges (first, end)
+        of its outputs in the shard; None for a whole parameter.
     """
 
     name: str
@@ -90,19 +96,19 @@ class Parameter:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """All tensors of the checkpoint that this parameter needs."""
+        """All checkpoint tensors that this parameter is loaded from."""
         return tuple(source for piece in self.pieces for source in piece)
 
     def places(
         self, pieces: Sequence[Sequence[Source]]
     ) -> Iterator[tuple[Source, tuple[int | slice, ...], tuple[int, ...]]]:
-        """Where the tensors of each piece stand.
+        """Yields the position of each tensor in the parameter.
 
         Args:
-          pieces: As `pieces`, or with the parts of some tensors in their place.
+          pieces: `pieces`, possibly with some tensors replaced by their parts.
 
         Yields:
-          A tensor, its place in the parameter, and its shape there.
+          A tensor, its index in the parameter, and its shape there.
         """
         for number, sources in enumerate(pieces):
             first, layer = 0, (number,) if self.stacked else ()
@@ -113,10 +119,10 @@ class Parameter:
                     first += count
 
     def of_rank(self, rank: int, count: int) -> "Parameter":
-        """What one of `count` ranks has of it.
+        """Returns the shard of one of `count` ranks.
 
-        Its tensors fill its first outputs; of a vocabulary, the last ranks may have more outputs
-        than there are tokens, which nothing fills.
+        The shard's tensors fill its first outputs. In a sharded vocabulary the last ranks may have
+        padding outputs, which no tensor fills.
         """
         if count == 1 or not self.sections:
             return self
@@ -127,11 +133,11 @@ class Parameter:
         return replace(share, name=self.name, tied_to=self.tied_to)
 
     def rows(self, name: str, ids: Sequence[int]) -> "Parameter":
-        """Rows of the whole weight of a head, which score a vocabulary of their own.
+        """Returns rows of an LM head as a separate parameter, for a reduced vocabulary.
 
         Args:
-          name: Theirs.
-          ids: Tokens of the whole vocabulary, ascending.
+          name: Name of the new parameter.
+          ids: Token ids of the full vocabulary, in ascending order.
         """
         ends = [i for i, (a, b) in enumerate(pairwise(ids), 1) if b != a + 1]
         firsts, lasts = [0, *ends], [*ends, len(ids)]
@@ -141,18 +147,17 @@ class Parameter:
         return replace(taken, name=name, tied_to=tied_to, sections=sections)
 
     def _taking(self, runs: tuple[tuple[int, int], ...], shape: tuple[int, ...]) -> "Parameter":
-        """A share of this whole parameter, which has those of its outputs."""
+        """Returns a shard with the given ranges of outputs."""
         pieces = tuple(tuple(self._cut(sources, runs)) for sources in self.pieces)
         return replace(self, shape=shape, pieces=pieces, sections=(), whole=self, runs=runs)
 
     @property
     def outputs(self) -> Int[np.ndarray, " outputs"]:
-        """Of a rank's share the numbers of its outputs in the whole; those nothing fills are not
-        among them."""
+        """Indices of a shard's outputs in the whole parameter, without padding outputs."""
         return np.concatenate([np.arange(first, end) for first, end in self.runs])
 
     def share(self, array: Array) -> Array:
-        """What a rank's share has of the whole array."""
+        """Returns the shard of a whole array."""
         if self.whole is None:
             return array
         taken = np.take(array, self.outputs, self.axis)
@@ -161,10 +166,11 @@ class Parameter:
         return np.pad(taken, spare)
 
     def spans(self) -> Iterator[tuple[int, int, int]]:
-        """Where the numbers of a layer lie in that of the whole.
+        """Yields the contiguous runs of a layer's shard in the layer of the whole parameter.
 
         Yields:
-          The place of a span's first number here, its place there, and how many follow each other.
+          The flat index of a run's first element in the shard, its flat index in the whole, and the
+          length.
         """
         if self.whole is None:
             yield 0, 0, math.prod(self.shape[self.stacked :])
@@ -179,7 +185,7 @@ class Parameter:
 
     @property
     def is_filled(self) -> bool:
-        """Whether its tensors fill it."""
+        """True if the tensors fill it entirely."""
         shape = self.shape[1:] if self.stacked else self.shape
         numbers = sum(math.prod(source.taken_shape) for source in self.pieces[0])
         return numbers == math.prod(shape)
@@ -190,7 +196,7 @@ class Parameter:
         return (*self.shape[:axis], share, *self.shape[axis + 1 :])
 
     def _runs(self, rank: int, count: int) -> tuple[tuple[int, int], ...]:
-        """The outputs of a rank."""
+        """Returns the ranges of a rank's outputs."""
         first, runs = 0, []
         for section in self.sections:
             begin, end = section.run(rank, count)
@@ -201,7 +207,7 @@ class Parameter:
     def _cut(
         self, sources: Sequence[Source], outputs: Sequence[tuple[int, int]]
     ) -> Iterator[Source]:
-        """The tensors of a layer, each with what a rank takes of it."""
+        """Yields the tensors of a layer, each with its slice of the given outputs."""
         first, num_outputs = 0, self.shape[self.axis]
         inner = math.prod(self.shape[len(self.shape) + self.axis + 1 :])
         for source in sources:
@@ -220,10 +226,11 @@ class Parameter:
 def within(
     runs: Sequence[tuple[int, int]], parts: Sequence[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
-    """Parts of what runs reach over, where these stand one behind the other; at least one run.
+    """Slices the concatenation of `runs`; returns at least one range.
 
     Args:
-      parts: From which of all their numbers to before which, one behind the other.
+      runs: Ranges (first, end), which are concatenated.
+      parts: Ranges of the concatenation.
     """
     found = []
     for begin, end in parts:
@@ -237,14 +244,14 @@ def within(
 
 
 def of_rank(wanted: Sequence[Parameter], rank: int, count: int) -> list[Parameter]:
-    """What one of `count` ranks has of each parameter."""
+    """Returns one rank's shard of each parameter."""
     return [parameter.of_rank(rank, count) for parameter in wanted]
 
 
 def _place(
     shape: tuple[int, ...], first: int, count: int
 ) -> tuple[tuple[int | slice, ...], tuple[int, ...]]:
-    """Where `count` numbers stand in an array from its number `first` on, and their shape."""
+    """Returns the index and shape of `count` elements from flat index `first` on."""
     row = math.prod(shape[1:])
     if count % row == 0:
         return (slice(first // row, (first + count) // row),), (count // row, *shape[1:])

@@ -1,9 +1,9 @@
-"""What the `quantization_config` of a config.json may say: FP8 weights, in two spellings.
+"""Checks of the `quantization_config` in a config.json: FP8 weights, in two spellings.
 
-`fp8` is the spelling of DeepSeek's, Qwen's and Mistral's releases and of AutoFP8;
-`compressed-tensors` is that of vLLM's tools. Which tensors are FP8, and which weights share a
-scale, the tensors themselves say (`shared.models.fp8`). The config is read for what it may ask
-for beyond that, and refused.
+`fp8` is the spelling of the releases of DeepSeek, Qwen and Mistral and of AutoFP8;
+`compressed-tensors` is the spelling of vLLM's tools. The stored tensors determine which weights are
+FP8 and how they share scales (`shared.models.fp8`). The config is only checked for unsupported
+settings.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,13 +14,13 @@ from shared.models.fp8 import BLOCK, Granularity
 BLOCK_SIZE = [BLOCK, BLOCK]
 
 FORMATS = ("float-quantized", "naive-quantized")
-"""What compressed-tensors calls codes that lie as they are."""
+"""Names of unpacked FP8 in compressed-tensors."""
 
 HINTS = ("modules_to_not_convert", "modules_to_convert", "ignored_layers", "ignore", "targets")
-"""Lists of modules with and without scales, which releases spell in many ways."""
+"""Lists of modules with and without scales, in the spellings of different tools."""
 
 Served = dict[str, Collection[object]]
-"""Fields and the values that are served; of any other field, what says nothing."""
+"""Supported values by field. Any other field must be empty."""
 
 METHODS: Served = {"quant_method": ["fp8", "compressed-tensors"]}
 FP8: Served = METHODS | {
@@ -51,16 +51,16 @@ _READ_APART = ("config_groups", "sparsity_config")
 _TOLD = ("quantization_status", "global_compression_ratio", "version", "run_compressed")
 _GROUPS_PARTS = ("weights", "input_activations")
 _MEASURED = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-"""How scales were found, and what their tensors say by themselves."""
+"""Fields about calibration, and fields that duplicate properties of the tensors."""
 _QUANTISED_INPUTS = ("strategy", "dynamic", "symmetric", "group_size", "block_structure")
-"""How activations are quantised where weights are multiplied in FP8, which they are not here."""
+"""Activation quantisation of W8A8 checkpoints, which is not read."""
 
 
 def refuse_other_quantisation(stated: Json) -> None:
-    """Refuses a `quantization_config` that asks for another form of weights.
+    """Checks that a `quantization_config` is supported.
 
     Raises:
-      ValueError: It does; one sentence that names the field.
+      ValueError: It is not; the message names the field.
     """
     _require(stated, "quant_method", "")
     method = {"quant_method": stated["quant_method"]}
@@ -81,7 +81,9 @@ def refuse_other_quantisation(stated: Json) -> None:
 
 
 def granularity_of(stated: Json) -> Granularity:
-    """Of the scales that a `quantization_config` speaks of, in the first group if it has some."""
+    """Returns the scale granularity of a `quantization_config`, of the first group if it has
+    groups.
+    """
     if stated["quant_method"] == "fp8":
         return Granularity.BLOCK if stated.get("weight_block_size") else Granularity.TENSOR
     group = next(iter(object_of(stated, "config_groups").values()))
@@ -101,11 +103,13 @@ def _refuse_other_group(group: Json, place: str) -> None:
 
 
 def _refuse_others(stated: Json, served: Served, hints: Collection[str], place: str) -> None:
-    """Refuses the first field of another value.
+    """Raises an error for the first field with an unsupported value.
 
     Args:
-      hints: Fields that may say anything.
-      place: Of the object in `quantization_config`, put before a field's name.
+      stated: Fields of the object.
+      served: Supported values by field.
+      hints: Fields with arbitrary values.
+      place: Path of the object in `quantization_config`, a prefix of field names in messages.
     """
     for field, value in stated.items():
         if field in hints or (not value and field not in served):

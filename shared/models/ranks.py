@@ -1,9 +1,9 @@
-"""What ranks divide among them, so that each runs the whole model with a share of every product.
+"""Tensor-parallel sharding of a model: every product is column-parallel, followed by an all-gather.
 
-Every product is cut by its outputs: sums over inputs stay whole, and what ranks give each other
-are finished values. A rank has whole heads, a share of the inner columns of MLPs and experts, a
-share of the columns of the stream, and a share of the vocabulary. Embeddings, norms and routers are
-whole on every rank.
+Products are split by outputs only. Sums over inputs are never split, so ranks exchange final values
+and the bits do not depend on the number of ranks. A rank has whole heads, a shard of the inner
+columns of MLPs and experts, a shard of the columns of the residual stream, and a shard of the
+vocabulary. Embeddings, norms and routers are replicated.
 """
 
 from collections.abc import Iterator
@@ -19,19 +19,18 @@ from shared.models.layers import (
 )
 
 VOCAB_GROUP = 64
-"""Neighbours in the vocabulary that stay on one rank: those that a kernel of sampling weighs as
-one."""
+"""Neighbouring tokens that stay on one rank: sampling kernels sum their weights as one group."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A run of a parameter's outputs that ranks divide among them.
+    """A range of a parameter's outputs that is sharded over TP ranks.
 
     Attributes:
       size: Outputs.
       unit: Outputs that stay together, such as those of a head.
-      repeats: Units that are fewer than ranks are on several of them; else the last ranks have
-        less than the others, or nothing.
+      repeats: True if units are replicated when there are fewer than ranks; otherwise the last
+        ranks have fewer outputs, or none.
     """
 
     size: int
@@ -39,11 +38,11 @@ class Section:
     repeats: bool = False
 
     def share(self, count: int) -> int:
-        """Outputs of each of `count` ranks, what the last ones lack counted in."""
+        """Returns the outputs of each of `count` ranks, including padding of the last ones."""
         return self.unit * -(-self._units // count)
 
     def run(self, rank: int, count: int) -> tuple[int, int]:
-        """The first output of a rank, and the one behind its last."""
+        """Returns the range (first, end) of a rank's outputs."""
         if self.repeats and self._units < count:
             first = self.unit * (rank * self._units // count)
         else:
@@ -56,18 +55,18 @@ class Section:
 
 
 def vocab_section(vocab: int) -> Section:
-    """How ranks divide a vocabulary: in whole groups."""
+    """Returns the TP section of a vocabulary, split in whole groups."""
     return Section(vocab, VOCAB_GROUP)
 
 
 def local(config: ModelConfig, count: int) -> ModelConfig:
-    """What one of `count` ranks has of a model.
+    """Returns the config of one of `count` TP ranks.
 
-    Heads and inner columns are a rank's; the hidden size and the vocabulary are the whole model's,
-    as every rank sees whole rows of the stream and chooses among all tokens.
+    Heads and inner columns are those of a rank. The hidden size and the vocabulary stay whole,
+    because every rank reads whole rows of the residual stream and samples from all tokens.
 
     Raises:
-      ValueError: Something does not divide; one sentence that names it.
+      ValueError: A size is not divisible by `count`; the message names it.
     """
     if count == 1:
         return config
@@ -81,7 +80,9 @@ def local(config: ModelConfig, count: int) -> ModelConfig:
 
 
 def _divided(config: ModelConfig) -> Iterator[tuple[str, int]]:
-    """What must be a multiple of the number of ranks, by its name in a config.json."""
+    """Yields the sizes that must be multiples of the number of ranks, with their config.json
+    fields.
+    """
     yield "hidden_size", config.hidden
     yield "num_attention_heads", config.attention.num_heads
     if config.dense is not None:
@@ -107,12 +108,14 @@ def _local_layer(layer: LayerConfig, count: int) -> LayerConfig:
 
 
 def _local_attention(mixer: AttentionConfig, count: int) -> AttentionConfig:
-    """KV heads fewer than ranks stand on several of them, each with some of its queries."""
+    """Shards the heads; KV heads fewer than ranks are replicated, each copy with some of its
+    queries.
+    """
     kv_heads = mixer.num_kv_heads
     if max(kv_heads, count) % min(kv_heads, count):
         raise ValueError(
-            f"num_key_value_heads ({kv_heads}) must be a multiple of the number of ranks "
-            f"({count}), or the number of ranks one of it"
+            f"num_key_value_heads ({kv_heads}) must be a multiple or a divisor of the number of "
+            f"ranks ({count})"
         )
     return replace(
         mixer,

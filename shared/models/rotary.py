@@ -1,4 +1,4 @@
-"""The rotation of queries and keys by their positions, and how a config.json spells it."""
+"""Rotary position embedding (RoPE) config, and its fields in a config.json."""
 
 import math
 from collections.abc import Mapping
@@ -17,16 +17,16 @@ class RotaryConfig:
 
     Attributes:
       theta: Base of the frequencies.
-      width: Rotated dimensions of a head; the rest pass through.
-      type: One of `ROTARY_TYPES`; "none" of layers that do not turn.
-      factor: By how much positions are stretched (linear, llama3, yarn).
+      width: Rotated dimensions of a head; the others are not changed.
+      type: One of `ROTARY_TYPES`; "none" for NoPE layers.
+      factor: Scaling factor of positions (linear, llama3, yarn).
       low_freq_factor, high_freq_factor: Bounds of the llama3 ramp.
-      original_context: Context length the model was first trained with (llama3, yarn).
+      original_context: Context length before extension (llama3, yarn).
       beta_fast, beta_slow: Rotations at the two ends of the yarn ramp.
-      extensions: By how much each pair is stretched (longrope).
-      attention_factor: Multiplies cos and sin; 1 except for yarn and longrope.
-      sections: Of models that see, how many pairs turn by time, by row and by column; in text all
-        three are the position.
+      extensions: Scaling factor of each pair (longrope).
+      attention_factor: Multiplier of cos and sin; 1 except for yarn and longrope.
+      sections: M-RoPE sections of vision-language models: number of pairs rotated by time, row and
+        column; for text all three equal the position.
     """
 
     theta: float
@@ -44,29 +44,29 @@ class RotaryConfig:
 
 
 OLDER = {"mrope": "default", "su": "longrope"}
-"""Other names of types: plain rotation with three-row positions, and what longrope was called."""
+"""Older names of types: default rotation with M-RoPE positions, and longrope."""
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
-"""Names by which rotary settings may be nested, one object for each type of layer."""
+"""Names under which rotary settings may be nested, one object for each layer type."""
 
 OBJECTS = ("rope_scaling", "rope_parameters")
-"""The older and the newer field of rotary settings."""
+"""Older and newer field of rotary settings."""
 
 BASE = "rope_theta"
 
 BESIDE = (BASE, "partial_rotary_factor", "original_max_position_embeddings")
-"""Rotary settings that a config.json may also have at its top level."""
+"""Rotary settings that may also be at the top level of a config.json."""
 
 
 def settings_of(text: Json, layer_type: str = LAYER_TYPES[0]) -> dict[str, Any]:
-    """Returns the stated rotary settings of a type of layer under one spelling.
+    """Returns the stated rotary settings of a layer type under their canonical names.
 
-    They may be in `rope_scaling` or `rope_parameters`, nested by the type of layer or not, and
-    some at the top level.
+    They may be in `rope_scaling` or `rope_parameters`, nested by layer type or not, and some at the
+    top level.
 
     Raises:
-      ValueError: Two spellings of a setting have different values; one sentence.
+      ValueError: Two spellings of a setting have different values.
     """
     found: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -78,7 +78,7 @@ def settings_of(text: Json, layer_type: str = LAYER_TYPES[0]) -> dict[str, Any]:
             if name in found and found[name] != value:
                 raise ValueError(
                     f"{name} in {place} is {value!r:.60} and {name} in {origins[name]} is "
-                    f"{found[name]!r:.60}; leave one of them out"
+                    f"{found[name]!r:.60}; remove one of them"
                 )
             found.setdefault(name, value)
             origins.setdefault(name, place)
@@ -86,14 +86,14 @@ def settings_of(text: Json, layer_type: str = LAYER_TYPES[0]) -> dict[str, Any]:
 
 
 def are_nested(text: Json) -> bool:
-    """Returns whether rotary settings are stated for each type of layer."""
+    """Returns True if rotary settings are nested by layer type."""
     return any(
         isinstance(value, Mapping) for name in OBJECTS for value in object_of(text, name).values()
     )
 
 
 def _of_type(stated: Json, layer_type: str, place: str) -> Json:
-    """Returns the settings of a type of layer, if they are nested; else all of them."""
+    """Returns the settings of a layer type if they are nested, else all of them."""
     if not any(isinstance(value, Mapping) for value in stated.values()):
         return stated
     for name, value in stated.items():
@@ -106,7 +106,7 @@ def _of_type(stated: Json, layer_type: str, place: str) -> Json:
 
 
 def _spelled(stated: Json, place: str) -> dict[str, Any]:
-    """Returns rotary settings with the newer names of the types, and without null."""
+    """Returns rotary settings with the newer names of the types, and without null values."""
     found = {name: value for name, value in stated.items() if value is not None}
     for name in found.keys() & {"type", "rope_type"}:
         kind = word(found, name, "", place)
@@ -115,13 +115,13 @@ def _spelled(stated: Json, place: str) -> dict[str, Any]:
     if older is not None and found.setdefault("rope_type", older) != older:
         raise ValueError(
             f"type and rope_type in {place} must be equal, got {older!r} and "
-            f"{found['rope_type']!r}; leave one of them out"
+            f"{found['rope_type']!r}; remove one of them"
         )
     return found
 
 
 def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str, Any]:
-    """Returns the rotary settings of a type of layer, with those that its class sets by default.
+    """Returns the rotary settings of a layer type, with the defaults of its config class.
 
     Raises:
       ValueError: See `settings_of`.
@@ -144,25 +144,27 @@ def completed_settings(text: Json, of: ConfigClass, layer_type: str) -> dict[str
 
 
 def read_rotary(text: Json, rope: Json, head_size: int, context_length: int) -> RotaryConfig:
-    """The rotation that a config.json asks for.
+    """Reads the rotary config of a layer type.
 
     Args:
-      text: Its fields, with the defaults of absent ones.
-      rope: Its rotary settings, by `completed_settings`.
-      context_length: Of the longest text that is served. It settles what longrope stretches by: a
-        choice by each text's own length would change the rotation of keys that are kept already.
+      text: Fields of the config.json with defaults for absent ones.
+      rope: Rotary settings, from `completed_settings`.
+      head_size: Size of an attention head.
+      context_length: Maximum tokens of a request. It selects the factors of longrope for all
+        requests: a choice by the length of each request would change the rotation of keys that are
+        cached already.
     """
     kind = rope["rope_type"]
     if kind not in ROTARY_TYPES:
         raise ValueError(
-            f"rope_type {kind!r} is not supported; known are {', '.join(ROTARY_TYPES)}"
+            f"rope_type {kind!r} is not supported; use one of {', '.join(ROTARY_TYPES)}"
         )
     share = number(rope, "partial_rotary_factor", most=1)
     theta = number(rope, "rope_theta", above=1)
     plain = {"theta": theta, "width": int(head_size * share), "type": kind}
     if plain["width"] % 2:
         raise ValueError(
-            f"partial_rotary_factor ({share:g}) of a head's {head_size} dimensions must turn an "
+            f"partial_rotary_factor ({share:g}) of a head's {head_size} dimensions must give an "
             f"even number, got {plain['width']}"
         )
     if rope.get("mrope_interleaved") is True:
@@ -173,28 +175,28 @@ def read_rotary(text: Json, rope: Json, head_size: int, context_length: int) -> 
 
 
 def read_growth(rope: Json, rotary: RotaryConfig) -> float:
-    """See `AttentionConfig.query_growth`; 0 where the rotary settings state none.
+    """Reads the factor of long-context query scaling; 0 if the rotary settings have none.
 
     Args:
       rope: The rotary settings.
-      rotary: What was read of them.
+      rotary: The rotary config read from them.
     """
     field = "llama_4_scaling_beta"
     if rope.get(field, 0) == 0:
         return 0.0
     if not rotary.original_context:
         raise ValueError(
-            f"{field} is not supported with rope_type {rotary.type!r}; queries grow from "
-            "original_max_position_embeddings on, which it does not have"
+            f"{field} is not supported with rope_type {rotary.type!r}, which has no "
+            "original_max_position_embeddings"
         )
     return number(rope, field)
 
 
 def turned_layers(text: Json, num_layers: int) -> list[bool]:
-    """Which layers turn, in order; a 1 in the config's list says that a layer does.
+    """Returns a flag per layer: True if it has a rotary embedding, False for NoPE.
 
     Raises:
-      ValueError: The list is of other layers, or of something else; one sentence.
+      ValueError: `no_rope_layers` has the wrong length or invalid values.
     """
     turns = listed(text, "no_rope_layers", int)
     if turns is None:
@@ -210,9 +212,9 @@ def turned_layers(text: Json, num_layers: int) -> list[bool]:
 
 
 def _sections(rope: Json, pairs: int) -> tuple[int, ...]:
-    """Returns the pairs rotated by time, row and column; empty without three numbers.
+    """Returns the M-RoPE sections: pairs rotated by time, row and column; empty if none are stated.
 
-    The numbers may be those of wider heads: time takes what the others leave.
+    The stated numbers may be those of wider heads; time has the remaining pairs.
     """
     stated = rope.get("mrope_section")
     if not isinstance(stated, list) or not all(is_number(x, int) and x > 0 for x in stated):
@@ -238,7 +240,7 @@ def _long_rotary(
     extensions, pairs = rope.get(name), plain["width"] // 2
     if not isinstance(extensions, list) or len(extensions) != pairs:
         raise ValueError(f"{name} in the rotary settings must list {pairs} numbers")
-    if original == 1:  # its logarithm divides
+    if original == 1:  # avoids a division by log(1)
         raise ValueError("original_max_position_embeddings must be above 1 for longrope, got 1")
     factor = number(rope, "factor", most / original)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -260,7 +262,7 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
     if rope.get("truncate") is False:
         raise ValueError("truncate: false in the rotary settings is not supported")
     if "factor" not in rope:
-        raise ValueError(f"the rotary settings of rope_type {kind!r} need a factor")
+        raise ValueError(f"rotary settings of rope_type {kind!r} require a factor")
     factor = number(rope, "factor")
     context = positive(text, "max_position_embeddings")
     low = number(rope, "low_freq_factor", 1.0)
@@ -277,7 +279,7 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
 
 
 def _attention_factor(kind: str, rope: Json, factor: float) -> float:
-    """Where none is given; two scales, as some files have them, are one over the other."""
+    """Returns the default attention factor; with two mscale values, their quotient."""
     if kind != "yarn" or factor <= 1:
         return 1.0
     scales = (number(rope, name, 1.0) for name in ("mscale", "mscale_all_dim"))

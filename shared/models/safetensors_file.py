@@ -1,4 +1,4 @@
-"""One safetensors file: opened with its faults in words, and its header."""
+"""Opens one safetensors file, with readable errors, and reads its header."""
 
 import json
 from pathlib import Path
@@ -11,10 +11,11 @@ from shared.models.weight_files import CheckpointError
 
 
 def open_file(path: Path) -> Any:
-    """The library's handle of a file.
+    """Returns the library's handle of a file.
 
     Raises:
-      CheckpointError: It is truncated, or no safetensors file; one sentence that says what it is.
+      CheckpointError: The file is truncated, or is not a safetensors file; the message states its
+        kind.
     """
     try:
         path.open("rb").close()
@@ -26,7 +27,7 @@ def open_file(path: Path) -> Any:
         if kind not in (SAFETENSORS, OTHER, EMPTY):
             raise CheckpointError(f"{path} is {kind.name}; {kind.way_out}") from error
         raise CheckpointError(
-            f"{path} is truncated or no safetensors file: {error}; download it again"
+            f"{path} is truncated or not a safetensors file: {error}; download it again"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""How a model's makers would have its tokens chosen, as generation_config.json says."""
+"""Sampling defaults of a model, from its generation_config.json."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,7 +20,9 @@ _BOUNDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingDefaults:
-    """The value of each field that a request leaves open; without a file, OpenAI's."""
+    """Default of each sampling field that a request may omit; without a file, those of OpenAI's
+    API.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -30,10 +32,10 @@ class SamplingDefaults:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "SamplingDefaults":
-        """Those of a checkpoint.
+        """Reads the defaults of a checkpoint.
 
         Raises:
-          ValueError: A value cannot be meant; one sentence that names it.
+          ValueError: A value is invalid; the message names the field.
         """
         path = Path(folder) / FILE
         stated = _stated(folder)
@@ -41,13 +43,15 @@ class SamplingDefaults:
         return cls(**{name: _checked(stated, name, path) for name in named})
 
     def __str__(self) -> str:
-        """The fields that differ from OpenAI's, with their values."""
+        """Formats the fields that differ from OpenAI's defaults."""
         ours, theirs = vars(self), vars(SamplingDefaults())
         return ", ".join(f"{name} {ours[name]}" for name in ours if ours[name] != theirs[name])
 
 
 def unapplied(folder: str | Path) -> list[str]:
-    """Returns the fields of a checkpoint's generation_config.json that ask for something else."""
+    """Returns the fields of a generation_config.json that are not applied though they have an
+    effect.
+    """
     beside = WRITTEN | {field.name for field in fields(SamplingDefaults)}
     return [
         name
@@ -72,7 +76,7 @@ def _checked(stated: Json, name: str, path: Path) -> Any:
     kinds = (int,) if name == "top_k" else (int, float)
     if type(value) not in kinds or not low <= value <= high:
         raise ValueError(
-            f"{name} in {path} must be a number from {low} to {high}, got {value!r:.60}; "
-            "mend it or start with --sampling-defaults openai"
+            f"{name} in {path} must be a number from {low} to {high}, got {value!r:.60}; correct "
+            "it or start with --sampling-defaults openai"
         )
     return value

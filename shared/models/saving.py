@@ -1,4 +1,4 @@
-"""A checkpoint written: its config.json, and safetensors files of tensors by their own names."""
+"""Writes checkpoints: config.json, and safetensors files with Hugging Face tensor names."""
 
 import json
 from collections.abc import Mapping
@@ -19,9 +19,10 @@ def save_checkpoint(
     """Writes config.json and the weights under their Hugging Face names.
 
     Args:
+      folder: Folder to create or fill.
       config_dict: Contents of config.json.
-      weights: By our names; the MTP layer is written where `mtp.fc` is present.
-      num_shards: 1 writes a single file, more write shards and an index.
+      weights: Arrays by parameter name; the MTP layer is written if `mtp.fc` is present.
+      num_shards: 1 writes a single file; more write shards and an index.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,7 @@ def save_checkpoint(
 
 
 def split(parameter: Parameter, array: Array, prefix: str) -> Weights:
-    """Takes one of our arrays apart into the tensors of a checkpoint."""
+    """Splits a parameter into the tensors of a checkpoint."""
     tensors = {}
     for source, at, _ in parameter.places(parameter.pieces):
         part = array[at].reshape(source.shape)

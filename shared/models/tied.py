@@ -1,4 +1,4 @@
-"""LM heads that a config.json ties to the embedding and whose files have another one."""
+"""Separate LM heads of checkpoints whose config.json ties the LM head to the embedding."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,29 +14,33 @@ EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class Files(Protocol):
-    """Files of a model, which may have an LM head."""
+    """Protocol of model files that may contain an LM head."""
 
     def unties(self, config: ModelConfig) -> bool:
-        """Returns whether they have an LM head of its own, though the config ties it."""
+        """Returns True if the files contain an LM head that differs from the embedding, though the
+        config ties them.
+        """
         ...
 
 
 class Tensors(Protocol):
-    """Tensors by their names without prefix, as `shared.models.checkpoint.Checkpoint` has them."""
+    """Protocol of tensors by name without prefix, a subset of
+    `shared.models.checkpoint.Checkpoint`.
+    """
 
     def has(self, name: str) -> bool:
-        """Returns whether a tensor is there."""
+        """Returns True if a tensor exists."""
         ...
 
     def pieces(
         self, parameter: Parameter, progress: Callable[[int], None]
     ) -> Iterator[tuple[Any, Any]]:
-        """The places and the values of the pieces of a parameter."""
+        """Yields the indices and the values of the pieces of a parameter."""
         ...
 
 
 def as_stored(config: ModelConfig, files: Files) -> ModelConfig:
-    """Returns a model's settings with the LM head of its files, if they have another one.
+    """Returns a model config with `tied` unset if the files contain a different LM head.
 
     transformers does the same: a fine-tune may have trained both under the flag of its base model.
     """
@@ -44,10 +48,10 @@ def as_stored(config: ModelConfig, files: Files) -> ModelConfig:
 
 
 def has_own_head(config: ModelConfig, files: Tensors) -> bool:
-    """Returns whether an LM head differs from the embedding, read up to the first difference.
+    """Returns True if the LM head differs from the embedding; reads up to the first difference.
 
     Raises:
-      CheckpointError: One of the two is missing or has another shape than the config has.
+      CheckpointError: One of the two is missing or has another shape than in the config.
     """
     if not files.has(LM_HEAD):
         return False

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint the parameters of a vision tower are made of."""
+"""Parameters of a vision encoder, and the checkpoint tensors that each is loaded from."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -10,24 +10,30 @@ from shared.models.vision import TENSORS, VisionConfig
 
 
 class Files(Protocol):
-    """Files that may hold a tower, as a `shared.models.checkpoint.Checkpoint` has them."""
+    """Protocol of files that may contain a vision encoder, a subset of
+    `shared.models.checkpoint.Checkpoint`.
+    """
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors, without prefix."""
+        """Names of all tensors, without prefix."""
         ...
 
     def known(self, wanted: Sequence[Parameter]) -> set[str]:
-        """The tensors that these parameters are made of."""
+        """Returns the names of the tensors that these parameters use."""
         ...
 
     def check_parameters(self, wanted: Sequence[Parameter]) -> None:
-        """Raises `CheckpointError` for the first tensor that is missing or has another form."""
+        """Raises `CheckpointError` for the first tensor that is missing or has another dtype or
+        shape.
+        """
         ...
 
 
 def tower_parameters(config: VisionConfig) -> list[Parameter]:
-    """Every parameter of a tower; those of its blocks are stacks, matrices are `[out, in]`."""
+    """Returns all parameters of a vision encoder; its blocks are stacked, and matrices are `[out,
+    in]`.
+    """
     hidden, wide, merged = config.hidden, config.intermediate, config.merged * config.hidden
     blocks = [f"{TENSORS}blocks.{i}" for i in range(config.depth)]
     patch = (config.channels, config.frames, config.patch_size, config.patch_size)
@@ -49,20 +55,20 @@ def tower_parameters(config: VisionConfig) -> list[Parameter]:
 
 
 def check_tower(checkpoint: Files, config: VisionConfig) -> list[Parameter]:
-    """Checks presence, dtype and shape of a tower's tensors, and that there are no others.
+    """Checks presence, dtype and shape of a vision encoder's tensors, and that there are no others.
 
     Returns:
       Its parameters.
 
     Raises:
-      CheckpointError: The first fault, by the name of its tensor.
+      CheckpointError: The first fault, with the name of its tensor.
     """
     wanted = tower_parameters(config)
     checkpoint.check_parameters(wanted)
     of_tower = {name for name in checkpoint.names if name.startswith(TENSORS)}
     if unknown := sorted(of_tower - checkpoint.known(wanted)):
         raise CheckpointError(
-            f"the tensor {unknown[0]} has no place in the vision tower; use a checkpoint without it"
+            f"tensor {unknown[0]} is not part of the vision encoder; use a checkpoint without it"
         )
     return wanted
 

@@ -1,7 +1,7 @@
-"""What a config.json says of a vision tower.
+"""Vision encoder config, read from `vision_config` in a config.json.
 
-The tower turns one picture into rows that stand where the prompt's placeholders do. It is a model
-of its own beside the text's: text alone is served without a look at it.
+A vision encoder converts one image into embeddings that replace the prompt's placeholder tokens. It
+is separate from the language model: text-only serving does not read it.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from shared.models.fields import MOST_NAMED, Json, count, object_of, positive
 from shared.models.neutral import NEUTRAL
 
 TENSORS = "visual."
-"""Begins the name of each tensor of a tower."""
+"""Prefix of the names of a vision encoder's tensors."""
 
 EPS = 1e-6
-"""Added to the variance of every layer norm; no field says it."""
+"""Epsilon of all layer norms; no config field defines it."""
 
 THETA = 10000.0
-"""Base of the frequencies by which patches turn."""
+"""Base of the rotary frequencies of patches."""
 
 ROPE = {"rope_type": ("axial", "default"), "rope_theta": (THETA,)}
-"""Rotary settings of a tower, and the values that are served."""
+"""Rotary settings of a vision encoder with their supported values."""
 
 PLACE = "vision_config"
 
@@ -30,20 +30,20 @@ READ = QWEN3_5_VISION.fields.keys() | {"deepstack_visual_indexes", "model_type",
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """What a vision tower is like.
+    """Settings of a vision encoder (ViT and patch merger).
 
     Attributes:
-      depth: Blocks, all of which see the whole picture.
-      hidden: Width of a patch's row.
-      num_heads: Of each block's attention.
-      intermediate: Width inside a block's MLP.
-      channels: Of a pixel.
-      patch_size: Pixels on a side of a patch.
-      frames: Pictures behind one another that a patch spans; a single one is repeated.
-      merge_size: So many patches on a side become one row of the prompt.
-      table_side: The learned table of places has so many rows, and as many columns.
-      out: Width of the rows that stand in the prompt, the text model's.
-      image_token: The token in whose place those rows stand.
+      depth: Number of blocks, all with attention over the whole image.
+      hidden: Width of a patch's hidden state.
+      num_heads: Attention heads of each block.
+      intermediate: Inner width of a block's MLP.
+      channels: Colour channels.
+      patch_size: Side of a patch in pixels.
+      frames: Frames in a patch; a single image is repeated.
+      merge_size: Patches on a side of the square that is merged into one image token.
+      table_side: Rows, and columns, of the learned position embedding.
+      out: Width of image embeddings, equal to the text model's hidden size.
+      image_token: Placeholder token that image embeddings replace.
     """
 
     depth: int
@@ -65,46 +65,48 @@ class VisionConfig:
 
     @property
     def patch_numbers(self) -> int:
-        """Numbers of a patch as the tower reads it."""
+        """Input values of a patch, all frames included."""
         return self.channels * self.frames * self.patch_size**2
 
     @property
     def patch_bytes(self) -> int:
-        """Bytes of a patch as it travels, in one frame."""
+        """Bytes of a patch in a plan, with one frame."""
         return self.channels * self.patch_size**2
 
     def picture_bytes(self, num_patches: int) -> int:
-        """Of so many patches, in whole words."""
+        """Returns the bytes of so many patches, rounded up to a multiple of 4."""
         return -(-num_patches * self.patch_bytes // 4) * 4
 
     def num_patches(self, picture_bytes: int) -> int:
-        """The inverse of `picture_bytes`."""
+        """Returns the number of patches; the inverse of `picture_bytes`."""
         return picture_bytes // self.patch_bytes
 
     def most_lines(self, num_patches: int) -> int:
-        """Most rows and columns together of a picture of so many patches: of the narrowest."""
+        """Returns the maximum of rows plus columns for an image of so many patches (the narrowest
+        image).
+        """
         return num_patches // self.merge_size + self.merge_size
 
     def block_products(self, num_patches: int) -> int:
-        """Multiplications of one block, with those of every patch's attention to all."""
+        """Returns the multiplications of one block, including full attention."""
         weights = 4 * self.hidden**2 + 2 * self.hidden * self.intermediate
         return num_patches * (weights + 2 * num_patches * self.hidden)
 
     @property
     def merged(self) -> int:
-        """Patches that become one row of the prompt."""
+        """Patches that are merged into one image token."""
         return self.merge_size**2
 
 
 def read_vision(config: Json, hidden: int, vocab: int) -> VisionConfig | None:
-    """The tower that a config.json describes; None where it describes none.
+    """Reads the vision encoder config of a config.json; returns None if it has none.
 
     Args:
-      hidden, vocab: Of the text model.
+      config: Contents of config.json.
+      hidden, vocab: Hidden size and vocabulary size of the text model.
 
     Raises:
-      ValueError: The tower is another one than this program computes; one sentence that names the
-        field.
+      ValueError: The vision encoder is not supported; the message names the field.
     """
     stated = object_of(config, PLACE)
     if not stated:
@@ -128,8 +130,10 @@ def read_vision(config: Json, hidden: int, vocab: int) -> VisionConfig | None:
     if found.channels != 3:
         raise ValueError(f"in_channels in vision_config must be 3, got {found.channels}")
     if side**2 != vision["num_position_embeddings"]:
-        raise ValueError("num_position_embeddings in vision_config must be the square of a number")
-    # Half of a head turns with the row and half with the column, and each turns in pairs.
+        raise ValueError(
+            "num_position_embeddings in vision_config must be the square of an integer"
+        )
+    # Half of a head is rotated by the row and half by the column, each in pairs.
     if found.hidden % found.num_heads or found.head_size % 4:
         raise ValueError(
             f"hidden_size ({found.hidden}) in vision_config must be num_heads "
@@ -146,11 +150,11 @@ def read_vision(config: Json, hidden: int, vocab: int) -> VisionConfig | None:
 
 
 def _refuse_other(vision: Json) -> None:
-    """Refuses by name what would change the tower and is not implemented."""
+    """Raises an error for settings that would change the vision encoder and are not implemented."""
     if vision.get("deepstack_visual_indexes"):
         raise ValueError(
-            "deepstack_visual_indexes in vision_config is not supported; the tower's rows stand "
-            "in the prompt alone"
+            "deepstack_visual_indexes in vision_config is not supported; use a model without "
+            "DeepStack features"
         )
     if vision["hidden_act"] != "gelu_pytorch_tanh":
         raise ValueError(
@@ -166,7 +170,7 @@ def _refuse_other(vision: Json) -> None:
 
 
 def _side(vision: Json, field: str) -> int:
-    """A size, or a list of equal sizes."""
+    """Reads a size, or a list of equal sizes."""
     sizes = vision[field]
     if isinstance(sizes, list) and len(set(map(str, sizes))) == 1:
         return positive({field: sizes[0]}, field, place=PLACE)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint's weights, found by their names alone."""
+"""Finds the weight files of a checkpoint by name."""
 
 import json
 from pathlib import Path
@@ -7,11 +7,11 @@ from shared.models.file_kind import INDEX_FILE, SINGLE_FILE, broken_link, withou
 
 
 class CheckpointError(ValueError):
-    """The folder cannot be loaded; the message is one sentence that names the fault."""
+    """A model folder cannot be loaded; the message is one sentence that names the fault."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files of a checkpoint's tensors; raises CheckpointError where one is missing."""
+    """Returns the weight files of a checkpoint; raises CheckpointError if one is missing."""
     if (single := folder / SINGLE_FILE).is_file():
         return [single]
     if not (index := folder / INDEX_FILE).is_file():
@@ -21,7 +21,7 @@ def weight_files(folder: Path) -> list[Path]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         paths = {name: folder / name for name in sorted(set(weight_map.values()))}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no valid index of shards") from error
+        raise CheckpointError(f"{index} is not a valid index of shards") from error
     if absent := next((name for name, path in paths.items() if not path.is_file()), None):
         lost = broken_link(paths[absent]) if paths[absent].is_symlink() else "download it too"
         raise CheckpointError(

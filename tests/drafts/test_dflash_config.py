@@ -132,7 +132,7 @@ OF_ANOTHER_KIND = [
     ("sliding_window_non_causal", "x", "be true or false"),
     ("sample_from_anchor", 0, "be true or false"),
     ("sliding_window", 10**30, "be at most 2147483647"),
-    ("draft_vocab_size", float("inf"), "be a whole number"),
+    ("draft_vocab_size", float("inf"), "be a non-negative integer"),
 ]
 
 

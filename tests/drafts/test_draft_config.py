@@ -209,11 +209,11 @@ def test_what_a_head_may_not_be_is_refused_by_the_name_of_its_field(case):
 
 NORMS = ("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 OF_ANOTHER_KIND = [
-    *(("draft_vocab_size", value, "be a whole number") for value in ("x", "", True, 2.5, [1], {})),
+    *(("draft_vocab_size", value, "be a non-negative integer") for value in ("x", "", True, 2.5, [1], {})),
     *((field, "x", "be true or false") for field in (*NORMS, "bias", "qkv_bias")),
     ("tie_word_embeddings", 0, "be true or false"),
     *(("architectures", value, "list names") for value in (5, True, [["LlamaForCausalLM"]])),
-    ("speculators_model_type", ["eagle3"], "be a text"),
+    ("speculators_model_type", ["eagle3"], "be a string"),
 ]
 
 

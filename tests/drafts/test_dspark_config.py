@@ -137,7 +137,7 @@ def test_tensors_of_another_kind_are_refused_by_name(tmp_path):
         check_head(files, DraftConfig.from_dict(dflash, TARGET))
     path = tmp_path / "head" / SINGLE_FILE
     save_file({**load_file(path), "markov_head.gate_proj.weight": np.zeros((2, 2), "f4")}, path)
-    with pytest.raises(CheckpointError, match=r"gate_proj.weight has no place in a DSPARK head"):
+    with pytest.raises(CheckpointError, match=r"gate_proj.weight is not part of a DSPARK head"):
         check_head(open_head(tmp_path / "head"), head.config)
 
 

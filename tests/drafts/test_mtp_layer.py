@@ -111,7 +111,7 @@ def test_a_target_without_such_layers_and_a_tensor_too_many_are_refused(tmp_path
     save_file({**tensors, "mtp_layers.0.self_attn.q_proj.bias": more}, path)
     model, files = joined(tmp_path, tmp_path / "target")
     with pytest.raises(
-        CheckpointError, match=r"mtp\.layers\.0\.self_attn\.q_proj\.bias has no place"
+        CheckpointError, match=r"mtp\.layers\.0\.self_attn\.q_proj\.bias is not part of"
     ):
         files.check(model, with_mtp=True)
 

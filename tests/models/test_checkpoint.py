@@ -92,7 +92,7 @@ def test_an_mtp_layer_that_only_the_config_names_is_noticed(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     assert not checkpoint.has_mtp
     checkpoint.check(config, False)
-    with pytest.raises(CheckpointError, match=r"no mtp\.\* tensors"):
+    with pytest.raises(CheckpointError, match=r"requires mtp\.\* tensors"):
         checkpoint.check(config, True)
     with pytest.raises(ValueError, match="mtp_num_hidden_layers"):
         parameters(write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False), True)
@@ -179,7 +179,7 @@ def test_layers_that_draft_behind_the_last_are_left_out_as_many_as_the_config_na
     stated = json.loads((tmp_path / "config.json").read_text())
     stated["num_nextn_predict_layers"] = 0
     (tmp_path / "config.json").write_text(json.dumps(stated))
-    with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj\.weight has no place"):
+    with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj\.weight is not part of"):
         load_all(tmp_path, config_from_folder(tmp_path), False)
     del stated["num_nextn_predict_layers"]  # the class has one
     (tmp_path / "config.json").write_text(json.dumps(stated))
@@ -203,7 +203,7 @@ FAULTS = {
     f"no tensor {QUERY}": without(QUERY),
     rf"{QUERY} has shape \[40, 48\], expected \[64, 48\]": changed(QUERY, lambda q: q[:40].copy()),
     f"{QUERY} is stored as I8": changed(QUERY, lambda q: q.astype(np.int8)),
-    r"layers\.1\.self_attn\.q_proj\.bias has no place": lambda t: {
+    r"layers\.1\.self_attn\.q_proj\.bias is not part of": lambda t: {
         **t,
         "model.layers.1.self_attn.q_proj.bias": np.zeros(64, np.float32),
     },
@@ -232,16 +232,16 @@ EXPERT_FAULTS = {
     r"layers\.0\.mlp\.experts\.down_proj has shape \[8, 24, 48\]": changed(
         "layers.0.mlp.experts.down_proj", lambda d: d.swapaxes(1, 2).copy()
     ),
-    r"layers\.0\.mlp\.experts\.0\.down_proj\.weight has no place": lambda t: apart(t) | t,
-    r"layers\.2\.mlp\.experts\.8\.down_proj\.weight has no place": lambda t: {
+    r"layers\.0\.mlp\.experts\.0\.down_proj\.weight is not part of": lambda t: apart(t) | t,
+    r"layers\.2\.mlp\.experts\.8\.down_proj\.weight is not part of": lambda t: {
         **apart(t),
         "model.layers.2.mlp.experts.8.down_proj.weight": np.zeros((48, 24), np.float32),
     },
-    r"layers\.0\.mlp\.shared_expert_gate\.weight has no place": lambda t: {
+    r"layers\.0\.mlp\.shared_expert_gate\.weight is not part of": lambda t: {
         **t,
         "model.layers.0.mlp.shared_expert_gate.weight": np.zeros((1, 48), np.float32),
     },
-    r"layers\.3\.mlp\.gate\.weight has no place": lambda t: {
+    r"layers\.3\.mlp\.gate\.weight is not part of": lambda t: {
         **t,
         "model.layers.3.mlp.gate.weight": np.zeros((8, 48), np.float32),
     },
@@ -280,7 +280,7 @@ def test_a_missing_shard_and_a_broken_index_are_named(tmp_path):
         open_checkpoint(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"embed": 5}}))
-    with pytest.raises(CheckpointError, match="is no valid index of shards"):
+    with pytest.raises(CheckpointError, match="is not a valid index of shards"):
         open_checkpoint(tmp_path)
     index.write_text(json.dumps({"weight_map": 3}))
     with pytest.raises(CheckpointError, match="index"):

@@ -33,7 +33,7 @@ REFUSED = {
         ("olmo3", "layer_types", [["full_attention"]] * 3),
         ("qwen3_5", "layer_types", 2.5),
     ],
-    "list whole numbers": [
+    "list integers": [
         *(("smollm3", "no_rope_layers", value) for value in (True, 3, {}, [True, False, True])),
         *(("qwen3_moe", "mlp_only_layers", value) for value in (5, "", [None], [[1]], [{}])),
     ],
@@ -48,12 +48,12 @@ REFUSED = {
         ("qwen3_moe", "norm_topk_prob", "x"),
         ("glm4_moe", "use_qk_norm", 1),
     ],
-    "be a text": [
+    "be a string": [
         ("llama", "model_type", ["llama"]),
         ("llama", "rope_scaling.rope_type", []),
         ("phi3", "rope_scaling.type", 5),
     ],
-    "be a whole number": [
+    "be a non-negative integer": [
         ("mistral", "sliding_window", ""),
         ("qwen2", "max_window_layers", {}),
         ("qwen3_5", "mtp_num_hidden_layers", []),
@@ -107,7 +107,7 @@ def test_what_the_rotation_would_divide_by_is_refused():
 
 
 def test_dimensions_turn_in_pairs():
-    with pytest.raises(ValueError, match=r"partial_rotary_factor \(0.2\) .* 16 .* must turn an"):
+    with pytest.raises(ValueError, match=r"partial_rotary_factor \(0.2\) .* 16 .* must give an"):
         config_from_dict(config_of("llama", "partial_rotary_factor", 0.2))
 
 

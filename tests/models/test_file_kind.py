@@ -67,7 +67,7 @@ def test_file_in_place_of_folder_named_by_kind(tmp_path, name, opened):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError) as error:
         opened(tmp_path / name)
-    for word in (str(tmp_path / name), "folder is needed", *words):
+    for word in (str(tmp_path / name), "folder is required", *words):
         assert word in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -136,8 +136,8 @@ def with_code(code):
 
 
 FAULTS = {
-    f"{QUERY} holds codes that are no numbers": with_code(0x7F),
-    f"the tensor {QUERY} holds codes": with_code(0xFF),
+    f"{QUERY} contains NaN": with_code(0x7F),
+    f"tensor {QUERY} contains": with_code(0xFF),
     rf"{QUERY}_scale_inv has shape \[2, 1\], expected \[1, 1\]": changed(
         f"{QUERY}_scale_inv", None, lambda s: np.repeat(s, 2, axis=0)
     ),
@@ -150,11 +150,11 @@ FAULTS = {
     f"no tensor {QUERY}_scale_inv or {QUERY}_scale, the scales of {QUERY}": lambda t: {
         n: x for n, x in t.items() if n != f"model.{QUERY}_scale_inv"
     },
-    r"layers\.0\.mlp\.gate\.bias_scale_inv has no place": lambda t: {
+    r"layers\.0\.mlp\.gate\.bias_scale_inv is not supported": lambda t: {
         **t,
         f"{LAYER}mlp.gate.bias_scale_inv": ("F32", np.zeros((1, 1), np.float32)),
     },
-    r"norm\.weight_scale_inv has no place beside one that is no matrix": lambda t: {
+    r"norm\.weight_scale_inv is not supported: only matrices": lambda t: {
         **t,
         "model.norm.weight": ("F8_E4M3", np.zeros(128, np.uint8)),
         "model.norm.weight_scale_inv": ("F32", np.zeros(1, np.float32)),

@@ -53,7 +53,7 @@ def test_words_give_their_codes_and_their_numbers_back() -> None:
 def test_a_code_that_is_no_number_is_refused(code: int) -> None:
     codes = np.zeros((1, 128), np.uint8)
     codes[0, 7] = code
-    with pytest.raises(ValueError, match="must be a number, got NaN"):
+    with pytest.raises(ValueError, match="must not contain NaN"):
         packed(codes)
 
 
@@ -63,7 +63,7 @@ def test_inputs_that_are_no_whole_blocks_are_refused() -> None:
 
 
 def test_scales_that_bfloat16_does_not_hold_are_refused() -> None:
-    with pytest.raises(ValueError, match="scales must be numbers of bfloat16"):
+    with pytest.raises(ValueError, match="scales must be exact in bfloat16"):
         packed_scales(np.float32([0.1]))
-    with pytest.raises(ValueError, match="scales must be numbers of bfloat16"):
+    with pytest.raises(ValueError, match="scales must be exact in bfloat16"):
         packed_scales(np.float32([128]))

@@ -310,7 +310,7 @@ def test_experts_that_cannot_be_served_are_refused_by_name(family, field, value)
 def test_experts_behind_which_something_else_stands_are_refused():
     config = config_from_dict(experts())
     for change in ({"norms_behind": True}, {"residual_factor": 0.5}):
-        with pytest.raises(ValueError, match="experts with norms behind them or a factor"):
+        with pytest.raises(ValueError, match="MoE layers with post-norms"):
             replace(config, **change)
     with pytest.raises(ValueError, match="no biases and no groups"):
         replace(config.experts, has_score_bias=True)
@@ -323,7 +323,7 @@ def test_experts_behind_which_something_else_stands_are_refused():
 
 REFUSED = {
     "architectures": {"architectures": ["GemmaForCausalLM"]},
-    "num_experts: mixtures of experts are not supported in a llama model": {"num_experts": 8},
+    "num_experts: MoE is not supported in a llama model": {"num_experts": 8},
     "use_sliding_window": {"use_sliding_window": True},
     "rope_type": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "long_factor in the rotary settings must list 8 numbers": {
@@ -381,7 +381,7 @@ def test_what_cannot_be_served_is_refused_by_name(field):
         ("layer_types", ["sliding_attention"] * 4),
         ("layer_types", ["full_attention"] * 3),
         ("layer_types", ["mamba"] * 4),
-        ("layer_types has no full_attention layer", ["linear_attention"] * 4),
+        ("layer_types must contain at least one full_attention layer", ["linear_attention"] * 4),
         ("linear_conv_kernel_dim", 3),
         ("linear_num_value_heads", 3),
         ("mtp_num_hidden_layers", 2),

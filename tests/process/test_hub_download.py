@@ -71,7 +71,7 @@ def test_download_that_stays_broken_error(hub, model):
     hub.cut_after = 0
     sentence = refused("--model-path", ID)
     assert "cannot be reached" in sentence
-    assert "goes on where it stopped" in sentence
+    assert "an interrupted download is resumed" in sentence
 
 
 def test_damaged_file_error_and_begun_again(hub, model, monkeypatch):
@@ -82,7 +82,7 @@ def test_damaged_file_error_and_begun_again(hub, model, monkeypatch):
         hub.damages = True
 
     monkeypatch.setattr(Snapshot, "write_headers", damaged_after)
-    assert "arrived damaged" in refused("--model-path", ID)
+    assert "has the wrong SHA-256" in refused("--model-path", ID)
     monkeypatch.setattr(Snapshot, "write_headers", write_headers)
     hub.damages = False
     folder = found(started("--model-path", ID))
@@ -93,7 +93,7 @@ def test_disk_too_small_error_before_weights(hub, model, monkeypatch):
     monkeypatch.setattr(
         hub_files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1)
     )
-    assert "make room, or give another folder as --download-dir" in refused("--model-path", ID)
+    assert "free some space, or give another folder as --download-dir" in refused("--model-path", ID)
     assert hub.paths().count(WEIGHTS) == 1
 
 

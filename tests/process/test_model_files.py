@@ -179,7 +179,7 @@ def test_draft_map_checked_before_weights_are_downloaded(hub, tmp_path):
     hub.add(HEAD_ID, tmp_path / "head")
     flags = ["--model-path", str(tmp_path / "source"), "--speculative-algorithm", "EAGLE3"]
     hub.damages = True  # the first bytes of a header are its length
-    assert "no safetensors file" in refused(*flags, "--speculative-draft-model-path", HEAD_ID)
+    assert "not a valid safetensors file" in refused(*flags, "--speculative-draft-model-path", HEAD_ID)
 
 
 OTHER_FORMATS = {
@@ -191,7 +191,7 @@ OTHER_FORMATS = {
     "adapter": ({"adapter_config.json": b"{}"}, ["an adapter"]),
     "diffusers": ({"model_index.json": b"{}"}, ["diffusers pipeline"]),
     "mistral": ({"params.json": b"{}", "consolidated.safetensors": b""}, ["params.json"]),
-    "nothing": ({"README.md": b""}, ["has no config.json", "no model that can be served"]),
+    "nothing": ({"README.md": b""}, ["has no config.json", "it is not a supported model"]),
 }
 
 

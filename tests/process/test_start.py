@@ -134,7 +134,7 @@ HEADS_REFUSED = {
         "EAGLE3",
         "NAIVE_EAGLE",
         lambda f: edit_tensors(f, extra=np.ones(2, np.float32)),
-        "the tensor extra",
+        "tensor extra",
     ),
     "pickled weights": ("EAGLE", "EAGLE", pickle_head, "pytorch_model.bin"),
     "a truncated file": ("EAGLE", "EAGLE", truncate, "truncated"),

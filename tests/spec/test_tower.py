@@ -58,7 +58,7 @@ def test_a_picture_is_brought_to_the_size_of_the_released_settings(
 ):
     released = replace(picture_config(), factor=32, least=1 << 16, most=1 << 24)
     if not fitted_height:
-        with pytest.raises(PictureRefused, match="one side may be at most 200 times the other"):
+        with pytest.raises(PictureRefused, match="one side must be at most 200 times the other"):
             released.fitted(height, width)
         return
     assert released.fitted(height, width) == (fitted_height, fitted_width)
