@@ -1,1 +1,1 @@
-"""What a draft model is: its config, which tensor lies where, and whose tokenizer it has."""
+"""Draft models and heads: configs, mapping of parameters to tensors, and tokenizer checks."""

@@ -1,6 +1,6 @@
-"""What the config.json of a DFlash, DSpark or DFlash2 draft model says beside its layers' sizes.
+"""Config of the block that a DFlash, DSpark or DFlash2 draft model fills.
 
-The model is a small Qwen3 that fills a whole block of mask tokens in one pass.
+The model is a small Qwen3 that predicts a whole block of mask tokens in one pass.
 """
 
 from dataclasses import dataclass, replace
@@ -12,28 +12,31 @@ from shared.models.config import ModelConfig
 from shared.models.fields import Json, flag, listed, object_of, positive, word
 
 MAX_BLOCK = 17
-"""One more than the levels that a draft tree may have."""
+"""Maximum depth of a draft tree, plus one."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """The block that a draft model fills, and what its rows see of it and of the context.
+    """Block of a draft model, and the attention of its rows to the block and to the context.
 
     Attributes:
       size: Rows of the block: the newest token, then masks.
       mask_id: Token id of a mask.
-      windows: For each layer how near a key must be to be seen, None where any is; a key that is
-        `window` positions away is not.
-      causal: For each layer whether a row of the block sees none of those behind it.
-      from_anchor: A window is counted once for the whole block, which sees all of itself and so
-        many positions before it; else from each row.
-      first_slot: Slot of the first draft: 0 where a slot scores the token behind its own position,
-        as of a DSpark model, 1 where it scores the token at it.
-      markov: How drafts know those before them, of a DSpark model; None of another.
-      conv: The convolutions of the layers of a DFlash2 model; None of another.
-      selector: How drafts know those before them, of a DFlash2 model; None of another.
+      windows: Sliding window of each layer; None for full attention. A key `window` positions away
+        is not visible.
+      causal: Per layer, True if a row does not attend to later rows of the block.
+      from_anchor: True if the window is counted from the start of the block, so that all rows
+        attend to the whole block and to `window` positions before it; False if it is counted from
+        each row.
+      first_slot: Slot of the first draft token: 0 if a slot predicts the token after its position
+        (DSpark), 1 if it predicts the token at it.
+      markov: Markov head of a DSpark model, which conditions draft tokens on earlier ones; else
+        None.
+      conv: Convolutions in the layers of a DFlash2 model; else None.
+      selector: Selector of a DFlash2 model, which conditions draft tokens on earlier ones; else
+        None.
     """
 
     size: int
@@ -48,19 +51,19 @@ class BlockConfig:
 
     @property
     def nodes(self) -> int:
-        """Of the chain of all drafts of a block, with its root."""
+        """Nodes of the chain of all draft tokens of a block, including the root."""
         return self.size + 1 - self.first_slot
 
     def check_shape(self, nodes: int, width: int, scratch: int) -> None:
-        """Refuses a draft shape that is no chain of the block's first drafts.
+        """Checks that a draft shape is a chain of the block's first draft tokens.
 
         Args:
-          nodes, width: Of the tree.
-          scratch: Positions past the length that are kept for the step. The block is as wide as it
-            is, however few of its drafts are taken.
+          nodes, width: Nodes and width of the tree.
+          scratch: Positions past the length that are reserved for the step. The whole block is
+            written, however few of its draft tokens are used.
 
         Raises:
-          ValueError: It is another one, or the block would be written past its scratch.
+          ValueError: It is not such a chain, or the block exceeds its scratch positions.
         """
         if width != 1 or nodes > self.nodes:
             raise ValueError(
@@ -69,20 +72,22 @@ class BlockConfig:
             )
         if scratch < self.size:
             raise ValueError(
-                f"a head with blocks of {self.size} tokens writes so many positions past "
-                f"the length, and a shape of {nodes} nodes has room for {scratch}"
+                f"a head with blocks of {self.size} tokens writes {self.size} positions past the "
+                f"length, but a shape of {nodes} nodes reserves {scratch}"
             )
 
     def with_window(self, window: int) -> "BlockConfig":
-        """With one window, at least a block, for every layer."""
+        """Returns the block with one window for all layers; the window must be at least a block."""
         return replace(self, windows=(window,) * len(self.windows))
 
 
 def stated_nodes(config: Json, kind: str) -> int | None:
-    """Nodes of the chain of a block that a config.json states, right or not; None without one.
+    """Returns the unvalidated number of chain nodes of a block in a config.json; None without a
+    block.
 
     Args:
-      kind: Of the head.
+      config: Contents of the config.json.
+      kind: Kind of the head.
     """
     said = word(config, "speculators_model_type", "", PLACE)
     left_out = LEFT_OUT[kind] if said in SPECULATORS else {}
@@ -92,14 +97,14 @@ def stated_nodes(config: Json, kind: str) -> int | None:
 
 
 def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
-    """The block of a DFlash, DSpark or DFlash2 draft model.
+    """Reads the block of a DFlash, DSpark or DFlash2 draft model.
 
     Args:
-      stated: What its config.json says.
-      layer: Sizes of the draft model's layers.
+      stated: Normalised fields of its config.json.
+      layer: Config of the draft model's layers.
 
     Raises:
-      ValueError: A field is missing or out of range; one sentence that names it.
+      ValueError: A field is missing or out of range; the message names it.
     """
     settings = stated.settings
     size, mask_id = (_whole(settings, name) for name in ("block_size", "mask_token_id"))
@@ -128,12 +133,14 @@ def block_of(stated: Stated, layer: ModelConfig) -> BlockConfig:
 
 
 def _first_slot(settings: Json, kind: str) -> int:
-    """DSpark models use the newest token's own slot where they do not say otherwise."""
+    """Returns the first slot; DSpark models use the newest token's own slot by default."""
     return 1 - int(flag(settings, "sample_from_anchor", kind == "DSPARK", PLACE))
 
 
 def default_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
-    """Layers of the target whose output is read: from the second to the third last, evenly."""
+    """Returns the default target layers whose output is read: from the second to the third last,
+    evenly spaced.
+    """
     if num_layers == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -141,10 +148,10 @@ def default_layers(num_layers: int, num_target_layers: int) -> tuple[int, ...]:
 
 
 def windows_of(settings: Json, num_layers: int) -> tuple[int | None, ...]:
-    """For each layer how near a key must be to be seen, None where any is.
+    """Reads the sliding window of each layer; None for full attention.
 
     Raises:
-      ValueError: A field is missing or out of range; one sentence that names it.
+      ValueError: A field is missing or out of range; the message names it.
     """
     is_sliding = [kind == SLIDING for kind in _kinds(settings, num_layers)]
     window = positive(settings, "sliding_window", place=PLACE) if any(is_sliding) else None
@@ -155,13 +162,11 @@ def _kinds(settings: Json, num_layers: int) -> list[str]:
     kinds = listed(settings, "layer_types", str, PLACE)
     if kinds is None:
         if flag(settings, "use_sliding_window", place=PLACE):
-            raise ValueError(
-                "the draft model's use_sliding_window needs layer_types, which say where it slides"
-            )
+            raise ValueError("the draft model's use_sliding_window requires layer_types")
         return [FULL] * num_layers
     unknown = sorted({*kinds} - {SLIDING, FULL})
     if unknown or len(kinds) != num_layers:
-        what = f"holds {unknown[0]}" if unknown else f"lists {len(kinds)} layers"
+        what = f"contains {unknown[0]}" if unknown else f"lists {len(kinds)} layers"
         raise ValueError(
             f"the draft model's layer_types {what}; it must name {num_layers} layers, each "
             f"{SLIDING} or {FULL}"
@@ -172,5 +177,5 @@ def _kinds(settings: Json, num_layers: int) -> list[str]:
 def _whole(settings: Json, field: str) -> int:
     value = settings.get(field)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ValueError(f"the draft model's {field} must be a whole number, got {value!r}")
+        raise ValueError(f"the draft model's {field} must be an integer, got {value!r}")
     return value

@@ -1,7 +1,7 @@
-"""Which parameter of a draft head lies where in its safetensors files, and whether it is one.
+"""Checkpoint of a draft head: its parameters, and the detection of its kind from tensor names.
 
-A head of another kind often loads without a complaint and then drafts nothing that is accepted, so
-the names of its tensors are held against the kind that was asked for.
+A head of another kind often loads without an error and then proposes tokens that are never
+accepted. The names of its tensors are therefore checked against the requested kind.
 """
 
 from collections.abc import Callable, Collection
@@ -43,41 +43,43 @@ from shared.models.parameters import (
 )
 
 Read = TypeVar("Read")
-"""Weights as a backend holds them."""
+"""Weights in the format of a backend."""
 
 STREAM_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-"""The older names of the norms of the target's streams; the newer are `fc_norm.0` and on."""
+"""Older names of the norms of auxiliary hidden states; the newer ones are `fc_norm.0` and
+following."""
 
 SPECULATORS_MTP = "mtp_layers."
-"""How tensors of an MTP layer begin in the speculators format."""
+"""Prefix of the tensors of an MTP layer in the speculators format."""
 
 MARKS = {
     "a Medusa head": ("medusa_head.", "0.linear.weight", "0.0.linear.weight"),
     "an MTP layer": ("mtp.",),
     "a hidden-state MLP speculator": ("speculator.", "emb.0.weight"),
 }
-"""How tensors of other drafters begin."""
+"""Prefixes of tensors of other drafters."""
 
 DFLASH_MARKS = ("hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
-"""Tensors that a DFlash model has beside `fc`."""
+"""Tensors of a DFlash model besides `fc`."""
 
 DSPARK_MARK = "markov_head.markov_w1.weight"
 SELECTOR_MARK = "candidate_selector.predecessor_codebook"
-"""Tensors that a DSpark and a DFlash2 model have beside those of a DFlash one."""
+"""Tensors that only a DSpark and only a DFlash2 model have."""
 
 RELATIVES = {
     "a P-EAGLE head": ("mask_hidden",),
     "a Domino draft model": ("domino", "projector"),
 }
-"""Words in names of tensors of models that have all tensors of a DFlash model and more."""
+"""Substrings of tensor names of unsupported models that have all tensors of a DFlash model and
+more."""
 
 EMBEDDING, CONFIDENCE = "embed_tokens.weight", "confidence_head.proj.weight"
 
 MARKOV, SELECTOR = "markov.", "selector."
-"""How our names of what a DSpark head and a DFlash2 one choose by begin."""
+"""Prefixes of the parameters of the DSpark Markov head and of the DFlash2 selector."""
 
 CONVOLVED = ("attention", "mlp")
-"""The parts of a DFlash2 layer that stand between two convolutions."""
+"""Parts of a DFlash2 layer that have a convolution before and after them."""
 
 COPIES = (EMBEDDING, "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors of the target that a head's files may repeat."""
@@ -87,11 +89,11 @@ IGNORED = (*COPIES, "t2d", "d2t")
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """What drafts, and its opened and checked files.
+    """Drafter of a server with its opened and checked files.
 
     Attributes:
-      drafts: What drafts.
-      checkpoint: Its files; None where it has none of its own.
+      drafts: The drafter.
+      checkpoint: Its files; None if it has no files of its own.
     """
 
     drafts: Drafts
@@ -109,19 +111,22 @@ class DraftFiles:
         read_head: Callable[[Stored, DraftConfig], Read],
         read_model: Callable[[Stored, ModelConfig], Read],
     ) -> Read | None:
-        """The weights of its own, by the reader that fits its kind; None where it has none."""
+        """Reads the weights with the reader for its kind; returns None if it has no files of its
+        own.
+        """
         if self.checkpoint is None:
             return None
         if self.drafts.head is not None:
             return read_head(self.checkpoint, self.drafts.head)
-        assert self.drafts.model is not None  # files of its own are a head's or a model's
+        assert self.drafts.model is not None  # only heads and models have files
         return read_model(self.checkpoint, self.drafts.model)
 
 
 def draft_parameters(drafts: Drafts, names: Collection[str] | None) -> list[Parameter]:
-    """Parameters of the files of what drafts; none where it has no files of its own.
+    """Returns the parameters in the drafter's own files; empty if it has none.
 
     Args:
+      drafts: The drafter.
       names: See `head_parameters`.
     """
     if drafts.head is not None:
@@ -130,16 +135,16 @@ def draft_parameters(drafts: Drafts, names: Collection[str] | None) -> list[Para
 
 
 def is_head(names: Collection[str]) -> bool:
-    """Whether tensors of these names are a draft head's, of any kind, and not a whole model's."""
+    """Returns True if these tensor names are of a draft head of any kind, not of a whole model."""
     return "fc.weight" in names or any(name.startswith(SPECULATORS_MTP) for name in names)
 
 
 def kind_of(names: Collection[str]) -> str:
-    """What the names of its tensors say about a draft model: the kind of a head, or "NEXTN" of
-    an MTP layer in the speculators format.
+    """Returns the kind of a draft head by its tensor names; "NEXTN" for an MTP layer in the
+    speculators format.
 
     Raises:
-      CheckpointError: It is another drafter, or a whole model; one sentence.
+      CheckpointError: The tensors are of another drafter, or of a whole model.
     """
     if any(name.startswith(SPECULATORS_MTP) for name in names):
         return "NEXTN"
@@ -153,7 +158,7 @@ def kind_of(names: Collection[str]) -> str:
         if "hidden_norm.weight" not in names:
             return "EAGLE"
     kinds = [what for what, marks in MARKS.items() if any(name.startswith(marks) for name in names)]
-    what = kinds[0] if kinds else "no EAGLE head, as it has no fc.weight"
+    what = kinds[0] if kinds else "not an EAGLE head (no fc.weight)"
     raise CheckpointError(
         f"the draft model is {what}; give an EAGLE, EAGLE-3, DFlash, DSpark or DFlash2 head as "
         "--speculative-draft-model-path, or a small model with --speculative-algorithm STANDALONE"
@@ -165,17 +170,19 @@ def _refuse_relatives(names: Collection[str]) -> None:
         for name in sorted(names):
             if any(word in name for word in words):
                 raise CheckpointError(
-                    f"the draft model is {what}, as it has the tensor {name}, which is not "
-                    "supported; give a plain head as --speculative-draft-model-path"
+                    f"the draft model is {what} (it has the tensor {name}), which is not "
+                    "supported; give an EAGLE, EAGLE-3, DFlash, DSpark or DFlash2 head as "
+                    "--speculative-draft-model-path"
                 )
 
 
 def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[Parameter]:
-    """Parameters of a head in the order they are loaded.
+    """Returns the parameters of a head in loading order.
 
     Args:
-      names: Tensors of its checkpoint, which spell some names in two ways; None before it is
-        opened.
+      config: Config of the head.
+      names: Tensors of its checkpoint, which select between two spellings of some names; None
+        before it is opened.
     """
     names = names or ()
     tensors = [by_columns("fc", "fc.weight", (config.layer.hidden, config.fc_inputs))]
@@ -191,10 +198,11 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
 
 
 def embedding(config: DraftConfig) -> Parameter:
-    """A head's own embedding; what it is padded by beyond the target's is left out.
+    """Returns a head's own embedding without padding beyond the target's vocabulary.
 
     Raises:
-      CheckpointError: It has fewer tokens than the target, whose requests may name any of them.
+      CheckpointError: It has fewer tokens than the target, so that requests could contain unknown
+        tokens.
     """
     stored, vocab = config.stored_vocab, config.layer.vocab
     table = single("embed", EMBEDDING, (stored, config.layer.hidden))
@@ -202,14 +210,16 @@ def embedding(config: DraftConfig) -> Parameter:
         return table
     if stored < vocab:
         raise CheckpointError(
-            f"the draft model's embedding has {stored} tokens and is not the target's, which has "
-            f"{vocab}; use a head with all of them"
+            f"the draft model's embedding has {stored} tokens, but the target has {vocab}; use a "
+            "head with all of them"
         )
     return replace(table.rows("embed", range(vocab)), sections=())
 
 
 def _eagle_parameters(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
-    """The first layer's apart from those behind it: what it reads is wider."""
+    """Returns the parameters of an EAGLE head; the first layer is separate, because its input is
+    wider.
+    """
     hidden, sizes = config.layer.hidden, config.layer
     in_list = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
     layer = ["layers.0" if in_list else "midlayer"]
@@ -231,12 +241,12 @@ def _eagle_parameters(config: DraftConfig, names: Collection[str]) -> list[Param
 
 
 _norm, _norms = partial(single_norm, centre=0.0), partial(norms_of, centre=0.0)
-"""Heads' norms scale by what is stored."""
+"""Norms of heads, which scale by the stored weight."""
 
 
 def _block_parameters(config: DraftConfig) -> list[Parameter]:
     sizes, hidden, block = config.layer, config.layer.hidden, config.block
-    assert block is not None  # it has one
+    assert block is not None  # required for this kind
     folders = [f"layers.{i}" for i in range(sizes.num_layers)]
     return [
         _norm("hidden_norm", "hidden_norm.weight", hidden),
@@ -250,11 +260,12 @@ def _block_parameters(config: DraftConfig) -> list[Parameter]:
 
 
 def choice_parameters(block: BlockConfig, layer: ModelConfig, draft_vocab: int) -> list[Parameter]:
-    """What a DSpark or a DFlash2 head has beside a DFlash one.
+    """Returns the parameters that a DSpark or a DFlash2 head has in addition to a DFlash head.
 
     Args:
-      layer: Sizes of its layers.
-      draft_vocab: Tokens that it scores.
+      block: Block of the head.
+      layer: Config of its layers.
+      draft_vocab: Size of its output vocabulary.
     """
     tensors = []
     if block.conv is not None:
@@ -267,7 +278,7 @@ def choice_parameters(block: BlockConfig, layer: ModelConfig, draft_vocab: int) 
 
 
 def _conv_parameters(conv: ConvConfig, hidden: int, num_layers: int) -> list[Parameter]:
-    """Of the two convolutions around each part of a layer; every rank has them whole."""
+    """Returns the two convolutions around each part of a layer, replicated on all ranks."""
     tensors = []
     for layer, part in product(range(num_layers), CONVOLVED):
         name, folder = f"conv.{layer}.{part}", f"layers.{layer}.{part}_conv"
@@ -280,7 +291,7 @@ def _conv_parameters(conv: ConvConfig, hidden: int, num_layers: int) -> list[Par
 
 
 def _selector_parameters(selector: SelectorConfig, layer: ModelConfig) -> list[Parameter]:
-    """Every rank has all tokens, of which few are read."""
+    """Returns the selector's parameters, replicated on all ranks because few rows are read."""
     folder, tokens = "candidate_selector", (layer.vocab, selector.rank)
     projected = (selector.rank, layer.hidden)
     return [
@@ -293,7 +304,7 @@ def _selector_parameters(selector: SelectorConfig, layer: ModelConfig) -> list[P
 def _markov_parameters(
     markov: MarkovConfig, layer: ModelConfig, draft_vocab: int
 ) -> list[Parameter]:
-    """The bias of a vocabulary's scores is divided by ranks as its `lm_head` is."""
+    """Returns the Markov head's parameters; its bias of the logits is sharded like `lm_head`."""
     hidden, folder = layer.hidden, "markov_head"
     before, scored = (layer.vocab, markov.rank), (draft_vocab, markov.rank)
     tensors = [
@@ -310,7 +321,7 @@ def _markov_parameters(
 
 
 def _linear(name: str, tensor: str, shape: tuple[int, int]) -> list[Parameter]:
-    """A matrix that every rank has whole, and its bias."""
+    """Returns a replicated matrix and its bias."""
     weight = single(name, f"{tensor}.weight", shape)
     return [weight, single(f"{name}{BIAS}", f"{tensor}.bias", shape[:1])]
 
@@ -330,7 +341,7 @@ def open_head(folder: str | Path) -> Checkpoint:
     """Opens the safetensors files of a draft model's folder.
 
     Raises:
-      CheckpointError: See `checkpoint.open_checkpoint`; the sentence names the draft model.
+      CheckpointError: See `checkpoint.open_checkpoint`; the message names the draft model.
     """
     if fault := folder_fault(Path(folder), DRAFT_FOLDER):
         raise CheckpointError(fault)
@@ -338,10 +349,10 @@ def open_head(folder: str | Path) -> Checkpoint:
 
 
 def dummy_head(config: DraftConfig) -> DummyCheckpoint:
-    """What stands for the files of a head; a draft vocabulary is spread evenly over the target's.
+    """Returns dummy weights of a head; a draft vocabulary is spread evenly over the target's.
 
     Args:
-      config: Settings of the head.
+      config: Config of the head.
     """
     ids = np.arange(config.draft_vocab, dtype=np.int64)
     offsets = (ids * config.layer.vocab // config.draft_vocab - ids).astype(np.int32)
@@ -352,24 +363,28 @@ def dummy_head(config: DraftConfig) -> DummyCheckpoint:
 def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:
     """Checks kind, presence, dtype and shape of a head's tensors before any is read.
 
+    Args:
+      checkpoint: Files of the head.
+      config: Config of the head.
+
     Returns:
       The parameters to load.
 
     Raises:
-      CheckpointError: The first fault; tensors that would be left out are a fault too.
+      CheckpointError: The first fault; unused tensors are a fault too.
     """
     kind = kind_of(checkpoint.names)
     if kind != config.kind:
         raise CheckpointError(
-            f"the draft model's tensors are those of {_named(kind)}, its config.json describes "
-            f"{_named(config.kind)}; use a config.json that belongs to the tensors"
+            f"the draft model's tensors are those of {_named(kind)}, but its config.json "
+            f"describes {_named(config.kind)}; use a config.json that belongs to the tensors"
         )
     wanted = head_parameters(config, checkpoint.names)
     checkpoint.check_parameters(wanted)
     for name in sorted(set(checkpoint.names) - checkpoint.known(wanted)):
         if name.removeprefix("model.") not in IGNORED and not name.endswith("rotary_emb.inv_freq"):
             raise CheckpointError(
-                f"the tensor {name} has no place in {_named(kind)}; use a head without it"
+                f"tensor {name} is not part of {_named(kind)}; use a head without it"
             )
     if config.has_draft_vocab:
         draft_ids(checkpoint, config)
@@ -379,12 +394,12 @@ def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:
 
 
 def _check_whole(checkpoint: Stored) -> None:
-    """Maps of a vocabulary that is the target's keep every token where it is."""
+    """Checks that the vocabulary maps of a head without a draft vocabulary are the identity."""
     is_moved = checkpoint.has("d2t") and checkpoint.tensor("d2t").any()
     is_cut = checkpoint.has("t2d") and not checkpoint.tensor("t2d").astype(bool).all()
     if is_moved or is_cut:
         raise CheckpointError(
-            f"the tensor {'d2t' if is_moved else 't2d'} maps a draft vocabulary, and the draft "
+            f"tensor {'d2t' if is_moved else 't2d'} maps a draft vocabulary, but the draft "
             "model's config.json has no draft_vocab_size below vocab_size"
         )
 
@@ -394,30 +409,30 @@ def _named(kind: str) -> str:
 
 
 def draft_ids(checkpoint: Stored, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:
-    """The target's token id of each draft token: `d2t` stores how far it lies above the draft id.
+    """Returns the target token id of each draft token; `d2t` stores target id minus draft id.
 
-    Ids themselves in place of differences are no such map, as ids this far above themselves would
-    leave the vocabulary.
+    A map with ids instead of differences is an error: added to the draft ids they would leave the
+    vocabulary.
 
     Raises:
-      CheckpointError: `d2t` is missing or no map into the vocabulary, or `t2d` contradicts it.
+      CheckpointError: `d2t` is missing or not a map into the vocabulary, or `t2d` contradicts it.
     """
     offsets = checkpoint.tensor("d2t")
     vocab, draft_vocab = config.layer.vocab, config.draft_vocab
     if offsets.shape != (draft_vocab,) or offsets.dtype.kind != "i":
         raise CheckpointError(
-            f"the tensor d2t must hold {draft_vocab} integers, one per draft token, got "
+            f"tensor d2t must contain {draft_vocab} integers, one per draft token, got "
             f"{offsets.dtype} {list(offsets.shape)}"
         )
     ids = np.arange(draft_vocab) + offsets
     if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) < draft_vocab:
         raise CheckpointError(
-            f"the tensor d2t must map the draft tokens to different tokens below {vocab}"
+            f"tensor d2t must map the draft tokens to different tokens below {vocab}"
         )
     if checkpoint.has("t2d"):
         kept = checkpoint.tensor("t2d").reshape(-1).astype(bool)
         if not np.array_equal(np.flatnonzero(kept), np.sort(ids)):
-            raise CheckpointError("the tensors t2d and d2t keep different tokens")
+            raise CheckpointError("tensors t2d and d2t select different tokens")
     return ids.astype(np.int32)
 
 

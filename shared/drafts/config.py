@@ -1,8 +1,8 @@
-"""The config.json of a draft head as one dataclass, and the head itself.
+"""Config of a draft head (EAGLE, EAGLE-3, DFlash, DSpark, DFlash2), read from its config.json.
 
-An EAGLE head is a decoder layer, or some, that reads hidden states of its target, a DFlash, DSpark
-or DFlash2 head a few layers that do. Whatever a head may do that is not implemented is refused by
-name, as it would draft badly without a word.
+An EAGLE head is one or more decoder layers that read hidden states of the target. A DFlash, DSpark
+or DFlash2 head has a few such layers. Unsupported settings are errors, because a head that ignores
+them would propose bad tokens silently.
 """
 
 from collections.abc import Mapping
@@ -23,33 +23,33 @@ from shared.models.file_kind import folder_fault
 from shared.models.rotary import settings_of
 
 DRAFT_FOLDER = "the draft model folder"
-"""The part of a head's folder in sentences."""
+"""Description of a head's folder in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """What a draft head's forward pass needs to know.
+    """Settings of a draft head that its forward pass needs.
 
     Attributes:
       kind: "EAGLE" (1 and 2), "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2".
-      layer: The head's own layers, as the settings of a model of such layers.
+      layer: The head's own layers, as a model config.
       target_hidden: Hidden size of the target.
-      aux_streams: Which residual streams r_i of the target `fc` reads, low to high; r_0 is the
-        embedding, r_i the residual after i layers. Empty for EAGLE.
-      stored_vocab: Tokens that the head counts, with its padding, which may be other than the
-        target's; its layers have the target's.
-      draft_vocab: Tokens that the head scores; the target's vocabulary where it has no own.
-      own_embed: The head has its own embedding; else it shares the target's.
-      own_lm_head: The head has its own `lm_head`; else it shares the target's.
-      has_bias: `fc` has a bias.
-      norm_aux: Each stream has an RMS norm before `fc`.
-      norm_input: The joined streams have one RMS norm before `fc`.
-      norm_output: The hidden state of the next draft step is taken after the final norm.
-      norm_residual: What the first layer adds to is the hidden state after its norm.
-      block: What a head of the last three kinds fills in one pass; None for the others.
+      aux_streams: Auxiliary hidden states r_i of the target that `fc` reads, in ascending order;
+        r_0 is the embedding, r_i the residual stream after i layers. Empty for EAGLE.
+      stored_vocab: Vocabulary size of the head's files, with padding; may differ from the target's,
+        which `layer` has.
+      draft_vocab: Size of the output vocabulary; the target's if the head has no draft vocabulary.
+      own_embed: True if the head has its own embedding; False if it shares the target's.
+      own_lm_head: True if the head has its own `lm_head`; False if it shares the target's.
+      has_bias: True if `fc` has a bias.
+      norm_aux: True if each auxiliary hidden state has an RMS norm before `fc`.
+      norm_input: True if the concatenated hidden states have one RMS norm before `fc`.
+      norm_output: True if the next draft step reads the hidden state after the final norm.
+      norm_residual: True if the first layer's residual is the normalised hidden state.
+      block: Block of a DFlash, DSpark or DFlash2 head; else None.
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077; EAGLE-3, Li et al. 2025, arXiv:2503.01840;
-      DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
+    DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147.
     """
 
     kind: str
@@ -69,23 +69,23 @@ class DraftConfig:
 
     @property
     def has_draft_vocab(self) -> bool:
-        """The head scores fewer tokens than the target has."""
+        """True if the head has a reduced draft vocabulary."""
         return self.draft_vocab != self.layer.vocab
 
     @property
     def fc_inputs(self) -> int:
-        """Width of what `fc` reads: embedding and hidden state, or the streams."""
+        """Input width of `fc`: embedding and hidden state, or the auxiliary hidden states."""
         streams = len(self.aux_streams) * self.target_hidden
         return 2 * self.target_hidden if self.kind == "EAGLE" else streams
 
     @property
     def attention_inputs(self) -> int:
-        """Width of what the layer's query, key and value projections read."""
+        """Input width of the layer's QKV projection."""
         return self.layer.hidden * (2 if self.kind == "EAGLE3" else 1)
 
     @property
     def sizes(self) -> "DraftSizes":
-        """What the head keeps on the device."""
+        """State of the head on the device."""
         return DraftSizes(self.layer, self.layer.num_attention_layers, 0, self.block is None)
 
     @classmethod
@@ -96,11 +96,10 @@ class DraftConfig:
         layer_ids: Ids | None = None,
         num_known: int | None = None,
     ) -> "DraftConfig":
-        """Reads config.json of a draft model's folder.
+        """Reads config.json of a draft model's folder; for the arguments see `from_dict`.
 
         Raises:
-          ValueError: The file is missing or broken, or the head cannot draft for the target; one
-            sentence.
+          ValueError: The file is missing or invalid, or the head does not fit the target.
         """
         return cls.from_dict(head_json(folder), target, layer_ids, num_known)
 
@@ -112,22 +111,24 @@ class DraftConfig:
         layer_ids: Ids | None = None,
         num_known: int | None = None,
     ) -> "DraftConfig":
-        """Parses the contents of a head's config.json, in any of the formats that are served.
+        """Parses the contents of a head's config.json, in any supported format.
 
-        What its tensors decide, `shared.drafts.checkpoint.fitted` adds.
+        `shared.drafts.checkpoint.fitted` adds the settings that its tensors determine.
 
         Args:
-          layer_ids: What listed layers of the target mean, where the list cannot tell.
-          num_known: Tokens that the target's tokenizer knows, from the first on: those beyond are
-            padding, of which a head may have more or less. None: the target has no tokenizer.
+          config: Contents of the config.json.
+          target: Config of the target.
+          layer_ids: Meaning of the listed target layers, if the list is ambiguous.
+          num_known: Tokens in the target's tokenizer, without padding, of which a head may have
+            more or less. None if the target has no tokenizer.
 
         Raises:
-          ValueError: The head cannot draft for the target; one sentence that names the field.
+          ValueError: The head does not fit the target; the message names the field.
         """
         said = stated(config)
         if said.kind == "NEXTN":
             raise ValueError(
-                "the draft model is an MTP layer by its speculators_model_type; give it with "
+                "the draft model is an MTP layer (speculators_model_type); use it with "
                 "--speculative-algorithm NEXTN"
             )
         is_third, settings, layer = said.kind == "EAGLE3", said.settings, _layers(said, target)
@@ -135,7 +136,7 @@ class DraftConfig:
         stored_vocab, layer = layer.vocab, replace(layer, vocab=target.vocab)
         draft_vocab = count(settings, "draft_vocab_size", place=PLACE) or target.vocab
         if layer_ids is not None and said.kind == "EAGLE":
-            raise ValueError(f"an EAGLE head lists no layers; leave {IDS_FLAG} out")
+            raise ValueError(f"an EAGLE head lists no layers; remove {IDS_FLAG}")
         draft = cls(
             kind=said.kind,
             layer=layer,
@@ -155,13 +156,15 @@ class DraftConfig:
         return draft._checked(target, said)
 
     def with_window(self, window: int | None) -> "DraftConfig":
-        """With one window for all layers of a head with blocks; None leaves each what it has."""
+        """Returns the config with one window for all layers of a block head; None changes
+        nothing.
+        """
         if window is None or self.block is None:
             return self
         return replace(self, block=self.block.with_window(window))
 
     def with_attention(self, **changed: Any) -> "DraftConfig":
-        """With some settings of the attention of all layers changed."""
+        """Returns the config with changed attention settings of all layers."""
         return replace(self, layer=_with_mixers(self.layer, **changed))
 
     def _checked(self, target: ModelConfig, said: Stated) -> "DraftConfig":
@@ -174,25 +177,26 @@ class DraftConfig:
         if self.stored_vocab != target.vocab and block and (block.markov or block.selector):
             what = "Markov step" if block.markov else "selector"
             raise ValueError(
-                f"the draft model's vocab_size ({self.stored_vocab}) is not the target's "
-                f"({target.vocab}), and its {what} counts the target's tokens; use a head "
-                "that is padded as its target is"
+                f"the draft model's vocab_size ({self.stored_vocab}) must equal the target's "
+                f"({target.vocab}), because its {what} is indexed by the target's tokens; use a "
+                "head with the target's padding"
             )
         if block and block.selector and self.has_draft_vocab:
             raise ValueError(
-                f"the draft model's draft_vocab_size must be {target.vocab}, the vocabulary of the "
-                f"target, whose tokens a DFlash2 head selects, got {self.draft_vocab}"
+                f"the draft model's draft_vocab_size must be {target.vocab}, the vocabulary of "
+                "the target, because DFlash2 does not support a draft vocabulary; got "
+                f"{self.draft_vocab}"
             )
         if self.norm_aux and self.norm_input and said.is_speculators:
             raise ValueError(
-                "the draft model's fc_norm and norm_before_fc exclude each other; use a "
+                "the draft model's fc_norm and norm_before_fc are mutually exclusive; use a "
                 "config.json with one of them"
             )
         if self.own_embed and not self.own_lm_head:
             raise ValueError(
                 f"the draft model's hidden_size ({self.layer.hidden}) is not the target's "
-                f"({target.hidden}), so it cannot share the target's lm_head; "
-                "use a head with a draft_vocab_size"
+                f"({target.hidden}), so it cannot share the target's lm_head; use a head with a "
+                "draft_vocab_size"
             )
         said.flag("tie_word_embeddings")  # copied from base models; the tensors decide
         return replace(self, own_lm_head=self.own_lm_head or self.has_draft_vocab)
@@ -204,8 +208,8 @@ class DraftHead:
 
     Attributes:
       config: Its settings.
-      weights: By the names of `draft_checkpoint.head_parameters`; with a draft vocabulary also
-        `draft_ids`, int32, the target's token id of each draft token.
+      weights: Arrays by the names of `draft_checkpoint.head_parameters`; with a draft vocabulary
+        also `draft_ids`, int32, the target token id of each draft token.
     """
 
     config: DraftConfig
@@ -214,13 +218,14 @@ class DraftHead:
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """What a drafter keeps on the device between steps.
+    """State of a drafter on the device between steps.
 
     Attributes:
-      model: Sizes of its layers and of its hidden state.
-      num_attention_layers: Layers with KV of their own, in the target's pages.
-      num_gated_delta_layers: Layers with a recurrent state of their own.
-      has_relay: Extending it leaves candidates and a hidden state for the next draft.
+      model: Config of its layers and hidden state.
+      num_attention_layers: Layers with their own KV, stored in the target's pages.
+      num_gated_delta_layers: Layers with their own recurrent state.
+      has_relay: True if draft extend stores a draft input (candidates and a hidden state) for the
+        next step.
     """
 
     model: ModelConfig
@@ -230,20 +235,22 @@ class DraftSizes:
 
     @classmethod
     def of_layer(cls, target: ModelConfig) -> "DraftSizes":
-        """Of one attention layer of the target's own sizes."""
+        """Returns the sizes of one attention layer with the target's sizes."""
         return cls(target, num_attention_layers=1, num_gated_delta_layers=0, has_relay=True)
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "DraftSizes":
-        """Of a small model: KV and states of all its layers; extending it leaves no relay."""
+        """Returns the sizes of a draft model: KV and states of all its layers, and no draft
+        input.
+        """
         return cls(config, config.num_attention_layers, config.num_gated_delta_layers, False)
 
 
 def head_json(folder: str | Path) -> Json:
-    """The contents of config.json of a draft model's folder.
+    """Reads config.json of a draft model's folder.
 
     Raises:
-      ValueError: It is missing or broken; one sentence.
+      ValueError: The file is missing or invalid.
     """
     folder = Path(folder)
     if fault := folder_fault(folder, DRAFT_FOLDER):
@@ -260,10 +267,10 @@ _SLIDING = ("layer_types", "use_sliding_window", "sliding_window")
 
 
 def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
-    """The layers of a head as a model of such layers.
+    """Returns the layers of a head as a model config.
 
-    A head may leave out what only a whole model needs. How layers slide is not read as of a whole
-    model: in a head with a block and in the speculators format any layer may.
+    A head may omit fields that only a whole model needs. Sliding windows are read separately: in a
+    block head and in the speculators format any layer may have one.
     """
     settings, is_block = said.settings, said.is_block
     slides = is_block or said.is_speculators
@@ -281,7 +288,7 @@ def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
             raise ValueError("rope_parameters that differ by layer type are not supported")
         model = config_from_dict(whole)
     except ValueError as error:
-        raise ValueError(f"the draft model cannot be served: {error}") from error
+        raise ValueError(f"the draft model is not supported: {error}") from error
     if said.flag("qkv_bias"):
         model = _with_mixers(model, input_bias=True)
     if slides and not is_block:
@@ -289,7 +296,7 @@ def _layers(said: Stated, target: ModelConfig) -> ModelConfig:
         pairs = zip(model.layers, windows, strict=True)
         layers = tuple(replace(x, mixer=replace(x.mixer, window=w)) for x, w in pairs)
         model = replace(model, layers=layers)
-    # Of the target's logits, whose `lm_head` the head may share.
+    # The head may share the target's `lm_head`, which produces scaled logits.
     return replace(model, logits_factor=target.logits_factor)
 
 
@@ -307,7 +314,7 @@ def _refuse_sizes(
     if read != target.hidden or (said.kind != "EAGLE3" and layer.hidden != target.hidden):
         field = "target_hidden_size" if stated else "hidden_size"
         raise ValueError(
-            f"the draft model's {field} ({read}) does not fit the target's hidden_size "
+            f"the draft model's {field} ({read}) does not match the target's hidden_size "
             f"({target.hidden}); use a head that was trained for this model"
         )
 
@@ -323,7 +330,7 @@ def _streams(
     named = said.settings.get("num_target_layers")
     if named not in (None, L):
         raise ValueError(
-            f"the draft model's num_target_layers is {named}, this model has {L} layers; use a "
-            "draft model that was trained for this model"
+            f"the draft model's num_target_layers is {named}, but the target has {L} layers; use "
+            "a draft model that was trained for this model"
         )
     return block_streams(said, default_layers(layer.num_layers, L), L, layer_ids)

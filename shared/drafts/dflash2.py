@@ -1,4 +1,4 @@
-"""What the config.json of a DFlash2 draft model says beside that of a DFlash one."""
+"""Config of a DFlash2 draft model, in addition to that of a DFlash model."""
 
 from dataclasses import dataclass
 
@@ -9,32 +9,32 @@ from shared.models.ranks import VOCAB_GROUP
 
 @dataclass(frozen=True, kw_only=True)
 class ConvConfig:
-    """The convolutions around each part of a layer, along the rows of a block.
+    """Convolutions around each part of a layer, along the rows of a block.
 
     Attributes:
-      taps: Rows that an output reads: its own and those before it.
-      group_size: Neighbouring columns whose coefficients move by the same number.
+      taps: Kernel size: an output reads its own row and the rows before it.
+      group_size: Neighbouring columns that share the dynamic part of their coefficients.
     """
 
     taps: int
     group_size: int
 
     def moved(self, hidden: int) -> int:
-        """Numbers that move the coefficients of a part's two convolutions, for each row.
+        """Returns the dynamic coefficients per row of a part's two convolutions.
 
         Args:
-          hidden: Size of a hidden state.
+          hidden: Hidden size.
         """
         return 2 * self.taps * (hidden // self.group_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorConfig:
-    """How a slot's draft is selected among its best tokens, by the token before.
+    """Selector of a slot's draft token among its top candidates, conditioned on the token before.
 
     Attributes:
-      rank: Width of what pairs of tokens are compared by.
-      candidates: Best tokens of a slot, among which one is selected.
+      rank: Width of the codebooks that score pairs of tokens.
+      candidates: Top candidates of a slot.
     """
 
     rank: int
@@ -42,14 +42,15 @@ class SelectorConfig:
 
 
 def conv_of(stated: Stated, layer: ModelConfig, size: int) -> ConvConfig:
-    """The convolutions of a DFlash2 draft model.
+    """Reads the convolutions of a DFlash2 draft model.
 
     Args:
-      layer: Sizes of its layers.
+      stated: Normalised fields of its config.json.
+      layer: Config of its layers.
       size: Rows of its block.
 
     Raises:
-      ValueError: A field is missing or out of range; one sentence that names it.
+      ValueError: A field is missing or out of range; the message names it.
     """
     conv = ConvConfig(
         taps=_whole(stated, "conv_kernel_size", size, "the block"),
@@ -64,15 +65,15 @@ def conv_of(stated: Stated, layer: ModelConfig, size: int) -> ConvConfig:
 
 
 def selector_of(stated: Stated, layer: ModelConfig) -> SelectorConfig:
-    """The selector of candidates of a DFlash2 draft model.
+    """Reads the candidate selector of a DFlash2 draft model.
 
     Raises:
-      ValueError: A field is missing or out of range; one sentence that names it.
+      ValueError: A field is missing or out of range; the message names it.
     """
-    most = min(VOCAB_GROUP, layer.vocab)  # what ranks leave of a row
+    most = min(VOCAB_GROUP, layer.vocab)  # candidates that TP ranks exchange
     return SelectorConfig(
         rank=_whole(stated, "selector_rank", layer.vocab, "the vocabulary"),
-        candidates=_whole(stated, "selector_top_k", most, "what is ranked of a slot"),
+        candidates=_whole(stated, "selector_top_k", most, "the top candidates of a slot"),
     )
 
 

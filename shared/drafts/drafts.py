@@ -1,4 +1,4 @@
-"""What drafts on the device, as one value: the start plans with it and backends are made for it."""
+"""Drafter specification: the drafter on the device, as one value for startup and backends."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -9,22 +9,22 @@ from shared.models.config import ModelConfig
 from shared.models.ranks import local
 
 NOTHING, MTP, MODEL, TEXT = "none", "NEXTN", "STANDALONE", "NGRAM"
-"""Kinds beside those of a head, which are `DraftConfig.kind`."""
+"""Kinds besides those of heads, which are `DraftConfig.kind`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """What drafts on the device; it holds no weights.
+    """Drafter on the device, without weights.
 
     Attributes:
-      kind: "none" where nothing drafts on the device, "NEXTN" of the target's own mtp layer,
-        "EAGLE", "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2" of a head, "STANDALONE" of a whole model,
-        "NGRAM" of the table of seen text.
-      sizes: What a drafter keeps on the device between steps; None where none drafts.
-      head: Settings of a head; None of the other kinds.
-      model: Settings of a whole model that drafts; None of the other kinds.
-      token_map: The target's ids of the tokens that are drafted, ascending, where the rows of the
-        target's head that score them are read in place of all; None: all tokens are drafted.
+      kind: "none" without a drafter on the device; "NEXTN" for the target's MTP layer; "EAGLE",
+        "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2" for a head; "STANDALONE" for a draft model;
+        "NGRAM" for the n-gram table.
+      sizes: State of the drafter on the device between steps; None without one.
+      head: Config of a head; else None.
+      model: Config of a draft model; else None.
+      token_map: Target token ids of a reduced draft vocabulary, in ascending order, whose LM-head
+        rows are read instead of all; None for all tokens.
     """
 
     kind: str
@@ -35,34 +35,36 @@ class Drafts:
 
     @classmethod
     def none(cls) -> Self:
-        """Nothing drafts on the device; the host may bring drafts."""
+        """Returns the specification without a drafter on the device; the host may still supply
+        draft tokens.
+        """
         return cls(kind=NOTHING, sizes=None, head=None, model=None)
 
     @classmethod
     def of_mtp(cls, target: ModelConfig) -> Self:
-        """The target's own mtp layer drafts."""
+        """Returns the specification of the target's own MTP layer."""
         return cls(kind=MTP, sizes=DraftSizes.of_layer(target), head=None, model=None)
 
     @classmethod
     def of_head(cls, head: DraftConfig) -> Self:
-        """A head drafts; it has a checkpoint of its own."""
+        """Returns the specification of a draft head with its own checkpoint."""
         return cls(kind=head.kind, sizes=head.sizes, head=head, model=None)
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> Self:
-        """A small model with the same tokenizer drafts, as STANDALONE does."""
+        """Returns the specification of a small draft model with the same tokenizer (STANDALONE)."""
         return cls(kind=MODEL, sizes=DraftSizes.of_model(model), head=None, model=model)
 
     @classmethod
     def of_text(cls) -> Self:
-        """What was seen of texts drafts; see `shared.spec.ngram`."""
+        """Returns the specification of the n-gram table; see `shared.spec.ngram`."""
         return cls(kind=TEXT, sizes=None, head=None, model=None)
 
     def local(self, count: int) -> Self:
-        """What one of `count` ranks has of it.
+        """Returns the shard of one of `count` TP ranks.
 
         Raises:
-          ValueError: Something does not divide; see `shared.models.ranks.local`.
+          ValueError: A size is not divisible; see `shared.models.ranks.local`.
         """
         return replace(
             self,
@@ -73,30 +75,30 @@ class Drafts:
 
     @property
     def on_device(self) -> bool:
-        """Whether a drafter drafts on the device, which has a memory to feed."""
+        """True if a drafter with its own state runs on the device."""
         return self.sizes is not None
 
     @property
     def from_text(self) -> bool:
-        """Whether the device drafts from the table of seen text."""
+        """True if the device drafts from its n-gram table."""
         return self.kind == TEXT
 
     @property
     def with_mtp(self) -> bool:
-        """Whether the target's mtp layer is needed."""
+        """True if the target's MTP layer is needed."""
         return self.kind == MTP
 
     @property
     def block(self) -> BlockConfig | None:
-        """What is drafted in one pass; None where drafts are trees."""
+        """Block of draft tokens predicted in one pass; None for drafters of trees."""
         return self.head.block if self.head else None
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """Residual streams of the target that are kept for what drafts."""
+        """Indices of the target's residual streams that are stored as auxiliary hidden states."""
         return self.head.aux_streams if self.head else ()
 
     @property
     def num_draft_ids(self) -> int:
-        """Tokens of a head's own vocabulary, each of which has an id of the target's."""
+        """Size of a head's draft vocabulary with a map to target ids; 0 without one."""
         return self.head.draft_vocab if self.head and self.head.has_draft_vocab else 0

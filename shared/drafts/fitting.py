@@ -1,4 +1,4 @@
-"""What a head's tensors decide, whatever its config.json says or leaves out."""
+"""Settings of a draft head that its tensors determine, whatever its config.json states."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -13,17 +13,19 @@ from shared.models.parameters import single
 
 
 def fitted(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | None) -> DraftConfig:
-    """A head's settings as its files have them: biases, norms of heads, an embedding, `lm_head` and
-    a confidence.
+    """Returns a head's config corrected by its files: biases, QK norms, embedding, `lm_head` and
+    confidence head.
 
-    An embedding that the files hold is the target's once more, and then shared, or it was trained,
-    and then the head's own. To know, both are read, up to the first difference.
+    An embedding in the files is either a copy of the target's, which is then shared, or was
+    trained, and is then the head's own. Both are read up to the first difference to decide.
 
     Args:
-      target: The target's files; None: an embedding of the target's width is its copy.
+      config: Config of the head.
+      checkpoint: Files of the head.
+      target: Files of the target; None to treat an embedding of the target's width as its copy.
 
     Raises:
-      CheckpointError: An embedding has another shape than config.json says.
+      CheckpointError: An embedding has another shape than in config.json.
     """
     names = checkpoint.names
     return replace(
@@ -36,7 +38,9 @@ def fitted(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint | Non
 
 
 def _has_lm_head(config: DraftConfig, names: Collection[str]) -> bool:
-    """A whole vocabulary of the target's width is scored by the target's where a head has none."""
+    """Returns True if a head has its own LM head; otherwise it shares the target's, of the same
+    size.
+    """
     if config.kind != "EAGLE3":
         return config.own_lm_head
     is_shareable = not config.has_draft_vocab and config.layer.hidden == config.target_hidden
@@ -66,7 +70,7 @@ def _with_layers(config: DraftConfig, names: Collection[str]) -> DraftConfig:
         qk_norm=attention.qk_norm or has("self_attn.q_norm.weight"),
     )
     fed = config.layer.dense
-    assert fed is not None  # a head's layers are
+    assert fed is not None  # layers of a head are dense
     feed = replace(fed, bias=has("mlp.down_proj.bias"))
     layers = tuple(replace(each, feed=feed) for each in config.layer.layers)
     return replace(config, layer=replace(config.layer, layers=layers))
@@ -76,13 +80,13 @@ def _is_trained(config: DraftConfig, checkpoint: Checkpoint, target: Checkpoint 
     if target is None or EMBEDDING not in checkpoint.names:
         return False
     sizes, hidden = (config.stored_vocab, config.layer.vocab), config.layer.hidden
-    common = range(min(sizes))  # of a padded vocabulary, what both have
+    common = range(min(sizes))  # tokens that both padded vocabularies contain
     tables = [single("embed", EMBEDDING, (size, hidden)).rows("embed", common) for size in sizes]
     own, theirs = (
         files.pieces(table, lambda num_bytes: None)
         for files, table in zip((checkpoint, target), tables, strict=True)
     )
-    # In the head's own type, as a copy in a narrower one is a copy too.
+    # Compared in the head's dtype: a copy in a narrower dtype counts as a copy.
     return any(
         not np.array_equal(mine, whole.astype(mine.dtype))
         for (_, mine), (_, whole) in zip(own, theirs, strict=True)

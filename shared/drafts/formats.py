@@ -1,9 +1,8 @@
-"""Who wrote a draft head's config.json, and what it says in one spelling.
+"""Formats of a draft head's config.json, normalised to one spelling.
 
-Makers name the same things in different places. What comes out here is one object of fields, nested
-ones beside the outer ones; every field is one that is read, one that is known to change nothing, or
-refused by its name. A field that is not read and asks for nothing (null, false, 0 or empty) is as
-good as absent.
+Authors store the same settings in different places. The result is one object of fields, with nested
+fields merged into the outer ones. Every field must be read, be known to have no effect, or be an
+error. A field that is not read and has a neutral value (null, false, 0 or empty) is ignored.
 """
 
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from shared.models.fields import Json, listed, object_of, word
 from shared.models.neutral import NEUTRAL
 
 PLACE = "the draft model's config.json"
-"""Where the fields stand, for the reader of a sentence."""
+"""Name of the file in messages."""
 
 ARCHITECTURES = {
     "LlamaForCausalLMEagle": "EAGLE",
@@ -27,7 +26,8 @@ ARCHITECTURES = {
     "DSparkDraftModel": "DSPARK",
     "Qwen3DSparkModel": "DSPARK",
 }
-"""Architecture names of draft heads; `LlamaForCausalLM` is told by `draft_vocab_size`."""
+"""Kinds of draft heads by architecture name; `LlamaForCausalLM` is classified by
+`draft_vocab_size`."""
 
 SPECULATORS = {
     "eagle3": "EAGLE3",
@@ -36,13 +36,13 @@ SPECULATORS = {
     "dspark": "DSPARK",
     "mtp": "NEXTN",
 }
-"""Values of `speculators_model_type`, the field by which the speculators format is told."""
+"""Kinds by `speculators_model_type`, the field that identifies the speculators format."""
 
 BLOCKS = ("DFLASH", "DSPARK", "DFLASH2")
-"""Kinds of heads that fill a block in one pass."""
+"""Kinds of heads that predict a block in one pass."""
 
 LAYERS = {"llama": LLAMA, "qwen3": QWEN3}
-"""Classes of the layers of heads, by `model_type`: they have what a config.json leaves out."""
+"""Config classes of a head's layers by `model_type`, with the defaults of absent fields."""
 
 LEFT_OUT = {
     "EAGLE3": {"draft_vocab_size": 32000},
@@ -58,7 +58,7 @@ LEFT_OUT = {
         "selector_top_k": 16,
     },
 }
-"""What fields of the speculators format itself have that are left out."""
+"""Defaults of absent fields of the speculators format, by kind."""
 
 _LAYER = {
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -90,7 +90,7 @@ READ = {
     | {"selector_rank", "selector_top_k"},
     "NEXTN": _LAYER | {"num_nextn_predict_layers"},
 }
-"""Fields that are read, by the kind of head."""
+"""Fields that are read, by kind."""
 
 FIXED: dict[str, Any] = {
     "use_aux_hidden_state": True,
@@ -103,19 +103,19 @@ FIXED: dict[str, Any] = {
     "output_multiplier": 1.0,
     "projector_type": "dflash",
 }
-"""Fields with the one value that is served; stated otherwise they are refused."""
+"""Fields with one supported value; other values are errors."""
 
 FIXED_OF = {
     "EAGLE": {**FIXED, "use_aux_hidden_state": False},
     "DSPARK": {**FIXED, "projector_type": "dspark"},
 }
-"""Those of kinds that differ; an EAGLE head reads one hidden state."""
+"""The same for kinds that differ; an EAGLE head reads one hidden state."""
 
 MEANINGS = {
     "hot_vocab_size": "a restricted output vocabulary",
     "vision_config": "image input",
     "text_config": "image input",
-    "sample_from_anchor": "a draft of the newest token's own slot",
+    "sample_from_anchor": "draft tokens from the newest token's own slot",
     "parallel_drafting": "rows that draft at once, as in P-EAGLE",
     "mask_hidden": "rows that draft at once, as in P-EAGLE",
     "use_mtp_layernorm": "a norm of the hidden state as in MTP layers",
@@ -124,7 +124,7 @@ MEANINGS = {
     "selector_rank": "a selector of candidates, which makes it a DFlash2 model",
     "markov_rank": "a Markov step, which makes it a DSpark model",
 }
-"""What fields ask for that are not served."""
+"""Features that unsupported fields request."""
 
 _TRAINING = {
     *("speculators_model_type", "speculators_config", "speculators_version"),
@@ -133,18 +133,18 @@ _TRAINING = {
     *("confidence_head_alpha", "attention_mode", "parallel_draft_heads_num_layers"),
 }
 NOTHING = NEUTRAL | _TRAINING
-"""Fields of how a head was trained and written, or would sample alone; they change no draft."""
+"""Fields about training, saving and standalone sampling, which affect no draft."""
 
 
 @dataclass(frozen=True)
 class Stated:
-    """What a head's config.json says.
+    """Normalised config.json of a draft head.
 
     Attributes:
-      kind: "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "DFLASH2", or "NEXTN" of an MTP layer.
-      settings: Its fields, those of nested objects beside the outer ones.
-      is_speculators: It is in the speculators format.
-      nested: Names of the fields that stood in `eagle_config` or `dflash_config`.
+      kind: "EAGLE", "EAGLE3", "DFLASH", "DSPARK", "DFLASH2", or "NEXTN" for an MTP layer.
+      settings: Its fields, with those of nested objects merged in.
+      is_speculators: True for the speculators format.
+      nested: Names of the fields from `eagle_config` or `dflash_config`.
     """
 
     kind: str
@@ -154,19 +154,19 @@ class Stated:
 
     @property
     def is_block(self) -> bool:
-        """It fills a block in one pass."""
+        """True if the head predicts a block in one pass."""
         return self.kind in BLOCKS
 
     def flag(self, field: str, default: bool = False) -> bool:
-        """True or false; the default where it is absent or null."""
+        """Returns a boolean field; the default if it is absent or null."""
         return fields.flag(self.settings, field, default, PLACE)
 
 
 def stated(config: Json) -> Stated:
-    """Reads the contents of a head's config.json.
+    """Reads and normalises the contents of a head's config.json.
 
     Raises:
-      ValueError: It is of no head that is served; one sentence that names the field.
+      ValueError: The head is not supported; the message names the field.
     """
     if word(config, "speculators_model_type", "", PLACE):
         return _of_speculators(config)
@@ -207,7 +207,7 @@ def _of_speculators(config: Json) -> Stated:
 
 
 def _layer_defaults(family: str) -> dict[str, Any]:
-    """Returns the defaults of a class for absent fields of a head's layers."""
+    """Returns the defaults of a config class for absent fields of a head's layers."""
     fields = LAYERS[family].fields.items()
     return {name: value for name, value in fields if value is not None and name in _LAYER}
 
@@ -220,17 +220,17 @@ def _kind(config: Json) -> str:
     if "LlamaForCausalLM" in names:
         return "EAGLE3" if "draft_vocab_size" in config else "EAGLE"
     raise ValueError(
-        f"architectures in the draft model's config.json is {', '.join(names)}, which is no "
-        f"supported draft head without a speculators_model_type; use one of "
+        f"architectures in the draft model's config.json is {', '.join(names)}, which is not a "
+        "supported draft head without a speculators_model_type; use one of "
         f"{', '.join(ARCHITECTURES)}, or --speculative-algorithm STANDALONE with a small model"
     )
 
 
 def refuse_unknown(settings: Json, kind: str) -> None:
-    """Refuses fields that ask for something and are not known to be served.
+    """Checks that all fields with an effect are supported.
 
     Raises:
-      ValueError: The first of them, by its name.
+      ValueError: The first unsupported field, by name.
     """
     fixed = FIXED_OF.get(kind, FIXED)
     for name, value in settings.items():
@@ -239,8 +239,8 @@ def refuse_unknown(settings: Json, kind: str) -> None:
         elif value and name not in READ[kind] and name not in NOTHING:
             meaning = f" ({MEANINGS[name]})" if name in MEANINGS else ""
             raise ValueError(
-                f"the draft model's {name}{meaning} is not supported for {kind}; use another head, "
-                "or take the field out of its config.json if it changes no draft"
+                f"the draft model's {name}{meaning} is not supported for {kind}; use another "
+                "head, or remove the field from its config.json if it affects no draft"
             )
 
 

@@ -1,4 +1,4 @@
-"""What the config.json of a DSpark draft model says beside that of a DFlash one."""
+"""Config of a DSpark draft model, in addition to that of a DFlash model."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,15 @@ KINDS = (VANILLA, GATED, RNN)
 
 @dataclass(frozen=True, kw_only=True)
 class MarkovConfig:
-    """How a slot's scores know the token before it, and what tells that its draft is accepted.
+    """Markov head, which conditions a slot's logits on the token before, and confidence head.
 
     Attributes:
-      rank: Width of the embedding of the token before.
-      kind: "vanilla" scores that embedding, "gated" what a gate lets through of it, "rnn" what a
-        state holds that each slot of the block advances.
-      has_confidence: The head says how likely each draft is accepted.
-      confidence_sees_previous: It reads the embedding of the token before too.
+      rank: Width of the embedding of the previous token.
+      kind: "vanilla" scores that embedding, "gated" a gated embedding, "rnn" a recurrent state that
+        each slot of the block advances.
+      has_confidence: True if the head predicts the acceptance probability of each draft token.
+      confidence_sees_previous: True if the confidence head also reads the embedding of the previous
+        token.
     """
 
     rank: int
@@ -26,10 +27,11 @@ class MarkovConfig:
     confidence_sees_previous: bool
 
     def mixed(self, hidden: int) -> tuple[int, int] | None:
-        """Outputs and inputs of the projection that a gate or a state is made of; None: of none.
+        """Returns outputs and inputs of the projection for the gate or the recurrent state; None
+        without one.
 
         Args:
-          hidden: Size of a hidden state.
+          hidden: Hidden size.
         """
         if self.kind == VANILLA:
             return None
@@ -37,22 +39,22 @@ class MarkovConfig:
         return outputs * self.rank, hidden + (1 + states) * self.rank
 
     def confidence_inputs(self, hidden: int) -> int:
-        """Width of what the confidence reads."""
+        """Returns the input width of the confidence head."""
         return hidden + (self.rank if self.confidence_sees_previous else 0)
 
 
 def markov_of(stated: Stated) -> MarkovConfig:
-    """The Markov step and the confidence of a DSpark draft model.
+    """Reads the Markov head and the confidence head of a DSpark draft model.
 
     Raises:
-      ValueError: A field is missing or out of range; one sentence that names it.
+      ValueError: A field is missing or out of range; the message names it.
     """
     settings = stated.settings
     rank, kind = settings.get("markov_rank"), settings.get("markov_head_type") or VANILLA
     if type(rank) is not int or rank < 1:
         raise ValueError(
-            f"the draft model's markov_rank must be a positive whole number, got {rank!r}; without "
-            "a Markov step it is a DFLASH head"
+            f"the draft model's markov_rank must be a positive integer, got {rank!r}; a model "
+            "without a Markov head is a DFLASH head"
         )
     if kind not in KINDS:
         raise ValueError(

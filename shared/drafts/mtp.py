@@ -1,7 +1,7 @@
-"""An MTP layer in the speculators format, which drafts in place of the checkpoint's own.
+"""MTP layers in the speculators format, which replace the MTP layer of the target's checkpoint.
 
-It is one that was taken out of a checkpoint, and mostly trained further. Its tensors have names of
-their own; embedding and `lm_head` are the target's.
+Such a layer was extracted from a checkpoint and usually trained further. Its tensors have their own
+names. It shares the target's embedding and `lm_head`.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from shared.models.fields import object_of
 from shared.models.rotary import settings_of
 
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")
-"""Models whose MTP layers are served, by the `model_type` of the layer."""
+"""Model types with supported MTP layers, by the `model_type` of the layer."""
 
 RENAMED = {
     "input_proj.": "mtp.fc.",
@@ -26,19 +26,19 @@ RENAMED = {
     "hidden_layernorm.": "mtp.pre_fc_norm_hidden.",
     "final_layernorm.": "mtp.norm.",
 }
-"""How tensors begin behind the number of their layer, and what a checkpoint calls them."""
+"""Prefixes of tensors after the number of their layer, with their names in a checkpoint."""
 
 FIRST = f"{SPECULATORS_MTP}0."
 
 
 class WithMtp(Checkpoint):
-    """A model's checkpoint with the MTP layer of another folder in place of its own."""
+    """Checkpoint of a model in which the MTP layer comes from another folder."""
 
     def __init__(self, checkpoint: Checkpoint, layer: Checkpoint) -> None:
-        """Opens no file anew.
+        """Combines opened checkpoints without opening files.
 
         Raises:
-          CheckpointError: The layer's folder has a tensor that is no part of one MTP layer.
+          CheckpointError: The layer's folder has a tensor that is not part of one MTP layer.
         """
         super().__init__(())
         self.files = (*checkpoint.files, *layer.files)
@@ -50,28 +50,28 @@ class WithMtp(Checkpoint):
                 self._owners[_renamed(name)] = owner
             elif name not in IGNORED:
                 raise CheckpointError(
-                    f"the tensor {name} has no place in an MTP layer; use a draft model without it"
+                    f"tensor {name} is not part of an MTP layer; use a draft model without it"
                 )
 
 
 def with_mtp_of(
     folder: str | Path, layer: Checkpoint, model: ModelConfig, checkpoint: Checkpoint
 ) -> tuple[ModelConfig, Checkpoint]:
-    """A model and its files with the MTP layer of a draft model's folder.
+    """Returns a model's config and files with the MTP layer of a draft model's folder.
 
     Args:
-      folder: Of the draft model, with its config.json.
-      layer: Its files.
-      model, checkpoint: The target.
+      folder: Folder of the draft model, with its config.json.
+      layer: Files of the draft model.
+      model, checkpoint: Config and files of the target.
 
     Raises:
-      ValueError: The layer is of another model, by its config.json or its tensors; one sentence.
+      ValueError: The layer belongs to another model, by its config.json or its tensors.
     """
     said = stated(head_json(folder))
     if said.kind != "NEXTN":
         raise ValueError(
-            f"the draft model's config.json describes {said.kind}, its tensors are those of an MTP "
-            "layer; use a config.json that belongs to the tensors"
+            f"the draft model's config.json describes {said.kind}, but its tensors are those of "
+            "an MTP layer; use a config.json that belongs to the tensors"
         )
     number = said.settings.get("num_nextn_predict_layers", 1)
     if number != 1:
@@ -84,8 +84,8 @@ def with_mtp_of(
         )
     if not model.zero_centered_norms:
         raise ValueError(
-            f"the draft model is an MTP layer, and a {model.name} model has none that is "
-            "supported; use an EAGLE or DFlash head"
+            f"the draft model is an MTP layer, which is not supported for a {model.name} model; "
+            "use an EAGLE or DFlash head"
         )
     for field, value in _sizes(model):
         if own.get(field) not in (None, value):
@@ -103,7 +103,7 @@ def with_mtp_of(
 
 
 def _sizes(model: ModelConfig) -> Iterator[tuple[str, Any]]:
-    """What the layer shares with its target, by the names of fields."""
+    """Yields the settings that the layer must share with its target, by field name."""
     yield "vocab_size", model.vocab
     yield "hidden_size", model.hidden
     yield "rms_norm_eps", model.rms_eps

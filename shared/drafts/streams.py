@@ -1,9 +1,9 @@
-"""Which residual streams of its target a head reads.
+"""Auxiliary hidden states: the residual streams of the target that a draft head reads.
 
-Stream i is what enters layer i, the embedding for i = 0; stream L is what leaves the last of L
-layers, before the final norm. Makers list layers under one name and mean two things by it: layers
-whose input is read (stream i), or layers whose output is (stream i + 1). A head read by the wrong
-one of the two loads and drafts badly without a word, so a list that may be either is refused.
+Stream i is the input of layer i, and the embedding for i = 0. Stream L is the output of the last of
+L layers, before the final norm. Authors list layers under one name with two meanings: layers whose
+input is read (stream i), or layers whose output is read (stream i + 1). A head read with the wrong
+meaning loads and silently drafts badly, so an ambiguous list is an error.
 """
 
 from collections.abc import Iterator
@@ -12,31 +12,32 @@ from enum import Enum
 from shared.drafts.formats import Stated
 
 IDS_FLAG = "--speculative-draft-layer-ids"
-"""The flag that says what a list means."""
+"""Flag that selects the meaning of a list."""
 
 NESTED = "eagle_aux_hidden_state_layer_ids"
 OUTER = "aux_hidden_state_layer_ids"
 BLOCK = "target_layer_ids"
-"""Fields with a list: of an EAGLE-3 head, of a DFlash head in the speculators format, and in that
-of its authors."""
+"""Fields with a list: of an EAGLE-3 head, of a DFlash head in the speculators format, and of a
+DFlash head in the format of its authors."""
 
 
 class Ids(Enum):
-    """What listed layers mean, by the word of the flag."""
+    """Meaning of listed layers, by the value of the flag."""
 
     INPUTS = "inputs"
     OUTPUTS = "outputs"
 
 
 def eagle3_streams(stated: Stated, num_layers: int, told: Ids | None) -> tuple[int, ...]:
-    """Those of an EAGLE-3 head; by default the inputs of layers 2, L/2 and L-3.
+    """Returns the streams of an EAGLE-3 head; by default the inputs of layers 2, L/2 and L-3.
 
     Args:
-      num_layers: L, of the target.
-      told: What the flag says of the list; None: the list has to tell.
+      stated: Normalised fields of its config.json.
+      num_layers: L, the number of layers of the target.
+      told: Meaning of the list from the flag; None to infer it from the list.
 
     Raises:
-      ValueError: They are no streams of this target, or the list may be read in two ways.
+      ValueError: The streams do not exist in this target, or the list is ambiguous.
     """
     field = NESTED if NESTED in stated.settings else OUTER
     count = stated.settings.get("num_aux_hidden_states")
@@ -46,12 +47,12 @@ def eagle3_streams(stated: Stated, num_layers: int, told: Ids | None) -> tuple[i
         listed, told = (2, num_layers // 2, num_layers - 3), Ids.INPUTS
         if not listed[0] < listed[1] < listed[2]:
             raise ValueError(
-                f"the draft model's {field} are not given, and a target of {num_layers} layers has "
+                f"the draft model's {field} is missing, and a target of {num_layers} layers has "
                 "no default; use a config.json that lists them"
             )
     if count is not None and count != len(listed):
         raise ValueError(
-            f"the draft model's num_aux_hidden_states is {count}, and its {field} "
+            f"the draft model's num_aux_hidden_states is {count}, but its {field} "
             f"{_said(stated, field)} {len(listed)}; use a config.json whose fields agree"
         )
     means = told or _meant(stated, field, listed, num_layers)
@@ -61,22 +62,23 @@ def eagle3_streams(stated: Stated, num_layers: int, told: Ids | None) -> tuple[i
 def block_streams(
     stated: Stated, default: tuple[int, ...], num_layers: int, told: Ids | None
 ) -> tuple[int, ...]:
-    """Those of a DFlash head.
+    """Returns the streams of a DFlash head.
 
     Args:
-      default: Layers whose output is read where none are listed.
-      num_layers, told: As of `eagle3_streams`.
+      stated: Normalised fields of its config.json.
+      default: Layers whose output is read if none are listed.
+      num_layers, told: See `eagle3_streams`.
 
     Raises:
-      ValueError: They are no streams of this target.
+      ValueError: The streams do not exist in this target.
     """
     field = OUTER if stated.is_speculators else BLOCK
     listed = _listed(stated, field)
     if listed is None:
         if stated.is_speculators:
             raise ValueError(
-                f"the draft model's {field} are not given, and its layers are not to be guessed; "
-                "use a config.json that lists them"
+                f"the draft model's {field} is missing and has no default; use a config.json "
+                "that lists the layers"
             )
         _refuse_flag(told, field)
         listed = default
@@ -85,12 +87,13 @@ def block_streams(
 
 
 def doubts(stated: Stated) -> Iterator[str]:
-    """What is read in one way and could mean another, a sentence for each."""
+    """Yields a warning for each setting that has two possible meanings."""
     listed = _listed(stated, NESTED) or _listed(stated, OUTER) or ()
     if stated.is_speculators and listed[:1] == (1,):
         yield (
-            "the draft model lists layers from 1 on, which are read as inputs as its format says; "
-            f"where few drafts are accepted, try {IDS_FLAG} outputs"
+            "the draft model lists layers from 1 on, which are read as inputs, as its format "
+            "specifies; "
+            f"if few draft tokens are accepted, try {IDS_FLAG} outputs"
         )
     settings = stated.settings
     if settings.get("norm_output") and not (stated.is_speculators or settings.get("fc_norm")):
@@ -105,23 +108,24 @@ def _listed(stated: Stated, field: str) -> tuple[int, ...] | None:
     if listed in (None, []):
         return None
     if not isinstance(listed, list) or not all(type(each) is int for each in listed):
-        raise ValueError(f"the draft model's {field} must list whole numbers, got {listed!r}")
+        raise ValueError(f"the draft model's {field} must list integers, got {listed!r}")
     return tuple(sorted(listed))
 
 
 def _meant(stated: Stated, field: str, ids: tuple[int, ...], num_layers: int) -> Ids:
-    """Only inputs can name the number of layers, and only outputs have been seen to begin at 1.
+    """Infers the meaning of a list: only inputs can contain the number of layers, and only outputs
+    are known to start at 1.
 
-    Outside the speculators format, that is; there a list is always one of inputs. The default
-    inputs begin at 2.
+    That applies outside the speculators format, where a list always names inputs. The default
+    inputs start at 2.
     """
     if stated.is_speculators or num_layers in ids or ids[0] == 2:
         return Ids.INPUTS
     if ids[0] == 1 or (ids[0] == 0 and field in stated.nested):
         return Ids.OUTPUTS
     raise ValueError(
-        f"the draft model's {field} {list(ids)} do not say whether outputs or inputs of these "
-        f"layers are read; give {IDS_FLAG} outputs or {IDS_FLAG} inputs"
+        f"the draft model's {field} {list(ids)} is ambiguous: outputs or inputs of these layers "
+        f"may be meant; give {IDS_FLAG} outputs or {IDS_FLAG} inputs"
     )
 
 
@@ -145,4 +149,4 @@ def _said(stated: Stated, field: str) -> str:
 
 def _refuse_flag(told: Ids | None, field: str) -> None:
     if told is not None:
-        raise ValueError(f"the draft model's {field} are not given; leave {IDS_FLAG} out")
+        raise ValueError(f"the draft model's {field} is missing; remove {IDS_FLAG}")

@@ -1,9 +1,9 @@
-"""A draft vocabulary chosen at the start: the tokens of the target that a drafter may draft.
+"""Reduced draft vocabulary chosen at startup (FR-Spec): the hot tokens that a drafter may propose.
 
-A drafter that shares its target's `lm_head` reads all of it for every draft, which for a large
-vocabulary is most of what it reads. Texts use few tokens often, so the rows of those are gathered
-once, and drafts are scored by them alone. A token that is left out is never drafted, only chosen by
-the target, so the text stays what it is.
+A drafter that shares its target's `lm_head` reads all of it for every draft token, which dominates
+its memory traffic for a large vocabulary. Few tokens make up most of the output, so their LM-head
+rows are gathered once, and draft tokens are scored with these rows only. Other tokens are never
+proposed, only sampled by the target, so the output does not change.
 
 Source: FR-Spec, Zhao et al. 2025, arXiv:2502.14856.
 """
@@ -17,15 +17,16 @@ from jaxtyping import Int, Int32
 
 
 def read_token_map(path: str, vocab: int) -> tuple[int, ...]:
-    """The tokens that a file names, ascending: of equal scores the lower id is drafted first.
+    """Reads the token ids in a file, in ascending order: of equal scores the lower id is proposed
+    first.
 
     Args:
-      path: A JSON list of ids of the target's tokens, in any order.
-      vocab: Tokens of the target.
+      path: File with a JSON list of target token ids, in any order.
+      vocab: Vocabulary size of the target.
 
     Raises:
-      ValueError: The file is missing or no such list, an id is beyond the vocabulary, or one
-        stands twice; one sentence.
+      ValueError: The file is missing or not such a list, an id exceeds the vocabulary, or an id
+        occurs twice.
     """
     named = f"--speculative-token-map {path}"
     if path.endswith((".pt", ".pth", ".bin")):
@@ -42,28 +43,28 @@ def read_token_map(path: str, vocab: int) -> tuple[int, ...]:
         raise ValueError(f"{named} must be a JSON list of token ids with at least one")
     if (beyond := next((each for each in ids if not 0 <= each < vocab), None)) is not None:
         raise ValueError(
-            f"{named} names the token {beyond}, and the target has the tokens 0 to {vocab - 1}; "
-            "use a file that was made for this model"
+            f"{named} contains token {beyond}, but the target has tokens 0 to {vocab - 1}; use a "
+            "file that was made for this model"
         )
     ascending = sorted(ids)
     twice = [a for a, b in pairwise(ascending) if a == b]
     if twice:
-        raise ValueError(f"{named} names the token {twice[0]} twice; name each once")
+        raise ValueError(f"{named} contains token {twice[0]} twice; list each token once")
     return tuple(ascending)
 
 
 def most_frequent(
     counts: Int[np.ndarray, " vocab"], size: int, kept: Sequence[int] = ()
 ) -> Int32[np.ndarray, " size"]:
-    """The tokens that stand most often, ascending; of equals the lower id.
+    """Returns the most frequent tokens, in ascending order; ties go to the lower id.
 
     Args:
-      counts: How often each stands.
-      size: How many are asked for.
-      kept: Tokens that are among them however often they stand.
+      counts: Frequency of each token.
+      size: Number of tokens to return.
+      kept: Tokens that are always included.
 
     Raises:
-      ValueError: There are no so many tokens, or more that are kept.
+      ValueError: `size` exceeds the vocabulary, or is smaller than the number of `kept` tokens.
     """
     if not max(1, len({*kept})) <= size <= len(counts):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Whether two model folders have one tokenizer: the vocabularies of both tokenizers."""
+"""Comparison of the tokenizers of target and draft model."""
 
 from pathlib import Path
 
@@ -11,13 +11,13 @@ TOKENIZER_FILE = "tokenizer.json"
 def check_same_tokenizer(
     folder: str | Path, model: ModelConfig, draft_folder: str | Path, draft: ModelConfig
 ) -> None:
-    """Refuses a drafter whose tokens are not the target's.
+    """Checks that a draft model has the target's tokenizer.
 
-    What counts are the tokens that the tokenizers know; the models may pad them to different sizes.
-    Where the target's folder has no tokenizer, the padded sizes must be equal.
+    The vocabularies of the tokenizers must be equal; the models may pad them to different sizes. If
+    neither folder has a tokenizer, the padded sizes must be equal.
 
     Raises:
-      ValueError: They differ; one sentence that names the first difference.
+      ValueError: They differ; the message names the first difference.
     """
     ours, theirs = tokens_of(folder), tokens_of(draft_folder)
     if ours is None and theirs is None:
@@ -45,10 +45,10 @@ def check_same_tokenizer(
 
 
 def tokens_of(folder: str | Path) -> dict[str, int] | None:
-    """Every token that a folder's tokenizer knows, with its id; None without a tokenizer.
+    """Returns all tokens of a folder's tokenizer with their ids; None without a tokenizer.
 
     Raises:
-      ValueError: A file is broken; one sentence.
+      ValueError: A file is invalid.
     """
     tokenizer = open_tokenizer(folder)
     return None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)

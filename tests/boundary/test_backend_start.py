@@ -81,7 +81,9 @@ def with_rows(rows: int) -> tuple[Program, ...]:
 
 
 def test_a_verify_with_fewer_rows_than_requests_is_refused(framework):
-    with pytest.raises(ValueError, match="one verify row per batch row is required, got 3 in decode of 4 rows"):
+    with pytest.raises(
+        ValueError, match="one verify row per batch row is required, got 3 in decode of 4 rows"
+    ):
         made(framework, programs=with_rows(3))
 
 

@@ -77,7 +77,9 @@ def test_a_rank_that_does_not_come_is_named(mailboxes):
     with ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0)) for rank in (0, 1)]
         for rank, future in enumerate(waiting):
-            error = rf"rank 2 of 3 did not reach exchange 1 within 0.3 s \(waited on by rank {rank}\)"
+            error = (
+                rf"rank 2 of 3 did not reach exchange 1 within 0.3 s \(waited on by rank {rank}\)"
+            )
             with pytest.raises(RankMissingError, match=error):
                 future.result(10)
 

@@ -163,8 +163,14 @@ def test_experts_in_float32_are_counted_on_a_gpu(platform):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"intermediate": 24, "shared_intermediate": 24}, "expert widths that are multiples of 16, got 24"),
-        ({"shared_intermediate": 24}, "shared experts of the same width as the others .32., got 24"),
+        (
+            {"intermediate": 24, "shared_intermediate": 24},
+            "expert widths that are multiples of 16, got 24",
+        ),
+        (
+            {"shared_intermediate": 24},
+            "shared experts of the same width as the others .32., got 24",
+        ),
     ],
 )
 def test_experts_of_widths_that_no_kernel_takes_are_refused(platform, changed, said):

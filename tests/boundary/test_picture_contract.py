@@ -274,5 +274,7 @@ def test_a_start_without_a_tower_has_no_program_that_encodes():
     with pytest.raises(ValueError, match="encode of .* requires a vision-language model"):
         make_seeing_backend("reference", None, config, weights, replace(capacity(), pictures=None))
     small = replace(capacity(), pictures=replace(capacity().pictures, num_rows=PATCHES // 4))
-    with pytest.raises(ValueError, match="encode sizes must be multiples of .*, got encode of 1 rows, 128 patches"):
+    with pytest.raises(
+        ValueError, match="encode sizes must be multiples of .*, got encode of 1 rows, 128 patches"
+    ):
         make_seeing_backend("reference", MODEL, config, weights, small)

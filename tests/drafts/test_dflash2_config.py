@@ -72,7 +72,7 @@ REFUSED = {
     "conv_group_size": ({"conv_group_size": 5}, "must divide its hidden_size"),
     "selector_rank": ({"selector_rank": None}, "got None"),
     "selector_top_k": ({"selector_top_k": 65}, "1 to 64"),
-    "draft_vocab_size": ({"draft_vocab_size": 100}, "tokens a DFlash2 head selects"),
+    "draft_vocab_size": ({"draft_vocab_size": 100}, "DFlash2 does not support a draft vocabulary"),
     "markov_rank": ({"markov_rank": 16}, "DSpark"),
     "output_multiplier": ({"output_multiplier": 2.0}, "must be 1.0"),
 }
@@ -88,7 +88,7 @@ def test_what_is_not_supported_is_refused_by_its_name(field):
 
 
 def test_a_head_that_is_padded_otherwise_than_its_target_is_refused():
-    with pytest.raises(ValueError, match="selector counts the target's tokens"):
+    with pytest.raises(ValueError, match="selector is indexed by the target's tokens"):
         DraftConfig.from_dict({**CONFIG, "vocab_size": TARGET.vocab + 8}, TARGET, None, 99)
 
 
@@ -97,7 +97,9 @@ def test_it_is_told_from_a_dflash_head(tmp_path):
     path = tmp_path / "head" / "config.json"
     path.write_text(json.dumps(tiny_block_config(TARGET)), encoding="utf-8")
     other = DraftConfig.from_folder(tmp_path / "head", TARGET)
-    with pytest.raises(CheckpointError, match="DFLASH2 head, its config.json describes a DFLASH"):
+    with pytest.raises(
+        CheckpointError, match="DFLASH2 head, but its config.json describes a DFLASH"
+    ):
         check_head(open_head(tmp_path / "head"), other)
     line = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "head"]
     setup = Setup(options=parse(line), model=TARGET, has_mtp=False, head_kind="DFLASH2", block=4)

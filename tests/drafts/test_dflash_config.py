@@ -112,7 +112,7 @@ REFUSED = {
     "draft_vocab_size": ({"draft_vocab_size": 999}, "1 to 272"),
     "speculators_model_type": ({"speculators_model_type": "xpress"}, "xpress"),
     "sample_from_anchor": ({"sample_from_anchor": True}, "own slot"),
-    "unheard_of": ({"unheard_of": 3}, "take the field out"),
+    "unheard_of": ({"unheard_of": 3}, "remove the field"),
     "block_size": ({"block_size": 1}, "2 to 17"),
     "mask_token_id": (dflash(mask_token_id=TARGET.vocab), "below"),
     "target_layer_ids": (dflash(target_layer_ids=[2, 9]), "different layers of the target"),
@@ -127,7 +127,7 @@ REFUSED = {
 
 
 OF_ANOTHER_KIND = [
-    *(("layer_types", value, "list names") for value in (5, True, {}, [[]] * 4)),
+    *(("layer_types", value, "list strings") for value in (5, True, {}, [[]] * 4)),
     *(("is_causal", value, "be true or false") for value in (1, "x", [])),
     ("sliding_window_non_causal", "x", "be true or false"),
     ("sample_from_anchor", 0, "be true or false"),
@@ -164,9 +164,9 @@ def test_what_is_not_supported_is_refused_by_its_name(field):
 @pytest.mark.parametrize(
     ("tensor", "model"),
     [
-        ("selector.weight", "no place in a DFLASH head"),
+        ("selector.weight", "not part of a DFLASH head"),
         ("domino_gru.weight", "Domino"),
-        ("markov_head.weight", "no place in a DFLASH head"),
+        ("markov_head.weight", "not part of a DFLASH head"),
         ("layers.7.mlp.up_proj.weight", "layers.7.mlp.up_proj.weight"),
     ],
 )
@@ -226,7 +226,7 @@ def test_a_shape_that_is_the_blocks_may_be_given():
     [
         (TreeShape.chain(4, 4), "chains of at most 4 nodes, got 5"),
         (TreeShape(4, 2, 2, 16), "chains of at most 4 nodes, got 4 nodes and width 2"),
-        (TreeShape.chain(2, 4), "writes so many positions past the length, .* has room for 3"),
+        (TreeShape.chain(2, 4), "positions past the length, .* reserves 3"),
     ],
     ids=str,
 )

@@ -106,7 +106,7 @@ def test_ids_that_may_be_inputs_or_outputs_of_layers_are_refused_until_a_flag_te
     eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     listed = {"eagle_aux_hidden_state_layer_ids": ids}
     fields = {"eagle_config": listed} if nested else {"eagle_config": {}, **listed}
-    with pytest.raises(ValueError, match="whether outputs or inputs of these layers are read"):
+    with pytest.raises(ValueError, match="is ambiguous: outputs or inputs"):
         parsed("EAGLE3", eight, **fields)
     config = tiny_head_config(eight, "EAGLE3", **fields)
     told = [DraftConfig.from_dict(config, eight, which).aux_streams for which in Ids]
@@ -119,7 +119,7 @@ def test_a_flag_about_listed_layers_is_refused_where_none_are_listed():
         tiny_head_config(eight, "EAGLE3", eagle_config={}),
         tiny_head_config(eight, "EAGLE"),
     ):
-        with pytest.raises(ValueError, match="leave --speculative-draft-layer-ids out"):
+        with pytest.raises(ValueError, match="remove --speculative-draft-layer-ids"):
             DraftConfig.from_dict(config, eight, Ids.INPUTS)
 
 
@@ -161,8 +161,8 @@ REFUSED_CONFIGS = {
     "token map": ("EAGLE", {"hot_vocab_size": 64}, "hot_vocab_size"),
     "quantised": ("EAGLE3", {"quantization_config": {"bits": 4}}, "quantization_config"),
     "vision": ("EAGLE3", {"vision_config": {}, "text_config": {"a": 1}}, "text_config"),
-    "another target": ("EAGLE", {"hidden_size": 32}, "hidden_size (32) does not fit"),
-    "another target's streams": ("EAGLE3", {"hidden_size": 32}, "hidden_size (32) does not fit"),
+    "another target": ("EAGLE", {"hidden_size": 32}, "hidden_size (32) does not match"),
+    "another target's streams": ("EAGLE3", {"hidden_size": 32}, "hidden_size (32) does not match"),
     "a wrong target size": ("EAGLE3", {"target_hidden_size": 99}, "target_hidden_size (99)"),
     "an EAGLE head of its own size": (
         "EAGLE",
@@ -188,7 +188,7 @@ REFUSED_CONFIGS = {
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}},
         "eagle_aux_hidden_state_layer_ids",
     ),
-    "default streams of a shallow target": ("EAGLE3", {"eagle_config": {}}, "are not given"),
+    "default streams of a shallow target": ("EAGLE3", {"eagle_config": {}}, "is missing"),
     "a relative": ("EAGLE3", {"speculators_model_type": "peagle"}, "peagle"),
     "latent attention": (
         "EAGLE3",
@@ -209,10 +209,13 @@ def test_what_a_head_may_not_be_is_refused_by_the_name_of_its_field(case):
 
 NORMS = ("fc_norm", "use_aux_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 OF_ANOTHER_KIND = [
-    *(("draft_vocab_size", value, "be a non-negative integer") for value in ("x", "", True, 2.5, [1], {})),
+    *(
+        ("draft_vocab_size", value, "be a non-negative integer")
+        for value in ("x", "", True, 2.5, [1], {})
+    ),
     *((field, "x", "be true or false") for field in (*NORMS, "bias", "qkv_bias")),
     ("tie_word_embeddings", 0, "be true or false"),
-    *(("architectures", value, "list names") for value in (5, True, [["LlamaForCausalLM"]])),
+    *(("architectures", value, "list strings") for value in (5, True, [["LlamaForCausalLM"]])),
     ("speculators_model_type", ["eagle3"], "be a string"),
 ]
 

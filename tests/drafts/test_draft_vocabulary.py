@@ -46,9 +46,9 @@ def test_a_list_in_any_order_is_read_ascending(tmp_path):
 
 
 REFUSED = {
-    "beyond the vocabulary": ([1, 288], r"the token 288, and the target has the tokens 0 to 287"),
-    "below it": ([-1, 1], "the token -1"),
-    "twice": ([5, 9, 5], "the token 5 twice"),
+    "beyond the vocabulary": ([1, 288], r"token 288, but the target has tokens 0 to 287"),
+    "below it": ([-1, 1], "token -1"),
+    "twice": ([5, 9, 5], "token 5 twice"),
     "no list": ({"ids": [1]}, "must be a JSON list of token ids"),
     "empty": ([], "at least one"),
     "other things": ([1, True], "must be a JSON list of token ids"),

@@ -89,7 +89,7 @@ REFUSED = {
     "markov_head_type": ({"markov_head_type": "fir"}, "vanilla, gated, rnn"),
     "block_size": ({"block_size": 17}, "2 to 16"),
     "projector_type": ({"projector_type": "dflash"}, "dspark"),
-    "confidence_temperatures": ({"confidence_temperatures": [1.5]}, "take the field out"),
+    "confidence_temperatures": ({"confidence_temperatures": [1.5]}, "remove the field"),
     "conv_kernel_size": ({"conv_kernel_size": 3}, "DFlash2"),
 }
 
@@ -104,7 +104,7 @@ def test_what_is_not_supported_is_refused_by_its_name(field):
 
 
 def test_a_head_that_is_padded_otherwise_than_its_target_is_refused():
-    with pytest.raises(ValueError, match="Markov step counts the target's tokens"):
+    with pytest.raises(ValueError, match="Markov step is indexed by the target's tokens"):
         DraftConfig.from_dict({**CONFIG, "vocab_size": TARGET.vocab + 8}, TARGET, None, 99)
 
 
@@ -133,7 +133,9 @@ def test_the_files_decide_whether_there_is_a_confidence_and_what_it_reads(
 def test_tensors_of_another_kind_are_refused_by_name(tmp_path):
     head = write_tiny_spark(tmp_path / "head", TARGET, WEIGHTS, 3)
     files, dflash = open_head(tmp_path / "head"), tiny_block_config(TARGET)
-    with pytest.raises(CheckpointError, match="DSPARK head, its config.json describes a DFLASH"):
+    with pytest.raises(
+        CheckpointError, match="DSPARK head, but its config.json describes a DFLASH"
+    ):
         check_head(files, DraftConfig.from_dict(dflash, TARGET))
     path = tmp_path / "head" / SINGLE_FILE
     save_file({**load_file(path), "markov_head.gate_proj.weight": np.zeros((2, 2), "f4")}, path)

@@ -27,7 +27,7 @@ def config_of(family, place=None, value=None):
 
 BETA = "rope_parameters.llama_4_scaling_beta"
 REFUSED = {
-    "list names": [
+    "list strings": [
         *(("llama", "architectures", value) for value in (5, True, "LlamaForCausalLM", {}, [[]])),
         *(("llama", "layer_types", value) for value in (True, 0, "full_attention", [None], [{}])),
         ("olmo3", "layer_types", [["full_attention"]] * 3),
@@ -125,7 +125,7 @@ def test_queries_do_not_grow_by_nothing(growth):
 
 def test_a_file_that_is_nested_without_end_is_refused(tmp_path):
     """Whoever wrote its values into a sentence would recurse as deep."""
-    for levels, told in ((MOST_LEVELS + 1, "more than 64 levels"), (10**5, "not valid JSON")):
+    for levels, told in ((MOST_LEVELS + 1, "deeper than 64 levels"), (10**5, "not valid JSON")):
         text = json.dumps(config_of("llama"))[:-1]
         deep = f'{text}, "vocab_size": {"[" * levels}{"]" * levels}}}'
         (tmp_path / "config.json").write_text(deep, encoding="utf-8")

@@ -150,7 +150,7 @@ FAULTS = {
     f"no tensor {QUERY}_scale_inv or {QUERY}_scale, the scales of {QUERY}": lambda t: {
         n: x for n, x in t.items() if n != f"model.{QUERY}_scale_inv"
     },
-    r"layers\.0\.mlp\.gate\.bias_scale_inv is not supported": lambda t: {
+    r"layers\.0\.mlp\.gate\.bias_scale_inv is not part of": lambda t: {
         **t,
         f"{LAYER}mlp.gate.bias_scale_inv": ("F32", np.zeros((1, 1), np.float32)),
     },

@@ -312,7 +312,7 @@ def test_experts_behind_which_something_else_stands_are_refused():
     for change in ({"norms_behind": True}, {"residual_factor": 0.5}):
         with pytest.raises(ValueError, match="MoE layers with post-norms"):
             replace(config, **change)
-    with pytest.raises(ValueError, match="no biases and no groups"):
+    with pytest.raises(ValueError, match="not supported with score biases or expert groups"):
         replace(config.experts, has_score_bias=True)
     with pytest.raises(ValueError, match="softmax or sigmoid"):
         replace(config.experts, scores="sqrt")

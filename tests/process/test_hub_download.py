@@ -93,7 +93,9 @@ def test_disk_too_small_error_before_weights(hub, model, monkeypatch):
     monkeypatch.setattr(
         hub_files.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 8, 1)
     )
-    assert "free some space, or give another folder as --download-dir" in refused("--model-path", ID)
+    assert "free some space, or give another folder as --download-dir" in refused(
+        "--model-path", ID
+    )
     assert hub.paths().count(WEIGHTS) == 1
 
 

@@ -179,7 +179,9 @@ def test_draft_map_checked_before_weights_are_downloaded(hub, tmp_path):
     hub.add(HEAD_ID, tmp_path / "head")
     flags = ["--model-path", str(tmp_path / "source"), "--speculative-algorithm", "EAGLE3"]
     hub.damages = True  # the first bytes of a header are its length
-    assert "not a valid safetensors file" in refused(*flags, "--speculative-draft-model-path", HEAD_ID)
+    assert "not a valid safetensors file" in refused(
+        *flags, "--speculative-draft-model-path", HEAD_ID
+    )
 
 
 OTHER_FORMATS = {

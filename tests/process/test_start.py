@@ -214,7 +214,7 @@ SMALL_REFUSED = {
     "another tokenizer": (another_tokenizer, "another tokenizer than the target"),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "other shapes": (lambda f: edit_config(f, intermediate_size=8), "shape"),
-    "experts": (lambda f: edit_config(f, num_experts=8), "the draft model cannot be served"),
+    "experts": (lambda f: edit_config(f, num_experts=8), "the draft model is not supported"),
     "pickled weights": (pickle_head, "pytorch_model.bin"),
 }
 
