@@ -1,9 +1,8 @@
 """Interface between the host engine and a device backend.
 
 The host describes one step in a `StepPlan` and passes it to `Backend.submit`, which returns at
-once. The result arrives in a `StepFuture`. A plan is one int32 buffer and its fields are views into
-it, so a step needs one upload. A result is one int32 array, so a step needs one download.
-`shared.boundary.buffers` defines both layouts.
+once. The result arrives in a `StepFuture`. A plan is one int32 buffer and a result is one int32
+array, so a step needs one upload and one download. `shared.boundary.buffers` defines both layouts.
 
 Invariants of every backend, each tested by `tests/boundary/test_backend_contract.py`:
 - order: steps take effect in the order of submission.
@@ -15,14 +14,11 @@ Invariants of every backend, each tested by `tests/boundary/test_backend_contrac
   slot's length.
 - independence: a row's tokens depend neither on other rows nor on padding. Its token count does not
   either, if each node has a verify row.
-- isolation: NaN in a row fails that row, not the step, and does not affect later owners of its
-  pages.
+- isolation: NaN in a row fails only that row and does not affect later owners of its pages.
 - readiness: `submit` compiles and captures nothing; a program that is not prepared is an error.
-- beginnings: a row starts in a prefill or a count step. Decode and draft steps reset and restore
-  nothing.
-- pictures: an encode step writes as many consecutive encoder-cache rows as the image has tokens,
-  from `place` on. Their values do not depend on other contents of the cache. A prefill reads the
-  rows that its plan names.
+- beginnings: a row starts in a prefill or count step; other steps reset and restore nothing.
+- pictures: an encode step writes as many encoder-cache rows as the image has tokens, from `place`
+  on. They do not depend on other rows of the cache. A prefill reads the rows that its plan names.
 
 Page, slot, snapshot and encoder-cache row 0 are reserved for writes of padding; nothing reads them.
 """
@@ -87,8 +83,8 @@ class Capacity:
       texts: N-gram table on the device; None if no program drafts from it.
 
     Raises:
-      ValueError: The accept rule requires chains and a program verifies trees or merges n-gram
-        drafts, or it is combined with simulated acceptance; or `accept_rates` is empty.
+      ValueError: The accept rule requires chains and a program verifies trees; or it is combined
+        with simulated acceptance; or `accept_rates` is empty.
     """
 
     page_size: int
@@ -128,9 +124,7 @@ class Capacity:
 
     @cached_property
     def simulated_accept_length(self) -> float | None:
-        """Mean tokens per step under simulated acceptance, if each level has a draft token; else
-        None.
-        """
+        """Mean tokens per step of a full-depth tree under simulated acceptance, else None."""
         if self.accept_rates is None:
             return None
         return 1 + sum(
@@ -200,10 +194,9 @@ class Blueprint:
       capacity: Limits and programs that the backend must provide.
       dtype: Dtype of weights, KV and activations, float32 or bfloat16.
       on_gpu: True if steps run on a GPU.
-      captured: Kinds of steps that a backend captures as graphs, if it captures steps on a GPU.
-      in_words: Target parameters stored as W8A16 FP8 weights; see `shared.models.fp8_words`.
-      in_codes: Target parameters used as W8A8: FP8 weights with quantised activations; see
-        `shared.spec.fp8_activations`.
+      captured: Kinds of steps to capture as graphs, for a backend that captures steps on a GPU.
+      in_words: Parameters stored as W8A16 FP8 weights; see `shared.models.fp8_words`.
+      in_codes: Parameters used as W8A8 (FP8 activations too); see `shared.spec.fp8_activations`.
       ranks: The tensor-parallel group, and the rank of this backend in it.
     """
 
@@ -237,8 +230,7 @@ class Prefill:
       tokens: Prompt tokens of all rows; padding from `row_starts[B]` on.
       row_starts: Index of each row's first token, and the end.
       first_positions: Position of each row's first token, equal to its slot's length so far.
-      ends_prompt: 1 if the step samples the row's next token; 0 if the prompt continues in a later
-        step.
+      ends_prompt: 1 if the step samples the row's next token; 0 if the prompt continues.
       next_tokens: Prompt token after the row's chunk; not read where `ends_prompt` is 1.
       pictures: Image inputs; None for a text-only model.
     """
@@ -291,8 +283,8 @@ class Draft:
 class Count:
     """Adds prompt tokens that a cache hit skips in the prefill to the token counts of their row.
 
-    A row is counted from its first token up to and including the first token of its prefill, in one
-    or more steps. The first of these steps starts the row instead of the prefill.
+    A row is counted from its first token through the first token of its prefill, in one or more
+    steps. The first of them starts the row instead of the prefill.
 
     Attributes:
       tokens: Tokens of all rows; padding from `row_starts[B]` on.
@@ -309,10 +301,9 @@ class Count:
 class Snapshots:
     """Recurrent state to restore before and to save within a step; snapshot 0 means none.
 
-    A decode step can save the state at any length that it passes. A prefill saves it only at
-    lengths where the chunked delta rule computes one: a multiple of `shared.spec.gated_delta.CHUNK`
-    tokens after the row's first token in this step, or after its last. At other lengths nothing is
-    saved, and `StepResult.saved` is 0.
+    A decode step can save the state at any length that it passes. A prefill can save it where the
+    chunked delta rule computes one: a multiple of `shared.spec.gated_delta.CHUNK` tokens after the
+    row's first token in this step, or after its last. Elsewhere `StepResult.saved` is 0.
 
     Attributes:
       restore: Snapshot from which a starting row takes its state.
@@ -393,8 +384,7 @@ class StepResult:
       saved: 1 if the row's snapshot was written.
       drafts, parents, num_nodes: The draft trees.
       origins: Sources of their nodes; None if the plan contained no n-gram drafts.
-      logprobs: Logprobs of the output tokens of rows that request them, 0 elsewhere; None if the
-        program computes none.
+      logprobs: Logprobs of the output tokens of rows that request them; None without the feature.
       scores: Prompt logprobs: entry t is of the token after flat token t of a prefill, which may be
         the newest one; 0 for padding. None if the program computes none.
       device_seconds: Device time of the step; None if it is unknown (after idling).
@@ -422,11 +412,7 @@ class StepFuture(Protocol):
 
 
 class Backend(Protocol):
-    """A device that runs steps.
-
-    The backend's module also has a function `workspace`, which takes a `Blueprint` and serves
-    before a backend exists.
-    """
+    """A device that runs steps; its module also has a function `workspace` of a `Blueprint`."""
 
     capacity: Capacity
 

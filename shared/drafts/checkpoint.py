@@ -1,7 +1,7 @@
 """Checkpoint of a draft head: its parameters, and the detection of its kind from tensor names.
 
-A head of another kind often loads without an error and then proposes tokens that are never
-accepted. The names of its tensors are therefore checked against the requested kind.
+A head of another kind often loads without an error and then drafts tokens that are never accepted,
+so the kind is checked.
 """
 
 from collections.abc import Callable, Collection
@@ -140,8 +140,7 @@ def is_head(names: Collection[str]) -> bool:
 
 
 def kind_of(names: Collection[str]) -> str:
-    """Returns the kind of a draft head by its tensor names; "NEXTN" for an MTP layer in the
-    speculators format.
+    """Returns the kind of a draft head by its tensor names; "NEXTN" for a speculators MTP layer.
 
     Raises:
       CheckpointError: The tensors are of another drafter, or of a whole model.
@@ -181,8 +180,7 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
 
     Args:
       config: Config of the head.
-      names: Tensors of its checkpoint, which select between two spellings of some names; None
-        before it is opened.
+      names: Tensor names, which select between two spellings; None before the files are opened.
     """
     names = names or ()
     tensors = [by_columns("fc", "fc.weight", (config.layer.hidden, config.fc_inputs))]
@@ -338,10 +336,8 @@ def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter
 
 
 def open_head(folder: str | Path) -> Checkpoint:
-    """Opens the safetensors files of a draft model's folder.
-
-    Raises:
-      CheckpointError: See `checkpoint.open_checkpoint`; the message names the draft model.
+    """Opens the safetensors files of a draft model's folder; raises `CheckpointError` if it
+    cannot.
     """
     if fault := folder_fault(Path(folder), DRAFT_FOLDER):
         raise CheckpointError(fault)
@@ -411,8 +407,7 @@ def _named(kind: str) -> str:
 def draft_ids(checkpoint: Stored, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:
     """Returns the target token id of each draft token; `d2t` stores target id minus draft id.
 
-    A map with ids instead of differences is an error: added to the draft ids they would leave the
-    vocabulary.
+    A map of ids instead of differences is an error: the sums would exceed the vocabulary.
 
     Raises:
       CheckpointError: `d2t` is missing or not a map into the vocabulary, or `t2d` contradicts it.
