@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from docs.make import draw
+from docs.make import agreement_table, draw
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MAX_WORDS, MAX_COLUMNS, MAX_LINES_BELOW_HEADING = 900, 100, 25
 USER_PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
 USER_PAGES += ("deployment", "troubleshooting", "troubleshooting_requests")
-INTERNALS = ("architecture", "kernels/*", "invariants", "invariants/*")
+INTERNALS = ("architecture", "backend_interface", "dependencies", "drafter_internals", "kernels/*")
+INTERNALS += ("model_execution", "numerics", "numerics/*", "scheduler_and_cache", "server")
+INTERNALS += ("shadow_verification", "invariants", "invariants/*")
 FIGURE_PAGES = {"kernels/measurements.md"}
 MEASURED = re.compile(r"\d (?:us|ms|GB/s|TB/s|TFLOP/s)\b|\d times as (?:fast|slow)")
 
@@ -100,6 +102,11 @@ def test_invariants_index_links_every_page() -> None:
         r"^\| \[[^\]]+\]\((invariants/\w+\.md)\)", read("invariants.md"), re.MULTILINE
     )
     assert sorted(linked) == INVARIANTS
+
+
+def test_agreement_tables_equal_results() -> None:
+    page = agreement_table.PAGE.read_text(encoding="utf-8")
+    assert page == agreement_table.with_tables(page), "run python -m docs.make.agreement_table"
 
 
 @pytest.mark.parametrize("name", draw.drawings())
