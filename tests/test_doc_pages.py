@@ -1,4 +1,4 @@
-"""Pages of docs: form, generated parts, and a test for each invariant."""
+"""Pages of docs: opening, generated parts, and a test for each invariant."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,6 @@ from docs.make import agreement_table, draw
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-MAX_WORDS, MAX_COLUMNS, MAX_LINES_BELOW_HEADING = 900, 100, 25
 USER_PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
 USER_PAGES += ("deployment", "troubleshooting", "troubleshooting_requests")
 INTERNALS = ("architecture", "backend_interface", "dependencies", "drafter_internals", "kernels/*")
@@ -54,25 +53,10 @@ def invariants() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_length_and_width(name: str) -> None:
-    text = read(name)
-    assert len([word for word in text.split() if re.search(r"\w", word)]) <= MAX_WORDS
-    assert not [line for line in prose(text) if len(line) > MAX_COLUMNS]
-
-
-@pytest.mark.parametrize("name", PAGES)
 def test_page_starts_with_table_picture_or_code(name: str) -> None:
     lines = read(name).splitlines()
     assert lines[0].startswith(("# ", "<!--"))
     assert any(line.startswith(("|", "```", "![")) for line in lines[:12])
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_page_has_heading_every_25_lines(name: str) -> None:
-    """Rows of tables and lines of code do not count."""
-    text = read(name)
-    for part in re.split(r"^#+ .*$", text, flags=re.MULTILINE):
-        assert len([line for line in prose(part) if line]) <= MAX_LINES_BELOW_HEADING
 
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in INVARIANTS])
