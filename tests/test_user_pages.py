@@ -1,0 +1,96 @@
+"""Names on the pages for users exist in the code: flags, fields, parsers, routes, examples."""
+
+import ast
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from shared.offline.params import SamplingParams
+from shared.offline.results import Output, RequestOutput
+from shared.options.command_line import FLAGS
+from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
+from shared.server.openai_types import ChatRequest, CompletionRequest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
+PAGES += ("troubleshooting", "troubleshooting_requests")
+OF_OTHER_PROGRAMS = {
+    "install": {"--version", "--index-url", "--base-url", "--backend"},
+    "http_api": {"--dataset-name", "--request-rate", "--max-concurrency", "--out", "--html"},
+    "clients": {"--auth-type", "--model", "--model_args", "--openai-api-base"},
+    "troubleshooting": {"--help"},
+}
+"""Flags of `tandem`, its benches, pip and clients."""
+
+
+def page(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+
+
+def section(name: str, heading: str) -> str:
+    """The text of a page below a heading, up to the next one."""
+    return page(name).split(f"# {heading}\n", 1)[1].split("\n#", 1)[0]
+
+
+def names(text: str) -> set[str]:
+    """Identifiers in code spans, without a leading dot or an object."""
+    return {word.rpartition(".")[2] for word in re.findall(r"`([\w.\[\]]+)`", text)}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_flags_on_page_exist(name: str) -> None:
+    named = {*re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9]", page(name))}
+    others = OF_OTHER_PROGRAMS.get(name, set())
+    assert others <= named
+    assert named - others <= FLAGS.keys()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_examples_on_page_parse(name: str) -> None:
+    for language, text in re.findall(r"```(\w+)\n(.*?)```", page(name), re.DOTALL):
+        if language == "python":
+            ast.parse(text)
+        elif language == "json":
+            json.loads(text)
+
+
+def test_http_api_page_request_fields_exist() -> None:
+    cells = re.findall(r"^\| (`.+?) \|", section("http_api", "Extra request fields"), re.MULTILINE)
+    named = names("\n".join(cells))
+    assert len(named) > 12
+    assert named <= {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+
+
+def test_http_api_page_routes_exist() -> None:
+    first = page("http_api").split("\n## ")[0]
+    cells = re.findall(r"^\| (.+?) \|", first, re.MULTILINE)
+    routes = {each for cell in cells for each in re.findall(r"/[\w./]*", cell)}
+    code = "\n".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "shared" / "server").rglob("*.py")
+    )
+    written = {re.sub(r"\{[^}]+\}", "X", each) for each in re.findall(r'"(/[^"\s]*)"', code)}
+    assert len(routes) > 12
+    assert {re.sub(r"\b(ID|NAME)\b", "X", each) for each in routes} <= written
+
+
+def test_structured_output_page_lists_all_parsers() -> None:
+    spans = {*re.findall(r"`([^`]+)`", section("structured_output", "Parsers"))}
+    assert {*REASONING_PARSERS, *TOOL_CALL_PARSERS} <= spans
+
+
+def test_python_page_lists_all_sampling_parameters() -> None:
+    table = section("python", "SamplingParams")
+    spans = names("\n".join(line for line in table.splitlines() if line.startswith("|")))
+    options = {"json", "regex", "choice", "grammar"}
+    assert spans - options == {item.name for item in fields(SamplingParams)}
+
+
+def test_python_page_lists_all_result_fields() -> None:
+    cells = re.findall(r"^\| (`.+?) \|", section("python", "RequestOutput"), re.MULTILINE)
+    named = {re.sub(r"\[i\]$", "", each) for each in names("\n".join(cells))}
+    of_output = {item.name for item in fields(Output)} - {"index"}
+    of_request = {item.name for item in fields(RequestOutput)} - {"outputs"}
+    assert named == of_output | of_request
