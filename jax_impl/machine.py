@@ -37,7 +37,7 @@ class Machine(NamedTuple):
 
     def samples(self, program: Program) -> bool:
         """Whether a step samples its drafts from the drafter, to be judged by a rejection rule."""
-        return program.drafts_on_device and self.capacity.accept_rule != "match"
+        return program.drafts_on_device and self.capacity.accept_rule != "exact"
 
     def streams(self, program: Program) -> tuple[int, ...]:
         """The residual streams that a step keeps for the drafter."""

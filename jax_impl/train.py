@@ -212,7 +212,7 @@ def _refuse_shapes(given: argparse.Namespace) -> None:
             raise ValueError(f"{flag} is for --draft {', '.join(kinds)}; leave it out")
         if given.start:
             raise ValueError(f"{flag} is of a fresh head, and --start has one; leave {flag} out")
-    if given.speculative_draft_layer_ids and (given.draft not in LISTING or not given.start):
+    if given.speculative_aux_layer_convention and (given.draft not in LISTING or not given.start):
         raise ValueError(
             f"{IDS_FLAG} is for --draft {', '.join(LISTING)} with a head as --start; leave it out"
         )
@@ -265,7 +265,7 @@ def _train_head(given: argparse.Namespace) -> None:
         export.save_mtp(given.out, given.target, config, _run(given, made, rows))
         return
     head_json = _head_json(given, config)
-    told = given.speculative_draft_layer_ids
+    told = given.speculative_aux_layer_convention
     draft_config = DraftConfig.from_dict(head_json, config, told and Ids(told))
     if given.start:
         draft_config = tasks.started(draft_config, given.draft, given.start, stored)
@@ -392,7 +392,7 @@ def _note(given: argparse.Namespace, facts: dict[str, Any]) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     files = {"data": [path.name for path in given.data], "devices": jax.device_count()}
     files["start"] = given.start and str(given.start.resolve())
-    files["layer_ids"] = given.speculative_draft_layer_ids
+    files["layer_ids"] = given.speculative_aux_layer_convention
     note_run(folder, {name: getattr(given, name) for name in OF_A_RUN} | files | facts)
 
 

@@ -40,7 +40,7 @@ class Machine:
 
     def samples(self, program: Program) -> bool:
         """Whether drafts are sampled from the drafter, and judged by a rejection rule."""
-        return program.drafts_on_device and self.capacity.accept_rule != "match"
+        return program.drafts_on_device and self.capacity.accept_rule != "exact"
 
     def streams(self, program: Program) -> tuple[int, ...]:
         """The residual streams that a step keeps for the drafter."""

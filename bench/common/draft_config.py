@@ -16,9 +16,9 @@ SHAPE_FLAGS = {
     "L": "--speculative-simulate-accept-length",
 }
 RULE_FLAGS = {
-    "match": ("--accept-rule", "match"),
-    "rejection": ("--accept-rule", "rejection"),
-    "block": ("--accept-rule", "rejection", "--block-verification"),
+    "exact": ("--speculative-accept-rule", "exact"),
+    "rejection": ("--speculative-accept-rule", "rejection"),
+    "block": ("--speculative-accept-rule", "rejection", "--speculative-use-block-verification"),
 }
 """Flags of the setting `rule`."""
 

@@ -51,7 +51,7 @@ class Step:
         return f"{self.model}, {Draft.parse(self.drafts)}, {work}"
 
 
-ON_DEVICE = ("--speculative-ngram-index", "table")
+ON_DEVICE = ("--speculative-ngram-backend", "device")
 STEPS = (
     Step("qwen3-8b", "none", 1, 2**20),
     Step("qwen3-8b", "EAGLE3:S=3,k=1,N=4", 1, 2**20),

@@ -89,7 +89,7 @@ def _models() -> Iterator[tuple[Path, str, tuple[str, ...]]]:
         for name, folder in folders_of(model, {}).items():
             if (folder / "config.json").is_file():
                 yield model, name, ()
-    yield DEMO / "target", "NGRAM", ("--speculative-ngram-index", "table")
+    yield DEMO / "target", "NGRAM", ("--speculative-ngram-backend", "device")
     yield DEMO / "target", "NEXTN+NGRAM", ()
 
 

@@ -78,7 +78,7 @@ def sums_of(
     backend: str, model: Path, options: argparse.Namespace, ranks: int = 1
 ) -> dict[str, list[tuple[list[int], Sums]]]:
     """The output of each task and the sum behind each of its tokens, by the tasks' kind."""
-    words = ["--model-path", str(model), "--dtype", options.dtype, "--overlap", "0"]
+    words = ["--model-path", str(model), "--dtype", options.dtype, "--overlap-depth", "0"]
     words += ["--disable-cuda-graph"] if backend == "torch" else []
     words += [*options.flags.split(), "--tp-size", str(ranks)]
     tokenizer = Tokenizer.from_folder(model)

@@ -1,7 +1,7 @@
 """Two configurations in turn in one run, and the ratio of their times with its spread.
 
     python -m bench.steps.compare --model bench/shapes/qwen3-8b --batch 8 \
-        --a "torch none" --b "torch EAGLE3:S=3,L=2.5 --overlap 0"
+        --a "torch none" --b "torch EAGLE3:S=3,L=2.5 --overlap-depth 0"
 
 A side is a backend, a drafter, and flags of the server. Both engines stay ready; they serve the
 same batch one after the other, A B A B, so that what slows the machine for a while slows both. A

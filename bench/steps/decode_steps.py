@@ -147,7 +147,7 @@ def begun(
 def flags(options: argparse.Namespace, overlap: int | None) -> list[str]:
     """Of the server."""
     found = ["--load-format", options.load_format]
-    found += [] if overlap is None else ["--overlap", str(overlap)]
+    found += [] if overlap is None else ["--overlap-depth", str(overlap)]
     return found + ["--dtype", options.dtype, *shlex.split(options.flags)]
 
 
@@ -286,7 +286,7 @@ def options() -> argparse.ArgumentParser:
     parser = decode_options(__doc__)
     side_options(parser)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--overlap", nargs="+", type=int, choices=(0, 1, 2), default=[1])
+    parser.add_argument("--overlap-depth", nargs="+", type=int, choices=(0, 1, 2), default=[1])
     parser.add_argument("--tp-size", nargs="+", type=int, default=[1], help="ranks, a GPU each")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     parser.add_argument("--top-p", type=float, default=1.0, help="of rows with a temperature")

@@ -174,7 +174,7 @@ def run(options: argparse.Namespace, command: str) -> Line:
             side.release()
             reset_peak(backend)
             words = ["--model-path", folder, "--load-format", "dummy", *options.flags.split()]
-            words += ["--max-picture-tokens", str(max(options.tokens))]
+            words += ["--max-image-tokens", str(max(options.tokens))]
             context = max(options.tokens) + 2 * AROUND + options.output
             # Pictures come as pixels here: nothing is decoded, so nothing has to be installed.
             with patch.object(starting, "find_spec", lambda name: True):

@@ -76,7 +76,7 @@ class Capacity:
       max_stop_ids, max_bias, max_logprobs: Widths M and K of fields of the plan and of the result.
       max_scores: Width K of a result's prompt logprobs.
       accept_rule: Name of the rule in `shared.spec.acceptance.RULES` that accepts draft tokens. All
-        rules but "match" require draft chains.
+        rules but "exact" require draft chains.
       accept_rates: Acceptance rate of each draft level if acceptance is simulated, else None; see
         `shared.spec.acceptance.simulate`.
       pictures: Encoder cache; None for a text-only model, whose plans contain no images.
@@ -99,7 +99,7 @@ class Capacity:
     max_bias: int
     max_logprobs: int
     max_scores: int = 0
-    accept_rule: str = "match"
+    accept_rule: str = "exact"
     accept_rates: tuple[float, ...] | None = None
     pictures: PicturePool | None = None
     texts: TextTable | None = None
@@ -110,12 +110,12 @@ class Capacity:
         )
         if any(p.has(Extra.COPIES) for p in self.programs):
             widest = max(widest, 2)  # n-gram drafts are siblings of the drafter's
-        if self.accept_rule != "match" and widest > 1:
+        if self.accept_rule != "exact" and widest > 1:
             raise ValueError(
                 f"accept_rule {self.accept_rule} requires draft chains, but a program verifies "
                 f"trees of width {widest}"
             )
-        if self.accept_rule != "match" and self.accept_rates is not None:
+        if self.accept_rule != "exact" and self.accept_rates is not None:
             raise ValueError(
                 f"accept_rule {self.accept_rule} is not supported with simulated acceptance"
             )
@@ -137,7 +137,7 @@ class Capacity:
         return tuple(sorted({p.tokens for p in self.programs if p.work is Work.PREFILL}))
 
     @cached_property
-    def max_picture_tokens(self) -> int:
+    def max_image_tokens(self) -> int:
         """Maximum prompt tokens of one image; 0 for a text-only model."""
         if self.pictures is None:
             return 0

@@ -37,7 +37,7 @@ def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool, has_tower:
         _check_program(program, drafts, capacity.max_scores)
         if program.work is Work.ENCODE:
             _check_encoding(program, capacity)
-        if program.shares_rows and capacity.accept_rule != "match":
+        if program.shares_rows and capacity.accept_rule != "exact":
             raise ValueError(
                 f"accept_rule {capacity.accept_rule} must verify every draft token, but "
                 f"{program} has fewer verify rows than nodes"

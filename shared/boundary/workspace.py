@@ -197,7 +197,7 @@ def _stream_bytes(program: Program, blueprint: Blueprint) -> int:
 def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     rows = program.batch if program.tokens else rows_of(program)
     each = rows * costs.logit
-    if blueprint.capacity.accept_rule != "match" and not program.shape.is_plain:
+    if blueprint.capacity.accept_rule != "exact" and not program.shape.is_plain:
         each += rows * DRAFT_LAW_BYTES
     if program.has(Extra.MASK):
         each += rows * MASK_BYTES

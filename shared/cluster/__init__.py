@@ -1,1 +1,1 @@
-"""Start of ranks on several hosts by Ray; imported for `--launcher ray` only."""
+"""Start of ranks on several hosts by Ray (`--distributed-executor-backend ray`)."""

@@ -38,7 +38,7 @@ def called_back(
         while time.monotonic() < until:
             ready = _ready([listener, *heard])
             if not ready and (how := ending()) is not None:
-                raise ConfigError(f"--launcher ray: a rank on {host} {how}")
+                raise ConfigError(f"--distributed-executor-backend ray: a rank on {host} {how}")
             for each in ready:
                 if each is listener:
                     heard |= _accepted(listener)
@@ -55,8 +55,8 @@ def called_back(
         for each in heard:
             each.close()
     raise ConfigError(
-        f"--launcher ray: the rank on {host} did not connect within {CALL_BACK_S:g} s; allow its "
-        "host to reach this one"
+        f"--distributed-executor-backend ray: the rank on {host} did not connect within "
+        f"{CALL_BACK_S:g} s; allow its host to reach this one"
     )
 
 

@@ -16,29 +16,29 @@ def connection_fault(error: Exception) -> str:
     """
     said = " ".join(str(error).split())
     if type(error).__name__ == "AuthenticationError":
-        return f"--launcher ray found no authentication token for Ray; {TOKEN}"
+        return f"--distributed-executor-backend ray found no authentication token for Ray; {TOKEN}"
     if "version mismatch" in said.lower():
         return (
-            f"--launcher ray found another version of Ray ({said}); install the cluster's "
-            "versions of Ray and Python"
+            f"--distributed-executor-backend ray found another version of Ray ({said}); "
+            "install the cluster's versions of Ray and Python"
         )
     if found := _ADDRESS.search(said):
         host, port = found[1], int(found[2])
         if _answers(host, port):
             return (
-                f"--launcher ray: the Ray at {host}:{port} runs and did not accept this process; "
-                f"if it requires an authentication token, {TOKEN}"
+                f"--distributed-executor-backend ray: the Ray at {host}:{port} runs and "
+                f"did not accept this process; if it requires an authentication token, {TOKEN}"
             )
         return (
-            f"--launcher ray: no Ray runs at {host}:{port}; start one there with ray start "
-            "--head, or set RAY_ADDRESS"
+            f"--distributed-executor-backend ray: no Ray runs at {host}:{port}; start one "
+            "there with ray start --head, or set RAY_ADDRESS"
         )
     if "could not find any running ray" in said.lower():
         return (
-            "--launcher ray found no running Ray on this host; start one with ray start --head, "
-            "set RAY_ADDRESS, or remove the flag"
+            "--distributed-executor-backend ray found no running Ray on this host; start one "
+            "with ray start --head, set RAY_ADDRESS, or remove the flag"
         )
-    return f"--launcher ray could not join Ray: {said}"
+    return f"--distributed-executor-backend ray could not join Ray: {said}"
 
 
 def _answers(host: str, port: int) -> bool:

@@ -105,8 +105,9 @@ class RayLauncher:
                 return connection, process
         except ray.exceptions.RayError as error:
             raise ConfigError(
-                f"--launcher ray could not start rank {rank} (every host needs this program in "
-                f"{children.FOLDER} and its packages): {str(error).strip().splitlines()[-1]}"
+                f"--distributed-executor-backend ray could not start rank {rank} (every host "
+                f"needs this program in {children.FOLDER} and its packages): "
+                f"{str(error).strip().splitlines()[-1]}"
             ) from error
 
     def close(self) -> None:
@@ -134,8 +135,8 @@ class RayLauncher:
         except ray.exceptions.GetTimeoutError as error:
             what = "a CPU and a GPU" if with_gpus else "a CPU"
             raise ConfigError(
-                f"--launcher ray: Ray reserved no resources for {count} ranks within {ROOM_S:g} s; "
-                f"each rank needs {what}; lower --tp-size or add hosts"
+                f"--distributed-executor-backend ray: Ray reserved no resources for {count} "
+                f"ranks within {ROOM_S:g} s; each rank needs {what}; lower --tp-size or add hosts"
             ) from error
         self._actors = [self._actor(rank, with_gpus) for rank in range(count)]
         if with_gpus:

@@ -11,7 +11,7 @@ from enum import Enum
 
 from shared.drafts.formats import Stated
 
-IDS_FLAG = "--speculative-draft-layer-ids"
+IDS_FLAG = "--speculative-aux-layer-convention"
 """Flag that selects the meaning of a list."""
 
 NESTED = "eagle_aux_hidden_state_layer_ids"

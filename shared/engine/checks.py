@@ -35,7 +35,7 @@ class RequestLimits:
         logprobs of prompts were not enabled at the start.
       has_grammars: Whether a text can be held to a grammar.
       image_token: The token in whose place pictures stand; None where the model sees none.
-      max_picture_tokens: Most of them that one picture may take; 0 where the model sees none.
+      max_image_tokens: Most of them that one picture may take; 0 where the model sees none.
     """
 
     context_length: int
@@ -47,7 +47,7 @@ class RequestLimits:
     max_prompt_logprobs: int = 0
     has_grammars: bool = False
     image_token: int | None = None
-    max_picture_tokens: int = 0
+    max_image_tokens: int = 0
 
     @classmethod
     def of(cls, capacity: Capacity, max_request_tokens: int) -> RequestLimits:
@@ -64,7 +64,7 @@ class RequestLimits:
             max_prompt_logprobs=capacity.max_scores,
             has_grammars=any(program.has(Extra.MASK) for program in capacity.programs),
             image_token=None if pictures is None else pictures.vision.image_token,
-            max_picture_tokens=capacity.max_picture_tokens,
+            max_image_tokens=capacity.max_image_tokens,
         )
 
     @property
@@ -138,11 +138,11 @@ def _check_pictures(
     if not pictures and limits.image_token not in prompt:
         return
     for number, each in enumerate(pictures, start=1):
-        if each.count > limits.max_picture_tokens:
+        if each.count > limits.max_image_tokens:
             raise Refusal(
                 name,
                 f"picture {number} of {name} takes {each.count} tokens, and one picture may have "
-                f"at most {limits.max_picture_tokens}",
+                f"at most {limits.max_image_tokens}",
             )
     if not _are_in_place(prompt, pictures, limits.image_token):
         raise Refusal(

@@ -88,7 +88,7 @@ class ShadowCheck:
         self._runner = PlainRunner(
             backend, engine.planner, engine.allocator, engine.cache, engine.pictures
         )
-        self._may_redraw = backend.capacity.accept_rule != "match"
+        self._may_redraw = backend.capacity.accept_rule != "exact"
         self._open: dict[int, Request] = {}
         self._waiting: deque[_Case] = deque()
         self._case: _Case | None = None

@@ -264,7 +264,7 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
             console.print(note)
         backend = serving.ready(start, ranked, console)
         engine = engines.make_engine(backend, start.memory)
-        served = engines.with_checks(engine, backend, options.engine.shadow_check)
+        served = engines.with_checks(engine, backend, options.engine.shadow_verify_rate)
     facts = serving.facts_of(start, Listeners([], []))
     tokenizer = facts.tokenizer()
     facts = facts.with_end(tokenizer.end_id if tokenizer else None)

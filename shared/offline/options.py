@@ -12,7 +12,7 @@ from typing import Any
 
 from shared.offline.values import number, truth, whole_number
 from shared.options.command_line import parse
-from shared.options.flags import ConfigError, spelling
+from shared.options.flags import ConfigError, spelling, spellings, switches, usual_value
 from shared.options.not_served import NOT_SUPPORTED, asks_for_nothing
 from shared.options.observing import ObservingOptions
 from shared.options.options import PARTS, Options
@@ -42,11 +42,16 @@ def _python_name(flag: str) -> str:
 
 
 _NAMES = {name: name for name in _FIELDS} | {
-    _python_name(alias): name
-    for name, item in _FIELDS.items()
-    for alias in item.metadata.get("aliases", ())
+    _python_name(alias): name for name, item in _FIELDS.items() for alias in spellings(item)
 }
 """Option of each spelling, including aliases."""
+
+_SWITCHES = {
+    _python_name(flag): (name, value)
+    for name, item in _FIELDS.items()
+    for flag, value in switches(item).items()
+}
+"""Options that are True or False and set another option, with the value that it gets."""
 
 _FLAG = re.compile(r"(?<!\w)--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?")
 """Pattern of a flag with its value in a sentence; a part of a path does not match."""
@@ -67,7 +72,12 @@ def read_options(given: Mapping[str, Any]) -> Options:
         option = _known(name, value)
         if option is None or value is None:
             continue
-        read = _read(name, _FIELDS[option], value)
+        if name in _SWITCHES:
+            if not _is_on(name, value):
+                continue
+            read = _SWITCHES[name][1]
+        else:
+            read = usual_value(_FIELDS[option], _read(name, _FIELDS[option], value))
         if option in spelled and values[option] != read:
             raise ConfigError(f"{spelled[option]} and {name} are the same option; remove one")
         values[option], spelled[option] = read, name
@@ -119,6 +129,8 @@ def _known(name: str, value: Any) -> str | None:
         raise ConfigError(f"{name} is an option of the HTTP server; remove it")
     if name in _NAMES:
         return _NAMES[name]
+    if name in _SWITCHES:
+        return _SWITCHES[name][0]
     if asks_for_nothing(spelling(name), None if value is None or truth(value) else str(value)):
         return None
     if name in _UNSUPPORTED:
@@ -136,6 +148,13 @@ def _read(name: str, item: Field[Any], value: Any) -> Any:
     read, noun = _kind(item)
     if (found := read(value)) is None:
         raise ConfigError(f"{name} must be {noun}, got {value!r:.60}")
+    return found
+
+
+def _is_on(name: str, value: Any) -> bool:
+    """Returns the value of an option that is True or False."""
+    if (found := truth(value)) is None:
+        raise ConfigError(f"{name} must be True or False, got {value!r:.60}")
     return found
 
 

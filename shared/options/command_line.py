@@ -13,7 +13,7 @@ from typing import Any
 from shared.options.completion import completion_script
 from shared.options.config_file import read_config, read_words
 from shared.options.flag_parser import FlagParser, make_parser
-from shared.options.flags import ConfigError, spelling
+from shared.options.flags import ConfigError, spelling, spellings, switches
 from shared.options.not_served import (
     NEUTRAL,
     NOT_SUPPORTED,
@@ -26,9 +26,16 @@ FLAGS: dict[str, "Field[Any]"] = {
     name: item
     for part in PARTS.values()
     for item in fields(part)
-    for name in (spelling(item.name), *item.metadata.get("aliases", ()))
+    for name in (*spellings(item), *switches(item))
 }
 """The field of each flag, for every spelling."""
+
+SHOWN = frozenset(
+    name
+    for item in FLAGS.values()
+    for name in (spelling(item.name), *item.metadata.get("aliases", ()))
+)
+"""Spellings that `--help` lists and that errors suggest."""
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -116,6 +123,7 @@ def _check(word: str, known: Iterable[str]) -> None:
         raise ConfigError(f"{word} is not supported: {NOT_SUPPORTED[word]}")
     if word.startswith(NOT_SUPPORTED_PREFIXES):
         raise ConfigError(f"{word} is not supported; leave the flag out")
-    near = difflib.get_close_matches(word, names, n=1)
+    shown = [name for name in names if name in SHOWN or name not in FLAGS]
+    near = difflib.get_close_matches(word, shown, n=1)
     hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
     raise ConfigError(f"{word} is no flag of this server; {hint}")

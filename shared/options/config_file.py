@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from shared.options.flags import ConfigError, check_value, spelling
+from shared.options.flags import ConfigError, check_value, spelling, switches, usual_value
 from shared.options.not_served import asks_for_nothing
 
 
@@ -131,12 +131,15 @@ def _read_yaml(text: str) -> Sequence[tuple[str, Any]]:
 
 def _value(name: str, item: "Field[Any]", value: Any) -> Any:
     """Returns the value of a flag, of the type that its field has."""
-    read, wanted = _reader(item)
-    found = read(value)
+    is_switch = name in switches(item)
+    read, wanted = (_switch, "true or false") if is_switch else _reader(item)
+    found = usual_value(item, read(value))
     if found is None:
         raise ConfigError(f"{name} must be {wanted}, got {json.dumps(value, default=str)}")
     if found == "":
         raise ConfigError(f"{name} is empty; give a value or leave it out")
+    if is_switch:
+        return switches(item)[name] if found else item.default
     return found
 
 

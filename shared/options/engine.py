@@ -47,14 +47,18 @@ class EngineConfig:
         None, "positions of an output between two recurrent states that are kept for later "
         "requests, a multiple of 64 and of the page size (default: the least)", low=1, high=1 << 24,
     )  # fmt: skip
-    overlap: int | None = flag(
-        None, "steps on the device while the host plans the next (default: 1)", low=0, high=2
+    overlap_depth: int | None = flag(
+        None,
+        "steps on the device while the host plans the next (default: 1)",
+        low=0,
+        high=2,
+        old_names=("--overlap",),
     )
-    disable_overlap_schedule: bool = flag(False, "the same as --overlap 0")
-    shadow_check: float = flag(
+    disable_overlap_schedule: bool = flag(False, "the same as --overlap-depth 0")
+    shadow_verify_rate: float = flag(
         0.0, "share of the requests whose texts are compared with plain decoding in steps in which "
         "the engine is idle; /metrics counts them, and the log names what differs",
-        low=0.0, high=1.0, is_share=True, metavar="RATE",
+        low=0.0, high=1.0, is_share=True, metavar="RATE", old_names=("--shadow-check",),
     )  # fmt: skip
     grammar_backend: str = flag(
         AUTO,
@@ -63,6 +67,8 @@ class EngineConfig:
         "where the tokenizer and the other flags allow it",
         choices=(AUTO, LLGUIDANCE, NONE),
         metavar="NAME",
+        aliases=("--guided-decoding-backend",),
+        values={"guidance": LLGUIDANCE},
     )
     max_prompt_logprobs: int = flag(
         0, "most tokens that are shown beside each token of a prompt, for prompt_logprobs and for "
@@ -70,14 +76,15 @@ class EngineConfig:
         "refused",
         low=0, high=MAX_LOGPROBS, metavar="N",
     )  # fmt: skip
-    max_picture_tokens: int | None = flag(
+    max_image_tokens: int | None = flag(
         None, "most tokens that a picture of a prompt takes; larger pictures are shrunk, as the "
         "checkpoint shrinks those beyond its own bound (default: 1024 on a CPU, 4096 on a GPU, or "
-        "the checkpoint's)", low=1, high=1 << 16,
+        "the checkpoint's)", low=1, high=1 << 16, old_names=("--max-picture-tokens",),
     )  # fmt: skip
-    picture_pool_tokens: int | None = flag(
+    mm_encoder_cache_tokens: int | None = flag(
         None, "tokens of pictures that stay encoded on the device, so that the next turn of a chat "
         "encodes nothing (default: four times the largest picture)", low=1, high=1 << 24,
+        old_names=("--picture-pool-tokens",),
     )  # fmt: skip
     disable_cuda_graph: bool = flag(
         False, "torch on a GPU runs every step launch by launch", aliases=("--enforce-eager",)
@@ -95,8 +102,8 @@ class EngineConfig:
         return self.grammar_backend == LLGUIDANCE
 
     @property
-    def overlap_depth(self) -> int:
+    def steps_in_flight(self) -> int:
         """Steps in flight beside the one being planned."""
         if self.disable_overlap_schedule:
             return 0
-        return 1 if self.overlap is None else self.overlap
+        return 1 if self.overlap_depth is None else self.overlap_depth

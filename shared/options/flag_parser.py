@@ -6,12 +6,13 @@ import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import Field, fields
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from shared import VERSION
-from shared.options.flags import ConfigError, spelling
+from shared.options.flags import ConfigError, spelling, spellings, switches, usual_value
 from shared.options.options import HEADINGS, PARTS
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -94,11 +95,19 @@ def help_of(item: "Field[Any]") -> str:
 
 def _add(group: Any, item: "Field[Any]") -> None:
     names = (spelling(item.name), *item.metadata.get("aliases", ()))
+    hidden = [name for name in spellings(item) if name not in names]
     text = help_of(item).replace("%", "%%")
-    if item.default is False:
-        group.add_argument(*names, dest=item.name, action="store_true", help=text)
-    else:
-        group.add_argument(*names, dest=item.name, action=_Once, metavar=_metavar(item), help=text)
+    rules: dict[str, Any] = {"dest": item.name, "action": "store_true"}
+    if item.default is not False:
+        usual = partial(usual_value, item)
+        rules |= {"action": _Once, "metavar": _metavar(item), "type": usual}
+    group.add_argument(*names, **rules, help=text)
+    if hidden:
+        group.add_argument(*hidden, **rules, help=argparse.SUPPRESS)
+    for name, value in switches(item).items():
+        group.add_argument(
+            name, dest=item.name, action=_Once, nargs=0, const=value, help=argparse.SUPPRESS
+        )
 
 
 def _metavar(item: "Field[Any]") -> str:
@@ -120,6 +129,7 @@ class _Once(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        values = self.const if self.nargs == 0 else values
         if values == "":
             raise ConfigError(f"{option_string} is empty; give a value or leave the flag out")
         if getattr(namespace, self.dest, values) != values:

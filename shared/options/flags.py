@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Mapping
 from dataclasses import Field, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ def flag(default: Any, help: str, **rules: Any) -> Any:
       default: Its value where the flag is not given; None means that the start decides.
       help: What it means, in the words of `--help`.
       **rules: `low`, `high` bound a number, which is a whole one unless `is_share`; `multiple_of`
-        divides it; `choices` lists the words; `aliases` are other spellings of the flag;
+        divides it; `choices` lists the words; `aliases` are other spellings of the flag that
+        `--help` lists, `old_names` former ones that it does not; `values` maps other spellings of
+        a value to the value, and `switches` flags without a value to the value that they set;
         `is_path` names a file or a folder, `is_file` that it is a file to be "read" or "written";
         `is_list` a text of values with commas between them.
     """
@@ -31,6 +34,22 @@ def flag(default: Any, help: str, **rules: Any) -> Any:
 def spelling(name: str) -> str:
     """The flag of a field: `page_size` is `--page-size`."""
     return "--" + name.replace("_", "-")
+
+
+def spellings(item: "Field[Any]") -> tuple[str, ...]:
+    """Returns every flag that sets a field by a value, its usual name first."""
+    rules = item.metadata
+    return (spelling(item.name), *rules.get("aliases", ()), *rules.get("old_names", ()))
+
+
+def switches(item: "Field[Any]") -> Mapping[str, Any]:
+    """Returns the flags without a value that set a field, with the value that each sets."""
+    return item.metadata.get("switches", {})
+
+
+def usual_value(item: "Field[Any]", value: Any) -> Any:
+    """Returns a value in its usual spelling."""
+    return item.metadata.get("values", {}).get(value, value) if isinstance(value, str) else value
 
 
 def check_rules(config: Any) -> None:

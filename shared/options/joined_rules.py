@@ -1,38 +1,35 @@
-"""What two sources in one tree cannot do, and why; see `shared.options.rules`."""
+"""Rules of merged drafting, in which n-gram drafts extend the trees of another drafter."""
 
 from shared.options.adaptive import MOST_NODES
 from shared.options.algorithms import HOST_ALGORITHM
-from shared.options.setup import Example, Rule
-
-
-def flags_of(line: str) -> tuple[str, ...]:
-    """The words of a command line."""
-    return tuple(line.split())
-
+from shared.options.setup import Example, Rule, flags_of
 
 JOINED_RULES = (
     Rule(
         refuses=lambda s: s.draft.joins_copies and s.options.ngram.sam_budget > s.num_copies,
-        reason="--speculative-ngram-external-sam-budget {budget} is more than the nodes of "
-        "--speculative-ngram-draft-tokens {copies}",
+        reason="--speculative-ngram-external-sam-budget {budget} must not exceed "
+        "--speculative-ngram-num-draft-tokens {copies}",
         way_out="give at most {copies}",
         example=Example(
             drafter="NEXTN+NGRAM", flags=flags_of("--speculative-ngram-external-sam-budget 13")
         ),
     ),
     Rule(
-        refuses=lambda s: s.draft.from_text and "speculative_ngram_draft_tokens" in s.options.given,
-        reason="--speculative-ngram-draft-tokens is for two sources in one tree, and the trees of "
-        "--speculative-algorithm NGRAM have --speculative-num-draft-tokens nodes",
-        way_out="leave it out",
+        refuses=lambda s: (
+            s.draft.from_text and "speculative_ngram_num_draft_tokens" in s.options.given
+        ),
+        reason="--speculative-ngram-num-draft-tokens requires a merged method such as "
+        "NEXTN+NGRAM; with --speculative-algorithm NGRAM, --speculative-num-draft-tokens sets the "
+        "tree size",
+        way_out="remove it",
         example=Example(
-            drafter=HOST_ALGORITHM, flags=flags_of("--speculative-ngram-draft-tokens 4")
+            drafter=HOST_ALGORITHM, flags=flags_of("--speculative-ngram-num-draft-tokens 4")
         ),
     ),
     Rule(
         refuses=lambda s: s.draft.joins_copies and s.num_drafted_nodes + s.num_copies > MOST_NODES,
-        reason=f"trees have {MOST_NODES} nodes at most, and --speculative-num-draft-tokens and "
-        "--speculative-ngram-draft-tokens {copies} are more together",
+        reason="--speculative-num-draft-tokens and --speculative-ngram-num-draft-tokens {copies} "
+        f"exceed the {MOST_NODES} nodes of a tree together",
         way_out="lower one of them",
         example=Example(
             drafter="NEXTN+NGRAM",
@@ -43,17 +40,19 @@ JOINED_RULES = (
         ),
     ),
     Rule(
-        refuses=lambda s: s.draft.joins_copies and s.draft.verification != "match",
-        reason="--accept-rule rejection accepts chains, and --speculative-algorithm {both} has "
-        "trees, in which the nodes that are verified depend on the drafts that were drawn",
-        way_out="give --accept-rule match, or one source",
-        example=Example(drafter="NEXTN+NGRAM", flags=flags_of("--accept-rule rejection")),
+        refuses=lambda s: s.draft.joins_copies and s.draft.verification != "exact",
+        reason="--speculative-accept-rule rejection supports draft chains only, and "
+        "--speculative-algorithm {both} drafts trees",
+        way_out="give --speculative-accept-rule exact, or a method without +NGRAM",
+        example=Example(
+            drafter="NEXTN+NGRAM", flags=flags_of("--speculative-accept-rule rejection")
+        ),
     ),
     Rule(
         refuses=lambda s: s.draft.joins_copies and s.draft.accept_rates is not None,
-        reason="--speculative-simulate-accept-length accepts drafts by lot, and of "
-        "--speculative-algorithm {both} none says whose",
-        way_out="give one source",
+        reason="--speculative-simulate-accept-length is not supported with "
+        "--speculative-algorithm {both}",
+        way_out="give a method without +NGRAM",
         example=Example(
             drafter="NEXTN+NGRAM", flags=flags_of("--speculative-simulate-accept-length 2")
         ),
@@ -65,10 +64,10 @@ JOINED_RULES = (
             and (s.adaptive.speculative_adaptive_config or s.adaptive.speculative_adaptive_trace)
             is not None
         ),
-        reason="--speculative-adaptive-config and --speculative-adaptive-trace are about shapes of "
-        "one source, and with --speculative-algorithm {both} --speculative-adaptive chooses "
-        "between two sources, in one shape",
-        way_out="leave them out",
+        reason="--speculative-adaptive-config and --speculative-adaptive-trace are not supported "
+        "with --speculative-algorithm {both}, where --speculative-adaptive chooses between the "
+        "two sources of one shape",
+        way_out="remove them",
         example=Example(
             drafter="NEXTN+NGRAM",
             flags=flags_of("--speculative-adaptive --speculative-adaptive-trace steps.jsonl"),

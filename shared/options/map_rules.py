@@ -1,4 +1,4 @@
-"""Which drafters draft no vocabulary of the start's, and why; see `shared.options.rules`."""
+"""Rules of the token map, which reduces the draft vocabulary."""
 
 from shared.options.algorithms import BLOCK_ALGORITHMS, HOST_ALGORITHM, MODEL_ALGORITHM
 from shared.options.setup import Example, Rule
@@ -9,9 +9,9 @@ MAP_RULES = (
             s.draft.speculative_token_map is not None
             and s.algorithm in (*BLOCK_ALGORITHMS, HOST_ALGORITHM, MODEL_ALGORITHM)
         ),
-        reason="--speculative-token-map chooses rows of the target's lm_head that NEXTN, EAGLE and "
-        "EAGLE3 draft by, and --speculative-algorithm {algorithm} drafts otherwise",
-        way_out="leave the flag out",
+        reason="--speculative-token-map requires a drafter that uses the target's LM head (NEXTN, "
+        "EAGLE, EAGLE3), and --speculative-algorithm {algorithm} does not",
+        way_out="remove the flag",
         example=Example(
             drafter=HOST_ALGORITHM, flags=("--speculative-token-map", "token_map.json")
         ),

@@ -6,7 +6,7 @@ from shared.options.flags import check_rules, flag
 
 RECENCY, FREQUENCY = MATCH_TYPES = ("BFS", "PROB")
 TENANT, REQUEST = SCOPES = ("tenant", "request")
-TABLE, _ = INDEXES = ("table", "trie")
+DEVICE, HOST = BACKENDS = ("device", "host")
 DEFAULT_NODES = 12
 """N where no flag says otherwise."""
 
@@ -15,9 +15,9 @@ DEFAULT_NODES = 12
 class NgramConfig:
     """What the drafter NGRAM remembers, and how it grows a tree of it."""
 
-    speculative_ngram_draft_tokens: int = flag(
+    speculative_ngram_num_draft_tokens: int = flag(
         12, "nodes of seen text that a tree has beside the drafter's, where both draft "
-        "(NAME+NGRAM)", low=1, high=32,
+        "(NAME+NGRAM)", low=1, high=32, old_names=("--speculative-ngram-draft-tokens",),
     )  # fmt: skip
     speculative_ngram_min_bfs_breadth: int = flag(
         1, "nodes that a level of the longest match may have below each other one", low=1, high=64
@@ -59,7 +59,7 @@ class NgramConfig:
     @property
     def num_copies(self) -> int:
         """C, nodes of seen text beside the drafter's."""
-        return self.speculative_ngram_draft_tokens
+        return self.speculative_ngram_num_draft_tokens
 
     @property
     def sam_budget(self) -> int:

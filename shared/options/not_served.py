@@ -3,14 +3,17 @@
 Some of them ask for what every server does, or for nothing by one of their values: those are taken.
 """
 
-OTHER_WAYS = "several GPUs serve a model by --tp-size alone, on several hosts with --launcher ray"
+OTHER_WAYS = (
+    "only tensor parallelism is supported; give --tp-size, and for several hosts "
+    "--distributed-executor-backend ray"
+)
 AUTOMATIC = "the start decides it; leave the flag out"
 STEPS = "the scheduler decides it in each step; leave the flag out"
 KERNELS = "kernels are the project's own, chosen by the model and the GPU; leave the flag out"
 QUANTISED = "weights are served as the checkpoint stores them; give a checkpoint in FP8"
 KV_TYPE = "KV and the LM head have the type of the activations; give --dtype"
 ADAPTERS = "adapters are not served; merge one into the weights of the checkpoint"
-EXACT_RULES = "text keeps the target's law; give --accept-rule match or rejection"
+EXACT_RULES = "text keeps the target's law; give --speculative-accept-rule exact or rejection"
 GRAPHS = "graphs are captured for every batch up to --max-running-requests; leave the flag out"
 TOKENIZER = "the tokenizer is tokenizer.json of the model folder; put it there"
 SEED = "a seed belongs to a request; send the field seed"
@@ -35,7 +38,6 @@ NEUTRAL = {
     ),
     **dict.fromkeys(("--node-rank", "--base-gpu-id"), ("0",)),
     **dict.fromkeys(("--kv-cache-dtype", "--tokenizer-mode"), ("auto",)),
-    "--distributed-executor-backend": ("mp",),
     "--schedule-policy": ("fcfs",),
     "--scheduling-policy": ("fcfs", "priority"),
 }
@@ -59,7 +61,6 @@ NOT_SUPPORTED = {
         OTHER_WAYS,
     ),
     "--base-gpu-id": "the environment names the GPUs; set CUDA_VISIBLE_DEVICES",
-    "--distributed-executor-backend": "give --launcher local or ray",
     **dict.fromkeys(
         ("--schedule-policy", "--scheduling-policy", "--schedule-conservativeness")
         + ("--enable-mixed-chunk", "--num-continuous-decode-steps"),
@@ -94,8 +95,6 @@ NOT_SUPPORTED = {
         EXACT_RULES,
     ),
     "--speculative-config": "give --speculative-algorithm and --speculative-draft-model-path",
-    "--speculative-use-rejection-sampling": "give --accept-rule rejection",
-    "--speculative-use-block-verification": "give --accept-rule rejection --block-verification",
     **dict.fromkeys(
         ("--speculative-draft-model-quantization", "--speculative-attention-mode")
         + ("--speculative-draft-attention-backend", "--speculative-draft-sink-size")
@@ -124,9 +123,10 @@ NOT_SUPPORTED = {
     "--tokenizer-mode": "the tokenizer is the model folder's tokenizer.json; leave the flag out",
     "--skip-tokenizer-init": "send prompts as token ids and ask for return_token_ids instead",
     **dict.fromkeys(("--random-seed", "--seed"), SEED),
-    **dict.fromkeys(("--guided-decoding-backend", "--structured-outputs-config"), GRAMMARS),
+    "--structured-outputs-config": GRAMMARS,
     **dict.fromkeys(("--json-model-override-args", "--hf-overrides"), OVERRIDES),
-    "--generation-config": "give --sampling-defaults model or openai",
+    "--language-only": "encoders on other servers are not supported; give --language-model-only "
+    "to serve the text model alone",
 }
 
 NOT_SUPPORTED_PREFIXES = (

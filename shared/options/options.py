@@ -23,6 +23,7 @@ DUMMY = "dummy"
 """Weights are made from config.json alone."""
 
 LOAD_FORMATS = ("auto", DUMMY)
+FP8, W8A8_FP8 = "fp8", "w8a8_fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,11 @@ class ModelOptions:
         "hub in HF_HOME)", metavar="FOLDER", is_path=True,
     )  # fmt: skip
     dtype: str = flag(
-        "auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES, metavar="DTYPE"
+        "auto",
+        "auto is float32 on a CPU and bfloat16 on a GPU",
+        choices=DTYPES,
+        metavar="DTYPE",
+        values={"float": "float32"},
     )
     load_format: str = flag(
         "auto",
@@ -50,10 +55,12 @@ class ModelOptions:
         "say nothing and take the time of real ones",
         choices=LOAD_FORMATS,
         metavar="FORMAT",
+        values={"safetensors": "auto"},
     )
     quantization: str | None = flag(
-        None, "fp8 checks that the weights are stored in FP8, which is found out without it; no "
-        "weights are quantised at the start", choices=("fp8",), metavar="NAME",
+        None, "fp8: require a checkpoint with FP8 weights, which are detected without the flag; "
+        "w8a8_fp8: the same with --fp8-activations; weights are not quantized at startup",
+        choices=(FP8, W8A8_FP8), metavar="NAME",
     )  # fmt: skip
     fp8_activations: bool = flag(
         False, "multiply with FP8 weights as codes, the rows quantised too, as their file asks; "
@@ -70,10 +77,15 @@ class ModelOptions:
         None, "Jinja file that writes conversations as the model's prompt (default: the model "
         "folder's)", metavar="FILE", is_path=True,
     )  # fmt: skip
-    language_only: bool = flag(False, "leave a model's vision tower out, and serve its text alone")
+    language_model_only: bool = flag(
+        False, "leave a model's vision tower out, and serve its text alone"
+    )
 
     def __post_init__(self) -> None:
         check_rules(self)
+        if self.quantization == W8A8_FP8:  # SGLang's name of two flags
+            object.__setattr__(self, "quantization", FP8)  # while it is being made
+            object.__setattr__(self, "fp8_activations", True)
 
     @property
     def is_dummy(self) -> bool:

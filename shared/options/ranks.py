@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from shared.options.flags import ConfigError, check_rules, flag
 
-LOCAL, RAY = "local", "ray"
+LOCAL, RAY = "mp", "ray"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,12 +16,15 @@ class RankOptions:
         1, "ranks that divide every product of the model among them, a GPU each; the text is that "
         "of one", aliases=("--tp", "--tensor-parallel-size"), low=1, high=64,
     )  # fmt: skip
-    launcher: str = flag(
+    distributed_executor_backend: str = flag(
         LOCAL,
-        "who starts the processes of other ranks: local on this host, ray where a running Ray has "
-        "room for them, in its placement group",
+        "how worker processes are started: mp as child processes on this host, ray as actors of a "
+        "running Ray cluster, in one placement group",
         choices=(LOCAL, RAY),
         metavar="NAME",
+        old_names=("--launcher",),
+        values={"local": LOCAL},
+        switches={"--use-ray": RAY},
     )
 
     def __post_init__(self) -> None:
@@ -33,8 +36,8 @@ class RankOptions:
         Raises:
           ConfigError: It is needed, and is not installed.
         """
-        if self.launcher == RAY and find_spec("ray") is None:
+        if self.distributed_executor_backend == RAY and find_spec("ray") is None:
             raise ConfigError(
-                "--launcher ray needs Ray, which is not installed; install the extra ray, or leave "
-                "the flag out"
+                "--distributed-executor-backend ray requires the package ray; install the "
+                "extra ray, or remove the flag"
             )

@@ -48,6 +48,8 @@ class ServerOptions:
         "temperature and filters of requests that name none: the model's generation_config.json, "
         "or openai's",
         choices=("model", "openai"),
+        aliases=("--generation-config",),
+        values={"auto": "model", "vllm": "openai"},
     )
     reasoning_parser: str | None = flag(
         AUTO,
@@ -55,6 +57,7 @@ class ServerOptions:
         "finds it by the tags of the chat template",
         choices=(AUTO, NONE, *REASONING_PARSERS),
         metavar="NAME",
+        values={"deepseek_r1": "deepseek-r1"},
     )
     tool_call_parser: str | None = flag(
         AUTO,
@@ -62,6 +65,7 @@ class ServerOptions:
         "it by the call that the chat template writes",
         choices=(AUTO, NONE, *TOOL_CALL_PARSERS),
         metavar="NAME",
+        values={"qwen25": "qwen", "llama3_json": "llama3"},
     )
     strict_fields: bool = flag(
         False,
@@ -74,13 +78,15 @@ class ServerOptions:
         low=0,
         high=1 << 20,
     )
-    trace_requests: bool = flag(
-        False, "keep the trace of every request, not only of those that ask with trace"
+    trace_all_requests: bool = flag(
+        False,
+        "keep the trace of every request, not only of those that ask with trace",
+        old_names=("--trace-requests",),
     )
-    drain_timeout: int = flag(
+    graceful_shutdown_timeout: int = flag(
         25, "seconds that requests have to end after SIGTERM, in which no new ones are taken; a "
         "second SIGTERM, or another signal that ends a program, ends the server at once",
-        low=0, high=1 << 20,
+        low=0, high=1 << 20, old_names=("--drain-timeout",),
     )  # fmt: skip
     watchdog_timeout: int = flag(
         300, "seconds that a step may take; then the server ends itself with the reason",
@@ -92,7 +98,9 @@ class ServerOptions:
         "password that a browser asks for; a start that other machines can reach needs it "
         "(default: none)",
     )
-    insecure: bool = flag(False, "serve other machines without --api-key")
+    allow_unauthenticated: bool = flag(
+        False, "serve other machines without --api-key", old_names=("--insecure",)
+    )
     admin_api_key: str | None = flag(
         None,
         "bearer token of the routes that change the server, as those of external corpora (default: "

@@ -104,7 +104,7 @@ class Setup:
             "most": self.most_nodes,
             "simulated": self.draft.speculative_simulate_accept_length,
             "levels": self.num_levels,
-            "overlap": self.options.engine.overlap,
+            "overlap": self.options.engine.overlap_depth,
             "grammars": self.options.engine.grammar_backend,
             "block": self.block,
             "window": self.draft.speculative_draft_window_size,
@@ -114,7 +114,7 @@ class Setup:
             "max_breadth": self.options.ngram.speculative_ngram_max_bfs_breadth,
             "budget": self.options.ngram.sam_budget,
             "most_budget": self.draft.num_draft_tokens - 1,
-            "copies": self.options.ngram.speculative_ngram_draft_tokens,
+            "copies": self.options.ngram.speculative_ngram_num_draft_tokens,
             "both": self.draft.speculative_algorithm,
             "context": self.options.model.context_length,
             "model_context": self.model.context_length,
@@ -135,7 +135,7 @@ WORDS = {
     "levels": "S",
     "overlap": "N",
     "grammars": "NAME",
-    "block": "a number of",
+    "block": "B",
     "window": "N",
     "ngram_flag": "--speculative-ngram-*",
     "adaptive_flag": "--speculative-adaptive-*",
@@ -149,6 +149,11 @@ WORDS = {
     "model_context": "own",
 }
 """The same words where no setup is at hand."""
+
+
+def flags_of(line: str) -> tuple[str, ...]:
+    """Returns the words of a command line."""
+    return tuple(line.split())
 
 
 @dataclass(frozen=True, kw_only=True)

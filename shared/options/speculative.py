@@ -15,9 +15,9 @@ from shared.options.algorithms import (
 )
 from shared.options.flags import ConfigError, check_rules, flag, spelling
 from shared.options.lot import rates_of
-from shared.options.ngram import DEFAULT_NODES, INDEXES, TABLE
+from shared.options.ngram import BACKENDS, DEFAULT_NODES, DEVICE, HOST
 
-ACCEPT_RULES = ("match", "rejection")
+EXACT, REJECTION = ACCEPT_RULES = ("exact", "rejection")
 
 LAYER_IDS = ("inputs", "outputs")
 """What layers that a head lists may mean; see `shared.drafts.streams`."""
@@ -64,9 +64,10 @@ class SpeculativeConfig:
         None, "positions that a DFLASH, DSPARK or DFLASH2 head looks back, at least the nodes "
         "of its chain (default: what its config.json says)", low=2, high=1 << 24,
     )  # fmt: skip
-    speculative_draft_layer_ids: str | None = flag(
+    speculative_aux_layer_convention: str | None = flag(
         None, "whether a head that lists layers of its target reads their inputs or their outputs "
         "(default: what its list tells)", choices=LAYER_IDS, metavar="WHICH",
+        old_names=("--speculative-draft-layer-ids",),
     )  # fmt: skip
     speculative_token_map: str | None = flag(
         None, "JSON file with the ids of the tokens that are drafted, whose rows of the target's "
@@ -74,20 +75,29 @@ class SpeculativeConfig:
         "python -m models.token_map makes one", metavar="FILE", is_path=True,
         is_file="read",
     )  # fmt: skip
-    speculative_ngram_index: str | None = flag(
-        None, "where NGRAM keeps n-grams: in a table on the device, and steps wait for nobody, or "
-        "in a trie on the host (default: trie)",
-        choices=INDEXES, metavar="INDEX",
+    speculative_ngram_backend: str | None = flag(
+        None, "where NGRAM stores n-grams: a hash table on the device, whose steps overlap, or a "
+        "trie on the host (default: host)",
+        choices=BACKENDS, metavar="WHERE", old_names=("--speculative-ngram-index",),
+        values={"trie": HOST, "table": DEVICE},
     )  # fmt: skip
-    accept_rule: str | None = flag(
-        None, "match keeps the text of plain decoding, rejection its law only, and accepts more of "
-        "a chain (default: match)", choices=ACCEPT_RULES, metavar="RULE",
+    speculative_accept_rule: str | None = flag(
+        None, "exact: the output is identical to plain decoding; rejection: rejection sampling, "
+        "the output follows the same distribution and more draft tokens of a chain are accepted "
+        "(default: exact)", choices=ACCEPT_RULES, metavar="RULE",
+        old_names=("--accept-rule",), values={"match": EXACT},
+        switches={"--speculative-use-rejection-sampling": REJECTION},
     )  # fmt: skip
-    block_verification: bool = flag(False, "reject chains as a whole, not token by token")
+    speculative_use_block_verification: bool = flag(
+        False,
+        "reject chains as a whole, not token by token",
+        old_names=("--block-verification",),
+    )
     speculative_simulate_accept_length: str | None = flag(
         None, "accept drafts by lot, for measurements: tokens of a step on average with the bonus "
         "token, such as 2.5, or how often each level's draft is accepted, such as 0.9,0.6,0; the "
         "texts are not the model's", metavar="L", is_list=True,
+        aliases=("--speculative-simulate-acc-len",),
     )  # fmt: skip
 
     def __post_init__(self) -> None:
@@ -120,7 +130,7 @@ class SpeculativeConfig:
             return replace(self, speculative_num_draft_tokens=self.num_draft_tokens)
         shape = (self.num_steps, self.topk, self.num_draft_tokens)
         is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
-        has_trees = self.drafter in HEAD_ALGORITHMS and self.verification == "match"
+        has_trees = self.drafter in HEAD_ALGORITHMS and self.verification == "exact"
         if is_open and drafts_trees and has_trees:
             shape = TREE_SHAPE
         if block is not None:
@@ -179,7 +189,7 @@ class SpeculativeConfig:
     @property
     def drafts_from_table(self) -> bool:
         """Whether the device has that text, in a table of n-grams."""
-        return self.speculative_ngram_index == TABLE
+        return self.speculative_ngram_backend == DEVICE
 
     @property
     def copies_text(self) -> bool:
@@ -189,7 +199,11 @@ class SpeculativeConfig:
     @property
     def verification(self) -> str:
         """Which of `shared.spec.acceptance.RULES` accepts drafts."""
-        return "block" if self.block_verification else self.accept_rule or ACCEPT_RULES[0]
+        return (
+            "block"
+            if self.speculative_use_block_verification
+            else self.speculative_accept_rule or ACCEPT_RULES[0]
+        )
 
     @property
     def accept_rates(self) -> tuple[float, ...] | None:

@@ -124,7 +124,7 @@ def check_open(options: ServerOptions, listeners: Listeners) -> None:
     Raises:
       ConfigError: The server would be open; the listeners are closed.
     """
-    if options.api_key or options.insecure:
+    if options.api_key or options.allow_unauthenticated:
         return
     for flag, host, taken in (
         ("--host", options.host, listeners.clients),
@@ -133,8 +133,8 @@ def check_open(options: ServerOptions, listeners: Listeners) -> None:
         if not _are_local(taken):
             listeners.close()
             raise ConfigError(
-                f"{flag} {host} can be reached from other machines; give --api-key, or --insecure "
-                "to serve whoever comes"
+                f"{flag} {host} is reachable from other machines, which requires --api-key; "
+                "use --allow-unauthenticated to serve without authentication"
             )
 
 

@@ -85,10 +85,10 @@ def with_grammars(options: Options, vocab: int) -> tuple[Options, Grammars | Non
 def _reason_against(options: Options) -> str | None:
     """The flag beside which no text is held to a grammar."""
     draft = options.speculative
-    if draft.verification != "match":
-        return f"--accept-rule {draft.accept_rule} does not judge drafts of a grammar"
+    if draft.verification != "exact":
+        return "--speculative-accept-rule rejection does not support grammars"
     if draft.accept_rates is not None:
-        return "--speculative-simulate-accept-length accepts drafts of no grammar"
+        return "--speculative-simulate-accept-length ignores grammars"
     return None
 
 

@@ -139,7 +139,7 @@ def _controller_of_drafts(
         nodes=shape.nodes,
         depth=shape.depth,
         vocab=capacity.vocab,
-        chain=capacity.accept_rule != "match",
+        chain=capacity.accept_rule != "exact",
     )
     index.warm_up()
     if options.adaptive.speculative_adaptive:

@@ -65,7 +65,7 @@ class ModelFacts:
       reasoning_parser: How the model marks its reasoning; None: answers are not parsed for it.
       tool_call_parser: How the model writes calls of tools; None: it is told of none.
       drafter: What drafts, as its flag names it; None without speculation.
-      trace_requests: Every request is traced, not only those that ask.
+      trace_all_requests: Every request is traced, not only those that ask.
       strict_fields: A request with a field that has no effect is an error.
       admin_host_names: As `host_names`, of the admin's listener.
       allowed_origins: Sites whose pages may read answers, as browsers write them; `*`: any.
@@ -90,7 +90,7 @@ class ModelFacts:
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     drafter: str | None = None
-    trace_requests: bool = False
+    trace_all_requests: bool = False
     strict_fields: bool = False
     admin_host_names: tuple[str, ...] | None = None
     allowed_origins: tuple[str, ...] = ()

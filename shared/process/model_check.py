@@ -288,7 +288,7 @@ def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
 
 def _head_config(options: Options, path: str, model: ModelConfig) -> DraftConfig:
     told, known = (
-        options.speculative.speculative_draft_layer_ids,
+        options.speculative.speculative_aux_layer_convention,
         tokens_of(options.model.model_path),
     )
     num_known = None if known is None else 1 + max(known.values(), default=-1)

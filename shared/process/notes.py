@@ -75,7 +75,11 @@ def tokenizer_notes(folder: Path) -> Iterator[str]:
 def head_notes(told: Options) -> Iterator[str]:
     """What a draft head's config.json may mean otherwise, where no flag tells."""
     draft = told.speculative
-    if draft.head_path and not draft.drafts_with_a_model and not draft.speculative_draft_layer_ids:
+    if (
+        draft.head_path
+        and not draft.drafts_with_a_model
+        and not draft.speculative_aux_layer_convention
+    ):
         yield from doubts(stated(head_json(draft.head_path)))
 
 

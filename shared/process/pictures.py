@@ -16,7 +16,7 @@ from shared.options.options import Options
 from shared.process.settled import Settled
 from shared.spec.draft_tree import TreeShape
 
-TEXT_ALONE = "--language-only serves the model's text"
+TEXT_ALONE = "--language-model-only serves the model's text"
 
 DECODER = "PIL"
 """The package that opens pictures in the server's workers, which would find out too late."""
@@ -50,7 +50,7 @@ def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
     Raises:
       ConfigError: It is none that is computed here.
     """
-    if options.model.language_only:
+    if options.model.language_model_only:
         return None
     try:
         return vision_from_folder(folder)
@@ -69,17 +69,16 @@ def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None
         flags speak of pictures where there is no tower.
     """
     if vision is None:
-        for name in ("max_picture_tokens", "picture_pool_tokens"):
+        for name in ("max_image_tokens", "mm_encoder_cache_tokens"):
             if getattr(options.engine, name) is not None:
                 raise ConfigError(
-                    f"{spelling(name)} is for a model that sees, and this start serves text alone; "
-                    "leave the flag out"
+                    f"{spelling(name)} requires image input, and only the text model is served; "
+                    "remove the flag"
                 )
         return None
     if find_spec(DECODER) is None:
         raise ConfigError(
-            "a model that sees needs Pillow, which is not installed; install the extra images; "
-            f"{TEXT_ALONE}"
+            "image input requires the package pillow; install the extra vision; " + TEXT_ALONE
         )
     try:
         return Tower(vision, pictures_from_folder(folder, vision))
@@ -95,12 +94,12 @@ def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
     """
     processor, per_row = tower.processor, tower.processor.factor**2
     most = max(1, min(settled.most_picture_tokens, processor.most // per_row))
-    wanted = settled.told.engine.picture_pool_tokens
+    wanted = settled.told.engine.mm_encoder_cache_tokens
     rows, least = wanted or KEPT_PICTURES * most, least_rows(most)
     if wanted is not None and wanted < least:
         raise ConfigError(
-            f"--picture-pool-tokens {wanted} has no room for what one step may need; give at least "
-            f"{least}, or lower --max-picture-tokens"
+            f"--mm-encoder-cache-tokens {wanted} is too small for one step, which needs "
+            f"{least}; increase it, or lower --max-image-tokens"
         )
     processor = replace(processor, most=most * per_row, least=min(processor.least, most * per_row))
     return PicturePool(tower.vision, processor, 1 + max(rows, least))

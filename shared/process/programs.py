@@ -83,7 +83,7 @@ def capacity_for(
         programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, Extra.NONE))
     if pictures is not None:
         programs += encodings(pictures, settled.are_few)
-    if engine.shadow_check and not any(_decodes_plainly(program) for program in programs):
+    if engine.shadow_verify_rate and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(Work.DECODE, 1, table, 0, plain, Extra.LOGPROBS))
     return Capacity(
         page_size=settled.page_size,

@@ -59,14 +59,14 @@ def start_serving(
             engine.metrics.show(ranked.gauges)
             if start.memory.blueprint.on_gpu:
                 engine.metrics.show(plain_gauges(start.plain))
-            served = with_checks(engine, named, options.engine.shadow_check)
+            served = with_checks(engine, named, options.engine.shadow_verify_rate)
     except RankError as error:
         watchdog.claim_end()  # who has found it out is about to say so
         print(error, file=sys.stderr, flush=True)
         return lambda: EXIT_FAILED
     for note in step_notes(options, engine.controller):
         logs.info(note)
-    facts, drain_s = facts_of(start, listeners), options.server.drain_timeout
+    facts, drain_s = facts_of(start, listeners), options.server.graceful_shutdown_timeout
     index = index_of(engine.controller)
     heap.settle()
     return partial(loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars)
@@ -105,7 +105,7 @@ def facts_of(start: Start, listeners: Listeners) -> ModelFacts:
         reasoning_parser=server.reasoning_parser,
         tool_call_parser=server.tool_call_parser,
         drafter=options.speculative.speculative_algorithm,
-        trace_requests=server.trace_requests,
+        trace_all_requests=server.trace_all_requests,
         strict_fields=server.strict_fields,
         allowed_origins=server.origins,
         observing=options.observing,

@@ -49,7 +49,7 @@ class _Defaults:
     page_size: int
     max_running_requests: int
     chunked_prefill_size: int
-    max_picture_tokens: int
+    max_image_tokens: int
     dtype: str
 
 
@@ -76,7 +76,7 @@ def settle(
     page_size = engine.page_size or defaults.page_size
     copies = told.ngram.num_copies if draft.joins_copies else 0
     deepest = max((draft.num_steps, copies, *(each.steps for each in candidates)))
-    in_flight = (engine.overlap_depth + 1) * (deepest + 1)
+    in_flight = (engine.steps_in_flight + 1) * (deepest + 1)
     return Settled(
         told=told,
         dtype=defaults.dtype if told.model.dtype == "auto" else told.model.dtype,
@@ -84,9 +84,9 @@ def settle(
         page_size=page_size,
         most_requests=engine.max_running_requests or defaults.max_running_requests,
         chunk=engine.chunked_prefill_size or defaults.chunked_prefill_size,
-        most_picture_tokens=engine.max_picture_tokens or defaults.max_picture_tokens,
+        most_picture_tokens=engine.max_image_tokens or defaults.max_image_tokens,
         track_interval=engine.mamba_track_interval or _interval(page_size, in_flight),
-        overlap=engine.overlap_depth,
+        overlap=engine.steps_in_flight,
         draft=draft,
         candidates=candidates,
         are_few=are_few,

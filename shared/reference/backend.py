@@ -362,7 +362,7 @@ class ReferenceBackend:
         if shape.is_plain:
             return roots(self.state.newest[batch.slots])
         trees = self._grown(batch, shape)
-        if self.capacity.accept_rule != "match":
+        if self.capacity.accept_rule != "exact":
             return trees
         return trees.shared(batch.sampling.calibration, shape.rows - batch.num_padding)
 
@@ -371,7 +371,7 @@ class ReferenceBackend:
         if self.state.texts is not None:
             return texts.grown(self.state.texts, batch, shape, self.capacity.accept_rule)
         assert self._drafter is not None  # a program that drafts has one
-        is_sampled = self.capacity.accept_rule != "match"
+        is_sampled = self.capacity.accept_rule != "exact"
         rank = replace(self._rank(batch, shape.width), kept=[] if is_sampled else None)
         bounds = (self.state.lengths[batch.slots], self.state.draft_from[batch.slots])
         newest = self.state.newest[batch.slots]

@@ -323,7 +323,7 @@ class Bounds(Answer):
     max_logprobs: int | None
     max_prompt_logprobs: int
     has_grammars: bool
-    max_picture_tokens: int
+    max_image_tokens: int
     image_token: int | None
     max_open_requests: int | None
     max_draft_depth: int
@@ -335,7 +335,7 @@ class PictureBounds(Answer):
     """The bounds of the pictures of a request.
 
     A picture may have `max_pixels` as it is sent; it is brought to `min_tokens` up to the limit
-    `max_picture_tokens`, each of `pixels_per_token`, and to fewer where its shape has no size in
+    `max_image_tokens`, each of `pixels_per_token`, and to fewer where its shape has no size in
     between. All of a request have at most `max_bytes` then, three for each pixel.
     """
 

@@ -57,7 +57,7 @@ HELP = {
     "ngram_seen_ngrams": "N-grams that are stored.",
     "ngram_corpora": "External corpora that are stored.",
     "ngram_corpus_tokens": "Tokens of all external corpora.",
-    # Comparison with plain decoding, --shadow-check.
+    # Comparison with plain decoding, --shadow-verify-rate.
     "parity_checks_total": "Outputs that were compared with plain decoding.",
     "parity_mismatch_total": "Outputs that differed from plain decoding.",
     "parity_dropped_total": "Outputs that were chosen for comparison and given up, since too many "

@@ -83,7 +83,7 @@ def make_sampling(request: Asked, prompt_tokens: int, facts: ModelFacts) -> Samp
         logprobs=request.asked_logprobs[1],
         prompt_logprobs=request.asked_prompt_logprobs[1],
         max_draft_tokens=request.most_drafts,
-        traces=facts.trace_requests or bool(request.trace),
+        traces=facts.trace_all_requests or bool(request.trace),
     )
 
 

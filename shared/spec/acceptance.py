@@ -37,7 +37,7 @@ from shared.spec.sampling import (
     processed,
 )
 
-RULES = ("match", "rejection", "block")
+RULES = ("exact", "rejection", "block")
 """Match, rejection token by token, and rejection that judges a chain as a whole."""
 
 

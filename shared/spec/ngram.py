@@ -96,8 +96,8 @@ class Grown:
 
 
 def width_of(nodes: int, accept_rule: str) -> int:
-    """Most children of a node in trees of so many nodes; rules but "match" take chains."""
-    return min(WAYS, nodes - 1) if accept_rule == "match" else 1
+    """Most children of a node in trees of so many nodes; rules but "exact" take chains."""
+    return min(WAYS, nodes - 1) if accept_rule == "exact" else 1
 
 
 def mix(values: Int32[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape"]:

@@ -173,9 +173,12 @@ def test_outputs_of_too_few_steps_are_refused(model):
 @pytest.mark.matrix
 def test_two_sides_take_turns_and_their_ratio_has_a_spread(model, tmp_path):
     line = ["--model", str(model), *SHORT, "--turns", "3", "--batch", "2", "--accept-length", "2"]
-    sides = ["--a", "torch none", "--b", "torch EAGLE3:S=2 --overlap 0"]
+    sides = ["--a", "torch none", "--b", "torch EAGLE3:S=2 --overlap-depth 0"]
     found = compare.run(compare.options().parse_args([*line, *sides]))
-    assert [found[name]["side"] for name in "ab"] == ["torch none", "torch EAGLE3:S=2 --overlap 0"]
+    assert [found[name]["side"] for name in "ab"] == [
+        "torch none",
+        "torch EAGLE3:S=2 --overlap-depth 0",
+    ]
     assert [found[name]["overlap"] for name in "ab"] == [1, 0]
     assert [found[name]["simulated_accept_length"] for name in "ab"] == [None, 2]
     assert found["b"]["accept_length"] == 2
@@ -396,9 +399,9 @@ import bench.steps.compare, bench.steps.decode_steps, torch_impl.platform, jax_i
 @pytest.mark.parametrize(
     ("rule", "rates", "greedy", "sampled"),
     [
-        ("match", None, True, True),
-        ("match", (0.0,), True, True),
-        ("match", (0.5,), False, False),
+        ("exact", None, True, True),
+        ("exact", (0.0,), True, True),
+        ("exact", (0.5,), False, False),
         ("rejection", None, True, False),
     ],
 )

@@ -19,7 +19,9 @@ def test_a_prompt_is_timed_and_an_answer_that_differs_ends_the_bench_with_1(
     words = ["--model", str(DEMO), "--load-format", "auto", "--backend", "torch", "--rounds", "1"]
     words += ["--prompt", "64", "100", "--output", "4", "--out", str(out)]
     monkeypatch.setattr("sys.argv", ["bench.steps.prefill", *words])
-    monkeypatch.setattr(prefill, "_launches", lambda backend, on_gpu: [[], ["--overlap", "0"]])
+    monkeypatch.setattr(
+        prefill, "_launches", lambda backend, on_gpu: [[], ["--overlap-depth", "0"]]
+    )
     asked, ask = [], prefill.ask
 
     def other_in_the_end(served, load):

@@ -132,7 +132,7 @@ def test_the_texts_of_a_real_server_are_verified_from_outside_and_by_its_own_che
     save_tokenizer(tmp_path / "tiny")
     command = ["-m", "tests.support.reference_serve", "--port", "0"]
     command += ["--model-path", str(tmp_path / "tiny"), "--speculative-algorithm", "NEXTN"]
-    with serving([*command, "--shadow-check", "1"]) as server:
+    with serving([*command, "--shadow-verify-rate", "1"]) as server:
         code, found = run(tmp_path, prompts, "--url", server.url)
         assert (code, found["equal"]) == (0, 3)
         # Each prompt was asked twice.

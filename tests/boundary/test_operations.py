@@ -110,8 +110,13 @@ def test_each_width_of_a_tree_has_kernels(width: int, platform):
 @each_platform
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_has_kernels(rule: str, platform):
-    flags = {"accept_rule": "match" if rule == "match" else "rejection"}
-    assert asked(platform, CONFIG, **NEXTN, **flags, block_verification=rule == "block") == ()
+    flags = {"accept_rule": "exact" if rule == "exact" else "rejection"}
+    assert (
+        asked(
+            platform, CONFIG, **NEXTN, **flags, speculative_use_block_verification=rule == "block"
+        )
+        == ()
+    )
 
 
 @each_platform

@@ -18,10 +18,22 @@ VERSIONS = RuntimeError("Version mismatch: The cluster was started with:\n    Ra
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (ABSENT, "--launcher ray found no running Ray on this host; start one with ray start"),
-        (VERSIONS, "--launcher ray found another version of Ray (Version mismatch: The cluster"),
-        (AuthenticationError("Token ..."), "--launcher ray found no authentication token for Ray"),
-        (ValueError("no\n such thing"), "--launcher ray could not join Ray: no such thing"),
+        (
+            ABSENT,
+            "--distributed-executor-backend ray found no running Ray on this host; start one",
+        ),
+        (
+            VERSIONS,
+            "--distributed-executor-backend ray found another version of Ray (Version mismatch:",
+        ),
+        (
+            AuthenticationError("Token ..."),
+            "--distributed-executor-backend ray found no authentication token for Ray",
+        ),
+        (
+            ValueError("no\n such thing"),
+            "--distributed-executor-backend ray could not join Ray: no such thing",
+        ),
     ],
 )
 def test_each_fault_has_its_sentence(error, sentence):

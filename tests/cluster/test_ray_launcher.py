@@ -1,4 +1,4 @@
-"""`--launcher ray` on two simulated hosts: placed, the same text, ended together, nothing left."""
+"""Ray executor on two simulated hosts: placement, equal output, shutdown without leftovers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS_RAY = pytest.mark.skipif(
 )
 FLAGS = ["--model-path", str(ROOT / "models" / "random"), "--port", "0", "--page-size", "64"]
 FLAGS += ["--context-length", "256", "--max-running-requests", "2", "--max-total-tokens", "1024"]
-BY_RAY = ["--tp-size", "2", "--launcher", "ray"]
+BY_RAY = ["--tp-size", "2", "--distributed-executor-backend", "ray"]
 MODULE = "tests.support.ranked_serve"
 
 
@@ -123,15 +123,22 @@ def test_without_ray_the_start_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "shared.cluster.ray_launcher", raising=False)
     options = parse([*FLAGS, *BY_RAY])
     refused = pytest.raises(
-        ConfigError, match="^--launcher ray needs Ray, .* install the extra ray"
+        ConfigError,
+        match="^--distributed-executor-backend ray requires the package ray; install the extra ray",
     )
     with refused, ranked_start(options, lambda: ranked_serve.PLATFORM, MODULE, print):
         pass
 
 
 NOTHING_TO_PLACE = {
-    "--launcher ray": (MODULE, "^--launcher ray starts other ranks; give --tp-size"),
-    "--tp-size 2 --launcher ray": (None, "ranks of JAX are devices of one process"),
+    "--distributed-executor-backend ray": (
+        MODULE,
+        "^--distributed-executor-backend ray requires --tp-size",
+    ),
+    "--tp-size 2 --distributed-executor-backend ray": (
+        None,
+        "not supported by the JAX backend",
+    ),
 }
 
 

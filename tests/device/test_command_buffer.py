@@ -76,20 +76,20 @@ def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platfor
 
 
 CASES = {
-    "plain": ("none", PLAIN, False, "match"),
-    "trees of the host": ("none", TREE, True, "match"),
-    "NEXTN, trees": ("NEXTN", TREE, False, "match"),
-    "EAGLE3, trees": ("EAGLE3", TREE, False, "match"),
-    "STANDALONE, trees": ("STANDALONE", TREE, False, "match"),
+    "plain": ("none", PLAIN, False, "exact"),
+    "trees of the host": ("none", TREE, True, "exact"),
+    "NEXTN, trees": ("NEXTN", TREE, False, "exact"),
+    "EAGLE3, trees": ("EAGLE3", TREE, False, "exact"),
+    "STANDALONE, trees": ("STANDALONE", TREE, False, "exact"),
     "STANDALONE, a chain": ("STANDALONE", CHAIN, False, "block"),
-    "DFLASH, a chain": ("DFLASH", CHAIN, False, "match"),
+    "DFLASH, a chain": ("DFLASH", CHAIN, False, "exact"),
     "DFLASH, a sampled chain": ("DFLASH", CHAIN, False, "rejection"),
     "DSPARK, a sampled chain": ("DSPARK", CHAIN, False, "rejection"),
-    "NEXTN, trees in fewer rows": ("NEXTN", replace(TREE, rows=9), False, "match"),
-    "DFLASH, a short chain in fewer rows": ("DFLASH", SHORT, False, "match"),
-    "DSPARK, a short chain in fewer rows": ("DSPARK", SHORT, False, "match"),
+    "NEXTN, trees in fewer rows": ("NEXTN", replace(TREE, rows=9), False, "exact"),
+    "DFLASH, a short chain in fewer rows": ("DFLASH", SHORT, False, "exact"),
+    "DSPARK, a short chain in fewer rows": ("DSPARK", SHORT, False, "exact"),
     "DFLASH2, a sampled chain": ("DFLASH2", CHAIN, False, "rejection"),
-    "DFLASH2, a short chain in fewer rows": ("DFLASH2", SHORT, False, "match"),
+    "DFLASH2, a short chain in fewer rows": ("DFLASH2", SHORT, False, "exact"),
 }
 
 
@@ -123,7 +123,7 @@ def test_a_backend_of_shapes_lowers_what_one_of_arrays_lowers(monkeypatch) -> No
     monkeypatch.setattr("jax_impl.backend._leaf", lambda path, array, device: array)
     device, program = jax.devices("cpu")[0], decode_of(CHAIN, False)
     config, arrays = target_of(FAMILY, "NEXTN")
-    capacity, (drafts, _) = capacity_of(program, config.vocab, "match"), drafts_of("NEXTN", config)
+    capacity, (drafts, _) = capacity_of(program, config.vocab, "exact"), drafts_of("NEXTN", config)
 
     def text(weights: Loaded) -> str:
         how = {"dtype": "float32", "device": device, "quick_compile": True}

@@ -40,7 +40,7 @@ def read(folder: Path, name: str, told: Ids | None) -> DraftHead:
 
 def first_drafts(framework: str, name: str, head: DraftHead) -> float:
     """How often the first draft of a step is accepted."""
-    outcomes = served(framework, name, head, "match", {"temperature": 0.0})
+    outcomes = served(framework, name, head, "exact", {"temperature": 0.0})
     steps = [count for outcome in outcomes.values() for count in outcome.accepted]
     return sum(count > 0 for count in steps) / len(steps)
 
@@ -114,7 +114,7 @@ def test_drafts_know_the_token_before_them(kind, framework):
 
 def all_drafts(framework: str, head: DraftHead) -> float:
     """How many drafts of a step are accepted, of three."""
-    outcomes = served(framework, "speculators DSpark", head, "match", {"temperature": 0.0})
+    outcomes = served(framework, "speculators DSpark", head, "exact", {"temperature": 0.0})
     return float(np.mean([count for outcome in outcomes.values() for count in outcome.accepted]))
 
 
@@ -141,7 +141,7 @@ SAMPLED = {"temperature": 0.9, "repetition_penalty": 1.2, "top_k": 40, "logit_bi
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS[1:])
-@pytest.mark.parametrize("rule", ["match", "rejection"])
+@pytest.mark.parametrize("rule", ["exact", "rejection"])
 @pytest.mark.parametrize("name", ["speculators DFlash", "speculators DSpark"])
 def test_a_block_with_a_vocabulary_of_its_own_is_drafted_and_judged_as_by_the_reference(
     name, rule, framework

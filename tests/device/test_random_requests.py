@@ -35,9 +35,9 @@ SLIDING = ("mistral", "qwen2")
 """Families with windows of 4 in all layers, and of 20 in two of three."""
 
 IN_JAX = [
-    ("match", ("NEXTN", "DFLASH", "NGRAM")),
-    ("match", ("EAGLE", "EAGLE3")),
-    ("match", ("STANDALONE", "none")),
+    ("exact", ("NEXTN", "DFLASH", "NGRAM")),
+    ("exact", ("EAGLE", "EAGLE3")),
+    ("exact", ("STANDALONE", "none")),
     ("rejection", ("NEXTN", "DFLASH")),
     ("block", ("EAGLE3", "STANDALONE")),
 ]
@@ -106,14 +106,14 @@ def families(names: Iterable[str]) -> list:
 @pytest.mark.parametrize("family", families(SLIDING))
 def test_windows_slide_over_chunks_hits_and_preemptions(family, backends):
     """As above, where layers see some last positions alone, those of a small drafter too."""
-    drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "none"), ("match",)
+    drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "none"), ("exact",)
     any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
     serve_at_random(backends, 25, 3, servers("torch", **any_of))
 
 
 @pytest.mark.parametrize("family", families(EXPERTS))
 def test_experts_are_chosen_alike_over_chunks_hits_and_preemptions(family, backends):
-    drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "DFLASH", "none"), ("match",)
+    drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "DFLASH", "none"), ("exact",)
     any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
     serve_at_random(backends, 25, 6, servers("torch", **any_of))
 

@@ -129,7 +129,7 @@ def serve_on(
 )
 def test_every_drafter_over_hits_and_preemptions(drafter, framework, backends):
     begun = TALLY.preemptions
-    serve_on(backends, framework, HYBRID, drafter, "match", TRAFFIC)
+    serve_on(backends, framework, HYBRID, drafter, "exact", TRAFFIC)
     assert TALLY.preemptions > begun or drafter != "none", "pages were never short"
 
 
@@ -148,13 +148,13 @@ def test_every_rule_of_acceptance(drafter, rule, backends):
 )
 def test_every_dense_family(family, framework, backends):
     """Biases, factors, norms of all heads and behind layers, windows, joined tensors."""
-    serve_on(backends, framework, family, "EAGLE", "match", FEW)
+    serve_on(backends, framework, family, "EAGLE", "exact", FEW)
 
 
 @pytest.mark.parametrize(("framework", "family"), every(EXPERTS, EXPERTS[:2], EXPERTS[2:]))
 def test_every_family_of_experts(family, framework, backends):
     drafter = "NEXTN" if family in WITH_MTP else "EAGLE3"
-    serve_on(backends, framework, family, drafter, "match", FEW)
+    serve_on(backends, framework, family, drafter, "exact", FEW)
 
 
 def test_processes_give_the_bits_of_one():

@@ -68,7 +68,7 @@ def served(
         family=HYBRID,
         drafter=drafter,
         shape=shape,
-        rule="match",
+        rule="exact",
         page_size=4,
         overlap=0,
         spare=1.0,

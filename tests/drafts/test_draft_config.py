@@ -119,7 +119,7 @@ def test_a_flag_about_listed_layers_is_refused_where_none_are_listed():
         tiny_head_config(eight, "EAGLE3", eagle_config={}),
         tiny_head_config(eight, "EAGLE"),
     ):
-        with pytest.raises(ValueError, match="remove --speculative-draft-layer-ids"):
+        with pytest.raises(ValueError, match="remove --speculative-aux-layer-convention"):
             DraftConfig.from_dict(config, eight, Ids.INPUTS)
 
 

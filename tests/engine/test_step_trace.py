@@ -108,19 +108,19 @@ def test_nodes_of_a_corpus_are_told_from_those_of_seen_text():
 
 
 SERVED = [
-    ("llama", "none", random_requests.PLAIN, "match"),
-    ("qwen3_5", "NEXTN", CHAIN, "match"),
+    ("llama", "none", random_requests.PLAIN, "exact"),
+    ("qwen3_5", "NEXTN", CHAIN, "exact"),
     ("qwen3_5", "NEXTN", CHAIN, "rejection"),
-    ("llama", "EAGLE", TREE, "match"),
-    ("llama", "EAGLE3", TREE, "match"),
-    ("llama", "STANDALONE", CHAIN, "match"),
-    ("llama", "DFLASH", CHAIN, "match"),
-    ("llama", "NGRAM", TREE, "match"),
-    ("qwen3_5", "NEXTN+NGRAM", CHAIN, "match"),
-    ("llama", "EAGLE+NGRAM", TREE, "match"),
-    ("llama", "EAGLE3+NGRAM", TREE, "match"),
-    ("llama", "STANDALONE+NGRAM", CHAIN, "match"),
-    ("llama", "DFLASH+NGRAM", CHAIN, "match"),
+    ("llama", "EAGLE", TREE, "exact"),
+    ("llama", "EAGLE3", TREE, "exact"),
+    ("llama", "STANDALONE", CHAIN, "exact"),
+    ("llama", "DFLASH", CHAIN, "exact"),
+    ("llama", "NGRAM", TREE, "exact"),
+    ("qwen3_5", "NEXTN+NGRAM", CHAIN, "exact"),
+    ("llama", "EAGLE+NGRAM", TREE, "exact"),
+    ("llama", "EAGLE3+NGRAM", TREE, "exact"),
+    ("llama", "STANDALONE+NGRAM", CHAIN, "exact"),
+    ("llama", "DFLASH+NGRAM", CHAIN, "exact"),
 ]
 RUNS = [
     pytest.param(framework, case, id=f"{framework}-{case[1]}-{case[3]}", marks=marks)

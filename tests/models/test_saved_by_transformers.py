@@ -56,7 +56,7 @@ def written(folder: Path, name: str) -> dict[str, Any]:
 
 def served(folder: Path) -> list[list[int]]:
     """The greedy tokens of an engine."""
-    options = {"context_length": 64, "max_running_requests": 2, "language_only": True}
+    options = {"context_length": 64, "max_running_requests": 2, "language_model_only": True}
     params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
     with ReferenceLLM(str(folder), **options) as llm:
         return [list(each.outputs[0].token_ids) for each in llm.generate(PROMPTS, params)]

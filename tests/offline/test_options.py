@@ -100,7 +100,7 @@ def test_a_start_in_python_is_quiet_unless_asked():
     ("sentence", "wanted"),
     [
         ("--tp must be 1, got 3; --x is no flag", "tp must be 1, got 3; x is no option"),
-        ("give --accept-rule rejection.", 'give accept_rule="rejection".'),
+        ("give --speculative-accept-rule rejection.", 'give speculative_accept_rule="rejection".'),
         ("`--page-size 3` is not supported", "`page_size=3` is not supported"),
         ("add --speculative-algorithm NEXTN or leave the flag out",
          'add speculative_algorithm="NEXTN" or leave the option out'),
@@ -114,3 +114,13 @@ def test_sentences_about_flags_have_the_names_of_python(sentence, wanted):
 def test_in_python_path_with_dashes_kept():
     sentence = "the cache /a/models--meta-llama--x has none; give --download-dir"
     assert in_python(sentence) == "the cache /a/models--meta-llama--x has none; give download_dir"
+
+
+def test_former_names_and_switches_of_peers_set_the_option():
+    assert read_options({"launcher": "local"}).ranks.distributed_executor_backend == "mp"
+    assert read_options({"use_ray": True}).ranks.distributed_executor_backend == "ray"
+    assert read_options({"use_ray": False}) == read_options({})
+    assert error_of(use_ray="yes") == "use_ray must be True or False, got 'yes'"
+    assert error_of(use_ray=True, launcher="local") == (
+        "use_ray and launcher are the same option; remove one"
+    )

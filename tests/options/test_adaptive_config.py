@@ -94,7 +94,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 def test_shapes_that_a_drafter_does_not_have_are_refused(algorithm, candidate, is_refused):
     options = replace(adaptive(algorithm), candidates=(candidate,))
     setup = Setup(options=options, model=MODEL, has_mtp=True, head_kind=None)
-    told = [sentence for sentence in refusals(setup) if "names shapes that" in sentence]
+    told = [sentence for sentence in refusals(setup) if "contains shapes that" in sentence]
     assert len(told) == is_refused
 
 

@@ -86,7 +86,7 @@ class House:
     def parity(self, line: list[str]) -> dict[str, float]:
         """What the start's checks say of `requests`."""
         engine, backend = self._started(line)
-        checked = engines.with_checks(engine, backend, parse(line).engine.shadow_check)
+        checked = engines.with_checks(engine, backend, parse(line).engine.shadow_verify_rate)
         try:
             for request in requests(backend.capacity.vocab):
                 checked.add(request)
@@ -161,11 +161,13 @@ TREE = words(
 )
 SETTINGS = {
     "chain": words("--page-size 16"),
-    "tree": (*words("--page-size 1 --overlap 2"), *TREE),
-    "grammar": words("--page-size 16 --overlap 2 --grammar-backend llguidance"),
-    "rejection": words("--page-size 64 --overlap 0 --accept-rule rejection"),
-    "adaptive": words("--page-size 8 --overlap 1 --speculative-adaptive"),
-    "block": words("--page-size 4 --accept-rule rejection --block-verification"),
+    "tree": (*words("--page-size 1 --overlap-depth 2"), *TREE),
+    "grammar": words("--page-size 16 --overlap-depth 2 --grammar-backend llguidance"),
+    "rejection": words("--page-size 64 --overlap-depth 0 --speculative-accept-rule rejection"),
+    "adaptive": words("--page-size 8 --overlap-depth 1 --speculative-adaptive"),
+    "block": words(
+        "--page-size 4 --speculative-accept-rule rejection --speculative-use-block-verification"
+    ),
 }
 
 
@@ -195,7 +197,7 @@ def test_what_is_not_refused_is_served(
 
 @pytest.mark.parametrize("drafter", ["none", *ALGORITHMS, *JOINED])
 def test_every_drafter_has_the_plain_steps_of_a_shadow_check(drafter: str, house: House) -> None:
-    parity = house.parity(house.start(drafter, ("--shadow-check", "1")))
+    parity = house.parity(house.start(drafter, ("--shadow-verify-rate", "1")))
     assert parity["checks_total"] == 3
     assert parity["mismatch_total"] == parity["dropped_total"] == 0
 
@@ -244,12 +246,21 @@ def test_an_example_is_refused_for_the_reason_that_it_stands_beside(rule, house:
 
 
 def test_all_that_is_refused_is_told_in_one_message(house: House) -> None:
-    flags = ("--accept-rule", "rejection", *TREE, "--overlap", "2", "--disable-overlap-schedule")
+    flags = (
+        "--speculative-accept-rule",
+        "rejection",
+        *TREE,
+        "--overlap-depth",
+        "2",
+        "--disable-overlap-schedule",
+    )
     with pytest.raises(ConfigError) as refused:
         house.serve(house.start("NEXTN", flags))
     told = str(refused.value).splitlines()
     assert len(told) == 2
-    assert any("--accept-rule rejection accepts chains" in sentence for sentence in told)
+    assert any(
+        "--speculative-accept-rule rejection supports draft chains" in sentence for sentence in told
+    )
     assert any("--disable-overlap-schedule" in sentence for sentence in told)
 
 

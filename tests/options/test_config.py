@@ -6,7 +6,7 @@ import re
 import pytest
 
 from shared.options.command_line import FLAGS, parse
-from shared.options.flags import ConfigError, spelling
+from shared.options.flags import ConfigError, spelling, spellings, switches
 from shared.options.not_served import ALWAYS, NEUTRAL, NOT_SUPPORTED
 from shared.options.options import PARTS
 from shared.options.rules import refusals
@@ -20,30 +20,32 @@ REFUSED = {
     "--dp-size 2": "--dp-size is not supported",
     "--dp=2": "--dp is not supported",
     "--tp-size 0": "--tp-size must be 1 to 64, got 0",
-    "--launcher slurm": "--launcher must be one of local, ray, got slurm",
+    "--distributed-executor-backend slurm": (
+        "--distributed-executor-backend must be one of mp, ray, got slurm"
+    ),
     "--mem-fraction-static 1.5": "--mem-fraction-static",
     "--mem-fraction-static most": "--mem-fraction-static must be a number, got most",
-    "--shadow-check 1.5": "--shadow-check must be 0.0 to 1.0, got 1.5",
-    "--shadow-check nan": "--shadow-check must be 0.0 to 1.0, got nan",
+    "--shadow-verify-rate 1.5": "--shadow-verify-rate must be 0.0 to 1.0, got 1.5",
+    "--shadow-verify-rate nan": "--shadow-verify-rate must be 0.0 to 1.0, got nan",
     "--reasoning-parser no": "--reasoning-parser must be one of auto, none, qwen3, deepseek-r1",
     "--tool-call-parser no": "--tool-call-parser must be one of auto, none, hermes, qwen,",
     "--speculative-ngram-min-bfs-breadth 1": (
-        "--speculative-ngram-min-bfs-breadth belongs to another drafter"
+        "--speculative-ngram-min-bfs-breadth requires an n-gram drafter"
     ),
     "--speculative-algo NGRAM --speculative-ngram-min-bfs-breadth 11": (
-        "--speculative-ngram-min-bfs-breadth 11 is above --speculative-ngram-max-bfs-breadth 10"
+        "--speculative-ngram-min-bfs-breadth 11 must not exceed --speculative-ngram-max-bfs-breadth"
     ),
     "--speculative-algo NGRAM --speculative-ngram-external-sam-budget 12": (
-        "of --speculative-num-draft-tokens 12; give at most 11"
+        "less than --speculative-num-draft-tokens 12; give at most 11"
     ),
     "--speculative-algo NGRAM --speculative-ngram-external-corpus-path x": (
-        "give their number as --speculative-ngram-external-sam-budget"
+        "set --speculative-ngram-external-sam-budget"
     ),
     "--speculative-algo NGRAM --speculative-ngram-match-type DFS": (
         "--speculative-ngram-match-type must be one of BFS, PROB"
     ),
     "--speculative-algo NGRAM --speculative-num-steps 3": (
-        "contradict --speculative-algorithm NGRAM"
+        "not supported with --speculative-algorithm NGRAM"
     ),
     "--pagesize 16": "did you mean --page-size?",
     "--page 16": "--page is no flag",  # no abbreviations
@@ -57,7 +59,7 @@ REFUSED = {
     "--host=": "--host is empty",
     "--admin-host there": "--admin-host is of the second listener; give its --admin-port too",
     "--admin-port 65536": "--admin-port must be 0 to 65535",
-    "--drain-timeout -1": "--drain-timeout must be 0",
+    "--graceful-shutdown-timeout -1": "--graceful-shutdown-timeout must be 0",
     "--log-format xml": "--log-format must be one of text, json",
     "--log-level loud": "--log-level must be one of debug, info, warning, error",
     "--otlp-traces-endpoint here:4317": "--otlp-traces-endpoint must begin with http:// or https://",
@@ -69,12 +71,14 @@ REFUSED = {
     "--chunked-prefill-size -1": "--chunked-prefill-size must be 64",
     "--context-length 1": "--context-length must be 2",
     "--dtype float16": "--dtype must be one of auto, float32, bfloat16",
-    "--overlap 3": "--overlap must be 0 to 2",
-    "--overlap 1 --disable-overlap-schedule": "--disable-overlap-schedule contradicts --overlap 1",
+    "--overlap-depth 3": "--overlap-depth must be 0 to 2",
+    "--overlap-depth 1 --disable-overlap-schedule": (
+        "--disable-overlap-schedule contradicts --overlap-depth 1"
+    ),
     "--speculative-num-steps 3": "--speculative-num-steps needs a drafter",
     "--speculative-draft-model-path x": "--speculative-draft-model-path needs a drafter",
     "--speculative-algo EAGLE3": "give its folder as --speculative-draft-model-path",
-    "--speculative-algo EAGLE": "--speculative-algorithm EAGLE drafts with a head of its own",
+    "--speculative-algo EAGLE": "--speculative-algorithm EAGLE requires a draft head",
     "--speculative-algorithm nope": "--speculative-algorithm must be one of NEXTN",
     "--speculative-algo NEXTN --speculative-algorithm EAGLE": "is given twice",
     "--speculative-algo NEXTN --speculative-draft-model-path x": "--speculative-draft-model-path",
@@ -93,30 +97,30 @@ REFUSED = {
     "--speculative-algo NEXTN --speculative-eagle-topk 8 --speculative-num-draft-tokens 65": (
         "--speculative-num-draft-tokens must be 2 to 64"
     ),
-    "--speculative-algo NEXTN --speculative-eagle-topk 4": (
-        "give its size as --speculative-num-draft-tokens"
-    ),
+    "--speculative-algo NEXTN --speculative-eagle-topk 4": ("set --speculative-num-draft-tokens"),
     "--speculative-adaptive": "chooses how much is drafted, and nothing drafts",
-    "--speculative-algo NEXTN --speculative-adaptive-config x": "add --speculative-adaptive",
-    "--speculative-algo NEXTN --speculative-adaptive --speculative-eagle-topk 1": (
-        "name one shape, and --speculative-adaptive chooses from several"
+    "--speculative-algo NEXTN --speculative-adaptive-config x": (
+        "--speculative-adaptive-config requires --speculative-adaptive; add it"
     ),
-    "--speculative-algo NEXTN --speculative-adaptive --accept-rule rejection": (
-        "give --accept-rule match, whose texts do not"
+    "--speculative-algo NEXTN --speculative-adaptive --speculative-eagle-topk 1": (
+        "fix one draft shape, and --speculative-adaptive chooses among several"
+    ),
+    "--speculative-algo NEXTN --speculative-adaptive --speculative-accept-rule rejection": (
+        "give --speculative-accept-rule exact, or remove --speculative-adaptive"
     ),
     "--speculative-algo NGRAM --speculative-num-draft-tokens 3 --speculative-adaptive "
-    "--speculative-simulate-accept-length 4": ("more than the 2 levels that are drafted"),
+    "--speculative-simulate-accept-length 4": ("more draft levels than the 2 that are drafted"),
     "--speculative-algo NGRAM --speculative-adaptive --speculative-simulate-accept-length 14": (
-        "more than the 11 levels that are drafted"
+        "more draft levels than the 11 that are drafted"
     ),
     "--speculative-algo NAIVE_EAGLE --speculative-num-steps 3": (
-        "contradict --speculative-algorithm NAIVE_EAGLE"
+        "not supported with --speculative-algorithm NAIVE_EAGLE"
     ),
     "--speculative-algo NAIVE_EAGLE --speculative-eagle-topk 2": (
-        "contradict --speculative-algorithm NAIVE_EAGLE"
+        "not supported with --speculative-algorithm NAIVE_EAGLE"
     ),
     "--speculative-algo NAIVE_EAGLE --speculative-num-draft-tokens 4": (
-        "contradict --speculative-algorithm NAIVE_EAGLE"
+        "not supported with --speculative-algorithm NAIVE_EAGLE"
     ),
 }
 
@@ -156,31 +160,10 @@ def test_no_reason_denies_a_type_that_is_served():
     assert parse(["--quantization", "fp8", "--dtype", "bfloat16"]).model.quantization == "fp8"
 
 
-PEERS = {
-    "--max-model-len 100": "--context-length 100",
-    "--max-num-seqs 3": "--max-running-requests 3",
-    "--block-size 32": "--page-size 32",
-    "--tensor-parallel-size 2": "--tp-size 2",
-    "--no-enable-prefix-caching": "--disable-radix-cache",
-    "--enforce-eager": "--disable-cuda-graph",
-    "--cors-allowed-origins *": "--allowed-origins *",
-    "--kv-cache-dtype auto --port 1": "--port 1",
-    "--kv-cache-dtype=auto --dp-size=1 --pp 1 --port=1": "--port 1",
-    "--enable-metrics --port 1 --enable-prefix-caching": "--port 1",
-    "--enable-deterministic-inference": "",
-    "--distributed-executor-backend mp --scheduling-policy priority": "",
-}
-
-
-@pytest.mark.parametrize("line", PEERS)
-def test_a_peers_flag_of_the_same_meaning_is_taken(line):
-    assert parse(line.split()) == parse(PEERS[line].split())
-
-
 @pytest.mark.parametrize(
     "line",
     ["--kv-cache-dtype fp8", "--kv-cache-dtype=fp8", "--dp-size 2", "--kv-cache-dtype"]
-    + ["--enable-metrics=1", "--distributed-executor-backend ray", "--dp-size"],
+    + ["--enable-metrics=1", "--nnodes 2", "--dp-size"],
 )
 def test_a_value_that_asks_for_something_is_an_error(line):
     with pytest.raises(ConfigError, match=f"^{line.split()[0].split('=')[0]} is n"):
@@ -189,8 +172,7 @@ def test_a_value_that_asks_for_something_is_an_error(line):
 
 def test_no_flag_is_both_known_and_not_supported():
     fields = {f for part in PARTS.values() for f in dataclasses.fields(part)}
-    known = {spelling(f.name) for f in fields}
-    known |= {alias for f in fields for alias in f.metadata.get("aliases", ())}
+    known = {name for f in fields for name in (*spellings(f), *switches(f))}
     assert not known & (NOT_SUPPORTED.keys() | ALWAYS)
     assert NOT_SUPPORTED.keys() >= NEUTRAL.keys()
 
@@ -210,8 +192,8 @@ def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
     line = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
     line += [word for name, v in given.items() for word in (spelling(name), str(v))]
     options = parse(line)
-    assert vars(options.ngram) == given | {"speculative_ngram_draft_tokens": 12}
-    both = ["--speculative-algorithm", "NEXTN+NGRAM", "--speculative-ngram-draft-tokens", "5"]
+    assert vars(options.ngram) == given | {"speculative_ngram_num_draft_tokens": 12}
+    both = ["--speculative-algorithm", "NEXTN+NGRAM", "--speculative-ngram-num-draft-tokens", "5"]
     assert parse(both).ngram.num_copies == 5
     shape = options.speculative.settled(drafts_trees=True, block=None)
     assert (shape.num_steps, shape.topk, shape.num_draft_tokens) == (5, 1, 6)
@@ -232,7 +214,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "allowed_origins": "https://chat.example",
         "served_model_name": "it",
         "watchdog_timeout": 30,
-        "drain_timeout": 5,
+        "graceful_shutdown_timeout": 5,
         "admin_host": "127.0.0.2",
         "admin_port": 0,
         "admin_api_key": "secret",
@@ -250,21 +232,21 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "tool_call_parser": "hermes",
         "chat_template": "mine.jinja",
         "mem_fraction_static": 0.75,
-        "shadow_check": 0.25,
+        "shadow_verify_rate": 0.25,
         "mamba_track_interval": 128,
         "grammar_backend": "llguidance",
         "max_prompt_logprobs": 4,
-        "overlap": 2,
+        "overlap_depth": 2,
         "speculative_algorithm": "NEXTN",
         **{"speculative_num_steps": 5, "speculative_eagle_topk": 1},
         "speculative_num_draft_tokens": 6,
-        "accept_rule": "rejection",
+        "speculative_accept_rule": "rejection",
         "speculative_adaptive_config": "shapes.json",
         "speculative_adaptive_trace": "steps.jsonl",
-        **{"tp_size": 2, "launcher": "ray"},
-        **{"max_picture_tokens": 512, "picture_pool_tokens": 4096},
+        **{"tp_size": 2, "distributed_executor_backend": "ray"},
+        **{"max_image_tokens": 512, "mm_encoder_cache_tokens": 4096},
         "speculative_token_map": "map.json",
-        "speculative_ngram_index": "table",
+        "speculative_ngram_backend": "device",
     }
     options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
     parts = PARTS.keys() - {"ngram"}
@@ -274,7 +256,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "draft_model_path",
         "draft_model_revision",
         "draft_window_size",
-        "draft_layer_ids",
+        "aux_layer_convention",
         "simulate_accept_length",
     )
     absent = {f"speculative_{name}": None for name in none} | dict.fromkeys(switches, False)
@@ -283,11 +265,11 @@ def test_every_flag_arrives_in_the_field_of_its_name():
 
 @pytest.mark.parametrize(
     ("line", "depth"),
-    [("", 1), ("--overlap 0", 0), ("--overlap 2", 2), ("--disable-overlap-schedule", 0)]
-    + [("--overlap 0 --disable-overlap-schedule", 0)],
+    [("", 1), ("--overlap-depth 0", 0), ("--overlap-depth 2", 2), ("--disable-overlap-schedule", 0)]
+    + [("--overlap-depth 0 --disable-overlap-schedule", 0)],
 )
 def test_the_sync_switch_is_overlap_0(line, depth):
-    assert parse(line.split()).engine.overlap_depth == depth
+    assert parse(line.split()).engine.steps_in_flight == depth
 
 
 HEAD = ["--speculative-draft-model-path", "there"]

@@ -15,7 +15,7 @@ model_path = "there"
 page-size = 32
 mem_fraction_static = 1
 speculative-algo = "NGRAM"
-insecure = true
+allow_unauthenticated = true
 disable_radix_cache = false
 allowed_origins = ["https://a.example", "https://b.example"]
 speculative_simulate_accept_length = 2.5
@@ -26,7 +26,7 @@ JSON = json.dumps(
         "page-size": 32,
         "mem_fraction_static": 1,
         "speculative-algo": "NGRAM",
-        "insecure": True,
+        "allow_unauthenticated": True,
         "disable_radix_cache": False,
         "allowed_origins": ["https://a.example", "https://b.example"],
         "speculative_simulate_accept_length": 2.5,
@@ -37,14 +37,15 @@ model_path: there
 page-size: 32
 mem_fraction_static: 1
 speculative-algo: NGRAM
-insecure: true
+allow_unauthenticated: true
 disable_radix_cache: false
 allowed_origins: ["https://a.example", "https://b.example"]
 speculative_simulate_accept_length: 2.5
 """
 WORDS = (
-    "--model-path there --page-size 32 --mem-fraction-static 1 --speculative-algo NGRAM --insecure "
-    "--allowed-origins https://a.example,https://b.example --speculative-simulate-accept-length=2.5"
+    "--model-path there --page-size 32 --mem-fraction-static 1 --speculative-algo NGRAM "
+    "--allow-unauthenticated --allowed-origins https://a.example,https://b.example "
+    "--speculative-simulate-accept-length=2.5"
 )
 
 
@@ -88,8 +89,14 @@ WRONG = {
         "a.json",
         '{"mem_fraction_static": NaN}',
     ): "--mem-fraction-static must be 0.01 to 1.0, got nan",
-    ("a.json", '{"insecure": "yes"}'): '--insecure must be true or false, got "yes"',
-    ("a.json", '{"insecure": 1}'): "--insecure must be true or false, got 1",
+    (
+        "a.json",
+        '{"allow_unauthenticated": "yes"}',
+    ): '--allow-unauthenticated must be true or false, got "yes"',
+    (
+        "a.json",
+        '{"allow_unauthenticated": 1}',
+    ): "--allow-unauthenticated must be true or false, got 1",
     ("a.yaml", "api_key: 0123"): "--api-key must be a text in quotes, got 83",
     ("a.json", '{"api_key": ["a"]}'): '--api-key must be a text in quotes, got ["a"]',
     ("a.json", '{"api_key": ""}'): "--api-key is empty",

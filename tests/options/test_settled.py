@@ -33,7 +33,7 @@ NODES_6 = ["--speculative-num-draft-tokens", "6"]
 LINES = {
     "cpu": ([], CPU),
     "cpu with few pages": (["--max-total-tokens", "512"], CPU),
-    "cpu, pages of one token": (["--page-size", "1", "--overlap", "2", *NEXTN], CPU),
+    "cpu, pages of one token": (["--page-size", "1", "--overlap-depth", "2", *NEXTN], CPU),
     "cpu with a head": (EAGLE3, CPU),
     "cpu with a tree": ([*NEXTN, "--speculative-eagle-topk", "2", *NODES_6], CPU),
     "cpu with drafts of the host": (["--speculative-algorithm", "NGRAM"], CPU),
@@ -170,6 +170,6 @@ def test_a_gpu_takes_what_is_free_and_no_more():
 def test_states_are_tracked_as_far_apart_as_steps_with_copies_reach(copies, interval):
     """Two steps may add 33 tokens each, where one path may be of copies alone."""
     line = ["--speculative-algorithm", "NEXTN+NGRAM"]
-    line += ["--speculative-ngram-draft-tokens", str(copies)]
+    line += ["--speculative-ngram-num-draft-tokens", str(copies)]
     planned = plan(parse(line), MODEL, Drafts.of_mtp(MODEL), CPU, COSTS)
     assert cache_policy(planned).track_interval == interval

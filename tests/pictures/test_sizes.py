@@ -44,7 +44,7 @@ DEMO = (32, 18_432, 18_432)
 @example(40, 3000, *DEMO)
 @example(3000, 40, *DEMO)
 @example(480, 640, *DEMO)
-@example(100, 100, 32, 65_536, 64 * 1024)  # a released model with --max-picture-tokens 64
+@example(100, 100, 32, 65_536, 64 * 1024)  # a released model with --max-image-tokens 64
 def test_size_is_within_its_bound_and_transformers_own(height, width, factor, least, most):
     assume(max(height, width) <= MOST_STRETCHED * min(height, width))
     config = config_of(factor, least, most)

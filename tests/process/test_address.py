@@ -94,10 +94,10 @@ def test_one_address_that_others_reach_opens_the_server_to_any_name():
 def test_a_listener_that_others_reach_needs_a_key_or_the_word_that_it_is_open(ips, is_admin):
     taken = [socket.create_server((ip, 0)) for ip in ips]
     listeners = address.Listeners(*([], taken) if is_admin else (taken, []))
-    for flags in ({"api_key": "word"}, {"insecure": True}):
+    for flags in ({"api_key": "word"}, {"allow_unauthenticated": True}):
         address.check_open(ServerOptions(**flags), listeners)
     flag = "--admin-host" if is_admin else "--host"
-    reason = f"^{flag} 127.0.0.1 can be reached.*--api-key.*--insecure"
+    reason = f"^{flag} 127.0.0.1 is reachable.*--api-key.*--allow-unauthenticated"
     with pytest.raises(ValueError, match=reason):
         address.check_open(ServerOptions(), listeners)
     assert all(listener.fileno() == -1 for listener in taken)

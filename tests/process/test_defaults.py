@@ -80,8 +80,11 @@ def test_folder_without_a_tokenizer_has_neither_parsers_nor_grammars(tmp_path: P
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--accept-rule rejection", "--accept-rule rejection does not judge drafts of a grammar"),
-        ("--speculative-simulate-accept-length 2", "accepts drafts of no grammar"),
+        (
+            "--speculative-accept-rule rejection",
+            "--speculative-accept-rule rejection does not support grammars",
+        ),
+        ("--speculative-simulate-accept-length 2", "ignores grammars"),
     ],
 )
 def test_flags_that_exclude_grammars_turn_them_off(flags: str, reason: str):

@@ -75,7 +75,7 @@ SERVE = "import runpy; runpy.run_module('{}_impl.serve', run_name='__main__')"
 CHEAP = {
     "--pagesize 16": "--pagesize is no flag of this server; did you mean --page-size?",
     "--port 1 --config /nowhere.toml": "--config /nowhere.toml cannot be read: No such file",
-    "--launcher ray --tp-size 2": "--launcher ray needs Ray, which is not installed",
+    "--use-ray --tp-size 2": "--distributed-executor-backend ray requires the package ray",
     "--otlp-traces-endpoint http://x": "--otlp-traces-endpoint needs OpenTelemetry, which is not",
     "--host 192.0.2.7": "--host 192.0.2.7 --port 8000 cannot be listened on",
 }

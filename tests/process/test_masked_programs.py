@@ -9,7 +9,7 @@ from shared.engine.adaptive.tiers import Shapes
 from tests.support.planned import GB, PLATFORMS, planned
 
 GRAMMARS = "--grammar-backend llguidance "
-SHADOW = "--shadow-check 0.1 "
+SHADOW = "--shadow-verify-rate 0.1 "
 
 
 @pytest.mark.parametrize(("framework", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])

@@ -188,7 +188,7 @@ def test_a_dense_weight_in_fp8_is_counted_once_more_widened(framework):
 
 
 def test_both_rings_have_an_entry_for_every_step_in_flight_and_one_more():
-    memory = planned("torch", 140 * GB, "--overlap 2")
+    memory = planned("torch", 140 * GB, "--overlap-depth 2")
     (line,) = (line for line in memory.lines if line.name == "plans and results")
     assert line.detail == "4 plans, 4 results"
 
@@ -217,7 +217,9 @@ def test_a_shadow_check_brings_the_plain_step_that_a_start_lacks(name, kind):
     chain = "--speculative-algorithm NEXTN"
     for flags, num_more in ((chain, 1), ("", 0), (f"{chain} --speculative-adaptive", 0)):
         without = planned(name, 140 * GB, flags, kind=kind).capacity.programs
-        with_checks = planned(name, 140 * GB, f"{flags} --shadow-check 0.1", kind=kind).capacity
+        with_checks = planned(
+            name, 140 * GB, f"{flags} --shadow-verify-rate 0.1", kind=kind
+        ).capacity
         more = set(with_checks.programs) - set(without)
         assert len(more) == num_more
         plain = [p for p in with_checks.programs if p.work is Work.DECODE and p.shape.is_plain]
@@ -249,7 +251,7 @@ SCORES = "--max-prompt-logprobs 5 "
 @pytest.mark.parametrize("copies", [4, 12])
 def test_copies_stand_beside_a_chain_that_is_deeper_and_one_that_is_not(copies):
     flags = "--speculative-algorithm NEXTN+NGRAM --speculative-num-steps 6 "
-    flags += f"--speculative-ngram-draft-tokens {copies}"
+    flags += f"--speculative-ngram-num-draft-tokens {copies}"
     programs = planned("torch", 140 * GB, flags).capacity.programs
     joined = {p.shape for p in programs if p.has(Extra.COPIES)}
     assert {(x.nodes, x.depth) for x in joined} == {

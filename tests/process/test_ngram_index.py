@@ -34,10 +34,10 @@ def started(folder: Path, kind: str, flags: str) -> Start:
     [
         ("gpu", "", False),
         ("cpu", "", False),
-        ("gpu", "--speculative-ngram-index trie", False),
-        ("gpu", "--speculative-ngram-index table", True),
-        ("cpu", "--speculative-ngram-index table", True),
-        ("gpu", "--speculative-ngram-index table --speculative-ngram-scope request", True),
+        ("gpu", "--speculative-ngram-backend host", False),
+        ("gpu", "--speculative-ngram-backend device", True),
+        ("cpu", "--speculative-ngram-backend device", True),
+        ("gpu", "--speculative-ngram-backend device --speculative-ngram-scope request", True),
     ],
 )
 def test_a_table_is_taken_where_it_is_asked_for(
@@ -58,7 +58,7 @@ def test_a_table_is_taken_where_it_is_asked_for(
 def test_steps_of_a_table_follow_each_other_and_are_told_as_those_of_n_grams(
     tmp_path: Path,
 ) -> None:
-    start = started(tmp_path, "cpu", "--speculative-ngram-index table")
+    start = started(tmp_path, "cpu", "--speculative-ngram-backend device")
     backend = start.load(reference_serve.PLATFORM, lambda num_bytes: None)
     settled = start.memory.settled
     controller = engines.make_controller(

@@ -33,7 +33,7 @@ def test_what_a_head_may_mean_otherwise_is_told_unless_a_flag_tells(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(written))
     (told,) = told_of(tmp_path)
     assert "layers from 1 on" in told
-    assert not told_of(tmp_path, "--speculative-draft-layer-ids", "inputs")
+    assert not told_of(tmp_path, "--speculative-aux-layer-convention", "inputs")
     written = {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True}
     (tmp_path / "config.json").write_text(json.dumps(written))
     (told,) = told_of(tmp_path)

@@ -215,7 +215,7 @@ def test_devices_of_one_process_take_what_fits_the_one_with_the_least_memory():
 
 REFUSED = {
     "--tp-size 3": "--tp-size 3 does not fit: num_attention_heads (4) of",
-    "--tp-size 2 --launcher local --chunked-prefill-size 65": "--chunked-prefill-size",
+    "--tp-size 2 --chunked-prefill-size 65": "--chunked-prefill-size",
 }
 
 

@@ -67,7 +67,7 @@ def test_a_start_that_sees_serves_pictures(folder, name):
 def test_the_memory_of_a_tower_is_what_the_plan_says(folder):
     """Exactly: weights, the pool's rows and a delta a slot, on a CPU."""
     start = started(folder)
-    without = started(folder, "--language-only")
+    without = started(folder, "--language-model-only")
     assert start.num_bytes > without.num_bytes
     read = []
     backend = start.load(PLATFORMS["torch"], read.append)
@@ -99,7 +99,7 @@ def test_encodings_have_sizes_that_double_and_a_cpu_that_compiles_has_few(folder
     capacity = started(folder, name=name, kind=kind).memory.capacity
     patches = [p.tokens for p in capacity.programs if p.work is Work.ENCODE]
     assert patches == [4 * 8, 4 * 32] if name == "jax" else [4 * 8, 4 * 16, 4 * 32]
-    assert capacity.max_picture_tokens == 32
+    assert capacity.max_image_tokens == 32
     assert capacity.pictures.num_rows == 1 + max(4 * 32, least_rows(32))
 
 
@@ -113,21 +113,21 @@ def test_memory_is_planned_for_a_picture_between_two_steps(folder, monkeypatch):
 
 
 def test_flags_bound_pictures_and_the_pool(folder):
-    pictures = started(folder, "--max-picture-tokens 20").memory.capacity.pictures
+    pictures = started(folder, "--max-image-tokens 20").memory.capacity.pictures
     assert pictures.processor.fitted(600, 600)[0] ** 2 <= 20 * 64
-    below = started(folder, "--max-picture-tokens 7").memory.capacity  # of the least of the file
-    assert below.max_picture_tokens == 7
+    below = started(folder, "--max-image-tokens 7").memory.capacity  # of the least of the file
+    assert below.max_image_tokens == 7
     assert below.pictures.processor.fitted(600, 600) == (16, 16)
-    pool = started(folder, "--picture-pool-tokens 500").memory.capacity.pictures
+    pool = started(folder, "--mm-encoder-cache-tokens 500").memory.capacity.pictures
     assert pool.num_rows == 501
-    more = sizes(started(folder, "--picture-pool-tokens 500"))["picture rows"]
-    less = sizes(started(folder, "--picture-pool-tokens 400"))["picture rows"]
+    more = sizes(started(folder, "--mm-encoder-cache-tokens 500"))["picture rows"]
+    less = sizes(started(folder, "--mm-encoder-cache-tokens 400"))["picture rows"]
     assert more - less == 100 * 64 * 4
 
 
 REFUSED = {
-    "--picture-pool-tokens 100": "give at least 128, or lower --max-picture-tokens",
-    "--language-only --max-picture-tokens 30": "this start serves text alone; leave the flag out",
+    "--mm-encoder-cache-tokens 100": "needs 128; increase it, or lower --max-image-tokens",
+    "--language-model-only --max-image-tokens 30": "only the text model is served; remove the flag",
 }
 
 
@@ -140,16 +140,20 @@ def test_what_leaves_no_room_for_pictures_is_refused_by_name(folder, flags):
 def test_a_tower_without_settings_of_pictures_is_refused_and_its_text_served(folder, tmp_path):
     blind = write_seeing(tmp_path / "model")
     (blind / "preprocessor_config.json").unlink()
-    with pytest.raises(ConfigError, match=r"no preprocessor_config.json.*--language-only serves"):
+    with pytest.raises(
+        ConfigError, match=r"no preprocessor_config.json.*--language-model-only serves"
+    ):
         started(blind)
-    assert started(blind, "--language-only").memory.capacity.pictures is None
+    assert started(blind, "--language-model-only").memory.capacity.pictures is None
 
 
 def test_a_model_that_sees_is_refused_where_nothing_decodes_pictures(folder, monkeypatch):
     monkeypatch.setattr(pictures, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"install the extra images; --language-only serves"):
+    with pytest.raises(
+        ConfigError, match=r"install the extra vision; --language-model-only serves"
+    ):
         started(folder)
-    assert started(folder, "--language-only").memory.capacity.pictures is None
+    assert started(folder, "--language-model-only").memory.capacity.pictures is None
 
 
 @pytest.mark.parametrize("flags", ["", "--load-format dummy"])
@@ -158,9 +162,11 @@ def test_a_tower_that_is_not_computed_is_refused_and_its_text_served(tmp_path, f
     config = json.loads((other / "config.json").read_text(encoding="utf-8"))
     config["vision_config"]["deepstack_visual_indexes"] = [1]
     (other / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"deepstack_visual_indexes.*--language-only serves"):
+    with pytest.raises(
+        ConfigError, match=r"deepstack_visual_indexes.*--language-model-only serves"
+    ):
         started(other, flags)
-    assert started(other, f"{flags} --language-only").memory.capacity.pictures is None
+    assert started(other, f"{flags} --language-model-only").memory.capacity.pictures is None
 
 
 def test_a_dummy_has_a_tower_where_its_config_names_one(folder):

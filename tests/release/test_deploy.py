@@ -105,7 +105,7 @@ def test_unit_starts_the_command_with_the_file_that_ships():
     assert service["LoadCredential"].startswith("serve.toml:")
     options = options_of([*words[:-1], str(CONFIG)])
     assert options.server.host == "127.0.0.1"
-    assert int(service["TimeoutStopSec"]) > options.server.drain_timeout
+    assert int(service["TimeoutStopSec"]) > options.server.graceful_shutdown_timeout
     assert int(service["RestartPreventExitStatus"]) == EXIT_REFUSED == command.EXIT_REFUSED
 
 

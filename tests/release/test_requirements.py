@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OURS = {"bench", "jax_impl", "kernels", "models", "shared", "tandem", "tests", "torch_impl"}
 EXTRAS_OF = {
-    "shared": ("images", "otel"),
+    "shared": ("vision", "otel"),
     "torch_impl": ("torch", "cuda13"),
     "jax_impl": ("jax", "train"),
     "kernels": ("jax", "cuda13"),
-    "bench": ("bench", "images", "jax", "torch", "cuda13"),
-    "examples": ("examples", "images", "train"),
+    "bench": ("bench", "vision", "jax", "torch", "cuda13"),
+    "examples": ("examples", "vision", "train"),
 }
 BROUGHT_BY = {"pydantic-core": "pydantic", "jaxlib": "jax", "markupsafe": "jinja2"}
 """Distributions that another one requires in a version of its own choice."""

@@ -84,7 +84,7 @@ def test_an_idle_server_ends_at_once(tmp_path):
     [pytest.param([SLOW, 97], id="slow", marks=pytest.mark.matrix), [FREEZE]],
 )
 def test_a_drain_ends_at_its_deadline_whatever_still_runs(tmp_path, prompt):
-    with serving(command(tmp_path, "--drain-timeout", "1")) as server:
+    with serving(command(tmp_path, "--graceful-shutdown-timeout", "1")) as server:
         thread, found = in_background(
             lambda: server.post(COMPLETIONS, prompt=prompt, max_tokens=300)
         )

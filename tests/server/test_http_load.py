@@ -124,14 +124,14 @@ def command(request, folder) -> list[str]:
 @pytest.fixture(scope="module")
 def plain_texts(command, bodies) -> list[Text]:
     """Each request alone, without speculation, with room for all of it."""
-    with serving([*command, "--max-running-requests", "1", "--overlap", "0"]) as server:
+    with serving([*command, "--max-running-requests", "1", "--overlap-depth", "0"]) as server:
         return [_text(server.complete(**body)["choices"]) for body in bodies]
 
 
 def test_under_load_every_text_is_the_plain_one_and_everything_comes_back(
     command, bodies, plain_texts
 ):
-    with serving([*command, *FEW_PAGES, *CHAIN, "--overlap", "1"]) as server:
+    with serving([*command, *FEW_PAGES, *CHAIN, "--overlap-depth", "1"]) as server:
         before = server.metrics()
         got = asyncio.run(_load(server, bodies))
         server.wait_for_metric("tandem:num_requests_running", 0)

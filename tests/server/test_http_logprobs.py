@@ -210,7 +210,7 @@ def assert_echoed(server: Server, alone: dict[str, Any]) -> None:
 
 
 def test_logprobs_are_the_same_with_drafts_and_without_alone_and_packed(tiny: list[str]):
-    with serving([*tiny, "--overlap", "0"]) as server:
+    with serving([*tiny, "--overlap-depth", "0"]) as server:
         alone = [server.complete(**body)["choices"][0] for body in bodies()]
         assert_refused(server)
         fields = {"messages": USER, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -218,7 +218,7 @@ def test_logprobs_are_the_same_with_drafts_and_without_alone_and_packed(tiny: li
         plain_chat = server.post(CHAT, **fields).json()["choices"][0]["logprobs"]["content"]
     assert_raw(alone)
     scores = ["--max-prompt-logprobs", "3"]
-    with serving([*tiny, *CHAIN, *scores, "--overlap", "1"]) as server:
+    with serving([*tiny, *CHAIN, *scores, "--overlap-depth", "1"]) as server:
         for index, body in enumerate(bodies()):
             assert_same(server.complete(**body)["choices"][0], alone[index])
         assert_echoed(server, alone[0])

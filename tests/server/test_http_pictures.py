@@ -135,10 +135,10 @@ def test_tools_stand_beside_pictures_and_show_some(server):
 def test_the_bounds_are_told_and_kept(server):
     capabilities = httpx.get(server.url + "/capabilities").json()
     told, limits = capabilities["pictures"], capabilities["limits"]
-    assert (limits["max_picture_tokens"], limits["image_token"]) == (64, IMAGE)
+    assert (limits["max_image_tokens"], limits["image_token"]) == (64, IMAGE)
     assert told["pixels_per_token"] == SIDE**2
     large = asked(server, [user(picture(1, 30, 30))], max_tokens=1)["usage"]
-    assert large["prompt_tokens_details"]["image_tokens"] <= limits["max_picture_tokens"]
+    assert large["prompt_tokens_details"]["image_tokens"] <= limits["max_image_tokens"]
     many = refused(server, [picture(1, 1, 1)] * (told["max_pictures"] + 1))
     assert f"at most {told['max_pictures']} are taken" in many["message"]
     seven = refused(server, [picture(1, 8, 8)] * 7, max_tokens=1)

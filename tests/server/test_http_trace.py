@@ -147,7 +147,7 @@ def test_a_request_that_failed_keeps_the_steps_before(server):
 
 
 def test_a_server_may_keep_the_trace_of_every_request(folder):
-    with serving(["-m", "tests.support.http_fixtures", folder, "--trace-requests"]) as server:
+    with serving(["-m", "tests.support.http_fixtures", folder, "--trace-all-requests"]) as server:
         events = server.stream(COMPLETIONS, prompt="ab", max_tokens=4)
         assert all("trace" not in event["choices"][0] for event in events)
         assert trace_of(server, events[0]["id"])["choices"][0]["steps"]

@@ -356,13 +356,13 @@ def main() -> int:
     parser.add_argument("--tool-call-parser")
     parser.add_argument("--api-key")
     parser.add_argument("--allowed-origins", nargs="*", default=[])
-    parser.add_argument("--trace-requests", action="store_true")
+    parser.add_argument("--trace-all-requests", action="store_true")
     parser.add_argument("--strict-fields", action="store_true")
     parser.add_argument("--wrong-at", type=int)
     parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
     parser.add_argument("--with-admin-listener", action="store_true")
     parser.add_argument("--sees", action="store_true")
-    parser.add_argument("--drain-timeout", type=float, default=DRAIN_S)
+    parser.add_argument("--graceful-shutdown-timeout", type=float, default=DRAIN_S)
     for item in fields(ObservingOptions):
         is_switch = item.default is False
         parser.add_argument(
@@ -377,7 +377,7 @@ def main() -> int:
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
-        max_picture_tokens=PICTURES.most // PICTURES.factor**2 if flags.sees else 0,
+        max_image_tokens=PICTURES.most // PICTURES.factor**2 if flags.sees else 0,
         image_token=IMAGE if flags.sees else None,
     )
     facts = ModelFacts(
@@ -394,7 +394,7 @@ def main() -> int:
         api_key=flags.api_key,
         reasoning_parser=flags.reasoning_parser,
         tool_call_parser=flags.tool_call_parser,
-        trace_requests=flags.trace_requests,
+        trace_all_requests=flags.trace_all_requests,
         strict_fields=flags.strict_fields,
         admin_host_names=(HOST_NAME,),
         allowed_origins=tuple(flags.allowed_origins),
@@ -407,7 +407,9 @@ def main() -> int:
     engine = Repeater(flags.wrong_at)
     admin = bind("127.0.0.1", 0) if flags.with_admin_listener else []
     listeners = Listeners(bind("127.0.0.1", 0), admin)
-    return loop.run(engine, facts, listeners, engine.ngram, watchdog, flags.drain_timeout)
+    return loop.run(
+        engine, facts, listeners, engine.ngram, watchdog, flags.graceful_shutdown_timeout
+    )
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ class House:
             family=family,
             drafter=drafter,
             shape=self._shape if drafter.endswith(WITH_COPIES) else None,
-            rule="match",
+            rule="exact",
             page_size=16,
             overlap=1,
             spare=1.0,

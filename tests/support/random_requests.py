@@ -46,7 +46,7 @@ DRAFTERS = (
 WITH_COPIES = "+NGRAM"
 COPIES = 4
 """Nodes of seen text beside those of a drafter."""
-RULES = ("match", "match", "match", "rejection", "block")
+RULES = ("exact", "exact", "exact", "rejection", "block")
 PAGE_SIZES = (1, 4, 16)
 
 
@@ -158,11 +158,11 @@ def shapes_of(drafter: str, rule: str) -> tuple[TreeShape, ...]:
     if drafter == "none":
         return (PLAIN,)
     if drafter.endswith(WITH_COPIES):
-        own = shapes_of(drafter.removesuffix(WITH_COPIES), "match")
+        own = shapes_of(drafter.removesuffix(WITH_COPIES), "exact")
         return tuple(shape for shape in own if not shape.is_plain)
     if drafter in BLOCK_KINDS:
-        return BLOCKS if rule == "match" else BLOCK_CHAINS
-    return SHAPES if rule == "match" else CHAINS
+        return BLOCKS if rule == "exact" else BLOCK_CHAINS
+    return SHAPES if rule == "exact" else CHAINS
 
 
 # What is drawn
@@ -179,7 +179,7 @@ def servers(
 ) -> Server:
     """Ways to start one framework."""
     drafter = draw(st.sampled_from(drafters))
-    rule = "match" if drafter.endswith(WITH_COPIES) else draw(st.sampled_from(rules))
+    rule = "exact" if drafter.endswith(WITH_COPIES) else draw(st.sampled_from(rules))
     return Server(
         framework=framework,
         family=HYBRID if drafter.startswith("NEXTN") else draw(st.sampled_from(families)),

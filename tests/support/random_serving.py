@@ -276,7 +276,7 @@ def controller_of(server: Server, capacity: Capacity) -> Controller:
 def index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
     """An index that holds little, so that it forgets as well."""
     config = _remembering(server)
-    is_chain = server.rule != "match"
+    is_chain = server.rule != "exact"
     return NgramIndex(config, nodes=shape.nodes, depth=shape.depth, vocab=vocab, chain=is_chain)
 
 
@@ -363,7 +363,7 @@ def check(server: Server, visit: Visit) -> None:
     tokens, stops = outcome.tokens, params.stop_token_ids
     check_end(visit)
     check_trace(outcome, most_rows=BATCH)
-    if server.rule == "match":
+    if server.rule == "exact":
         check_bonus(visit)
     assert (params.logprobs is not None) == bool(outcome.logprobs) or not tokens
     if params.logprobs is not None:
@@ -380,7 +380,7 @@ def is_text_kept(server: Server, params: SamplingParams) -> bool:
     """Whether the rule of acceptance promises the text of plain decoding."""
     drafts_by_noise = server.drafter != "NGRAM" and server.shape != PLAIN
     is_drafted = drafts_by_noise and params.max_draft_tokens != 0
-    return server.rule == "match" or params.temperature == 0 or not is_drafted
+    return server.rule == "exact" or params.temperature == 0 or not is_drafted
 
 
 def check_end(visit: Visit) -> None:

@@ -54,7 +54,7 @@ class Served:
         capacity = self.backend.capacity
         if capacity.accept_rates is not None:
             return not capacity.accept_rates[0]  # without a first draft none is accepted
-        return capacity.accept_rule == "match" or not temperature
+        return capacity.accept_rule == "exact" or not temperature
 
 
 class LastStep:

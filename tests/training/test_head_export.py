@@ -106,8 +106,8 @@ REFUSED = {
     "whose head is EAGLE; give --draft eagle": ["eagle3", "--start", str(GOLDEN / "eagle1")],
     "--draft-vocab is for --draft eagle3": ["eagle", "--draft-vocab", "64"],
     "--block is for --draft dflash, dspark, dflash2": ["eagle3", "--block", "8"],
-    "--speculative-draft-layer-ids is for --draft eagle3, dflash, dspark, dflash2 with a head as": [
-        *("eagle3", "--speculative-draft-layer-ids", "inputs"),
+    "--speculative-aux-layer-convention is for --draft eagle3, dflash, dspark, dflash2": [
+        *("eagle3", "--speculative-aux-layer-convention", "inputs"),
     ],
     "--draft-vocab is of a fresh head": [
         *("eagle3", "--draft-vocab", "64", "--start", str(GOLDEN / "eagle3")),

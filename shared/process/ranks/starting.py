@@ -69,7 +69,7 @@ class RankedStart:
         self.notes: list[str] = []
         self._shared: Shared | None = None
         self._followers: Followers | None = None
-        if options.ranks.launcher == RAY:
+        if options.ranks.distributed_executor_backend == RAY:
             self._check_others(rank_module)
         if self._count > 1 and rank_module is not None:
             self._followers = Followers(_launcher(options), self._count, rank_module, on_failure)
@@ -79,11 +79,14 @@ class RankedStart:
         """Refuses to look for places where there is nothing to place."""
         if rank_module is None:
             raise ConfigError(
-                "--launcher ray starts processes of ranks, and ranks of JAX are devices of one "
-                "process, on one host; leave the flag out"
+                "--distributed-executor-backend ray is not supported by the JAX backend, "
+                "whose ranks are devices of one process; remove the flag"
             )
         if self._count == 1:
-            raise ConfigError("--launcher ray starts other ranks; give --tp-size, or leave it out")
+            raise ConfigError(
+                "--distributed-executor-backend ray requires --tp-size above 1; set it, "
+                "or remove the flag"
+            )
 
     def prepare(self) -> Start:
         """As `shared.process.start.prepare`, for all ranks.
@@ -222,7 +225,7 @@ def ranked_start(
 
 
 def _launcher(options: Options) -> Launcher:
-    if options.ranks.launcher != RAY:
+    if options.ranks.distributed_executor_backend != RAY:
         return LocalLauncher()
     options.ranks.check_launcher()
     module = import_module("shared.cluster.ray_launcher")  # it brings Ray
