@@ -1,15 +1,50 @@
-"""Where a bench runs, and how it sees that nothing waits for the device."""
+"""Environment of a bench: versions, source revision, and checks against hidden waits."""
 
+import json
 import platform
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def provenance() -> dict[str, str | None]:
+    """Returns the revision of the sources and the date, for result files.
+
+    The revision is None outside a git checkout, and ends with `+` if tracked files have changes.
+    """
+    revision = _git("rev-parse", "--short=7", "HEAD")
+    if revision and _git("status", "--porcelain", "--untracked-files=no", "--", ":!bench/results"):
+        revision += "+"
+    return {"revision": revision or None, "date": datetime.now(UTC).date().isoformat()}
+
+
+def _git(*words: str) -> str:
+    """Returns the output of a git command in the checkout, or nothing if it fails."""
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.decode().strip()
+
+
+def write_results(path: Path, found: dict[str, Any]) -> None:
+    """Writes a result file with the revision and the date of the measurement."""
+    text = json.dumps({**provenance(), **found}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
+
 
 def versions(framework: str, device: str) -> dict[str, str]:
-    """What ran where; only the framework that is measured is imported."""
+    """Returns versions and the device name; imports only the measured framework."""
     found = {"python": platform.python_version(), "numpy": np.__version__}
     module = import_module(framework)
     if framework == "jax":

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.environment import versions
+from bench.common.environment import versions, write_results
 from bench.kernels.aot import add_bounds
 from bench.kernels.random_configs import SEED, random_starts
 from bench.kernels.starts import Start, chosen, one_of_each
@@ -137,7 +137,7 @@ def main() -> int:
         "starts": lines,
     }
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_results(options.out, found)
     equal = sum(line["equal"] for line in lines)
     print(f"{equal} of {len(lines)} starts have equal texts in both backends")
     return int(equal < len(lines))

@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.common.environment import write_results
 from tests.support.op_case import TOLERANCE, OpCase, table, tables
 from tests.support.op_sides import SIDES, Changes, Side, rounds_for
 
@@ -60,8 +61,7 @@ class Report:
         """Prints a line and writes the file."""
         print(line, flush=True)
         if self._out:
-            text = json.dumps(self.found, indent=1)
-            self._out.write_text(text + "\n", encoding="utf-8")
+            write_results(self._out, self.found)
 
     def add_side(self, side: Side, copy_rate: float) -> None:
         """Says what runs where."""

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.common.environment import write_results
 from bench.kernels.aot import add_bounds
 from bench.kernels.items import Found, Item
 from bench.kernels.starts import Start
@@ -255,7 +256,7 @@ def main() -> int:
         "faults": faults,
     }
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_results(options.out, result)
     print(f"{ended} of {options.count} models start in {options.language}: {programs} programs, "
           f"{calls} kernels compiled, {result['seconds']} s")  # fmt: skip
     return int(bool(faults))

@@ -13,7 +13,6 @@ known; a part that fails is a line too. All GPUs that are used should be idle.
 """
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.common.environment import write_results
 from bench.kernels.tp_gemm import (
     FEW_ROWS,
     HIDDEN,
@@ -199,7 +199,7 @@ def main() -> int:
                 continue
             found["results"] += lines
             if options.out:
-                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                write_results(options.out, found)
     wrong = [line for line in found["results"] if line.get("is_right") is False]
     print(f"{len(found['results'])} lines, {len(wrong)} wrong, {len(found['failed'])} failed parts")
     return int(bool(wrong or found["failed"]))

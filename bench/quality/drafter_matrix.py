@@ -3,7 +3,6 @@
 import argparse
 import copy
 import itertools
-import json
 import os
 import platform
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.draft_config import PLAIN, Draft
+from bench.common.environment import write_results
 from bench.common.options import Settings, settings_of
 from bench.quality import self_corpus
 from bench.quality.scoring import Row, Texts, text_hash
@@ -257,8 +257,7 @@ def measured(args: argparse.Namespace, module: str) -> Measurement:
 
     def report(measurement: Measurement) -> None:
         if args.out:
-            found = json.dumps(measurement.to_json(module), indent=1)
-            args.out.write_text(found + "\n", encoding="utf-8")
+            write_results(args.out, measurement.to_json(module))
 
     measurement = Measurement(settings_of(args), report)
     measurement.run()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.draft_config import PLAIN, Draft, folders_of, named_folder
+from bench.common.environment import write_results
 from bench.common.options import FRAMEWORKS
 from bench.common.server import HIDDEN
 from bench.common.waiting import CONSOLE
@@ -191,8 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         return FAILED
     if options.out:
         command = shlex.join(["python", "-m", "bench.quality.lm_eval_runner", *words])
-        told = json.dumps({"command": command, "lines": found}, indent=1)
-        options.out.write_text(told + "\n", encoding="utf-8")
+        write_results(options.out, {"command": command, "lines": found})
     return 0 if all(line["is_equal"] for line in found) else 1
 
 

@@ -13,7 +13,6 @@ also compared with itself on so many.
 """
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -27,6 +26,7 @@ from unittest.mock import patch
 
 import ml_dtypes
 
+from bench.common.environment import write_results
 from bench.quality.logit_recorder import FOLDER, Sums, left, noted, of_all
 from models.demo.data import KINDS
 from shared.engine.request import Request, SamplingParams
@@ -157,7 +157,7 @@ def main() -> int:
                 told = f"{found['with_other_bits']} of {found['positions']} have other bits"
                 print(f"{name}{kind}: {told}", flush=True)
     if given.out:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_results(given.out, report)
     return int(any(found["with_other_bits"] for found in report["kinds"].values()))
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from bench.common.environment import write_results
 from bench.common.server import (
     HIDDEN,
     headers_of,
@@ -309,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out:
         asked = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
         del asked["api_key"]
-        args.out.write_text(json.dumps({"asked": asked, **verdict.to_json()}, indent=1) + "\n")
+        write_results(args.out, {"asked": asked, **verdict.to_json()})
     return DIFFERS if verdict.divergences else 0
 
 

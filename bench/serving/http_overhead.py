@@ -20,7 +20,6 @@ and `--flags "--load-format dummy"`. The exit code is 1 where the median is belo
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import re
@@ -36,7 +35,7 @@ from typing import Any
 import httpx
 
 from bench.common.draft_config import Draft, folders_of, named_folder
-from bench.common.environment import versions
+from bench.common.environment import versions, write_results
 from bench.common.session import CONTEXT_MULTIPLE
 from bench.serving.client import Client, Run, run_load
 from bench.serving.prompt_sets import NAMES, RANDOM, Ask, asks
@@ -305,7 +304,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = shlex.join(["python", "-m", "bench.serving.http_overhead", *words])
     if options.out:
         found = {"command": command, **found}
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_results(options.out, found)
     return 0 if told["share"] >= options.least else 1
 
 

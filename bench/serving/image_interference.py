@@ -13,7 +13,6 @@ picture was answered with another status than it should, and 2 where nothing was
 
 import argparse
 import asyncio
-import json
 import math
 import sys
 import time
@@ -29,6 +28,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
+from bench.common.environment import write_results
 from bench.common.server import server_options, url_of
 from bench.common.waiting import progress
 from bench.serving.client import Client, NoServer
@@ -206,7 +206,7 @@ def main(arguments: list[str]) -> int:
     for name, said in wrong.items():
         print(f"{name} was answered with {said}", file=sys.stderr)
     if options.out:
-        options.out.write_text(json.dumps({**rows, "answered_otherwise": wrong}, indent=1) + "\n")
+        write_results(options.out, {**rows, "answered_otherwise": wrong})
     return 1 if wrong else 0
 
 

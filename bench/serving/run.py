@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from bench.common.environment import write_results
 from bench.common.server import prompt_count, server_options, url_of
 from bench.common.waiting import progress
 from bench.serving import html_report as serving_page
@@ -152,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = {"command": command_of(words), "options": settings_of(options), **measured}
     Console().print(serving_table.table(found))
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_results(options.out, found)
     if options.html:
         options.html.write_text(serving_page.page(found), encoding="utf-8")
     return 1 if found["summary"]["errors"] else 0

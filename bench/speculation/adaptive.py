@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.draft_config import Draft, folders_of, named_folder
-from bench.common.environment import versions
+from bench.common.environment import versions, write_results
 from models.demo.data import KINDS
 from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController
@@ -317,7 +317,7 @@ def main() -> int:
 
 def _write(report: Line, out: Path | None) -> None:
     if out:
-        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_results(out, report)
 
 
 if __name__ == "__main__":

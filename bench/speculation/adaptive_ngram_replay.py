@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.environment import versions
+from bench.common.environment import versions, write_results
 from bench.speculation.adaptive import lines_of, table_of, task_phases
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.request import Request, SamplingParams
@@ -136,7 +136,7 @@ def main() -> int:
                 print(table_of(f"{start['backend']}, {path.stem}, in real time", real), flush=True)
                 report["starts"][-1]["real_time"] = real
     if given.out:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_results(given.out, report)
     return 0
 
 

@@ -11,7 +11,6 @@ here.
 """
 
 import argparse
-import json
 import platform
 import shlex
 import statistics
@@ -22,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from bench.common.environment import write_results
 from shared.boundary.backend import Capacity, StepPlan
 from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                 print(line_of(lines[-1]), flush=True)
     found = {"command": command, "python": platform.python_version(), "lines": lines}
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_results(options.out, found)
     return found
 
 

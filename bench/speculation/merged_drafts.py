@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.draft_config import Draft, folders_of, named_folder
-from bench.common.environment import versions
+from bench.common.environment import versions, write_results
 from models.demo.data import KINDS
 from shared.boundary.backend import StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work
@@ -327,7 +327,7 @@ def main() -> int:
         report["lines"] += serve(backend, Draft.parse(text), batch, simulated, given)
         report["compared"] = compared(report["lines"])
         if given.out:
-            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            write_results(given.out, report)
     return 0
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import numba
 import numpy as np
 
+from bench.common.environment import write_results
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
@@ -122,7 +123,7 @@ def main() -> None:
         found["lines"].append(measure(*case))
         print(json.dumps(found["lines"][-1]), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_results(args.out, found)
 
 
 if __name__ == "__main__":

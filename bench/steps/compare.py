@@ -9,7 +9,6 @@ turn's ratio is that of its two medians, B to A.
 """
 
 import argparse
-import json
 import os
 import shlex
 import statistics
@@ -20,6 +19,7 @@ from dataclasses import asdict
 from typing import Any
 
 from bench.common.draft_config import Draft
+from bench.common.environment import write_results
 from bench.common.session import Load, Round, Session
 from bench.steps.decode_steps import begun, decode_options, start_facts, with_lot
 from bench.steps.report import Report
@@ -172,7 +172,7 @@ def written(
         return None
     found["command"] = shlex.join(["python", "-m", module, *sys.argv[1:]])
     if given.out:
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_results(given.out, found)
     return found
 
 

@@ -11,7 +11,6 @@ goes on until a card comes to the clock that its power allows, and their share o
 """
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 from bench.common import gpu_clock
 from bench.common.draft_config import Draft, folders_of, named_folder
+from bench.common.environment import write_results
 from bench.common.session import Load, reset_peak
 from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from bench.steps.report import kernels_of
@@ -162,8 +162,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                     found["lines"].append(line)
                     print(line_of(line), *kernels_of(line.get("kernels", {})), sep="\n", flush=True)
                     if options.out:
-                        text = json.dumps(found, indent=1)
-                        options.out.write_text(text + "\n", encoding="utf-8")
+                        write_results(options.out, found)
                 served.engine.close()
     return found
 

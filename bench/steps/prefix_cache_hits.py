@@ -10,7 +10,6 @@ with a page, the key of that page for an EAGLE-kind head knows the question's fi
 """
 
 import argparse
-import json
 import shlex
 import statistics
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from bench.common.draft_config import Draft, folders_of, named_folder
-from bench.common.environment import versions
+from bench.common.environment import versions, write_results
 from bench.common.session import reset_peak
 from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from shared.engine.request import Request, SamplingParams
@@ -107,7 +106,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                 found["lines"].append(told | measure(served, prefix, *sizes))
                 print(line_of(found["lines"][-1]), flush=True)
                 if options.out:
-                    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                    write_results(options.out, found)
             served.engine.close()
     return found
 

@@ -1,6 +1,5 @@
 """What benches of decode steps print and write: where they run, their lines, and equal texts."""
 
-import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -9,6 +8,7 @@ from typing import Any, NamedTuple
 
 from bench.common import gpu_clock
 from bench.common.draft_config import PLAIN, Draft
+from bench.common.environment import write_results
 from tests.support.op_sides import SIDES
 
 Line = dict[str, Any]
@@ -103,7 +103,7 @@ class Report:
     def _say(self, text: str) -> None:
         print(text, flush=True)
         if self._out:
-            self._out.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+            write_results(self._out, self.found)
 
 
 def compared(texts: Texts, others: Texts) -> Line:

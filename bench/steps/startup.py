@@ -16,7 +16,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from bench.common.environment import versions
+from bench.common.environment import provenance, versions
 from shared.boundary.backend import Capacity
 from shared.engine.request import Request, SamplingParams
 from shared.options.command_line import parse
@@ -96,7 +96,7 @@ def main() -> None:
         if import_module(f"{args.backend}_impl.devices").find_device().kind == "gpu"
         else "cpu"
     )
-    line |= versions(args.backend, device) | {"cores": os.cpu_count()}
+    line |= provenance() | versions(args.backend, device) | {"cores": os.cpu_count()}
     print(json.dumps(line))
     if args.out:
         known = json.loads(args.out.read_text()) if args.out.exists() else []

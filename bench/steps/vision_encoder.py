@@ -9,7 +9,6 @@ framework sustains. Numbers are counted that have the same bits on both backends
 """
 
 import argparse
-import json
 import math
 import shlex
 import statistics
@@ -25,6 +24,7 @@ import numpy as np
 from jaxtyping import Float
 
 from bench.common import gpu_clock
+from bench.common.environment import write_results
 from shared.models.dummy import DummyCheckpoint
 from shared.models.pictures import PictureConfig
 from shared.models.tower import tower_parameters
@@ -171,7 +171,7 @@ def run(options: argparse.Namespace, command: str) -> Line:
             found["lines"].append(line)
             print(told(line), flush=True)
             if options.out:
-                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                write_results(options.out, found)
     return found
 
 

@@ -26,6 +26,7 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.common import gpu_clock
+from bench.common.environment import write_results
 from bench.common.session import peak_bytes, reset_peak
 from bench.steps.vision_encoder import PICTURES, QWEN3_5
 from shared.engine.pictures import Picture
@@ -185,12 +186,12 @@ def run(options: argparse.Namespace, command: str) -> Line:
                 found["lines"].append(line)
                 print(told(line), flush=True)
                 if options.out:
-                    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                    write_results(options.out, found)
             planned, peak = served.memory.total_bytes, peak_bytes(backend)
             found["sides"][backend] |= {"planned_bytes": planned, "peak_bytes": peak}
             print(f"planned {planned / 1e9:.2f} GB, at most {peak / 1e9:.2f} were held")
             if options.out:
-                options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                write_results(options.out, found)
             served.engine.close()
     return found
 

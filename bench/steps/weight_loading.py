@@ -30,7 +30,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from bench.common.environment import versions
+from bench.common.environment import versions, write_results
 from shared.models.checkpoint import INDEX_FILE, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
@@ -216,7 +216,7 @@ def main() -> None:
         return
     found = run(options, shlex.join(["python", "-m", "bench.steps.weight_loading", *sys.argv[1:]]))
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_results(options.out, found)
 
 
 if __name__ == "__main__":
