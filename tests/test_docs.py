@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from docs.make import site_pages
+from tests.support.message_templates import nearest, occurs, quoted_messages
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_WORDS, MAX_COLUMNS, MAX_LINES_BETWEEN_HEADINGS = 900, 100, 25
@@ -162,6 +163,20 @@ def test_llms_txt_has_one_line_for_each_page() -> None:
     paths = [path for _, path in site_pages.listed(site_pages.expanded(NAVIGATION))]
     assert links == [path for path in paths if path != site_pages.HOME]
     assert text.count("\n- ") == len(links)
+
+
+QUOTED_MESSAGES = quoted_messages()
+
+
+@pytest.mark.parametrize(("page", "message"), QUOTED_MESSAGES)
+def test_quoted_message_occurs_in_code(page: str, message: str) -> None:
+    assert occurs(message), f"{page} quotes a message that changed; nearest: {nearest(message)!r}"
+
+
+def test_troubleshooting_quotes_each_message_once() -> None:
+    messages = [message for _, message in QUOTED_MESSAGES]
+    assert len(messages) >= 60
+    assert len(messages) == len({*messages})
 
 
 PLANTED = """# Title
