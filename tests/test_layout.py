@@ -149,6 +149,18 @@ def test_imports_stand_at_the_top():
     assert found == LATE_IMPORTS.keys()
 
 
+KERNEL_IMPORTS = {
+    *("shared.models.fp8", "shared.models.fp8_words", "shared.models.layers"),
+    *("shared.spec.mix", "shared.spec.numerics"),
+}
+"""Modules of `shared` that kernels import: plain data and the layout of FP8 weights."""
+
+
+def test_kernels_import_plain_data_of_shared():
+    named = set().union(*(imported(path) for path in (ROOT / "kernels").rglob("*.py")))
+    assert {name.rpartition(".")[0] for name in named if name[:7] == "shared."} == KERNEL_IMPORTS
+
+
 def test_import_table_of_architecture_page_is_current():
     page = import_table.PAGE.read_text(encoding="utf-8")
     assert page == import_table.with_table(page), "run python -m docs.make.import_table"
