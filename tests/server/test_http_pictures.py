@@ -161,7 +161,7 @@ def test_the_bounds_are_told_and_kept(server):
         (
             [{"type": "image_url", "image_url": "http://x"}],
             "messages[0].content[0].image_url",
-            "addresses are not fetched",
+            "URLs are not fetched",
         ),
         ([picture(1, 1, 1) | {"more": 1}], "messages[0].content", "text or image_url"),
         ([text("a"), text(f"the name {NAME}")], "messages", "write it otherwise"),
