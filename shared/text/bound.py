@@ -1,4 +1,4 @@
-"""How long a text can be that a number of tokens holds, known without encoding it."""
+"""Upper bound of the characters in a number of tokens, without encoding a text."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-MOST_JOINED = 4  # characters that Unicode's composition makes one of, at most
+MOST_JOINED = 4  # most characters that Unicode composition joins into one
 _JOINING = {"NFC", "NFKC"}
-_KEEPING = {"NFD", "NFKD", "Lowercase", "Prepend"}  # of a text no shorter than it was
+_KEEPING = {"NFD", "NFKD", "Lowercase", "Prepend"}  # results are at least as long as the text
 _STANDING_FOR_BYTES = {"ByteLevel", "ByteFallback"}
 
 
 def most_characters(tokenizer: FastTokenizer) -> int | None:
-    """Most characters of a text that become one token; None where there is no such number.
+    """Returns the most characters of a text that become one token, or None without a bound.
 
-    There is none where a tokenizer drops characters: it replaces what it does not know, strips
-    space beside an added token, or shortens the text before it cuts it.
+    A tokenizer that drops characters has no bound: it replaces unknown characters, strips space
+    next to an added token, or shortens the text before it splits it.
     """
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
@@ -40,13 +40,13 @@ def _most_joined(tokenizer: FastTokenizer) -> int | None:
 
 
 def _replaces_a_letter(part: dict[str, Any]) -> bool:
-    """Whether a normalizer puts something into the place of single characters, as of spaces."""
+    """Returns whether a normalizer replaces single characters, such as spaces."""
     pattern = part.get("pattern", {}).get("String", "")
     return part["type"] == "Replace" and len(pattern) == 1 and part["content"] != ""
 
 
 def _parts(step: Any, name: str) -> list[dict[str, Any]]:
-    """A step of the tokenizer as its file writes it, one entry for each of its parts."""
+    """Returns the parts of a tokenizer step, as stored in its file."""
     if step is None:
         return []
     stored = json.loads(step.__getstate__())

@@ -1,4 +1,4 @@
-"""A checkpoint's chat template: a conversation as the text that its model was trained on."""
+"""Chat template of a checkpoint: renders a conversation as the prompt of the model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from shared.text.tool_messages import FORMS, CallForm, forms_for
 from shared.text.worker import WorkRefused
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""What templates call the argument that turns reasoning on or off."""
+"""Names of the template argument that enables or disables reasoning."""
 
-_OWN = ("messages", "tools", "add_generation_prompt")  # what is given to every template
+_OWN = ("messages", "tools", "add_generation_prompt")  # passed to every template
 
 
 class TemplateFailed(WorkRefused):
-    """The chat template did not accept what it was given; the message says why.
+    """Error of a chat template; the message contains the reason.
 
     Attributes:
-      part: What is at fault: "messages", "tools", "arguments", "continue_final_message" or the name
-        of advice.
+      part: Faulty part: "messages", "tools", "arguments", "continue_final_message" or the name of
+        an entry of `Conversation.advice`.
     """
 
     def __init__(self, reason: str, part: str = "messages") -> None:
@@ -36,18 +36,18 @@ class TemplateFailed(WorkRefused):
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a template writes.
+    """Input of a chat template.
 
     Attributes:
-      messages: As the client wrote them: with `role`, and `content` that is a text or a list of
-        parts: of `type` "text" with `text`, or of `type` "image", where a picture stands.
-      tools: What the assistant may call, as OpenAI's API describes it.
-      arguments: Values of the template's own variables, as of `enable_thinking`.
-      advice: Values that are given to a template that reads them: `enable_thinking` or `thinking`,
-        a truth value or an object of `type` as Anthropic's API has it, and variables by name, of
-        which `reasoning_effort` "none" turns the reasoning off as well.
-      add_generation_prompt: The text ends with the beginning of a new answer.
-      continue_final_message: The text ends within the last message, which is the assistant's.
+      messages: Messages of the client with `role` and `content`, a string or a list of parts: of
+        `type` "text" with `text`, or of `type` "image" as the placeholder of an image.
+      tools: Functions that the assistant may call, in OpenAI's format.
+      arguments: Values of the template's own variables, such as `enable_thinking`.
+      advice: Values for templates that read them, ignored by others: `enable_thinking` or
+        `thinking`, a boolean or an object with `type` as in Anthropic's API, and variables by
+        name. `reasoning_effort` "none" also disables the reasoning.
+      add_generation_prompt: The prompt ends with the beginning of a new assistant message.
+      continue_final_message: The prompt ends within the last message, which is the assistant's.
     """
 
     messages: list[dict[str, Any]]
@@ -59,17 +59,17 @@ class Conversation:
 
 
 class ChatTemplate:
-    """A template that Hugging Face's libraries read too.
+    """Chat template in the format of Hugging Face.
 
-    It is a program: in its sandbox it reaches nothing of the machine, but it takes the time and the
-    memory that it takes. A server renders in `shared.text.template_worker`.
+    A template is a program. Its sandbox denies access to the machine but does not limit time and
+    memory, so a server renders in `shared.text.template_worker`.
 
     Args:
-      source: The template.
-      names: The special tokens that it may write by name.
+      source: Jinja source.
+      names: Special tokens that the template may write by name.
 
     Raises:
-      jinja2.TemplateError: The source is no template.
+      jinja2.TemplateError: The source is invalid.
     """
 
     def __init__(self, source: str, names: dict[str, str]) -> None:
@@ -81,19 +81,19 @@ class ChatTemplate:
         self._reads_parts = reads_parts(tree)
         self._arguments = variables - {*_OWN, *names}
         self._knows_developers = "developer" in source
-        # A template may write calls and what tools answer, and never say which tools there are.
+        # A template may write calls and results, and never list the tools.
         self._knows_tools = "tools" in variables
         self._knows_tool_messages = "tool" in source
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation that the assistant is to answer.
+        """Renders the prompt of a conversation.
 
-        A developer is OpenAI's later word for who writes the system message. Most templates do not
-        know it and would drop the message in silence, so they get a system message.
+        `developer` is OpenAI's newer role for the system message. Most templates lack it and would
+        drop the message without an error, so they receive a system message.
 
         Raises:
-          TemplateFailed: The template refuses the messages or would drop a part of what it is given
-            in silence, or what it writes is no text.
+          TemplateFailed: The template raises an error, would drop a part of its input without one,
+            or writes invalid Unicode.
         """
         self._check(conversation)
         given = {
@@ -112,29 +112,29 @@ class ChatTemplate:
         raise failure
 
     def unread(self, advice: dict[str, Any]) -> list[str]:
-        """The names of what the template does not read of a conversation's `advice`."""
+        """Returns the names in a conversation's `advice` that the template does not read."""
         read = {name for name, _, _ in self._read(advice)}
         if advice.get("reasoning_effort") == "none" and THINK not in self.source:
-            read.add("reasoning_effort")  # nothing is left to turn off
+            read.add("reasoning_effort")  # the template has no reasoning to disable
         names = [name for name in advice if name not in read]
         parts = [(name, part) for name in read for part in _parts_of(advice.get(name))]
         return names + [f"{name}.{part}" for name, part in parts if part != "type"]
 
     def _rendered(self, conversation: Conversation, given: dict[str, Any], form: CallForm) -> str:
-        """The text of a conversation whose calls have a form; raises as `render`."""
-        mark = f"{secrets.token_hex(8)} "  # nobody can have written it
+        """Renders a conversation with calls in a given form; raises as `render`."""
+        mark = f"{secrets.token_hex(8)} "  # unguessable, so no message contains it
         text = self._write(messages=self._messages(conversation, mark, form), **given)
         prompt = text
         if conversation.continue_final_message:
             prompt = _cut(text, mark, text_of(conversation.messages[-1]))
         if missing := left_out(conversation.messages, conversation.tools, text):
             part, what = missing
-            raise TemplateFailed(f"the chat template of the model leaves out {what}", part)
+            raise TemplateFailed(f"the chat template of the model omits {what}", part)
         return prompt
 
     @cached_property
     def _forms(self) -> list[CallForm]:
-        """The forms of messages with calls, in the order in which they are tried."""
+        """Forms of messages with calls, in the order of trial."""
 
         def write(messages: list[dict[str, Any]]) -> str | None:
             try:
@@ -147,7 +147,7 @@ class ChatTemplate:
     def _messages(
         self, conversation: Conversation, mark: str, form: CallForm
     ) -> list[dict[str, Any]]:
-        """The messages as the template reads them; a mark ends one that is to be continued."""
+        """Returns the messages for the template; a mark ends a message to continue."""
         messages = conversation.messages
         if conversation.continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1], mark)]
@@ -156,16 +156,16 @@ class ChatTemplate:
         return [form.of(_with_parts(message, self._reads_parts)) for message in messages]
 
     def _write(self, **given: Any) -> str:
-        """What the template writes; raises as `render`."""
+        """Renders the template; raises as `render`."""
         try:
             text = self._template.render(**given)
-            text.encode()  # a template can write a half of a character, which no tokenizer takes
-        except Exception as error:  # a template is a program: whatever it raises is its refusal
+            text.encode()  # a template can write a lone surrogate, which tokenizers reject
+        except Exception as error:  # a template is a program: any exception is its error
             raise TemplateFailed(f"the chat template failed: {error}") from error
         return text
 
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
-        """The template's own variables: arguments, and what it reads of advice."""
+        """Returns the template's own variables: arguments, and the advice that it reads."""
         given = dict(conversation.arguments)
         for name, variable, value in self._read(conversation.advice):
             if given.setdefault(variable, value) != value:
@@ -176,7 +176,7 @@ class ChatTemplate:
         return given
 
     def _read(self, advice: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """Names of advice, each with a variable of the template and its value."""
+        """Yields names of advice, each with a variable of the template and its value."""
         for name, value in advice.items():
             if name not in _SWITCHES and name in self._arguments:
                 yield name, name, value
@@ -186,21 +186,21 @@ class ChatTemplate:
                     yield name, switch, turns_on
 
     def _check(self, conversation: Conversation) -> None:
-        """Refuses what the template does not read, and ends that a text cannot have."""
+        """Raises for arguments and tools that the template lacks, and for invalid continuations."""
         for name in conversation.arguments.keys() - self._arguments:
             known = ", ".join(sorted(self._arguments)) or "none"
             reason = f"the chat template has no argument {name!r:.80}; it has {known:.400}"
             raise TemplateFailed(reason, "arguments")
         if not self._knows_tools and conversation.tools:
-            raise TemplateFailed("the chat template of the model knows no tools", "tools")
+            raise TemplateFailed("the chat template of the model does not support tools", "tools")
         if not self._knows_tool_messages and any(map(_is_of_tools, conversation.messages)):
-            raise TemplateFailed("the chat template of the model knows no messages of tools")
+            raise TemplateFailed("the chat template of the model does not support tool messages")
         if conversation.continue_final_message:
             _check_last(conversation)
 
 
 def _turns_on(name: str, value: Any) -> bool | None:
-    """Returns whether advice turns the reasoning on or off; None: neither."""
+    """Returns whether advice enables (True) or disables (False) the reasoning; None: neither."""
     if name == "reasoning_effort":
         return False if value == "none" else None
     if name not in _SWITCHES:
@@ -215,21 +215,21 @@ def _parts_of(value: Any) -> Iterable[str]:
 
 
 def _check_last(conversation: Conversation) -> None:
-    """Refuses a last message that cannot be continued."""
+    """Raises for a last message that cannot be continued."""
     last = conversation.messages[-1] if conversation.messages else {"role": ""}
     if conversation.add_generation_prompt:
-        reason = "and add_generation_prompt exclude each other"
+        reason = "and add_generation_prompt are mutually exclusive"
     elif last["role"] != "assistant":
-        reason = "needs a last message of the assistant"
+        reason = "requires a last message of the assistant"
     elif last.get("tool_calls") or last.get("content") is None:
-        reason = "needs a last message that has content and no tool_calls"
+        reason = "requires a last message with content and without tool_calls"
     else:
         return
     raise TemplateFailed(f"continue_final_message {reason}", "continue_final_message")
 
 
 def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """A message with a mark where its content ends."""
+    """Returns a message with a mark at the end of its content."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + mark}
@@ -238,15 +238,15 @@ def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
 
 
 def _cut(text: str, mark: str, said: str) -> str:
-    """A text up to its mark, without what the template closes the message with.
+    """Returns a text up to its mark, without the template's end of the message.
 
     Args:
-      mark: Ends with a space: where it has lost it, the template strips what it is given.
-      said: The end of the message, as the client wrote it.
+      mark: Ends with a space. If the text lacks this space, the template strips contents.
+      said: End of the message, as the client wrote it.
     """
     end = text.rfind(mark.strip())
     if end < 0 or said.strip() not in text:
-        reason = "the chat template does not write the last message as it is"
+        reason = "the chat template does not write the last message unchanged"
         raise TemplateFailed(f"{reason}, so it cannot be continued", "continue_final_message")
     return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
@@ -264,7 +264,7 @@ def _as_system(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_parts(message: dict[str, Any], are_read: bool) -> dict[str, Any]:
-    """A message whose parts, if it has some, are a list where these are read, else a text."""
+    """Returns a message whose parts are a list if the template reads parts, else a string."""
     if not isinstance(message.get("content"), list):
         return message
     parts = _Parts(message["content"])
@@ -272,20 +272,20 @@ def _with_parts(message: dict[str, Any], are_read: bool) -> dict[str, Any]:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The text that a message's content ends with: all of it, or that of the last part."""
+    """Returns the last text of a message: its content, or the text of its last part."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else content[-1].get("text", "")
 
 
 class _Parts(list[Any]):
-    """The parts of a message; as a text they are joined by newlines, as vLLM does.
+    """Parts of a message; as a string they are joined by newlines, as in vLLM.
 
-    A template may read the parts of users' messages, and write a system message as a text.
+    A template may read the parts of user messages and write a system message as a string.
     """
 
     def __str__(self) -> str:
         if any("text" not in part for part in self):
-            reason = "the chat template writes this content as a text, without places for pictures"
+            reason = "the chat template writes this content as a string, without image placeholders"
             raise TemplateFailed(reason)
         return "\n".join(part["text"] for part in self)
 

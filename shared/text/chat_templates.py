@@ -1,4 +1,4 @@
-"""A checkpoint's chat templates by name, of which a conversation picks one."""
+"""Named chat templates of a checkpoint; a conversation selects one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
 
 DEFAULT = "default"
 TOOL_USE = "tool_use"
-"""The template of conversations with tools, where a folder has one for them."""
+"""Template of conversations with tools, if a folder has a separate one."""
 
 
 class ChatTemplates:
-    """Templates by name; most folders have one alone, `default`.
+    """Templates by name; most folders have only `default`.
 
     Args:
-      sources: Of each template.
-      names: The special tokens that they may write by name.
+      sources: Jinja source of each template.
+      names: Special tokens that templates may write by name.
 
     Raises:
-      ValueError: A source is no template; one sentence.
+      ValueError: A source is invalid; one sentence.
     """
 
     def __init__(self, sources: dict[str, str], names: dict[str, str]) -> None:
@@ -33,14 +33,14 @@ class ChatTemplates:
     def from_folder(
         cls, folder: Path, config: dict[str, Any], names: dict[str, str]
     ) -> ChatTemplates | None:
-        """Those of a folder; None where it has none.
+        """Reads the templates of a folder; returns None without any.
 
-        chat_template.jinja is `default` and additional_chat_templates/NAME.jinja is NAME. Where
-        there is either, the `chat_template` of tokenizer_config.json counts for nothing, as in
-        transformers; there it is a text, which is `default`, or has several by name.
+        chat_template.jinja is `default` and additional_chat_templates/NAME.jinja is NAME. If either
+        exists, the `chat_template` of tokenizer_config.json is ignored, as in transformers. That
+        field is a string, which is `default`, or has several templates by name.
 
         Raises:
-          ValueError: One is broken; one sentence.
+          ValueError: A template is invalid; one sentence.
         """
         paths = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
         if (path := folder / "chat_template.jinja").is_file():
@@ -54,10 +54,10 @@ class ChatTemplates:
 
     @classmethod
     def from_file(cls, path: Path, names: dict[str, str]) -> ChatTemplates:
-        """One template for all conversations, from a Jinja file.
+        """Reads one template for all conversations from a Jinja file.
 
         Raises:
-          ValueError: It cannot be read, or is no template; one sentence.
+          ValueError: The file cannot be read, or is invalid; one sentence.
         """
         try:
             return cls({DEFAULT: path.read_text(encoding="utf-8")}, names)
@@ -67,26 +67,28 @@ class ChatTemplates:
                 "Jinja file"
             ) from error
         except ValueError as error:
-            raise ValueError(f"--chat-template {path} is no Jinja template: {error}") from error
+            raise ValueError(
+                f"--chat-template {path} is not a valid Jinja template: {error}"
+            ) from error
 
     @property
     def has_default(self) -> bool:
-        """Whether a conversation without tools has a template."""
+        """Reports whether a template for conversations without tools exists."""
         return DEFAULT in self._templates
 
     def render(self, conversation: Conversation) -> str:
-        """What the conversation's template writes, see `ChatTemplate.render`.
+        """Renders a conversation; see `ChatTemplate.render`.
 
         Raises:
-          TemplateFailed: As there, or there is no template for it.
+          TemplateFailed: See there; or no template fits the conversation.
         """
         return self._of(bool(conversation.tools)).render(conversation)
 
     def unread(self, advice: dict[str, Any], has_tools: bool) -> list[str]:
-        """What the template of a conversation does not read, see `ChatTemplate.unread`.
+        """Returns the advice that a template does not read; see `ChatTemplate.unread`.
 
         Raises:
-          TemplateFailed: There is no template for it.
+          TemplateFailed: No template fits the conversation.
         """
         return self._of(has_tools).unread(advice)
 
@@ -101,7 +103,7 @@ class ChatTemplates:
 
 
 def _sources_in(given: Any) -> dict[str, str]:
-    """The templates that tokenizer_config.json has."""
+    """Returns the templates in tokenizer_config.json."""
     if isinstance(given, list):
         given = {entry["name"]: entry["template"] for entry in given}
     return given if isinstance(given, dict) else {} if given is None else {DEFAULT: given}

@@ -1,4 +1,4 @@
-"""Grammars of calls of tools, in each of the formats that models write them in."""
+"""Grammars of tool calls, in each format that models write."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _ELEMENT_TEXT = [
     rf"element_text[suffix={literal(PARAMETER_END)}]: {TEXT}",
     r'any_parameter: "<parameter=" /[^<>\n]+/ ">\n" element_text "\n"',
 ]
-"""What a text without quotes is: all up to the first end of a parameter."""
+"""Unquoted text: everything up to the first end of a parameter."""
 _BARE_TEXT = r"BARE_TEXT: /[^{\s](.|\n)*/ & ~/<\|python_tag\|>\s*\{(.|\n)*/"
-"""What is no call of those that are the whole text, and does not begin as one."""
+"""Text that does not begin like a call, for formats whose calls are the whole output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """A function that may be called.
+    """Function that may be called.
 
     Attributes:
-      schema: Of its arguments; None: any object.
+      schema: JSON schema of the arguments; None: any object.
     """
 
     name: str
@@ -34,25 +34,25 @@ class Tool:
 
 
 def arguments_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """What the arguments of a held call are: what its function says, else none at all."""
+    """Returns the argument schema of a constrained call; without parameters it allows none."""
     return parameters or {"properties": {}, "additionalProperties": False}
 
 
 def grammar_of(
     style: str, tools: Sequence[Tool], *, many: bool, free: str | None, answer: str | None
 ) -> str:
-    """A grammar of an answer that calls tools.
+    """Builds the grammar of an output with tool calls.
 
     Args:
       style: A name of `STYLES`.
-      tools: Those that may be called.
+      tools: Functions that may be called.
       many: Several calls may follow one another.
-      free: "text" where the answer may be any text beside its calls, "answer" where it may be of
-        another grammar instead of them; None: it must call.
-      answer: That other grammar.
+      free: "text": any text is allowed next to calls. "answer": the output follows `answer`
+        instead of calling. None: a call is required.
+      answer: Grammar of an output without calls.
 
     Raises:
-      GrammarRefused: A schema asks for what the format cannot be held to, or is too large.
+      GrammarRefused: A schema is too large, or has a keyword that the format cannot enforce.
     """
     rules = STYLES[style](tools)
     others: list[dict[str, Any]] = []
@@ -74,7 +74,7 @@ def grammar_of(
 
 
 def _beside_text(style: str, many: bool) -> tuple[str, list[str]]:
-    """The start of answers that may be text: whatever begins as a call is one."""
+    """Returns the start rule of outputs that may be text; text that begins like a call is one."""
     if style not in _TAGGED:
         return "calls | BARE_TEXT |", [_BARE_TEXT]
     lead_rules = [f"text: {TEXT}", f"lead[suffix={literal(CALL)}]: {TEXT}"]
@@ -83,7 +83,7 @@ def _beside_text(style: str, many: bool) -> tuple[str, list[str]]:
 
 
 def _call(body: str) -> list[str]:
-    """The rules of a call between tags."""
+    """Returns the rules of a call between tags."""
     return [
         f"call: {literal(CALL)} inner",
         f"inner: {literal(chr(10))} ({body}) {literal(chr(10) + CALL_END)}",
@@ -102,17 +102,17 @@ def _any(prefix: str, tools: Sequence[Tool]) -> str:
 
 
 def _tagged(tools: Sequence[Tool]) -> list[str]:
-    """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+    """Returns rules of `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
     return [*_call(_any("f", tools)), *_functions(tools, "arguments")]
 
 
 def _bare(tools: Sequence[Tool]) -> list[str]:
-    """`{"name": ..., "parameters": ...}`, the whole text but for a tag before it."""
+    """Returns rules of `{"name": ..., "parameters": ...}` after an optional tag."""
     return [f"call: {_any('f', tools)}", *_functions(tools, "parameters")]
 
 
 def _elements(tools: Sequence[Tool]) -> list[str]:
-    """`<tool_call><function=NAME><parameter=KEY>...</parameter></function></tool_call>`."""
+    """Returns rules of `<function=NAME><parameter=KEY>...</parameter></function>` in a call."""
     rules = _call(_any("f", tools))
     for number, tool in enumerate(tools):
         parts = ["any_parameter*"]
@@ -125,11 +125,11 @@ def _elements(tools: Sequence[Tool]) -> list[str]:
 
 
 def _parameters(number: int, name: str, schema: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """What stands within a call of a function, and its rules."""
+    """Returns the parts within a call of a function, and their rules."""
     whole = merged(schema, schema)
     if "properties" not in whole:
         raise GrammarRefused(
-            f"the function {name} names no properties, which this format of calls needs"
+            f"the function {name} has no properties, which this tool call format requires"
         )
     parts, rules = [], []
     for place, (key, value) in enumerate(whole["properties"].items()):
@@ -137,8 +137,8 @@ def _parameters(number: int, name: str, schema: dict[str, Any]) -> tuple[list[st
         try:
             rules += _parameter(rule, key, value, schema)
         except NotKept as error:
-            reason = f"{error} of {key} of the function {name} cannot be kept in this format"
-            raise GrammarRefused(f"{reason} of calls") from error
+            reason = f"{error} of {key} of the function {name} is not supported in this tool call"
+            raise GrammarRefused(f"{reason} format") from error
         parts.append(rule if key in whole.get("required", []) else f"{rule}?")
     return parts, rules
 

@@ -1,7 +1,7 @@
-"""Makes a grammar of what a request asks, and proves that it compiles in time.
+"""Process that builds the grammar of a request and checks that it compiles in time.
 
-It runs in a process of its own; see `shared.text.worker`. The engine's process compiles what was
-proved here once more, beside its steps: a compiled grammar does not travel.
+See `shared.text.worker`. The engine process compiles a checked grammar again, concurrently with its
+steps, because compiled grammars cannot be sent between processes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ DEADLINE_S = 1.0
 MAX_MEMORY = 1 << 32
 
 _GAP = r"gap: /\s{0,4}/"
-# Lazy: what begins with the mark is a thought, for its parser too, and never a free text.
+# Lazy: text that begins with the delimiter is reasoning, as in the parser, and never content.
 _OPENING = rf"opening[lazy]: /\s{{0,4}}{THINK}/"
 _THOUGHT = rf"thought[suffix={literal(THINK_END)}]: /(.|\n)*/"
 LEADS = {
     "open": f"lead: thought gap\n{_THOUGHT}\n{_GAP}",
     "maybe": f"lead: (opening thought gap)?\n{_OPENING}\n{_THOUGHT}\n{_GAP}",
 }
-"""What comes before an answer whose text begins within its reasoning, or may do so."""
+"""Prefixes of outputs that begin within reasoning, or may begin with reasoning."""
 
 _MAKERS: dict[str, Callable[[Any], str]] = {
     "schema": of_schema,
@@ -49,11 +49,11 @@ _MAKERS: dict[str, Callable[[Any], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """What an answer is held to.
+    """Constraint of an output.
 
     Attributes:
       kind: "schema", "regex", "choice" or "lark".
-      value: What of it.
+      value: The schema, regular expression, list of strings or grammar.
     """
 
     kind: str
@@ -62,10 +62,10 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """Calls of tools that an answer makes, or that it may make.
+    """Required or allowed tool calls of an output.
 
     Attributes:
-      style, many, free: As `forced_calls.grammar_of` has them.
+      style, many, free: See `forced_calls.grammar_of`.
       tools: Names and schemas.
     """
 
@@ -77,12 +77,12 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A grammar that is asked for.
+    """Request for a grammar.
 
     Attributes:
-      form: Of the answer; None where it is of calls alone.
-      calls: None where it has none.
-      lead: A name of `LEADS`; None where the answer begins at once.
+      form: Constraint of the output; None: tool calls only.
+      calls: Tool calls; None: no calls.
+      lead: A name of `LEADS`; None: no reasoning.
     """
 
     form: Form | None
@@ -90,14 +90,14 @@ class Wanted:
     lead: str | None
 
     def pack(self) -> bytes:
-        """The message that asks for it."""
+        """Packs the message of the request."""
         return worker.pack(asdict(self))
 
     def grammar(self) -> str:
-        """The grammar, not yet compiled.
+        """Builds the grammar, without compiling it.
 
         Raises:
-          GrammarRefused: There can be none.
+          GrammarRefused: The constraint is invalid or unsupported.
         """
         written = None if self.form is None else _MAKERS[self.form.kind](self.form.value)
         if self.calls is not None:
@@ -108,12 +108,12 @@ class Wanted:
                 free=self.calls.free,
                 answer=written,
             )
-        assert written is not None  # one of them is asked for
+        assert written is not None  # a request has a form or calls
         return written if self.lead is None else behind(LEADS[self.lead], written)
 
 
 def begin(given: Any) -> Callable[[Any], str]:
-    """What makes grammars; `given` is what `Compiler.of_folder` takes."""
+    """Returns the builder of grammars; `given` has the arguments of `Compiler.of_folder`."""
     folder, vocab, marks = given
     compiler = Compiler.of_folder(folder, vocab, marks)
     bits = np.zeros(-(-vocab // 32), np.int32)

@@ -1,14 +1,13 @@
-"""What of a conversation its template has left out of the prompt.
+"""Detection of content that a chat template has dropped from the prompt.
 
-A template is a program and may leave out what a client has written: a message of a role that it
-does not know, a system message that is not the first. The model would then answer another
-conversation than the client's, so such a request is refused. Two things may go, as families leave
-them out on purpose and answers of this server come back with them: the reasoning of an answer, and
-what it says beside its calls.
+A template may drop messages, such as one with an unknown role or a second system message. The model
+would then answer another conversation, so such a request is an error. Two parts may be dropped,
+because templates drop them on purpose and clients return them: the reasoning of an assistant
+message, and its text next to tool calls.
 
-Templates may write a value otherwise: stripped, escaped as JSON, cut into parts. So a value stands
-in a prompt where it is found as it is, or else where all its words are. What is found may have been
-written by another message: values that are left out are not refused then.
+Templates may change a value: strip it, escape it as JSON, split it. A value therefore counts as
+present if the prompt contains it unchanged, or all its words. A dropped value is not detected if
+another message contains the same text.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ _WORD = re.compile(r"\w+")
 def left_out(
     messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: str
 ) -> tuple[str, str] | None:
-    """The first thing that is not in a prompt.
+    """Finds the first value that is missing in a prompt.
 
     Args:
-      messages: With `role`, `content` that is a text or a list of parts, of which those with
-        `text` are looked for, and `tool_calls` with `function`, whose `arguments` are an object or
-        a text.
-      tools: With `function`, which has a `name`.
-      prompt: What the template has written.
+      messages: Messages with `role`, `content` (a string, or a list of parts, of which those with
+        `text` are searched) and `tool_calls` with `function`, whose `arguments` are an object or a
+        string.
+      tools: Tools with `function`, which has a `name`.
+      prompt: Output of the template.
 
     Returns:
-      Which part of the request has it, "tools" or "messages", and what it is; None where all is in
-      the prompt.
+      The part of the request, "tools" or "messages", and a description of the value; None if the
+      prompt contains everything.
     """
     for name in _names(tools):
         if name not in prompt:
@@ -62,7 +61,7 @@ def _names(given: Any) -> Iterator[str]:
 
 
 def _texts(message: dict[str, Any]) -> Iterator[str]:
-    """The texts of a message's content that may not be left out."""
+    """Yields the texts of a message that must be in the prompt."""
     content = "" if message.get("tool_calls") else message.get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
     texts = [part["text"] for part in parts if "text" in part]
@@ -71,7 +70,7 @@ def _texts(message: dict[str, Any]) -> Iterator[str]:
 
 
 def _leaves(value: Any) -> Iterator[str]:
-    """The names and values of arguments, as texts."""
+    """Yields the names and values of arguments as strings."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield name
@@ -86,7 +85,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _stands(text: str, prompt: str) -> bool:
-    """Whether a prompt has a text: as it is, as JSON, or at least all its words."""
+    """Returns whether a prompt contains a text: unchanged, as JSON, or at least all its words."""
     text = text.strip()
     if text in prompt or json.dumps(text, ensure_ascii=False)[1:-1] in prompt:
         return True

@@ -1,7 +1,7 @@
-"""The marks that a model writes around its calls and its reasoning.
+"""Delimiters of tool calls and reasoning in model output.
 
-A tokenizer may have a mark as one token, special or not. Either way it is text in an answer: its
-parser finds it there, and a grammar that asks for its text lets the token through.
+A tokenizer may have a delimiter as one token, special or not. Either way the output contains its
+text: the parser finds it there, and a grammar that requires the text allows the token.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ _OF_CALLS: Mapping[str, tuple[str, ...]] = {
 
 
 def marks_of(tool_call_parser: str | None, reasoning_parser: str | None) -> tuple[str, ...]:
-    """The marks that the parsers of a start read; none where there is no parser."""
+    """Returns the delimiters that the parsers of a server read; none without a parser."""
     of_calls = () if tool_call_parser is None else _OF_CALLS[tool_call_parser]
     return (*of_calls, *(() if reasoning_parser is None else (THINK, THINK_END)))

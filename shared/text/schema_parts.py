@@ -1,4 +1,4 @@
-"""Parts of a schema's document: what pointers point at, and what a value without quotes may be."""
+"""Parts of a JSON schema: targets of `$ref`, and the values of unquoted text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from urllib.parse import unquote
 from shared.text.grammar import GrammarRefused
 
 MAX_DEPTH = 64
-_TOO_DEEP = f"a schema has references within more than {MAX_DEPTH} others"
+_TOO_DEEP = f"a schema nests references more than {MAX_DEPTH} deep"
 _NOTES = {"description", "title", "default", "examples", "deprecated", "$comment"}
-"""Keywords that constrain nothing."""
+"""Keywords without a constraint."""
 
 _OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _OF_VALUES = {"const", "enum", *_NOTES}
@@ -20,17 +20,17 @@ _OF_TEXTS = {"minLength", "maxLength", "pattern", "format"}
 
 
 class NotKept(ValueError):
-    """A keyword that a text without quotes cannot be held to."""
+    """Error of a keyword that cannot constrain unquoted text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unquoted:
-    """What a value may be where texts stand without quotes.
+    """Allowed values of a parameter whose strings have no quotes.
 
     Attributes:
-      is_text: Any text.
-      choices: Some texts.
-      value: The schema of JSON values beside them; None: none.
+      is_text: Any string is allowed.
+      choices: Allowed strings.
+      value: Schema of allowed JSON values; None: none.
     """
 
     is_text: bool
@@ -39,10 +39,10 @@ class Unquoted:
 
 
 def target(document: Any, pointer: str) -> Any:
-    """What a pointer such as `#/$defs/A` points at in a document.
+    """Returns the target of a pointer such as `#/$defs/A` in a document.
 
     Raises:
-      GrammarRefused: Nothing.
+      GrammarRefused: The target does not exist.
     """
     part = document
     for step in unquote(pointer).split("/")[1:]:
@@ -52,16 +52,16 @@ def target(document: Any, pointer: str) -> Any:
         elif isinstance(part, list) and _is_index(step) and int(step) < len(part):
             part = part[int(step)]
         else:
-            raise GrammarRefused(f"{pointer:.100} points at nothing in its schema")
+            raise GrammarRefused(f"{pointer:.100} does not exist in its schema")
     return part
 
 
 def _is_index(step: str) -> bool:
-    return step.isdecimal() and len(step) < 10  # int() refuses thousands of digits
+    return step.isdecimal() and len(step) < 10  # int() raises for thousands of digits
 
 
 def standalone(schema: Any, document: Any) -> dict[str, Any]:
-    """A part of a document as a document of its own, with all that its pointers point at."""
+    """Returns a part of a document as a document of its own, with the targets of its pointers."""
     numbers: dict[str, int] = {}
     targets: dict[str, Any] = {}
 
@@ -91,11 +91,11 @@ def standalone(schema: Any, document: Any) -> dict[str, Any]:
 
 
 def merged(schema: Any, document: Any) -> Any:
-    """A schema with that which its `$ref`, or the one part of its `allOf`, stands for.
+    """Replaces the `$ref` of a schema, or the only part of its `allOf`, by its target.
 
     Raises:
-      GrammarRefused: They go round, or point at nothing.
-      NotKept: Both sides hold a text to the same keyword.
+      GrammarRefused: References are circular, or a target does not exist.
+      NotKept: Both sides constrain a string by the same keyword.
     """
     for _ in range(MAX_DEPTH):
         if _points_within(schema):
@@ -110,17 +110,17 @@ def merged(schema: Any, document: Any) -> Any:
         twice = {name for name in part.keys() & rest.keys() if part[name] != rest[name]} - _NOTES
         if twice and "string" in (part.get("type"), rest.get("type")):
             raise NotKept(min(twice))
-        if twice:  # of JSON, whose grammar holds it to both
+        if twice:  # JSON: the grammar applies both
             return schema
         schema = {**part, **rest}
     raise GrammarRefused(_TOO_DEEP)
 
 
 def unquoted(schema: Any, document: Any, depth: int = 0) -> Unquoted:
-    """What the values of a schema are where texts stand without quotes.
+    """Returns the allowed values of a schema whose strings have no quotes.
 
     Raises:
-      GrammarRefused, NotKept: As `merged`; or a text is held to what cannot be kept there.
+      GrammarRefused, NotKept: As in `merged`; or a keyword cannot constrain unquoted text.
     """
     if depth > MAX_DEPTH:
         raise GrammarRefused(_TOO_DEEP)
@@ -153,7 +153,7 @@ def _leaf(schema: dict[str, Any], kind: Any, constraints: set[str]) -> Unquoted:
     if unknown := sorted(lasting if kind == "string" else lasting & _OF_TEXTS):
         raise NotKept(unknown[0])
     if listed is None:
-        is_text = not lasting  # what is held to anything else is meant to be something else
+        is_text = not lasting  # a constraint of another type implies another type
         return Unquoted(is_text=is_text, choices=(), value=None if is_text else schema)
     texts = tuple(choice for choice in listed if isinstance(choice, str))
     others = [] if kind else [choice for choice in listed if not isinstance(choice, str)]

@@ -1,4 +1,4 @@
-"""The language of chat templates: Jinja as Hugging Face's libraries set it, and what one reads."""
+"""Jinja environment of chat templates, with Hugging Face's settings, and static analysis."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _OF_LISTS = {"map", "selectattr", "rejectattr"}
-"""Filters that look into the parts of a list."""
+"""Filters that read the elements of a list."""
 
 _SAME_LIST = {"list", "default", "d", "reverse", "sort", "select", "reject", *_OF_LISTS}
-"""Filters that give a list of parts where they are given one."""
+"""Filters that return a list of parts for a list of parts."""
 
 
 def environment() -> jinja2.Environment:
-    """The settings that Hugging Face templates are written for."""
+    """Returns the environment that Hugging Face templates require."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
     )
@@ -32,12 +32,12 @@ def environment() -> jinja2.Environment:
 
 
 class _GenerationBlocks(Extension):
-    """`{% generation %}`: marks an answer for who trains on answers alone; here only its text."""
+    """Block `{% generation %}`, which marks assistant text for training; only its text is used."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The statements of the block, whose names end with it."""
+        """Parses the statements of the block; their names end with it."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -69,10 +69,10 @@ def _strftime_now(form: str) -> str:
 
 
 def reads_parts(tree: nodes.Template) -> bool:
-    """Whether a template goes through the parts of a message's `content`, if it is a list.
+    """Returns whether a template iterates over the parts of a message's `content`.
 
-    It does where it loops over `content`, or over a name that it has given to `content` or passes
-    it to a macro by.
+    It does if it loops over `content`, over a variable assigned from it, or over a macro parameter
+    that receives it.
     """
     names = _names_of_content(tree)
     loops = (_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
@@ -81,7 +81,7 @@ def reads_parts(tree: nodes.Template) -> bool:
 
 
 def _names_of_content(tree: nodes.Template) -> set[str]:
-    """Every name that `content` has somewhere, until no more are found."""
+    """Returns every name that `content` is bound to, as a fixed point."""
     bindings, names = list(_bindings(tree)), set[str]()
     while new := {name for name, value in bindings if _is_content(value, names)} - names:
         names |= new
@@ -89,7 +89,7 @@ def _names_of_content(tree: nodes.Template) -> set[str]:
 
 
 def _bindings(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
-    """Names of a template's variables and macros' parameters, with what each is given."""
+    """Yields names of variables and macro parameters, each with its value."""
     for each in tree.find_all(nodes.Assign):
         if isinstance(each.target, nodes.Name):
             yield each.target.name, each.node
@@ -108,11 +108,11 @@ def _bindings(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
 
 
 def _is_content(node: nodes.Node, names: set[str]) -> bool:
-    """Whether an expression is a message's whole `content`, or a choice among its parts."""
+    """Returns whether an expression is a message's `content`, or a selection of its parts."""
     match node:
         case nodes.Name(name=name):
             return name in names
-        case nodes.Getattr(attr=attr):  # of a message, or of a namespace
+        case nodes.Getattr(attr=attr):  # attribute of a message or of a namespace
             return attr == "content" or attr in names
         case nodes.Getitem(arg=nodes.Const(value="content")):
             return True

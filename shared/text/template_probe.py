@@ -23,7 +23,7 @@ from shared.text.worker import DONE, frames_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTING_S = 30.0
-"""For the process to begin, on a machine with much else to do."""
+"""Limit of the start of the process on a busy machine."""
 
 _QUESTION, _FUNCTION, _KEY, _VALUE = "probe question", "probe_function", "probe_key", "probe value"
 _USER = {"role": "user", "content": _QUESTION}
@@ -56,12 +56,11 @@ _OF_DEEPSEEK = re.compile(r"<[|｜]Assistant[|｜]>")
 
 @dataclass(frozen=True)
 class Choice:
-    """A parser that a start chooses by itself.
+    """Automatically selected parser.
 
     Attributes:
-      parser: Its name; None where no parser fits.
-      reason: The sign in the template, a clause that follows `the chat template`; empty where
-        there is nothing to report.
+      parser: Its name; None if no parser fits.
+      reason: Reason in the template, a clause that follows `the chat template`; may be empty.
     """
 
     parser: str | None
@@ -69,9 +68,9 @@ class Choice:
 
 
 def tool_call_parser_of(templates: ChatTemplates) -> Choice:
-    """Chooses the parser of the calls that a template writes.
+    """Selects the parser of the calls that a template writes.
 
-    A parser is chosen where exactly one reads the call that was rendered.
+    A parser is selected if it is the only one that reads the rendered call.
     """
     source = templates.sources.get(TOOL_USE) or templates.sources.get(DEFAULT, "")
     if "tool" not in source:
@@ -89,7 +88,7 @@ def tool_call_parser_of(templates: ChatTemplates) -> Choice:
 
 
 def reasoning_parser_of(templates: ChatTemplates) -> Choice:
-    """Chooses the parser of the reasoning by the tags that a template contains."""
+    """Selects the reasoning parser by the tags in a template."""
     source = templates.sources.get(DEFAULT) or templates.sources.get(TOOL_USE, "")
     if THINK in source:
         return Choice("qwen3", f"contains {THINK}")
@@ -102,7 +101,7 @@ def reasoning_parser_of(templates: ChatTemplates) -> Choice:
 
 
 def _rendered(templates: ChatTemplates, conversations: Sequence[Conversation]) -> list[str | None]:
-    """Returns the text of each conversation; None where rendering fails or takes too long."""
+    """Returns the prompt of each conversation, or None if rendering fails or times out."""
     asked = b"".join([pack_templates(templates), *map(pack_conversation, conversations)])
     command = [sys.executable, "-m", "shared.text.template_worker"]
     limit_s = STARTING_S + DEADLINE_S * len(conversations)
@@ -118,7 +117,7 @@ def _rendered(templates: ChatTemplates, conversations: Sequence[Conversation]) -
 
 
 def _answer_in(text: str, prompt: str) -> str:
-    """The assistant's own words in a text that goes on from a prompt, if it does."""
+    """Returns the assistant's text after a prompt."""
     pairs = enumerate(zip(text, prompt, strict=False))
     begin = next((place for place, (one, other) in pairs if one != other), len(prompt))
     return text[begin:]
@@ -154,7 +153,7 @@ def _is_bare(answer: str) -> bool:
 
 
 def _object_after(text: str, mark: str) -> Any:
-    """The JSON that follows the first of a mark; None where there is none."""
+    """Returns the JSON after the first delimiter, or None without valid JSON."""
     _, found, rest = text.partition(mark) if mark else ("", "", text)
     if mark and not found:
         return None

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own; see `shared.text.worker`."""
+"""Process that renders chat templates; see `shared.text.worker`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from shared.text.chat_templates import ChatTemplates
 
 DEADLINE_S = 2.0
 MAX_BYTES = 1 << 24
-"""Of a text that a template writes; requests have half of it."""
+"""Limit of a rendered prompt, twice that of a request."""
 
 MAX_MEMORY = 1 << 30
 
 
 def pack_templates(templates: ChatTemplates) -> bytes:
-    """The first message."""
+    """Packs the first message: the templates."""
     return worker.pack([templates.sources, templates.names])
 
 
 def pack_conversation(conversation: Conversation) -> bytes:
-    """Every other message.
+    """Packs a conversation to render.
 
-    It is written message by message: a thread that does it gives the interpreter to others between
-    two of them.
+    Messages are serialised one by one, so that other threads can run between them.
     """
     rest = {name: value for name, value in vars(conversation).items() if name != "messages"}
     messages = ", ".join(map(json.dumps, conversation.messages))
@@ -34,7 +33,7 @@ def pack_conversation(conversation: Conversation) -> bytes:
 
 
 def begin(given: Any) -> Callable[[Any], str]:
-    """What renders with the templates of the first message."""
+    """Returns the renderer for the templates of the first message."""
     templates = ChatTemplates(*given)
 
     def render(asked: Any) -> str:

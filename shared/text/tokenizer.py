@@ -1,4 +1,4 @@
-"""Text to tokens and back: the checkpoint's tokenizer, and text in pieces."""
+"""Tokenizer of a checkpoint, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
 from shared.text.tokenizer_files import open_tokenizer, read_config
 
-REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
-MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
+REPLACEMENT = "\ufffd"  # decoded from incomplete or invalid bytes
+MAX_HALF = 3  # most bytes of an incomplete 4-byte character
 WINDOW = 16  # tokens decoded together, so that a character may spread over several
-CONTEXT = 8  # tokens kept when the window is cut: enough to be in step with characters again
-SPACE_MARK = "\u2581"  # what SentencePiece writes for a space
+CONTEXT = 8  # tokens kept when the window is cut: enough to resynchronise UTF-8
+SPACE_MARK = "\u2581"  # SentencePiece's space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 def is_text(value: Any) -> bool:
-    """Whether a value is a string of characters; JSON can also write halves of them."""
+    """Returns whether a value is a valid string; JSON can also contain lone surrogates."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -33,7 +33,7 @@ def is_text(value: Any) -> bool:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json and chat templates."""
+    """Tokenizer of a checkpoint (tokenizer.json) with its chat templates."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Tokenizer:
         names: dict[str, str],
         marks: Collection[str] = (),
     ) -> None:
-        """Args: `marks` are special tokens that are shown all the same; see `shared.text.marks`."""
+        """Args: `marks` are special tokens that are shown nevertheless; see `shared.text.marks`."""
         self._tokenizer = tokenizer
         self._templates = templates
         self._names = names
@@ -62,15 +62,15 @@ class Tokenizer:
     def from_folder(
         cls, folder: str | Path, marks: Collection[str] = (), chat_template: str | None = None
     ) -> Tokenizer | None:
-        """Reads a checkpoint's tokenizer; None where it has none.
+        """Reads a checkpoint's tokenizer; returns None if it has none.
 
         Args:
-          folder: Of the checkpoint.
-          marks: As of the constructor.
-          chat_template: A Jinja file to use in place of the folder's templates.
+          folder: Folder of the checkpoint.
+          marks: See the constructor.
+          chat_template: Jinja file that replaces the folder's templates.
 
         Raises:
-          ValueError: A file is broken; one sentence.
+          ValueError: A file is invalid; one sentence.
         """
         folder = Path(folder)
         tokenizer = open_tokenizer(folder)
@@ -86,22 +86,22 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can be called."""
+        """Reports whether `encode_chat` is available."""
         return self._templates is not None and self._templates.has_default
 
     @property
     def templates(self) -> ChatTemplates | None:
-        """The chat templates, if there are any."""
+        """Chat templates; None without any."""
         return self._templates
 
     @property
     def end_id(self) -> int | None:
-        """The token that ends an answer (`eos_token`); None where the tokenizer names none."""
+        """Token that ends an output (`eos_token`); None if the tokenizer names none."""
         return self._id_of("eos_token")
 
     @property
     def pad_id(self) -> int | None:
-        """The token that stands for nothing (`pad_token`); None where the tokenizer names none."""
+        """Padding token (`pad_token`); None if the tokenizer names none."""
         return self._id_of("pad_token")
 
     def _id_of(self, name: str) -> int | None:
@@ -109,53 +109,53 @@ class Tokenizer:
         return None if content is None else self._tokenizer.token_to_id(content)
 
     def can_fit(self, text: str, num_tokens: int) -> bool:
-        """Whether a text may have no more tokens than this, as far as its length alone says."""
+        """Returns False if a text is too long for this number of tokens, by its length alone."""
         most = self._most_characters
         return most is None or len(text) <= most * num_tokens
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a plain prompt, with the special tokens that the tokenizer adds."""
+        """Tokenizes a prompt, with the special tokens that the tokenizer adds."""
         return self._encode(text, with_special=True)
 
     def encode_more(self, text: str) -> list[int]:
-        """Tokens of a text that follows others: nothing is added."""
+        """Tokenizes a text without adding special tokens."""
         return self._encode(text, with_special=False)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation that the assistant is to answer; raises as `render_chat`."""
+        """Renders and tokenizes a conversation; raises as `render_chat`."""
         return self.encode_more(self.render_chat(Conversation(messages)))
 
     def render_chat(self, conversation: Conversation) -> str:
-        """A conversation as the template writes it; see `ChatTemplates.render`."""
+        """Renders a conversation; see `ChatTemplates.render`."""
         assert self._templates is not None
         return self._templates.render(conversation)
 
     def _encode(self, text: str, with_special: bool) -> list[int]:
-        # Encoding a single text would hold Python's lock to its end, and with it every other
-        # thread of the process; encoding a batch, here of one, lets it go.
+        # Encoding a single text holds the GIL to its end; encoding a batch, here of one, releases
+        # it.
         (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)
         return encoded.ids
 
     def decode(self, tokens: list[int]) -> str:
-        """Text of tokens; ids that it does not know have none."""
+        """Decodes tokens without special ones; unknown ids have no text."""
         return self.decode_all([token for token in tokens if token not in self._special])
 
     def decode_all(self, tokens: list[int]) -> str:
-        """Text of tokens with that of the special ones."""
+        """Decodes tokens, special ones included."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def shows(self, token: int) -> bool:
-        """Whether answers show a token: it is known, and not special or a mark."""
+        """Returns whether responses show a token: it is known and not special, or a delimiter."""
         return token not in self._special and self._tokenizer.id_to_token(token) is not None
 
     def byte_of(self, token: int) -> bytes | None:
-        """The byte that a token like `<0xE4>` stands for; None for every other token."""
+        """Returns the byte of a token like `<0xE4>`, and None for other tokens."""
         content = self._tokenizer.id_to_token(token) if self._has_byte_tokens else None
         match = _BYTE.fullmatch(content) if content else None
         return bytes.fromhex(match[1]) if match else None
 
     def bytes_of(self, token: int) -> bytes | None:
-        """A token's own bytes, those of a special one's name; None for an id it does not know."""
+        """Returns the bytes of a token, of a special token its name; None for an unknown id."""
         content = self._tokenizer.id_to_token(token)
         if content is None:
             return None
@@ -169,19 +169,19 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """The text of a growing output, in pieces that never end within a character.
+    """Incremental detokenizer; its pieces never end within a character.
 
-    A window of the newest tokens is decoded as a whole. What it ends with and is no character yet
-    is held back; when the window is cut, the held part is still in it, because UTF-8 falls into
-    step with itself again after a few bytes.
+    A window of the newest tokens is decoded as a whole, and an incomplete character at its end is
+    held back. When the window is cut, the held part is still in it, because UTF-8 resynchronises
+    after a few bytes.
 
-    Tokens that stand for one byte each (`Tokenizer.byte_of`) are kept out of the window: its
-    decoder turns every byte of a run into a replacement, complete characters too, for as long as
-    the run's last character is incomplete. They are decoded here, as the UTF-8 that they are.
+    Byte tokens (`Tokenizer.byte_of`) are not decoded in the window, because its decoder replaces
+    every byte of a run until the last character of the run is complete. They are decoded here as
+    UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        """Args: `prompt` gives the first word its space, where the tokenizer writes it in front."""
+        """Args: `prompt` decides whether the first word keeps its leading space."""
         self._tokenizer = tokenizer
         self._bytes = _Utf8("replace")
         shown = [token for token in prompt[-CONTEXT:] if tokenizer.shows(token)]
@@ -192,7 +192,7 @@ class Detokenizer:
         self._emitted = len(tokenizer.decode(self._window))
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token, past what was given before."""
+        """Adds a token and returns the new complete text."""
         if not self._tokenizer.shows(token):
             return ""
         byte = self._tokenizer.byte_of(token)
@@ -202,11 +202,11 @@ class Detokenizer:
         return cut_short + self._push_word(token)
 
     def flush(self) -> str:
-        """What was held back: the output ends within a character."""
+        """Returns the held text at the end of the output."""
         return self._rest_of_words() + self._bytes.decode(b"", final=True)
 
     def _push_byte(self, token: int, byte: bytes) -> str:
-        if not self._window:  # the next word is not the text's first one: its space is to stay
+        if not self._window:  # the next word is not the first one, so it keeps its space
             self._window = [token]
             self._emitted = len(self._tokenizer.decode(self._window))
         return self._rest_of_words() + self._bytes.decode(byte)
@@ -232,7 +232,7 @@ class Detokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that byte-level tokenizers write for each byte (GPT-2's table)."""
+    """Returns the letter of each byte in byte-level tokenizers (GPT-2's table)."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
@@ -247,7 +247,7 @@ def _num_held(text: str) -> int:
 
 
 def _special_names(config: dict[str, Any]) -> dict[str, str]:
-    """The special tokens that templates write by name (`bos_token`, `eos_token`, ...)."""
+    """Returns the special tokens that templates write by name (`bos_token`, `eos_token`, ...)."""
     names = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""The files of a folder's tokenizer: tokenizer.json, and the tokens that stand beside it."""
+"""Tokenizer files of a folder: tokenizer.json, and added tokens in other files."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shared.models.fields import read_json
 
 
 def open_tokenizer(folder: str | Path) -> FastTokenizer | None:
-    """A folder's tokenizer with every token that its files state; None without tokenizer.json.
+    """Opens a folder's tokenizer with all added tokens; returns None without tokenizer.json.
 
-    Older libraries kept added tokens in added_tokens.json, later ones in the
-    `added_tokens_decoder` of tokenizer_config.json. What tokenizer.json lacks of them is added.
+    Older libraries stored added tokens in added_tokens.json, later ones in the
+    `added_tokens_decoder` of tokenizer_config.json. Tokens that tokenizer.json lacks are added.
 
     Raises:
-      ValueError: A file is broken, or states a token under another id; one sentence.
+      ValueError: A file is invalid, or two files disagree about an id; one sentence.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -28,7 +28,7 @@ def open_tokenizer(folder: str | Path) -> FastTokenizer | None:
         tokenizer = FastTokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path} cannot be read: {error}") from error
-    # The file keeps how its last training run cut and padded texts; a prompt is served whole.
+    # The file contains truncation and padding of training; prompts are tokenized whole.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     config = read_config(folder)
@@ -44,7 +44,7 @@ def open_tokenizer(folder: str | Path) -> FastTokenizer | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings of a folder's tokenizer; none where there is no such file."""
+    """Reads tokenizer_config.json; returns no settings if the file is missing."""
     path = folder / "tokenizer_config.json"
     return read_json(path) if path.is_file() else {}
 
@@ -60,7 +60,7 @@ def _of_config(config: dict[str, Any]) -> dict[int, AddedToken]:
 
 
 def _of_file(ids: dict[str, Any], config: dict[str, Any]) -> dict[int, AddedToken]:
-    """Tokens of added_tokens.json; special are those that the settings name for a part to play."""
+    """Returns the tokens of added_tokens.json; tokens that the settings name are special."""
     named = [value for name, value in config.items() if name.endswith("_token")]
     for name in ("additional_special_tokens", "extra_special_tokens"):
         named += config.get(name) or []
@@ -72,13 +72,13 @@ def _of_file(ids: dict[str, Any], config: dict[str, Any]) -> dict[int, AddedToke
 
 
 def _add(tokenizer: FastTokenizer, stated: dict[int, AddedToken], source: str) -> None:
-    """Adds what the tokenizer lacks, in order of the ids, so that each gets its own."""
+    """Adds missing tokens in order of their ids, so that each gets its own id."""
     for number, token in sorted(stated.items()):
         if tokenizer.token_to_id(token.content) is None:
             tokenizer.add_tokens([token])
         known_id = tokenizer.token_to_id(token.content)
         if known_id != number:
             raise ValueError(
-                f"{source} states {token.content!r} as token {number}, and with tokenizer.json it "
+                f"{source} has {token.content!r} as token {number}, and with tokenizer.json it "
                 f"is {known_id}; correct one of the files"
             )

@@ -1,8 +1,8 @@
-"""Messages with tool calls, in the forms in which chat templates read them.
+"""Messages with tool calls, in the forms that chat templates read.
 
-Templates agree neither on the type of a call's arguments, an object or its JSON text, nor on the
-content of a message that calls: some write a call only where the content is none. A template writes
-what it does not read so without a word, or not at all, so the form is found by trying.
+Templates differ in the type of a call's arguments (an object or its JSON text) and in the content
+of a message with calls (some write a call only if the content is None). A template with another
+form drops or garbles the call without an error, so the form is found by trial.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Message = dict[str, Any]
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call: an object, which is its JSON text where a template writes a text."""
+    """Arguments of a call: an object whose string is its JSON text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -30,18 +30,18 @@ class Arguments(dict[str, Any]):
 
 @dataclass(frozen=True)
 class CallForm:
-    """A form of the messages that call.
+    """Form of messages with calls.
 
     Attributes:
-      is_none: Which contents are none: "never", those that are "empty", or "always".
-      has_text: Whether arguments are JSON text rather than an object.
+      is_none: Contents that become None: "never", "empty" ones, or "always".
+      has_text: Arguments are JSON text rather than an object.
     """
 
     is_none: str
     has_text: bool
 
     def of(self, message: Message) -> Message:
-        """Returns a message in this form; one without calls as it is."""
+        """Returns a message in this form, or unchanged if it has no calls."""
         if not message.get("tool_calls"):
             return message
         content = message.get("content")
@@ -64,16 +64,16 @@ FORMS = tuple(
     for is_none in ("never", "empty", "always")
     for has_text in (False, True)
 )
-"""All forms; the earlier ones leave more of a message as its client wrote it."""
+"""All forms; earlier ones change less of a message."""
 
 _ARGUMENTS = {"probe_key": "probe_value", "probe_list": [True, None]}
 
 
 def forms_for(write: Callable[[list[Message]], str | None]) -> list[CallForm]:
-    """Returns all forms, first those in which a template writes calls whole.
+    """Returns all forms, beginning with those in which a template writes complete calls.
 
     Args:
-      write: Writes messages by the template; None where it cannot.
+      write: Renders messages; returns None on an error.
     """
     for contents in (("", "probe_said"), ("",)):
         whole = [form for form in FORMS if _is_whole(contents, form, write)]
@@ -87,7 +87,7 @@ def _is_whole(
 ) -> bool:
     messages: list[Message] = [{"role": "user", "content": "probe_question"}]
     for number, content in enumerate(contents):
-        call_id = f"probecal{number}"  # nine letters, as some templates require
+        call_id = f"probecal{number}"  # nine characters, as some templates require
         function = {"name": f"probe_name_{number}", "arguments": _ARGUMENTS}
         call = {"id": call_id, "type": "function", "function": function}
         result = {"role": "tool", "tool_call_id": call_id, "content": f"probe_result_{number}"}
@@ -97,5 +97,5 @@ def _is_whole(
         return False
     names = (f"probe_{kind}_{n}" for n in range(len(contents)) for kind in ("name", "result"))
     counts = {text.count(word) for word in ("probe_key", "probe_value", "probe_list")}
-    is_json = "'probe_key'" not in text  # as Python writes an object
+    is_json = "'probe_key'" not in text  # Python's notation of an object
     return is_json and counts == {len(contents)} and all(name in text for name in names)

@@ -1,8 +1,8 @@
-"""A process that does what a request asks for and that may not end: a template, a grammar.
+"""Worker process for work of a request that may not end: templates, grammars, images.
 
-The process that starts it writes frames to its input and reads frames from its output; the first
-one says what it works with. Work that takes too long ends the process by a signal, which no loop
-and no call within Python's own C code can hold up, and which needs nobody to send it.
+The parent process writes frames to its standard input and reads frames from its standard output.
+The first frame configures the worker. A timer signal ends a worker that exceeds its deadline.
+Neither a loop nor a call in C code can delay the signal, and no other process has to send it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, BinaryIO
 
 LENGTH = struct.Struct("<I")
 DONE, REFUSAL = b"+", b"-"
-"""The first byte of an answer: what was asked for follows, a text in UTF-8 or bytes of any kind; or
-a JSON list of reason and part."""
+"""First byte of a response, before the result (UTF-8 text or bytes) or a JSON list of reason and
+part."""
 
 
 class WorkRefused(ValueError):
-    """What cannot be done; one sentence.
+    """Error of a worker's task; one sentence.
 
     Attributes:
-      part: What of the work is at fault.
+      part: Faulty part of the input.
     """
 
     def __init__(self, reason: str, part: str) -> None:
@@ -37,17 +37,17 @@ class WorkRefused(ValueError):
 
 
 def frame(body: bytes) -> bytes:
-    """A message as both sides write it."""
+    """Frames a message."""
     return LENGTH.pack(len(body)) + body
 
 
 def pack(message: Any) -> bytes:
-    """A message of JSON."""
+    """Frames a message as JSON."""
     return frame(json.dumps(message).encode())
 
 
 def frames_of(data: bytes) -> Iterator[bytes]:
-    """The bodies of the whole messages that one side has written."""
+    """Yields the bodies of the complete messages in a byte string."""
     stream = io.BytesIO(data)
     with contextlib.suppress(struct.error):
         while (body := _read(stream)) is not None:
@@ -55,7 +55,7 @@ def frames_of(data: bytes) -> Iterator[bytes]:
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    """The next message; None at the end."""
+    """Reads the next message; returns None at the end."""
     head = stream.read(LENGTH.size)
     return stream.read(LENGTH.unpack(head)[0]) if head else None
 
@@ -67,16 +67,16 @@ def run(
     deadline_s: float,
     max_memory: int,
 ) -> None:
-    """Works until its input ends.
+    """Runs a worker until its input ends.
 
     Args:
-      begin: Gets the first message, of JSON, and gives what answers the others or raises
-        `WorkRefused`.
-      read: What each of the others says.
-      deadline_s: Of each answer but for the first, before which there is `begin` to do.
-      max_memory: Bytes that the process may take beside what it has begun with.
+      begin: Receives the first message, as JSON, and returns the handler of the others, which may
+        raise `WorkRefused`.
+      read: Parses each of the other messages.
+      deadline_s: Limit of each message after the first.
+      max_memory: Bytes that the process may allocate beyond those at its start.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who has started it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     _bound_memory(max_memory)
     asked, answers = sys.stdin.buffer, sys.stdout.buffer
     answer_to = begin(json.loads(_read(asked) or b"null"))
@@ -89,10 +89,10 @@ def run(
 
 
 def _bound_memory(num_bytes: int) -> None:
-    """Lets the process take so many bytes more.
+    """Limits the further allocations of the process.
 
-    What Linux bounds is addresses, of which libraries take many that they never write to: numpy's
-    BLAS 41 MB for each processor of the machine, some 2.7 GB of 64.
+    Linux limits address space, of which libraries reserve much that they never write to: numpy's
+    BLAS reserves 41 MB for each CPU of the machine, 2.7 GB with 64.
     """
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + num_bytes

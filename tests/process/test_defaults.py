@@ -72,8 +72,8 @@ def test_folder_without_a_tokenizer_has_neither_parsers_nor_grammars(tmp_path: P
     assert not options.engine.has_grammars
     (reason,) = options.reasons
     assert reason.startswith("--grammar-backend none, requests with a schema or a forced call are")
-    assert reason.endswith(f"there is no {tmp_path / 'tokenizer.json'}")
-    with pytest.raises(ValueError, match="there is no"):
+    assert reason.endswith(f"{tmp_path / 'tokenizer.json'} does not exist")
+    with pytest.raises(ValueError, match="does not exist"):
         with_grammars(chosen("--model-path", str(tmp_path), "--grammar-backend=llguidance"), VOCAB)
 
 
@@ -124,8 +124,8 @@ def test_chat_template_file_replaces_the_folders(folder: Path, tmp_path: Path):
     ("content", "message"),
     [
         (None, "--chat-template .*mine.jinja cannot be read: No such file or directory; give the"),
-        (b"{% for %}", "--chat-template .*mine.jinja is no Jinja template: default: "),
-        (b"\xff\xfe\x00", "--chat-template .*mine.jinja is no Jinja template: 'utf-8'"),
+        (b"{% for %}", "--chat-template .*mine.jinja is not a valid Jinja template: default: "),
+        (b"\xff\xfe\x00", "--chat-template .*mine.jinja is not a valid Jinja template: 'utf-8'"),
     ],
 )
 def test_chat_template_that_cannot_be_used_is_an_error(

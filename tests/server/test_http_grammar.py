@@ -351,7 +351,7 @@ BOMBS: dict[str, tuple[dict[str, Any], str | None]] = {
     "large": ({"guided_regex": "a" * 200_000}, "should have at most"),
     "many": (
         {"guided_grammar": "root ::= " + " | ".join(f'"{i}"' for i in range(9000))},
-        "the grammar takes too much work",
+        "the grammar exceeds its work limit",
     ),
 }
 """Each with a part of the sentence that refuses it; None: the library makes light of it."""

@@ -315,4 +315,4 @@ def test_a_template_that_writes_no_pictures_refuses_them(tmp_path):
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path), "--sees"]) as server:
         error = refused(server, [text("a"), picture(1, 1, 1)])
     assert error["param"] == "messages"
-    assert "without places for pictures" in error["message"]
+    assert "without image placeholders" in error["message"]

@@ -307,7 +307,7 @@ def test_tools_that_nobody_would_read_are_refused(plain_server):
     assert plain_server.post(CHAT, messages=USER, tools=[WEATHER], tool_choice="none").is_success
     messages = [{"role": "tool", "tool_call_id": "a", "content": "x"}]
     answer = plain_server.post(CHAT, messages=messages)
-    assert "knows no messages of tools" in answer.json()["error"]["message"]
+    assert "does not support tool messages" in answer.json()["error"]["message"]
     answer = plain_server.post(CHAT, messages=USER, chat_template_kwargs={"enable_thinking": False})
     assert answer.json()["error"]["param"] == "chat_template_kwargs"
 

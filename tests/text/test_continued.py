@@ -61,11 +61,15 @@ CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {}
 @pytest.mark.parametrize(
     ("messages", "begins", "reason"),
     [
-        ([USER], False, "needs a last message of the assistant"),
-        ([], False, "needs a last message of the assistant"),
-        ([USER, {"role": "assistant", "content": "a"}], True, "exclude each other"),
-        ([{"role": "assistant", "content": None}], False, "has content"),
-        ([{"role": "assistant", "content": "a", "tool_calls": [CALL]}], False, "no tool_calls"),
+        ([USER], False, "requires a last message of the assistant"),
+        ([], False, "requires a last message of the assistant"),
+        ([USER, {"role": "assistant", "content": "a"}], True, "are mutually exclusive"),
+        ([{"role": "assistant", "content": None}], False, "with content"),
+        (
+            [{"role": "assistant", "content": "a", "tool_calls": [CALL]}],
+            False,
+            "without tool_calls",
+        ),
     ],
 )
 def test_what_cannot_be_continued_is_refused(messages: list[Any], begins: bool, reason: str):
@@ -78,7 +82,7 @@ def test_what_cannot_be_continued_is_refused(messages: list[Any], begins: bool, 
     "written", ["{{ messages[0].content }}", "{{ messages[-1].content[3:] }}", "x"]
 )
 def test_a_message_that_the_template_does_not_write_is_refused(written: str):
-    with pytest.raises(TemplateFailed, match="does not write the last message as it is"):
+    with pytest.raises(TemplateFailed, match="does not write the last message unchanged"):
         continued(written, "hello")
 
 

@@ -56,5 +56,5 @@ def test_the_refusal_names_what_is_left_out(template: str, messages: list[Any], 
         else {"role": "assistant", "content": "", "tool_calls": each}
         for each in messages
     ]
-    with pytest.raises(TemplateFailed, match=f"leaves out {re.escape(what)}"):
+    with pytest.raises(TemplateFailed, match=f"omits {re.escape(what)}"):
         ChatTemplate(template, {}).render(Conversation(given))

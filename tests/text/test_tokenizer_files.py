@@ -63,8 +63,8 @@ def test_grammars_and_drafters_see_them_too(tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("added_tokens.json", {TOOL: FIRST + 1}, f"states '<|mytool|>' as token {FIRST + 1}"),
-        ("added_tokens.json", {"<|user|>": 3}, "states '<|user|>' as token 3"),
+        ("added_tokens.json", {TOOL: FIRST + 1}, f"has '<|mytool|>' as token {FIRST + 1}"),
+        ("added_tokens.json", {"<|user|>": 3}, "has '<|user|>' as token 3"),
         ("added_tokens.json", {TOOL: "x"}, "cannot be read"),
         ("added_tokens.json", {TOOL: float("inf")}, "cannot be read"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": {}}}, "cannot be read"),

@@ -84,5 +84,5 @@ def test_template_of_objects_gets_messages_as_they_are(name: str):
 
 def test_template_without_calls_is_still_refused():
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %} tool", {})
-    with pytest.raises(TemplateFailed, match="leaves out the function 'weather'"):
+    with pytest.raises(TemplateFailed, match="omits the function 'weather'"):
         template.render(Conversation(talk("")[1:3]))
