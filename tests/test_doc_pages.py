@@ -10,6 +10,7 @@ from docs.make import agreement_table, draw
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 USER_PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
+USER_PAGES += ("coming_from_vllm_or_sglang", "faq", "glossary", "speculative_decoding", "tutorial")
 USER_PAGES += ("deployment", "troubleshooting", "troubleshooting_requests")
 INTERNALS = ("architecture", "backend_interface", "dependencies", "drafter_internals", "kernels/*")
 INTERNALS += ("model_execution", "numerics", "numerics/*", "scheduler_and_cache", "server")
