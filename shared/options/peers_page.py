@@ -23,6 +23,7 @@ GROUPS = {
         ("--tokenizer", "--tokenizer-path"),
         ("--trust-remote-code", "--trust-remote-code"),
         ("--hf-overrides", "--json-model-override-args"),
+        ("--language-model-only", "--language-model-only"),
         ("--enable-lora", "--lora-paths"),
     ),
     "Scheduler and memory": (
@@ -45,7 +46,7 @@ GROUPS = {
         ("--pipeline-parallel-size", "--pp-size"),
         ("--data-parallel-size", "--dp-size"),
         ("--enable-expert-parallel", ""),
-        ("--distributed-executor-backend", ""),
+        ("--distributed-executor-backend", "--use-ray"),
     ),
     "Speculative decoding": (
         ("--speculative-config", "--speculative-algorithm"),
