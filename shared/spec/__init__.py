@@ -1,1 +1,1 @@
-"""The executable specifications: numpy, slow and clear; what the backends compute is told here."""
+"""Executable specifications in numpy: the normative reference implementation of every operation."""

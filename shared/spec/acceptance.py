@@ -1,24 +1,23 @@
-"""Which drafts of a tree become text.
+"""Acceptance of draft tokens: exact match on trees, and rejection sampling on chains.
 
-By the match rule, for every temperature and every drafter, each node has the target's choice for
-the token after it. From the root, the walk goes to the child that carries the choice, and stops
-where there is none. The tokens of the step are the choices on the way, so they depend on the
-prefix, the parameters and the seed, never on the drafts; the last one, the bonus token, is not in
-the tree and has no KV yet.
+Exact match (rule "exact") applies to every temperature and drafter. Each node has the target's
+choice for the token after it. A walk from the root moves to the child whose token equals the choice
+and stops if there is none. The output tokens of the step are the choices on the path. They depend
+on the prefix, the parameters and the seed, never on the draft tokens, so the output equals plain
+decoding. The last one, the bonus token, is not in the tree and has no KV yet.
 
-The rejection rule, for chains, changes the choices and nothing else: a row with a temperature
-chooses the draft where it accepts it, and draws from what the drafter left over where it does not.
-Its text has the target's law, but depends on the drafts. Each function takes what follows:
+Rejection sampling (rules "rejection" and "block") applies to chains and only replaces the choices.
+A row with a temperature chooses the draft token if it is accepted, and otherwise samples from the
+residual distribution. Its output has the target distribution but depends on the draft tokens.
+Arguments shared by these functions:
 
-  tokens, num_nodes: Chains; node i > 0 is the draft of level i - 1.
-  choices: The target's own choice after each node; greedy rows keep theirs, and so does the last
-    node of each chain, whose choice is the bonus token.
-  p: The target's probabilities after each node.
-  q: The drafter's, from which the draft of each level was sampled (`sampled_law`), or all on the
-    draft's token where it was not sampled (`certain_law`).
-  sampling, lengths: Parameters of the rows, and the position of their newest tokens: seed and
-    length name the number that decides on each draft, and the noise of the residual, which a step
-    draws from at most once a row. At temperature 0 a row is greedy.
+  tokens, num_nodes: Chains; node i > 0 is the draft token of level i - 1. choices: The target's own
+  choice after each node. Greedy rows keep it, and so does the last node of each chain, whose choice
+  is the bonus token. p: Target probabilities after each node. q: Draft probabilities from which the
+  draft token of each level was sampled (`sampled_law`), or one-hot if it was not sampled
+  (`certain_law`). sampling, lengths: Parameters of the rows, and the position of their newest
+  tokens. Seed and length select the uniform numbers that decide on each draft token, and the noise
+  of the residual, which a row samples at most once per step. Rows at temperature 0 are greedy.
 """
 
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from shared.spec.sampling import (
 )
 
 RULES = ("exact", "rejection", "block")
-"""Match, rejection token by token, and rejection that judges a chain as a whole."""
+"""Exact match, rejection sampling token by token, and block verification of a whole chain."""
 
 
 def force(
@@ -47,14 +46,14 @@ def force(
     choices: Int[np.ndarray, "B N"],
     forced: Bool[np.ndarray, " B"],
 ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-    """Puts a forced row's own tokens in the place of the target's choices.
+    """Replaces the target's choices of forced rows by the row's own tokens.
 
-    A forced row is a chain of n nodes. Nodes 0 to n - 2 are accepted whatever the target says, and
-    the bonus token is the token of node n - 1: it has no KV, as the newest token never has, and so
-    the row walks as one of n - 1 nodes. A forced row of one node has nothing to force.
+    A forced row is a chain of n nodes. Nodes 0 to n - 2 are accepted whatever the target predicts.
+    The bonus token is the token of node n - 1, which has no KV, as the newest token never has. The
+    row therefore walks as a chain of n - 1 nodes. A forced row of one node has nothing to force.
 
     Returns:
-      The choices and the node counts with which to `walk`.
+      The choices and the node counts for `walk`.
     """
     following = np.concatenate([tokens[:, 1:], choices[:, -1:]], axis=1)
     forces = forced & (num_nodes > 1)
@@ -70,21 +69,22 @@ def simulate(
     seeds: UInt32[np.ndarray, " B"],
     lengths: Int[np.ndarray, " B"],
 ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-    """Accepts drafts by lot, whatever they say: for measurements of speed.
+    """Simulates acceptance for benchmarks: accepts draft tokens at given rates, whatever they are.
 
-    The way leads from the root to the first child of each node, as far as the lot and the tree go.
-    The nodes on it but the last choose the draft that follows; the last one keeps the target's
-    choice. Its children come after it, so a count of nodes that ends with it leaves them out.
+    Each level of the first-child path is accepted with the rate of its level. Nodes on the accepted
+    path choose the draft token of the next level; the last one keeps the target's choice. Its
+    children have larger indices, so a node count that ends with it excludes them.
 
     Args:
       tokens, parents, num_nodes: The trees.
       choices: The target's token after each node.
-      rates: For each level how often a draft is accepted, given those before it; never beyond.
-      seeds: Of the rows; with the length one names the numbers that decide.
-      lengths: The position of the step's newest token.
+      rates: Acceptance rate of each level, given that earlier levels are accepted; deeper levels
+        are never accepted.
+      seeds: Seeds of the rows; with the length they select the uniform numbers.
+      lengths: Position of the step's newest token.
 
     Returns:
-      The choices and the node counts with which to `walk`.
+      The choices and the node counts for `walk`.
     """
     B, N = tokens.shape
     place, chance = np.arange(N), uniforms(seeds, lengths, len(rates))
@@ -106,17 +106,17 @@ def walk(
     choices: Int[np.ndarray, "B N"],
     depth: int,
 ) -> tuple[Int[np.ndarray, "B W"], Int[np.ndarray, " B"]]:
-    """Follows the target's choices from each root.
+    """Follows the target's choices from each root (exact-match acceptance).
 
     Args:
-      tokens, parents: The trees; siblings carry different tokens.
-      num_nodes: Real nodes of each tree; the others are never accepted.
+      tokens, parents: The trees; siblings have different tokens.
+      num_nodes: Real nodes of each tree; padding nodes are never accepted.
       choices: The target's token after each node.
-      depth: S, the most drafts that can be accepted; W = S + 1.
+      depth: S, the maximum number of accepted draft tokens; W = S + 1.
 
     Returns:
-      The nodes on the way, the root first, and how many there are: accepted drafts + 1. Entries
-      past the count repeat the last node of the way, so that a gather stays in the tree.
+      The nodes of the path, root first, and their number: accepted draft tokens + 1. Entries past
+      the count repeat the last node of the path, so that gathers stay in bounds.
     """
     B, N = tokens.shape
     node = np.zeros(B, np.int32)
@@ -135,25 +135,29 @@ def walk(
 def emitted(
     choices: Int[np.ndarray, "B N"], path: Int[np.ndarray, "B W"], counts: Int[np.ndarray, " B"]
 ) -> Int[np.ndarray, "B W"]:
-    """The step's tokens, the bonus token last; 0 past a row's count (0: a failed row)."""
+    """Returns the step's output tokens, the bonus token last; 0 past a row's count (0 for a failed
+    row).
+    """
     chosen = np.take_along_axis(choices, path, axis=1)
     return np.where(np.arange(path.shape[1]) < counts[:, None], chosen, 0).astype(np.int32)
 
 
 def failed(is_bad: Bool[np.ndarray, "B N"], path: Int[np.ndarray, "B W"]) -> Bool[np.ndarray, " B"]:
-    """Whether a logit on the way was not finite; elsewhere in the tree it cannot reach the text."""
+    """Returns True for rows with a non-finite logit on the path; other nodes cannot affect the
+    output.
+    """
     return np.any(np.take_along_axis(is_bad, path, axis=1), axis=1)
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The way that a verify goes down each tree.
+    """Accepted path of a verify step in each tree.
 
     Attributes:
-      path, counts: Of `walk`; the count is 0 where a row is padding or has failed.
-      tokens: Of `emitted`.
-      failed: Of `failed`; padding does not fail.
-      rows: The flat row of each node on the way.
+      path, counts: Results of `walk`; the count is 0 for padding and failed rows.
+      tokens: Result of `emitted`.
+      failed: Result of `failed`; padding does not fail.
+      rows: Flat row of each node on the path.
     """
 
     path: Int[np.ndarray, "B W"]
@@ -173,12 +177,12 @@ def follow(
     is_row: Bool[np.ndarray, " B"],
     depth: int,
 ) -> Followed:
-    """Goes the way of the choices, and says what it emits.
+    """Walks the choices and returns the accepted path with its output tokens.
 
     Args:
       tokens, parents, num_nodes, choices, depth: See `walk`.
-      row_of: The flat row of each node.
-      is_finite: Whether the logits of a flat row are.
+      row_of: Flat row of each node.
+      is_finite: True for flat rows with finite logits.
       is_row: False for padding.
     """
     path, counts = walk(tokens, parents, num_nodes, choices, depth)
@@ -189,17 +193,17 @@ def follow(
 
 
 def certain_law(tokens: Int[np.ndarray, "B N"], vocab: int) -> Float[np.ndarray, "B S vocab"]:
-    """q of drafts that were not sampled: each is certain."""
+    """Returns one-hot q for draft tokens that were not sampled."""
     return (tokens[:, 1:, None] == np.arange(vocab)).astype(np.float32)
 
 
 def sampled_law(
     scores: Float[np.ndarray, "B S vocab"], tokens: Int[np.ndarray, "B N"]
 ) -> Float[np.ndarray, "B S vocab"]:
-    """q of drafts sampled from the drafter's processed logits.
+    """Returns q of draft tokens sampled from the drafter's processed logits.
 
-    A drafter that is not finite drafts what it likes, which makes its token a certain one; the text
-    has the target's law all the same.
+    If the drafter's probabilities are not finite, q is one-hot on its token; the output still has
+    the target distribution.
     """
     B, S, vocab = scores.shape
     with np.errstate(invalid="ignore"):
@@ -217,19 +221,20 @@ def rejection_choices(
     sampling: Sampling,
     lengths: Int[np.ndarray, " B"],
 ) -> Int[np.ndarray, "B N"]:
-    """Accepts each draft x with probability min(1, p(x) / q(x)).
+    """Rejection sampling (speculative sampling): accepts each draft token x with probability min(1,
+    p(x) / q(x)).
 
-    A rejected one gives way to a token drawn from the positive part of p - q.
+    A rejected token is replaced by a sample from the positive part of p - q.
 
     Args:
       tokens, num_nodes: The chains.
-      choices: The target's own, for rows at temperature 0 and after the last draft.
-      p, q: The target's law after each node, and the drafter's of each draft.
-      sampling: Parameters of the rows, whose seeds name the noise.
-      lengths: The position of the step's newest token, which names it too.
+      choices: The target's own, for rows at temperature 0 and after the last draft token.
+      p, q: Target distribution after each node, and draft distribution of each draft token.
+      sampling: Parameters of the rows, whose seeds select the noise.
+      lengths: Position of the step's newest token, which selects it too.
 
     Returns:
-      The choices with which to `walk`.
+      The choices for `walk`.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192.
     """
@@ -247,14 +252,15 @@ def block_choices(
     sampling: Sampling,
     lengths: Int[np.ndarray, " B"],
 ) -> Int[np.ndarray, "B N"]:
-    """Accepts the longest prefix of a chain that passes; on average more than token by token.
+    """Block verification: accepts the longest passing prefix of a chain, on average more tokens
+    than token-by-token rejection sampling.
 
-    With w_0 = 1 and w_i = min(1, w_(i-1) p(x_i) / q(x_i)), the first i drafts pass with
-    probability r / (r + 1 - w_i), where r is the mass of the positive part of w_i p - q after them,
-    or w_i where they are all. What follows them is drawn from that positive part.
+    With w_0 = 1 and w_i = min(1, w_(i-1) p(x_i) / q(x_i)), the first i draft tokens pass with
+    probability r / (r + 1 - w_i). r is the mass of the positive part of w_i p - q after them, or
+    w_i for the whole chain. The next token is sampled from that positive part.
 
     Returns:
-      The choices with which to `walk`.
+      The choices for `walk`.
 
     Source: Block Verification, Sun et al. 2024, arXiv:2403.10444.
     """
@@ -273,14 +279,14 @@ def block_choices(
             passing = np.where(total > 0, left / np.where(total > 0, total, 1), 1)
             share = np.where(level + 2 < num_nodes, passing, weight)
         passes.append((chance[:, level] < share) & (level + 1 < num_nodes))
-    # A draft is accepted where a prefix passes that reaches it.
+    # A draft token is accepted if any prefix that contains it passes.
     accepted = np.cumsum(np.stack(passes, axis=1)[:, ::-1], axis=1)[:, ::-1] > 0
     residual = np.stack(residuals, axis=1)
     return _decided(tokens, num_nodes, choices, accepted, p, residual, sampling, lengths)
 
 
 JUDGES = {"rejection": rejection_choices, "block": block_choices}
-"""The rules that judge sampled drafts."""
+"""Rejection-sampling rules by name."""
 
 
 def judge(
@@ -297,18 +303,19 @@ def judge(
     allowed: Bool[np.ndarray, "R vocab"] | None,
     rule: str,
 ) -> tuple[Int[np.ndarray, "B N"], Bool[np.ndarray, " R"]]:
-    """The token after each node of chains that were sampled from the drafter.
+    """Returns the token after each node of chains sampled from the drafter, by rejection sampling.
 
     Args:
-      logits, seen, positions, sampling, request, allowed: Of the target's rows, as in `choose`.
-      row_of: The row of each node.
+      logits, seen, positions, sampling, request, allowed: Rows of the target, see
+        `sampling.choose`.
+      row_of: Row of each node.
       tokens, num_nodes: The chains.
-      lengths: The position of each chain's root, which names the noise of the rule.
-      drafted: The processed logits that each draft was sampled from.
-      rule: A name of `JUDGES`.
+      lengths: Position of each chain's root, which selects the noise of the rule.
+      drafted: Processed logits from which each draft token was sampled.
+      rule: A key of `JUDGES`.
 
     Returns:
-      The choices with which to `walk`, and the rows whose logits are finite, all of them.
+      The choices for `walk`, and a flag for each row: True if its logits are finite.
     """
     scores = processed(logits, seen, positions, sampling, request, allowed)
     chosen = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
@@ -335,9 +342,10 @@ def _decided(
     sampling: Sampling,
     lengths: Int[np.ndarray, " B"],
 ) -> Int[np.ndarray, "B N"]:
-    """The draft where it is accepted, else a token drawn from the residual's positive part.
+    """Returns the draft token where it is accepted, else a sample from the positive part of the
+    residual.
 
-    Where rounding leaves the residual without one, p and q are equal, and it is drawn from p.
+    If rounding leaves no positive part, p and q are equal, and the sample is from p.
     """
     B, S, vocab = residual.shape
     is_left = residual > 0

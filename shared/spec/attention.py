@@ -1,10 +1,11 @@
-"""Attention over paged KV: where rows are written, what a row sees, and how a path is committed.
+"""Paged attention: KV writes, visibility of positions (causal, tree and sliding window), and
+compaction of accepted KV.
 
-KV position p of a request lies in page `page_table[p // page_size]`, at place `p % page_size`. Page
-0 is the sink: rows of padding are written there and nothing reads it. A row sees the positions
-`[first, until)`, and of the window `[until, until + N)` that follows those that its mask names: a
-prefill row ends at itself and has no window, a tree's node sees the committed prefix and its
-ancestors in the window.
+KV position p of a request is stored in page `page_table[p // page_size]` at offset `p % page_size`.
+Page 0 is reserved: padding rows are written there and nothing reads it. A row attends to positions
+`[first, until)`, and to the positions of the window `[until, until + N)` that its tree mask
+selects. A prefill row ends at itself and has no window. A tree node attends to the committed prefix
+and to its ancestors in the window.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,17 +18,17 @@ from shared.spec import draft_tree, layers
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a forward pass stand and what they see.
+    """Positions and visibility of the rows of a forward pass.
 
     Attributes:
-      request: The request that a row belongs to.
-      positions: For the rotation.
-      places: KV position that the row is written to.
-      first, until, window: What the row sees, see `visible`.
+      request: Request of each row.
+      positions: Rotary positions.
+      places: KV position that each row is written to.
+      first, until, window: Visible positions, see `visible`.
       is_real: False for padding.
       page_table: Pages of each request.
-      turns: By time, row and column, for the rotation of a model that sees; None: all three are
-        the position.
+      turns: M-RoPE positions (time, row, column) of a vision-language model; None if all three
+        equal the position.
     """
 
     request: Int[np.ndarray, " R"]
@@ -48,13 +49,14 @@ def causal_rows(
     page_table: Int[np.ndarray, "B table"],
     tokens: int,
 ) -> Rows:
-    """Consecutive rows of each request, each of which sees its request up to itself.
+    """Returns consecutive rows of each request, with causal attention.
 
     Args:
-      row_starts: First flat row of each request, and the end; rows past it are padding.
+      row_starts: First flat row of each request, and the end; later rows are padding.
       first_positions: Position of each request's first row.
-      draft_from: First position that is seen; 0 but for a drafter.
-      tokens: Flat rows in all.
+      draft_from: First visible position; 0 except for a drafter.
+      page_table: Pages of each request.
+      tokens: Number of flat rows.
     """
     row = np.arange(tokens)
     is_real = row < row_starts[-1]
@@ -73,9 +75,9 @@ def tree_rows(
     page_table: Int[np.ndarray, "B table"],
     rows: int,
 ) -> tuple[Rows, Int[np.ndarray, " R"]]:
-    """The flat verify rows of a batch of trees, and the node of each row.
+    """Returns the flat verify rows of a batch of trees (tree attention), and the node of each row.
 
-    A node stands at position `lengths + depth`, is written at `lengths + node`, and sees the
+    A node has position `lengths + depth`, is written at `lengths + node`, and attends to the
     committed positions and its ancestors.
     """
     _, request, node, is_real = draft_tree.flatten(num_nodes, rows)
@@ -89,10 +91,11 @@ def tree_rows(
 
 
 def turned(rows: Rows, delta: Int[np.ndarray, " B"]) -> Rows:
-    """Rows of text that stand behind pictures, or behind none.
+    """Adds M-RoPE positions to text rows.
 
     Args:
-      delta: What the turns of each request's text are above its positions.
+      rows: Rows of text.
+      delta: M-RoPE position delta of each request: rotary minus sequence position of its text.
     """
     turn = rows.positions + delta[rows.request]
     return replace(rows, turns=np.stack([turn] * 3, axis=1))
@@ -104,18 +107,20 @@ def last_seen(
     window: Bool[np.ndarray, "R N"],
     size: int,
 ) -> tuple[Int[np.ndarray, " R"], Bool[np.ndarray, "R N"]]:
-    """`first` and `window` of rows that see the last `size` positions of what they saw.
+    """Returns `first` and `window` limited to the last `size` visible positions (sliding window).
 
-    Those are counted along a row's text: its committed positions, then its ancestors and itself. So
-    a tree may be deeper than that.
+    They are counted along the row's sequence: committed positions, then its ancestors and itself.
+    The tree may be deeper than the window.
     """
-    from_here = np.cumsum(window[:, ::-1], axis=1)[:, ::-1]  # nodes that the row sees from one on
+    from_here = np.cumsum(window[:, ::-1], axis=1)[:, ::-1]  # visible nodes from each one on
     slid = np.maximum(first, until + window.sum(axis=1) - size)
     return np.minimum(slid, until), window & (from_here <= size)
 
 
 def windowed(rows: Rows, size: int | None) -> Rows:
-    """Rows as a layer with a sliding window sees them; None: as one without."""
+    """Returns the rows with the visibility of a sliding-window layer; unchanged if `size` is
+    None.
+    """
     if size is None:
         return rows
     first, window = last_seen(rows.first, rows.until, rows.window, size)
@@ -130,15 +135,15 @@ def write(
     is_real: Bool[np.ndarray, " R"],
     rows: Float[np.ndarray, "R H D"],
 ) -> Float[np.ndarray, "P page H D"]:
-    """Writes one row of keys (or of values) each at its KV position.
+    """Writes one row of keys (or values) per token at its KV position.
 
     Args:
-      pages: The pool of one layer.
+      pages: Pool of one layer.
       page_table: Pages of each request.
-      request: The request that a row belongs to.
-      places: The row's KV position, within the reach of the page table.
-      is_real: Whether the row is no padding; padding goes to the sink.
-      rows: What to write.
+      request: Request of each row.
+      places: KV position of each row, within the page table.
+      is_real: False for padding, which is written to page 0.
+      rows: Keys or values.
 
     Returns:
       The pool after the writes.
@@ -155,7 +160,7 @@ def read(
     page_table: Int[np.ndarray, "B table"],
     num_positions: int,
 ) -> Float[np.ndarray, "B positions H D"]:
-    """The first `num_positions` KV positions of each request."""
+    """Returns the first `num_positions` KV positions of each request."""
     position = np.arange(num_positions)
     page_size = pages.shape[1]
     return pages[page_table[:, position // page_size], position % page_size]
@@ -167,7 +172,9 @@ def visible(
     window: Bool[np.ndarray, "R N"],
     num_positions: int,
 ) -> Bool[np.ndarray, "R positions"]:
-    """Which KV positions each row sees: `[first, until)` and its part of the window behind."""
+    """Returns the attention mask of each row: `[first, until)` and its part of the window after
+    it.
+    """
     position = np.arange(num_positions)
     seen = (position >= first[:, None]) & (position < until[:, None])
     if window.shape[1]:
@@ -189,18 +196,18 @@ def attend(
     window: Bool[np.ndarray, "R N"],
     scale: float | None = None,
 ) -> Float[np.ndarray, "R Hq D"]:
-    """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
+    """Computes softmax attention (GQA) of each row; query head h uses KV head h // (Hq / Hk).
 
-    Positions that a row does not see are replaced by 0 before the product with the values, so a NaN
-    in them harms nobody. A row that sees nothing (padding) gives 0.
+    Invisible positions are replaced by 0 before the product with the values, so that NaN in them
+    has no effect. A row without visible positions (padding) returns 0.
 
     Args:
-      q: Queries, after the rotation, not scaled.
-      k_pages, v_pages: The pools of one layer; the rows' own keys and values are written already.
+      q: Queries after the rotation, not scaled.
+      k_pages, v_pages: Pools of one layer, which contain the rows' own keys and values already.
       page_table: Pages of each request.
-      request: The request that a row belongs to.
-      first, until, window: What the row sees, see `visible`.
-      scale: What scores are multiplied by; None: the root of 1 / D.
+      request: Request of each row.
+      first, until, window: Visible positions, see `visible`.
+      scale: Multiplier of the scores; None for D ** -0.5.
     """
     R, Hq, D = q.shape
     Hk = k_pages.shape[2]
@@ -221,7 +228,7 @@ def attend(
 
 
 QUERIES = 256
-"""Rows of a picture whose scores a device has in memory at once."""
+"""Rows of an image whose attention scores are in memory at once."""
 
 
 def attend_all(
@@ -230,13 +237,13 @@ def attend_all(
     sin: Float[np.ndarray, "R half"],
     count: Int[np.ndarray, " 1"],
 ) -> Float[np.ndarray, "R hidden"]:
-    """Softmax attention of each row over all rows that are real, as the patches of a picture see.
+    """Computes bidirectional attention between the patches of an image, as in a ViT.
 
     Args:
-      qkv: Queries, not scaled, of all heads; then keys, then values, of as many.
-      cos, sin: Of the angles by which queries and keys turn, whose pairs are a head.
-      count: How many rows are real, the first of them; those behind are seen by nobody, and what
-        they themselves get is of no use.
+      qkv: Unscaled queries of all heads, then keys, then values.
+      cos, sin: Rotary cos and sin of each row, over half of a head.
+      count: Number of real rows. Later rows are padding: they are not visible, and their output is
+        undefined.
     """
     q, k, v = qkv.reshape(len(qkv), 3, -1, 2 * cos.shape[1]).transpose(1, 0, 2, 3)
     q, k = (layers.apply_rotary(each, cos, sin) for each in (q, k))
@@ -256,16 +263,20 @@ def commit_window(
     path: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
 ) -> Float[np.ndarray, "*pools P page H D"]:
-    """Moves the rows of an accepted path to the front of the window; a chain's stay where they are.
+    """Compacts accepted KV: moves the rows of the accepted path to the front of the window.
 
-    All rows are read before any is written, since a row may lie where another one goes.
+    The rows of a chain stay in place. All rows are read before any is written, because source and
+    target rows overlap.
 
     Args:
       pages: Any number of pools.
       page_table: Pages of each request.
-      lengths: Committed positions of each request; the window begins there.
-      path: Places in the window of the path's nodes, the root (0) first.
-      counts: How many of them are committed.
+      lengths: Committed positions of each request, where the window begins.
+      path: Window indices of the path's nodes, the root (0) first.
+      counts: Number of committed nodes.
+
+    Returns:
+      The pools after the move.
     """
     page_size = pages.shape[-3]
     steps = np.arange(path.shape[1])

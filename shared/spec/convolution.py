@@ -1,6 +1,7 @@
-"""A convolution along the rows of a block, whose coefficients each row moves, and a layer with it.
+"""Dynamic short convolution along the rows of a draft block, and the DFlash2 layer around it.
 
-It stands before and behind each part of a layer of a DFlash2 head.
+A convolution precedes and another follows each part (attention, MLP) of a layer of a DFlash2 head.
+Each row adds its own dynamic coefficients to the learned ones.
 """
 
 from collections.abc import Callable
@@ -26,15 +27,17 @@ def convolved(
     size: int,
     added: Float[np.ndarray, "R hidden"] | None,
 ) -> Float[np.ndarray, "R hidden"]:
-    """Each row's sum of itself and the rows before it in its block, column by column; float32.
+    """Convolves each row with the rows before it in its block, per column, in float32.
 
-    Tap t reads the row t places before, and nothing before the block's first row: there is no
-    context and no state. Its coefficient is `base`, and what the reading row moves it by.
+    Tap t reads the row t places before. Rows before the block's first row count as 0: the block has
+    no context and no state. The coefficient is `base` plus the reading row's dynamic part.
 
     Args:
-      moved: For groups of neighbouring columns.
+      values: Input rows.
+      base: Learned coefficients.
+      moved: Dynamic coefficients for groups of neighbouring columns.
       size: Rows of a block.
-      added: What the sums begin with; None: nothing.
+      added: Initial value of the sums; None for 0.
 
     Source: DFlash2, z-lab; the equations are those of its model.
     """
@@ -53,11 +56,11 @@ def before(
     moved: Float[np.ndarray, "R 2 taps groups"],
     size: int,
 ) -> Float[np.ndarray, "R hidden"]:
-    """What a part of a layer reads: the first of its two convolutions.
+    """Applies the first convolution of a part, which computes its input.
 
     Args:
-      normed: The residual stream behind the part's norm.
-      base, moved, size: As `convolved`, of both convolutions.
+      normed: Residual stream after the part's norm.
+      base, moved, size: See `convolved`; coefficients of both convolutions.
     """
     return convolved(normed, base[0], moved[:, 0], size, None)
 
@@ -71,14 +74,18 @@ def behind(
     norm: Float[np.ndarray, " hidden"],
     eps: float,
 ) -> tuple[Float[np.ndarray, "R hidden"], Float[np.ndarray, "R hidden"]]:
-    """The stream with what a part gives, through the second convolution; and that stream normed.
+    """Applies the second convolution of a part's output, adds the residual, and applies the next
+    norm.
 
     Args:
-      given: What the part gives.
-      base, moved, size: As `convolved`, of both convolutions.
-      x: The residual stream.
-      norm: Scale of the norm through which the stream is read next.
-      eps: Of that norm.
+      given: Output of the part.
+      base, moved, size: See `convolved`; coefficients of both convolutions.
+      x: Residual stream.
+      norm: Scale of the next norm.
+      eps: Epsilon of that norm.
+
+    Returns:
+      The new residual stream, and its norm.
     """
     x = convolved(given, base[1], moved[:, 1], size, x)
     return x, layers.rms_norm(x, norm, eps)
@@ -94,16 +101,19 @@ def layer(
     rows: Rows,
     kv: KV,
 ) -> tuple[Hidden, Hidden, KV]:
-    """One layer of a DFlash2 head: each part stands between two convolutions, and is added then.
+    """Computes one layer of a DFlash2 head, with a convolution before and after each part.
 
     Args:
-      sizes: Of the head's layers.
-      number: The layer's.
-      x, normed: The residual stream, as it is and behind the layer's first norm.
-      rows: Where its rows stand, and what they see.
+      sizes: Config of the head's layers.
+      block: Block of the head.
+      weights: Weights of the head.
+      number: Index of the layer.
+      x, normed: Residual stream, and its norm for this layer.
+      rows: Positions and visibility of the rows.
+      kv: KV of the head.
 
     Returns:
-      The stream, as it is and behind the norm of the next layer or of the head; and the KV.
+      The residual stream, its norm for the next layer or for the output, and the KV.
     """
     read, added = _around(sizes, block, weights, "attention", number, normed)
     own, nothing = (sizes, sizes.attention, weights, "layer.", number), Stream(np.zeros_like(x))
@@ -124,11 +134,12 @@ def _around(
     number: int,
     normed: Hidden,
 ) -> tuple[Hidden, Callable[[Hidden, Hidden, Norm], tuple[Hidden, Hidden]]]:
-    """What a part reads, and what is made of what it gives, of the stream and of its next norm.
+    """Returns a part's input, and a function that adds the part's output to the stream and norms
+    it.
 
-    What moves the coefficients of both convolutions is read before the part.
+    The dynamic coefficients of both convolutions are computed before the part.
     """
-    assert block.conv is not None  # a DFlash2 head has it
+    assert block.conv is not None  # required for DFlash2
     base, moving = (weights[f"conv.{number}.{part}.{x}"] for x in ("base", "moved"))
     moved = layers.linear(normed, moving).reshape(len(normed), 2, block.conv.taps, -1)
 

@@ -1,19 +1,19 @@
-"""Drafts from two sources in one tree: what a drafter grew, joined with copies of seen text.
+"""Merging of draft trees: adds n-gram drafts from the host to the tree of a model-based drafter.
 
-The host brings, with its plan, a tree of copies for each request: how the text may go on, as far as
-it was known when the step was planned. Steps were in flight then, so the text has gone on since.
-The copies are *aligned* on the device: of the copies that stand where the newest token stands, the
-first that carries the same token takes its place, and what lies below it are drafts. Nothing is
-asked of the tokens between, so a copy goes on behind a word that was replaced by another.
+The plan contains a tree of n-gram drafts for each request, built from the tokens known when the
+step was planned. Steps were in flight then, so the request has grown since. The n-gram drafts are
+*aligned* on the device: of the nodes at the newest token's position, the first with the same token
+becomes the root, and the nodes below it are draft tokens. Tokens between the two positions are not
+compared, so alignment survives a substituted token.
 
-A copy whose path from the root has the tokens of a drafted node is that node, and so siblings carry
-different tokens. A node is as likely as the likelier of its sources says. Below a node that both
-have, either source goes on from what the other says of it. By the match rule the text is the same
-whatever the copies are. A rule that judges sampled drafts would lose its law, as in
-`shared.spec.verify_rows`: which copies are verified depends on the tokens that were drawn.
+A node whose path from the root has the tokens of a drafted node is merged with it, so siblings have
+different tokens. A merged node has the higher probability of its two sources. Below it, each source
+continues from the other source's probability if that is higher. With exact-match acceptance the
+output does not depend on n-gram drafts. Rejection sampling is not supported, as in
+`shared.spec.verify_rows`: the selection of verified nodes depends on the sampled draft tokens.
 
-Candidates are numbered as those of `shared.spec.draft_tree`: first the drafted nodes, then the
-copies. A parent comes before its children and is at least as likely.
+Candidates are numbered as in `shared.spec.draft_tree`: first the drafted nodes, then the n-gram
+nodes. A parent comes before its children and is at least as likely.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ from shared.spec import draft_tree, verify_rows
 
 @dataclass(frozen=True)
 class Copies:
-    """Trees of seen text.
+    """Trees of n-gram drafts.
 
     Attributes:
-      tokens, parents, num_nodes: The trees; node 0 stands for the last token that was known.
-      weights: For each node the logarithm of the probability that the text goes on as far as it,
-        finite and at most its parent's.
-      at: The position of node 0.
+      tokens, parents, num_nodes: The trees; node 0 is the last token known to the host.
+      weights: Log probability that the output continues up to each node; finite and at most the
+        parent's.
+      at: Position of node 0.
     """
 
     tokens: Int[np.ndarray, "B M"]
@@ -44,7 +44,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Grown:
-    """The trees that a drafter grew; `weights` as of `verify_rows.rank_weights`."""
+    """Trees of a model-based drafter; for `weights` see `verify_rows.rank_weights`."""
 
     tokens: Int[np.ndarray, "B D"]
     parents: Int[np.ndarray, "B D"]
@@ -54,12 +54,12 @@ class Grown:
 
 @dataclass(frozen=True)
 class Joined:
-    """Trees of drafted and copied nodes.
+    """Merged trees of drafted and n-gram nodes.
 
     Attributes:
       tokens, parents, num_nodes: The trees.
-      drafted: Which nodes the drafter grew; none of the roots.
-      copied: Which node of the copies each is; 0 of one that is none.
+      drafted: True for nodes of the drafter; False for roots.
+      copied: Index of each node in the n-gram tree; 0 if it is not in it.
     """
 
     tokens: Int[np.ndarray, "B N"]
@@ -72,14 +72,15 @@ class Joined:
 def aligned(
     copies: Copies, newest: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
 ) -> Int[np.ndarray, " B"]:
-    """The node of each tree of copies that stands for the newest token.
+    """Returns the node of each n-gram tree that corresponds to the newest token.
 
     Args:
-      newest, lengths: The newest token of each request, and its position.
+      copies: Trees of n-gram drafts.
+      newest, lengths: Newest token of each request, and its position.
 
     Returns:
-      The first node at that position with that token; node 0 stands for its own position whatever
-      it carries. Of a tree without such a node the number of its nodes, M.
+      The first node at that position with that token. Node 0 matches its own position whatever its
+      token. M, the number of nodes, for a tree without such a node.
     """
     M = copies.tokens.shape[1]
     ahead, depths = lengths - copies.at, draft_tree.depths(copies.parents)
@@ -97,22 +98,21 @@ def join(
     depth: int,
     rows: int,
 ) -> Joined:
-    """Joins copies with what was drafted, and keeps the best nodes of both.
+    """Merges n-gram drafts into the drafted trees and selects the best nodes of both.
 
     Args:
-      grown: Node 0 carries the newest token; a node whose weight is minus infinity counts as not
-        drafted.
-      copies: Of the same requests.
-      lengths: The positions of the newest tokens.
-      max_drafts: Most nodes beside the root that a request may have.
-      nodes: N, most nodes of a tree.
-      depth: Levels below the root; no copy stands deeper.
-      rows: Verify rows of all trees, shared as in `verify_rows.share`.
+      grown: Drafted trees; node 0 is the newest token. Nodes of weight minus infinity are ignored.
+      copies: N-gram drafts of the same requests.
+      lengths: Positions of the newest tokens.
+      max_drafts: Maximum number of nodes per request, without the root.
+      nodes: N, maximum nodes of a tree.
+      depth: Maximum depth of n-gram nodes below the root.
+      rows: Verify budget of all trees, see `verify_rows.share`.
     """
     B, D = grown.tokens.shape
     M = copies.tokens.shape[1]
     roots = aligned(copies, grown.tokens[:, 0], lengths)
-    tokens, parents = np.zeros((2, B, D + M), np.int32)  # by number; 0 is the root
+    tokens, parents = np.zeros((2, B, D + M), np.int32)  # by candidate number; 0 is the root
     weights = np.full((B, D + M), -np.inf, np.float32)
     drafted, copied = np.zeros((B, D + M), bool), np.zeros((B, D + M), np.int32)
     tokens[:, :D], parents[:, :D] = grown.tokens, grown.parents
@@ -148,7 +148,9 @@ def join(
 def _numbers(
     grown: Grown, copies: Copies, drafted: Bool[np.ndarray, " D"], b: int, root: int, depth: int
 ) -> dict[int, int]:
-    """The candidate that each node at or below the aligned one is, at most `depth` levels down."""
+    """Returns the candidate number of each n-gram node at or below the aligned one, down to `depth`
+    levels.
+    """
     D, M = grown.tokens.shape[1], copies.tokens.shape[1]
     if root == M:
         return {}
@@ -173,13 +175,13 @@ def _weights(
     b: int,
     root: int,
 ) -> Float[np.ndarray, " numbers"]:
-    """The weight of each candidate; minus infinity where there is none.
+    """Returns the weight of each candidate; minus infinity for none.
 
-    A source's own weight is raised by the most that the other source's is above it at any node that
-    both have, on the way there.
+    A source's weight is raised by the largest excess of the other source's weight at a merged node
+    on the path.
     """
     weights = np.full(len(parents), -np.inf, np.float32)
-    by_drafter, by_copies = np.zeros((2, len(parents)), np.float32)  # the raise at each node
+    by_drafter, by_copies = np.zeros((2, len(parents)), np.float32)  # increase at each node
     for number in range(1, len(parents)):
         above, node = parents[number], copied[number]
         raised = [by_drafter[above], by_copies[above]]

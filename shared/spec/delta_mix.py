@@ -1,8 +1,8 @@
-"""What a gated-delta layer does between its two products, to the states of the slots.
+"""GDN (gated DeltaNet) layer between its two projections, on the states of request slots.
 
-As `shared.spec.mamba_state`, whose states are those of a batch's rows: here they stay in the slots,
-of which a batch names some. A verify reads them and keeps what a replay needs; plain decoding
-advances them at once, all but the windows; a commit makes the accepted path their past.
+The operations are those of `shared.spec.mamba_state`, with states addressed by slot. A verify step
+reads the states and stores the inputs for state replay. Plain decoding advances the recurrent
+states at once, but not the convolution windows. A commit applies the accepted path to both.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ from shared.spec.mamba_state import (
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the nodes of a step's trees stand.
+    """Layout of the nodes of a step's trees.
 
     Attributes:
-      parents: The trees; of a backend None where all are chains.
+      parents: The trees; None in a backend if all are chains.
       row_starts: First flat row of each request, and the end.
-      row_of: The row of each node.
-      request, node: Of each row.
+      row_of: Row of each node.
+      request, node: Request and node of each row.
     """
 
     parents: Int[np.ndarray, "B N"]
@@ -42,12 +42,12 @@ class Nodes:
 
 
 def take(states: DeltaState, index: Int[np.ndarray, " B"]) -> DeltaState:
-    """The states of some slots or snapshots."""
+    """Reads the states of some slots or snapshots."""
     return DeltaState(states.recurrent[:, index], states.window[:, index])
 
 
 def put(states: DeltaState, index: Int[np.ndarray, " B"], rows: DeltaState) -> DeltaState:
-    """Replaces the states of some slots or snapshots."""
+    """Writes the states of some slots or snapshots."""
     recurrent, window = states.recurrent.copy(), states.window.copy()
     recurrent[:, index], window[:, index] = rows.recurrent, rows.window
     return DeltaState(recurrent, window)
@@ -62,11 +62,15 @@ def feed(
     slots: Int[np.ndarray, " B"],
     row_starts: Int[np.ndarray, " B1"],
 ) -> tuple[Float[np.ndarray, "R values"], DeltaState]:
-    """`mamba_state.mix_chunks` of a layer.
+    """GDN prefill: applies `mamba_state.mix_chunks` to one layer.
 
     Args:
-      states: Of all layers and slots.
-      slots: Of the requests.
+      inputs: Output of the input projection.
+      weights, sizes: Weights and config of the layer.
+      states: States of all layers and slots.
+      layer: Index of the layer.
+      slots: Slots of the requests.
+      row_starts: First flat row of each request, and the end.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, *new = mix_chunks(inputs, weights, sizes, *held, row_starts)
@@ -84,7 +88,7 @@ def verify(
     slots: Int[np.ndarray, " B"],
     nodes: Nodes,
 ) -> tuple[Float[np.ndarray, "R values"], Kept]:
-    """`mamba_state.mix_tree` of a layer; see `feed`."""
+    """GDN tree verification: applies `mamba_state.mix_tree` to one layer; see `feed`."""
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
     return mix_tree(inputs, weights, sizes, *held, *where)
@@ -98,7 +102,9 @@ def advance(
     layer: int,
     slots: Int[np.ndarray, " B"],
 ) -> tuple[Float[np.ndarray, "R values"], DeltaState]:
-    """`mamba_state.mix_step` of a layer, whose windows follow in `commit`; see `feed`."""
+    """GDN decode: applies `mamba_state.mix_step` to one layer; `commit` updates the convolution
+    windows.
+    """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, new, _ = mix_step(inputs, weights, sizes, *held)
     recurrent = states.recurrent.copy()
@@ -116,13 +122,15 @@ def commit(
     save_after: Int[np.ndarray, " B"],
     save: Int[np.ndarray, " B"],
 ) -> tuple[DeltaState, DeltaState]:
-    """`mamba_state.replay` of all layers; of states that have advanced only the windows follow.
+    """State commit: applies `mamba_state.replay` to all layers, or only the windows of advanced
+    states.
 
     Args:
-      states, snapshots: Of all slots, and all snapshots.
-      kept: What verifies have kept; of states that have advanced, the convolution's inputs.
+      states, snapshots: States of all slots, and all snapshots.
+      kept: Replay inputs of a verify step; for advanced states, the convolution inputs.
+      slots: Slots of the requests.
       path, counts, save_after: See `mamba_state.replay`.
-      save: Which snapshot a request's is written to; 0: none.
+      save: Snapshot to write for each request; 0 for none.
     """
     before = take(states, slots)
     passed = (save_after >= 1) & (save_after <= counts) & (save != 0)

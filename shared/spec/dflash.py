@@ -1,10 +1,12 @@
-"""DFlash: a small model that fills a block of masks in one pass and drafts a chain from it.
+"""DFlash: a small draft model that fills a block of mask tokens in one pass and drafts a chain.
 
-It reads the target through injected keys and values: for each committed token whose hidden states
-are known, a row of context that is computed from those alone. The block is the newest token and
-masks behind it; its rows see the context and each other, and slot j's logits are those of the token
-at slot j's own position. The block's keys and values lie past the request's length, where they are
-written over before anything counts them as context.
+It reads the target through injected keys and values: one context row per committed token with known
+hidden states, computed from those alone. The block is the newest token followed by masks. Its rows
+attend to the context and to each other, and the logits of slot j predict the token at slot j's own
+position. The block's KV is stored past the request's length and is overwritten before it counts as
+context.
+
+Source: DFlash, arXiv:2602.06036.
 """
 
 from collections.abc import Callable
@@ -25,43 +27,48 @@ from shared.spec.model import KV, Hidden, Weights
 from shared.spec.sampling import over_tokens
 
 Chain = tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]
-"""The drafts of each request, and the log weight of each."""
+"""Draft tokens of each request, and the log weight of each."""
 
 Choose = Callable[[Float[np.ndarray, "B size hidden"], Float[np.ndarray, "B S vocab"]], Chain]
-"""Picks each request's drafts from the hidden states of its block and the logits of its slots.
+"""Selects each request's draft tokens from the hidden states of its block and the logits of its
+slots.
 
-DSpark and DFlash2 do it one after the other. DFlash does it all at once: a slot's logits know no
-draft before it, and neither do its penalties, which would have S choices of the whole vocabulary
-wait for each other. What is accepted is the target's choice in any case.
+DSpark and DFlash2 select one token after the other. DFlash selects all at once: the logits of a
+slot do not depend on earlier draft tokens, and penalties do not either, because that would
+serialise S selections over the vocabulary. Accepted tokens are the target's choice in any case.
 """
 
 
 def context(
     config: DraftConfig, weights: HeadWeights, aux: Float[np.ndarray, "R inputs"]
 ) -> Hidden:
-    """What all layers read of rows of the target.
+    """Computes the context input of all layers from hidden states of the target.
 
     Args:
-      aux: The residual streams of the target that `config.aux_streams` names, side by side.
+      config, weights: Config and weights of the head.
+      aux: Auxiliary hidden states named by `config.aux_streams`, concatenated.
     """
     projected = layers.linear(aux, weights["fc"])
     return layers.rms_norm(projected, weights["hidden_norm"], config.layer.rms_eps)
 
 
 def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, kv: KV) -> KV:
-    """Writes rows of context to the pools of all layers; of a layer only keys and values are used.
+    """Draft extend: writes context KV to the pools of all layers; layers use only their K and V
+    projections.
 
     Args:
-      config: Sizes of the draft model's layers.
-      rows: Committed tokens whose hidden states are known.
-      read: `context` of these rows.
+      config: Config of the draft model's layers.
+      weights: Weights of the head.
+      rows: Committed tokens with known hidden states.
+      read: Result of `context` for these rows.
+      kv: Pools of all layers.
     """
     keys, pools = config.attention.key_size, []
     angles, heads = model.angles(config.attention, rows), Heads.of(config.attention)
     for layer in range(config.num_layers):
         weight = model.matrix(weights, "layer.attention.inputs", layer)
         norms = model.head_norms(config, weights, "layer.", layer)
-        assert norms is not None  # a DFlash head has them
+        assert norms is not None  # required for DFlash
         written = linear.product(read, weight, weight.num_outputs - 2 * keys)
         pool = (kv.k[layer], kv.v[layer])
         pools.append(mix_keys(written, heads, norms, angles, rows, *pool))
@@ -74,9 +81,9 @@ def block_rows(
     draft_from: Int[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
 ) -> list[Rows]:
-    """The B * size rows of the blocks, as each layer sees them.
+    """Returns the B * size rows of the blocks, with the visibility of each layer.
 
-    Slot j stands at position `lengths + j`. A request whose `draft_from` is its length has no
+    Slot j has position `lengths + j`. A request whose `draft_from` equals its length has no
     context, and its rows are padding.
     """
     B, size = len(lengths), block.size
@@ -108,13 +115,15 @@ def fill(
     rows: list[Rows],
     kv: KV,
 ) -> tuple[Float[np.ndarray, "B size hidden"], KV]:
-    """Runs the blocks: the hidden states after the final norm, and the KV with the blocks' rows.
+    """Runs the blocks; returns the hidden states after the final norm, and the KV with the blocks'
+    rows.
 
     Args:
-      target: The target's weights, for the embedding where the head has none.
-      newest: The token of slot 0; the others hold masks.
-      rows: Of `block_rows`.
-      kv: Whole from `draft_from` to the length.
+      config, weights: Config and weights of the head.
+      target: The target's weights, for the embedding if the head has none.
+      newest: Token of slot 0; the others are masks.
+      rows: Result of `block_rows`.
+      kv: Draft KV, complete from `draft_from` to the length.
 
     Source: DFlash, arXiv:2602.06036.
     """
@@ -142,11 +151,12 @@ def fill(
 def scores(
     config: DraftConfig, weights: HeadWeights, target: Weights, hidden: Hidden
 ) -> Float[np.ndarray, "R vocab"]:
-    """Scores of the target's tokens, -inf where the head has no token.
+    """Computes logits over the target's vocabulary, -inf for tokens outside the draft vocabulary.
 
     Args:
-      weights: The head's; without an `lm_head` it is the target's that scores.
-      hidden: Of `fill`.
+      config, weights: Config and weights of the head; without an `lm_head` the target's is used.
+      target: The target's weights.
+      hidden: Hidden states from `fill`.
     """
     if "lm_head" not in weights:
         return model.logits(config.layer, target, hidden)
@@ -163,17 +173,17 @@ class Drafter:
 
     @property
     def layer(self) -> ModelConfig:
-        """The head's layers, as the config of a model of such layers."""
+        """Config of the head's layers."""
         return self.head.config.layer
 
     def reads(self, passed: model.Forward) -> Hidden:
-        """`context` of the rows of a pass of the target."""
+        """Returns the `context` of the rows of a target pass."""
         config = self.head.config
         aux = np.concatenate([passed.streams[i] for i in config.aux_streams], axis=1)
         return context(config, self.head.weights, aux)
 
     def extend(self, rows: Rows, read: Hidden, kv: KV) -> KV:
-        """See the function `extend`."""
+        """Applies the function `extend` to the bound head."""
         return extend(self.layer, self.head.weights, rows, read, kv)
 
     def draft(
@@ -187,12 +197,17 @@ class Drafter:
         depth: int,
         choose: Choose,
     ) -> Tree:
-        """Drafts a chain for each request; the pools stay as they are.
+        """Drafts a chain for each request; does not change the pools.
 
         Args:
-          depth: S, how many of the block's drafts are taken, the first of them; the block is as
-            wide as it is, for its rows see all of it.
-          choose: Picks the drafts.
+          kv: Draft KV of the head.
+          newest, lengths: Newest token of each request, and its position.
+          draft_from: First position with draft KV.
+          max_drafts: Maximum number of draft tokens per request.
+          page_table: Pages of each request.
+          depth: S, the number of the block's first draft tokens to use. The whole block is always
+            computed, because its rows attend to all of it.
+          choose: Selects the draft tokens.
         """
         hidden = self.filled(kv, newest, lengths, draft_from, page_table)
         drafts, edges = choose(hidden, self.scores(hidden, depth))
@@ -207,7 +222,7 @@ class Drafter:
         draft_from: Int[np.ndarray, " B"],
         page_table: Int[np.ndarray, "B table"],
     ) -> Float[np.ndarray, "B size hidden"]:
-        """The hidden states of each request's block; the pools stay as they are."""
+        """Computes the hidden states of each request's block; does not change the pools."""
         config = self.head.config
         assert config.block is not None  # a DFlash head has a block
         rows = block_rows(config.block, lengths, draft_from, page_table)
@@ -217,7 +232,7 @@ class Drafter:
     def scores(
         self, hidden: Float[np.ndarray, "B size hidden"], depth: int
     ) -> Float[np.ndarray, "B S vocab"]:
-        """The scores of the first drafts of each block, as many as `depth`."""
+        """Computes the logits of the first `depth` draft tokens of each block."""
         config = self.head.config
         assert config.block is not None  # a DFlash head has a block
         first = config.block.first_slot

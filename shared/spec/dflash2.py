@@ -1,10 +1,11 @@
-"""DFlash2: DFlash's block with convolutions, of which each draft is selected by the one before it.
+"""DFlash2: DFlash with convolutions, and a selector that conditions each draft token on the
+previous one.
 
-The block is filled in one pass, as of DFlash, and a convolution along its rows stands before and
-behind each part of a layer (`shared.spec.convolution`). The best tokens of a slot are candidates.
-The drafts are selected one after the other: a candidate's score is its own and that of the pair
-that it makes with the draft before, as the slot's hidden state weighs the few numbers of a pair. So
-the choices wait for each other, but each looks at a few tokens.
+The block is filled in one pass, as in DFlash, with a convolution along its rows before and after
+each part of a layer (`shared.spec.convolution`). The top tokens of a slot are candidates. Draft
+tokens are selected one after the other: a candidate's score is its logit plus a score of the pair
+with the previous draft token, weighted by the slot's hidden state. The selections are sequential,
+but each reads only a few tokens.
 """
 
 import numpy as np
@@ -15,14 +16,14 @@ from shared.spec import layers
 from shared.spec.eagle import HeadWeights, Rank
 
 NEVER = -1e30
-"""Score of a token that is no candidate: its probability is 0 beside any candidate's, and where a
-request excludes all candidates there still is a law."""
+"""Logit of a token that is not a candidate. Its probability is 0 next to any candidate, but the
+distribution stays valid if a request excludes all candidates."""
 
 
 def candidates(
     scored: Float[np.ndarray, "R vocab"], k: int
 ) -> tuple[Float[np.ndarray, "R k"], Int[np.ndarray, "R k"]]:
-    """The k best tokens of slots and their scores, best first and of equals the lower id."""
+    """Returns the top-k tokens of slots and their logits, best first; ties go to the lower id."""
     ids = np.argsort(-scored, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scored, ids, axis=1), ids
 
@@ -33,11 +34,12 @@ def pairs(
     projected: Float[np.ndarray, "B rank"],
     ids: Int[np.ndarray, "B k"],
 ) -> Float[np.ndarray, "B k"]:
-    """What candidates score as the tokens behind others.
+    """Computes the pair scores of candidates with the previous token.
 
     Args:
-      previous: The token before the draft of each slot.
-      projected: Of the slots' hidden states, what weighs each number of a pair.
+      weights: Weights of the head.
+      previous: Token before the draft token of each slot.
+      projected: Projections of the slots' hidden states, which weight the elements of a pair.
       ids: The candidates.
 
     Source: DFlash2, z-lab; the equations are those of its model.
@@ -54,15 +56,16 @@ def chain(
     scored: Float[np.ndarray, "B S vocab"],
     rank: Rank,
 ) -> tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]:
-    """Selects S drafts of each block, and says the log weights of their edges.
+    """Selects S draft tokens of each block, and returns the log weights of their edges.
 
     Args:
-      newest: The token of slot 0.
-      hidden: Of all slots.
-      scored: What these slots score without knowing each other.
-      rank: Picks a draft after those before it, among all tokens.
+      config, weights: Config and weights of the head.
+      newest: Token of slot 0.
+      hidden: Hidden states of all slots.
+      scored: Logits of the slots, independent of each other.
+      rank: Selects a draft token after the previous ones, among all tokens.
     """
-    assert config.block is not None  # a DFlash2 head has both
+    assert config.block is not None  # both are required for DFlash2
     assert config.block.selector is not None
     first = config.block.first_slot
     previous, drafts, edges = newest, np.zeros((len(newest), 0), np.int32), []

@@ -1,14 +1,17 @@
-"""Draft trees: their shape, their masks, how a dynamic tree grows, and the flat rows of a verify.
+"""Draft trees: shape, tree attention masks, growth of dynamic trees (EAGLE-2), and flat verify
+rows.
 
-A tree has N nodes. Node 0, the root, is the newest token; `parents[i] < i` for every other node and
-`parents[0] = 0`. A chain is the tree with `parents[i] = i - 1`. A request that uses fewer than N
-nodes has them in front; the rest are padding (parent 0, token 0) and take no part in anything.
+A tree has N nodes. Node 0, the root, is the newest token. `parents[i] < i` for every other node and
+`parents[0] = 0`. A chain is the tree with `parents[i] = i - 1`. A request with fewer than N nodes
+has them first; the rest are padding (parent 0, token 0) and have no effect.
 
 A dynamic tree grows level by level. Its candidates are numbered 1, 2, ... in the order of creation,
-level by level, and 0 is the root; the first level has k of them and each later one k * k. A level's
-k best are the frontier that the next level expands. Of all candidates the best N - 1 are kept.
-Because a child's weight is never above its parent's and the sort is stable, whatever number is kept
-is a tree, and ascending numbers put parents before children.
+and 0 is the root. The first level has k candidates, each later one k * k. The k best of a level are
+the frontier that the next level expands. The best N - 1 of all candidates are kept. A child's
+weight is never above its parent's and the sort is stable, so the kept candidates always form a
+tree, and ascending numbers put parents before children.
+
+Source: EAGLE-2, Li et al. 2024, arXiv:2406.16858.
 """
 
 from dataclasses import dataclass, replace
@@ -19,22 +22,22 @@ from jaxtyping import Bool, Float, Int
 
 @dataclass(frozen=True)
 class TreeShape:
-    """What picks a compiled program: all draft trees of a step share these numbers.
+    """Sizes shared by all draft trees of a step; they select the compiled program.
 
     Attributes:
-      nodes: N, nodes of a request's tree with the root.
+      nodes: N, nodes of a request's tree, including the root.
       depth: S, levels below the root.
       width: k, nodes that a level expands, and children of each.
-      rows: R, flat verify rows of the whole batch.
-      block: Positions behind the length that the drafter fills in one pass, where these may be more
-        than the tree has nodes; 0 where it drafts otherwise.
-      grown: Where copies of seen text join what is drafted: the drafter's own shape, plain where
-        the copies stand alone. N and S are those of the joined tree then, and k is the drafter's,
-        or 1. None: nothing joins.
-      copied: M, nodes of the trees of copies; see `shared.spec.copies`.
+      rows: R, flat verify rows of the whole batch (the verify budget).
+      block: Positions past the length that a block drafter writes, if they may exceed the nodes of
+        the tree; else 0.
+      grown: Shape of the drafter's own tree if n-gram drafts are merged into it (plain if there is
+        no drafter). N and S are then those of the merged tree, and k is the drafter's, or 1. None
+        without merging.
+      copied: M, nodes of the trees of n-gram drafts; see `shared.spec.copies`.
 
     Raises:
-      ValueError: No tree has this shape, or there is not even a row.
+      ValueError: No tree has this shape, or there is no verify row.
     """
 
     nodes: int
@@ -55,68 +58,72 @@ class TreeShape:
         if self.rows < 1:
             raise ValueError(f"rows must be positive, got {self}")
         if (self.grown is None) != (self.copied == 0):
-            raise ValueError(f"copies join what a drafter grows, and have nodes, got {self}")
+            raise ValueError(f"grown and copied must be given together, got {self}")
         if self.grown is not None and (
             self.grown.width not in (0, self.width)
             or self.grown.depth > self.depth
             or self.grown.nodes > self.nodes
         ):
-            raise ValueError(f"a joined tree holds what is drafted, got {self}")
+            raise ValueError(f"a merged tree must contain the drafter's tree, got {self}")
 
     @classmethod
     def chain(cls, depth: int, batch: int) -> "TreeShape":
-        """The shape of `depth` drafts in a row, with verify rows for `batch` requests."""
+        """Returns the shape of a chain of `depth` draft tokens, with verify rows for `batch`
+        requests.
+        """
         return cls(depth + 1, depth, min(depth, 1), batch * (depth + 1))
 
     @classmethod
     def plain(cls, batch: int) -> "TreeShape":
-        """The shape of decoding without drafts: the root alone."""
+        """Returns the shape of plain decoding: the root alone."""
         return cls.chain(0, batch)
 
     @property
     def tree(self) -> tuple[int, int, int]:
-        """What one request's tree is, in a batch of any size: its nodes, depth and width."""
+        """Sizes of one request's tree, independent of the batch: nodes, depth and width."""
         return self.nodes, self.depth, self.width
 
     @property
     def drafter(self) -> "TreeShape":
-        """The shape of what the drafter grows.
+        """Shape of the drafter's own tree.
 
-        Where copies join, drafts compete with them for verify rows, so they are weighed.
+        Merged draft tokens compete for verify rows, so their weights are computed (`rows` is 1).
         """
         return self if self.grown is None else replace(self.grown, rows=1)
 
     @property
     def num_candidates(self) -> int:
-        """Nodes that a tree weighs before it keeps the best: k + (S - 1) k^2 of a dynamic one."""
+        """Number of candidates before the best are kept: k + (S - 1) k^2 of a dynamic tree."""
         if self.grown is not None:
             return self.grown.nodes - 1 + self.copied
         return self.width + max(self.depth - 1, 0) * self.width**2
 
     @property
     def is_plain(self) -> bool:
-        """Whether there are no drafts."""
+        """True without draft tokens."""
         return self.nodes == 1
 
     def shares_rows(self, batch: int) -> bool:
-        """Whether the trees of a batch have fewer verify rows than nodes; see `verify_rows`."""
+        """Returns True if a batch has fewer verify rows than nodes; see `verify_rows`."""
         return self.rows < batch * self.nodes
 
     @property
     def max_tokens(self) -> int:
-        """W, the most tokens that a step adds to a request."""
+        """W, the maximum number of tokens that a step adds to a request."""
         return self.depth + 1
 
     @property
     def scratch(self) -> int:
-        """Positions past the length that a step may write, in the target's or the draft's KV."""
+        """Positions past the length that a step may write, in the target's or the draft KV."""
         if self.grown is not None:
             return max(self.nodes, self.grown.scratch)
         return max(self.nodes, self.width * (self.depth - 1) + 1, self.block)
 
 
 def depths(parents: Int[np.ndarray, "B N"]) -> Int[np.ndarray, "B N"]:
-    """Steps from the root to each node; a padding node is taken for a child of the root."""
+    """Returns the distance of each node from the root; a padding node counts as a child of the
+    root.
+    """
     depth = np.zeros_like(parents)
     rows = np.arange(len(parents))
     for node in range(1, parents.shape[1]):
@@ -125,7 +132,7 @@ def depths(parents: Int[np.ndarray, "B N"]) -> Int[np.ndarray, "B N"]:
 
 
 def ancestors(parents: Int[np.ndarray, "B N"]) -> Bool[np.ndarray, "B N N"]:
-    """Entry [b, i, j] says that node j is node i itself or lies on its way to the root."""
+    """Returns the tree attention mask: entry [b, i, j] is True if j is i or an ancestor of i."""
     B, N = parents.shape
     is_ancestor = np.zeros((B, N, N), bool)
     is_ancestor[:, 0, 0] = True
@@ -136,7 +143,9 @@ def ancestors(parents: Int[np.ndarray, "B N"]) -> Bool[np.ndarray, "B N N"]:
 
 
 def best(weights: Float[np.ndarray, "B C"], count: int) -> Int[np.ndarray, "B count"]:
-    """The indices of the `count` largest weights, best first; equal ones by the lower index."""
+    """Returns the indices of the `count` largest weights, best first; ties go to the lower
+    index.
+    """
     return np.argsort(-weights, axis=1, kind="stable")[:, :count].astype(np.int32)
 
 
@@ -145,16 +154,16 @@ def children(
     frontier_weights: Float[np.ndarray, "B k"],
     edge_weights: Float[np.ndarray, "B k k"],
 ) -> tuple[Int[np.ndarray, "B kk"], Float[np.ndarray, "B kk"]]:
-    """Numbers the parents and sums the path weights of one level's candidates.
+    """Returns the parent numbers and path weights of one level's candidates.
 
     Args:
-      frontier_numbers: Candidate numbers of the nodes that are expanded.
-      frontier_weights: Their path weights, a sum of logarithms, at most 0.
-      edge_weights: For each of them the log weights of its k children, best first, at most 0.
+      frontier_numbers: Candidate numbers of the expanded nodes.
+      frontier_weights: Their path weights: sums of log probabilities, at most 0.
+      edge_weights: Log weights of the k children of each, best first, at most 0.
 
     Returns:
-      For each of the k * k candidates, those of the first frontier node first: the number of its
-      parent, and its path weight.
+      For each of the k * k candidates, ordered by frontier node: the number of its parent, and its
+      path weight.
     """
     B, k = frontier_numbers.shape
     weights = frontier_weights[:, :, None] + edge_weights
@@ -172,17 +181,16 @@ def next_frontier(
     Int[np.ndarray, "B k"],
     Int[np.ndarray, "B k"],
 ]:
-    """Picks the `width` best of a level's k * k candidates.
+    """Selects the `width` best of a level's k * k candidates.
 
     Args:
-      tokens, weights: The level's candidates, those of the first frontier node first.
-      first_number: The number of the first of them; level s (the first is 1) starts at
-        1 + k + (s - 2) k^2.
+      tokens, weights: Candidates of the level, ordered by frontier node.
+      first_number: Number of the first candidate; level s (from 1) starts at 1 + k + (s - 2) k^2.
       width: k.
 
     Returns:
       Token, path weight and candidate number of each node of the new frontier, best first, and the
-      place of its parent in the old frontier.
+      index of its parent in the old frontier.
     """
     chosen = best(weights, width)
     return (
@@ -195,15 +203,14 @@ def next_frontier(
 
 @dataclass(frozen=True)
 class Level:
-    """The frontier that the next expansion runs on.
+    """Frontier of the next expansion.
 
     Attributes:
-      tokens, weights: Of each node, the weight that of its path.
-      parents: The row of each node's parent in the expansion before; of the first level, the
-        request.
+      tokens, weights: Token and path weight of each node.
+      parents: Row of each node's parent in the previous expansion; in the first level, the request.
       numbers: Candidate numbers.
-      paths: Drafts from below the root to the node itself, then padding.
-      sees: Which rows of the drafting window each node sees, its own included.
+      paths: Draft tokens from below the root to the node itself, then padding.
+      sees: Rows of the drafting window visible to each node, its own included.
     """
 
     tokens: Int[np.ndarray, "B k"]
@@ -221,17 +228,18 @@ def next_level(
     s: int,
     root_rows: int,
 ) -> tuple[Int[np.ndarray, "B kk"], Float[np.ndarray, "B kk"], Level]:
-    """What expansion `s`, from 1, found, and the best k of it.
+    """Processes the result of expansion `s` (from 1) and selects its k best nodes.
 
     Args:
-      level: What was expanded.
-      tokens, edges: The k children of each of its nodes, best first, and the log weights of the
-        edges to them.
-      root_rows: Rows of the window that belong to the root; those of expansion s begin
-        `(s - 1) k` behind them.
+      level: The expanded frontier.
+      tokens, edges: The k children of each of its nodes, best first, and the log weights of their
+        edges.
+      s: Number of the expansion.
+      root_rows: Rows of the window that belong to the root; those of expansion s begin `(s - 1) k`
+        after them.
 
     Returns:
-      As `children`, and the next level.
+      The results of `children`, and the next frontier.
     """
     B, k = level.tokens.shape
     parents, weights = children(level.numbers, level.weights, edges)
@@ -265,18 +273,19 @@ def keep_best(
     Int[np.ndarray, " B"],
     Float[np.ndarray, "B N"],
 ]:
-    """Builds each request's tree from the best of its candidates.
+    """Builds each request's tree from its best candidates.
 
     Args:
-      newest: The token of the root.
-      tokens, weights, parents: All candidates, number 1 first: token, path weight, parent's number.
-      max_drafts: Most nodes beside the root that the request may have.
-      has_relay: Whether the candidates mean anything; a request without a relay gets its root only.
+      newest: Token of the root.
+      tokens, weights, parents: All candidates from number 1 on: token, path weight, parent's
+        number.
+      max_drafts: Maximum number of nodes per request, without the root.
+      has_relay: True if the candidates are valid; other requests get their root only.
       nodes: N.
 
     Returns:
-      Tokens and parents of the nodes, how many of them are real, and their path weights, 0 of the
-      root and of padding.
+      Tokens and parents of the nodes, the number of real nodes, and their path weights (0 for the
+      root and padding).
     """
     B, C = tokens.shape
     num_drafts = np.where(has_relay, np.clip(max_drafts, 0, min(nodes - 1, C)), 0)
@@ -304,7 +313,9 @@ def chains(
     max_drafts: Int[np.ndarray, " B"],
     can_draft: Bool[np.ndarray, " B"],
 ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-    """Lays the first `max_drafts` drafts of each request, none where it cannot, below its root."""
+    """Builds a chain of the first `max_drafts` draft tokens below each root; only the root if
+    `can_draft` is False.
+    """
     S = drafts.shape[1]
     num_drafts = np.where(can_draft, np.clip(max_drafts, 0, S), 0)
     is_real = np.arange(S) < num_drafts[:, None]
@@ -321,16 +332,16 @@ def flatten(
 ) -> tuple[
     Int[np.ndarray, " B+1"], Int[np.ndarray, " R"], Int[np.ndarray, " R"], Bool[np.ndarray, " R"]
 ]:
-    """Lays the real nodes of all requests behind one another in R verify rows.
+    """Concatenates the real nodes of all requests into R verify rows.
 
     Args:
       num_nodes: Real nodes of each request; their sum is at most `rows`.
       rows: R.
 
     Returns:
-      `row_starts` [B + 1], the running sum of `num_nodes`; for each row its request and its node;
-      and whether the row is real. A row past the last is padding: it reads 0, 0 and its caller must
-      point it at the sinks.
+      `row_starts` [B + 1], the running sum of `num_nodes`; the request and the node of each row;
+      and True for real rows. Padding rows return request 0 and node 0, and the caller must redirect
+      their writes to reserved entries.
     """
     row_starts = np.concatenate([[0], np.cumsum(num_nodes)]).astype(np.int32)
     row = np.arange(rows)
@@ -343,6 +354,6 @@ def flatten(
 def flat_rows(
     row_starts: Int[np.ndarray, " starts"], num_nodes: Int[np.ndarray, " B"], nodes: int
 ) -> Int[np.ndarray, "B N"]:
-    """The flat row of each node; a padding node reads its request's root."""
+    """Returns the flat row of each node; a padding node returns its request's root."""
     node = np.arange(nodes)[None, :]
     return row_starts[:-1, None] + np.where(node < num_nodes[:, None], node, 0).astype(np.int32)

@@ -1,9 +1,11 @@
-"""DSpark: DFlash's block, of which each draft is chosen knowing the one before it.
+"""DSpark: DFlash with a Markov head, which conditions each draft token on the previous one.
 
-The block is filled in one pass, as of DFlash. A slot's scores then get a bias that depends on the
-token before: an embedding of that token, of few numbers, is scored against the vocabulary. So the
-drafts are chosen one after the other, but each choice costs one small product. A confidence head
-says of each draft, before it is verified, how likely it is accepted.
+The block is filled in one pass, as in DFlash. The logits of a slot then get a bias from the
+previous token: its low-rank embedding, scored against the vocabulary. Draft tokens are selected one
+after the other, each at the cost of one small product. A confidence head predicts the acceptance
+probability of each draft token before verification.
+
+Source: DSpark, arXiv:2607.05147.
 """
 
 from typing import NamedTuple
@@ -23,13 +25,13 @@ Rows = Float[np.ndarray, "B rank"]
 
 
 class Mixed(NamedTuple):
-    """What a slot knows of the token before it.
+    """Output of the Markov step of a slot.
 
     Attributes:
-      before: The embedding of that token.
-      factors: What the bias of the vocabulary's scores is the product of.
-      state: Of the slots so far, which the next slot reads; 0 before the first, and always without
-        a recurrent step.
+      before: Embedding of the previous token.
+      factors: Input of the product that gives the logit bias.
+      state: Recurrent state for the next slot; 0 before the first slot, and always for
+        non-recurrent kinds.
     """
 
     before: Rows
@@ -44,12 +46,13 @@ def mix(
     hidden: Hidden,
     state: Rows,
 ) -> Mixed:
-    """One slot of each block.
+    """Computes the Markov step of one slot of each block.
 
     Args:
-      previous: The token before the draft of the slot, of the target's vocabulary.
-      hidden: Of the slot, after the final norm.
-      state: After the slot before.
+      markov, weights: Config and weights of the Markov head.
+      previous: Token before the slot's draft token, in the target's vocabulary.
+      hidden: Hidden state of the slot after the final norm.
+      state: Recurrent state after the previous slot.
 
     Source: DSpark, arXiv:2607.05147.
     """
@@ -66,9 +69,9 @@ def mix(
 
 
 def bias(config: DraftConfig, weights: HeadWeights, factors: Rows) -> Float[np.ndarray, "B vocab"]:
-    """What is added to a slot's scores of the target's tokens.
+    """Computes the bias of a slot's logits over the target's vocabulary.
 
-    It is scaled as these are, where the target's `lm_head` makes them.
+    It has the scale of the target's logits if the target's `lm_head` produces the logits.
     """
     scored = layers.linear(factors, weights["markov.lm_head"])
     scale = 1.0 if "lm_head" in weights else config.layer.logits_factor
@@ -78,10 +81,12 @@ def bias(config: DraftConfig, weights: HeadWeights, factors: Rows) -> Float[np.n
 def confidence(
     markov: MarkovConfig, weights: HeadWeights, hidden: Hidden, before: Rows
 ) -> Float[np.ndarray, " B"]:
-    """How likely the draft of a slot is accepted where those before it are, as a logarithm.
+    """Computes the log probability that a slot's draft token is accepted, given that the earlier
+    ones are.
 
     Args:
-      hidden, before: As of `mix`.
+      markov, weights: Config and weights of the head.
+      hidden, before: See `mix` and `Mixed`.
     """
     read = (hidden, before) if markov.confidence_sees_previous else (hidden,)
     return -layers.softplus(-_linear(weights, "confidence", *read))[:, 0]
@@ -90,7 +95,7 @@ def confidence(
 def _linear(
     weights: HeadWeights, name: str, *read: Float[np.ndarray, "B _"]
 ) -> Float[np.ndarray, "B outputs"]:
-    """Of what is read side by side."""
+    """Applies a linear layer to the concatenated inputs."""
     return layers.linear(np.concatenate(read, axis=1), weights[name]) + weights[f"{name}_bias"]
 
 
@@ -102,13 +107,15 @@ def chain(
     scored: Float[np.ndarray, "B S vocab"],
     rank: Rank,
 ) -> tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]:
-    """Chooses S drafts of each block, and says the log weights of their edges.
+    """Selects S draft tokens of each block, and returns the log weights of their edges.
 
     Args:
-      newest: The token of slot 0.
-      hidden: Of all slots.
-      scored: What the slots of the drafts score without knowing each other.
-      rank: Picks a draft after those before it; its weights count where the head has no confidence.
+      config, weights: Config and weights of the head.
+      newest: Token of slot 0.
+      hidden: Hidden states of all slots.
+      scored: Logits of the draft slots, independent of each other.
+      rank: Selects a draft token after the previous ones; its weights are used without a confidence
+        head.
     """
     block, markov = _of(config)
     state = np.zeros((len(newest), markov.rank), hidden.dtype)
@@ -116,7 +123,7 @@ def chain(
     for slot in range(block.first_slot + scored.shape[1]):
         mixed = mix(markov, weights, previous, hidden[:, slot], state)
         state, level = mixed.state, slot - block.first_slot
-        if level < 0:  # a slot without a draft, whose token before it is itself
+        if level < 0:  # slot 0 without a draft token: its previous token is its own
             continue
         logits = scored[:, level] + bias(config, weights, mixed.factors)
         ids, ranked = rank(logits[:, None], drafts[:, None])
@@ -129,6 +136,6 @@ def chain(
 
 
 def _of(config: DraftConfig) -> tuple[BlockConfig, MarkovConfig]:
-    assert config.block is not None  # a DSpark head has both
+    assert config.block is not None  # both are required for DSpark
     assert config.block.markov is not None
     return config.block, config.block.markov

@@ -1,10 +1,10 @@
-"""Draft heads that read the target's hidden states: NEXTN (MTP), EAGLE and EAGLE-3.
+"""Draft heads on the target's hidden states: EAGLE, EAGLE-2, EAGLE-3, and MTP layers (NEXTN).
 
-Row i of a head pairs the hidden state of token i with the embedding of token i + 1, stands at
-position i, and its logits predict token i + 2. Its own KV shares the target's page table. After a
-step the head is extended over the accepted path with hidden states of the target; while drafting it
-goes on from its own. The rows it writes then lie past the request's length, and the next extend
-overwrites them.
+Row i of a head combines the hidden state of token i with the embedding of token i + 1. It has
+position i, and its logits predict token i + 2. The head's KV uses the target's page table. After a
+step, draft extend runs the head over the accepted path with hidden states of the target. While
+drafting, the head reads its own hidden states. The rows it writes then are past the request's
+length, and the next extend overwrites them.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,16 +30,17 @@ Tokens = Int[np.ndarray, " R"]
 HeadWeights = Mapping[str, Shaped[np.ndarray, "..."]]
 
 Head = Callable[[Rows, Tokens, Shown | None, Hidden, KV], tuple[Hidden, Logits, KV]]
-"""A head bound to its weights: rows, each row's next token, what stands in the place of some of
-them, each row's hidden state, and the head's KV; gives the hidden state that the next draft step
-reads, the logits, and the KV."""
+"""Draft head bound to its weights. Inputs: rows, each row's next token, image embeddings that
+replace some token embeddings, each row's hidden state, and the head's KV. Outputs: the hidden state
+for the next draft step, the logits, and the KV."""
 
 Rank = Callable[
     [Float[np.ndarray, "B k vocab"], Int[np.ndarray, "B k path"]],
     tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]],
 ]
-"""Picks the children of nodes: from their logits and the drafts on the path to each of them (itself
-included, the root not), the best tokens, best first, and the log weights of the edges to them."""
+"""Selects the children of nodes. Inputs: their logits, and the draft tokens on the path to each
+node (without the root). Outputs: the best tokens, best first, and the log weights of their edges.
+"""
 
 
 def mtp(
@@ -51,12 +52,16 @@ def mtp(
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
-    """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model.
+    """Computes the MTP layer of a Qwen3.5 checkpoint, which shares embedding and LM head with the
+    model.
 
     Args:
-      tokens: The token after each row's.
-      shown: Rows of pictures in the place of such tokens'.
-      hidden: After the model's final norm; of a draft step, after the MTP layer's own.
+      config, weights: Config and weights of the model.
+      rows: Positions and visibility of the rows.
+      tokens: Token after each row's own.
+      shown: Image embeddings that replace embeddings of such tokens.
+      hidden: Hidden states after the model's final norm; while drafting, after the MTP layer's own.
+      kv: KV of the MTP layer.
     """
     fed = layers.embedded(weights["embed"], tokens, shown)
     fed = model.norm(config, fed, weights["mtp.embedding_norm"])
@@ -78,12 +83,15 @@ def eagle(
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
-    """An EAGLE-1 or EAGLE-2 head: its first layer has no input norm, and none stands at its end.
+    """Computes an EAGLE-1 or EAGLE-2 head, which has no input norm in its first layer and no final
+    norm.
 
     Args:
-      weights: The head's; what it lacks of `fc_bias` and `embed` is zero, or the target's.
-      target: The model's, for the embedding and `lm_head`.
-      hidden: After the model's final norm; of a draft step, the head's own output.
+      config, weights: Those of the head. A missing `fc_bias` is 0; a missing `embed` is the
+        target's.
+      target: Weights of the target, for the embedding and `lm_head`.
+      rows, tokens, shown, kv: See `mtp`.
+      hidden: Hidden states after the model's final norm; while drafting, the head's own output.
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077.
     """
@@ -96,12 +104,12 @@ def eagle(
 def eagle3_project(
     config: DraftConfig, weights: HeadWeights, aux: Float[np.ndarray, "R streams"]
 ) -> Float[np.ndarray, "R hidden"]:
-    """The hidden state of target rows for an EAGLE-3 head.
+    """Projects auxiliary hidden states of target rows to the hidden state of an EAGLE-3 head.
 
     Args:
-      weights: The head's; with `aux_norm` each stream is normed, with `input_norm` all of them as
-        one, before `fc`.
-      aux: The residual streams of the target that `config.aux_streams` names, side by side.
+      config, weights: Those of the head; `aux_norm` norms each hidden state, `input_norm` all as
+        one.
+      aux: Auxiliary hidden states named by `config.aux_streams`, concatenated.
     """
     if config.norm_aux:
         streams = np.split(aux, len(config.aux_streams), axis=1)
@@ -122,19 +130,21 @@ def eagle3(
     hidden: Hidden,
     kv: KV,
 ) -> tuple[Hidden, Logits, KV]:
-    """An EAGLE-3 head: its first layer's attention reads embedding and hidden state side by side.
+    """Computes an EAGLE-3 head, whose first attention reads embedding and hidden state,
+    concatenated.
 
-    With `config.norm_residual` what that layer adds to is the hidden state as its attention reads
-    it, after the norm; else it is the hidden state itself.
+    With `config.norm_residual` the first layer's residual is the normed hidden state, otherwise the
+    hidden state itself.
 
     Args:
-      weights: The head's; what it lacks of `embed` and `lm_head` it shares with the target.
-      target: The model's.
-      hidden: Of `eagle3_project`; of a draft step, the head's own output, before its final norm
-        unless `config.norm_output`.
+      config, weights: Those of the head; a missing `embed` or `lm_head` is the target's.
+      target: Weights of the target.
+      rows, tokens, shown, kv: See `mtp`.
+      hidden: Result of `eagle3_project`; while drafting, the head's own output before its final
+        norm, or after it with `config.norm_output`.
 
     Returns:
-      As `Head`; logits are over the model's vocabulary, -inf where the head has no token.
+      The outputs of `Head`; logits are -inf for tokens outside the draft vocabulary.
 
     Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840.
     """
@@ -158,10 +168,10 @@ class Drafter:
     """A draft head bound to its weights and its target's.
 
     Attributes:
-      layer: Sizes of the head's layers and of its hidden state.
-      num_layers: How many it has.
+      layer: Config of the head's layers and hidden state.
+      num_layers: Number of its layers.
       run: The head.
-      reads: The hidden states that the head reads of rows of the target.
+      reads: Function from a target pass to the hidden states that the head reads.
     """
 
     layer: ModelConfig
@@ -171,12 +181,12 @@ class Drafter:
 
     @classmethod
     def nextn(cls, config: ModelConfig, weights: Weights) -> "Drafter":
-        """The model's own MTP layer."""
+        """Returns the model's own MTP layer as a drafter."""
         return cls(config, 1, partial(mtp, config, weights), lambda passed: passed.hidden)
 
     @classmethod
     def of_head(cls, head: DraftHead, target: Weights) -> "Drafter":
-        """A head with weights of its own; `target` are the model's."""
+        """Returns a head with its own weights as a drafter; `target` are the model's weights."""
         config, weights = head.config, head.weights
         if config.kind == "EAGLE":
             run = partial(eagle, config, weights, target)
@@ -191,7 +201,7 @@ class Drafter:
 
 
 def embedding(weights: HeadWeights, target: Weights) -> Float[np.ndarray, "vocab hidden"]:
-    """A head's own, or its target's."""
+    """Returns the head's own embedding, or its target's."""
     return weights.get("embed", target["embed"])
 
 
@@ -208,14 +218,16 @@ def _layers(
     rows: Rows,
     kv: KV,
 ) -> tuple[Hidden, KV]:
-    """All layers of a head: the first reads `y` and adds to `x`, the later ones read the stream."""
+    """Computes all layers of a head: the first reads `y` with residual `x`, later ones read the
+    stream.
+    """
     first, pools = KV(kv.k[:1], kv.v[:1]), KV(kv.k[1:], kv.v[1:])
     x, first = _decoder_layer(config, weights, "layer.", x, y, rows, first)
     stream = Stream(x)
     for place, each in enumerate(config.layers[1:]):
         y = model.norm(config, stream.rows, weights["later.input_norm"][place])
         attention, where = each.mixer, ("later.", place)
-        assert isinstance(attention, AttentionConfig)  # a head has no other layers
+        assert isinstance(attention, AttentionConfig)  # heads have only attention layers
         stream, pools = model.attention_layer(
             config, attention, weights, *where, y, stream, rows, pools
         )
@@ -233,7 +245,7 @@ def _decoder_layer(
     rows: Rows,
     kv: KV,
 ) -> tuple[Hidden, KV]:
-    """One layer with the residual `x`, whose attention reads `y`."""
+    """Computes one layer with the residual `x`, whose attention reads `y`."""
     given = (config.attention, weights, prefix, 0, y, Stream(x), rows, kv)
     stream, kv = model.attention_layer(config, *given)
     fed = config.draft_layer.feed
@@ -242,11 +254,11 @@ def _decoder_layer(
 
 @dataclass(frozen=True)
 class Relay:
-    """What a slot carries from one step's extend to the next step's draft.
+    """Draft input of a slot: result of draft extend that the next step's draft starts from.
 
     Attributes:
-      tokens, weights: The best candidates for the token after the newest, and their log weights.
-      hidden: The head's hidden state of the last extended row.
+      tokens, weights: Best candidates for the token after the newest, and their log weights.
+      hidden: Hidden state of the head in the last extended row.
     """
 
     tokens: Int[np.ndarray, "B k"]
@@ -261,10 +273,10 @@ def extend_rows(
     page_table: Int[np.ndarray, "B table"],
     depth: int,
 ) -> Rows:
-    """The B * W rows that extend a head's KV over an accepted path, W = depth + 1 per request.
+    """Returns the B * W rows of draft extend over an accepted path, W = depth + 1 per request.
 
-    Row j of a request stands at position `lengths + j`, pairs the hidden state of the path's node j
-    with the step's token j, and is padding from `counts` on.
+    Row j of a request has position `lengths + j` and combines the hidden state of the path's node j
+    with the step's output token j. Rows from `counts` on are padding.
     """
     B, W = len(lengths), depth + 1
     request, step = np.repeat(np.arange(B), W), np.tile(np.arange(W), B)
@@ -277,12 +289,12 @@ def extend_rows(
 
 
 def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: Rank) -> Relay:
-    """Makes the relay from each request's last extended row.
+    """Builds the draft input from each request's last extended row.
 
     Args:
-      hidden, logits: Of all rows of the extend.
-      last: The flat row that is each request's last.
-      rank: Picks the candidates.
+      hidden, logits: Outputs of all rows of the extend.
+      last: Flat index of each request's last row.
+      rank: Selects the candidates.
     """
     no_path = np.zeros((len(last), 1, 0), np.int32)
     tokens, weights = rank(logits[last][:, None], no_path)
@@ -290,8 +302,8 @@ def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: 
 
 
 Expand = Callable[[Rows, Tokens, Int[np.ndarray, " R"], KV], tuple[Logits, KV]]
-"""Runs a drafter on the nodes of a level: their rows and tokens, and for each node the place of its
-parent's row in the expansion before (of the first level, its request); gives their logits."""
+"""Runs a drafter on the nodes of a level. Inputs: their rows and tokens, and the row of each node's
+parent in the previous expansion (first: its request). Outputs: their logits, and the KV."""
 
 Tree = tuple[
     Int[np.ndarray, "B N"],
@@ -299,7 +311,7 @@ Tree = tuple[
     Int[np.ndarray, " B"],
     Float[np.ndarray, "B N"],
 ]
-"""As `draft_tree.keep_best` gives it: tokens, parents, node counts and path weights."""
+"""Result of `draft_tree.keep_best`: tokens, parents, node counts and path weights."""
 
 
 def draft(
@@ -314,14 +326,20 @@ def draft(
     shape: TreeShape,
     rank: Rank,
 ) -> tuple[Tree, KV]:
-    """Grows one draft tree per request: the relay is its first level, then S - 1 expansions.
+    """Grows one dynamic draft tree per request: the draft input is its first level, then S - 1
+    expansions.
 
     Args:
-      kv: The head's KV, whole from `draft_from` to the length.
-      relay: At least k candidates; of a request whose `draft_from` is its length it means nothing,
-        and that request gets its root only.
-      newest: The root's token.
-      rank: Picks each node's k children.
+      head: The draft head.
+      kv: The head's KV, complete from `draft_from` to the length.
+      relay: Draft input with at least k candidates. It is invalid if `draft_from` equals the
+        length; that request gets its root only.
+      newest, lengths: Token of the root, and its position.
+      draft_from: First position with draft KV.
+      max_drafts: Maximum number of draft tokens per request.
+      page_table: Pages of each request.
+      shape: Shape of the trees.
+      rank: Selects each node's k children.
 
     Returns:
       The trees, and the head's KV.
@@ -355,18 +373,19 @@ def grow(
     rank: Rank,
     root_rows: int,
 ) -> tuple[Tree, KV]:
-    """Grows draft trees level by level, whatever the drafter is.
+    """Grows draft trees level by level with any drafter.
 
-    Expansion s (from 1) runs the drafter on the k nodes of its frontier, at position
-    `lengths + root_rows + s - 1`. It writes draft KV at `lengths + root_rows + (s - 1) k` and on; a
-    node sees the draft KV from `draft_from` to the length, the root's row where there is one, and
-    what its own ancestors and itself wrote.
+    Expansion s (from 1) runs the drafter on the k nodes of its frontier, at position `lengths +
+    root_rows + s - 1`. It writes draft KV from `lengths + root_rows + (s - 1) k` on. A node attends
+    to the draft KV from `draft_from` to the length, to the root's row if there is one, and to its
+    ancestors and itself.
 
     Args:
-      kv: The drafter's KV, whole from `draft_from` to the length.
-      first: The root's children and the log weights of the edges to them; of a request whose
-        `draft_from` is its length they mean nothing.
-      root_rows: 1 where the drafter has written a row for the root, at the length; else 0.
+      expand: The drafter.
+      kv: The drafter's KV, complete from `draft_from` to the length.
+      first: The root's children and their log weights; invalid if `draft_from` equals the length.
+      newest, lengths, draft_from, max_drafts, page_table, shape, rank: See `draft`.
+      root_rows: 1 if the drafter has written a row for the root, at the length; else 0.
 
     Returns:
       The trees, and the drafter's KV.

@@ -1,8 +1,9 @@
-"""A mixture of experts: a router chooses some gated MLPs for each row, and weighs what they give.
+"""Mixture of experts (MoE): a router selects top-k gated MLPs for each row and weights their
+outputs.
 
-The order of a row's sum is part of the numerics: its experts by ascending number, each output first
-multiplied by its weight and then added, in float32, and last the shared expert. So neither how ties
-were sorted nor what other rows chose shows in a result.
+The order of a row's sum is part of the numerics. Experts are added by ascending index, each output
+multiplied by its weight first, in float32; the shared expert is last. The result therefore depends
+neither on the order of ties nor on other rows.
 """
 
 from dataclasses import dataclass
@@ -17,15 +18,14 @@ from shared.spec.linear import Matrix, Stream
 
 @dataclass(frozen=True)
 class Experts:
-    """The weights of a layer's experts.
+    """Weights of an MoE block.
 
     Attributes:
-      router: A row of weights for each expert, and one more for the gate of the shared one.
-      gate_up: Of each expert, the gate's rows and then those of up; a shared expert that is as wide
-        as the others is the last.
-      down: Of each expert, in the same order.
-      score_bias: What is added to scores for the choice alone, where the model has it.
-      shared_gate_up, shared_down: Of a shared expert of another width.
+      router: One row per expert, and one more for the gate of the shared expert.
+      gate_up: Gate rows and then up rows of each expert; a shared expert of the same width is last.
+      down: Down projection of each expert, in the same order.
+      score_bias: Bias added to scores for the selection only; None if the model has none.
+      shared_gate_up, shared_down: Weights of a shared expert of another width; else None.
     """
 
     router: Matrix
@@ -38,11 +38,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The experts of each row.
+    """Selected experts of each row.
 
     Attributes:
-      ids: Their numbers, ascending and different, whatever the row's logits hold.
-      weights: What their outputs are multiplied by.
+      ids: Indices, ascending and distinct, whatever the logits.
+      weights: Multipliers of the experts' outputs.
     """
 
     ids: Int[np.ndarray, "R chosen"]
@@ -54,13 +54,17 @@ def choose(
     config: ExpertsConfig,
     bias: Float32[np.ndarray, " experts"] | None,
 ) -> Chosen:
-    """Chooses the experts of each row: those of the largest logits, or scores; of equals the first.
+    """Router: selects the experts with the largest logits or scores of each row; ties go to the
+    lower index.
 
-    A softmax ranks as its logits do, and over the chosen alone it is the renormalised one. A NaN
-    ranks below all numbers; a row of them has it in its weights, and no other row has.
+    Softmax preserves the order of the logits, and over the selected experts alone it is the
+    renormalised softmax. NaN ranks below all numbers. A row of NaN has NaN weights, and no other
+    row is affected.
 
     Args:
-      bias: Of the scores; None where there is none.
+      logits: Router logits.
+      config: MoE config.
+      bias: Bias of the scores; None for none.
 
     Source: DeepSeek-V3, arXiv:2412.19437 (biases, groups).
     """
@@ -82,7 +86,9 @@ def choose(
 
 
 def _in_best_groups(ranked: Float32[np.ndarray, "R experts"], config: ExpertsConfig) -> np.ndarray:
-    """Which experts are in the best groups, by the sums of the two best of each."""
+    """Returns a mask of the experts in the best groups, which are ranked by the sum of their two
+    best scores.
+    """
     R, groups = len(ranked), config.num_groups
     if groups == 1:
         return np.ones(ranked.shape, bool)
@@ -98,17 +104,18 @@ def _best(ranked: Float32[np.ndarray, "R some"], count: int) -> Int[np.ndarray, 
 
 
 def _summed(x: Float32[np.ndarray, "R some"]) -> Float32[np.ndarray, "R 1"]:
-    """The sum of each row, from the first column on."""
+    """Returns the sum of each row, accumulated from the first column on."""
     return np.add.accumulate(x, axis=1)[:, -1:]
 
 
 def experts(
     x: Float[np.ndarray, "R hidden"], config: ExpertsConfig, weights: Experts
 ) -> Float32[np.ndarray, "R hidden"]:
-    """What the experts of each row add to the stream, in float32.
+    """Computes the output of the MoE block for each row, in float32.
 
     Args:
-      x: The normed rows.
+      x: Normed rows.
+      config, weights: Config and weights of the MoE block.
     """
     logits = linear.product_float32(x, weights.router)
     chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
@@ -141,13 +148,13 @@ def _shared(
 def _mlp(
     x: Float[np.ndarray, "some hidden"], gate_up: Matrix, down: Matrix
 ) -> Float32[np.ndarray, "some hidden"]:
-    """A gated MLP; its inner values are rounded to the type of the rows, its outputs are not."""
+    """Computes a gated MLP; inner values are rounded to the dtype of the rows, outputs are not."""
     gate, up = np.split(linear.product_float32(x, gate_up), 2, axis=-1)
     return linear.product_float32((layers.silu(gate) * up).astype(x.dtype), down)
 
 
 def counted(stream: Stream) -> Stream:
-    """A stream on its way through layers with experts; kernels count their programs in it."""
+    """Returns the stream for layers with experts; GPU backends add counters to it here."""
     return stream
 
 
@@ -158,11 +165,13 @@ def added_experts(
     weights: Experts,
     norm: Float[np.ndarray, " hidden"] | None = None,
 ) -> Stream:
-    """Adds what the experts give of the normed rows to the stream; the sum is rounded once.
+    """Computes RMS norm, MoE block and residual addition; the sum is rounded once.
 
     Args:
-      eps: Of the norm before the experts.
-      norm: Of the stream that this gives.
+      stream: Residual stream.
+      eps: Epsilon of the norm before the experts.
+      config, weights: Config and weights of the MoE block.
+      norm: Scale of the next norm of the stream.
     """
     rows = stream.rows
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)

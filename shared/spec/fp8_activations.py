@@ -1,9 +1,9 @@
-"""Rows quantised to FP8, and their products with FP8 weights.
+"""W8A8 FP8 matrix product: dynamic per-block activation quantisation with block-scaled weights.
 
-A file of FP8 weights that names dynamic activations asks for products of codes: each row is
-quantised, its blocks of inputs apart, and the products of the codes of a block are added before
-both scales multiply them. It is another model than that of the widened weights: quantised rows err
-by a few hundredths of a result, widened weights by a few thousandths.
+Checkpoints with FP8 weights and dynamic activations are meant for products of FP8 values. Each row
+is quantised in blocks of inputs. The product of each block is accumulated before both scales
+multiply it. The results differ from those of dequantised weights (W8A16): quantised activations
+have errors of a few hundredths of a result, dequantised weights of a few thousandths.
 
 Source: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 """
@@ -17,10 +17,11 @@ from shared.models.fp8 import BLOCK, OF_LARGEST, VALUES, encoded
 
 
 class Quantised(NamedTuple):
-    """Rows as codes of e4m3.
+    """Rows quantised to e4m3.
 
     Attributes:
-      scales: Of each block of 128 inputs; the last block may be smaller.
+      codes: FP8 values.
+      scales: Scale of each block of 128 inputs; the last block may be smaller.
     """
 
     codes: UInt8[np.ndarray, "R inputs"]
@@ -28,10 +29,10 @@ class Quantised(NamedTuple):
 
 
 def quantised(x: Float[np.ndarray, "R inputs"]) -> Quantised:
-    """The codes of each row, rounded to the nearest, of two to the even one.
+    """Quantises each row to FP8, rounding to nearest, ties to even.
 
-    A scale is the largest of its block times `OF_LARGEST`, or 1 where that is 0. A row that is not
-    finite has codes that are no numbers.
+    A scale is the absolute maximum of its block times `OF_LARGEST`, or 1 if that is 0. A non-finite
+    row has NaN values.
     """
     blocks = _in_blocks(x.astype(np.float32))
     with np.errstate(invalid="ignore"):
@@ -46,10 +47,13 @@ def product(
     codes: UInt8[np.ndarray, "outputs inputs"],
     scales: Float32[np.ndarray, "outputs blocks"],
 ) -> Float32[np.ndarray, "R outputs"]:
-    """The products of the codes of each block, times both scales, added in the order of blocks.
+    """Multiplies FP8 rows and weights: block products times both scales, added in the order of
+    blocks.
 
     Args:
-      scales: Of each output and block of its inputs.
+      x: Quantised rows.
+      codes: FP8 weight.
+      scales: Scale of each output and block of its inputs.
     """
     rows, weight = (_in_blocks(VALUES[each]) for each in (x.codes, codes))
     out = np.zeros((len(rows), len(weight)), np.float32)
@@ -60,6 +64,6 @@ def product(
 
 
 def _in_blocks(x: Float32[np.ndarray, "R inputs"]) -> Float32[np.ndarray, "R blocks block"]:
-    """With zeros behind a last block that is smaller."""
+    """Splits rows into blocks, with zero padding in the last block."""
     padded = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK)))
     return padded.reshape(len(x), -1, BLOCK)

@@ -1,7 +1,8 @@
-"""The gated delta rule: a recurrent state per head, token by token, in chunks, and over a tree.
+"""Gated delta rule (GDN): a recurrent state per head, updated per token, in chunks, or along a
+tree.
 
-Every value head has a state `[K, V]`. A token first decays it, then replaces a share of what is
-stored under its key by its value; the output is read with the query afterwards.
+Every value head has a state `[K, V]`. A token first decays it, then replaces a fraction of the
+value stored under its key by its own value. The output is read with the query after the update.
 
 Source: Gated Delta Networks, Yang et al. 2024, arXiv:2412.06464.
 """
@@ -17,13 +18,14 @@ CHUNK = 64
 def split(
     channels: Float[np.ndarray, "R C"], num_key_heads: int, num_value_heads: int, key_size: int
 ) -> tuple[Float[np.ndarray, "R H K"], Float[np.ndarray, "R H K"], Float[np.ndarray, "R H V"]]:
-    """Makes queries, keys and values of the convolution's output, per value head.
+    """Splits the convolution's output into queries, keys and values per value head.
 
     Args:
       channels: Channels of all query heads, then of all key heads, then of all value heads.
+      num_key_heads, num_value_heads, key_size: Sizes of the layer.
 
     Returns:
-      Queries of unit length times K^-0.5, keys of unit length, values; value head h has query and
+      Queries of unit length times K^-0.5, keys of unit length, values. Value head h uses query and
       key of key head h // (value heads / key heads).
     """
     R = channels.shape[0]
@@ -42,7 +44,9 @@ def gates(
     a_log: Float[np.ndarray, " H"],
     dt_bias: Float[np.ndarray, " H"],
 ) -> tuple[Float[np.ndarray, "R H"], Float[np.ndarray, "R H"]]:
-    """The natural log of the decay (at most 0), and beta in [0, 1], of each token and head."""
+    """Computes the natural log of the decay (at most 0), and beta in [0, 1], of each token and
+    head.
+    """
     return -np.exp(a_log) * layers.softplus(a + dt_bias), layers.sigmoid(b)
 
 
@@ -52,7 +56,7 @@ def gated_norm(
     weight: Float[np.ndarray, " V"],
     eps: float,
 ) -> Float[np.ndarray, "R H V"]:
-    """The output norm: RMS over V with a plain weight, then the gate silu(z)."""
+    """Applies the output norm: RMS over V with a plain weight, then the gate silu(z)."""
     return layers.rms_norm(out, weight, eps) * layers.silu(z)
 
 
@@ -82,8 +86,8 @@ def step(
     Args:
       state: State before the token, float32.
       q, k, v: Query (already scaled), key (unit length) and value of the token.
-      log_decay: Natural log of the share of the old state that is kept; at most 0.
-      beta: Share of the value stored under `k` that is replaced, in [0, 1].
+      log_decay: Natural log of the fraction of the old state that is kept; at most 0.
+      beta: Fraction of the value stored under `k` that is replaced, in [0, 1].
 
     Returns:
       The state after the token, and the output.
@@ -106,9 +110,9 @@ def verify(
     beta: Float[np.ndarray, "B N H"],
     parents: Int[np.ndarray, "B N"],
 ) -> Float[np.ndarray, "B N H V"]:
-    """The outputs of a draft tree's nodes; the state itself is left as it is.
+    """Computes the outputs of a draft tree's nodes (tree verification) without changing the state.
 
-    Each node starts from its parent's state, the root from `state`. `parents[i] < i` but for the
+    Each node starts from its parent's state, the root from `state`. `parents[i] < i` except for the
     root.
     """
     rows = np.arange(state.shape[0])
@@ -130,10 +134,11 @@ def chunked(
     log_decay: Float[np.ndarray, "T H"],
     beta: Float[np.ndarray, "T H"],
 ) -> tuple[Float[np.ndarray, "H K V"], Float[np.ndarray, "T H V"]]:
-    """One request's T tokens in chunks of 64: equal to T steps but for the order of the sums.
+    """Chunked GDN prefill: processes one request's T tokens in chunks of 64.
 
-    The last chunk is filled up with rows that change nothing: no decay, beta 0, key 0. Where T of
-    every call but the last is a multiple of 64, the bits do not depend on where a prompt is cut.
+    The result equals T steps except for the order of sums. The last chunk is padded with rows
+    without effect (no decay, beta 0, key 0). If T is a multiple of 64 in all calls but the last,
+    the bits do not depend on how a prompt is split.
     """
     T = len(q)
     outputs = [np.zeros_like(v[:0])]
@@ -156,7 +161,9 @@ def _one_chunk(
     log_decay: Float[np.ndarray, "H c"],
     beta: Float[np.ndarray, "H c"],
 ) -> tuple[Float[np.ndarray, "H K V"], Float[np.ndarray, "H c V"]]:
-    """Solves the chunk's delta rule at once: what each token stores depends on those before it."""
+    """Solves the delta rule of a chunk as one linear system: the update of a token depends on
+    earlier ones.
+    """
     c = q.shape[1]
     total = np.cumsum(log_decay, axis=1)  # [H, c]
     lower = np.tril(np.ones((c, c), bool))
@@ -164,7 +171,7 @@ def _one_chunk(
     decay = np.where(lower, np.exp(np.where(lower, total[:, :, None] - total[:, None, :], 0)), 0)
     among = beta[:, :, None] * (k @ k.swapaxes(1, 2)) * decay * np.tril(lower, -1)
     system = np.eye(c, dtype=np.float32) + among
-    carried = np.exp(total)[..., None]  # what is left of the incoming state, [H, c, 1]
+    carried = np.exp(total)[..., None]  # remaining fraction of the incoming state, [H, c, 1]
     target = beta[..., None] * (v - carried * (k @ state))
     stored = np.linalg.solve(system, target)  # [H, c, V]
     out = carried * (q @ state) + ((q @ k.swapaxes(1, 2)) * decay) @ stored

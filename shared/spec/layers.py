@@ -1,4 +1,6 @@
-"""The small operations that every layer is made of; float32 throughout."""
+"""Elementary operations of all layers in float32: norms, activations, embedding, rotary
+embedding.
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,32 +14,32 @@ from shared.models.rotary import RotaryConfig
 def linear(
     x: Float[np.ndarray, "... inputs"], weight: Float[np.ndarray, "outputs inputs"]
 ) -> Float[np.ndarray, "... outputs"]:
-    """Multiplies by a weight that is stored `[out, in]`."""
+    """Multiplies by a weight stored as `[out, in]`."""
     return x @ weight.T
 
 
 def sigmoid(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """1 / (1 + exp(-x)), without overflow at either end."""
+    """Computes 1 / (1 + exp(-x)) without overflow at either end."""
     return np.exp(-np.logaddexp(np.float32(0), -x))
 
 
 def softplus(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """log(1 + exp(x)), without overflow."""
+    """Computes log(1 + exp(x)) without overflow."""
     return np.logaddexp(np.float32(0), x)
 
 
 def silu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """x * sigmoid(x)."""
+    """Computes x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
 @dataclass(frozen=True)
 class Shown:
-    """Rows of pictures, some of which stand in the place of tokens'.
+    """Image embeddings that replace token embeddings.
 
     Attributes:
-      pool: Of all pictures; row 0 is nobody's.
-      sources: The row that stands in the place of each token's own; 0: none does.
+      pool: Encoder cache with the embeddings of all images; row 0 is unused.
+      sources: Cache row used for each token; 0 for the token's own embedding.
     """
 
     pool: Float[np.ndarray, "rows hidden"]
@@ -50,7 +52,7 @@ def embedded(
     shown: Shown | None,
     factor: float = 1.0,
 ) -> Float[np.ndarray, "R hidden"]:
-    """The stored vector of each token, times a factor; or a picture's row that stands there."""
+    """Looks up token embeddings, times a factor, and replaces those of image tokens."""
     own = table[tokens] if factor == 1 else table[tokens] * np.float32(factor)
     if shown is None:
         return own
@@ -60,7 +62,7 @@ def embedded(
 def rms_norm(
     x: Float[np.ndarray, "... size"], weight: Float[np.ndarray, " size"] | None, eps: float
 ) -> Float[np.ndarray, "... size"]:
-    """Divides by the root mean square over the last axis and scales by `weight`, if there is one.
+    """Divides by the root mean square over the last axis and scales by `weight`, if given.
 
     Source: Root Mean Square Layer Normalization, Zhang and Sennrich 2019, arXiv:1910.07467.
     """
@@ -74,7 +76,7 @@ def layer_norm(
     bias: Float[np.ndarray, " size"],
     eps: float,
 ) -> Float[np.ndarray, "... size"]:
-    """Takes the mean off, divides by the deviation over the last axis, scales and shifts.
+    """Subtracts the mean, divides by the standard deviation over the last axis, scales and shifts.
 
     Source: Layer Normalization, Ba et al. 2016, arXiv:1607.06450.
     """
@@ -85,7 +87,7 @@ def layer_norm(
 
 
 def gelu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """x times the share of a normal distribution that lies below x.
+    """Computes GELU: x times the standard normal cumulative distribution at x.
 
     Source: Gaussian Error Linear Units, Hendrycks and Gimpel 2016, arXiv:1606.08415.
     """
@@ -94,7 +96,7 @@ def gelu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
 
 
 def gelu_tanh(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """`gelu` by the approximation of that share that the same paper gives."""
+    """Computes the tanh approximation of `gelu`, from the same paper."""
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x**3)
     return np.float32(0.5) * x * (1 + np.tanh(inner))
 
@@ -104,22 +106,22 @@ def blended(
     corners: Int[np.ndarray, "R 4"],
     shares: Float[np.ndarray, "R 4"],
 ) -> Float[np.ndarray, "R hidden"]:
-    """What lies between four rows of a table, of each of which a row has a share."""
+    """Interpolates learned position embeddings: the weighted sum of four rows of a table."""
     return (table[corners] * shares[..., None]).sum(axis=1)
 
 
 def l2norm(x: Float[np.ndarray, "... size"]) -> Float[np.ndarray, "... size"]:
-    """Scales the last axis to unit length; the 1e-6 stands inside the root."""
+    """Scales the last axis to unit length; epsilon 1e-6 is inside the root."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def rotary_frequencies(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
-    """Radians per position of each rotated pair, `half = rotary.width // 2`.
+    """Computes the radians per position of each rotated pair, `half = rotary.width // 2`.
 
-    Computed in float32 throughout: rounding a float64 result instead moves logits of a tiny model
+    Computed in float32 throughout: rounding a float64 result instead changes logits of a tiny model
     by 4e-4 at position 9000.
 
-    Source: RoFormer, Su et al. 2021, arXiv:2104.09864; yarn: Peng et al. 2023, arXiv:2309.00071.
+    Source: RoFormer, Su et al. 2021, arXiv:2104.09864; YaRN: Peng et al. 2023, arXiv:2309.00071.
     """
     exponent = np.arange(0, rotary.width, 2, dtype=np.float32) / np.float32(rotary.width)
     plain = np.float32(1) / np.float32(rotary.theta) ** exponent
@@ -142,7 +144,9 @@ def rotary_frequencies(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
 def _llama3(
     rotary: RotaryConfig, plain: Float[np.ndarray, " half"], slow: Float[np.ndarray, " half"]
 ) -> Float[np.ndarray, " half"]:
-    """Keeps short wavelengths, stretches long ones, and blends between the two bounds."""
+    """Scales frequencies as Llama 3: unchanged short wavelengths, divided long ones, and a blend
+    between.
+    """
     wavelength = np.float32(2 * math.pi) / plain
     low, high = rotary.low_freq_factor, rotary.high_freq_factor
     share = (rotary.original_context / wavelength - low) / (high - low)
@@ -153,7 +157,9 @@ def _llama3(
 
 
 def _yarn_ramp(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
-    """0 where a pair turns often enough to be kept, 1 where it is stretched."""
+    """Returns the YaRN ramp: 0 for pairs of unchanged frequency, 1 for pairs that are fully
+    scaled.
+    """
 
     def pair_of(rotations: float) -> float:
         turns = math.log(rotary.original_context / (rotations * 2 * math.pi))
@@ -169,10 +175,11 @@ def _yarn_ramp(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
 def rotary_angles(
     positions: Int[np.ndarray, "R ..."], rotary: RotaryConfig
 ) -> tuple[Float[np.ndarray, "R half"], Float[np.ndarray, "R half"]]:
-    """Cosine and sine of each position's angles, times the attention factor.
+    """Computes cosine and sine of the rotary angles, times the attention factor.
 
     Args:
-      positions: Of each row, or of each pair of its dimensions.
+      positions: Position of each row, or of each pair of its dimensions (M-RoPE).
+      rotary: Rotary config.
     """
     each = positions.astype(np.float32).reshape(len(positions), -1)
     angles = each * rotary_frequencies(rotary)
@@ -183,9 +190,10 @@ def rotary_angles(
 def query_growth(
     positions: Int[np.ndarray, " R"], beta: float, context: int
 ) -> Float[np.ndarray, " R"]:
-    """By how much queries grow with their position: not at all before the first `context`.
+    """Computes long-context query scaling: 1 before `context`, then growing with log of the
+    position.
 
-    Source: Ministral 3, after Llama 4's attention over long texts.
+    Source: Ministral 3 (`llama_4_scaling_beta`), following Llama 4's attention for long contexts.
     """
     passed = np.floor(positions.astype(np.float32) / np.float32(context))
     return np.float32(1) + np.float32(beta) * np.log(np.float32(1) + passed)
@@ -196,7 +204,9 @@ def apply_rotary(
     cos: Float[np.ndarray, "R half"],
     sin: Float[np.ndarray, "R half"],
 ) -> Float[np.ndarray, "R H D"]:
-    """Turns dimension i with dimension i + half; dimensions past 2 * half pass through."""
+    """Rotates dimension i with dimension i + half (NeoX style); dimensions from 2 * half on are
+    unchanged.
+    """
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]

@@ -1,9 +1,10 @@
-"""Matrix products with stored weights, and what a layer does right before and after them.
+"""Linear layers with fused prologue and epilogue: RMS norm, residual addition, SiLU gate, FP8
+weights.
 
-A decoder layer is cut where a GPU cuts it: a product with the norm of its input folded in, the
-mixer, a product that adds the residual, a product of gate and up with the norm before and SiLU
-behind, and a product that adds the residual again. Each is one operation here, and is by definition
-the composition of the small ones in `layers`. What passes from one to the next is a `Stream`.
+A decoder layer is split as a GPU splits it: a product with the input norm fused, the mixer, a
+product with residual addition, a gate/up product with the norm before and SiLU after it, and
+another product with residual addition. Each is one operation here, defined as the composition of
+the elementary ones in `layers`. A `Stream` passes from one operation to the next.
 """
 
 from dataclasses import dataclass, replace
@@ -17,16 +18,17 @@ from shared.spec import fp8_activations, layers
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stored weight, `[out, in]`, and the bias that its products add, if there is one.
+    """A stored weight `[out, in]` with an optional bias.
 
-    Those of a layer's experts are one, `[experts, out, in]`. How a weight is stored is known to the
-    ops alone, here and in the backends.
+    The weights of a layer's experts are one matrix `[experts, out, in]`. Only the ops, here and in
+    the backends, depend on the storage format.
 
     Attributes:
-      values: Numbers; or FP8, where scales stand beside them: in words of four, whose rows are
-        multiplied as they are, or as codes, whose rows are quantised.
-      scales: Of words, see `shared.models.fp8_words`; of codes, those of each block of inputs, for
-        each output or for each block of them. None: the values are numbers.
+      values: Floating-point values; packed FP8 (int32, W8A16), whose activations are not quantised;
+        or FP8 (uint8, W8A8), whose activations are quantised.
+      bias: Bias of each output, or None.
+      scales: Scales of packed FP8, see `shared.models.fp8_words`; of W8A8, per block of inputs and
+        per output or block of outputs. None for floating-point values.
     """
 
     values: (
@@ -39,29 +41,31 @@ class Matrix:
 
     @property
     def quantises(self) -> bool:
-        """Whether rows are quantised before they are multiplied."""
+        """True if activations are quantised before the product (W8A8)."""
         return self.values.dtype == np.uint8
 
     @property
     def num_outputs(self) -> int:
-        """Rows of the weight."""
+        """Outputs (rows) of the weight."""
         return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
-        """The outputs from `first` on, where a scale of FP8 must begin."""
+        """Returns the outputs from `first` on, which must be the start of an FP8 scale."""
         bias, scales = self.bias, self.scales
         if scales is not None:
             scales = scales[fp8_words.first_scale(first, self.num_outputs, len(scales)) :]
         return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: int) -> "Matrix":
-        """The weight of one expert."""
+        """Returns the weight of one expert."""
         scales = None if self.scales is None else self.scales[expert]
         return Matrix(self.values[expert], scales=scales)
 
 
 def widened(matrix: Matrix) -> Float[np.ndarray, "*experts outputs inputs"]:
-    """The numbers of a weight; those of FP8 are its codes times their scales, in bfloat16."""
+    """Dequantises a weight: packed FP8 times its scales, rounded to bfloat16; other weights are
+    unchanged.
+    """
     if matrix.scales is None:
         return matrix.values
     return fp8_words.widened(matrix.values, matrix.scales)
@@ -69,21 +73,18 @@ def widened(matrix: Matrix) -> Float[np.ndarray, "*experts outputs inputs"]:
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream between two operations of a layer.
+    """Residual stream between two operations of a layer.
 
-    What makes a row knows the norm through which it is read next, and can do that norm's part of
-    the work beside it.
+    The operation that writes the rows also knows the next norm, and can compute a part of it.
 
     Attributes:
-      norm: Scale of the norm through which the rows are read next, a zero-centred one with its 1
-        added already; None: nothing scales them.
-      scaled: The rows times that scale, where kernels keep them for the next product.
-      squares: Of each chunk of a row, where kernels keep them for the next norm; see
+      rows: The residual stream.
+      norm: Scale of the next norm, with the 1 of a zero-centred norm included; None for no scale.
+      scaled: Rows times that scale, if kernels store them for the next product.
+      squares: Sums of squares per chunk of a row, if kernels store them for the next norm; see
         `shared.spec.numerics.chunks_of_squares`.
-      count: How many of the rows are real, the first of them; None: all. Those of padding hold what
-        nobody reads.
-      arrivals: Zeros, in which kernels of experts count their programs, and which they leave as
-        zeros.
+      count: Number of real rows; None for all. Padding rows are undefined.
+      arrivals: Zeroed counters of expert kernels, which reset them to zero.
     """
 
     rows: Float[np.ndarray, "R hidden"]
@@ -100,7 +101,7 @@ class Stream:
         scaled: Float[np.ndarray, "R hidden"] | None = None,
         squares: Float[np.ndarray, "R chunks"] | None = None,
     ) -> "Stream":
-        """What comes behind this one: other rows, of which as many are real."""
+        """Returns the next stream: other rows, with the same number of real ones."""
         return replace(self, rows=rows, norm=norm, scaled=scaled, squares=squares)
 
 
@@ -109,7 +110,7 @@ def stream(
     norm: Float[np.ndarray, " hidden"] | None = None,
     count: Int[np.ndarray, " 1"] | None = None,
 ) -> Stream:
-    """The residual stream as a pass begins it, to be read through a norm of this scale."""
+    """Returns the residual stream at the start of a pass, with the scale of its next norm."""
     return Stream(rows, norm, count=count)
 
 
@@ -119,7 +120,9 @@ def product(
     """Multiplies each row by a weight.
 
     Args:
-      first: The outputs from here on.
+      x: Rows.
+      weight: The weight.
+      first: First output to compute.
     """
     weight = weight.rows(first)
     out = _multiplied(x, weight)
@@ -129,7 +132,7 @@ def product(
 def _multiplied(x: Float[np.ndarray, "R inputs"], weight: Matrix) -> Float[np.ndarray, "R outputs"]:
     if not weight.quantises:
         return layers.linear(x, widened(weight))
-    assert weight.scales is not None  # of codes
+    assert weight.scales is not None  # FP8
     outputs = weight.num_outputs // len(weight.scales)
     scales = np.repeat(weight.scales, outputs, axis=0)
     rows = fp8_activations.quantised(x)
@@ -139,17 +142,19 @@ def _multiplied(x: Float[np.ndarray, "R inputs"], weight: Matrix) -> Float[np.nd
 def product_float32(
     x: Float[np.ndarray, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[np.ndarray, "R outputs"]:
-    """As `product` times a factor, float32 whatever type the rows and the weight have."""
+    """Computes `product` times a factor, in float32 for any dtype of rows and weight."""
     return _times(product(x, weight), factor).astype(np.float32)
 
 
 def normed_product(
     stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R outputs"]:
-    """Multiplies the RMS norm of each row by a weight.
+    """Computes RMS norm and linear product of each row.
 
     Args:
-      eps: Of the norm; None: there is none, and the rows are multiplied as they are.
+      stream: Residual stream.
+      eps: Epsilon of the norm; None to multiply the rows without a norm.
+      weight: The weight.
     """
     rows = stream.rows if eps is None else layers.rms_norm(stream.rows, stream.norm, eps)
     return product(rows, weight)
@@ -162,10 +167,14 @@ def added_product(
     factor: float = 1.0,
     norm: Float[np.ndarray, " hidden"] | None = None,
 ) -> Stream:
-    """Adds the product of each row with a weight, times a factor, to the stream.
+    """Computes a linear product times a factor and adds it to the residual stream.
 
     Args:
-      norm: Of the stream that this gives.
+      x: Rows.
+      weight: The weight.
+      stream: Residual stream.
+      factor: Multiplier of the product.
+      norm: Scale of the next norm of the stream.
     """
     rows = stream.rows + _times(product(x, weight), factor)
     return stream.followed(rows, norm)
@@ -174,14 +183,16 @@ def added_product(
 def added_norm(
     x: Float[np.ndarray, "R hidden"], norm: Float[np.ndarray, " hidden"], eps: float, stream: Stream
 ) -> Stream:
-    """Adds the RMS norm of each row to the stream."""
+    """Adds the RMS norm of each row to the stream (post-norm)."""
     return stream.followed(stream.rows + layers.rms_norm(x, norm, eps))
 
 
 def gated_product(
     stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R intermediate"]:
-    """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
+    """Computes silu(gate) * up of the normed rows; the weight contains the gate rows, then the up
+    rows.
+    """
     gate, up = np.split(normed_product(stream, eps, weight), 2, axis=-1)
     return layers.silu(gate) * up
 

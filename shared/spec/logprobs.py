@@ -1,6 +1,6 @@
-"""What a text tells of its tokens: their log-probabilities, and those of the best there were.
+"""Log-probabilities of output and prompt tokens, and of the top tokens at their positions.
 
-They are the raw logits' own: no penalty, bias or filter, and no noise, has touched them.
+They are computed from raw logits, without penalties, biases, filters or noise.
 """
 
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from jaxtyping import Int32 as I32
 from shared.spec.sampling import log_softmax, top_candidates
 
 SCORED_ROWS = 128
-"""Rows whose logits a step over prompts has at a time, where all rows are scored."""
+"""Rows of logits that a prefill computes at a time for prompt logprobs."""
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """What a step reports of its B requests' tokens: of the chosen ones, and of the best K."""
+    """Logprobs of the output tokens of B requests, and the top K at each position."""
 
     chosen: Float32[np.ndarray, "B W"]
     top_ids: I32[np.ndarray, "B W K"]
@@ -26,12 +26,12 @@ class Logprobs:
 
 
 class Scores(NamedTuple):
-    """What a text's own tokens were to the model, each by the logits of the token before it.
+    """Prompt logprobs: each token is scored by the logits of the token before it.
 
     Attributes:
-      chosen: The log-probability of the token.
-      ranks: Its place among all tokens, the best first and from 1 on; equal ones by the lower id.
-      top_ids, top_values: The k most likely tokens there, and their log-probabilities.
+      chosen: Log-probability of the token.
+      ranks: Rank of the token, from 1; ties go to the lower id.
+      top_ids, top_values: The k most likely tokens, and their log-probabilities.
     """
 
     chosen: Float32[np.ndarray, " R"]
@@ -43,14 +43,14 @@ class Scores(NamedTuple):
 def chosen(
     logits: Float[np.ndarray, "R vocab"], ids: Int[np.ndarray, " R"]
 ) -> Float[np.ndarray, " R"]:
-    """The log-probability of one token of each row."""
+    """Returns the log-probability of one token per row."""
     return log_softmax(logits)[np.arange(len(ids)), ids]
 
 
 def top(
     logits: Float[np.ndarray, "R vocab"], k: int
 ) -> tuple[I32[np.ndarray, "R k"], Float[np.ndarray, "R k"]]:
-    """The k most likely tokens of each row, and their log-probabilities."""
+    """Returns the k most likely tokens of each row, and their log-probabilities."""
     ids = top_candidates(logits, k)
     return ids, np.take_along_axis(log_softmax(logits), ids, axis=1)
 
@@ -63,16 +63,17 @@ def reported(
     reports: Bool[np.ndarray, " B"],
     k: int,
 ) -> tuple[Float[np.ndarray, "B W"], I32[np.ndarray, "B W k"], Float[np.ndarray, "B W k"]]:
-    """What a step reports of the tokens that it emits.
+    """Returns the logprobs of the output tokens of a step.
 
     Args:
-      row_of: The row of `logits` that chose each token.
-      tokens, counts: What each request emits; of a token past the counts nothing is reported.
-      reports: Whether a request asked for it; of the others nothing is reported.
-      k: How many of the best are named.
+      logits: Raw logits.
+      row_of: Row of `logits` that each token was sampled from.
+      tokens, counts: Output tokens of each request, and their number; entries past it return 0.
+      reports: True for requests with logprobs; others return 0.
+      k: Number of top tokens.
 
     Returns:
-      `chosen` of the tokens, and both parts of `top`; 0 where nothing is reported.
+      Result of `chosen` for the tokens, and both results of `top`.
     """
     B, W = tokens.shape
     rows = logits[row_of.reshape(-1)]
@@ -94,7 +95,7 @@ def scored(
     I32[np.ndarray, "R k"],
     Float[np.ndarray, "R k"],
 ]:
-    """The fields of `Scores`, of one token for each row of logits."""
+    """Returns the fields of `Scores` for one token per row."""
     logit = np.take_along_axis(logits, ids[:, None], axis=1)
     is_before = (logits == logit) & (np.arange(logits.shape[1]) < ids[:, None])
     ranks = 1 + ((logits > logit) | is_before).sum(axis=1, dtype=np.int32)

@@ -1,9 +1,10 @@
-"""The state that a slot holds for gated-delta layers, and how an accepted path advances it.
+"""Recurrent state of GDN layers, and its replay over an accepted path.
 
-Per layer it is the recurrent state `[H, K, V]` in float32 and the convolution window: the last
-three inputs of the convolution, oldest first, zeros before the first token. A verify changes
-neither; it keeps the inputs of its nodes, and those of the accepted path are replayed from the old
-state, by the same recurrence in the same order as plain decoding.
+Per layer, the state is the recurrent state `[H, K, V]` in float32 and the convolution window: the
+last three convolution inputs, oldest first, zeros before the first token. A verify step changes
+neither; it stores the inputs of its nodes. The inputs of the accepted path are then replayed from
+the old state, by the same recurrence and in the same order as plain decoding. (Serving engines call
+this state "mamba state"; no Mamba layer is involved.)
 """
 
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from shared.models.layers import GatedDeltaConfig
 from shared.spec import gated_delta, layers
 
 WINDOW = 3
-"""Inputs of the convolution (width 4) that lie before the current one."""
+"""Convolution inputs (width 4) before the current one."""
 
 
 @dataclass(frozen=True)
 class DeltaState:
-    """The states of a batch of rows in all gated-delta layers.
+    """States of a batch of rows in all GDN layers.
 
     Attributes:
       recurrent: Recurrent state, float32.
@@ -34,7 +35,9 @@ class DeltaState:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a verify keeps of its nodes in all gated-delta layers, exactly as it used them."""
+    """Replay inputs: what a verify step stores of its nodes in all GDN layers, exactly as it used
+    them.
+    """
 
     k: Float[np.ndarray, "L B N H K"]
     v: Float[np.ndarray, "L B N H V"]
@@ -48,7 +51,9 @@ def conv(
     inputs: Float[np.ndarray, "*rows C"],
     weight: Float[np.ndarray, "C 4"],
 ) -> Float[np.ndarray, "*rows C"]:
-    """Depthwise causal convolution of width 4, then silu; `windows` hold the inputs before."""
+    """Computes the depthwise causal convolution of width 4, then SiLU; `windows` are the inputs
+    before.
+    """
     taps = np.concatenate([windows, inputs[..., None, :]], axis=-2)
     return layers.silu(np.sum(taps * weight.T, axis=-2))
 
@@ -56,7 +61,9 @@ def conv(
 def chain_windows(
     window: Float[np.ndarray, "3 C"], inputs: Float[np.ndarray, "T C"]
 ) -> Float[np.ndarray, "T1 3 C"]:
-    """The window before each of a request's T tokens, and as entry T the one after the last."""
+    """Returns the window before each of a request's T tokens; entry T is the window after the
+    last.
+    """
     rows = np.concatenate([window, inputs])
     return rows[np.arange(len(inputs) + 1)[:, None] + np.arange(WINDOW)]
 
@@ -66,7 +73,9 @@ def tree_windows(
     inputs: Float[np.ndarray, "B N C"],
     parents: Int[np.ndarray, "B N"],
 ) -> Float[np.ndarray, "B N 3 C"]:
-    """The window before each node of a draft tree: its ancestors, before them the old window."""
+    """Returns the window before each node of a draft tree: its ancestors, preceded by the old
+    window.
+    """
     rows = np.arange(len(window))
     before = [window]
     for node in range(1, inputs.shape[1]):
@@ -81,7 +90,9 @@ def path_window(
     inputs: Float[np.ndarray, "L B W C"],
     taken: Int[np.ndarray, " B"],
 ) -> Float[np.ndarray, "L B 3 C"]:
-    """The window after `taken` inputs of a path: rows `[taken, taken + 3)` of both in a row."""
+    """Returns the window after `taken` inputs of a path: rows `[taken, taken + 3)` of the
+    concatenation.
+    """
     rows = np.concatenate([window, inputs], axis=2)
     index = taken[:, None] + np.arange(WINDOW)
     return np.take_along_axis(rows, index[None, :, :, None], axis=2)
@@ -94,19 +105,19 @@ def replay(
     counts: Int[np.ndarray, " B"],
     save_after: Int[np.ndarray, " B"],
 ) -> tuple[DeltaState, DeltaState, Bool[np.ndarray, " B"]]:
-    """Advances each row's state along its accepted path.
+    """Advances each row's state along its accepted path (state replay).
 
     Args:
-      state: The states before the step.
-      kept: What the verify kept of the tree's nodes.
-      path: The path's nodes, the root first.
-      counts: How many of them are committed; 0 leaves the state as it is.
+      state: States before the step.
+      kept: Replay inputs of the tree's nodes.
+      path: Nodes of the path, the root first.
+      counts: Number of committed nodes; 0 leaves the state unchanged.
       save_after: Tokens of this step after which a snapshot is taken: the plan's `save_at` minus
         the row's length.
 
     Returns:
-      The states after the path; the snapshots; and whether the step passed the row's snapshot, that
-      is whether `1 <= save_after <= counts`. A snapshot that was not passed means nothing.
+      The states after the path; the snapshots; and True for rows whose snapshot was passed, that is
+      `1 <= save_after <= counts`. Other snapshots are undefined.
     """
     rows = np.arange(len(path))
     k, v, log_decay, beta, inputs = (
@@ -126,12 +137,12 @@ def replay(
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """What a gated-delta layer holds besides its two matrices.
+    """Weights of a GDN layer besides its two matrices.
 
     Attributes:
-      conv: Taps of the convolution, the oldest input's first.
-      a_log, dt_bias: Of the decay, see `gated_delta.gates`.
-      norm, eps: Of the output norm.
+      conv: Taps of the convolution, oldest input first.
+      a_log, dt_bias: Parameters of the decay, see `gated_delta.gates`.
+      norm, eps: Weight and epsilon of the output norm.
     """
 
     conv: Float[np.ndarray, "C 4"]
@@ -149,17 +160,18 @@ def mix_chunks(
     window: Float[np.ndarray, "B 3 C"],
     row_starts: Int[np.ndarray, " B1"],
 ) -> tuple[Float[np.ndarray, "R values"], Float[np.ndarray, "B H K V"], Float[np.ndarray, "B 3 C"]]:
-    """All that a gated-delta layer does between its two products, over chunks of prompts.
+    """GDN prefill: computes a layer between its two projections over prompt chunks.
 
-    Convolution, gates, the delta rule in chunks, the gated norm.
+    Convolution, gates, chunked delta rule, gated norm.
 
     Args:
-      inputs: The projection, see `split_inputs`.
-      recurrent, window: Of each request before its rows.
-      row_starts: First row of each request, and the end; rows past it are padding.
+      inputs: Output of the input projection, see `split_inputs`.
+      weights, sizes: Weights and config of the layer.
+      recurrent, window: State of each request before its rows.
+      row_starts: First row of each request, and the end; later rows are padding.
 
     Returns:
-      The heads' outputs side by side, and the state after the rows.
+      The concatenated outputs of the heads, and the state after the rows.
     """
     channels, z, b, a = split_inputs(inputs, sizes)
     log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
@@ -184,15 +196,16 @@ def mix_tree(
     request: Int[np.ndarray, " R"],
     node: Int[np.ndarray, " R"],
 ) -> tuple[Float[np.ndarray, "R values"], Kept]:
-    """As `mix_chunks`, over draft trees whose states stay as they are.
+    """GDN tree verification: same as `mix_chunks`, for draft trees and without changing the states.
 
     Args:
+      inputs, weights, sizes, recurrent, window: See `mix_chunks`.
       parents: The trees.
-      row_of: The row of each node.
-      request, node: Of each row.
+      row_of: Row of each node.
+      request, node: Request and node of each row.
 
     Returns:
-      The heads' outputs side by side, and what a replay needs, as a stack of one layer.
+      The concatenated outputs of the heads, and the replay inputs, as a stack of one layer.
     """
     channels, z, b, a = split_inputs(inputs, sizes)
     (B, N), C = row_of.shape, channels.shape[1]
@@ -214,7 +227,7 @@ def mix_step(
     recurrent: Float[np.ndarray, "B H K V"],
     window: Float[np.ndarray, "B 3 C"],
 ) -> tuple[Float[np.ndarray, "B values"], Float[np.ndarray, "B H K V"], Float[np.ndarray, "B 3 C"]]:
-    """As `mix_chunks`, over one row of each request, by the recurrence itself."""
+    """GDN decode: same as `mix_chunks`, for one row per request, by the recurrence itself."""
     channels, z, b, a = split_inputs(inputs, sizes)
     qkv = _heads_of(conv(window, channels, weights.conv), sizes)
     gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
@@ -231,7 +244,7 @@ def split_inputs(
     Float[np.ndarray, "R H"],
     Float[np.ndarray, "R H"],
 ]:
-    """Takes the projection apart: inputs of the convolution, z, b, a, in this order."""
+    """Splits the projection into convolution inputs, z, b and a, in this order."""
     heads, size = sizes.num_value_heads, sizes.value_size
     ends = np.cumsum([sizes.channels, heads * size, heads])
     channels, z, b, a = np.split(inputs, ends, axis=1)

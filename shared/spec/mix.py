@@ -1,4 +1,6 @@
-"""What an attention layer does between its two products."""
+"""Attention layer between QKV and output projection: QK norm, RoPE, KV write, paged attention,
+gate.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,13 +16,13 @@ from shared.spec.attention import Rows, attend, write
 
 @dataclass(frozen=True)
 class Heads:
-    """How a layer's projection is made of heads.
+    """Layout of the heads in a layer's QKV projection.
 
     Attributes:
       num_kv_heads: Hk.
       head_size: D.
-      gated: Each query head is followed by rows of its output gate.
-      scale: What scores are multiplied by.
+      gated: True if each query head is followed by the rows of its output gate.
+      scale: Multiplier of attention scores.
     """
 
     num_kv_heads: int
@@ -30,16 +32,17 @@ class Heads:
 
     @classmethod
     def of(cls, config: AttentionConfig) -> "Heads":
-        """Those of attention layers."""
+        """Returns the layout of an attention config."""
         scale = config.head_size**-0.5 if config.scale is None else config.scale
         return cls(config.num_kv_heads, config.head_size, config.has_gate, scale)
 
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """RMS norms of each query and key head, which some models have; scales as in `linear`.
+    """QK norm: RMS norms of each query and key head; scales include a zero-centred norm's 1.
 
-    Or of all query heads of a row, and of all its key heads, as `normed_rows` takes them.
+    Alternatively norms over all query heads of a row, and over all its key heads, see
+    `normed_rows`.
     """
 
     q: Float[np.ndarray, " queries"]
@@ -49,7 +52,7 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class Angles:
-    """Cosine and sine of the rotation at each row's position."""
+    """Rotary cosine and sine of each row."""
 
     cos: Float[np.ndarray, "R half"]
     sin: Float[np.ndarray, "R half"]
@@ -68,15 +71,20 @@ def mix(
     Float[np.ndarray, "P page Hk D"],
     Float[np.ndarray, "P page Hk D"],
 ]:
-    """All that an attention layer does between its two products.
+    """Computes an attention layer between its two projections.
 
-    Head norms, rotation, the rows' own keys and values written, attention, the output gate.
+    QK norm, rotary embedding, KV write of the rows, attention, output gate.
 
     Args:
-      qkv: The projection: query heads (each with its gate's rows behind it), key heads, values.
+      qkv: The projection: query heads (each followed by its gate's rows), key heads, value heads.
+      heads: Layout of the projection.
+      norms: QK norms; None without.
+      angles: Rotary cos and sin of each row.
+      rows: Positions and visibility of the rows.
+      k_pages, v_pages: Pools of the layer.
 
     Returns:
-      The heads' outputs side by side, and the pools after the writes.
+      The concatenated outputs of the heads, and the pools after the writes.
     """
     q, k, v, gate = _heads_of(qkv, heads)
     if norms is not None:
@@ -96,10 +104,12 @@ def mix(
 def normed_rows(
     qkv: Float[np.ndarray, "R outputs"], heads: Heads, norms: HeadNorms
 ) -> Float[np.ndarray, "R outputs"]:
-    """A projection whose queries, and whose keys, are normed over all heads of a row.
+    """Applies QK norms over all heads of a row.
 
     Args:
-      norms: Their scales are those of all heads side by side.
+      qkv: The projection.
+      heads: Layout of the projection.
+      norms: Norms whose scales cover all heads, concatenated.
     """
     keys = heads.num_kv_heads * heads.head_size
     q, k, v = np.split(qkv, [qkv.shape[1] - 2 * keys, qkv.shape[1] - keys], axis=1)
@@ -110,21 +120,22 @@ def normed_rows(
 def grown_rows(
     qkv: Float[np.ndarray, "R outputs"], heads: Heads, growth: Float[np.ndarray, " R"]
 ) -> Float[np.ndarray, "R outputs"]:
-    """A projection whose queries are multiplied by what each row's have grown by."""
+    """Multiplies queries by the factor of each row (long-context query scaling)."""
     keys = 2 * heads.num_kv_heads * heads.head_size
     q, kv = np.split(qkv, [qkv.shape[1] - keys], axis=1)
     return np.concatenate([q * growth[:, None], kv], axis=1)
 
 
 class Bounds(NamedTuple):
-    """What the rows of a request see and write; of a request without rows they mean nothing.
+    """Bounds of the KV positions that a request's rows read and write; undefined for a request
+    without rows.
 
     Attributes:
-      low: Where any row sees from, or where its window begins if that is before.
-      seen_from: Where any sees from without its window.
-      seen_until: Until where any sees without it.
-      new_from, new_until: Where the first row is written, and where the last is and one more;
-        nothing is between them where none is.
+      low: Lowest visible position of any row, or the start of its window if that is lower.
+      seen_from: Lowest visible position outside the windows.
+      seen_until: End of the visible positions outside the windows.
+      new_from, new_until: First position written, and the end of those written; an empty range if
+        none are.
     """
 
     low: Any
@@ -138,10 +149,7 @@ BOUNDS = len(Bounds._fields)
 
 
 def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B bounds"]:
-    """What the rows of each request see and write, as a kernel asks once for all layers.
-
-    Those of a request are its `Bounds`.
-    """
+    """Computes the `Bounds` of each request, once per step for all layers' kernels."""
     bounds = np.zeros((len(row_starts) - 1, BOUNDS), np.int32)
     for request, (start, stop) in enumerate(pairwise(row_starts)):
         if start < stop:
@@ -168,10 +176,11 @@ def mix_keys(
     k_pages: Float[np.ndarray, "P page Hk D"],
     v_pages: Float[np.ndarray, "P page Hk D"],
 ) -> tuple[Float[np.ndarray, "P page Hk D"], Float[np.ndarray, "P page Hk D"]]:
-    """The part of `mix` that writes, of rows that nothing queries.
+    """Computes the KV-write part of `mix`, for rows without queries.
 
     Args:
       kv: Their projection without the queries: key heads, then value heads.
+      heads, norms, angles, rows, k_pages, v_pages: See `mix`.
     """
     k, v = kv.reshape(len(kv), 2, -1, heads.head_size).swapaxes(0, 1)
     k = layers.rms_norm(k, norms.k, norms.eps)
@@ -189,7 +198,7 @@ def _heads_of(
     Float[np.ndarray, "R Hk D"],
     Float[np.ndarray, "R Hq D"] | None,
 ]:
-    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    """Splits the projection into queries, keys, values, and the gate if there is one."""
     R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
     queries = qkv.shape[1] - 2 * keys
     q, k, v = np.split(qkv, [queries, queries + keys], axis=1)

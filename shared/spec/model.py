@@ -1,8 +1,8 @@
-"""The forward pass of Llama, Qwen3, Qwen3.5 and their kin over ragged rows, on paged KV and states.
+"""Forward pass of decoder-only models (Llama, Qwen3, Qwen3.5, ...) on paged KV and GDN states.
 
-`prefill` and `verify` are the same pass; they differ in which rows see which, and in how
-gated-delta layers run: in chunks with the states carried on, or over a tree with the states left
-as they are. The residual stream `streams[i]` is what enters layer i; `streams[L]` left the last.
+`prefill` and `verify` are the same pass over ragged rows. They differ in the visibility of rows and
+in GDN layers: chunked with advancing states, or over a tree with unchanged states. `streams[i]` is
+the residual stream before layer i; `streams[L]` is after the last layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ Hidden = Float[np.ndarray, "R hidden"]
 
 @dataclass(frozen=True)
 class KV:
-    """The page pools of a stack of attention layers; page 0 is the sink."""
+    """Page pools of a stack of attention layers; page 0 is reserved for padding."""
 
     k: Float[np.ndarray, "L P page H D"]
     v: Float[np.ndarray, "L P page H D"]
@@ -39,24 +39,24 @@ class KV:
 
 @dataclass(frozen=True)
 class Forward:
-    """What a pass gives: the hidden state after the final norm, all residual streams, the KV."""
+    """Result of a pass: the hidden state after the final norm, all residual streams, and the KV."""
 
     hidden: Hidden
     streams: Float[np.ndarray, "L1 R hidden"]
     kv: KV
 
     def at(self, rows: Int[np.ndarray, " some"]) -> "Forward":
-        """What the pass gave of some rows."""
+        """Returns the result for some rows."""
         return Forward(self.hidden[rows], self.streams[:, rows], self.kv)
 
 
 DeltaMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R values"]]
-"""How a pass runs its gated-delta layers: from a layer (counted among its kind) and its projected
-inputs to the heads' outputs after the gated norm."""
+"""GDN layers of a pass: maps a layer's index among GDN layers and its projected inputs to its
+output."""
 
 
 def new_kv(config: ModelConfig, num_layers: int, num_pages: int, page_size: int) -> KV:
-    """Empty pools of `num_layers` attention layers."""
+    """Returns empty pools for `num_layers` attention layers."""
     keys, values = (
         np.zeros((num_layers, num_pages, page_size, *plane.shape), np.float32)
         for plane in config.attention.kept
@@ -65,7 +65,9 @@ def new_kv(config: ModelConfig, num_layers: int, num_pages: int, page_size: int)
 
 
 def new_state(config: ModelConfig, batch: int) -> DeltaState:
-    """The states of `batch` rows before their first token; without layers where there are none."""
+    """Returns the states of `batch` rows before their first token; empty for a model without GDN
+    layers.
+    """
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
         return DeltaState(
@@ -89,16 +91,16 @@ def prefill(
     shown: Shown | None,
     turns: Int[np.ndarray, "T 3"] | None,
 ) -> tuple[Forward, DeltaState]:
-    """Runs prompt chunks of several requests and carries their states on.
+    """Runs prompt chunks of several requests and advances their states.
 
     Args:
-      state: The states of the batch's rows before their chunks.
-      tokens: The chunks one after the other, then padding.
-      row_starts: First token of each chunk, and the end.
-      first_positions: Position of each chunk's first token; so many tokens lie in the pages.
-      page_table: Pages of each request, with room for the chunk.
-      shown: Rows of pictures in the place of tokens'; None of text.
-      turns: By which the rows turn; None: by their positions.
+      config, weights, kv: The model and its page pools.
+      state: States of the batch's rows before their chunks.
+      tokens, row_starts: Concatenated chunks and padding; first token of each chunk, and the end.
+      first_positions: Position of each chunk's first token, equal to its cached tokens.
+      page_table: Pages of each request, including those of the chunk.
+      shown: Image embeddings; None for text.
+      turns: M-RoPE positions; None to use the sequence positions.
     """
     no_bound = np.zeros_like(first_positions)
     rows = attention.causal_rows(row_starts, first_positions, no_bound, page_table, len(tokens))
@@ -121,17 +123,18 @@ def verify(
     rows: int,
     delta: Int[np.ndarray, " B"] | None,
 ) -> tuple[Forward, Kept]:
-    """Runs one draft tree per request; neither the states nor a position below the lengths changes.
+    """Verifies one draft tree per request without changing states or KV below the lengths.
 
     Args:
-      state: The states of the batch's rows, at their lengths.
+      config, weights, kv: The model and its page pools.
+      state: States of the batch's rows at their lengths.
       tokens, parents, num_nodes: The trees; node 0 is the newest token.
-      lengths: Committed positions of each request.
+      lengths, page_table: Committed positions and pages of each request.
       rows: R, flat rows; those past the last node are padding.
-      delta: What the turns of each request's rows are above their positions; None: nothing.
+      delta: M-RoPE position delta of each request; None for 0.
 
     Returns:
-      The pass over the flat rows, and what a replay of the accepted path needs.
+      The pass over the flat rows, and the replay inputs for the accepted path.
     """
     flat, node = attention.tree_rows(parents, num_nodes, lengths, page_table, rows)
     if delta is not None:
@@ -152,16 +155,16 @@ def forward(
     shown: Shown | None,
     mixer: DeltaMixer,
 ) -> Forward:
-    """Runs all layers over ragged rows.
+    """Runs all layers over ragged rows, with a given visibility.
 
     Args:
-      rows: Where the rows stand and what they see.
-      tokens: The token of each row.
-      shown: What stands in the place of some tokens'; None of text.
-      mixer: Runs the gated-delta layers; a model without them never calls it.
+      config, weights, kv: The model and its page pools.
+      rows, tokens: Positions and visibility of the rows, and their tokens.
+      shown: Image embeddings; None for text.
+      mixer: Runs the GDN layers; never called for a model without them.
     """
     norms = [_norm_before(config, weights, "input_norm", i) for i in range(config.num_layers)]
-    norms.append(None)  # what leaves the last layer no product reads
+    norms.append(None)  # no product reads the output of the last layer
     embedded = layers.embedded(weights["embed"], tokens, shown, config.embedding_factor)
     stream = linear.stream(embedded, norms[0])
     streams, places = [stream.rows], dict.fromkeys((*config.layer_kinds, *config.feed_kinds), 0)
@@ -187,13 +190,13 @@ def forward(
 
 
 def logits(config: ModelConfig, weights: Weights, hidden: Hidden) -> Float[np.ndarray, "R vocab"]:
-    """Scores of the next token; a tied model has no head of its own."""
+    """Computes the LM head; a tied model uses its embedding."""
     head = Matrix(weights.get("lm_head", weights["embed"]))
     return linear.product_float32(hidden, head, config.logits_factor)
 
 
 def matrix(weights: Weights, name: str, layer: int) -> Matrix:
-    """The weight of one layer of a stack, with what stands beside it."""
+    """Returns the weight of one layer of a stack, with its bias and scales."""
     beside = (weights.get(f"{name}{end}") for end in (BIAS, SCALES))
     return Matrix(weights[name][layer], *(x if x is None else x[layer] for x in beside))
 
@@ -201,17 +204,17 @@ def matrix(weights: Weights, name: str, layer: int) -> Matrix:
 def norm(
     config: ModelConfig, x: Float[np.ndarray, "..."], weight: Float[np.ndarray, " size"]
 ) -> Float[np.ndarray, "..."]:
-    """The model's own kind of RMS norm."""
+    """Applies the model's RMS norm."""
     return layers.rms_norm(x, scale(config, weight), config.rms_eps)
 
 
 def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.ndarray, " size"]:
-    """What a norm multiplies by: some models store its distance from 1."""
+    """Returns the multiplier of a norm; zero-centred norms store its difference from 1."""
     return 1 + weight if config.zero_centered_norms else weight
 
 
 def angles(config: AttentionConfig, rows: Rows) -> Angles:
-    """The rotation of each row."""
+    """Computes the rotary cos and sin of each row, with M-RoPE positions if the rows have them."""
     turning = rows.positions
     if rows.turns is not None and config.rotary.sections:
         turning = rows.turns[:, turn_of_pairs(config.rotary)]
@@ -219,7 +222,7 @@ def angles(config: AttentionConfig, rows: Rows) -> Angles:
 
 
 def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> HeadNorms | None:
-    """The norms of one layer's heads, where the model has them."""
+    """Returns the QK norms of one layer; None if the model has none."""
     if not config.attention.qk_norm:
         return None
     q, k = (scale(config, weights[f"{prefix}attention.{x}_norm"][layer]) for x in "qk")
@@ -236,14 +239,14 @@ def mix(
     rows: Rows,
     kv: KV,
 ) -> tuple[Float[np.ndarray, "R heads_size"], KV]:
-    """`shared.spec.mix.mix` of one layer.
+    """Applies `shared.spec.mix.mix` to one layer.
 
     Args:
-      attention: Of the layer.
-      prefix: Before the names of the stack in `weights`, "" or that of a draft head.
-      layer: Place in the stack of weights and of pools.
+      config, attention: Config of the model, and of the layer's attention.
+      weights, prefix: Weights, and prefix of the stack in them: "" or that of a draft head.
+      layer: Index in the stack of weights and of pools.
       qkv: The layer's projection.
-      kv: The pools of the stack.
+      rows, kv: Positions and visibility of the rows, and pools of the stack.
     """
     norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
     heads, turn = Heads.of(attention), angles(attention, rows)
@@ -270,10 +273,8 @@ def attention_layer(
     rows: Rows,
     kv: KV,
 ) -> tuple[Stream, KV]:
-    """One attention layer of a draft head, whose projection reads `x` and not the stream.
-
-    Args:
-      attention: Of the layer.
+    """Computes one attention layer of a draft head, whose projection reads `x` instead of the
+    stream.
     """
     name = f"{prefix}attention."
     qkv = linear.product(x, matrix(weights, f"{name}inputs", layer))
@@ -293,14 +294,13 @@ def feed(
     stream: Stream,
     norm: Float[np.ndarray, " hidden"] | None = None,
 ) -> Stream:
-    """The gated MLP of one layer, or its experts, and the residual behind.
+    """Computes the MLP or MoE block of one layer, with the residual addition.
 
     Args:
-      fed: What the layer has.
-      prefix: Before the names of the stacks in `weights`.
-      layer, place: The layer's number among all of the prefix, and among those that have the same.
-      stream: To be read through the norm before the MLP.
-      norm: Of the stream that this gives.
+      config, fed: Config of the model, and of the MLP or MoE block.
+      weights, prefix: Weights, and prefix of the stacks in them.
+      layer, place: Index among all layers of the prefix, and among layers of the same kind.
+      stream, norm: Residual stream before the MLP's norm, and scale of the norm after the addition.
     """
     if isinstance(fed, ExpertsConfig):
         own = experts_of(weights, f"{prefix}experts.", place)
@@ -313,12 +313,12 @@ def feed(
 def norm_between(
     config: ModelConfig, weights: Weights, prefix: str, layer: int
 ) -> Float[np.ndarray, " hidden"] | None:
-    """Scale of the norm between the mixer of a layer and its MLP."""
+    """Returns the scale of the norm between a layer's mixer and its MLP."""
     return _norm_before(config, weights, f"{prefix}post_attention_norm", layer)
 
 
 def experts_of(weights: Weights, prefix: str, place: int) -> Experts:
-    """The experts of one layer of the stacks that a prefix names."""
+    """Returns the MoE weights of one layer."""
 
     def at(name: str) -> Matrix:
         return matrix(weights, f"{prefix}{name}", place)
@@ -350,7 +350,7 @@ def _added(
     stream: Stream,
     norm: Float[np.ndarray, " hidden"] | None,
 ) -> Stream:
-    """The stream with a product, which a model may norm before it is added."""
+    """Adds a product to the stream, after a post-norm if the model has one."""
     if not config.norms_behind:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
     scales = scale(config, weights[norm_behind][layer])
@@ -366,14 +366,14 @@ def _replaced(
 
 
 def delta_weights(config: ModelConfig, weights: Weights, layer: int) -> DeltaWeights:
-    """What one gated-delta layer holds besides its matrices."""
+    """Returns the weights of one GDN layer besides its matrices."""
     names = ("conv", "a_log", "dt_bias", "norm")
     arrays = {name: weights[f"gated_delta.{name}"][layer] for name in names}
     return DeltaWeights(**arrays, eps=config.rms_eps)
 
 
 class Chunks:
-    """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
+    """GDN layers of a prefill: chunked, with advancing states."""
 
     def __init__(
         self,
@@ -388,7 +388,7 @@ class Chunks:
     def __call__(
         self, layer: int, inputs: Float[np.ndarray, "R outputs"]
     ) -> Float[np.ndarray, "R values"]:
-        """See `DeltaMixer`."""
+        """Same as `DeltaMixer`."""
         assert self._config.gated_delta is not None  # a model with such layers has their sizes
         out, self.recurrent[layer], self.window[layer] = mamba_state.mix_chunks(
             inputs,
@@ -402,7 +402,9 @@ class Chunks:
 
 
 class Tree:
-    """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept."""
+    """GDN layers of a verify step: each node continues from its parent, and its replay inputs are
+    stored.
+    """
 
     def __init__(
         self,
@@ -422,7 +424,7 @@ class Tree:
     def __call__(
         self, layer: int, inputs: Float[np.ndarray, "R outputs"]
     ) -> Float[np.ndarray, "R values"]:
-        """See `DeltaMixer`."""
+        """Same as `DeltaMixer`."""
         assert self._config.gated_delta is not None  # a model with such layers has their sizes
         out, kept = mamba_state.mix_tree(
             inputs,
@@ -439,7 +441,7 @@ class Tree:
         return out
 
     def all_kept(self) -> Kept:
-        """The kept inputs of all layers, stacked."""
+        """Returns the replay inputs of all layers, stacked."""
         if self._kept:
             names = [field.name for field in fields(Kept)]
             return Kept(*(np.concatenate([getattr(x, n) for x in self._kept]) for n in names))

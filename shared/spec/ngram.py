@@ -1,19 +1,19 @@
-"""N-grams of seen text in a table on the device, and the draft trees that follow from them.
+"""N-gram drafting (prompt lookup) on the device: a hash table of n-grams, and the draft trees it
+yields.
 
-The table says which tokens came after a text's last 1, 2, .. 16 tokens before. It has an entry for
-each such n-gram and token, in one of `WAYS` places of a group that the n-gram's hash names; the
-token says which place. What is written later takes the place of what lay there, so the table never
-grows, and what it holds follows from the order of the texts alone. A second hash is kept beside an
-entry: where it differs, the entry is another n-gram's. Both begin with the scope of the text, its
-tenant or its request, so no scope reads another one's entries.
+The table stores the tokens that followed n-grams of 1, 2, ... 16 tokens. It has an entry for each
+n-gram and following token, in one of `WAYS` ways of a group selected by the n-gram's hash; the
+token selects the way. Later writes overwrite earlier ones, so the table never grows, and its
+contents depend only on the order of writes. A second hash is stored with an entry: a mismatch means
+that the entry belongs to another n-gram. Both hashes start from the scope (tenant or request), so
+scopes never read each other's entries.
 
-A tree grows by its likeliest node. How likely a token is follows from the length of the n-gram it
-came after, and from how many tokens are likelier in the same place: the longest n-gram's come
-first, and of one n-gram's the one that was written last. Chances are whole numbers, so every
-implementation grows the same tree.
+A tree grows by its most likely candidate. The estimated probability of a token depends on the
+length of its n-gram and on its rank at that place: longer n-grams first, then the most recent
+entry. Probabilities are integers (fixed point), so every implementation grows the same tree.
 
-Nothing here needs the host: what a step commits is learnt in the step, and the next one drafts from
-it.
+The host is not involved: a step inserts the tokens that it commits, and the next step drafts from
+them.
 """
 
 from dataclasses import dataclass
@@ -22,37 +22,38 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Tokens of the n-grams that are looked up. All lengths up to 16 find hardly more: of four kinds of
-the model's tasks 1.97, 3.24, 2.40 and 2.71 tokens a step for 1.96, 3.24, 2.41 and 2.67."""
+"""N-gram lengths that are looked up. All lengths up to 16 find hardly more: on four tasks of the
+demo model 1.97, 3.24, 2.40 and 2.71 tokens per step, versus 1.96, 3.24, 2.41 and 2.67 with these.
+"""
 
 WINDOW = LENGTHS[-1]
-"""Tokens of a text that matter."""
+"""Number of last tokens of a sequence that are used."""
 
 WAYS = 8
-"""Places of a group."""
+"""Ways (entries) of a group."""
 
 LATEST = 2**31 - 1
-"""Clocks go round here."""
+"""Value at which clocks wrap around."""
 
 MOST_AGE = 2**28 - 1
-"""Entries that are older count as equally old."""
+"""Ages from this value on count as equal."""
 
 UNITS = 1024
-"""Of a natural logarithm, so that weights are whole numbers of them."""
+"""Fixed-point units per natural logarithm unit, so that weights are integers."""
 
 MULTIPLIERS = 0x01000193, 0x5BD1E995
-"""Of the two hashes: FNV's prime and MurmurHash2's."""
+"""Multipliers of the two hashes: the primes of FNV and MurmurHash2."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Entries by length, group and place.
+    """Hash table entries by n-gram length, group and way.
 
     Attributes:
-      tokens: One more than the token; 0 where nothing was written.
-      checks: The second hash of the n-gram before it.
-      stamps: When it was written, by the clock of its length.
-      clocks: Of each length, how much was written so far.
+      tokens: Following token + 1; 0 for an empty entry.
+      checks: Second hash of the n-gram.
+      stamps: Time of the write, by the clock of its length.
+      clocks: Number of writes so far for each length.
     """
 
     tokens: Int32[np.ndarray, "lengths groups ways"]
@@ -62,18 +63,18 @@ class Table:
 
     @classmethod
     def empty(cls, groups: int) -> "Table":
-        """A table without entries; `groups`, of each length, is a power of two."""
+        """Returns an empty table; `groups`, per length, is a power of two."""
         tokens, checks, stamps = np.zeros((3, len(LENGTHS), groups, WAYS), np.int32)
         return cls(tokens, checks, stamps, np.zeros(len(LENGTHS), np.int32))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is kept of texts from one step to the next.
+    """N-gram state between steps.
 
     Attributes:
-      tails: The last tokens of each slot's text, with the newest.
-      table: What followed n-grams of all texts.
+      tails: Last tokens of each slot's sequence, including the newest.
+      table: Followers of n-grams of all sequences.
     """
 
     tails: Int32[np.ndarray, "slots window"]
@@ -82,11 +83,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Grown:
-    """Draft trees; node 0 carries the newest token.
+    """Draft trees; node 0 is the newest token.
 
     Attributes:
-      weights: For each node the logarithm of the chance that the text goes on as far as it; of
-        padding minus infinity.
+      tokens, parents, num_nodes: The trees.
+      weights: Log of the estimated probability that the output continues up to each node; minus
+        infinity for padding.
     """
 
     tokens: Int[np.ndarray, "B N"]
@@ -96,14 +98,16 @@ class Grown:
 
 
 def width_of(nodes: int, accept_rule: str) -> int:
-    """Most children of a node in trees of so many nodes; rules but "exact" take chains."""
+    """Returns the maximum children of a node for trees of `nodes` nodes; rejection rules need
+    chains.
+    """
     return min(WAYS, nodes - 1) if accept_rule == "exact" else 1
 
 
 def mix(values: Int32[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape"]:
-    """Spreads what differs over all 32 bits.
+    """Mixes the bits of hashes.
 
-    Source: the last step of MurmurHash3, Appleby 2011.
+    Source: the finaliser of MurmurHash3, Appleby 2011.
     """
     mixed = values.view(np.uint32)
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
@@ -114,7 +118,7 @@ def mix(values: Int32[np.ndarray, "*shape"]) -> Int32[np.ndarray, "*shape"]:
 def keys(
     contexts: Int[np.ndarray, "n window"], scopes: Int[np.ndarray, "n 2"], length: int
 ) -> tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " n"]]:
-    """Two hashes of the last `length` tokens of texts, each before it is mixed."""
+    """Returns two hashes of the last `length` tokens of sequences, before mixing."""
     found = []
     for scope, multiplier in zip(scopes.T, MULTIPLIERS, strict=True):
         key = scope.astype(np.uint32)
@@ -131,13 +135,14 @@ def learn(
     scopes: Int[np.ndarray, "n 2"],
     is_real: Bool[np.ndarray, " n"],
 ) -> Table:
-    """Enters what came after texts; of those that want one place, the last has it.
+    """Inserts the tokens that followed sequences; of several writes to one entry the last remains.
 
     Args:
-      contexts: The last tokens of each text, the newest last; -1 before its beginning.
-      following: The token that came next.
-      scopes: Whose text it is, in two words: one begins each hash.
-      is_real: The others are left out; the clocks count them.
+      table: The table.
+      contexts: Last tokens of each sequence, the newest last; -1 before its start.
+      following: Token that came next.
+      scopes: Scope of each sequence, as two int32; each starts one of the hashes.
+      is_real: False for entries that are not inserted; the clocks count them.
     """
     groups, n = table.tokens.shape[1], len(contexts)
     tokens, checks, stamps = (x.copy() for x in (table.tokens, table.checks, table.stamps))
@@ -156,7 +161,7 @@ def learn(
 def children(
     table: Table, context: Int[np.ndarray, " window"], scope: Int[np.ndarray, " 2"], width: int
 ) -> list[tuple[int, int]]:
-    """The likeliest tokens after a text, at most `width`, and what each costs in `UNITS`."""
+    """Returns the most likely next tokens, at most `width`, with their costs in `UNITS`."""
     groups, entries = table.tokens.shape[1], list[tuple[int, int, int]]()
     for place, length in enumerate(LENGTHS):
         if context[WINDOW - length] < 0:
@@ -175,14 +180,14 @@ def children(
 
 
 def cost(place: int, elders: int) -> int:
-    """What a token costs in `UNITS`: the negative logarithm of its chance.
+    """Returns the cost of a token in `UNITS`: the negative log of its estimated probability.
 
-    The longest n-gram's is right nine times of ten, that after one token three times; a token with
-    one or more before it three times less for each of the first two.
+    The first token of the longest n-gram is right nine times in ten, after one token three times in
+    ten. Each of the first two ranks divides the probability by about three.
 
     Args:
-      place: Of the n-gram's length among `LENGTHS`.
-      elders: Tokens that are likelier.
+      place: Index of the n-gram's length in `LENGTHS`.
+      elders: Number of more likely tokens at the same place.
     """
     return 108 + 23 * (len(LENGTHS) - 1 - place) ** 2 + 1232 * min(elders, 2)
 
@@ -196,14 +201,16 @@ def draft(
     depth: int,
     width: int,
 ) -> Grown:
-    """Grows a tree from each text: node by node the likeliest token below any, of equals the first.
+    """Grows a draft tree for each sequence, adding the most likely candidate first; ties go to the
+    earlier one.
 
     Args:
-      contexts, scopes: As of `learn`; the newest token is the root.
-      max_drafts: Most nodes beside the root that a request may have.
-      nodes: N, most nodes of a tree.
+      table: The table.
+      contexts, scopes: See `learn`; the newest token is the root.
+      max_drafts: Maximum number of nodes per request, without the root.
+      nodes: N, maximum nodes of a tree.
       depth: S, levels below the root.
-      width: k, most children of a node.
+      width: k, maximum children of a node.
     """
     B = len(contexts)
     tokens, parents = np.zeros((2, B, nodes), np.int32)
@@ -231,10 +238,11 @@ def draft(
 def windows(
     tails: Int[np.ndarray, "B window"], tokens: Int[np.ndarray, "B W"]
 ) -> Int[np.ndarray, "B W window"]:
-    """What stands before each of the tokens that texts go on with.
+    """Returns the tokens before each of the tokens that continue sequences.
 
     Args:
-      tails: The last tokens of each text.
+      tails: Last tokens of each sequence.
+      tokens: The continuation of each sequence.
     """
     stream = np.concatenate([tails, tokens], axis=1)
     before = np.lib.stride_tricks.sliding_window_view(stream, WINDOW, axis=1)
@@ -246,7 +254,7 @@ def tails_after(
     tokens: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
 ) -> Int[np.ndarray, "B window"]:
-    """The last tokens of each text once it has gone on by the first `counts` of the tokens."""
+    """Returns the last tokens of each sequence after it has grown by the first `counts` tokens."""
     stream = np.concatenate([tails, tokens], axis=1)
     at = counts[:, None] + np.arange(WINDOW)
     return np.take_along_axis(stream, at, axis=1)
@@ -258,12 +266,12 @@ def prompt_windows(
     request: Int[np.ndarray, " T"],
     before: Int[np.ndarray, "B window"],
 ) -> Int[np.ndarray, "T window"]:
-    """The texts that end with each token of prompt chunks.
+    """Returns the context that ends with each token of prompt chunks.
 
     Args:
-      tokens, row_starts: All chunks, and where each begins, and the end.
-      request: Whose chunk each token is of.
-      before: What stands before each chunk.
+      tokens, row_starts: All chunks, concatenated; start of each chunk, and the end.
+      request: Request of each token.
+      before: Tokens before each chunk.
     """
     place = np.arange(len(tokens)) - row_starts[request]
     at = place[:, None] - (WINDOW - 1) + np.arange(WINDOW)
@@ -281,13 +289,16 @@ def learn_prompts(
     scopes: Int[np.ndarray, "B 2"],
     is_real: Bool[np.ndarray, " T"],
 ) -> Memory:
-    """Learns chunks of prompts.
+    """Inserts prompt chunks.
 
     Args:
-      windows, request: As of `prompt_windows`.
-      following: The token after each of the chunks'.
-      last: The place of each chunk's last token.
-      is_real: Tokens that are learnt from, and followed by one of the text.
+      memory: N-gram state.
+      slots: Slots of the requests.
+      windows, request: Contexts from `prompt_windows`; request of each token.
+      following: Token after each token of the chunks.
+      last: Index of each chunk's last token.
+      scopes: Scope of each request.
+      is_real: True for tokens that are inserted, with a following token of the same sequence.
     """
     table = learn(memory.table, windows, following, scopes[request], is_real)
     tails = memory.tails.copy()
@@ -302,7 +313,7 @@ def learn_outputs(
     counts: Int[np.ndarray, " B"],
     scopes: Int[np.ndarray, "B 2"],
 ) -> Memory:
-    """Learns what a step has committed: the first `counts` of the tokens of each row."""
+    """Inserts the tokens that a step has committed: the first `counts` of each row."""
     B, W = tokens.shape
     held = memory.tails[slots]
     before, is_real = windows(held, tokens), np.arange(W) < counts[:, None]

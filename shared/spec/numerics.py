@@ -1,8 +1,9 @@
-"""The order of sums: what of a GPU kernel's cut decides the bits of its results.
+"""Reduction orders: the part of a GPU kernel's partitioning that determines the bits of its
+results.
 
-A float32 sum depends on the order of its terms. An order is therefore part of the numerics, like a
-formula: it is the same in both languages, for every GPU and for every batch, and is never tuned.
-What only decides how fast the same sums are found is a kernel's tiles (`kernels/tiles.py`).
+A float32 sum depends on the order of its terms. The order is therefore part of the numerics, like a
+formula: it is the same in both backends, for every GPU and for every batch (batch-invariant), and
+is never tuned. Everything that affects only speed is a kernel's tile config (`kernels/tiles.py`).
 """
 
 from dataclasses import dataclass
@@ -13,18 +14,18 @@ from jaxtyping import Float32
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOrder:
-    """The order of the sums over the positions of a row, of `shared.spec.attention.attend`.
+    """Order of the sums over KV positions in `shared.spec.attention.attend` (split-KV).
 
-    The positions are cut into spans, a span into splits, a split into tiles, all from position 0
-    on, so that the cut depends on nothing but where the row stands. The tiles of a split are summed
-    one after the other, then the splits of a span, and then the spans.
+    Positions are divided into spans, spans into splits, splits into tiles, all from position 0 on,
+    so that the partition depends only on the position. The tiles of a split are summed in sequence,
+    then the splits of a span, then the spans.
 
     Attributes:
       span: Positions of a span.
       split: Positions of a split.
       tile: Positions of a tile.
-      tile_float32: The same in float32, which is for comparisons: without a matrix unit, large
-        tiles take minutes to compile.
+      tile_float32: Positions of a tile in float32, which serves comparisons: without tensor cores,
+        large tiles take minutes to compile.
     """
 
     span: int
@@ -43,7 +44,9 @@ class AttentionOrder:
             raise ValueError(f"span must be a multiple of split {self.split}, got {self.span}")
 
     def sizes_for(self, item_bytes: int) -> dict[str, int]:
-        """Positions of a span, a split and a tile for keys of so many bytes each."""
+        """Returns the positions of a span, a split and a tile for keys with elements of
+        `item_bytes`.
+        """
         tile = self.tile_float32 if item_bytes == 4 else self.tile
         return {"span": self.span, "split": self.split, "tile": tile}
 
@@ -53,17 +56,17 @@ ATTENTION = AttentionOrder(span=2048, split=128, tile=64, tile_float32=16)
 
 @dataclass(frozen=True, kw_only=True)
 class SquaresOrder:
-    """How the squares of a row are summed so that their order does not matter.
+    """Order-independent sum of the squares of a row, in fixed point.
 
-    A row is cut into chunks. In a chunk each square becomes a whole number of units, a unit being a
-    power of two below the largest square; whole numbers have the same sum in any order. The sums of
-    the chunks, float32 again, are added in the same way. The unit follows the row, so that neither
-    an embedding of 1e-3 nor a channel of 3e4 loses digits.
+    A row is divided into chunks. Each square of a chunk is converted to an integer number of units,
+    where the unit is a power of two relative to the largest square. Integer sums do not depend on
+    the order. The sums of the chunks, as float32, are added in the same way. The unit follows the
+    row, so neither an embedding of 1e-3 nor a channel of 3e4 loses precision.
 
     Attributes:
       chunk: Columns of a chunk.
-      digits: Binary digits of the largest square of a chunk, in units.
-      digits_of_chunks: Binary digits of the largest chunk of a row, in units.
+      digits: Bits of the largest square of a chunk, in units.
+      digits_of_chunks: Bits of the largest chunk of a row, in units.
     """
 
     chunk: int
@@ -72,11 +75,11 @@ class SquaresOrder:
 
 
 SQUARES = SquaresOrder(chunk=64, digits=21, digits_of_chunks=20)
-"""So that an int32 holds the sum of 256 squares, and that of 512 chunks."""
+"""Sizes with which an int32 holds the sum of 256 squares, and of 512 chunks."""
 
 
 def sum_in_units(x: Float32[np.ndarray, "... terms"], digits: int) -> Float32[np.ndarray, "..."]:
-    """Adds terms that are not negative, in units of the largest; see `SquaresOrder`."""
+    """Adds non-negative terms in units relative to the largest; see `SquaresOrder`."""
     exponent = np.clip(x.max(axis=-1).view(np.int32) >> 23, digits + 1, 254)
     scale = ((digits + 254 - exponent) << 23).astype(np.int32).view(np.float32)
     unit = ((exponent - digits) << 23).astype(np.int32).view(np.float32)
@@ -85,25 +88,25 @@ def sum_in_units(x: Float32[np.ndarray, "... terms"], digits: int) -> Float32[np
 
 
 def chunks_of_squares(x: Float32[np.ndarray, "R size"]) -> Float32[np.ndarray, "R chunks"]:
-    """The sum of the squares of each chunk of a row; the last chunk may be shorter."""
+    """Returns the sum of squares of each chunk of a row; the last chunk may be shorter."""
     spare = -x.shape[1] % SQUARES.chunk
     padded = np.pad(x * x, ((0, 0), (0, spare))).reshape(len(x), -1, SQUARES.chunk)
     return sum_in_units(padded, SQUARES.digits)
 
 
 def sum_of_squares(x: Float32[np.ndarray, "R size"]) -> Float32[np.ndarray, " R"]:
-    """The sum of the squares of each row, by its chunks."""
+    """Returns the sum of squares of each row, added by chunks."""
     return sum_in_units(chunks_of_squares(x), SQUARES.digits_of_chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOrder:
-    """The order of the sums by which a row chooses its experts.
+    """Order of the sums in an MoE router.
 
     Attributes:
-      segments: The inputs are cut into so many segments, as long as each other but for the last
-        ones. A segment is added in one chain, and then the segments in their order.
-      digits: Binary digits of the largest weight, in the units that weights are added in; see
+      segments: Number of segments into which the inputs are divided, of equal length except for the
+        last. A segment is summed in sequence, then the segments in order.
+      digits: Bits of the largest weight, in the units in which weights are added; see
         `SquaresOrder`.
     """
 
@@ -111,9 +114,11 @@ class RouterOrder:
     digits: int
 
     def segment(self, inputs: int) -> int:
-        """Inputs of a segment: a multiple of what a matrix unit adds at once."""
+        """Returns the inputs of a segment, a multiple of the K size of a tensor-core
+        instruction.
+        """
         return 16 * -(-inputs // (16 * self.segments))
 
 
 ROUTER = RouterOrder(segments=4, digits=20)
-"""So that an int32 holds the sum of 1,024 weights, of which the largest is 1."""
+"""Sizes with which an int32 holds the sum of 1,024 weights of at most 1."""

@@ -1,13 +1,14 @@
-"""The projection of rows onto the vocabulary, and the choice from its scores as one operation.
+"""LM head with fused sampling epilogue: product with the vocabulary and choice of tokens as one
+operation.
 
-By definition the choice is that from the scores. Whoever has both before it can leave the scores
-out: each block of the head's outputs leaves the best of its tokens and, where there is a
-temperature, what its groups hold, as `vocabulary` says of any part. A row that asks for nothing but
-its best token is chosen from what the blocks leave. A rank's part of the head leaves the same to
-the other ranks, whose ids begin where its own tokens do.
+By definition the result is the choice from the logits. An implementation that fuses both need not
+store the logits: each block of LM-head outputs writes its best token and, for rows with a
+temperature, the partial sums of its groups, as `vocabulary` defines for any shard. Greedy rows need
+only the best token of each block. A TP rank's shard of the LM head sends the same partial results
+to the other ranks, with ids offset by the shard's first token.
 
-Children of a draft's nodes are ranked so too, with their weights: the best k tokens of a row are
-among the k groups with the best peaks, and how likely all tokens are follows from what groups hold.
+Children of draft nodes are ranked in the same way, with their weights: the top k tokens of a row
+are in the k groups with the highest peaks, and the log-sum-exp follows from the sums of the groups.
 """
 
 from dataclasses import dataclass
@@ -22,11 +23,12 @@ from shared.spec.sampling import Chosen, Ranked, Sampling, Seen
 
 @dataclass(frozen=True)
 class Projection:
-    """Rows and the head that scores tokens by them, not multiplied yet.
+    """Hidden states and an LM head, before their product.
 
     Attributes:
-      weight: A row for each token.
-      factor: What scores are multiplied by.
+      rows: Hidden states.
+      weight: LM head, one row per token.
+      factor: Multiplier of the logits.
     """
 
     rows: Float[np.ndarray, "R hidden"]
@@ -35,17 +37,18 @@ class Projection:
 
 
 def scores(projection: Projection) -> Float[np.ndarray, "R vocab"]:
-    """The scores of all tokens, float32."""
+    """Computes all logits in float32."""
     return linear.product_float32(projection.rows, projection.weight, projection.factor)
 
 
 def asking(
     seen: Seen, positions: Int[np.ndarray, " R"], params: Sampling, request: Int[np.ndarray, " R"]
 ) -> Bool[np.ndarray, " R"]:
-    """Rows that ask for more than the best of their scores: noise, penalties, biases, no end yet.
+    """Returns True for rows that need more than the argmax: noise, penalties, biases, or a minimum
+    length.
 
     Args:
-      seen, positions, params, request: As of `sampling.choose`.
+      seen, positions, params, request: See `sampling.choose`.
     """
     asks = (params.temperature > 0) | (params.repetition != 1)
     asks |= (params.presence != 0) | (params.frequency != 0)
@@ -60,7 +63,7 @@ def joined(
     params: Sampling,
     request: Int[np.ndarray, " R"],
 ) -> Chosen:
-    """As `choose` without a mask; what backends make of it on a GPU leaves scores out."""
+    """Same as `choose` without a mask; GPU backends fuse it and do not store logits."""
     return choose(projection, seen, positions, params, request, None)
 
 
@@ -72,7 +75,7 @@ def choose(
     request: Int[np.ndarray, " R"],
     allowed: Bool[np.ndarray, "R vocab"] | None,
 ) -> Chosen:
-    """The target's token of each row; arguments as of `sampling.choose`."""
+    """Returns the target's token of each row; for the arguments see `sampling.choose`."""
     return sampling.choose(scores(projection), seen, positions, params, request, allowed)
 
 
@@ -86,7 +89,9 @@ def ranked(
     width: int,
     columns: Int[np.ndarray, " vocab"] | None,
 ) -> Ranked:
-    """As `rank`, of drafts that are not sampled; on a GPU backends leave scores out."""
+    """Same as `rank` for draft tokens that are not sampled; GPU backends fuse it and do not store
+    logits.
+    """
     return rank(projection, seen, positions, params, keys, stream, width, False, columns)
 
 
@@ -101,7 +106,9 @@ def rank(
     is_sampled: bool,
     columns: Int[np.ndarray, " vocab"] | None,
 ) -> Ranked:
-    """The best children of nodes, of which each request has as many; arguments as there."""
+    """Returns the best children of nodes, of which each request has the same number; see
+    `sampling.rank`.
+    """
     logits = scores(projection)
     by_node = logits.reshape(len(positions), -1, logits.shape[1])
     how = (keys, stream, width, is_sampled, columns)

@@ -1,8 +1,8 @@
-"""From logits to the chosen token: penalties, the joint support, and the first maximum.
+"""Token sampling: penalties, temperature, top-k, top-p and min-p, and the Gumbel-max choice.
 
-At position t of a request with seed s the token is the first maximum of
-`processed(logits) + gumbel(s, t)`, and at temperature 0 of `processed(logits)` alone; the
-noise is `shared.spec.noise`.
+At position t of a request with seed s the token is the first maximum of `processed(logits) +
+gumbel(s, t)`, and at temperature 0 of `processed(logits)`. The noise is defined in
+`shared.spec.noise`.
 """
 
 from dataclasses import dataclass, fields
@@ -16,27 +16,29 @@ from shared.spec import draft_tree
 from shared.spec.noise import TARGET_STREAM, gumbel
 
 DRAFT_TAU = 0.5
-"""Softness of draft weights where there is noise; one for all, or the backends' trees differ."""
+"""Temperature of draft weights of rows with noise. It is one constant, because the backends' trees
+must be equal."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The parameters of each row.
+    """Sampling parameters of each row.
 
     Attributes:
-      temperature: At least 0; at 0 the plain argmax is taken.
-      top_p, min_p, top_k: The support; off at 1, at 0, and at the size of the vocabulary.
-      presence, frequency: Subtracted once, or once per occurrence, from tokens of the output.
-      repetition: Divides positive and multiplies negative logits of tokens of prompt and output.
-      seed: The request's, made by `derive_seed`.
+      temperature: At least 0; 0 is greedy.
+      top_p, min_p, top_k: Filters; off at 1, at 0, and at the vocabulary size.
+      seed: Seed from `derive_seed`.
+      presence, frequency: Penalties subtracted from output tokens once, or once per occurrence.
+      repetition: Penalty that divides positive and multiplies negative logits of prompt and output
+        tokens.
       prompt_length: Position of the first output token.
-      min_length: Position before which `stop_ids` are not chosen.
-      max_drafts: Most nodes of the row's tree beside the root.
-      stop_ids: Padded with the row's first id; without ids `min_length` is 0.
-      bias_ids, bias_values: Added to the logits; padded with (0, 0.0).
-      calibration: At each of S_max depths, from 1: the natural logarithm of the probability that
-        the row's drafts are accepted as far as that depth, as the host has measured it; at most 0,
-        which is neutral. It decides nothing but which drafts of a batch get its verify rows.
+      min_length: Position before which `stop_ids` are excluded.
+      max_drafts: Maximum nodes of the row's tree without the root.
+      stop_ids: Stop tokens, padded with the row's first id; `min_length` is 0 without ids.
+      bias_ids, bias_values: Logit biases, padded with (0, 0.0).
+      calibration: For each of S_max depths, from 1: natural log of the measured probability that
+        the row's draft tokens are accepted up to that depth; at most 0, which is neutral. It only
+        affects the allocation of a batch's verify budget.
     """
 
     temperature: F32[np.ndarray, " B"]
@@ -56,23 +58,23 @@ class Sampling:
     calibration: F32[np.ndarray, "B S_max"]
 
     def rows(self, index: Int[np.ndarray, " R"]) -> "Sampling":
-        """The parameters of the rows that `index` names, which may repeat."""
+        """Returns the parameters of the rows in `index`, which may repeat."""
         return Sampling(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What stands in the text before each row's choice, as penalties count it.
+    """Token counts before each row's choice, for penalties.
 
-    It names the tokens instead of holding a row of the vocabulary for every choice: most rows have
-    no penalty, and a kernel adds a path of a few tokens to its slot's counts as it reads them.
+    The counts are not stored per row: most rows have no penalty, and a kernel adds a path of a few
+    tokens to its slot's counts as it reads them.
 
     Attributes:
-      counts: By slot: twice a token's count in the output, plus 1 where the prompt has it. The
-        newest token is counted.
-      slots: The slot of each row.
-      path: Drafted tokens that may stand after the newest.
-      on_path: Which of them stand before the row's choice.
+      counts: Per slot: twice a token's count in the output, plus 1 if it is in the prompt. The
+        newest token is included.
+      slots: Slot of each row.
+      path: Draft tokens that may follow the newest token.
+      on_path: True for those that precede the row's choice.
     """
 
     counts: I32[np.ndarray, "slots vocab"]
@@ -82,7 +84,7 @@ class Seen:
 
 
 def seen_alone(counts: I32[np.ndarray, "slots vocab"], slots: Int[np.ndarray, " R"]) -> Seen:
-    """Of rows that choose right after their newest token."""
+    """Returns the token counts of rows that choose directly after their newest token."""
     return Seen(counts, slots, np.zeros((len(slots), 0), np.int32), np.zeros((len(slots), 0), bool))
 
 
@@ -94,9 +96,9 @@ def seen_in_trees(
     request: Int[np.ndarray, " R"],
     node: Int[np.ndarray, " R"],
 ) -> Seen:
-    """Of rows that are nodes of draft trees: a node's path are its ancestors and itself.
+    """Returns the token counts of tree nodes: a node's path is its ancestors and itself.
 
-    Node 0 is the newest token, which `counts` holds.
+    Node 0 is the newest token, which `counts` includes.
     """
     is_before = draft_tree.ancestors(parents)
     is_before[:, :, 0] = False
@@ -104,7 +106,7 @@ def seen_in_trees(
 
 
 def seen_rows(seen: Seen) -> I32[np.ndarray, "R vocab"]:
-    """The counts before each row's choice."""
+    """Computes the counts before each row's choice."""
     counts = seen.counts[seen.slots]
     row = np.arange(len(counts))[:, None]
     np.add.at(counts, (row, seen.path), 2 * seen.on_path.astype(np.int32))
@@ -114,7 +116,7 @@ def seen_rows(seen: Seen) -> I32[np.ndarray, "R vocab"]:
 def penalized(
     logits: Float[np.ndarray, "R vocab"], seen: I32[np.ndarray, "R vocab"], sampling: Sampling
 ) -> Float[np.ndarray, "R vocab"]:
-    """Applies repetition, then presence and frequency."""
+    """Applies the repetition penalty, then presence and frequency penalties."""
     repetition = sampling.repetition[:, None]
     repeated = np.where(logits > 0, logits / repetition, logits * repetition)
     logits = np.where(seen > 0, repeated, logits)
@@ -129,16 +131,16 @@ def support(
     top_p: F32[np.ndarray, " R"],
     min_p: F32[np.ndarray, " R"],
 ) -> Bool[np.ndarray, "R vocab"]:
-    """The tokens that may be chosen, each filter measured on the full distribution.
+    """Returns the tokens that pass top-k, top-p and min-p, each applied to the full distribution.
 
-    A token stays if fewer than `top_k` come before it (a larger logit, or an equal one and a lower
-    id), if their probability is below `top_p`, and its own is at least `min_p` times the largest.
-    The first token always stays. A neutral filter is off, not computed: a float32 sum of
+    A token passes if fewer than `top_k` precede it (a larger logit, or an equal one with a lower
+    id), if their total probability is below `top_p`, and if its own is at least `min_p` times the
+    largest. The first token always passes. A neutral filter is skipped: a float32 sum of
     probabilities reaches 1 early and would drop the tail.
 
     Args:
-      logits: Already divided by the temperature.
-      top_k: Off at the vocabulary's size and above.
+      logits: Logits, divided by the temperature.
+      top_k: Off at the vocabulary size and above.
       top_p: Off at 1 and above.
       min_p: Off at 0.
     """
@@ -163,18 +165,18 @@ def processed(
     request: Int[np.ndarray, " R"],
     allowed: Bool[np.ndarray, "R vocab"] | None,
 ) -> Float[np.ndarray, "R vocab"]:
-    """Everything between raw logits and the choice, but the noise.
+    """Applies all logits processing before the noise.
 
-    In this order: penalties, bias, stop tokens before `min_length`, the grammar's mask; and for
-    rows with a temperature above 0 the division by it and the support. What is excluded is -inf.
+    In this order: penalties, bias, exclusion of stop tokens before `min_length`, grammar mask; for
+    rows with a temperature above 0, division by it and the filters. Excluded tokens are -inf.
 
     Args:
       logits: Raw logits.
-      seen: The text before each row's choice.
-      positions: The position of the token that is chosen.
+      seen: Token counts before each row's choice.
+      positions: Position of the sampled token.
       sampling: Parameters of the requests.
-      request: The request that a row belongs to.
-      allowed: Tokens that the grammar allows, or None without a grammar.
+      request: Request of each row.
+      allowed: Tokens that the grammar allows; None without a grammar.
     """
     by_row = sampling.rows(request)
     logits = penalized(logits, seen_rows(seen), by_row)
@@ -197,14 +199,14 @@ def perturbed(
     keys: Int[np.ndarray, " R"],
     stream: int,
 ) -> Float[np.ndarray, "R vocab"]:
-    """Adds the noise to rows with a temperature above 0.
+    """Adds Gumbel noise to rows with a temperature above 0.
 
     Args:
-      processed: Of `processed`.
+      processed: Result of `processed`.
       sampling: Parameters of the requests.
-      request: The request that a row belongs to.
-      keys: The position that names a row's noise.
-      stream: The use that names it, such as `TARGET_STREAM`.
+      request: Request of each row.
+      keys: Position that selects a row's noise.
+      stream: RNG stream, such as `TARGET_STREAM`.
     """
     by_row = sampling.rows(request)
     if not (by_row.temperature > 0).any():
@@ -215,11 +217,11 @@ def perturbed(
 
 @dataclass(frozen=True)
 class Chosen:
-    """The target's tokens.
+    """Sampled tokens of the target.
 
     Attributes:
-      ids: One of each row.
-      is_finite: Rows whose logits are finite, all of them; the other choices mean nothing.
+      ids: One token per row.
+      is_finite: True for rows whose logits are all finite; other tokens are undefined.
     """
 
     ids: I32[np.ndarray, " R"]
@@ -234,10 +236,10 @@ def choose(
     request: Int[np.ndarray, " R"],
     allowed: Bool[np.ndarray, "R vocab"] | None,
 ) -> Chosen:
-    """The target's token of each row: the first maximum of its processed logits and the noise.
+    """Samples the target's token of each row: the first maximum of processed logits plus noise.
 
     Args:
-      logits, seen, positions, sampling, request, allowed: As in `processed`.
+      logits, seen, positions, sampling, request, allowed: See `processed`.
     """
     scores = processed(logits, seen, positions, sampling, request, allowed)
     ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
@@ -245,12 +247,12 @@ def choose(
 
 
 def is_finite(logits: Float[np.ndarray, "R vocab"]) -> Bool[np.ndarray, " R"]:
-    """Rows whose logits are finite, all of them."""
+    """Returns True for rows whose logits are all finite."""
     return np.asarray(np.isfinite(logits).all(axis=1))
 
 
 def best(perturbed: Float[np.ndarray, "R vocab"]) -> I32[np.ndarray, " R"]:
-    """The first maximum of each row."""
+    """Returns the first maximum of each row."""
     return perturbed.argmax(axis=1).astype(np.int32)
 
 
@@ -259,10 +261,10 @@ class Ranked:
     """Candidates for the children of nodes.
 
     Attributes:
-      ids: The best tokens of each node, best first.
-      weights: The log weights of the edges to them.
-      processed: What they were ranked by, less the noise; a rejection rule judges drafts by it.
-        None where drafts are not sampled.
+      ids: Best tokens of each node, best first.
+      weights: Log weights of their edges.
+      processed: Processed logits without noise, which rejection sampling needs; None if draft
+        tokens are not sampled.
     """
 
     ids: I32[np.ndarray, "B k width"]
@@ -283,18 +285,18 @@ def rank(
 ) -> Ranked:
     """Ranks the children of k nodes of each request as the target will choose among them.
 
-    All nodes of a request stand at one depth: its noise is the same for all of them.
+    All nodes of a request have the same depth, so they share its noise.
 
     Args:
-      logits: The drafter's, over its vocabulary.
-      seen: The text before the choice at each of the B * k nodes.
-      positions: The position of the children.
+      logits: Drafter's logits, over its vocabulary.
+      seen: Token counts before the choice at each of the B * k nodes.
+      positions: Position of the children.
       sampling: Parameters of the requests.
-      keys, stream: As in `perturbed`; the target's own under the match rule.
+      keys, stream: See `perturbed`; the target's own for exact-match acceptance.
       width: Children of a node.
-      is_sampled: Drafts are sampled, to be judged by a rejection rule.
-      columns: The target's token of each score, of equals the earlier one first; None where they
-        are the same.
+      is_sampled: True if draft tokens are sampled for rejection sampling.
+      columns: Target token id of each logit; of equal logits the earlier one wins. None if the
+        vocabularies are equal.
     """
     B, k, vocab = logits.shape
     request = np.repeat(np.arange(B), k)
@@ -312,7 +314,7 @@ def rank(
 def over_tokens(
     logits: Float[np.ndarray, "R columns"], columns: Int[np.ndarray, " columns"] | None, vocab: int
 ) -> Float[np.ndarray, "R vocab"]:
-    """A drafter's logits over the target's vocabulary; -inf where it has no token."""
+    """Scatters a drafter's logits to the target's vocabulary; -inf for tokens that it lacks."""
     if columns is None:
         return logits
     scores = np.full((len(logits), vocab), -np.inf, logits.dtype)
@@ -323,28 +325,29 @@ def over_tokens(
 def draft_weights(
     perturbed: Float[np.ndarray, "R vocab"], temperature: F32[np.ndarray, " R"], tau: float
 ) -> Float[np.ndarray, "R vocab"]:
-    """How likely the drafter takes each token for the target's choice, as a logarithm.
+    """Returns the log probability, estimated by the drafter, that each token is the target's
+    choice.
 
     Args:
-      perturbed: The drafter's processed logits with the target's noise.
-      temperature: The rows'; at 0 there is no noise, and `tau` is 1.
-      tau: Softness of the weights. Never changes a text, but decides which nodes a tree keeps.
+      perturbed: Drafter's processed logits with the target's noise.
+      temperature: Temperatures of the rows; at 0 there is no noise, and `tau` is 1.
+      tau: Temperature of the weights. It never changes the output, only which nodes a tree keeps.
     """
     softness = np.where(temperature > 0, np.float32(tau), np.float32(1))
     return log_softmax(perturbed / softness[:, None])
 
 
 def top_candidates(perturbed: Float[np.ndarray, "R vocab"], k: int) -> I32[np.ndarray, "R k"]:
-    """The ids of the k largest values, best first; equal ones by the lower id."""
+    """Returns the ids of the k largest values, best first; ties go to the lower id."""
     return np.argsort(-perturbed, axis=1, kind="stable")[:, :k].astype(np.int32)
 
 
 def log_softmax(logits: Float[np.ndarray, "R vocab"]) -> Float[np.ndarray, "R vocab"]:
-    """Natural logarithms of the probabilities of each row."""
+    """Returns the natural logarithms of the probabilities of each row."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 def probabilities(processed: Float[np.ndarray, "R vocab"]) -> Float[np.ndarray, "R vocab"]:
-    """What a row with a temperature samples from; 0 for what is excluded."""
+    """Returns the sampling distribution of a row with a temperature; 0 for excluded tokens."""
     return np.exp(log_softmax(processed))

@@ -1,7 +1,8 @@
-"""What a step leaves in a slot: length, newest token, counts; and what a new owner finds there.
+"""Slot state: length, newest token and token counts of a request, their update after a step, and
+their reset for a new request.
 
-A slot stands at `lengths`, the committed positions; its newest token is the one after them and has
-no KV yet; `seen` counts the tokens of its text for penalties, the newest included.
+`lengths` is the number of committed positions. The newest token is the one after them and has no KV
+yet. `seen` counts the request's tokens for penalties, including the newest.
 """
 
 import numpy as np
@@ -15,12 +16,13 @@ def count(
     is_output: Bool[np.ndarray, " R"],
     is_counted: Bool[np.ndarray, " R"],
 ) -> Int32[np.ndarray, "slots vocab"]:
-    """Adds tokens to what was seen: 2 for each in the output, a mark for all in the prompt.
+    """Adds tokens to the counts: 2 for each output token, and bit 0 for any prompt token.
 
     Args:
-      seen: Twice a token's count in the output, plus 1 where the prompt has it.
-      slots: Whose text a token stands in.
-      is_output: Whether it stands there as output.
+      seen: Twice a token's count in the output, plus 1 if it is in the prompt.
+      slots: Slot of each token.
+      tokens: The tokens.
+      is_output: True for output tokens, False for prompt tokens.
       is_counted: False for padding.
     """
     seen = seen.copy()
@@ -46,19 +48,19 @@ def commit(
     Int32[np.ndarray, "slots vocab"],
     Int32[np.ndarray, " slots"] | None,
 ]:
-    """Makes a step's tokens the slots' past.
+    """Commits a step's output tokens to the slots.
 
     Args:
-      lengths, newest, seen: Of all slots.
-      draft_from: Where each slot's draft KV begins to be whole, which a step that does not feed the
-        drafter moves to the new length; None where the drafter is fed, or there is none.
+      lengths, newest, seen: State of all slots.
+      draft_from: First position of each slot with complete draft KV, which moves to the new length
+        if the step does not run draft extend; None if it does, or without a drafter.
       slots: Slot of each row.
-      before: Lengths before the step; row b's first token stands at `before[b] + 1`.
-      tokens, counts: What each row emits; a row of 0 tokens stays where it is.
+      before: Lengths before the step; row b's first token has position `before[b] + 1`.
+      tokens, counts: Output tokens of each row; a row with count 0 is unchanged.
       prompt_length: Position of each row's first output token.
 
     Returns:
-      The arrays of all slots after the step.
+      The state of all slots after the step.
     """
     lengths, newest = lengths.copy(), newest.copy()
     place = np.arange(tokens.shape[1])
@@ -83,13 +85,14 @@ def restore(
     sources: Int[np.ndarray, " B"],
     starts: Bool[np.ndarray, " B"],
 ) -> Shaped[np.ndarray, "L slots *state"]:
-    """Gives the slots of starting rows the states of their snapshots, or zeros.
+    """Resets the slots of starting rows to the states of their snapshots, or to zeros.
 
     Args:
-      memory, saved: The states of all slots and of all snapshots, by layer.
+      memory, saved: States of all slots and of all snapshots, by layer.
       slots: Slot of each row.
-      sources: Snapshot of each row; 0: none.
-      starts: Whether a row's slot has a new owner. What it holds is replaced: it may be a NaN.
+      sources: Snapshot of each row; 0 for none.
+      starts: True if a row's slot has a new owner. Its contents are replaced, because they may
+        contain NaN.
     """
     memory = memory.copy()
     memory[:, slots[starts]] = saved[:, sources[starts]]

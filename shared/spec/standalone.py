@@ -1,10 +1,10 @@
-"""STANDALONE drafting: a whole small model with the target's tokenizer drafts on its own.
+"""STANDALONE drafting: a small draft model with the target's tokenizer drafts autoregressively.
 
-Its KV lies under the target's page tables: row p holds token p. A hybrid has recurrent states of
-its own, which stand at the committed length like the target's. Between steps it carries nothing
-else: drafting begins with the newest token, whose row it writes at the length, and after a step it
-is extended over the accepted path with the true tokens. Drafting writes rows past the length only
-and leaves the states as they are; each node of its tree goes on from its parent's.
+Its KV uses the target's page tables: row p is token p. A hybrid draft model has its own recurrent
+states at the committed length, like the target's. Nothing else is carried between steps. Drafting
+starts with the newest token, whose row it writes at the length. After a step, draft extend runs the
+model over the accepted path. Drafting writes only rows past the length and does not change the
+states; each node of its tree continues from its parent's state.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ from shared.spec.model import KV
 
 @dataclass(frozen=True, eq=False)
 class SmallModel:
-    """A model that drafts for another.
+    """A draft model.
 
     Attributes:
-      config: Its own.
-      weights: By the names of `shared.models.parameters`.
-      target_vocab: Of the model it drafts for.
+      config: Its own config.
+      weights: Arrays by the names of `shared.models.parameters`.
+      target_vocab: Vocabulary size of the target.
     """
 
     config: ModelConfig
@@ -37,21 +37,22 @@ class SmallModel:
     target_vocab: int
 
     def forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: model.DeltaMixer) -> model.Forward:
-        """Runs the model; a token beyond its vocabulary counts as its last."""
+        """Runs the model; tokens beyond its vocabulary are clamped to the last."""
         known = np.minimum(tokens, self.config.vocab - 1)
         return model.forward(self.config, self.weights, kv, rows, known, None, mixer)
 
     def logits(self, hidden: model.Hidden) -> Logits:
-        """Scores over the target's vocabulary."""
+        """Computes logits over the target's vocabulary."""
         return over_target(model.logits(self.config, self.weights, hidden), self.target_vocab)
 
 
 def over_target(
     logits: Float[np.ndarray, "R draft_vocab"], vocab: int
 ) -> Float[np.ndarray, "R vocab"]:
-    """Scores over another vocabulary that begins with the same tokens: cut, or -inf at its end.
+    """Converts logits to a vocabulary that starts with the same tokens: truncated, or padded with
+    -inf.
 
-    Padded vocabularies of one tokenizer differ in length.
+    Padded vocabularies of one tokenizer may differ in length.
     """
     missing = max(vocab - logits.shape[1], 0)
     filled = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)
@@ -61,9 +62,9 @@ def over_target(
 def context_of(
     state: DeltaState, draft_from: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"]
 ) -> DeltaState:
-    """The states that a drafter goes on from: zeros where its KV begins at the length.
+    """Returns the states from which a drafter continues: zeros if its KV starts at the length.
 
-    Plain steps do not feed the drafter, so a state from before them belongs to another text.
+    Plain steps do not run draft extend, so a state from before them does not match the sequence.
     """
     is_whole = np.less(draft_from, lengths)
     recurrent = np.where(is_whole[None, :, None, None, None], state.recurrent, 0)
@@ -79,7 +80,7 @@ def prefill(
     draft_from: Int[np.ndarray, " one"],
     page_table: Int[np.ndarray, "one table"],
 ) -> tuple[KV, DeltaState]:
-    """Runs the model over one request's chunk of a prompt, from position `first` on."""
+    """Runs the model over one request's prompt chunk, from position `first` on."""
     row_starts, start = np.array([0, len(tokens)], np.int32), np.array([first], np.int32)
     rows = attention.causal_rows(row_starts, start, draft_from, page_table, len(tokens))
     state = context_of(state, draft_from, start)
@@ -99,16 +100,21 @@ def extend(
     page_table: Int[np.ndarray, "B table"],
     save_after: Int[np.ndarray, " B"],
 ) -> tuple[KV, DeltaState, DeltaState, Bool[np.ndarray, " B"]]:
-    """Runs the model over accepted paths, from the lengths before the step on.
+    """Draft extend: runs the model over accepted paths, from the lengths before the step on.
 
     Args:
-      state: The states at the lengths.
-      tokens: The path: the newest token, then accepted drafts.
-      counts: How many of a path's tokens are real.
+      small: The draft model.
+      kv: Its KV.
+      state: States at the lengths.
+      tokens: The path: the newest token, then accepted draft tokens.
+      lengths: Lengths before the step.
+      counts: Number of real tokens of each path.
+      draft_from: First position with draft KV.
+      page_table: Pages of each request.
       save_after: See `mamba_state.replay`.
 
     Returns:
-      The KV, then as `mamba_state.replay`.
+      The KV, then the results of `mamba_state.replay`.
     """
     B, W = tokens.shape
     rows = eagle.extend_rows(lengths, counts, draft_from, page_table, W - 1)
@@ -140,9 +146,12 @@ def draft(
     """Grows one draft tree per request in S expansions, the first of them on the root.
 
     Args:
-      kv, state: The model's, whole from `draft_from` to the length; the states stay as they are.
-      newest: The root's token, which neither of them holds yet.
-      rank: Picks each node's k children.
+      small: The draft model.
+      kv, state: Its KV and states, complete from `draft_from` to the length; the states do not
+        change.
+      newest: Token of the root, which neither of them includes yet.
+      lengths, draft_from, max_drafts, page_table, shape: See `eagle.draft`.
+      rank: Selects each node's k children.
 
     Returns:
       The trees, and the model's KV.
@@ -169,7 +178,7 @@ def draft(
 def _step(
     small: SmallModel, kv: KV, state: DeltaState, rows: Rows, tokens: Tokens
 ) -> tuple[Logits, KV, DeltaState]:
-    """One token for each row, from the row's own state; gives the states after the tokens."""
+    """Runs one token for each row from the row's own state; returns the states after the tokens."""
     R = len(tokens)
     row, one = np.arange(R), np.ones(R, np.int32)
     parents = np.zeros((R, 1), np.int32)

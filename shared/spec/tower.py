@@ -1,12 +1,12 @@
-"""The vision tower of Qwen3.5: one picture becomes rows that stand in the prompt.
+"""Vision encoder (ViT) of Qwen3.5: converts one image into image embeddings for the prompt.
 
-A picture is cut into patches, each of which is a row; the blocks let every patch see the whole
-picture, and the merger makes one row of the prompt of a square of patches. A picture is encoded
-alone, so that its bits depend on nothing else. What follows from its size alone (where patches lie
-in the learned table, by what angles they turn) and what a byte becomes is worked out on the host,
-once for both backends; a device gets the picture's bytes, and cuts them itself.
+An image is divided into patches, one row each. In the blocks every patch attends to the whole
+image, and the merger combines a square of patches into one image token. Each image is encoded
+alone, so its bits depend on nothing else. The host computes what depends only on the image size
+(positions in the learned embedding, rotary angles) and the normalisation of byte values, once for
+both backends. A device receives the bytes of the image and extracts the patches itself.
 
-Source: Qwen3-VL's tower, without the outputs that go to the first text layers.
+Source: Qwen3-VL's vision encoder, without the outputs for the first text layers (DeepStack).
 """
 
 from collections.abc import Mapping
@@ -28,18 +28,18 @@ Weights = Mapping[str, Float[np.ndarray, "..."]]
 
 @dataclass(frozen=True)
 class Pixels:
-    """One picture as it travels to a device: a byte a number, and what follows from its sides.
+    """One resized image in device format: one byte per channel, and inputs that depend on its size.
 
-    What a row of patches has is worked out once for all of them, and so it is with columns: lines
-    are the picture's rows of patches, then its columns. Padding may stand behind all of either.
+    Position inputs are computed per line: lines are the image's rows of patches, then its columns
+    of patches. Padding may follow in all arrays.
 
     Attributes:
-      bytes: Red, green and blue of each pixel, row by row.
-      sides: How many rows and columns of patches there are.
-      levels: What the tower reads for each value of a byte, by channel.
-      corners: The two rows, or columns, of the learned table between which each line lies.
-      shares: Of each of them.
-      cos, sin: Of the angles by which the patches of each line turn.
+      bytes: Red, green and blue of each pixel, in row-major order.
+      sides: Number of rows and of columns of patches.
+      levels: Normalised value of each byte value, per channel.
+      corners: The two rows (or columns) of the position embedding table around each line.
+      shares: Interpolation weights of the two.
+      cos, sin: Rotary cos and sin of each line.
     """
 
     bytes: UInt8[np.ndarray, " bytes"]
@@ -52,11 +52,11 @@ class Pixels:
 
     @property
     def num_patches(self) -> int:
-        """Without padding."""
+        """Number of patches without padding."""
         return int(self.sides.prod())
 
     def padded(self, size: int, vision: VisionConfig) -> "Pixels":
-        """The same with padding behind, for `size` patches in all."""
+        """Returns the image padded to `size` patches."""
         lines = vision.most_lines(size) - len(self.corners)
         names = ("corners", "shares", "cos", "sin")
         longer = {name: np.pad(getattr(self, name), ((0, lines), (0, 0))) for name in names}
@@ -66,15 +66,14 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Patches:
-    """The patches of one picture, those that become one row of the prompt side by side.
+    """Patches of one image; patches of the same image token are consecutive.
 
     Attributes:
-      pixels: The numbers of each patch: by channel, frame, row and column.
-      corners: The four rows of the learned table between which each patch lies.
-      shares: Of each of them.
-      cos, sin: Of the angles by which each patch turns, half of them by its row and half by its
-        column.
-      count: How many patches there are; rows behind them are padding.
+      pixels: Values of each patch: by channel, frame, row and column.
+      corners: The four entries of the position embedding table around each patch.
+      shares: Interpolation weights of the four.
+      cos, sin: Rotary cos and sin of each patch, half by its row and half by its column.
+      count: Number of patches; later rows are padding.
     """
 
     pixels: Float[np.ndarray, "R numbers"]
@@ -87,11 +86,11 @@ class Patches:
 
 @dataclass(frozen=True)
 class Begun:
-    """A picture between two blocks of the tower, with what each of them is told.
+    """Activations of an image between two blocks.
 
     Attributes:
-      rows: Of its patches.
-      cos, sin, count: As the patches'.
+      rows: Hidden states of its patches.
+      cos, sin, count: Same as in `Patches`.
     """
 
     rows: Float[np.ndarray, "R hidden"]
@@ -103,7 +102,7 @@ class Begun:
 def pixels_of(
     picture: UInt8[np.ndarray, "height width 3"], vision: VisionConfig, pictures: PictureConfig
 ) -> Pixels:
-    """What a device is told of a picture whose sides are those of `PictureConfig.fitted`."""
+    """Builds the device format of an image whose size is a result of `PictureConfig.fitted`."""
     sides = np.array(picture.shape[:2], np.int32) // vision.patch_size
     places = np.concatenate([np.arange(side, dtype=np.int32) for side in sides])
     at = [np.linspace(0, vision.table_side - 1, side, dtype=np.float32) for side in sides]
@@ -131,7 +130,7 @@ def _levels(pictures: PictureConfig) -> Float32[np.ndarray, "3 256"]:
 def _table_lines(
     at: Float32[np.ndarray, " lines"], side: int
 ) -> tuple[Int32[np.ndarray, "lines 2"], Float32[np.ndarray, "lines 2"]]:
-    """Between which rows or columns of the learned table lines lie, and the shares of the two."""
+    """Returns the two table rows or columns around each line, and their interpolation weights."""
     before = np.floor(at)
     behind = np.minimum(before + 1, np.float32(side - 1))
     share = at - before
@@ -140,18 +139,19 @@ def _table_lines(
 
 
 def patches(vision: VisionConfig, picture: Pixels) -> Patches:
-    """Cuts a picture into patches, as many as it has bytes for with its padding.
+    """Extracts the patches of an image, including padding patches.
 
-    A still picture is one frame, repeated as often as a patch spans. A patch of padding is the last
-    one again. The table of places has the picture's corners at its own, whatever the size.
+    A still image is one frame, repeated over the frames of a patch. A padding patch repeats the
+    last one. The corners of the image map to the corners of the position embedding table, whatever
+    the size.
     """
     size, merge = vision.patch_size, vision.merge_size
-    rows, columns = np.maximum(picture.sides, merge)  # a plan of nothing but padding has none
+    rows, columns = np.maximum(picture.sides, merge)  # a padding plan has no patches
     number = np.minimum(np.arange(vision.num_patches(len(picture.bytes))), rows * columns - 1)
     block, within = number // merge**2, number % merge**2
     row = block // (columns // merge) * merge + within // merge
     column = block % (columns // merge) * merge + within % merge
-    # A patch's part of a row of pixels is one piece of the picture's bytes.
+    # A patch's part of a pixel row is contiguous in the image's bytes.
     pieces = picture.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
     piece = (row[:, None] * size + np.arange(size)) * columns + column[:, None]
     by_channel = pieces[piece].transpose(0, 3, 1, 2)  # [R, 3, rows of pixels, columns]
@@ -173,25 +173,26 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
 def encoded(
     config: VisionConfig, weights: Weights, picture: Patches
 ) -> Float[np.ndarray, "tokens out"]:
-    """The rows that stand in the prompt in the place of a picture's tokens, in their order.
+    """Encodes an image to its embeddings, in the order of its image tokens.
 
     Args:
-      weights: By the names of `shared.models.tower.tower_parameters`.
-      picture: With any number of rows of padding, which become rows of no use behind the others.
+      config: Config of the vision encoder.
+      weights: Arrays by the names of `shared.models.tower.tower_parameters`.
+      picture: Patches with any padding, whose output rows are undefined.
     """
     x = advanced(weights, begun(weights, picture), range(config.depth))
     return finished(config, weights, x)
 
 
 def begun(weights: Weights, picture: Patches) -> Begun:
-    """A picture before the first block."""
+    """Embeds the patches: patch projection plus interpolated position embedding."""
     x = linear.product(picture.pixels, _single(weights, "vision.patches"))
     x = x + layers.blended(weights["vision.places"], picture.corners, picture.shares)
     return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
 
 
 def advanced(weights: Weights, picture: Begun, blocks: range) -> Begun:
-    """A picture behind these blocks, which are the next ones."""
+    """Runs the given blocks, which must be the next ones."""
     x = picture.rows
     for block in blocks:
         x = _block(weights, block, x, picture)
@@ -201,7 +202,7 @@ def advanced(weights: Weights, picture: Begun, blocks: range) -> Begun:
 def finished(
     config: VisionConfig, weights: Weights, picture: Begun
 ) -> Float[np.ndarray, "tokens out"]:
-    """The rows of the prompt, of a picture behind the last block."""
+    """Merges the patches into image embeddings, after the last block."""
     x = _normed(weights, "vision.merger_norm", picture.rows)
     wide = linear.product(
         x.reshape(-1, config.merged * config.hidden), _single(weights, "vision.merger.up")

@@ -1,10 +1,10 @@
-"""Which drafts of a batch are verified where there are fewer verify rows than nodes.
+"""Verify budget: selection of the draft nodes to verify if a batch has more nodes than verify rows.
 
-Every request's root has a row; the best drafts of the whole batch have the others. How good a
-draft is, its rank weight says: the path weight that its drafter gave it, and what the host has seen
-of the request. By the match rule the text is the same whichever are verified, so neighbours change
-a request's speed and nothing else. A rule that judges sampled drafts would lose its law: whether a
-draft is verified would depend on the token that was drawn.
+Every request's root has a row; the best draft nodes of the whole batch share the others. A node's
+rank weight combines the path weight from its drafter with the calibration that the host has
+measured for the request. With exact-match acceptance the output does not depend on the selection,
+so other requests affect only a request's speed. Rejection sampling is not supported: the selection
+would depend on the sampled draft tokens and would change the output distribution.
 """
 
 import numpy as np
@@ -14,9 +14,10 @@ from shared.spec import draft_tree
 
 
 def chain_weights(edges: Float[np.ndarray, "B S"]) -> Float[np.ndarray, "B N"]:
-    """The path weights of a chain's nodes, 0 of the root, from the log weights of its edges.
+    """Returns the path weights of a chain's nodes (0 for the root) from the log weights of its
+    edges.
 
-    They are added in the order of the path, as those of a tree's levels are.
+    They are accumulated in the order of the path, like those of a tree's levels.
     """
     return np.pad(np.cumsum(edges, axis=1, dtype=np.float32), ((0, 0), (1, 0)))
 
@@ -26,18 +27,20 @@ def rank_weights(
     weights: Float[np.ndarray, "B N"],
     calibration: Float[np.ndarray, "B S_max"],
 ) -> Float[np.ndarray, "B N"]:
-    """How likely each node is accepted, as a logarithm, by which nodes of a batch compare.
+    """Returns the log of each node's estimated acceptance probability, which orders the nodes of a
+    batch.
 
-    A path cannot be accepted further than a part of it: a node's is at most its parent's, whatever
-    the calibration of their depths is, so the best nodes of a batch are trees. A weight that is no
-    number is minus infinity: a row that failed must not take its neighbours' verify rows.
+    A node's weight is at most its parent's, whatever the calibration of their depths, so the best
+    nodes of a batch always form trees. A NaN weight becomes minus infinity, so that a failed row
+    does not take verify rows from others.
 
     Args:
-      weights: Path weights as of `draft_tree.keep_best`, at most 0; of padding anything.
+      parents: The trees.
+      weights: Path weights from `draft_tree.keep_best`, at most 0; arbitrary for padding.
       calibration: See `shared.spec.sampling.Sampling`.
 
     Returns:
-      0 at the roots, below them at most 0; of padding anything.
+      0 for roots, at most 0 below them; arbitrary for padding.
     """
     rows, depths = np.arange(len(parents)), draft_tree.depths(parents)
     least = np.zeros_like(weights)
@@ -55,15 +58,15 @@ def share(
     rank_weights: Float[np.ndarray, "B N"],
     rows: int,
 ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-    """Cuts the trees of a batch to what its verify rows hold.
+    """Prunes the trees of a batch to its verify budget.
 
     Args:
-      tokens, parents, num_nodes: The trees that were drafted.
-      rank_weights: See above; of equals the first request's goes first, and in it the first node.
-      rows: Verify rows of all trees, at least one each.
+      tokens, parents, num_nodes: The drafted trees.
+      rank_weights: Result of `rank_weights`; ties go to the first request, then to the first node.
+      rows: Verify rows of all trees, at least one per tree.
 
     Returns:
-      The nodes that stay, in their order: tokens, parents, and how many there are.
+      The remaining nodes in their order: tokens, parents, and their number.
     """
     (B, N), node = tokens.shape, np.arange(tokens.shape[1])
     drafts = np.flatnonzero((node > 0) & (node < num_nodes[:, None]))

@@ -1,20 +1,21 @@
-"""What a part of the vocabulary leaves of a row, and how the parts' make what the whole row gives.
+"""Vocab-parallel sampling: choosing tokens when the vocabulary is split into shards.
 
-Ranks divide the tokens of a head among them (`shared.models.ranks.vocab_section`), and a kernel
-divides them into blocks (`projection`). Whoever has a part needs no logit of another's to choose
-among all tokens:
+TP ranks shard the tokens of an LM head (`shared.models.ranks.vocab_section`), and a kernel splits
+them into blocks (`projection`). Each shard reduces its logits to a few numbers, and these combine
+to the result of the whole row:
 
-  leaves                        what is chosen by it
+  partial result                used for
   ----------------------------  --------------------------------------------------------------
-  the best k, scores and ids    the target's token (k = 1), children of nodes, best logprobs
-  whether all are finite        whether the row fails
-  `Groups`: peaks and masses    log-probabilities: weights of drafts, laws of rules, logprobs
-  `Above`: counts and masses    the border of the support, a few bits of it at a time
-  the score of a named token    a rule's draft, the logprob of an emitted token: its owner's
+  top k, logits and ids         target's token (k = 1), children of nodes, top logprobs
+  all-finite flag               failure of the row
+  `Groups`: peaks and masses    log-sum-exp: draft weights, rejection sampling, logprobs
+  `Above`: counts and masses    top-k / top-p threshold, a few bits of it at a time
+  logit of a named token        rejection of a draft token, logprob of an output token
 
-What is joined has no order, or a fixed one: peaks are compared, masses are whole numbers of units
-and are added exactly, and of equal scores the part with the lower ids comes first. So a row has the
-same bits however its tokens are divided, as long as groups of 64 neighbours stay together.
+Combining is order-independent or has a fixed order. Peaks are compared. Masses are integers in
+fixed-point units and are added exactly. Of equal logits the shard with the lower ids wins. A row
+therefore has the same bits however its tokens are split, if groups of 64 neighbouring tokens stay
+together.
 """
 
 from collections.abc import Sequence
@@ -28,27 +29,27 @@ from shared.models.ranks import VOCAB_GROUP
 from shared.spec import sampling
 
 DIGIT = 4
-"""Bits of a border that one question to all parts finds; the border is the same for any number."""
+"""Bits of a threshold found per round over all shards; the result does not depend on it."""
 
 GROUP_BITS = 24
-"""A unit of a group's mass is 2^-24 of its best token's weight."""
+"""Fixed-point unit of a group's mass: 2^-24 of its best token's weight."""
 
 BITS = 30
-"""A unit of any other mass is 2^-30 of the largest weight that there can be."""
+"""Fixed-point unit of other masses: 2^-30 of the largest possible weight."""
 
 TINY = 1e-30
-"""The least mass that `top_p` keeps, so that the first token stays."""
+"""Minimum of `top_p` times the total mass, so that the first token always passes."""
 
 F32 = Float32
 Part = F32[np.ndarray, "R share"]
 
 
 class Groups(NamedTuple):
-    """What groups of 64 neighbouring tokens hold.
+    """Partial log-sum-exp of groups of 64 neighbouring tokens.
 
     Attributes:
-      peaks: The largest score of each.
-      masses: How likely a group is beside its own best token alone.
+      peaks: Largest logit of each group.
+      masses: Sum of exp(logit - peak) of each group.
     """
 
     peaks: F32[np.ndarray, "R groups"]
@@ -56,14 +57,14 @@ class Groups(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """What makes probabilities of a row's scores: exp(score - highest) / total."""
+    """Softmax normaliser of a row: probability = exp(score - highest) / total."""
 
     highest: F32[np.ndarray, " R"]
     total: F32[np.ndarray, " R"]
 
 
 class Above(NamedTuple):
-    """How many tokens lie above each of some borders, and their mass in units."""
+    """Number of tokens above each of some thresholds, and their mass in units."""
 
     counts: Int64[np.ndarray, "R borders"]
     masses: Int64[np.ndarray, "R borders"]
@@ -72,14 +73,14 @@ class Above(NamedTuple):
 def weights(
     scores: F32[np.ndarray, "R ..."], highest: F32[np.ndarray, " R"]
 ) -> F32[np.ndarray, "R ..."]:
-    """How likely scores are beside a row's highest; 0 where either is no number."""
+    """Returns exp(score - highest); 0 if either is NaN."""
     with np.errstate(invalid="ignore"):
         weight = np.exp(scores - highest.reshape(-1, *[1] * (scores.ndim - 1)))
         return np.where(weight <= 1, weight, np.float32(0))
 
 
 def in_units(masses: F32[np.ndarray, "..."]) -> Int64[np.ndarray, "..."]:
-    """Masses of at most 1 in whole units, rounded to the nearest."""
+    """Converts masses of at most 1 to fixed-point units, rounded to nearest."""
     whole = np.floor(masses * np.float32(2 ** (BITS // 2)))
     rest = masses * np.float32(2 ** (BITS // 2)) - whole
     rest = np.floor(rest * np.float32(2 ** (BITS // 2)) + np.float32(0.5))
@@ -87,7 +88,7 @@ def in_units(masses: F32[np.ndarray, "..."]) -> Int64[np.ndarray, "..."]:
 
 
 def of_units(units: Int64[np.ndarray, "..."]) -> F32[np.ndarray, "..."]:
-    """The mass that so many units are; the fractions are added first."""
+    """Converts fixed-point units to a mass; the fractional parts are added first."""
     half = BITS // 2
     high = ((units >> half) & (2**half - 1)).astype(np.float32) * np.float32(2.0**-half)
     low = (units & (2**half - 1)).astype(np.float32) * np.float32(2.0**-BITS)
@@ -95,7 +96,7 @@ def of_units(units: Int64[np.ndarray, "..."]) -> F32[np.ndarray, "..."]:
 
 
 def groups(scores: Part) -> Groups:
-    """What the groups of a part hold, whose first token is the first of a group."""
+    """Computes the groups of a shard, whose first token starts a group."""
     spare = -scores.shape[1] % VOCAB_GROUP
     padded = np.pad(scores, ((0, 0), (0, spare)), constant_values=-np.inf)
     tokens = padded.reshape(len(scores), -1, VOCAB_GROUP)
@@ -107,7 +108,7 @@ def groups(scores: Part) -> Groups:
 
 
 def norm(parts: Sequence[Groups]) -> Norm:
-    """Joins what the groups of all parts hold."""
+    """Combines the groups of all shards to the softmax normaliser."""
     peaks = np.concatenate([part.peaks for part in parts], axis=1)
     masses = np.concatenate([part.masses for part in parts], axis=1)
     highest = peaks.max(axis=1)
@@ -116,15 +117,15 @@ def norm(parts: Sequence[Groups]) -> Norm:
 
 
 def log_probabilities(scores: F32[np.ndarray, "R some"], norm: Norm) -> F32[np.ndarray, "R some"]:
-    """Natural logarithms of the probabilities of some tokens of each row."""
+    """Returns the log-probabilities of some tokens of each row."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return scores - norm.highest[:, None] - np.log(norm.total)[:, None]
 
 
 def best(scores: Part, first: int, k: int) -> tuple[F32[np.ndarray, "R k"], I32[np.ndarray, "R k"]]:
-    """The k largest scores of a part and their ids, best first and of equals the lower id.
+    """Returns the k largest logits of a shard with their ids, best first; ties go to the lower id.
 
-    A part with fewer tokens leaves all, so at most 64 are asked for: the first part has as many.
+    A smaller shard returns all its tokens, so k is at most 64: the first shard has that many.
     """
     places = sampling.top_candidates(scores, k)
     return np.take_along_axis(scores, places, axis=1), places + np.int32(first)
@@ -133,7 +134,7 @@ def best(scores: Part, first: int, k: int) -> tuple[F32[np.ndarray, "R k"], I32[
 def joined_best(
     parts: Sequence[tuple[F32[np.ndarray, "R some"], I32[np.ndarray, "R some"]]], k: int
 ) -> tuple[F32[np.ndarray, "R k"], I32[np.ndarray, "R k"]]:
-    """The k best of what all parts leave; of equals the earlier part's."""
+    """Combines the top k of all shards; ties go to the earlier shard."""
     scores = np.concatenate([part[0] for part in parts], axis=1)
     ids = np.concatenate([part[1] for part in parts], axis=1)
     places = sampling.top_candidates(scores, k)
@@ -141,20 +142,20 @@ def joined_best(
 
 
 def keys(scores: F32[np.ndarray, "R some"]) -> UInt32[np.ndarray, "R some"]:
-    """Unsigned words in the order of the scores, the largest NaN; both zeros are one."""
+    """Maps floats to uint32 in the same order, with NaN largest; both zeros map to one key."""
     plain = np.where(np.isnan(scores), np.float32(np.nan), scores)
     bits = np.where(plain == 0, np.float32(0), plain).view(np.uint32)
     return np.where(bits >> 31 > 0, ~bits, bits | np.uint32(1 << 31))
 
 
 KEY_OF_NOTHING = 0x007FFFFF
-"""The key of -inf, which what is excluded has."""
+"""Key of -inf, the logit of excluded tokens."""
 
 
 def above(
     scores: Part, highest: F32[np.ndarray, " R"], borders: UInt32[np.ndarray, "R borders"]
 ) -> Above:
-    """What lies above some borders in a part; tokens that are excluded never do."""
+    """Counts the tokens of a shard above some thresholds; excluded tokens are never counted."""
     borders = np.maximum(borders, np.uint32(KEY_OF_NOTHING))
     is_above = keys(scores)[:, None, :] > borders[:, :, None]
     units = in_units(weights(scores, highest))[:, None, :]
@@ -167,12 +168,12 @@ def support(
     top_p: F32[np.ndarray, " R"],
     min_p: F32[np.ndarray, " R"],
 ) -> list[Bool[np.ndarray, "R _"]]:
-    """Of each part, the tokens that `shared.spec.sampling.support` keeps of the whole row.
+    """Returns, per shard, the tokens that `shared.spec.sampling.support` selects in the whole row.
 
-    The border is the smallest score with fewer than `top_k` tokens and less than `top_p` above it.
-    It is asked for from its highest bits on; of the tokens that share it the first ones stay, as
-    many as the bounds have room for. Masses are rounded to units, so a token whose bound is nearer
-    than that may stay or go.
+    The threshold is the smallest logit with fewer than `top_k` tokens and less than `top_p` mass
+    above it. It is found by a radix search from its highest bits. Of the tokens equal to it, the
+    first ones pass while the bounds allow. Masses are rounded to units, so a token closer to its
+    bound than that may pass or not.
     """
     vocab = sum(part.shape[1] for part in parts)
     highest, total = norm([groups(part) for part in parts])
@@ -188,7 +189,8 @@ def support(
     border = np.zeros((len(top_k), 1), np.int64)
     ways = np.arange(1, 2**DIGIT)
     for shift in range(32 - DIGIT, -1, -DIGIT):
-        # The border is in the first run of keys above whose last one too little lies for a bound.
+        # The threshold is in the first range of keys whose last key has less above it than the
+        # bounds.
         counts, masses = all_above(border + (ways << shift) - 1)
         reaches = (counts >= most) | (of_units(masses) >= mass)
         border += reaches.sum(axis=1, keepdims=True) << shift
