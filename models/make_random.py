@@ -1,12 +1,12 @@
 """Writes the small random model: `python -m models.make_random [FOLDER]`.
 
-It has the structure of a Qwen3.5 hybrid with its mtp layer, and a tokenizer of single bytes. Its
-text means nothing. One run gives the same bytes as any other.
+The model is a Qwen3.5 hybrid with an MTP layer and a byte-level tokenizer. Its output has no
+meaning. Every run writes the same bytes.
 
-The head scores, for each printable byte, how much of one other byte's embedding is left in the
-hidden state, so a part of every next token follows from the newest one alone and the rest from the
-context. The mtp layer sees the same part, so it agrees with the model often enough to show what
-speculation does.
+The LM head scores each printable byte by the component of another byte's embedding in the hidden
+state. Each next token therefore depends partly on the latest token alone and partly on the context.
+The MTP layer reads the same component, so it agrees with the model often enough for a realistic
+acceptance rate.
 """
 
 import json
@@ -24,10 +24,10 @@ from shared.models.parameters import Parameter, parameters
 from shared.models.saving import save_checkpoint
 
 SEED = 20
-# With these two about half of the greedy tokens follow from the newest token alone.
+# With these scales about half of the greedy tokens depend on the latest token alone.
 EMBEDDING_SCALE = 0.4
 HEAD_SCALE = 2.5
-DRAFT_CONTEXT_SHARE = 0.3  # of the target's hidden state in what the mtp layer starts from
+DRAFT_CONTEXT_SHARE = 0.3  # share of the target's hidden state in the MTP layer's input
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PRINTABLE = np.arange(ord(" "), ord("~") + 1)
 ROOT = Path(__file__).resolve().parent
@@ -92,10 +92,10 @@ _CALLS = (
 
 
 def chat_template(has_images: bool) -> str:
-    """Qwen's form of a chat, with its form of tools, calls and results.
+    """Returns a chat template in Qwen's format, including tools, tool calls and results.
 
     Args:
-      has_images: Contents may have images among their parts.
+      has_images: Whether message contents may include images.
     """
     form = "{{ text(%s) }}" if has_images else "{{ %s or '' }}"
     template = (
@@ -120,7 +120,7 @@ def write(folder: Path) -> None:
 
 
 def make_weights(config: ModelConfig) -> Weights:
-    """Random weights in bfloat16, under our names."""
+    """Returns random bfloat16 weights under the project's parameter names."""
     rng = np.random.default_rng(SEED)
     weights = {p.name: _random(p, rng) for p in parameters(config, with_mtp=True)}
     order = rng.permutation(PRINTABLE)
@@ -134,7 +134,7 @@ def make_weights(config: ModelConfig) -> Weights:
 
 
 def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
-    """Normal weights with deviation 1 / sqrt(fan-in), norms around their neutral value."""
+    """Samples weights with deviation 1 / sqrt(fan-in), and norms near their neutral value."""
     name, shape = parameter.name, parameter.shape
     if name.endswith("a_log"):
         return rng.uniform(-3.0, 1.2, shape)
@@ -151,9 +151,9 @@ def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
 
 
 def noise_of(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
-    """Normal numbers; qkv, z and the gates of a gated-delta layer are drawn apart.
+    """Samples normal numbers; qkv, z and the gates of a GDN layer are sampled separately.
 
-    The text of a model depends on the order of the draws.
+    The output of the model depends on the order of the samples.
     """
     if parameter.name != "gated_delta.inputs":
         return rng.standard_normal(parameter.shape)
@@ -164,7 +164,7 @@ def noise_of(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
 
 
 def tokenizer() -> dict[str, Any]:
-    """The contents of tokenizer.json: a token for each byte, and the special ones."""
+    """Returns the content of tokenizer.json: one token per byte and the special tokens."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     added = [
         {
@@ -202,14 +202,14 @@ def tokenizer() -> dict[str, Any]:
 
 
 def _byte_characters() -> list[str]:
-    """What byte-level tokenizers write for each byte: itself, or a letter from 256 on."""
+    """Returns the character of each byte in byte-level tokenizers: itself, or one from 256 on."""
     shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
 
 
 def tokenizer_config() -> dict[str, Any]:
-    """The contents of tokenizer_config.json: Qwen's special tokens and chat form."""
+    """Returns the content of tokenizer_config.json: Qwen's special tokens and chat template."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",

@@ -1,15 +1,15 @@
-"""Chooses the tokens that a drafter drafts, for `--speculative-token-map`.
+"""Selects the draft vocabulary for `--speculative-token-map`.
 
     python -m models.token_map MODEL --texts answers.jsonl corpus.txt --size 32768 --out map.json
 
-Counts the tokens of texts and writes the ids of the most frequent ones, of equals the lower id, as
-a JSON list; the same texts give the same list. What counts is what the model will say, so its own
-answers are the best texts: `outputs.jsonl` of `python -m jax_impl.train`, or chats that it has
-answered. The tokens that end a text are always among them.
+Counts the tokens of texts and writes the ids of the most frequent ones as a JSON list; of equal
+counts the lower id comes first, so the same texts give the same list. The model's own outputs are
+the best texts: `outputs.jsonl` of `python -m jax_impl.train`, or conversations with the model. The
+end-of-sequence tokens are always included.
 
-A file whose name ends in .jsonl has a text in each line: a string, a list of token ids, or an
-object with `output_ids` (token ids), `messages` (of which the assistant's count), `answer` or
-`text`. Any other file is one text.
+A file with the suffix .jsonl has one text per line: a string, a list of token ids, or an object
+with `output_ids` (token ids), `messages` (the assistant's are counted), `answer` or `text`. Any
+other file is one text.
 """
 
 import argparse
@@ -33,10 +33,10 @@ FIELDS = ("output_ids", "messages", "answer", "completion", "text")
 def counted(
     paths: Sequence[Path], tokenizer: Tokenizer | None, vocab: int
 ) -> Int64[np.ndarray, " vocab"]:
-    """How often each token stands in the texts of some files.
+    """Counts each token in the texts of the files.
 
     Raises:
-      ValueError: A line is no text, or one of another model; one sentence.
+      ValueError: A line is not a text, or has token ids beyond the vocabulary.
     """
     counts = np.zeros(vocab, np.int64)
     for path in paths:
@@ -72,10 +72,10 @@ def _read_line(line: str, number: int) -> Any:
 
 
 def _tokens(text: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
-    """The tokens of a text, or of each of its parts."""
+    """Yields the tokens of a text, or of each of its fields."""
     if isinstance(text, dict):
         if text.keys() == {"target"}:
-            return  # the first line of a model's answers, which says whose they are
+            return  # the first line of a file of outputs, which names the target
         names = [field for field in FIELDS if text.get(field) is not None]
         if not names:
             raise ValueError(f"it has none of the fields {', '.join(FIELDS)}")
@@ -89,7 +89,7 @@ def _tokens(text: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
 
 
 def _tokens_of_field(name: str, value: Any, tokenizer: Tokenizer | None) -> Iterator[list[int]]:
-    """The tokens of a field of a line; of messages those of the assistant's."""
+    """Yields the tokens of a field; only those of the assistant for `messages`."""
     if name == "messages" or (name == "completion" and not isinstance(value, str)):
         _check_messages(value)
         said = (each for each in value if each.get("role") == "assistant")
@@ -112,13 +112,13 @@ def _encoded(text: Any, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def write(folder: Path, paths: Sequence[Path], size: int, out: Path) -> float:
-    """Writes the list.
+    """Writes the list of token ids.
 
     Returns:
-      The part of all tokens of the texts that are in the list.
+      The share of the tokens of the texts that the list covers.
 
     Raises:
-      ValueError: The texts have no token, or see `counted` and `most_frequent`.
+      ValueError: The texts have no tokens; see also `counted` and `most_frequent`.
     """
     config = config_from_folder(folder)
     counts = counted(paths, Tokenizer.from_folder(folder), config.vocab)
@@ -130,23 +130,23 @@ def write(folder: Path, paths: Sequence[Path], size: int, out: Path) -> float:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     found = argparse.ArgumentParser(prog="python -m models.token_map")
     found.add_argument("model", help="folder or hub id of the target, with its tokenizer")
     found.add_argument("--texts", type=Path, nargs="+", required=True, metavar="FILE")
-    found.add_argument("--size", type=int, default=32_768, help="tokens of the list")
+    found.add_argument("--size", type=int, default=32_768, help="number of tokens in the list")
     found.add_argument("--out", type=Path, required=True, help="JSON file to write")
     return found
 
 
 def main() -> None:
-    """Writes what the options say."""
+    """Runs the command line."""
     given = parser().parse_args()
     try:
         part = write(settings_folder(given.model), given.texts, given.size, given.out)
     except (ValueError, OSError) as error:
         sys.exit(f"python -m models.token_map: {error}")
-    print(f"{given.out} has {part:.2%} of the tokens of the texts")
+    print(f"{given.out} covers {part:.2%} of the tokens of the texts")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Makes everything in models/demo again: `sh models/demo/build.sh [FOLDER]`. The defaults are the
-# commands of the models that ship, on one host with 4 NVIDIA H200, of which the target takes all
-# and every other part one; with one H200, MINUTES=7 gives each part that long.
-# A part that is cut off goes on from its last checkpoint when it is run again; PARTS names some.
-# The part `mixture`, a mixture of experts and its twin in FP8, is made where PARTS names it.
+# Trains all models of models/demo: `sh models/demo/build.sh [FOLDER]`. The defaults are the commands
+# of the shipped models, on one host with 4 NVIDIA H200: the target uses all GPUs, every other part
+# one. With one H200, MINUTES=7 trains each part for 7 minutes.
+# An interrupted part resumes from its last checkpoint. PARTS selects parts.
+# The part `mixture`, an MoE model and its FP8 copy, is trained only if PARTS contains it.
 set -eu
 cd "$(dirname "$0")/../.."
 
@@ -11,15 +11,15 @@ OUT=${1:-models/demo}
 WORK=${WORK:-build/demo}
 PYTHON=${PYTHON:-python3}
 SHARDS=${SHARDS:-48}
-COUNT=${COUNT:-25000}      # examples of a shard; its number is its seed
-PROMPTS=${PROMPTS:-21587}  # answered by the target for the heads
+COUNT=${COUNT:-25000}      # examples per shard; the shard number is the seed
+PROMPTS=${PROMPTS:-21587}  # prompts that the target answers, to train the heads
 TARGET_MINUTES=${MINUTES:-2.9}
 PART_MINUTES=${MINUTES:-2.02}
 HEAD_MINUTES=${MINUTES:-4}
 MIXTURE_MINUTES=${MINUTES:-3.5}
 PARTS=${PARTS:-data target standalone mtp eagle eagle3 dflash}
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$WORK/xla}"
-# As the models that ship were trained: matrix products by cuBLAS alone.
+# The shipped models were trained with cuBLAS GEMMs only.
 export XLA_FLAGS="${XLA_FLAGS:---xla_gpu_enable_triton_gemm=false}"
 mkdir -p "$WORK" "$OUT/curves"
 
@@ -64,14 +64,14 @@ if wants mixture; then
     "$PYTHON" -m models.quantize_fp8 "$WORK/mixture" "$WORK/mixture_fp8"
 fi
 
-# Every head learns from the same answers of the target; the first one that runs makes them.
+# All heads are trained on the same outputs of the target; the first one to run generates them.
 head_for mtp --start "$WORK/target" --seed 3 --depth 3
 PART_MINUTES=$HEAD_MINUTES
 head_for eagle --seed 4 --depth 4 --learning-rate 2e-3
 head_for eagle3 --seed 5 --depth 5 --draft-vocab 2048 --learning-rate 2e-3
 head_for dflash --seed 6 --block 8 --layers 3 --learning-rate 2e-3
 
-# The target that ships is the one with the trained MTP layer in it.
+# The shipped target is the one that contains the trained MTP layer.
 install_model() {
     [ -f "$WORK/$1/config.json" ] || return 0
     mkdir -p "$OUT/$2"

@@ -1,4 +1,4 @@
-"""Conversations of several turns about problems, copying tasks and code."""
+"""Multi-turn conversations about problems, copying tasks and code."""
 
 import json
 import random
@@ -40,7 +40,7 @@ MORE = ("", "Here is another one. ", "Next: ", "Thanks. Now this: ")
 
 
 def _about_problem(rng: random.Random, question: str, answer: str) -> Turn:
-    """A question about a worked answer."""
+    """Returns a follow-up about a worked answer."""
     *lines, _ = answer.split("\n")
     result = answer_of(answer) or 0
     n = rng.randrange(2, 50)
@@ -61,7 +61,7 @@ def _about_problem(rng: random.Random, question: str, answer: str) -> Turn:
 
 
 def _about_copying(rng: random.Random, question: str, answer: str) -> Turn:
-    """A question about a copied answer."""
+    """Returns a follow-up about a copied answer."""
     lines = answer.split("\n")
     return rng.choice(
         (
@@ -75,7 +75,7 @@ def _about_copying(rng: random.Random, question: str, answer: str) -> Turn:
 
 
 def _about_code(rng: random.Random, question: str, answer: str) -> Turn:
-    """A question about a function."""
+    """Returns a follow-up about a function."""
     name, argument = re.findall(r"def (\w+)\((\w+)\)", answer)[0]
     new = invented(rng)
     plain = re.sub(r'    """.*?"""\n', "", answer, flags=re.DOTALL)
@@ -100,7 +100,7 @@ PARTS: tuple[tuple[Callable, Callable], ...] = (
 
 
 def _part(rng: random.Random, split: Split) -> tuple[Example, Callable]:
-    """A task of the split, and what asks about it."""
+    """Samples a task of the split with the function that generates its follow-ups."""
     draw, about = rng.choice(PARTS)
     while True:
         example = draw(rng)
@@ -109,7 +109,7 @@ def _part(rng: random.Random, split: Split) -> tuple[Example, Callable]:
 
 
 def _draw(split: Split, rng: random.Random) -> Example:
-    """A conversation of two to five turns of the user."""
+    """Samples a conversation with two to five user turns."""
     turns: list[Turn] = []
     keys: list[str] = []
     if rng.random() < 0.2:
@@ -127,11 +127,11 @@ def _draw(split: Split, rng: random.Random) -> Example:
 
 
 def _messages(turns: list[Turn]) -> list[Message]:
-    """All turns, but without the last reply."""
+    """Returns all turns except the last reply."""
     told = [message for asked, said in turns for message in (user(asked), assistant(said))]
     return told[:-1]
 
 
 def chats(split: Split, seed: int) -> Iterator[Example]:
-    """Conversations of one split, without end."""
+    """Yields conversations of a split endlessly."""
     return drawn("chats", partial(_draw, split), split, seed)

@@ -1,4 +1,4 @@
-"""Tasks whose answer copies from the prompt: JSON extraction, and edits of lists, JSON and text."""
+"""Tasks with answers copied from the prompt: JSON extraction; edits of lists, JSON and text."""
 
 import json
 import random
@@ -41,12 +41,12 @@ ASK_JSON = (
 
 
 def full_name(rng: random.Random) -> str:
-    """A first name, and a family name that means nothing."""
+    """Samples a first name and a made-up family name."""
     return f"{rng.choice(WOMEN + MEN).name} {invented(rng).capitalize()}"
 
 
 def phrase(rng: random.Random) -> str:
-    """An entry of a list, as `7 gray lamps KT-4821`."""
+    """Samples a list entry such as `7 gray lamps KT-4821`."""
     form = rng.randrange(4)
     if form == 0:
         return f"{rng.choice(COLORS)} {rng.choice(GOODS)}"
@@ -58,7 +58,7 @@ def phrase(rng: random.Random) -> str:
 
 
 def phrases(rng: random.Random, count: int) -> list[str]:
-    """Different entries of a list."""
+    """Samples distinct list entries."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[phrase(rng)] = None
@@ -66,7 +66,7 @@ def phrases(rng: random.Random, count: int) -> list[str]:
 
 
 def _value(rng: random.Random, key: str) -> str | int:
-    """A value of a record's field."""
+    """Samples the value of a record's field."""
     if key == "name":
         return full_name(rng)
     if key == "order":
@@ -89,13 +89,13 @@ def _value(rng: random.Random, key: str) -> str | int:
 
 
 def record(rng: random.Random, low: int, high: int) -> Record:
-    """A record of some fields, in any order."""
+    """Samples a record with some fields in random order."""
     keys = rng.sample(list(SENTENCES), rng.randrange(low, high + 1))
     return {key: _value(rng, key) for key in keys}
 
 
 def _example(rng: random.Random, asks: tuple[str, ...], content: str, answer: str) -> Example:
-    """The key is the content: no list, record or text is in both splits."""
+    """Returns an example with its content as key, so no content is in both splits."""
     return Example("copying", [user(rng.choice(asks))], answer, (content,))
 
 
@@ -104,7 +104,7 @@ def _shown(entries: list[str]) -> str:
 
 
 def _extract(rng: random.Random) -> Example:
-    """A text's facts as JSON; some are not asked for."""
+    """Samples a task to extract some facts of a text as JSON."""
     told = record(rng, 4, 7)
     text = " ".join(rng.choice(SENTENCES[key]).format(value) for key, value in told.items())
     wanted = rng.sample(list(told), rng.randrange(3, len(told) + 1))
@@ -113,7 +113,7 @@ def _extract(rng: random.Random) -> Example:
 
 
 def _table(rng: random.Random) -> Example:
-    """Lines with commas as a JSON list."""
+    """Samples a task to convert comma-separated lines to a JSON list."""
     keys = rng.sample(("order", "city", "product", "price", "name", "quantity"), 3)
     rows = [{key: _value(rng, key) for key in keys} for _ in range(rng.randrange(2, 5))]
     lines = "\n".join(",".join(str(row[key]) for key in keys) for row in rows)
@@ -127,7 +127,7 @@ def _table(rng: random.Random) -> Example:
 
 
 def _edit_list(rng: random.Random) -> Example:
-    """A list with one change."""
+    """Samples a task to change one entry of a list."""
     *entries, new = phrases(rng, rng.randrange(5, 12))
     old = _shown(entries)
     i = rng.randrange(len(entries))
@@ -152,7 +152,7 @@ def _edit_list(rng: random.Random) -> Example:
 
 
 def _number_list(rng: random.Random) -> Example:
-    """A list with a number before each entry."""
+    """Samples a task to number the entries of a list."""
     entries = phrases(rng, rng.randrange(4, 10))
     old = _shown(entries)
     asks = (f"Number the entries of this list:\n{old}", f"{old}\n\nMake this a numbered list.")
@@ -161,7 +161,7 @@ def _number_list(rng: random.Random) -> Example:
 
 
 def _edit_json(rng: random.Random) -> Example:
-    """A JSON object with one change."""
+    """Samples a task to change one field of a JSON object."""
     before = record(rng, 4, 8)
     old = json.dumps(before, indent=2)
     key = rng.choice(list(before))
@@ -183,7 +183,7 @@ def _edit_json(rng: random.Random) -> Example:
 
 
 def _edit_text(rng: random.Random) -> Example:
-    """A text as it is, or with a name replaced."""
+    """Samples a task to repeat a text, or to replace a name in it."""
     one, two = rng.choice(WOMEN).name, rng.choice(MEN).name
     lines = (
         f"{one} lives in {rng.choice(CITIES)} and keeps {phrase(rng)} in the {invented(rng)}.",
@@ -207,10 +207,10 @@ TASKS = (_extract, _extract, _table, _edit_list, _edit_list, _number_list, _edit
 
 
 def draw_copying(rng: random.Random) -> Example:
-    """One copying task of either split."""
+    """Samples a copying task of either split."""
     return rng.choice(TASKS)(rng)
 
 
 def copying(split: Split, seed: int) -> Iterator[Example]:
-    """Copying tasks of one split, without end."""
+    """Yields copying tasks of a split endlessly."""
     return drawn("copying", draw_copying, split, seed)

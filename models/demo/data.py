@@ -1,7 +1,7 @@
-"""The demo model's data: `python -m models.demo.data --split held_out --count 200 --out FILE`.
+"""Training data: `python -m models.demo.data --split held_out --count 200 --out FILE`.
 
-Everything is generated: word problems, copying tasks, code and chats. One split and seed give the
-same examples on every machine, and no problem is in both splits.
+All examples are generated: word problems, copying tasks, code and chats. A split and a seed give
+the same examples on every machine, and no problem is in both splits.
 """
 
 import argparse
@@ -31,7 +31,7 @@ SYSTEM_PROMPTS = (
 
 
 def examples(split: Split, seed: int) -> Iterator[Example]:
-    """All kinds by their shares, without end; some start with a system prompt."""
+    """Yields examples of all kinds by `SHARES`, endlessly; some have a system prompt."""
     rng = random.Random(f"examples/{split}/{seed}")
     streams = [KINDS[kind](split, seed) for kind in SHARES]
     weights = list(SHARES.values())
@@ -48,7 +48,7 @@ def _with_system(rng: random.Random, example: Example) -> Example:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes examples, one JSON object with kind, messages and answer a line."""
+    """Writes one JSON object with kind, messages and answer per line."""
     parser = argparse.ArgumentParser(prog="python -m models.demo.data", description=__doc__)
     parser.add_argument("--split", choices=("train", "held_out"), required=True)
     parser.add_argument("--kind", choices=(*KINDS, "all"), default="problems")

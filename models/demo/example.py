@@ -1,4 +1,4 @@
-"""One training example, and the rule that keeps train and held-out apart."""
+"""Training examples, and the assignment of examples to the train and held-out splits."""
 
 import random
 import re
@@ -10,19 +10,19 @@ from typing import Literal
 Split = Literal["train", "held_out"]
 Message = dict[str, str]
 
-HELD_OUT_SHARE = 10  # one key in so many is held out
+HELD_OUT_SHARE = 10  # one of this number of keys is held out
 ANSWER_LINE = re.compile(r"^#### *(-?[\d,]+)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation up to the user's last turn, and the reply to it.
+    """A conversation that ends with a user turn, and the reply.
 
     Attributes:
-      kind: Which generator made it: problems, copying, functions or chats.
+      kind: The generator: problems, copying, functions or chats.
       messages: The conversation, each with `role` and `content`; the last one is the user's.
       answer: The reply.
-      keys: What the example is about, without its wording: no key is in both splits.
+      keys: The content without its wording; no key is in both splits.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Example:
 
 
 def split_of(key: str) -> Split:
-    """The part of the data that a key belongs to; the same on every machine."""
+    """Returns the split of a key; the same on every machine."""
     digest = blake2b(key.encode(), digest_size=4).digest()
     return "held_out" if int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0 else "train"
 
@@ -40,10 +40,10 @@ def split_of(key: str) -> Split:
 def drawn(
     kind: str, draw: Callable[[random.Random], Example], split: Split, seed: int
 ) -> Iterator[Example]:
-    """Examples of one split without end; one seed gives the same ones on every machine.
+    """Yields examples of a split endlessly; a seed gives the same ones on every machine.
 
     Raises:
-      ValueError: There is no such split.
+      ValueError: The split is unknown.
     """
     if split not in ("train", "held_out"):
         raise ValueError(f"split must be train or held_out, got {split!r}")
@@ -61,16 +61,16 @@ def _accepted(
 
 
 def user(content: str) -> Message:
-    """A turn of the user."""
+    """Returns a user message."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: str) -> Message:
-    """A turn of the assistant."""
+    """Returns an assistant message."""
     return {"role": "assistant", "content": content}
 
 
 def answer_of(text: str) -> int | None:
-    """The number of the last `#### N` line; None where there is no such line."""
+    """Returns the number of the last `#### N` line; None if there is no such line."""
     numbers = ANSWER_LINE.findall(text)
     return int(numbers[-1].replace(",", "")) if numbers and numbers[-1].strip("-,") else None

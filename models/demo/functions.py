@@ -1,4 +1,4 @@
-"""Short Python functions with a docstring, whose example is what the function returns."""
+"""Short Python functions with docstrings; each docstring's example is correct."""
 
 import random
 from collections.abc import Iterator
@@ -131,7 +131,7 @@ def _compiled(name: str, source: str) -> Any:
 
 
 def _argument(rng: random.Random, takes: str) -> object:
-    """An argument for the docstring's example."""
+    """Samples an argument for the docstring's example."""
     if takes == "number":
         return rng.randrange(2, 13)
     if takes == "list":
@@ -140,7 +140,7 @@ def _argument(rng: random.Random, takes: str) -> object:
 
 
 def draw_function(rng: random.Random) -> Example:
-    """One function of either split."""
+    """Samples a function of either split."""
     kind = rng.choice(KINDS)
     x, k, c = rng.choice(NAMES[kind.takes]), rng.randrange(2, 21), rng.choice(LETTERS)
     name, what, body = (part.format(x=x, k=k, c=c) for part in kind[1:])
@@ -156,5 +156,5 @@ def draw_function(rng: random.Random) -> Example:
 
 
 def functions(split: Split, seed: int) -> Iterator[Example]:
-    """Functions of one split, without end."""
+    """Yields functions of a split endlessly."""
     return drawn("code", draw_function, split, seed)

@@ -1,8 +1,8 @@
-"""Events and endings of word problems that count things; `openings` says what a part does."""
+"""Events and endings of word problems that count things; see `openings` for the interface."""
 
 from models.demo.story import Story
 
-MOST = 400  # of a thing: a story that goes beyond is told anew
+MOST = 400  # largest count; a story that exceeds it is generated again
 
 HAVE_NOW = (
     "How many {items} does {name} have now?",
@@ -15,7 +15,7 @@ LEFT = (*HAVE_NOW, "How many {items} does {name} have left?")
 
 
 def gain(s: Story) -> bool:
-    """Some more."""
+    """Adds a number of things."""
     n = s.between(2, 60)
     s.question = HAVE_NOW
     s.say(
@@ -35,7 +35,7 @@ def gain(s: Story) -> bool:
 
 
 def lose(s: Story) -> bool:
-    """Some fewer."""
+    """Removes a number of things."""
     if s.value < 6:
         return False
     n = s.between(2, min(s.value - 2, 90))
@@ -62,7 +62,7 @@ def lose(s: Story) -> bool:
 
 
 def double(s: Story) -> bool:
-    """Twice as many."""
+    """Doubles the number."""
     if s.value > 99:
         return False
     s.question = HAVE_NOW
@@ -77,7 +77,7 @@ def double(s: Story) -> bool:
 
 
 def half(s: Story) -> bool:
-    """Half of them are given away."""
+    """Gives half of the things away."""
     if s.value % 2 or not 4 <= s.value <= 200:
         return False
     s.question = (
@@ -97,7 +97,7 @@ def half(s: Story) -> bool:
 
 
 def gain_boxes(s: Story) -> bool:
-    """Equal boxes more."""
+    """Adds equal boxes of things."""
     k, m = s.between(2, 9), s.between(2, 12)
     s.question = HAVE_NOW
     s.say(
@@ -115,7 +115,7 @@ def gain_boxes(s: Story) -> bool:
 
 
 def give_each(s: Story) -> bool:
-    """The same number to each friend."""
+    """Gives the same number to each friend."""
     k, m = s.between(2, 9), s.between(2, 9)
     if k * m > s.value - 2:
         return False
@@ -135,7 +135,7 @@ def give_each(s: Story) -> bool:
 
 
 def give_part(s: Story) -> bool:
-    """A third, a quarter or some percent are given away."""
+    """Gives a third, a quarter or a percentage away."""
     parts = {"a third": 3, "a quarter": 4, "25%": 4, "20%": 5, "10%": 10}
     fits = [name for name, k in parts.items() if s.value % k == 0 and 1 < s.value // k <= 30]
     if not fits:
@@ -156,7 +156,7 @@ def give_part(s: Story) -> bool:
 
 
 def share_things(s: Story) -> bool:
-    """The things are shared by friends."""
+    """Divides the things among friends."""
     if not (k := s.divisor()):
         return False
     s.question = (
@@ -175,7 +175,7 @@ def share_things(s: Story) -> bool:
 
 
 def pack(s: Story) -> bool:
-    """The things are packed into equal boxes."""
+    """Packs the things into equal boxes."""
     if not (k := s.divisor()):
         return False
     s.question = ("How many {boxes} does {name} need?", "How many {boxes} does {he} fill?")
@@ -191,7 +191,7 @@ def pack(s: Story) -> bool:
 
 
 def compare_more(s: Story) -> bool:
-    """How many more than another person has."""
+    """Ends with the difference to another person's number."""
     if s.value < 8:
         return False
     n = s.between(2, min(s.value - 2, 90))
@@ -205,7 +205,7 @@ def compare_more(s: Story) -> bool:
 
 
 def compare_total(s: Story) -> bool:
-    """How many together with another person."""
+    """Ends with the sum with another person's number."""
     n = s.between(5, 80)
     s.question = (
         "How many {items} do they have together?",

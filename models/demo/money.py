@@ -1,4 +1,4 @@
-"""Events and endings of word problems about money; `openings` says what a part does."""
+"""Events and endings of word problems about money; see `openings` for the interface."""
 
 from models.demo.openings import PAY
 from models.demo.story import Story
@@ -13,7 +13,7 @@ LEFT = (*HAVE_NOW, "How much money does {name} have left?")
 
 
 def earn(s: Story) -> bool:
-    """Some more money."""
+    """Adds an amount."""
     n = s.between(2, 60)
     s.question = HAVE_NOW
     s.say(
@@ -30,7 +30,7 @@ def earn(s: Story) -> bool:
 
 
 def spend(s: Story) -> bool:
-    """Some less money."""
+    """Subtracts an amount."""
     if s.value < 8:
         return False
     n = s.between(2, min(s.value - 2, 80))
@@ -51,7 +51,7 @@ def spend(s: Story) -> bool:
 
 
 def buy_several(s: Story) -> bool:
-    """Several things of one price."""
+    """Buys several things of one price."""
     k, p = s.between(2, 6), s.between(2, 15)
     if k * p > s.value - 2:
         return False
@@ -73,7 +73,7 @@ def buy_several(s: Story) -> bool:
 
 
 def sell(s: Story) -> bool:
-    """Every counted thing is sold: from here on the quantity is money."""
+    """Sells every counted thing; the quantity is an amount of money afterwards."""
     if not 2 <= s.value <= 99:
         return False
     p = s.between(2, 9)
@@ -91,7 +91,7 @@ def sell(s: Story) -> bool:
 
 
 def share_money(s: Story) -> bool:
-    """The money is shared by friends."""
+    """Divides the money among friends."""
     if not (k := s.divisor()):
         return False
     s.question = ("How many dollars does each of them get?", "How much money does each one get?")
@@ -107,7 +107,7 @@ def share_money(s: Story) -> bool:
 
 
 def can_buy(s: Story) -> bool:
-    """How many things the money buys."""
+    """Ends with the number of things that the money buys."""
     if not (k := s.divisor()):
         return False
     s.question = (
@@ -120,7 +120,7 @@ def can_buy(s: Story) -> bool:
 
 
 def still_needs(s: Story) -> bool:
-    """How much is missing for something dear."""
+    """Ends with the amount that is missing for an expensive thing."""
     total = s.value + s.between(5, 90)
     s.question = (
         "How much more money does {name} need?",

@@ -1,8 +1,8 @@
 """Openings of word problems: they give a person some things, or some money.
 
-A part of a story (an opening, an event or an ending) takes the story, tells its sentences, works
-its steps and returns True; it returns False, with nothing told, where the running quantity does
-not allow it. The tables say how many operations each takes.
+A part of a story (an opening, an event or an ending) takes the story, adds sentences and steps, and
+returns True. It returns False and adds nothing if the current quantity does not permit it. The
+tables contain the number of operations of each part.
 """
 
 from models.demo.story import Story
@@ -23,7 +23,7 @@ PAY = (
 
 
 def has(s: Story) -> bool:
-    """A number of things."""
+    """Starts with a number of things."""
     s.value = s.between(3, 90)
     s.question = HAVE
     s.say(
@@ -42,7 +42,7 @@ def has(s: Story) -> bool:
 
 
 def boxes(s: Story) -> bool:
-    """Equal boxes of things."""
+    """Starts with equal boxes of things."""
     k, m = s.between(2, 9), s.between(2, 20)
     s.question = HAVE
     s.say(
@@ -61,7 +61,7 @@ def boxes(s: Story) -> bool:
 
 
 def two_days(s: Story) -> bool:
-    """Things of two days."""
+    """Starts with things of two days."""
     a, b = s.between(2, 80), s.between(2, 80)
     first = s.rng.randrange(6)
     days = {"day1": DAYS[first], "day2": DAYS[first + 1]}
@@ -82,7 +82,7 @@ def two_days(s: Story) -> bool:
 
 
 def more_than(s: Story) -> bool:
-    """More than another person has."""
+    """Starts with more than another person has."""
     a, b = s.between(2, 80), s.between(2, 50)
     s.question = HAVE
     s.say(
@@ -100,7 +100,7 @@ def more_than(s: Story) -> bool:
 
 
 def fewer_than(s: Story) -> bool:
-    """Fewer than another person has."""
+    """Starts with fewer than another person has."""
     a = s.between(20, 90)
     b = s.between(2, a - 5)
     s.question = HAVE
@@ -119,7 +119,7 @@ def fewer_than(s: Story) -> bool:
 
 
 def times_as_many(s: Story) -> bool:
-    """Several times as many as another person has."""
+    """Starts with a multiple of another person's number."""
     a, k = s.between(3, 30), s.between(2, 5)
     times = "twice" if k == 2 else f"{k} times"
     s.question = HAVE
@@ -138,7 +138,7 @@ def times_as_many(s: Story) -> bool:
 
 
 def dozens(s: Story) -> bool:
-    """Whole dozens."""
+    """Starts with whole dozens."""
     d = s.between(2, 9)
     s.question = HAVE
     s.say(("{name} has {d} dozen {items}.", "{name} buys {d} dozen {items}."), d=d)
@@ -147,7 +147,7 @@ def dozens(s: Story) -> bool:
 
 
 def daily(s: Story) -> bool:
-    """The same number each day."""
+    """Starts with the same number each day."""
     p, d = s.between(2, 20), s.between(2, 9)
     s.question = HAVE
     s.say(
@@ -164,7 +164,7 @@ def daily(s: Story) -> bool:
 
 
 def weekly(s: Story) -> bool:
-    """The same number each day, for weeks."""
+    """Starts with the same number each day for some weeks."""
     p, w = s.between(2, 9), s.between(2, 5)
     s.question = HAVE
     s.say(
@@ -181,7 +181,7 @@ def weekly(s: Story) -> bool:
 
 
 def saved(s: Story) -> bool:
-    """Money to begin with."""
+    """Starts with an amount of money."""
     s.value = s.between(5, 120)
     s.question = OWN
     s.say(
@@ -197,7 +197,7 @@ def saved(s: Story) -> bool:
 
 
 def wage(s: Story) -> bool:
-    """Hours at a rate."""
+    """Starts with hours at a rate."""
     h, r = s.between(2, 12), s.between(3, 25)
     s.question = PAY
     s.say(
@@ -214,7 +214,7 @@ def wage(s: Story) -> bool:
 
 
 def weekly_wage(s: Story) -> bool:
-    """Hours a day, for some days, at a rate."""
+    """Starts with hours a day for some days at a rate."""
     h, d, r = s.between(2, 8), s.between(2, 6), s.between(2, 9)
     s.question = PAY
     s.say(

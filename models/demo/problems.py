@@ -14,7 +14,7 @@ from models.demo.story import Step, Story
 
 Part = tuple[int, Callable[[Story], bool]]
 
-OPERATIONS = (1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)  # of a story that is told event by event
+OPERATIONS = (1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)  # of a story that is generated event by event
 SCENE_SHARE = 0.3
 DISTRACTED_SHARE = 0.25
 JOINED_SHARE = 0.25  # of the sentences that start with a pronoun
@@ -33,13 +33,13 @@ FRAMES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """A told problem and its plan.
+    """A problem in words and its plan.
 
     Attributes:
-      text: The question as the user puts it.
+      text: The problem in words.
       steps: The operations; the last result is the answer.
       lines: The worked steps as text.
-      noise: Numbers of the text that the answer does not need.
+      noise: Irrelevant numbers of the text.
     """
 
     text: str
@@ -49,12 +49,12 @@ class Problem:
 
     @property
     def result(self) -> int:
-        """The answer."""
+        """The final number."""
         return self.steps[-1].result
 
     @property
     def key(self) -> str:
-        """The plan with its numbers: equal for two problems that differ in wording only."""
+        """The plan with its numbers; equal for problems that differ in wording only."""
         return "; ".join(f"{s.left} {s.op} {s.right}" for s in self.steps)
 
     @property
@@ -64,7 +64,7 @@ class Problem:
 
 
 def draw_problem(rng: random.Random) -> Problem:
-    """One problem of either split."""
+    """Samples a problem of either split."""
     while True:
         story = Story(rng)
         if rng.random() < SCENE_SHARE:
@@ -77,7 +77,7 @@ def draw_problem(rng: random.Random) -> Problem:
 
 
 def _tell(story: Story, operations: int) -> bool:
-    """Tells events until the operations are used up; False where the numbers do not fit."""
+    """Adds events until no operations remain; returns False if the numbers do not fit."""
     rng = story.rng
     counts_things = rng.random() < 0.7
     starts = openings.THINGS if counts_things else openings.MONEY
@@ -104,13 +104,13 @@ def _tell(story: Story, operations: int) -> bool:
 
 
 def _take(story: Story, parts: Sequence[Part], most: int) -> int | None:
-    """Tells a part and returns its operations; None where they are too many or nothing fits."""
+    """Adds a part and returns its operations; None if they exceed the limit or nothing fits."""
     operations, tell = story.rng.choice(parts)
     return operations if operations <= most and tell(story) else None
 
 
 def _insert_distractor(story: Story) -> None:
-    """Puts a sentence with a needless number first or last: no pronoun loses its name."""
+    """Adds a distractor sentence first or last, so every pronoun keeps its antecedent."""
     if story.rng.random() < DISTRACTED_SHARE:
         story.distract()
         if story.rng.random() < 0.5:
@@ -118,7 +118,7 @@ def _insert_distractor(story: Story) -> None:
 
 
 def _joined(story: Story) -> str:
-    """The sentences as one text; some pairs become one sentence with `and`."""
+    """Joins the sentences to a text; merges some pairs with `and`."""
     pronoun, text = f"{story.words['He']} ", story.sentences[0]
     for sentence in story.sentences[1:]:
         if sentence.startswith(pronoun) and story.rng.random() < JOINED_SHARE:
@@ -136,11 +136,11 @@ def _finish(story: Story) -> Problem:
 
 
 def draw_example(rng: random.Random) -> Example:
-    """One problem of either split as an example."""
+    """Samples an example with a problem of either split."""
     problem = draw_problem(rng)
     return Example("problems", [user(problem.text)], problem.answer, (problem.key,))
 
 
 def problems(split: Split, seed: int) -> Iterator[Example]:
-    """Word problems of one split, without end."""
+    """Yields word problems of a split endlessly."""
     return drawn("problems", draw_example, split, seed)

@@ -1,11 +1,11 @@
-"""Word problems of a fixed plan: shopping, reading, travel, time, ages, lengths, prices, seats."""
+"""Word problems with fixed plans: shopping, reading, travel, time, ages, lengths, prices, seats."""
 
 from models.demo.story import Story
 from models.demo.words import GOODS
 
 
 def shopping(s: Story) -> None:
-    """Two kinds of goods; change, or the total."""
+    """Shopping for two kinds of goods: change or total."""
     a, p, b, q = s.between(2, 9), s.between(2, 15), s.between(2, 9), s.between(2, 15)
     one, two = s.rng.sample(GOODS[:20], 2)
     s.say(
@@ -34,7 +34,7 @@ def shopping(s: Story) -> None:
 
 
 def reading(s: Story) -> None:
-    """Pages of a book that are left, or the days it takes."""
+    """Remaining pages of a book, or days to read it."""
     p, d = s.between(4, 25), s.between(2, 9)
     read = p * d
     if s.rng.random() < 0.5:
@@ -69,7 +69,7 @@ def reading(s: Story) -> None:
 
 
 def travel(s: Story) -> None:
-    """A way in two parts, each with its speed."""
+    """Travel in two parts at different speeds."""
     v, h, more = s.between(3, 60), s.between(2, 6), s.between(4, 60)
     s.say(
         (
@@ -109,7 +109,7 @@ def minutes(s: Story) -> None:
 
 
 def ages(s: Story) -> None:
-    """How old people are, now or in some years."""
+    """Ages of people, now or in some years."""
     a, k, y = s.between(4, 15), s.between(2, 5), s.between(2, 20)
     times = "twice" if k == 2 else f"{k} times"
     s.say(

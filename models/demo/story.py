@@ -1,4 +1,4 @@
-"""A word problem while it is being told: its sentences, and its worked steps."""
+"""Builder of a word problem: sentences and worked steps."""
 
 import random
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from models.demo.words import DAYS, GOODS, MEN, RELATIVES, THINGS, WOMEN
 
-TABLE = 12  # products and quotients up to here are known by heart
+TABLE = 12  # largest factor of products and quotients that need no steps
 
-# Each has a unit that no story asks for.
+# Each has a unit that no question uses.
 DISTRACTORS = (
     "The shop is {n} blocks away.",
     "{name} lives at number {n}.",
@@ -32,10 +32,10 @@ class Step:
 
 
 def apply(left: int, op: str, right: int) -> int:
-    """The result of one operation.
+    """Computes one operation.
 
     Raises:
-      ValueError: A division leaves a rest, or a product needs two long factors.
+      ValueError: A division has a remainder, or both factors exceed `TABLE`.
     """
     if op == "+":
         return left + right
@@ -43,15 +43,15 @@ def apply(left: int, op: str, right: int) -> int:
         return left - right
     if op == "*":
         if min(left, right) > TABLE:
-            raise ValueError(f"{left} * {right} is no product of one short factor")
+            raise ValueError(f"{left} * {right} has two factors above {TABLE}")
         return left * right
     if left % right:
-        raise ValueError(f"{left} / {right} leaves a rest")
+        raise ValueError(f"{left} / {right} has a remainder")
     return left // right
 
 
 def spell(step: Step) -> str:
-    """The equation, long products and quotients by tens and ones: each sum is short."""
+    """Returns the equation; long products and quotients are split into tens and ones."""
     left, right, result = step.left, step.right, step.result
     head = f"{left} {step.op} {right}"
     if step.op == "*" and left > TABLE and left % 10 and right != 10:
@@ -70,18 +70,18 @@ def spell(step: Step) -> str:
 
 
 class Story:
-    """Tells a problem sentence by sentence and keeps the quantity that the question asks for.
+    """Builds a problem sentence by sentence and tracks the requested quantity.
 
     Attributes:
-      value: The running quantity.
+      value: The current quantity.
       steps: The operations so far, `lines` their text.
-      question: The question's forms; the last event that is told sets them.
+      question: The forms of the question, which the last event sets.
     """
 
     def __init__(self, rng: random.Random) -> None:
-        """Chooses the people and the thing."""
+        """Samples the people and the thing."""
         self.rng = rng
-        # One pronoun each, so that it is always plain who is meant.
+        # Distinct pronouns, so that each one is unambiguous.
         person, other = rng.sample((rng.choice(WOMEN), rng.choice(MEN)), 2)
         self.words = {
             **person._asdict(),
@@ -102,11 +102,11 @@ class Story:
         self.names_person = True
 
     def between(self, low: int, high: int) -> int:
-        """A whole number from low to high, both among them."""
+        """Samples an integer from low to high, inclusive."""
         return self.rng.randrange(low, high + 1)
 
     def say(self, forms: Sequence[str], *, others: bool = False, **numbers: object) -> None:
-        """Adds one of the forms; `{who}` is the name where the pronoun might mean another."""
+        """Adds one of the forms; `{who}` becomes the name where a pronoun would be ambiguous."""
         pronoun = not self.names_person and self.rng.random() < 0.5
         who = self.words["He"] if pronoun else self.words["name"]
         form = self.rng.choice(forms)
@@ -121,16 +121,16 @@ class Story:
         return step.result
 
     def distract(self) -> None:
-        """Adds a sentence with a number that the answer does not need."""
+        """Adds a sentence with an irrelevant number."""
         number = self.between(2, 60)
         self.noise.append(number)
         self.say(DISTRACTORS, others=True, n=number)
 
     def divisor(self) -> int | None:
-        """A whole divisor of the quantity with a short quotient; None where there is none."""
+        """Samples a divisor of the quantity with a short quotient; None if there is none."""
         fits = [k for k in range(2, 11) if self.value % k == 0 and 2 <= self.value // k <= 24]
         return self.rng.choice(fits) if fits else None
 
     def ask(self) -> str:
-        """One of the question's forms."""
+        """Returns one of the forms of the question."""
         return self.rng.choice(self.question).format(**self.words)

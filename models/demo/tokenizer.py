@@ -1,7 +1,7 @@
 """Writes the demo model's tokenizer: `python -m models.demo.tokenizer [FOLDER]`.
 
-A byte-level BPE of 4,096 tokens, trained on the train split. Digits stand alone, and the last three
-tokens are Qwen's special ones. One run gives the same bytes as any other.
+The tokenizer is a byte-level BPE with 4,096 tokens, trained on the train split. Every digit is a
+token, and the last three tokens are Qwen's special tokens. Every run writes the same bytes.
 """
 
 import json
@@ -21,7 +21,7 @@ VOCAB = 4096
 SEED = 4096
 TRAINING_EXAMPLES = 24_000
 
-# Qwen's split of a text into words; a digit is a word.
+# Qwen's pre-tokenizer pattern, with single digits.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -32,7 +32,7 @@ def train() -> Tokenizer:
     """Trains the tokenizer.
 
     Raises:
-      RuntimeError: The text has too few different words for the vocabulary.
+      RuntimeError: The training text has too few distinct words for the vocabulary.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

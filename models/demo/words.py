@@ -1,11 +1,11 @@
-"""Words of the generators: people, things, places, and words that mean nothing."""
+"""Words for the generators: people, things, places and made-up words."""
 
 import random
 from typing import NamedTuple
 
 
 class Person(NamedTuple):
-    """A name and the pronouns that go with it."""
+    """A name with its pronouns."""
 
     name: str
     he: str
@@ -14,7 +14,7 @@ class Person(NamedTuple):
 
 
 class Thing(NamedTuple):
-    """Something that is counted, and what it is kept in."""
+    """A countable thing and its container."""
 
     item: str
     items: str
@@ -23,7 +23,7 @@ class Thing(NamedTuple):
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, so that a list of words reads as a line."""
+    """Splits a text into words."""
     return text.split()
 
 
@@ -80,13 +80,13 @@ _ENDS = words("l m n r s t x ck nd")
 
 
 def invented(rng: random.Random) -> str:
-    """A word of two or three syllables that means nothing, so that it can only be copied."""
+    """Samples a made-up word of two or three syllables, which can only be copied."""
     pick = rng.choice
     syllables = [pick(_ONSETS) + pick(_VOWELS) for _ in range(rng.randrange(1, 3))]
     return "".join(syllables) + pick(_ONSETS) + pick(_VOWELS) + pick(_ENDS)
 
 
 def code_number(rng: random.Random) -> str:
-    """An order's or a part's number, as `KT-4821`."""
+    """Samples an order or part number such as `KT-4821`."""
     letters = "ABCDEFGHKLMNPRSTVWXZ"
     return f"{rng.choice(letters)}{rng.choice(letters)}-{rng.randrange(1000, 10000)}"
