@@ -12,9 +12,13 @@ DOCS = ROOT / "docs"
 USER_PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
 USER_PAGES += ("coming_from_vllm_or_sglang", "faq", "glossary", "speculative_decoding", "tutorial")
 USER_PAGES += ("deployment", "troubleshooting", "troubleshooting_requests")
+USER_PAGES += ("adaptive_speculation", "draft_heads", "multimodal", "ngram", "quantization")
+USER_PAGES += ("tensor_parallelism", "training_drafts", "training_reference")
 INTERNALS = ("architecture", "backend_interface", "dependencies", "drafter_internals", "kernels/*")
 INTERNALS += ("model_execution", "numerics", "numerics/*", "scheduler_and_cache", "server")
 INTERNALS += ("shadow_verification", "invariants", "invariants/*", "contributing_*")
+INTERNALS += ("multimodal_internals", "ngram_internals")
+INTERNALS += ("structured_output_internals", "tensor_parallelism_internals")
 FIGURES = ("kernels/measurements", "rejected_experiments", "rejected_experiments/*")
 MEASURED = re.compile(r"\d (?:us|ms|GB/s|TB/s|TFLOP/s)\b|\d times as (?:fast|slow)")
 

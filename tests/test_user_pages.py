@@ -16,12 +16,15 @@ from shared.server.openai_types import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")
-PAGES += ("troubleshooting", "troubleshooting_requests")
+PAGES += ("troubleshooting", "troubleshooting_requests", "multimodal", "ngram", "quantization")
+PAGES += ("adaptive_speculation", "draft_heads", "tensor_parallelism")
 OF_OTHER_PROGRAMS = {
     "install": {"--version", "--index-url", "--base-url", "--backend"},
     "http_api": {"--dataset-name", "--request-rate", "--max-concurrency", "--out", "--html"},
     "clients": {"--auth-type", "--model", "--model_args", "--openai-api-base"},
     "troubleshooting": {"--help"},
+    "draft_heads": {"--out", "--size", "--texts"},
+    "tensor_parallelism": {"--head"},
 }
 """Flags of `tandem`, its benches, pip and clients."""
 

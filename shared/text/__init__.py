@@ -1,1 +1,1 @@
-"""What stands between text and tokens: a checkpoint's tokenizer and its chat template."""
+"""Tokenizer, chat templates and grammars of a checkpoint."""
