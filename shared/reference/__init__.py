@@ -1,1 +1,1 @@
-"""The boundary in numpy, made of the specifications: the oracle of the tests."""
+"""Reference backend in numpy, built from the specifications: the oracle of the tests."""

@@ -1,8 +1,6 @@
-"""The boundary in numpy: runs step plans with the specifications, on one worker thread.
+"""Reference backend: runs step plans in numpy with the specifications, on one worker thread.
 
-It is the oracle that the device backends are compared with, so it is written to be read. Padding
-rows are left out before a step begins; everything else follows `shared.boundary.backend` to the
-letter.
+The device backends are compared with it, so it is written for readability.
 """
 
 import time
@@ -58,7 +56,7 @@ from shared.spec.model import KV, Weights
 
 
 class ReferenceBackend:
-    """A `shared.boundary.backend.Backend` without a device."""
+    """Implementation of `shared.boundary.backend.Backend` without a device."""
 
     def __init__(
         self,
@@ -72,9 +70,9 @@ class ReferenceBackend:
         """Allocates the pools of `capacity`.
 
         Args:
-          drafts: What drafts.
-          draft_weights: Of a head or a small model; None of the other kinds.
-          tower_weights: Of a model that sees, under the names of `shared.models.tower`.
+          config, weights, capacity, drafts: The target, the limits of the backend, and its drafter.
+          draft_weights: Weights of a draft head or draft model; else None.
+          tower_weights: Weights of the vision encoder, by the names of `shared.models.tower`.
 
         Raises:
           ValueError: See `shared.boundary.checks.check_capacity`.
@@ -94,11 +92,11 @@ class ReferenceBackend:
         self.state = allocate(config, capacity)
 
     def workspace(self, program: Program) -> int:
-        """Bytes that a step of the program needs beyond weights and pools."""
+        """Returns the bytes that a step of the program needs beyond weights and pools."""
         return workspace(program, self._blueprint)
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Notes that programs may run; there is nothing to compile.
+        """Marks programs as ready; there is nothing to compile.
 
         Raises:
           ValueError: `capacity` does not list a program.
@@ -108,7 +106,7 @@ class ReferenceBackend:
             self._ready.add(program)
 
     def launch(self, program: Program) -> Launch:
-        """How a step of the program is run."""
+        """Returns the launch mode of a step of the program."""
         return Launch.EAGER
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -121,7 +119,7 @@ class ReferenceBackend:
         return self._worker.submit(self._run, plan)
 
     def close(self) -> None:
-        """Waits for the steps in flight and ends the worker."""
+        """Waits for the steps in flight and ends the worker thread."""
         self._worker.shutdown()
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -136,12 +134,12 @@ class ReferenceBackend:
                 self._start(batch)
             for name, values in self._step(batch, plan).items():
                 at = result_layout(plan.program, self.capacity).fields.get(name)
-                if at is not None:  # logprobs, where the program has none
+                if at is not None:  # None for logprobs that the program does not return
                     at.view(words)[... if name in SCORES else batch.index] = values
         return read_result(plan.program, self.capacity, words, time.perf_counter() - began)
 
     def _step(self, batch: Batch, plan: StepPlan) -> dict[str, np.ndarray]:
-        """Does the work; returns the result's fields by name."""
+        """Runs the step; returns the result's fields by name."""
         match plan.work:
             case Prefill():
                 return self._prefill(batch, plan.work, plan.program.has(Extra.SCORES))
@@ -158,7 +156,7 @@ class ReferenceBackend:
     # A row's first step
 
     def _start(self, batch: Batch) -> None:
-        """Resets the slots of starting rows, then restores what the plan names."""
+        """Resets the slots of starting rows, then restores the snapshots that the plan names."""
         started = batch.slots[batch.starts]
         self.state.lengths[started] = self.state.newest[started] = 0
         self.state.seen[started] = 0
@@ -168,7 +166,7 @@ class ReferenceBackend:
             self._drafter.start(batch)
 
     def _count(self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int) -> None:
-        """Adds row b's tokens at positions `first` and on to what its slot has seen."""
+        """Adds row b's tokens from position `first` on to the token counts of its slot."""
         owner = np.full(len(tokens), batch.slots[b])
         is_output = first + np.arange(len(tokens)) >= batch.sampling.prompt_length[b]
         is_counted = np.ones(len(tokens), bool)
@@ -197,7 +195,7 @@ class ReferenceBackend:
         ]
         lengths = first + np.array([len(chunk) for chunk in chunks], np.int32)
         for b, chunk in enumerate(chunks):
-            skipped = 0 if batch.starts[b] else 1  # the token before said that it would be next
+            skipped = 0 if batch.starts[b] else 1  # counted by the previous chunk as its next token
             self._count(batch, b, chunk[skipped:], first[b] + skipped)
         logits = self._logits(np.stack([read.hidden[-1] for read, _ in passes]))
         counted = sampling.seen_alone(self.state.seen, batch.slots)
@@ -230,10 +228,10 @@ class ReferenceBackend:
     def _prefill_row(
         self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int, seen: Seeing
     ) -> tuple[model.Forward, bool]:
-        """Runs one row's chunk, cut where its snapshot is taken.
+        """Runs one row's chunk, split where its snapshot is taken.
 
         Returns:
-          The pass over the chunk, and whether the snapshot was taken.
+          The pass over the chunk, and True if the snapshot was taken.
         """
         save_after = int(batch.snapshots.save_at[b] - first)
         passed = bool(batch.snapshots.save[b] != 0) and takes_snapshot(save_after, len(chunk))
@@ -337,7 +335,7 @@ class ReferenceBackend:
     def _trees(self, batch: Batch, work: Decode) -> Trees:
         if work.drafts is not None:
             drafts, index = work.drafts, batch.index
-            tokens = drafts.tokens[index]  # a copy: the plan stays as it is
+            tokens = drafts.tokens[index]  # a copy, so that the plan does not change
             tokens[:, 0] = self.state.newest[batch.slots]
             forced = drafts.forced[index] != 0
             return Trees(tokens, drafts.parents[index], drafts.num_nodes[index], forced)
@@ -358,7 +356,7 @@ class ReferenceBackend:
         )
 
     def _draft(self, batch: Batch, shape: TreeShape) -> Trees:
-        """The trees that the drafter grows; the root alone for a plain shape."""
+        """Returns the drafter's trees; the root alone for a plain shape."""
         if shape.is_plain:
             return roots(self.state.newest[batch.slots])
         trees = self._grown(batch, shape)
@@ -367,10 +365,10 @@ class ReferenceBackend:
         return trees.shared(batch.sampling.calibration, shape.rows - batch.num_padding)
 
     def _grown(self, batch: Batch, shape: TreeShape) -> Trees:
-        """What the drafter grows, before the verify rows are given out."""
+        """Returns the drafter's trees before they are pruned to the verify budget."""
         if self.state.texts is not None:
             return texts.grown(self.state.texts, batch, shape, self.capacity.accept_rule)
-        assert self._drafter is not None  # a program that drafts has one
+        assert self._drafter is not None  # required for a program that drafts
         is_sampled = self.capacity.accept_rule != "exact"
         rank = replace(self._rank(batch, shape.width), kept=[] if is_sampled else None)
         bounds = (self.state.lengths[batch.slots], self.state.draft_from[batch.slots])
@@ -388,7 +386,9 @@ class ReferenceBackend:
         counts: Int[np.ndarray, " B"],
         tokens: Int[np.ndarray, "B W"],
     ) -> Bool[np.ndarray, " B"]:
-        """Makes the accepted path the slots' past; returns which snapshots were taken."""
+        """Commits the accepted path to the slots; returns True for rows whose snapshot was
+        taken.
+        """
         lengths = self.state.lengths[batch.slots]
         move = partial(
             attention.commit_window,
@@ -419,7 +419,7 @@ class ReferenceBackend:
             counts=counts,
             prompt_length=batch.sampling.prompt_length,
         )
-        if draft_from is not None:  # nobody fed the drafter: a hole in its KV
+        if draft_from is not None:  # no draft extend in this step: a gap in the draft KV
             self.state.draft_from = draft_from
         if self.state.texts is not None:
             self.state.texts = texts.learn_outputs(self.state.texts, batch, tokens, counts)
@@ -433,7 +433,7 @@ class ReferenceBackend:
         fed: Fed,
         counts: Int[np.ndarray, " B"],
     ) -> None:
-        """Feeds the accepted path to the drafter, which a plain step does not."""
+        """Extends the drafter over the accepted path; a plain step does not."""
         if self._drafter is not None and not shape.is_plain:
             rank = self._rank(batch, self.capacity.max_width)
             draft_from = self.state.draft_from[batch.slots]
@@ -442,7 +442,9 @@ class ReferenceBackend:
     # Choosing
 
     def _rank(self, batch: Batch, width: int) -> Ranking:
-        """The drafter's choice of children, with the noise and the penalties of the target."""
+        """Returns the drafter's ranking of children, with the noise and the penalties of the
+        target.
+        """
         lengths = self.state.lengths[batch.slots]
         given = (batch.sampling, batch.slots, lengths, self.state.seen, width, self._columns)
         return Ranking(*given, kept=None)

@@ -1,4 +1,4 @@
-"""The token after each node of a batch's trees, as the reference backend chooses it."""
+"""Choice of the token after each node of a batch's trees."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Int32
@@ -16,7 +16,9 @@ def chosen(
     state: DeviceState,
     rule: str,
 ) -> Int32[np.ndarray, "B N"]:
-    """The target's tokens, or of drafts that are judged what the rule leaves of them."""
+    """Returns the target's tokens, or the results of rejection sampling for sampled draft
+    tokens.
+    """
     B, N, vocab = logits.shape
     request, node = np.repeat(np.arange(B), N), np.tile(np.arange(N), B)
     seen = sampling.seen_in_trees(

@@ -1,4 +1,4 @@
-"""What the reference backend keeps from one step to the next."""
+"""State of the reference backend between steps."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from shared.spec.model import KV
 
 @dataclass
 class DeviceState:
-    """All memory that outlives a step, but for what a drafter keeps.
+    """All memory that outlives a step, except the drafter's.
 
-    Slot, page and snapshot 0 are sinks.
+    Slot, page and snapshot 0 are reserved for padding.
 
     Attributes:
-      lengths: Committed tokens of each slot, whose KV is in the pages.
-      newest: The token after them, which has no KV yet.
-      seen: Twice a token's count in the output, plus 1 where the prompt has it.
-      draft_from: Where a slot's whole draft KV begins, after a cache hit.
-      kv: Keys and values of each attention layer's page pool.
+      lengths: Committed tokens of each slot, with KV in the pages.
+      newest: Token after them, which has no KV yet.
+      seen: Twice a token's count in the output, plus 1 if it is in the prompt.
+      draft_from: First position of each slot with complete draft KV, after a cache hit.
+      kv: Page pools of all attention layers.
       delta, snapshots: Recurrent states by slot and by snapshot.
-      pool: Rows of pictures; without rows where the model sees none.
-      begun: A picture between two blocks of the tower; None where none was begun.
-      turn_deltas: By slot, what the turns of later tokens are above their positions.
-      texts: What is kept of texts; None where nothing drafts from it.
+      pool: Encoder cache; without rows for a text-only model.
+      begun: Image between two blocks of the vision encoder; None if there is none.
+      turn_deltas: M-RoPE position delta of each slot: rotary minus sequence position of later
+        tokens.
+      texts: N-gram state; None if no program drafts from it.
     """
 
     lengths: Int32[np.ndarray, " slots"]
@@ -47,7 +48,7 @@ class DeviceState:
 
 
 def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
-    """Memory for all slots, pages and snapshots, zeroed."""
+    """Allocates zeroed memory for all slots, pages and snapshots."""
     num_slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
     pictures = capacity.pictures
     return DeviceState(

@@ -1,4 +1,4 @@
-"""Drafters of the reference backend: each holds its own memory of all slots and pages."""
+"""Drafters of the reference backend, each with its own state of all slots and pages."""
 
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,22 +20,25 @@ from shared.spec.standalone import SmallModel
 
 
 class ReferenceDrafter(Protocol):
-    """What the reference backend asks of a drafter.
+    """Interface of a drafter.
 
-    `draft_from` is where the draft KV of each of the batch's rows begins to be whole.
+    `draft_from` is the first position of each row with complete draft KV.
     """
 
     def start(self, batch: Batch) -> None:
-        """Resets the slots of starting rows, and restores what the plan names."""
+        """Resets the slots of starting rows, and restores the snapshots that the plan names."""
         ...
 
     def prefill(
         self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
     ) -> None:
-        """Extends the drafter over each row's chunk of a prompt.
+        """Extends the drafter over each row's prompt chunk.
 
         Args:
-          rank: Of the token after each row's newest.
+          batch: Rows of the plan.
+          fed: Chunk of each row.
+          draft_from: First position with complete draft KV.
+          rank: Ranks the token after each row's newest.
         """
         ...
 
@@ -48,7 +51,7 @@ class ReferenceDrafter(Protocol):
         shape: TreeShape,
         rank: Ranking,
     ) -> Trees:
-        """Drafts a tree for each row; one whose `draft_from` is its length gets its root."""
+        """Drafts a tree for each row; only the root if `draft_from` equals the row's length."""
         ...
 
     def extend(
@@ -60,19 +63,21 @@ class ReferenceDrafter(Protocol):
         draft_from: Int[np.ndarray, " B"],
         rank: Rank,
     ) -> None:
-        """Extends the drafter over accepted paths of W rows each.
+        """Draft extend: runs the drafter over accepted paths of W rows each.
 
         Args:
+          batch: Rows of the plan.
           fed: B * W rows.
-          lengths: Before the step.
-          counts: How many of a path's rows are real.
-          rank: Of the token after each row's newest.
+          lengths: Lengths before the step.
+          counts: Number of real rows of each path.
+          draft_from: First position with complete draft KV.
+          rank: Ranks the token after each row's newest.
         """
         ...
 
 
 class HeadDrafter:
-    """NEXTN, EAGLE and EAGLE-3."""
+    """Drafter for NEXTN, EAGLE and EAGLE-3."""
 
     def __init__(self, drafter: eagle.Drafter, capacity: Capacity) -> None:
         slots, width = capacity.num_slots, capacity.max_width
@@ -87,14 +92,14 @@ class HeadDrafter:
         self._relay_logits = np.zeros((slots, capacity.vocab), np.float32)
 
     def start(self, batch: Batch) -> None:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.start`."""
         for array in self._relay_arrays:
             array[batch.slots[batch.starts]] = 0
 
     def prefill(
         self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
     ) -> None:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.prefill`."""
         out, logits = [], []
         for b, chunk in enumerate(fed):
             T = len(chunk.tokens)
@@ -118,9 +123,9 @@ class HeadDrafter:
         shape: TreeShape,
         rank: Ranking,
     ) -> Trees:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.draft`."""
         relay = eagle.Relay(*(array[batch.slots] for array in self._relay_arrays))
-        if rank.kept is not None:  # a relay's candidates were ranked with the target's noise
+        if rank.kept is not None:  # the draft input was ranked with the target's noise
             no_path = np.zeros((len(newest), 1, 0), np.int32)
             ids, weights = rank(self._relay_logits[batch.slots][:, None], no_path)
             relay = eagle.Relay(ids[:, 0], weights[:, 0], relay.hidden)
@@ -141,7 +146,7 @@ class HeadDrafter:
         draft_from: Int[np.ndarray, " B"],
         rank: Rank,
     ) -> None:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.extend`."""
         W = len(fed.tokens) // len(counts)
         rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, W - 1)
         rows = batch.turned(rows)
@@ -158,7 +163,7 @@ class HeadDrafter:
         last: Int[np.ndarray, " B"],
         rank: Rank,
     ) -> None:
-        """Sets the slots' relays from each row's last extended row."""
+        """Stores the slots' draft inputs from each row's last extended row."""
         relay = eagle.relay_of(hidden, logits, last, rank)
         self._relay_logits[batch.slots] = logits[last]
         values = (relay.tokens, relay.weights, relay.hidden)
@@ -167,7 +172,7 @@ class HeadDrafter:
 
 
 class BlockDrafter:
-    """DFLASH, DSPARK and DFLASH2."""
+    """Drafter for DFLASH, DSPARK and DFLASH2."""
 
     def __init__(self, drafter: dflash.Drafter, capacity: Capacity) -> None:
         pool = (capacity.num_pages, capacity.page_size)
@@ -175,12 +180,12 @@ class BlockDrafter:
         self._kv = model.new_kv(drafter.layer, drafter.layer.num_layers, *pool)
 
     def start(self, batch: Batch) -> None:
-        """See `ReferenceDrafter`; what an earlier owner left lies before no row's context."""
+        """Does nothing: KV of an earlier owner is before every row's context."""
 
     def prefill(
         self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
     ) -> None:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.prefill`."""
         for b, chunk in enumerate(fed):
             T = len(chunk.tokens)
             bounds = (np.array([chunk.first]), draft_from[b : b + 1], batch.page_table[b : b + 1])
@@ -196,7 +201,7 @@ class BlockDrafter:
         shape: TreeShape,
         rank: Ranking,
     ) -> Trees:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.draft`."""
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
         head = self._drafter.head
         block, own = head.config.block, (head.config, head.weights, newest)
@@ -222,14 +227,14 @@ class BlockDrafter:
         draft_from: Int[np.ndarray, " B"],
         rank: Rank,
     ) -> None:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.extend`."""
         depth = len(fed.tokens) // len(counts) - 1
         rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, depth)
         self._kv = self._drafter.extend(rows, self._drafter.reads(fed.passed), self._kv)
 
 
 class StandaloneDrafter:
-    """STANDALONE."""
+    """Drafter for STANDALONE."""
 
     def __init__(self, small: SmallModel, capacity: Capacity) -> None:
         config: ModelConfig = small.config
@@ -240,13 +245,13 @@ class StandaloneDrafter:
         self._snapshots = model.new_state(config, capacity.num_snapshots)
 
     def start(self, batch: Batch) -> None:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.start`."""
         self._state = batch.restored(self._state, self._snapshots)
 
     def prefill(
         self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
     ) -> None:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.prefill`."""
         for b, chunk in enumerate(fed):
             first, save_after = chunk.first, int(batch.snapshots.save_at[b] - chunk.first)
             for piece in cut(chunk.tokens, save_after):
@@ -279,7 +284,7 @@ class StandaloneDrafter:
         shape: TreeShape,
         rank: Ranking,
     ) -> Trees:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.draft`."""
         state = take(self._state, batch.slots)
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
         tree, self._kv = standalone.draft(
@@ -296,7 +301,7 @@ class StandaloneDrafter:
         draft_from: Int[np.ndarray, " B"],
         rank: Rank,
     ) -> None:
-        """See `ReferenceDrafter`."""
+        """Same as `ReferenceDrafter.extend`."""
         tokens = fed.tokens.reshape(len(counts), -1)
         save_after = batch.snapshots.save_at - lengths
         bounds = (lengths, counts, draft_from, batch.page_table, save_after)
@@ -310,13 +315,15 @@ class StandaloneDrafter:
 
 
 def takes_snapshot(save_after: int, length: int) -> bool:
-    """Whether a prefill of `length` tokens has a state after `save_after` of them to save."""
+    """Returns True if a prefill of `length` tokens can save the state after `save_after` of
+    them.
+    """
     is_border = save_after % CHUNK == 0 or save_after == length
     return 0 < save_after <= length and is_border
 
 
 def cut(chunk: Int[np.ndarray, " T"], save_after: int) -> list[Int[np.ndarray, " piece"]]:
-    """A chunk in one piece, or in two where a snapshot is taken within it."""
+    """Splits a chunk in two if a snapshot is taken within it."""
     is_within = takes_snapshot(save_after, len(chunk)) and save_after < len(chunk)
     return np.split(chunk, [save_after]) if is_within else [chunk]
 
@@ -324,7 +331,7 @@ def cut(chunk: Int[np.ndarray, " T"], save_after: int) -> list[Int[np.ndarray, "
 def drafter_of(
     blueprint: Blueprint, weights: Weights, draft_weights: Weights | None
 ) -> ReferenceDrafter | None:
-    """What drafts, bound to its weights and the target's; None where nothing does."""
+    """Returns the drafter with its weights and the target's; None without a drafter."""
     drafts, capacity, config = blueprint.drafts, blueprint.capacity, blueprint.config
     if drafts.model is not None:
         return StandaloneDrafter(

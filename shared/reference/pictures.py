@@ -1,4 +1,4 @@
-"""Pictures of the reference backend: their rows in its pool, and what prompts see of them."""
+"""Images in the reference backend: encoding into its encoder cache, and image inputs of prompts."""
 
 from dataclasses import dataclass
 
@@ -19,14 +19,16 @@ def encode(
     weights: Weights | None,
     state: DeviceState,
 ) -> None:
-    """Takes a picture through blocks of the tower; behind the last its rows are in the pool."""
-    assert pictures is not None  # a model that sees has the program
+    """Runs blocks of the vision encoder; after the last block, stores the embeddings in the
+    cache.
+    """
+    assert pictures is not None  # only a vision-language model has the program
     assert weights is not None
     vision, place = pictures.vision, int(work.place[0])
     picture = state.begun
     if work.pixels is not None:
         picture = tower.begun(weights, tower.patches(vision, work.pixels))
-    assert picture is not None  # by this encoding or an earlier one
+    assert picture is not None  # set by this step or an earlier one
     picture = tower.advanced(weights, picture, blocks)
     if blocks.stop < vision.depth:
         state.begun = picture
@@ -37,11 +39,11 @@ def encode(
 
 @dataclass(frozen=True)
 class Seeing:
-    """What pictures bring to some rows of a prompt; nothing where the model sees none.
+    """Image inputs of some rows of a prompt; empty for a text-only model.
 
     Attributes:
-      turns: By which they turn.
-      shown: What stands in the place of their tokens.
+      turns: M-RoPE positions.
+      shown: Image embeddings that replace token embeddings.
     """
 
     turns: Int[np.ndarray, "R 3"] | None = None
@@ -51,20 +53,20 @@ class Seeing:
     def of(
         cls, pictures: Pictures | None, pool: Float[np.ndarray, "rows hidden"], at: slice
     ) -> "Seeing":
-        """Of a chunk's tokens."""
+        """Returns the image inputs of a chunk's tokens."""
         if pictures is None:
             return cls()
         return cls(pictures.turns[at], Shown(pool, pictures.sources[at]))
 
     def part(self, first: int, end: int | None) -> "Seeing":
-        """Of some of the rows; None: to the last."""
+        """Returns the image inputs of a range of the rows; `end` None is the last row."""
         if self.turns is None or self.shown is None:
             return self
         shown = Shown(self.shown.pool, self.shown.sources[first:end])
         return Seeing(self.turns[first:end], shown)
 
     def before(self, next_source: int) -> "Seeing":
-        """Of the same rows, with what stands in the place of the tokens that follow theirs."""
+        """Returns the image inputs with the embeddings of each row's next token, for drafters."""
         if self.shown is None:
             return self
         sources = np.append(self.shown.sources[1:], next_source)

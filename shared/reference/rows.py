@@ -1,4 +1,4 @@
-"""The rows of a plan and their trees, as the reference backend works with them."""
+"""Rows of a plan and their draft trees, in the form that the reference backend processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,14 +32,13 @@ from shared.spec.sampling import Sampling, Seen
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a plan that are no padding.
+    """Rows of a plan without padding; for the other fields see `StepPlan`.
 
     Attributes:
-      index: Their place in the plan.
-      num_padding: Rows of the plan that are left out.
-      deltas: What the turns of each row's text are above its positions, before the step; None: the
-        model sees no pictures.
-      texts: Whose texts the rows are; None where nothing drafts from text.
+      index: Index of each row in the plan.
+      num_padding: Number of padding rows in the plan.
+      deltas: M-RoPE position delta of each row before the step; None for a text-only model.
+      texts: N-gram scopes of the rows; None if no program drafts from the n-gram table.
     """
 
     index: Int[np.ndarray, " B"]
@@ -56,7 +55,7 @@ class Batch:
 
     @classmethod
     def of(cls, plan: StepPlan, turn_deltas: Int32[np.ndarray, " slots"] | None) -> "Batch":
-        """The rows that name a slot."""
+        """Returns the rows with a slot."""
         index = np.flatnonzero(plan.slots)
         snapshots, texts = plan.snapshots, plan.texts
         if texts is not None:
@@ -77,11 +76,11 @@ class Batch:
         )
 
     def turned(self, rows: Rows) -> Rows:
-        """Rows of text, turned as those of a model that sees."""
+        """Adds M-RoPE positions to text rows of a vision-language model."""
         return rows if self.deltas is None else attention.turned(rows, self.deltas)
 
     def restored(self, state: DeltaState, snapshots: DeltaState) -> DeltaState:
-        """The states of all slots, where those of starting rows are their snapshots'."""
+        """Returns the states of all slots, with those of starting rows reset to their snapshots."""
         rows = (self.slots, self.snapshots.restore, self.starts)
         return DeltaState(
             slots.restore(state.recurrent, snapshots.recurrent, *rows),
@@ -91,14 +90,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Fed:
-    """Committed rows that a drafter is extended over: a chunk of one request, or all paths.
+    """Committed rows for draft extend: a chunk of one request, or all accepted paths.
 
     Attributes:
-      first: Position of a chunk's first token; means nothing of paths.
-      tokens: Each row's own token.
-      following: The token after each row's.
+      first: Position of a chunk's first token; unused for paths.
+      tokens: Token of each row.
+      following: Token after each row's.
       passed: The target's pass over the rows.
-      seen: Of a chunk, how its rows turn, and what stands in the place of the tokens that follow.
+      seen: Image inputs of a chunk, with the embeddings of its next tokens.
     """
 
     first: int
@@ -110,12 +109,14 @@ class Fed:
 
 @dataclass(frozen=True)
 class Trees:
-    """The draft tree of each row.
+    """Draft tree of each row.
 
     Attributes:
-      weights: The path weights of nodes that were drafted; None of others.
-      drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
-      origins: Where nodes come from, as `shared.spec.copies.Joined` says; None of one source.
+      tokens, parents, num_nodes: The trees.
+      forced: True for rows whose chain is accepted whatever the target predicts.
+      weights: Path weights of drafted nodes; None for trees from the host.
+      drafted: Processed logits that a chain's draft tokens were sampled from; None if not sampled.
+      origins: Sources of the nodes of merged trees, see `shared.spec.copies.Joined`; else None.
     """
 
     tokens: Int[np.ndarray, "B N"]
@@ -128,13 +129,13 @@ class Trees:
 
     @classmethod
     def drafted_as(cls, tree: Tree) -> "Trees":
-        """What a drafter grew; nothing is forced."""
+        """Returns the trees of a drafter; none are forced."""
         tokens, parents, num_nodes, weights = tree
         return cls(tokens, parents, num_nodes, np.zeros(len(tokens), bool), weights)
 
     def shared(self, calibration: Float[np.ndarray, "B S_max"], rows: int) -> "Trees":
-        """Those of their nodes that are verified in fewer rows than there may be nodes."""
-        assert self.weights is not None  # they were drafted
+        """Returns the trees pruned to a verify budget."""
+        assert self.weights is not None  # set for drafted trees
         ranked = verify_rows.rank_weights(self.parents, self.weights, calibration)
         kept = verify_rows.share(self.tokens, self.parents, self.num_nodes, ranked, rows)
         return Trees(*kept, self.forced)
@@ -148,8 +149,8 @@ class Trees:
         shape: TreeShape,
         rows: int,
     ) -> "Trees":
-        """The best nodes of these trees and of copies of seen text."""
-        assert self.weights is not None  # they were drafted
+        """Returns the best nodes of these trees merged with n-gram drafts."""
+        assert self.weights is not None  # set for drafted trees
         ranked = verify_rows.rank_weights(self.parents, self.weights, calibration)
         grown = Grown(self.tokens, self.parents, self.num_nodes, ranked)
         found = copies.join(grown, given, lengths, max_drafts, shape.nodes, shape.depth, rows)
@@ -163,12 +164,13 @@ class Trees:
         seeds: UInt32[np.ndarray, " B"],
         lengths: Int[np.ndarray, " B"],
     ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-        """The choices and the node counts to walk by: the target's, a lot's, or a row's own.
+        """Returns the choices and node counts for `acceptance.walk`: the target's, simulated, or
+        forced ones.
 
         Args:
-          choices: The target's.
-          rates: Of the lot, where there is one; see `acceptance.simulate`.
-          seeds, lengths: Of the rows.
+          choices: The target's choices.
+          rates: Rates of simulated acceptance, or None; see `acceptance.simulate`.
+          seeds, lengths: Seed and length of each row.
         """
         walked = self.num_nodes
         if rates is not None:
@@ -179,7 +181,7 @@ class Trees:
 
 
 def take(state: DeltaState, index: Int[np.ndarray, " B"]) -> DeltaState:
-    """The states of some slots or snapshots."""
+    """Returns the states of some slots or snapshots."""
     return DeltaState(state.recurrent[:, index], state.window[:, index])
 
 
@@ -191,15 +193,15 @@ def put(state: DeltaState, index: Int[np.ndarray, " B"], rows: DeltaState) -> No
 
 @dataclass(frozen=True)
 class Ranking:
-    """A drafter's choice of children, with the penalties of the target; see `eagle.Rank`.
+    """Ranking of a drafter's children with the penalties of the target; see `eagle.Rank`.
 
     Attributes:
-      sampling, slots, lengths: Of the batch's rows.
-      counts: Of all slots, see `sampling.Seen`.
+      sampling, slots, lengths: Those of the batch's rows.
+      counts: Token counts of all slots, see `sampling.Seen`.
       width: Children of a node.
-      columns: The target's token of each score of the drafter; None where they are the same.
-      kept: Gets the processed logits of each level where drafts are sampled, to be judged by a
-        rejection rule, and their noise is their own. Else None, and their noise is the target's.
+      columns: Target token id of each of the drafter's logits; None if the vocabularies are equal.
+      kept: List that receives the processed logits of each level if draft tokens are sampled for
+        rejection sampling, with their own noise. None to use the target's noise.
     """
 
     sampling: Sampling
@@ -213,7 +215,7 @@ class Ranking:
     def __call__(
         self, logits: Float[np.ndarray, "B k vocab"], paths: Int[np.ndarray, "B k path"]
     ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:
-        """The best children of nodes, and the log weights of the edges to them."""
+        """Returns the best children of nodes, and the log weights of their edges."""
         B, k, level = paths.shape
         path = paths.reshape(B * k, level)
         seen = Seen(self.counts, np.repeat(self.slots, k), path, np.ones(path.shape, bool))
@@ -222,7 +224,9 @@ class Ranking:
     def chain(
         self, logits: Float[np.ndarray, "B S vocab"]
     ) -> tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]:
-        """Drafts at S places in a row, of which none knows those before it; see `dflash.Choose`."""
+        """Returns draft tokens of S consecutive positions, independent of each other; see
+        `dflash.Choose`.
+        """
         B, S, _ = logits.shape
         no_path = np.zeros((B, 0), np.int32)
         seen = Seen(self.counts, self.slots, no_path, no_path.astype(bool))
@@ -256,15 +260,15 @@ class Ranking:
 
     @property
     def drafted(self) -> Float[np.ndarray, "B S vocab"]:
-        """What was kept, level by level."""
-        assert self.kept is not None  # drafts were sampled
+        """Processed logits of all levels."""
+        assert self.kept is not None  # set if draft tokens are sampled
         return np.stack(self.kept, axis=1)
 
 
 def allowed_of(
     mask: Mask | None, index: Int[np.ndarray, " B"], vocab: int
 ) -> Bool[np.ndarray, "B N vocab"] | None:
-    """The tokens that the grammar allows at each node, or None without a grammar."""
+    """Returns the tokens that the grammar allows at each node; None without a grammar."""
     if mask is None:
         return None
     rows = mask.index[index]
@@ -272,13 +276,13 @@ def allowed_of(
 
 
 def roots(newest: Int32[np.ndarray, " B"]) -> Trees:
-    """Trees without drafts: the newest token alone."""
+    """Returns trees without draft tokens: the newest token alone."""
     parents = np.zeros((len(newest), 1), np.int32)
     return Trees(newest[:, None], parents, np.ones_like(newest), np.zeros(len(newest), bool))
 
 
 def tree_fields(trees: Trees) -> dict[str, np.ndarray]:
-    """As the result names them."""
+    """Returns the trees by field name of the result."""
     found = {"drafts": trees.tokens, "parents": trees.parents, "num_nodes": trees.num_nodes}
     if trees.origins is not None:
         found |= {"drafted": trees.origins.drafted, "copied": trees.origins.copied}
@@ -293,7 +297,7 @@ def logprob_fields(
     counts: Int[np.ndarray, " B"],
     k: int,
 ) -> dict[str, np.ndarray]:
-    """As the result names them."""
+    """Returns output logprobs by field name of the result."""
     reported = logprobs.reported(logits, row_of, tokens, counts, batch.reports, k)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
@@ -305,7 +309,7 @@ def score_fields(
     newest: Int[np.ndarray, " B"],
     k: int,
 ) -> dict[str, np.ndarray]:
-    """As the result names them: of each row of `index` its chunk's, with the token after each."""
+    """Returns prompt logprobs by field name of the result, for the chunk of each row of `index`."""
     T = len(work.tokens)
     floats, ints = np.zeros((T, 1 + k), np.float32), np.zeros((T, 1 + k), np.int32)
     for row, own_logits, after in zip(index, logits, newest, strict=True):

@@ -1,4 +1,4 @@
-"""Drafts from seen text in the reference backend."""
+"""N-gram drafting in the reference backend."""
 
 import numpy as np
 from jaxtyping import Int
@@ -11,7 +11,7 @@ from shared.spec.ngram import Memory
 
 
 def grown(memory: Memory, batch: Batch, shape: TreeShape, accept_rule: str) -> Trees:
-    """The trees of what followed the texts' newest tokens before."""
+    """Drafts a tree for each row from the n-gram table."""
     assert batch.texts is not None
     given = (memory.tails[batch.slots], batch.texts.scopes, batch.sampling.max_drafts)
     width = ngram.width_of(shape.nodes, accept_rule)
@@ -23,13 +23,15 @@ def grown(memory: Memory, batch: Batch, shape: TreeShape, accept_rule: str) -> T
 def learn_prompts(
     memory: Memory, batch: Batch, work: Prefill, newest: Int[np.ndarray, " B"]
 ) -> Memory:
-    """Learns the chunks of a prefill; a run of one token, as a picture is, is no text.
+    """Inserts the chunks of a prefill into the n-gram table, except image tokens.
 
     Args:
-      newest: The token after each chunk.
+      memory: N-gram state.
+      batch, work: Rows and inputs of the plan.
+      newest: Token after each chunk.
     """
     assert batch.texts is not None
-    assert batch.texts.before is not None  # of a prefill
+    assert batch.texts.before is not None  # set in a prefill
     spans = [slice(*work.row_starts[row : row + 2]) for row in batch.index]
     chunks = [work.tokens[span] for span in spans]
     counts = np.array([len(chunk) for chunk in chunks])
@@ -50,6 +52,6 @@ def learn_prompts(
 def learn_outputs(
     memory: Memory, batch: Batch, tokens: Int[np.ndarray, "B W"], counts: Int[np.ndarray, " B"]
 ) -> Memory:
-    """Learns what a step has committed."""
+    """Inserts the tokens that a step has committed."""
     assert batch.texts is not None
     return ngram.learn_outputs(memory, batch.slots, tokens, counts, batch.texts.scopes)

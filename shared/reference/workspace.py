@@ -1,13 +1,13 @@
-"""How much memory a step of the reference works on, as `shared.boundary.workspace` counts it."""
+"""Workspace of a step of the reference backend, computed by `shared.boundary.workspace`."""
 
 from shared.boundary.backend import Blueprint
 from shared.boundary.program import Program
 from shared.boundary.workspace import Costs, gathered_attention, step_bytes
 
 COSTS = Costs(logit=64, reported=16, attention=gathered_attention)
-"""Numpy computes with 8 bytes here and there."""
+"""Costs that allow for numpy's float64 temporaries."""
 
 
 def workspace(program: Program, blueprint: Blueprint) -> int:
-    """Bytes that a step of the program needs beyond weights and pools."""
+    """Returns the bytes that a step of the program needs beyond weights and pools."""
     return step_bytes(program, blueprint, COSTS)
