@@ -1,11 +1,14 @@
 """Pages of docs: opening, generated parts, and a test for each invariant."""
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from docs.make import agreement_table, draw
+from shared.options.flags import spelling
+from shared.options.options import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -20,6 +23,9 @@ INTERNALS += ("shadow_verification", "invariants", "invariants/*", "contributing
 INTERNALS += ("multimodal_internals", "ngram_internals")
 INTERNALS += ("structured_output_internals", "tensor_parallelism_internals")
 FIGURES = ("kernels/measurements", "rejected_experiments", "rejected_experiments/*")
+OTHER_FLAGS = {"--limit-s", "--only", "--ops", "--print-completion", "--total-s", "--whole"}
+OTHER_FLAGS |= {"--config"}
+"""Flags of benchmarks, and flags that are no option of the server."""
 MEASURED = re.compile(r"\d (?:us|ms|GB/s|TB/s|TFLOP/s)\b|\d times as (?:fast|slow)")
 
 
@@ -72,6 +78,12 @@ def test_page_names_tests_in_tables_only(name: str) -> None:
 @pytest.mark.parametrize("name", sorted({*pages(INTERNALS)} - {*pages(FIGURES)}))
 def test_internals_page_has_no_measurements_in_prose(name: str) -> None:
     assert not [line for line in prose(read(name)) if MEASURED.search(line)]
+
+
+@pytest.mark.parametrize("name", pages(INTERNALS + FIGURES))
+def test_internals_page_names_current_flags(name: str) -> None:
+    flags = {spelling(item.name) for part in PARTS.values() for item in fields(part)}
+    assert {*re.findall(r"(?<=`)--[a-z][\w-]+", read(name))} <= flags | OTHER_FLAGS
 
 
 def test_invariants_name_their_tests() -> None:
