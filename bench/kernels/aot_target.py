@@ -233,10 +233,15 @@ class AbsentStart:
                 tower=towers,
             )
 
+    def traced(self, program: Program) -> Any:
+        """A step of a program as a jaxpr, which `lower` takes to StableHLO."""
+        with self._gpu.traced():
+            return self._backend.traced(program)
+
     def lowered(self, program: Program) -> Lowered:
         """A step of a program, as StableHLO with its kernels."""
         with self._gpu.traced():
-            return self._backend.traced(program).lower(lowering_platforms=("cuda",))
+            return self.traced(program).lower(lowering_platforms=("cuda",))
 
     def workspace(self, program: Program) -> int:
         """Bytes that the memory plan has for a step."""
