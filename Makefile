@@ -28,7 +28,7 @@ AOT_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 python3 $$H
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$python && break; done)
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot lowered aot-python docs wheel format clean
+.PHONY: serve test quick guarantees venv lint types layers unit matrix tokenizers gpu bench aot lowered aot-python docs wheel format clean
 
 serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -71,6 +71,10 @@ NOT_QUICK := tests/engine/test_adaptive.py tests/engine/test_ngram_adaptive_work
 
 quick: lint layers
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(QUICK) $(NOT_QUICK:%=--ignore=%) $(ARGS)
+
+# The tests that the tables of guarantees in docs/invariants name, and no others.
+guarantees: venv
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q -n $(JOBS) $$($(RUN) -m tests.support.guarantees) $(ARGS)
 
 # One thread a worker: more would only take turns on the same cores. Some 300 processes are started,
 # which read what the first has compiled of the sources.

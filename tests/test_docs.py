@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from docs.make import site_pages
+from tests.support import guarantees
 from tests.support.message_templates import nearest, occurs, quoted_messages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,10 +37,8 @@ GAP_CEILINGS: dict[str, int] = {}
 """Lines between two headings of a page, outside tables and code."""
 RUN_IN_LISTS_CEILING = 4
 """Lists of all pages that follow a paragraph without an empty line."""
-PENDING_LINKS = {
-    "docs/server_flags.md -> capabilities.md",
-}
-"""Links to pages and headings that are still to be written. This set may only shrink."""
+PENDING_LINKS: set[str] = set()
+"""Links to pages and headings that are still to be written."""
 
 
 def prose_of(text: str) -> list[str]:
@@ -187,3 +186,19 @@ def test_rules_of_a_planted_page() -> None:
     assert longest_gap_of("# A\n" + "word\n" * 26) == 26
     assert site_pages.links(PLANTED) == ["other.md#part"]
     assert site_pages.links("```\n[a](b)\n```\n`[c](d)` <!-- [e](f) -->") == []
+
+
+def test_guarantees_are_the_tests_of_the_tables() -> None:
+    text = (
+        "| a | `tests/a/test_b.py::test_c` and `tests/a/test_d.py` |\nno row `tests/a/test_e.py`\n"
+    )
+    names = guarantees.named_in(text) | {("tests/a/test_d.py", "test_f")}
+    assert guarantees.node_ids(names) == ["tests/a/test_b.py::test_c", "tests/a/test_d.py"]
+
+
+def test_guarantees_include_the_failure_modes() -> None:
+    named = {name for page in guarantees.pages() for name in guarantees.named_in(page.read_text())}
+    main_files = {file for file, _ in guarantees.named_in(read("docs/failure_modes.md"))}
+    assert len(main_files) > 10
+    assert main_files <= {file for file, _ in named}
+    assert len(guarantees.node_ids(named)) > 200
