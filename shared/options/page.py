@@ -17,7 +17,7 @@ _HEAD = """<!-- Made by `python -m shared.options.page`; a test compares. -->
 
 Spelled as users of SGLang know them; `--help` lists them too. A flag that is not supported ends the
 start with exit code 2 and one sentence that names it and the way out. What does not work together
-is in [capabilities.md](capabilities.md). `make serve ARGS="--tp-size 2"` passes flags on.
+is in [compatibility.md](compatibility.md). `make serve ARGS="--tp-size 2"` passes flags on.
 `--version` prints the versions of the server and of the backends.
 
 ## Files of flags
