@@ -23,9 +23,8 @@ def with_kernel(name: str, factor: float, rows: int = 4) -> Trace:
     def scaled(x):
         block = pl.BlockSpec((rows, 8), lambda row: (row, 0))
         shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-        return pl.pallas_call(
-            *(scale_kernel, shape), grid=(8 // rows,), in_specs=[block], out_specs=block, name=name
-        )(x)
+        grid = {"grid": (8 // rows,), "in_specs": [block], "out_specs": block}
+        return pl.pallas_call(scale_kernel, out_shape=shape, name=name, **grid)(x)
 
     return program(scaled, (8, 8))
 

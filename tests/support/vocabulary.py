@@ -92,7 +92,8 @@ class Facts:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             self.strings.append((node.lineno, node.end_lineno or node.lineno, node.value))
         elif isinstance(node, ast.Call):
-            self.spread.update(type(x.value) for x in node.args if isinstance(x, ast.Starred))
+            stars = [x.value for x in node.args if isinstance(x, ast.Starred)]
+            self.spread.update(type(star) for star in stars if not _is_forwarded(star))
         elif isinstance(node, ast.Module | ast.ClassDef | _FUNCTIONS):
             docstring = ast.get_docstring(node) or ""
             self.docstrings += [docstring] * bool(docstring)
@@ -101,6 +102,11 @@ class Facts:
             for function in _makers(node):
                 name = getattr(node, "name", "")
                 self.signatures.append(Signature(name, docstring, _parameters(function)))
+
+
+def _is_forwarded(star: ast.expr) -> bool:
+    """Whether a wrapper passes its own `*args` on."""
+    return isinstance(star, ast.Name) and star.id == "args"
 
 
 def _makers(node: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
