@@ -25,6 +25,7 @@ def called_back(
 
     Args:
       listener: Socket at the address that the process connects to.
+      secret: Bytes that authenticate the process.
       host: Name of the host of the process, for messages.
       ending: Returns how the process has ended, as "was ended by SIGKILL", or None while it runs.
 

@@ -72,6 +72,7 @@ class RayLauncher:
         """Reserves resources for all ranks; rank 0 is this process.
 
         Args:
+          count: Number of ranks.
           follower: Module that the process of a rank runs.
           with_gpus: Each rank needs a GPU.
 

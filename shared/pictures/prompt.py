@@ -10,6 +10,7 @@ def expanded(tokens: Sequence[int], image_token: int, counts: Sequence[int]) -> 
 
     Args:
       tokens: Prompt as the chat template has written it, with one image token per image.
+      image_token: Id of the image token.
       counts: Embeddings of each image.
 
     Raises:

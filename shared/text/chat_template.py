@@ -241,6 +241,7 @@ def _cut(text: str, mark: str, said: str) -> str:
     """Returns a text up to its mark, without the template's end of the message.
 
     Args:
+      text: Rendered prompt.
       mark: Ends with a space. If the text lacks this space, the template strips contents.
       said: End of the message, as the client wrote it.
     """
