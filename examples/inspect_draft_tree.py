@@ -12,7 +12,7 @@ def main() -> None:
     """Prints one line per step: source, accepted draft tokens and text."""
     options = {"speculative_algorithm": "EAGLE3", "context_length": 256}
     with LLM(speculative_draft_model_path="models/demo/eagle3", **options) as llm:
-        asked = SamplingParams(temperature=0, max_tokens=64, trace=True)
+        asked = SamplingParams(temperature=0, max_tokens=64, return_trace=True)
         (answer,) = llm.chat([{"role": "user", "content": QUESTION}], asked)
     for step in answer.outputs[0].steps:
         said = "".join(token["text"] for token in step["tokens"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.offline.params import SamplingParams
-from shared.offline.results import Output, RequestOutput
+from shared.offline.results import CompletionOutput, RequestOutput
 from shared.options.command_line import SHOWN
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
 from shared.server.openai_types import ChatRequest, CompletionRequest
@@ -94,6 +94,6 @@ def test_python_page_lists_all_sampling_parameters() -> None:
 def test_python_page_lists_all_result_fields() -> None:
     cells = re.findall(r"^\| (`.+?) \|", section("python", "RequestOutput"), re.MULTILINE)
     named = {re.sub(r"\[i\]$", "", each) for each in names("\n".join(cells))}
-    of_output = {item.name for item in fields(Output)} - {"index"}
+    of_output = {item.name for item in fields(CompletionOutput)} - {"index"}
     of_request = {item.name for item in fields(RequestOutput)} - {"outputs"}
     assert named == of_output | of_request

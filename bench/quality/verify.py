@@ -155,7 +155,7 @@ class Server:
 
 def text_of(answer: Body) -> Text:
     """The only choice of an answer."""
-    choice, histogram = answer["choices"][0], answer["speculative"]["accepted_histogram"]
+    choice, histogram = answer["choices"][0], answer["speculative"]["accept_length_histogram"]
     return Text(
         tokens=choice["token_ids"],
         margins=list(_margins(choice["logprobs"])),

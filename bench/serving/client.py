@@ -65,7 +65,7 @@ class Reply:
             self.prompt_tokens = usage["prompt_tokens"]
             self.tokens = usage["completion_tokens"]
         if speculative := fields.get("speculative"):
-            self.histogram = speculative["accepted_histogram"]
+            self.histogram = speculative["accept_length_histogram"]
 
     def fail(self, status: str, error: Any) -> None:
         """Notes the error object of a body, and the status where it is an answer of its own."""
@@ -129,7 +129,7 @@ class Client:
         try:
             answer = await self._http.get("/capabilities")
             answer.raise_for_status()
-            bounds = answer.json()["pictures"]
+            bounds = answer.json()["images"]
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise NoServer(no_answer(self._url, error)) from error
         if bounds is None:

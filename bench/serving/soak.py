@@ -226,7 +226,7 @@ async def soak(url: str, pid: int, seconds: float) -> tuple[list[Sample], Counte
 
 async def _expect(client: httpx.AsyncClient, before: dict[str, float]) -> None:
     """Slots and pages are back; what is cached counts as free."""
-    names = ("num_requests_running", "num_requests_waiting", "kv_pages_free", "state_slots_free")
+    names = ("num_requests_running", "num_requests_waiting", "kv_pages_free", "request_slots_free")
     for wait in itertools.count():
         found = metrics((await client.get("/metrics")).text)
         if all(found[name] == before[name] for name in names):

@@ -176,7 +176,7 @@ def _used(engine: Engine) -> str:
 def lines_of(runs: Runs, tiers: Sequence[Tier]) -> list[Line]:
     """A line for each phase, and one for as much of each as off had in it."""
     names, count = list(runs), len(runs["adaptive"])
-    lines, work = [], [phase.tokens for phase in runs["off"]]
+    lines, work = [], [phase.tokens for phase in runs["none"]]
     for phase in (*range(count), None):
         phases = range(count) if phase is None else [phase]
         tokens = sum(work[each] for each in phases)
@@ -185,7 +185,7 @@ def lines_of(runs: Runs, tiers: Sequence[Tier]) -> list[Line]:
         line: Line = {"phase": "all" if phase is None else runs["adaptive"][phase].name}
         line["tokens_per_s"] = {n: round(speed, 1) for n, speed in speeds.items()}
         line["adaptive_by_best"] = round(speeds["adaptive"] / best, 4)
-        line["adaptive_by_off"] = round(speeds["adaptive"] / speeds["off"], 4)
+        line["adaptive_by_off"] = round(speeds["adaptive"] / speeds["none"], 4)
         oracle = speeds.get("oracle")
         line["regret"] = None if oracle is None else round(1 - speeds["adaptive"] / oracle, 4)
         line["ranked_by_equal"] = _ranked_by_equal(speeds, tiers)

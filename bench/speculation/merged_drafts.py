@@ -109,10 +109,10 @@ def _qwen3_8b(file: str, tier: str, nodes: int, fed: str) -> Costs:
         chain's own where no such one was measured.
     """
     ngram, head = "adaptive_h200_qwen3_8b_ngram_torch.json", _tiers(file, tier)
-    waiting, asleep = _tiers(ngram, "off"), _tiers(ngram, "asleep")
+    waiting, asleep = _tiers(ngram, "none"), _tiers(ngram, "disabled")
     by_rows = {
         batch * nodes: seconds
-        for nodes, name in ((1, "off"), (4, "S3"), (12, "S11"))
+        for nodes, name in ((1, "none"), (4, "S3"), (12, "S11"))
         for batch, seconds in _tiers(ngram, name).items()
     }
     waits = float(np.mean([waiting[batch] - asleep[batch] for batch in waiting]))

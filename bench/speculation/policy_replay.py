@@ -90,7 +90,7 @@ def read(path: Path) -> Recorded:
     first, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if "tiers" not in first or not lines:
         raise ValueError(f"{path} is no trace of --speculative-adaptive-trace, or an empty one")
-    if "asleep" in first["tiers"]:
+    if {"asleep", "disabled"} & {*first["tiers"]}:
         raise ValueError(f"{path} is a trace of NGRAM, whose drafts need no other steps to tell")
     tiers = tuple(map(Tier.parse, first["tiers"]))
     steps = [Step(**{n: line[n] for n in Step.__dataclass_fields__}) for line in lines]

@@ -195,7 +195,7 @@ def plain_gauges(operations: tuple[PlainOperation, ...]) -> dict[str, Callable[[
     for plain in operations:
         counts[plain.name] += plain.programs
     return {
-        f'engine_plain_operations{{op="{name}"}}': partial(float, count)
+        f'engine_fallback_ops{{op="{name}"}}': partial(float, count)
         for name, count in counts.items()
     }
 

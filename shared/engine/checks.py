@@ -26,26 +26,26 @@ class RequestLimits:
     Attributes:
       context_length: Most tokens of a request, prompt and output together.
       max_request_tokens: The same, or less where the pages do not hold a whole context.
-      vocab: Tokens of the model; ids are below it.
-      max_stop_ids: Most tokens that end the text.
-      max_bias: Most tokens of `logit_bias`.
+      vocab_size: Tokens of the model; ids are below it.
+      max_stop_token_ids: Most tokens that end the text.
+      max_logit_bias_entries: Most tokens of `logit_bias`.
       max_logprobs: Most tokens that can be shown beside each token of the output; None where
         logprobs were not enabled at the start.
       max_prompt_logprobs: Most tokens that can be shown beside each token of the prompt; 0 where
         logprobs of prompts were not enabled at the start.
-      has_grammars: Whether a text can be held to a grammar.
+      structured_outputs: Whether a text can be held to a grammar.
       image_token: The token in whose place pictures stand; None where the model sees none.
       max_image_tokens: Most of them that one picture may take; 0 where the model sees none.
     """
 
     context_length: int
     max_request_tokens: int
-    vocab: int
-    max_stop_ids: int
-    max_bias: int
+    vocab_size: int
+    max_stop_token_ids: int
+    max_logit_bias_entries: int
     max_logprobs: int | None
     max_prompt_logprobs: int = 0
-    has_grammars: bool = False
+    structured_outputs: bool = False
     image_token: int | None = None
     max_image_tokens: int = 0
 
@@ -57,12 +57,12 @@ class RequestLimits:
         return cls(
             context_length=capacity.context_length,
             max_request_tokens=max_request_tokens,
-            vocab=capacity.vocab,
-            max_stop_ids=capacity.max_stop_ids,
-            max_bias=capacity.max_bias,
+            vocab_size=capacity.vocab,
+            max_stop_token_ids=capacity.max_stop_ids,
+            max_logit_bias_entries=capacity.max_bias,
             max_logprobs=capacity.max_logprobs if has_logprobs else None,
             max_prompt_logprobs=capacity.max_scores,
-            has_grammars=any(program.has(Extra.MASK) for program in capacity.programs),
+            structured_outputs=any(program.has(Extra.MASK) for program in capacity.programs),
             image_token=None if pictures is None else pictures.vision.image_token,
             max_image_tokens=capacity.max_image_tokens,
         )
@@ -101,10 +101,10 @@ def check(
             "min_tokens",
             f"min_tokens must not exceed {names['max_tokens']}, which is {sampling.max_tokens}",
         )
-    _check_count("stop_token_ids", sampling.stop_token_ids, limits.max_stop_ids, "ids")
-    check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab)
-    _check_count("logit_bias", sampling.logit_bias, limits.max_bias, "tokens")
-    check_ids("logit_bias", sampling.logit_bias, limits.vocab)
+    _check_count("stop_token_ids", sampling.stop_token_ids, limits.max_stop_token_ids, "ids")
+    check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab_size)
+    _check_count("logit_bias", sampling.logit_bias, limits.max_logit_bias_entries, "tokens")
+    check_ids("logit_bias", sampling.logit_bias, limits.vocab_size)
     _check_logprobs(sampling.logprobs, limits.max_logprobs, names["logprobs"])
     _check_prompt_logprobs(sampling.prompt_logprobs, limits, names["prompt_logprobs"])
     if sampling.grammar is not None:
@@ -124,7 +124,7 @@ def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> No
             f"{limits.room}",
             TOO_LONG,
         )
-    check_ids(name, prompt, limits.vocab)
+    check_ids(name, prompt, limits.vocab_size)
 
 
 def _check_pictures(
@@ -223,7 +223,7 @@ def _check_prompt_logprobs(asked: int | None, limits: RequestLimits, name: str) 
 def _check_grammar(
     prompt_tokens: int, sampling: SamplingParams, limits: RequestLimits, names: Mapping[str, str]
 ) -> None:
-    if not limits.has_grammars:
+    if not limits.structured_outputs:
         raise Refusal("grammar", NO_GRAMMARS)
     if prompt_tokens < 2:
         # The first token is chosen by a decode, which goes on from the prompt's last one.

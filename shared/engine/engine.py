@@ -89,10 +89,10 @@ class Engine:
                 "kv_cache_usage_perc": lambda: self.cache.usage,
                 "kv_pages_free": lambda: self.cache.num_available,
                 "prefix_cache_pages": lambda: self.cache.num_pages,
-                "prefix_cache_states": lambda: self.cache.num_states,
+                "prefix_cache_state_snapshots": lambda: self.cache.num_states,
                 "prefix_cache_queries_total": lambda: self.cache.num_queried,
                 "prefix_cache_hits_total": lambda: self.cache.num_hit,
-                "state_slots_free": lambda: self.allocator.num_free_slots,
+                "request_slots_free": lambda: self.allocator.num_free_slots,
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
                 **controller.gauges,
                 **_lot(capacity),
@@ -192,7 +192,7 @@ class Engine:
         for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
             request.land(most)
             if self.is_late(request):
-                self.metrics.count("late_rows_total", 1)
+                self.metrics.count("overlap_stale_rows_total", 1)
                 continue
             if failed[row]:
                 events.append(self._fail(request))
@@ -327,8 +327,8 @@ def _picture_gauges(pictures: PictureRows | None) -> Gauges:
     if pictures is None:
         return {}
     return {
-        "pictures_encoded_total": lambda: pictures.num_encoded,
-        "picture_rows_held": lambda: pictures.num_held,
+        "mm_encoder_images_total": lambda: pictures.num_encoded,
+        "mm_encoder_cache_tokens": lambda: pictures.num_held,
     }
 
 

@@ -83,7 +83,7 @@ def _steps(work: Work, launch: Launch) -> str:
 _COUNTERS = (
     "prompt_tokens_total",
     "generation_tokens_total",
-    "late_rows_total",
+    "overlap_stale_rows_total",
     "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",

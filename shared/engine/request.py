@@ -100,7 +100,7 @@ class StepTrace(NamedTuple):
     origins: list[str]
 
 
-PREFILL, PLAIN, DRAFT, NGRAM, JOINED = SOURCES = ("prefill", "plain", "draft", "ngram", "joined")
+PREFILL, PLAIN, DRAFT, NGRAM, MERGED = SOURCES = ("prefill", "plain", "draft", "ngram", "merged")
 """Of a step's tokens: a prompt, a step that drafts nothing, the device's drafter, n-grams, both."""
 
 CORPUS = "corpus"

@@ -30,12 +30,8 @@ MOST_PICTURE_BYTES = 1 << 28
 MOST_STARTS = 4
 """Times that a check begins, as traffic interrupts it; then it is dropped."""
 
-COUNTERS = (
-    "parity_checks_total",
-    "parity_mismatch_total",
-    "parity_dropped_total",
-    "parity_steps_total",
-)
+MATCH, MISMATCH, DROPPED = RESULTS = ("match", "mismatch", "dropped")
+"""Values of the label `result` of `shadow_verify_requests_total`, next to "skipped"."""
 
 
 class Skip(Enum):
@@ -92,18 +88,22 @@ class ShadowCheck:
         self._open: dict[int, Request] = {}
         self._waiting: deque[_Case] = deque()
         self._case: _Case | None = None
-        self._counts = Counter[str]()
+        self._counts, self._num_steps = Counter[str](), 0
         self._skipped = Counter[Skip]()
         engine.metrics.show(self._gauges())
 
     def _gauges(self) -> dict[str, Callable[[], float]]:
+        total = "shadow_verify_requests_total"
         shown: dict[str, Callable[[], float]] = {
-            name: lambda name=name: self._counts[name] for name in COUNTERS
+            f'{total}{{result="{result}"}}': lambda result=result: self._counts[result]
+            for result in RESULTS
         }
+        shown[f'{total}{{result="skipped"}}'] = self._skipped.total
         for reason in Skip:
-            name = f'parity_skipped_total{{reason="{reason.value}"}}'
+            name = f'shadow_verify_skipped_total{{reason="{reason.value}"}}'
             shown[name] = lambda reason=reason: self._skipped[reason]
-        return {**shown, "parity_checks_waiting": lambda: self.num_waiting}
+        shown["shadow_verify_steps_total"] = lambda: self._num_steps
+        return {**shown, "shadow_verify_requests_waiting": lambda: self.num_waiting}
 
     @property
     def num_waiting(self) -> int:
@@ -165,7 +165,7 @@ class ShadowCheck:
         elif self._may_wait(request):
             self._waiting.append(_Case(request, tuple(request.output)))
         else:
-            self._counts["parity_dropped_total"] += 1
+            self._counts[DROPPED] += 1
 
     def _may_wait(self, request: Request) -> bool:
         """Whether a text and its pictures may be kept beside those that wait."""
@@ -193,15 +193,14 @@ class ShadowCheck:
             self._case = self._waiting.popleft()
             self._case.num_starts += 1
             self._runner.start(self._case.request, len(self._case.served))
-        self._counts["parity_steps_total"] += 1
+        self._num_steps += 1
         divergence = self._runner.step(self._case.served)
         if not self._runner.ended and divergence is None:
             return
         self._runner.stop()
         self._case = None
-        self._counts["parity_checks_total"] += 1
+        self._counts[MATCH if divergence is None else MISMATCH] += 1
         if divergence is not None:
-            self._counts["parity_mismatch_total"] += 1
             self._report(divergence)
 
     def _interrupt(self) -> None:
@@ -213,7 +212,7 @@ class ShadowCheck:
         if case.num_starts < MOST_STARTS:
             self._waiting.append(case)
         else:
-            self._counts["parity_dropped_total"] += 1
+            self._counts[DROPPED] += 1
 
 
 def _picture_bytes(request: Request) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shared.boundary.backend import StepResult
 from shared.boundary.program import Work
-from shared.engine.request import CORPUS, DRAFT, JOINED, NGRAM, PLAIN, PREFILL, StepTrace
+from shared.engine.request import CORPUS, DRAFT, MERGED, NGRAM, PLAIN, PREFILL, StepTrace
 from shared.engine.rows import Rows
 
 
@@ -30,7 +30,7 @@ def trace_of(
         parents = result.parents[row, 1:count].tolist()
         source, origins = PLAIN, origins_of(rows, result, row)
         if drafts:
-            source = DRAFT if rows.corpus_nodes is None else JOINED if DRAFT in origins else NGRAM
+            source = DRAFT if rows.corpus_nodes is None else MERGED if DRAFT in origins else NGRAM
     return StepTrace(
         number=number,
         source=source,

@@ -11,7 +11,7 @@ from typing import Any
 
 from shared.engine.request import Event, FinishReason, Request
 from shared.offline.engine_thread import EngineThread
-from shared.offline.results import Output, Part, RequestOutput
+from shared.offline.results import CompletionOutput, RequestOutput, StreamChunk
 from shared.server.choice import Choice, Piece
 from shared.server.delta import Delta
 from shared.server.logprobs import TokenNames
@@ -58,7 +58,7 @@ class Answer:
         """Returns whether the output is complete."""
         return self.choice.finish_reason is not None
 
-    def take(self, item: Event | Exception, engine: EngineThread) -> Part:
+    def take(self, item: Event | Exception, engine: EngineThread) -> StreamChunk:
         """Adds an event and returns the new part of the output.
 
         Raises:
@@ -81,8 +81,8 @@ class Answer:
             self._steps.append(step)
         return self._part(piece, step)
 
-    def _part(self, piece: Piece, step: dict[str, Any] | None) -> Part:
-        return Part(
+    def _part(self, piece: Piece, step: dict[str, Any] | None) -> StreamChunk:
+        return StreamChunk(
             index=self.index,
             text=piece.delta.text,
             reasoning=piece.delta.reasoning,
@@ -93,10 +93,10 @@ class Answer:
             finish_reason=piece.finish_reason,
         )
 
-    def output(self) -> Output:
+    def output(self) -> CompletionOutput:
         """Returns the complete output."""
         speculation = self.choice.speculation
-        return Output(
+        return CompletionOutput(
             index=self.index,
             text=self._said.text,
             reasoning=self._said.reasoning,
@@ -105,7 +105,7 @@ class Answer:
             finish_reason=self.choice.finish_reason or "",
             logprobs=self.choice.logprobs,
             accept_length=speculation.accept_length,
-            accepted_histogram=speculation.histogram,
+            accept_length_histogram=speculation.histogram,
             steps=self._steps,
         )
 
@@ -129,7 +129,7 @@ class Stream:
         for answer in answers:
             engine.add(answer.request, partial(self._heard, answer))
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[StreamChunk]:
         """Yields parts; blocks the caller's thread."""
         try:
             while not all(answer.has_ended for answer in self._answers):
@@ -143,7 +143,7 @@ class Stream:
         finally:
             self.close()
 
-    async def __aiter__(self) -> AsyncIterator[Part]:
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
         """Yields parts; other tasks of the event loop run meanwhile."""
         parts = iter(self)
         try:
@@ -152,7 +152,7 @@ class Stream:
         finally:
             self.close()
 
-    async def _next_of(self, parts: Iterator[Part]) -> Part | None:
+    async def _next_of(self, parts: Iterator[StreamChunk]) -> StreamChunk | None:
         """Waits for the next part on a worker thread, which a forked process does not have."""
         self._engine.check_process()
         return await asyncio.to_thread(next, parts, None)

@@ -155,8 +155,8 @@ class LLM:
         """Generates the output of a prompt or a conversation step by step.
 
         Returns:
-          Iterator for `for` and `async for` loops, with one `Part` for each step. Leaving the loop
-          ends the request.
+          Iterator for `for` and `async for` loops, with one `StreamChunk` for each step.
+          Leaving the loop ends the request.
         """
         self._engine.check_process()
         items = None if isinstance(prompt, str) else items_of(prompt)

@@ -57,7 +57,7 @@ class SamplingParams:
       max_draft_tokens: Most draft tokens of a step; 0 turns speculation off for this request.
       structured_outputs: Constraint of the output: one of json (a schema), regex, choice and
         grammar (Lark or GBNF).
-      trace: Adds a trace of every step to the result.
+      return_trace: Adds a trace of every step to the result.
 
     Raises:
       ValueError: A field is invalid; one sentence that names the field.
@@ -84,13 +84,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     max_draft_tokens: int | None = None
     structured_outputs: dict[str, Any] | None = None
-    trace: bool | None = None
+    return_trace: bool | None = None
 
     def __post_init__(self) -> None:
         self.n = 1 if self.n is None else self.n
         for name in BOUNDS:
             setattr(self, name, _bounded(name, getattr(self, name)))
-        for name in ("ignore_eos", "trace"):
+        for name in ("ignore_eos", "return_trace"):
             if (value := getattr(self, name)) is not None and truth(value) is None:
                 raise ValueError(f"{name} must be true or false, got {value!r:.60}")
             setattr(self, name, None if value is None else truth(value))
@@ -127,6 +127,11 @@ class SamplingParams:
     def asked_prompt_logprobs(self) -> tuple[str, int | None]:
         """Name and value of the field that requests logprobs of the prompt."""
         return "prompt_logprobs", self.prompt_logprobs
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the result has a trace of every step."""
+        return bool(self.return_trace)
 
     @property
     def most_drafts(self) -> int | None:

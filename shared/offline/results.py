@@ -10,7 +10,7 @@ from shared.server.logprobs import TokenLogprob
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class CompletionOutput:
     """One output of a prompt.
 
     Attributes:
@@ -22,7 +22,7 @@ class Output:
       finish_reason: "stop", "length" or "tool_calls".
       logprobs: Logprobs of each token, before penalties, bias and filters; empty unless requested.
       accept_length: Mean number of tokens per verify step, including the bonus token.
-      accepted_histogram: Entry i counts the steps that accepted i drafts.
+      accept_length_histogram: Entry i counts the steps that accepted i drafts.
       steps: Trace of every step, as in `/v1/requests/ID/trace`; empty unless requested.
     """
 
@@ -34,7 +34,7 @@ class Output:
     finish_reason: str
     logprobs: list[TokenLogprob]
     accept_length: float
-    accepted_histogram: list[int]
+    accept_length_histogram: list[int]
     steps: list[dict[str, Any]]
 
 
@@ -54,7 +54,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob]
     cached_tokens: int
-    outputs: list[Output]
+    outputs: list[CompletionOutput]
 
     @property
     def text(self) -> str:
@@ -63,7 +63,7 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class StreamChunk:
     """Increment of a streamed output, one for each step.
 
     Attributes:

@@ -23,7 +23,7 @@ def to_json(is_strict: bool) -> dict[str, Any]:
     listed = [rule.to_json() for rule in RULES if rule.example is not None]
     refused = [field for field in NOT_SERVED if is_strict or not field.is_advice]
     ignored = [_ignored_json(field) for field in NOT_SERVED if field not in refused]
-    fields = {"refused": [*listed, *map(_field_json, refused)], "ignored": ignored}
+    fields = {"unsupported": [*listed, *map(_field_json, refused)], "ignored": ignored}
     return {"drafters": list(DRAFTERS), **fields}
 
 
@@ -35,7 +35,7 @@ def _ignored_json(field: NotServed) -> dict[str, Any]:
 def _field_json(field: NotServed) -> dict[str, Any]:
     """No drafter changes what a field means, so the first one stands for all."""
     example = Example(drafter=ALGORITHMS[0], request=((field.name, field.example),))
-    return {"reason": field.reason, "way_out": field.way_out, "example": example.to_json()}
+    return {"reason": field.reason, "hint": field.way_out, "example": example.to_json()}
 
 
 def to_markdown() -> str:

@@ -202,5 +202,5 @@ class Rule:
     def to_json(self) -> dict[str, Any]:
         """As `GET /capabilities` shows it; only of a rule with an example."""
         assert self.example is not None  # what files decide is not listed
-        sentences = {"reason": self.reason.format(**WORDS), "way_out": self.way_out.format(**WORDS)}
+        sentences = {"reason": self.reason.format(**WORDS), "hint": self.way_out.format(**WORDS)}
         return {**sentences, "example": self.example.to_json()}

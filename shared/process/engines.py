@@ -143,7 +143,7 @@ def _controller_of_drafts(
     )
     index.warm_up()
     if options.adaptive.speculative_adaptive:
-        tiers = (*Shapes.of(capacity, host_draft=True).tiers, "asleep")
+        tiers = (*Shapes.of(capacity, host_draft=True).tiers, "disabled")
         return AdaptiveNgramController(capacity, index, table, trace=_trace(options, tiers, table))
     return NgramController(capacity, index)
 

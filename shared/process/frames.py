@@ -119,7 +119,7 @@ class ModelFacts:
         config.json still names the base model's. Only who reads requests reads the tokenizer; the
         engine gets all ends of a text with each request.
         """
-        if end_id is None or end_id >= self.limits.vocab or end_id in self.eos_ids:
+        if end_id is None or end_id >= self.limits.vocab_size or end_id in self.eos_ids:
             return self
         return replace(self, eos_ids=(*self.eos_ids, end_id))
 

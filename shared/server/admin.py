@@ -80,7 +80,7 @@ class AdminRoutes:
         """POST /add_external_corpus; answers once requests can be drafted from it."""
         self._check_key(request)
         body = parse_plain(await read_json(request), AddCorpus)
-        parts = body.documents, self._tokenizer, self._client.facts.limits.vocab
+        parts = body.documents, self._tokenizer, self._client.facts.limits.vocab_size
         tokens = await asyncio.to_thread(pack_documents, *parts)
         return await self._answer("corpus_add", body.corpus_id, tokens)
 
@@ -125,7 +125,7 @@ async def load_start_corpus(client: EngineClient, tokenizer: Tokenizer | None) -
     if path is None:
         return
     try:
-        tokens = pack_documents(read_documents(path), tokenizer, client.facts.limits.vocab)
+        tokens = pack_documents(read_documents(path), tokenizer, client.facts.limits.vocab_size)
         await client.ask("corpus_add", START_CORPUS, tokens)
     except (ApiError, Refused, OSError) as error:
         raise ValueError(f"--speculative-ngram-external-corpus-path {path}: {error}") from error

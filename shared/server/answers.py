@@ -54,7 +54,7 @@ class Speculative(Answer):
 
     verify_steps: int
     accept_length: float
-    accepted_histogram: list[int]
+    accept_length_histogram: list[int]
 
 
 class CompletionLogprobs(Answer):
@@ -114,7 +114,7 @@ class TracedToken(Answer):
     token: int
     text: str
     name: str
-    origin: Literal["first", "plain", "draft", "ngram", "corpus", "bonus"]
+    origin: Literal["target", "draft", "ngram", "corpus", "bonus"]
     node: int
     depth: int
 
@@ -139,7 +139,7 @@ class TracedStep(Answer):
     """
 
     step: int
-    source: Literal["prefill", "plain", "draft", "ngram", "joined"]
+    source: Literal["prefill", "plain", "draft", "ngram", "merged"]
     batch_size: int
     time_ms: float
     host_ms: float
@@ -163,12 +163,12 @@ class RequestTrace(Answer):
     object: Literal["request.trace"]
     created: int
     model: str
-    drafter: str | None
+    speculative_algorithm: str | None
     dropped_steps: int
     choices: list[TracedChoice]
 
 
-class AnyChoice(Answer):
+class ChoiceBase(Answer):
     """What all choices have; `token_ids` and `trace` where the request asked for them."""
 
     index: int
@@ -177,7 +177,7 @@ class AnyChoice(Answer):
     trace: TracedStep | None = None
 
 
-class CompletionChoice(AnyChoice):
+class CompletionChoice(ChoiceBase):
     """A choice of a completion, or what a step added to it."""
 
     text: str
@@ -201,7 +201,7 @@ class ToolCall(Answer):
     function: FunctionCall
 
 
-class Said(Answer):
+class ChatMessage(Answer):
     """A message, or what a step added to it."""
 
     role: Literal["assistant"] | None = None
@@ -210,21 +210,21 @@ class Said(Answer):
     tool_calls: list[ToolCall] | None = None
 
 
-class ChatChoice(AnyChoice):
+class ChatChoice(ChoiceBase):
     """A choice of a chat."""
 
-    message: Said
+    message: ChatMessage
     logprobs: ChatLogprobs | None
 
 
-class ChatPart(AnyChoice):
+class ChatPart(ChoiceBase):
     """What a step added to a choice of a chat."""
 
-    delta: Said
+    delta: ChatMessage
     logprobs: ChatLogprobs | None
 
 
-class Head(Answer):
+class ResponseHeader(Answer):
     """What all answers begin with."""
 
     id: str
@@ -232,7 +232,7 @@ class Head(Answer):
     model: str
 
 
-class Result(Head):
+class Result(ResponseHeader):
     """An answer to a prompt; a stream has `ignored` in its first event.
 
     `ignored` names the fields of the request that have no effect, where there are some.
@@ -278,8 +278,8 @@ class Model(Answer):
     created: int
     owned_by: str
     max_model_len: int
-    drafter: str | None
-    ranks: int
+    speculative_algorithm: str | None
+    tp_size: int
 
 
 class Models(Answer):
@@ -304,34 +304,33 @@ class Detokenized(Answer):
     prompt: str
 
 
-class Refusal(Answer):
+class UnsupportedFeature(Answer):
     """What is refused, why, what to do instead and an example."""
 
     reason: str
-    way_out: str
+    hint: str
     example: dict[str, Any]
 
 
-class Bounds(Answer):
+class Limits(Answer):
     """The bounds of a request; null: there is none, or what is bounded is not served."""
 
     context_length: int
     max_request_tokens: int
-    vocab: int
-    max_stop_ids: int
-    max_bias: int
+    vocab_size: int
+    max_stop_token_ids: int
+    max_logit_bias_entries: int
     max_logprobs: int | None
     max_prompt_logprobs: int
-    has_grammars: bool
     max_image_tokens: int
     image_token: int | None
     max_open_requests: int | None
     max_draft_depth: int
     max_body_bytes: int
-    max_head_bytes: int
+    max_header_bytes: int
 
 
-class PictureBounds(Answer):
+class ImageLimits(Answer):
     """The bounds of the pictures of a request.
 
     A picture may have `max_pixels` as it is sent; it is brought to `min_tokens` up to the limit
@@ -339,7 +338,7 @@ class PictureBounds(Answer):
     between. All of a request have at most `max_bytes` then, three for each pixel.
     """
 
-    max_pictures: int
+    max_images: int
     max_pixels: int
     max_bytes: int
     pixels_per_token: int
@@ -363,14 +362,14 @@ class Capabilities(Answer):
 
     drafters: list[str]
     ignored: list[IgnoredField]
-    refused: list[Refusal]
-    ranks: int
+    unsupported: list[UnsupportedFeature]
+    tp_size: int
     tool_call_parser: str | None
     reasoning_parser: str | None
     chat_template: str | None
-    structured_output: bool
-    limits: Bounds
-    pictures: PictureBounds | None
+    structured_outputs: bool
+    limits: Limits
+    images: ImageLimits | None
 
 
 class Version(Answer):

@@ -70,7 +70,7 @@ class Speculation:
         return {
             "verify_steps": self.verify_steps,
             "accept_length": self.accept_length,
-            "accepted_histogram": self.histogram,
+            "accept_length_histogram": self.histogram,
         }
 
 

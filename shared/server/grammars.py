@@ -27,7 +27,7 @@ class Grammars(Workers):
     def __init__(self, facts: ModelFacts) -> None:
         super().__init__(
             "shared.text.grammar_worker",
-            pack([facts.model_folder, facts.limits.vocab, facts.marks]),
+            pack([facts.model_folder, facts.limits.vocab_size, facts.marks]),
             name="grammar",
             deadline_s=DEADLINE_S,
             part="grammar",
@@ -50,7 +50,7 @@ class Grammars(Workers):
         if wanted is None:
             return None
         field = request.grammar_field
-        if not self._facts.limits.has_grammars:
+        if not self._facts.limits.structured_outputs:
             raise ApiError(400, f"{field}: {NO_GRAMMARS}", field)
         message = wanted.pack()
         if message in self._kept:

@@ -125,6 +125,11 @@ class GenerationRequest(Strict):
         """Fields that have no effect on this request, whatever its chat template reads."""
         return self._advice
 
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the request asks for a trace of its steps."""
+        return bool(self.trace)
+
     def with_advice(self, names: tuple[str, ...]) -> Self:
         """The same request, which had these fields of `request_fields` beside its own."""
         self._advice = names

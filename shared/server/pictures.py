@@ -50,10 +50,10 @@ class PictureOpener(Workers):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """What a client has to know; see `shared.server.answers.PictureBounds`."""
+        """What a client has to know; see `shared.server.answers.ImageLimits`."""
         per_row = self._config.factor**2
         return {
-            "max_pictures": MAX_PICTURES,
+            "max_images": MAX_PICTURES,
             "max_pixels": MAX_PIXELS,
             "max_bytes": MAX_BYTES,
             "pixels_per_token": per_row,

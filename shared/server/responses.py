@@ -175,7 +175,11 @@ class Answer:
 
     def follow(self, traces: Traces, drafter: str | None) -> None:
         """Begins its trace among those that are kept."""
-        head = {"created": self._created, "model": self.model, "drafter": drafter}
+        head = {
+            "created": self._created,
+            "model": self.model,
+            "speculative_algorithm": drafter,
+        }
         self.trace = traces.open(self.name, head, len(self.choices))
 
     def whole(self, messages: list[Delta]) -> dict[str, Any]:

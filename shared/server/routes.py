@@ -76,13 +76,13 @@ class Routes:
         """GET /capabilities: drafters, errors, ranks, parsers and the bounds of a request."""
         facts = self._client.facts
         of_server = {
-            "ranks": facts.ranks,
+            "tp_size": facts.ranks,
             "tool_call_parser": facts.tool_call_parser,
             "reasoning_parser": facts.reasoning_parser,
             "chat_template": facts.chat_template,
-            "structured_output": facts.limits.has_grammars,
+            "structured_outputs": facts.limits.structured_outputs,
             "limits": self._limits(),
-            "pictures": self._opener and self._opener.bounds,
+            "images": self._opener and self._opener.bounds,
         }
         return json_response({**capabilities.to_json(facts.strict_fields), **of_server})
 
@@ -117,9 +117,11 @@ class Routes:
             "max_open_requests": facts.max_open_requests,
             "max_draft_depth": facts.max_draft_depth,
             "max_body_bytes": MAX_BODY_BYTES,
-            "max_head_bytes": MAX_HEAD_BYTES,
+            "max_header_bytes": MAX_HEAD_BYTES,
         }
-        return {**asdict(facts.limits), **of_server}
+        limits = asdict(facts.limits)
+        del limits["structured_outputs"]  # a field of its own
+        return {**limits, **of_server}
 
     def _model(self) -> dict[str, Any]:
         facts = self._client.facts
@@ -128,8 +130,8 @@ class Routes:
             **card,
             "created": self._began,
             "max_model_len": facts.limits.context_length,
-            "drafter": facts.drafter,
-            "ranks": facts.ranks,
+            "speculative_algorithm": facts.drafter,
+            "tp_size": facts.ranks,
         }
 
     async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:

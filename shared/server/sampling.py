@@ -31,7 +31,11 @@ class Asked(Protocol):
     stop_token_ids: list[int] | None
     ignore_eos: bool | None
     logit_bias: dict[int, float]
-    trace: bool | None
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether the request asks for a trace of its steps."""
+        ...
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
@@ -71,7 +75,7 @@ def make_sampling(request: Asked, prompt_tokens: int, facts: ModelFacts) -> Samp
     return SamplingParams(
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
         top_p=max(_value(request.top_p, default.top_p), MIN_TOP_P),
-        top_k=int(top_k) if 0 < top_k < limits.vocab else None,
+        top_k=int(top_k) if 0 < top_k < limits.vocab_size else None,
         min_p=_value(request.min_p, default.min_p),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
@@ -83,7 +87,7 @@ def make_sampling(request: Asked, prompt_tokens: int, facts: ModelFacts) -> Samp
         logprobs=request.asked_logprobs[1],
         prompt_logprobs=request.asked_prompt_logprobs[1],
         max_draft_tokens=request.most_drafts,
-        traces=facts.trace_all_requests or bool(request.trace),
+        traces=facts.trace_all_requests or request.wants_trace,
     )
 
 

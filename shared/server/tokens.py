@@ -98,7 +98,7 @@ class TokenRoutes:
             message = f"tokens has {len(tokens)} tokens, at most {limits.context_length} are taken"
             raise ApiError(400, message, "tokens")
         try:
-            check_ids("tokens", tokens, limits.vocab)
+            check_ids("tokens", tokens, limits.vocab_size)
         except Refusal as refusal:
             raise ApiError(400, str(refusal), refusal.field) from refusal
 

@@ -16,7 +16,7 @@ MAX_TRACES = 64
 MAX_TRACE_BYTES = 32 << 20
 """Of all traces in JSON; a step of a tree of 16 nodes has about 1.5 KB."""
 
-FIRST, BONUS = "first", "bonus"
+TARGET, BONUS = "target", "bonus"
 
 
 class Trace:
@@ -177,7 +177,7 @@ def step_json(
 
 def _origins(step: StepTrace) -> list[str]:
     """Where the token of each node comes from; in place of the root, the target's own token."""
-    origin = {PREFILL: FIRST, PLAIN: PLAIN}.get(step.source, BONUS)
+    origin = TARGET if step.source in (PREFILL, PLAIN) else BONUS
     return [origin, *step.origins]
 
 

@@ -70,9 +70,9 @@ def test_a_reply_is_right_by_its_number_or_by_every_letter(kind, text, answer, r
 def test_acceptance_counts_the_bonus_token_and_a_position_once_all_before_it_were_accepted():
     found = acceptance([Outcome([], [0, 1, 3]), Outcome([], [3])], max_depth=3)
     assert found["accept_length"] == 2.75
-    assert found["accepted_histogram"] == [1, 1, 0, 2]
+    assert found["accept_length_histogram"] == [1, 1, 0, 2]
     assert found["per_position"] == [0.75, 0.6667, 1.0]
-    nothing = {"accept_length": 1.0, "per_position": [], "accepted_histogram": [0]}
+    nothing = {"accept_length": 1.0, "per_position": [], "accept_length_histogram": [0]}
     assert acceptance([Outcome([5], [])], max_depth=0) == nothing
 
 
@@ -337,8 +337,8 @@ def test_the_match_rule_keeps_the_text_and_the_rejection_rule_is_not_asked_to(in
 
 def test_a_request_gets_no_more_drafts_than_the_setting_most(in_own_ways):
     one = next(row for row in in_own_ways.rows if "most=1" in row["algorithm"])
-    assert one["accepted_histogram"][2] == 0
-    assert one["accepted_histogram"][0]
+    assert one["accept_length_histogram"][2] == 0
+    assert one["accept_length_histogram"][0]
 
 
 def test_a_corpus_of_outputs_comes_from_another_run_and_is_drafted_from(in_own_ways):

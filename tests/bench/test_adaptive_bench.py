@@ -23,7 +23,7 @@ def test_the_oracle_bounds_every_policy_and_shared_rows_are_compared_with_equal_
     assert [line["phase"] for line in lines] == [*(phase.name for phase in work[0]), "all"]
     total = lines[-1]
     speeds = total["tokens_per_s"]
-    assert set(speeds) == {"off", "S3", "S7R0.5", "S7", "greedy", "probe", "adaptive", "oracle"}
+    assert set(speeds) == {"none", "S3", "S7R0.5", "S7", "greedy", "probe", "adaptive", "oracle"}
     assert speeds["oracle"] > 0.99 * max(speeds.values())
     assert total["regret"] == pytest.approx(1 - speeds["adaptive"] / speeds["oracle"], abs=1e-3)
     assert total["adaptive_by_off"] > 1.2
@@ -45,17 +45,17 @@ def test_a_probe_gives_three_steps_in_a_hundred_to_the_other_tiers_in_turn():
 def test_texts_are_written_in_every_order_and_told_in_the_first():
     """A text that repeats its prompt pays for drafts, whichever phase comes first."""
     phases, texts = written_work([1], 60, 3)
-    seconds = {"1": {"off": 0.5, "S3": 0.6, "asleep": 0.4}}
+    seconds = {"1": {"none": 0.5, "S3": 0.6, "disabled": 0.4}}
     lines = in_orders(seconds, phases, texts, orders=2)
     assert [line["phase"] for line in lines] == [*(phase.name for phase in phases), "all"]
     copying = lines[0]["tokens_per_s"]
-    assert copying["S3"] > 1.2 * copying["off"]
+    assert copying["S3"] > 1.2 * copying["none"]
 
 
 def test_in_real_time_no_step_is_shorter_than_the_devices_part():
     phases, texts = written_work([1], 20, 3)
-    seconds = {"1": {"off": 0.006, "S3": 0.007, "asleep": 0.001}}
+    seconds = {"1": {"none": 0.006, "S3": 0.007, "disabled": 0.001}}
     lines = in_orders(seconds, phases[:1], texts, orders=1, submit_s=0.001)
     speeds = lines[0]["tokens_per_s"]
-    assert set(speeds) == {"off", "S3", "adaptive"}
-    assert speeds["off"] < 1 / 0.005
+    assert set(speeds) == {"none", "S3", "adaptive"}
+    assert speeds["none"] < 1 / 0.005

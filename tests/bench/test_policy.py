@@ -20,7 +20,7 @@ def path(tmp_path_factory) -> Path:
 def test_policies_are_scored_on_a_trace(path):
     """Off, every tier and the oracle frame what the recorded policy reached."""
     found = {score.name: score for score in policy_replay.scores(policy_replay.read(path))}
-    tiers = {"off", "S1", "S3", "S7", "S5k4N16"}
+    tiers = {"none", "S1", "S3", "S7", "S5k4N16"}
     assert set(found) == tiers | {"adaptive", "greedy", "probe", "oracle"}
     static = [found[str(tier)].speed for tier in TIERS]
     assert found["oracle"].speed >= found["adaptive"].speed > max(static)

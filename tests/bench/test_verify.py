@@ -136,7 +136,7 @@ def test_the_texts_of_a_real_server_are_verified_from_outside_and_by_its_own_che
         code, found = run(tmp_path, prompts, "--url", server.url)
         assert (code, found["equal"]) == (0, 3)
         # Each prompt was asked twice.
-        server.wait_for_metric(f"{PREFIX}parity_checks_total", 6)
+        server.wait_for_metric(f'{PREFIX}shadow_verify_requests_total{{result="match"}}', 6)
         metrics = server.metrics()
-        assert metrics[f"{PREFIX}parity_mismatch_total"] == 0
-        assert metrics[f"{PREFIX}parity_dropped_total"] == 0
+        assert metrics[f'{PREFIX}shadow_verify_requests_total{{result="mismatch"}}'] == 0
+        assert metrics[f'{PREFIX}shadow_verify_requests_total{{result="dropped"}}'] == 0

@@ -215,7 +215,7 @@ def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
     page = ServerMetrics("m").render(served[0].metrics.snapshot()).decode()
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
     counts = {
-        name: float(lines[f'tandem:engine_plain_operations{{model_name="m",op="{name}"}}'])
+        name: float(lines[f'tandem:engine_fallback_ops{{model_name="m",op="{name}"}}'])
         for name in (operation.name for operation in OPERATIONS)
     }
     assert counts["mix"] == counts["delta_mix"] == 0
@@ -224,7 +224,7 @@ def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
 
 def test_a_start_without_plain_operations_counts_zeros():
     assert {name: read() for name, read in plain_gauges(()).items()} == {
-        f'engine_plain_operations{{op="{operation.name}"}}': 0.0 for operation in OPERATIONS
+        f'engine_fallback_ops{{op="{operation.name}"}}': 0.0 for operation in OPERATIONS
     }
 
 

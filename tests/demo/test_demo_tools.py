@@ -75,4 +75,4 @@ def test_capabilities_name_the_parsers(server: Server):
     assert told["tool_call_parser"] == "hermes"
     assert told["reasoning_parser"] is None
     assert told["chat_template"] is None
-    assert told["structured_output"] is True
+    assert told["structured_outputs"] is True

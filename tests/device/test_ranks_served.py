@@ -72,7 +72,7 @@ def test_two_ranks_have_the_text_and_the_logprobs_of_one_to_the_bit(wanted):
     with torch_ranks(2, *DRAFTING) as server:
         pids = server.pids()
         assert all_said(server) == wanted
-        server.wait_for_metric('tandem:rank_steps_total{rank="1"}', steps_of(server))
+        server.wait_for_metric('tandem:tp_rank_steps_total{rank="1"}', steps_of(server))
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
         assert not any("Traceback" in line for line in server.lines)
@@ -135,11 +135,11 @@ def test_of_many_requests_and_aborts_on_two_ranks_nothing_is_wrong_or_lost(
         assert set(outcomes) == {"left", "right"}
         for name in ("running", "waiting"):
             server.wait_for_metric(f"tandem:num_requests_{name}", 0)
-        server.wait_for_metric('tandem:rank_steps_total{rank="1"}', steps_of(server))
+        server.wait_for_metric('tandem:tp_rank_steps_total{rank="1"}', steps_of(server))
         figures = server.metrics()
         aborted = figures['tandem:request_success_total{finished_reason="abort"}']
         assert aborted == aborts
-        assert figures["tandem:state_slots_free"] == 8
+        assert figures["tandem:request_slots_free"] == 8
         assert figures["tandem:kv_pages_free"] == pages > 0
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0

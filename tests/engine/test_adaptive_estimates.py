@@ -251,7 +251,7 @@ def test_without_a_table_nothing_is_known():
 def test_shapes_are_the_tiers_that_every_batch_has():
     capacity = toy_capacity(num_pages=40, num_slots=5, overlap=1, depths=(0, 1, 3))
     shapes = Shapes.of(capacity, host_draft=False)
-    assert [str(tier) for tier in shapes.tiers] == ["off", "S1", "S3"]
+    assert [str(tier) for tier in shapes.tiers] == ["none", "S1", "S3"]
     assert (shapes.batches, shapes.bucket(1), shapes.bucket(3)) == ((2, 4), 2, 4)
     assert shapes.by_size[4, 2] == TreeShape.chain(3, 4)
     with pytest.raises(ValueError, match="nothing to choose from"):

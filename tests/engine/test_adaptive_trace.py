@@ -19,7 +19,7 @@ def test_every_step_has_a_line_and_all_are_there_when_nothing_runs(tmp_path):
     path = tmp_path / "steps.jsonl"
     _, controller = traced(path, BestValue())
     first, *steps = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    assert first["tiers"] == ["off", "S1", "S3", "S7", "S5k4N16"]
+    assert first["tiers"] == ["none", "S1", "S3", "S7", "S5k4N16"]
     assert first["seconds"]["8"][0] == pytest.approx(0.0046)
     assert len(steps) == sum(controller.steps.values())
     tokens = sum(1 + accepted for step in steps for accepted in step["accepted"])

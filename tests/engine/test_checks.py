@@ -12,9 +12,9 @@ from shared.engine.request import Refusal, SamplingParams
 LIMITS = RequestLimits(
     context_length=64,
     max_request_tokens=64,
-    vocab=100,
-    max_stop_ids=2,
-    max_bias=1,
+    vocab_size=100,
+    max_stop_token_ids=2,
+    max_logit_bias_entries=1,
     max_logprobs=5,
     max_prompt_logprobs=3,
 )

@@ -172,7 +172,7 @@ def test_late_rows_are_dropped():
     outcome = drive(engine, [one])[one.request_id]
     assert outcome.tokens == plain_text(one)
     assert outcome.finish_reason is FinishReason.STOP
-    assert engine.metrics.snapshot()["late_rows_total"] == 2
+    assert engine.metrics.snapshot()["overlap_stale_rows_total"] == 2
 
 
 def test_tokens_logprobs_and_text_end_together():

@@ -151,17 +151,17 @@ def test_a_request_that_cannot_be_held_is_refused_by_name():
     limits = RequestLimits(
         context_length=99,
         max_request_tokens=99,
-        vocab=VOCAB,
-        max_stop_ids=1,
-        max_bias=0,
+        vocab_size=VOCAB,
+        max_stop_token_ids=1,
+        max_logit_bias_entries=0,
         max_logprobs=None,
-        has_grammars=True,
+        structured_outputs=True,
     )
     asked = SamplingParams(grammar=of_regex("a"))
     check((2, 3), asked, limits)
     with pytest.raises(Refusal, match="needs 2"):
         check((2,), asked, limits)
-    without = RequestLimits(**vars(limits) | {"has_grammars": False})
+    without = RequestLimits(**vars(limits) | {"structured_outputs": False})
     with pytest.raises(Refusal, match="--grammar-backend llguidance"):
         check((2, 3), asked, without)
 

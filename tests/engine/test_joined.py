@@ -21,7 +21,7 @@ from shared.engine.ngram.joined import KINDS, JoinedController
 from shared.engine.ngram.pause import LONGEST, SHORTEST
 from shared.engine.ngram.tree import Trees
 from shared.engine.ngram.worth import Worth, drafter_levels
-from shared.engine.request import CORPUS, DRAFT, NGRAM, Request, SamplingParams
+from shared.engine.request import CORPUS, NGRAM, Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
@@ -154,10 +154,10 @@ def test_the_text_is_the_plain_one_and_copies_make_it_fast(backend, plain, sampl
         assert number != 2 or max(outcome.accepted) <= 5
     longest = max(count for outcome in found.values() for count in outcome.accepted)
     assert longest > CHAIN.depth
-    assert controller.steps["joined"] + controller.steps["copied"] > 3
+    assert controller.steps["merged"] + controller.steps["ngram"] > 3
     assert controller.accepted[CORPUS] > 20
     assert max(late.in_flight) == overlap, "a step waited for the one before"
-    for source in (DRAFT, NGRAM, CORPUS):
+    for source in ("model", NGRAM, CORPUS):
         of = f'{{source="{source}"}}'
         gauges = controller.gauges
         assert gauges[f"spec_decode_source_accepted_tokens_total{of}"]() <= (
@@ -174,7 +174,7 @@ def test_where_nothing_was_seen_the_steps_are_the_drafters_own(backend, plain):
         backend.capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width
     )
     own = served(backend, alone, 1, True)
-    assert controller.steps["drafted"] > 4 * controller.steps["joined"]
+    assert controller.steps["model"] > 4 * controller.steps["merged"]
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in own.items()}
 
 
@@ -195,9 +195,9 @@ def test_behind_a_step_with_copies_only_what_goes_on_past_them_is_of_use(backend
     before = Counter[str]()
     vars(worth)["tokens_of"] = noting
     served(backend, controller, 1, False)
-    with_copies = {ahead for kind, ahead in noted if kind in ("joined", "copied")}
+    with_copies = {ahead for kind, ahead in noted if kind in ("merged", "ngram")}
     assert with_copies == {worth.depth + 1}
-    alone = {ahead for kind, ahead in noted if kind == "drafted"}
+    alone = {ahead for kind, ahead in noted if kind == "model"}
     assert alone
     assert max(alone) <= CHAIN.max_tokens
 
@@ -249,13 +249,13 @@ def test_the_drafters_part_of_a_path_ends_with_the_first_copy():
     assert drafter_levels([], [], []) == (0, 0)
 
 
-SECONDS = {"off": 1.0, "drafted": 1.2, "copied": 1.1, "joined": 1.3}
+SECONDS = {"none": 1.0, "model": 1.2, "ngram": 1.1, "merged": 1.3}
 """Of steps, where drafts cost little."""
 
 
 def table_of(capacity: Capacity, seconds: dict[str, float]) -> dict[int, list[float]]:
     """These seconds by the tiers of a backend's programs."""
-    named = {PLAIN: "off", CHAIN: "drafted", COPIED: "copied", JOINED: "joined"}
+    named = {PLAIN: "none", CHAIN: "model", COPIED: "ngram", JOINED: "merged"}
     shapes = Shapes.of(capacity, host_draft=False)
     return {BATCH: [seconds[named[shapes.by_size[BATCH, t]]] for t in range(len(shapes.tiers))]}
 
@@ -267,7 +267,7 @@ def test_with_measured_seconds_the_kind_with_the_most_tokens_a_second_is_taken(
     """Copies of what is said are there; where everything is dear next to nothing is drafted."""
     index = index_of(backend.capacity, external_sam_budget=DEPTH)
     text_again(index, plain[False], wrong=9)
-    factor = {"drafts": {"drafted": 9, "joined": 9}, "all": dict.fromkeys(KINDS, 40)}
+    factor = {"drafts": {"model": 9, "merged": 9}, "all": dict.fromkeys(KINDS, 40)}
     more = factor.get(dear or "", {})
     seconds = {kind: each * more.get(kind, 1) for kind, each in SECONDS.items()}
     table = table_of(backend.capacity, seconds)
@@ -276,12 +276,12 @@ def test_with_measured_seconds_the_kind_with_the_most_tokens_a_second_is_taken(
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in plain[False].items()}
     steps = controller.steps
     if dear == "all":
-        assert steps["off"] > 0.8 * sum(steps.values())
+        assert steps["none"] > 0.8 * sum(steps.values())
     elif dear == "drafts":
-        assert steps["copied"] > max(steps["drafted"] + steps["joined"], 3)
+        assert steps["ngram"] > max(steps["model"] + steps["merged"], 3)
     else:
-        assert steps["off"] == 0
-        assert steps["joined"] + steps["drafted"] > 3
+        assert steps["none"] == 0
+        assert steps["merged"] + steps["model"] > 3
 
 
 def controller_with(backend: Backend, **seconds: float) -> JoinedController:
@@ -293,42 +293,42 @@ def test_drafts_that_do_not_pay_are_tried_again_ever_more_seldom(backend):
     controller, kinds = controller_with(backend, joined=9, copied=9), []
     for _ in range(600):
         worth = controller.worth
-        tokens = {"drafted": worth.alone, "joined": worth.alone, "copied": 1.0}
+        tokens = {"model": worth.alone, "merged": worth.alone, "ngram": 1.0}
         kinds.append(controller.kind_of(tokens, BATCH))
-        if kinds[-1] == "drafted":  # and nothing is accepted
+        if kinds[-1] == "model":  # and nothing is accepted
             worth.learn(drafted=2, by_drafter=0)
-    first, *trials = np.flatnonzero(np.array(kinds) == "drafted")
+    first, *trials = np.flatnonzero(np.array(kinds) == "model")
     assert first == 0
     gaps = np.diff([first, *trials])
     pauses = gaps[gaps > 1] - 1
     assert pauses.tolist() == [SHORTEST * 2**n for n in range(len(pauses))]
     assert len(pauses) > 3
-    after = kinds[kinds.index("off") :]
-    assert after.count("drafted") < 0.1 * len(after)
+    after = kinds[kinds.index("none") :]
+    assert after.count("model") < 0.1 * len(after)
 
 
 def test_drafts_that_pay_again_are_found_and_copies_end_a_pause(backend):
     controller = controller_with(backend, joined=9)
     controller.worth.rates[:] = 0.01
-    none = {"drafted": 1.01, "joined": 1.01, "copied": 1.0}
-    assert controller.kind_of(none, BATCH) == "off"
-    assert controller.kind_of(none | {"copied": 3.0}, BATCH) == "copied"
+    none = {"model": 1.01, "merged": 1.01, "ngram": 1.0}
+    assert controller.kind_of(none, BATCH) == "none"
+    assert controller.kind_of(none | {"ngram": 3.0}, BATCH) == "ngram"
     assert controller.pause.left == 0
     for _ in range(2 * LONGEST):
         worth = controller.worth
-        if controller.kind_of(none | {"drafted": worth.alone}, BATCH) == "drafted":
+        if controller.kind_of(none | {"model": worth.alone}, BATCH) == "model":
             worth.learn(drafted=2, by_drafter=2)
     assert controller.worth.alone > 2.5
-    assert controller.kind_of(none | {"drafted": controller.worth.alone}, BATCH) == "drafted"
+    assert controller.kind_of(none | {"model": controller.worth.alone}, BATCH) == "model"
 
 
 def test_measured_seconds_are_followed(backend):
     controller = controller_with(backend)
-    tokens = {"drafted": 2.0, "joined": 2.1, "copied": 1.0}
-    assert controller.kind_of(tokens, BATCH) == "drafted"
+    tokens = {"model": 2.0, "merged": 2.1, "ngram": 1.0}
+    assert controller.kind_of(tokens, BATCH) == "model"
     for _ in range(50):
-        controller.measured.observe(BATCH, "drafted", 1.9)
-    assert controller.kind_of(tokens | {"joined": 2.6}, BATCH) == "joined"
+        controller.measured.observe(BATCH, "model", 1.9)
+    assert controller.kind_of(tokens | {"merged": 2.6}, BATCH) == "merged"
 
 
 def test_programs_without_copies_or_of_another_size_are_refused(backend):

@@ -325,7 +325,8 @@ def test_without_any_match_steps_are_plain_and_count_no_drafts(served):
     one = request(0, [2, 3, 4, 5], max_tokens=2, **GREEDY)
     drive(engine, [one])
     found = engine.metrics.snapshot()
-    assert found["ngram_rows_total"] == found["ngram_rows_without_match_total"] == 1
+    assert found['ngram_lookups_total{result="miss"}'] == 1
+    assert found['ngram_lookups_total{result="hit"}'] == 0
     assert found["spec_decode_num_drafts_total"] == 0
 
 

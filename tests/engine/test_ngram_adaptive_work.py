@@ -18,7 +18,7 @@ from tests.support.simulation import imposed
 from tests.support.simulation.device import PROMPT_SECONDS
 from tests.support.simulation.imposed import SHARES, Runs, written_runs, written_work
 
-TIERS = tuple(map(Tier.parse, ("off", "S1", "S3", "S11")))
+TIERS = tuple(map(Tier.parse, ("none", "S1", "S3", "S11")))
 BATCHES, LENGTH = (1, 4), 240
 MILLISECONDS = {
     "a CPU": {1: [7.1, 11.0, 11.6, 14.8, 7.1], 4: [9.0, 13.5, 15.0, 22.0, 9.0]},
@@ -64,7 +64,7 @@ def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(device, phase):
 def test_changing_work_is_served_faster_than_by_any_tier(device):
     """As much work of each phase as plain decoding had in it."""
     found = runs(device)
-    tokens = [each.tokens for each in found["off"]]
+    tokens = [each.tokens for each in found["none"]]
     seconds = {
         name: sum(t / each.speed for t, each in zip(tokens, phases, strict=True))
         for name, phases in found.items()

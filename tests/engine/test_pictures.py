@@ -404,7 +404,8 @@ def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
         checked.add(prompt.request(number, tokens=2 + 2 * number))  # they end one after the other
     while engine.busy:
         checked.step()
-    names = (f"parity_{name}" for name in ("checks_waiting", "dropped_total"))
+    dropped = 'shadow_verify_requests_total{result="dropped"}'
+    names = ("shadow_verify_requests_waiting", dropped)
     assert [checked.metrics.snapshot()[name] for name in names] == [2, 1]
 
 

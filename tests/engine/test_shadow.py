@@ -104,11 +104,18 @@ class House:
         assert self.engine.allocator.num_free_slots == capacity.num_slots - 1
 
     def count(self, name: str) -> float:
-        return self.checked.metrics.snapshot()[f"parity_{name}"]
+        found = self.checked.metrics.snapshot()
+        total = 'shadow_verify_requests_total{result="%s"}'
+        return {
+            "checks": found[total % "match"] + found[total % "mismatch"],
+            "mismatch": found[total % "mismatch"],
+            "dropped": found[total % "dropped"],
+            "waiting": found["shadow_verify_requests_waiting"],
+        }[name]
 
     def skipped(self) -> dict[str, float]:
         found = self.checked.metrics.snapshot()
-        head = 'parity_skipped_total{reason="'
+        head = 'shadow_verify_skipped_total{reason="'
         return {
             name.removeprefix(head)[:-2]: value
             for name, value in found.items()
@@ -149,7 +156,7 @@ def test_texts_that_are_plain_are_checked_and_none_is_reported(cache, overlap):
     house.serve(requests)
     house.end_checks()
     assert all(house.outcomes[r.request_id].tokens == plain_text(r) for r in requests)
-    assert (house.count("checks_total"), house.count("mismatch_total")) == (30, 0)
+    assert (house.count("checks"), house.count("mismatch")) == (30, 0)
     assert not house.told
     assert not house.skipped()
 
@@ -176,7 +183,7 @@ def test_a_wrong_draft_that_was_accepted_is_reported_where_it_stands(overlap):
         f"shadow check: request 1 has token {served[position]} at position {position} of its "
         f"output, and plain decoding token {plain[position]}, by a margin of {GAP}"
     )
-    assert (house.count("checks_total"), house.count("mismatch_total")) == (2, 1)
+    assert (house.count("checks"), house.count("mismatch")) == (2, 1)
 
 
 def test_a_text_that_goes_on_behind_its_end_is_reported():
@@ -227,13 +234,13 @@ def test_where_no_page_is_free_a_check_takes_those_used_longest_ago_and_no_more(
     newest = house.engine.cache.find(request(99, prompts[-1]))
     left = []
     while house.checked.busy:
-        waiting = house.count("checks_waiting")
-        while house.count("checks_waiting") == waiting:
+        waiting = house.count("waiting")
+        while house.count("waiting") == waiting:
             house.step()
         left.append(house.engine.cache.num_pages)
     assert len(set(left)) == 1, "a check of as many pages takes those that the last one freed"
     assert house.engine.cache.find(request(99, prompts[-1])).length == newest.length > 0
-    assert (house.count("checks_total"), house.count("mismatch_total")) == (8, 0)
+    assert (house.count("checks"), house.count("mismatch")) == (8, 0)
 
 
 def steps_of_traffic(rate: float) -> list:
@@ -271,18 +278,18 @@ def test_who_comes_ends_a_check_at_once_and_it_begins_anew():
     assert house.engine.cache.usage == 0
     assert house.engine.allocator.num_free_slots == 4
     house.end_checks()
-    assert (house.count("checks_total"), house.count("mismatch_total")) == (2, 0)
+    assert (house.count("checks"), house.count("mismatch")) == (2, 0)
 
 
 def test_a_check_that_is_interrupted_too_often_is_dropped():
     house = House(rate=0.1)
     house.serve([request(3)])
-    assert house.count("checks_waiting") == 1
+    assert house.count("waiting") == 1
     for number in range(4, 4 + MOST_STARTS):  # none of which is checked
-        assert house.count("dropped_total") == 0
+        assert house.count("dropped") == 0
         house.step()
         house.serve([request(number, max_tokens=1)])
-    assert (house.count("dropped_total"), house.count("checks_waiting")) == (1, 0)
+    assert (house.count("dropped"), house.count("waiting")) == (1, 0)
     assert not house.checked.busy
 
 
@@ -293,7 +300,7 @@ def test_checks_that_are_interrupted_take_turns():
         house.step()
         house.serve([request(10 + number, max_tokens=1)])
     house.end_checks()
-    assert (house.count("checks_total"), house.count("dropped_total")) == (2 * MOST_STARTS + 2, 0)
+    assert (house.count("checks"), house.count("dropped")) == (2 * MOST_STARTS + 2, 0)
 
 
 def test_counts_add_up_whatever_became_of_a_request():
@@ -314,14 +321,14 @@ def test_counts_add_up_whatever_became_of_a_request():
                 house.checked.finish(one.request_id, len(one.output))
     while house.engine.busy:
         house.step()
-    waiting = house.count("checks_waiting")
+    waiting = house.count("waiting")
     assert waiting == MOST_WAITING
-    counts = [house.count(name) for name in ("checks_total", "dropped_total")]
+    counts = [house.count(name) for name in ("checks", "dropped")]
     assert sum(counts) + sum(house.skipped().values()) + waiting == chosen
-    assert house.count("dropped_total") > 0
+    assert house.count("dropped") > 0
     assert set(house.skipped()) == {"aborted", "failed", "empty"}
     house.end_checks()
-    assert house.count("checks_total") == counts[0] + waiting
+    assert house.count("checks") == counts[0] + waiting
     assert not house.told
 
 
@@ -334,7 +341,7 @@ def test_what_a_stop_string_cut_off_is_not_compared():
     house.checked.finish(1, AcceptsAWrongDraft.LENGTH - len(one.prompt))
     assert one.finish_reason is FinishReason.STOP
     house.end_checks()
-    assert house.count("checks_total") == 1
+    assert house.count("checks") == 1
     assert not house.told
 
 
@@ -353,7 +360,7 @@ def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
     house.serve([*sampled, *kept])
     house.end_checks()
     assert house.skipped() == {"rejection": 3}
-    assert house.count("checks_total") == 2
+    assert house.count("checks") == 2
 
 
 @pytest.mark.parametrize("lacking", ["plain steps", "logprobs", "second logprob"])

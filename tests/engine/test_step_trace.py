@@ -14,7 +14,7 @@ from shared.engine.engine import Engine
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.tree import corpus_nodes
-from shared.engine.request import DRAFT, JOINED, NGRAM, PLAIN, PREFILL, Request, SamplingParams
+from shared.engine.request import DRAFT, MERGED, NGRAM, PLAIN, PREFILL, Request, SamplingParams
 from shared.engine.step_trace import accepted_path
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
@@ -160,7 +160,7 @@ def test_every_drafters_steps_add_up_to_the_text(framework, case, backends):
     visits = serve(server, traffic(), backends)
     for visit in visits:
         check(server, visit)
-    wanted = {"none": PLAIN, "NGRAM": NGRAM}.get(drafter, JOINED if server.joins else DRAFT)
+    wanted = {"none": PLAIN, "NGRAM": NGRAM}.get(drafter, MERGED if server.joins else DRAFT)
     assert wanted in {source for visit in visits for source in sources(visit.outcome)}
 
 

@@ -51,7 +51,7 @@ def test_jax_answers_as_torch_does(llm, quick_jax):
     with JaxLLM(speculative_algorithm="NEXTN", **WITHOUT, **OPTIONS | few) as other:
         theirs, ours = other.chat(QUESTION, asked)[0], llm.chat(QUESTION, asked)[0]
     assert theirs.outputs[0].token_ids == ours.outputs[0].token_ids
-    assert theirs.outputs[0].accepted_histogram == ours.outputs[0].accepted_histogram
+    assert theirs.outputs[0].accept_length_histogram == ours.outputs[0].accept_length_histogram
 
 
 def test_prompts_are_served_together_and_come_back_in_order(llm):
@@ -132,7 +132,7 @@ def test_a_stream_that_is_left_ends_its_request(llm):
 
 
 def test_results_tell_logprobs_stops_and_steps(llm):
-    asked = SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=1, trace=True, stop="=")
+    asked = SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=1, return_trace=True, stop="=")
     (answer,) = llm.chat(QUESTION, asked)
     output = answer.outputs[0]
     assert "=" not in output.text

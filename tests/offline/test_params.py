@@ -59,7 +59,7 @@ def test_lists_of_any_library_are_taken():
     assert choice.value == ["a", "b"]
     schema = SamplingParams(structured_outputs={"json": UserDict({"enum": np.array([1])})}).form
     assert schema.value == {"enum": [1]}
-    assert SamplingParams(trace=np.bool_(True)).trace is True
+    assert SamplingParams(return_trace=np.bool_(True)).return_trace is True
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_lists_of_any_library_are_taken():
         ({"logit_bias": {True: 1}}, "logit_bias must have token ids as its keys, got True"),
         ({"logit_bias": {5: True}}, "logit_bias must have numbers from -100 to 100, got True"),
         ({"structured_outputs": {"json": {"a": {1}}}}, "structured_outputs: json has a value of"),
-        ({"trace": 1}, "trace must be true or false, got 1"),
+        ({"return_trace": 1}, "return_trace must be true or false, got 1"),
     ],
 )
 def test_what_would_get_lost_is_an_error(fields, sentence):

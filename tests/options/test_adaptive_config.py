@@ -128,7 +128,7 @@ def test_shapes_that_differ_by_rows_may_be_one_in_a_small_batch():
     few = tuple(Candidate(3, 1, 4, share) for share in (0.5, 0.6, 0.9, 1.0))
     options = replace(adaptive("NEXTN", "--max-running-requests", "4"), candidates=few)
     shapes = Shapes.of(planned(options, CPU, False).capacity, host_draft=False)
-    assert [str(tier) for tier in shapes.tiers[:2]] == ["off", "S3R0.5"]
+    assert [str(tier) for tier in shapes.tiers[:2]] == ["none", "S3R0.5"]
     rows = {batch: [shapes.by_size[batch, tier].rows for tier in range(5)] for batch in (1, 4)}
     assert rows == {1: [1, 2, 2, 4, 4], 4: [4, 8, 10, 14, 16]}
 
@@ -139,10 +139,10 @@ def names(algorithm: str, device: Device, are_compiled: bool) -> list[str]:
 
 
 def test_a_cpu_whose_programs_are_compiled_has_few_tiers():
-    assert names("NEXTN", GPU, True) == ["off", "S1", "S3", "S7", "S5k4N16"]
-    assert names("NEXTN", CPU, True) == ["off", "S1", "S3"]
-    assert names("NAIVE_EAGLE", GPU, False) == ["off", "S1"]
-    assert names("NGRAM", CPU, True) == ["off", "S3", "S11"]
+    assert names("NEXTN", GPU, True) == ["none", "S1", "S3", "S7", "S5k4N16"]
+    assert names("NEXTN", CPU, True) == ["none", "S1", "S3"]
+    assert names("NAIVE_EAGLE", GPU, False) == ["none", "S1"]
+    assert names("NGRAM", CPU, True) == ["none", "S3", "S11"]
 
 
 def test_the_shapes_of_a_file_are_the_programs(tmp_path):

@@ -95,7 +95,7 @@ class House:
             found = checked.metrics.snapshot()
         finally:
             checked.close()
-        head = "parity_"
+        head = "shadow_verify_"
         return {name.removeprefix(head): n for name, n in found.items() if name.startswith(head)}
 
     def _started(self, line: list[str]) -> tuple[Engine, Backend]:
@@ -198,8 +198,9 @@ def test_what_is_not_refused_is_served(
 @pytest.mark.parametrize("drafter", ["none", *ALGORITHMS, *JOINED])
 def test_every_drafter_has_the_plain_steps_of_a_shadow_check(drafter: str, house: House) -> None:
     parity = house.parity(house.start(drafter, ("--shadow-verify-rate", "1")))
-    assert parity["checks_total"] == 3
-    assert parity["mismatch_total"] == parity["dropped_total"] == 0
+    assert parity['requests_total{result="match"}'] == 3
+    assert parity['requests_total{result="mismatch"}'] == 0
+    assert parity['requests_total{result="dropped"}'] == 0
 
 
 def blocked(drafter: str, line: list[str]) -> list[str]:
@@ -272,9 +273,9 @@ def test_the_page_of_capabilities_is_up_to_date() -> None:
 def test_the_answer_of_the_server_names_only_drafters_that_exist() -> None:
     answer = capabilities.to_json(is_strict=False)
     assert answer["drafters"] == [*ALGORITHMS, *JOINED_ALGORITHMS]
-    for entry in answer["refused"]:
+    for entry in answer["unsupported"]:
         assert entry["reason"]
-        assert entry["way_out"]
+        assert entry["hint"]
         assert entry["example"]["drafter"] in answer["drafters"]
         assert {"flags", "request"} <= entry["example"].keys()
 
@@ -284,4 +285,4 @@ def test_advice_is_refused_by_a_strict_server_alone() -> None:
     names = {entry["field"] for entry in lenient["ignored"]}
     assert {"store", "metadata", "reasoning_effort", "tools[].cache_control"} <= names
     assert strict["ignored"] == []
-    assert len(strict["refused"]) == len(lenient["refused"]) + len(lenient["ignored"])
+    assert len(strict["unsupported"]) == len(lenient["unsupported"]) + len(lenient["ignored"])

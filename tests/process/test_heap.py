@@ -65,9 +65,9 @@ def test_the_http_process_has_settled_before_it_serves(tmp_path, monkeypatch):
     limits = RequestLimits(
         context_length=8,
         max_request_tokens=8,
-        vocab=300,
-        max_stop_ids=1,
-        max_bias=1,
+        vocab_size=300,
+        max_stop_token_ids=1,
+        max_logit_bias_entries=1,
         max_logprobs=1,
     )
     facts = facts_of(limits, model_folder=str(tmp_path))

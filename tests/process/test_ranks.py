@@ -58,7 +58,7 @@ def test_ranks_serve_the_text_of_one_and_end_together():
         assert texts(server) == wanted
         pids = server.pids()
         assert len(ranks_of(server)) == 3
-        server.wait_for_metric('tandem:rank_steps_total{rank="3"}', steps_of(server))
+        server.wait_for_metric('tandem:tp_rank_steps_total{rank="3"}', steps_of(server))
         assert server.metrics()["tandem:ranks"] == 4
         assert httpx.get(server.url + "/capabilities").json()["ranks"] == 4
         assert httpx.get(server.url + "/v1/models").json()["data"][0]["ranks"] == 4
@@ -183,7 +183,7 @@ def test_every_rank_takes_what_fits_the_one_with_the_least_memory(monkeypatch):
         note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank takes what fits"
         assert any(note in line for line in server.lines)
         assert any(f"of {least:,} that are free" in line for line in server.lines)
-        assert server.metrics()['tandem:rank_free_bytes_at_start{rank="1"}'] == least
+        assert server.metrics()['tandem:tp_rank_startup_free_bytes{rank="1"}'] == least
         assert httpx.get(server.url + "/health").status_code == 200
 
 
@@ -194,7 +194,7 @@ def test_a_rank_that_shares_no_memory_gets_its_plans_by_its_socket(monkeypatch):
     with ranked(2) as server:
         pids = server.pids()
         assert texts(server) == wanted
-        server.wait_for_metric('tandem:rank_steps_total{rank="1"}', steps_of(server))
+        server.wait_for_metric('tandem:tp_rank_steps_total{rank="1"}', steps_of(server))
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
 

@@ -80,7 +80,7 @@ def test_who_leaves_is_gone_within_two_steps(server, stream, where):
     for other in others:
         other.close()
     after = wait_for_open(server, 0, 0)
-    for name in ("tandem:kv_pages_free", "tandem:state_slots_free"):
+    for name in ("tandem:kv_pages_free", "tandem:request_slots_free"):
         assert after[name] == empty[name]
 
 
@@ -125,6 +125,6 @@ def test_of_an_abort_storm_nothing_is_left(server):
     assert tokens == alone
     assert len(tokens) == 300
     after = wait_for_open(server, 0, 0)
-    for name in ("tandem:kv_pages_free", "tandem:state_slots_free", "tandem:kv_cache_usage_perc"):
+    for name in ("tandem:kv_pages_free", "tandem:request_slots_free", "tandem:kv_cache_usage_perc"):
         assert after[name] == before[name], name
     assert after['tandem:request_success_total{finished_reason="abort"}'] > num_left / 5

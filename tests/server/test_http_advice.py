@@ -140,7 +140,7 @@ def test_the_log_and_the_capabilities_name_ignored_fields(folder):
 def test_a_strict_server_lists_nothing_as_ignored(strict):
     told = httpx.get(strict.url + "/capabilities").json()
     assert told["ignored"] == []
-    assert any(entry["reason"].startswith("store ") for entry in told["refused"])
+    assert any(entry["reason"].startswith("store ") for entry in told["unsupported"])
 
 
 def test_what_agents_send_through_translators_is_served(lenient):

@@ -58,13 +58,13 @@ def test_a_completion_has_text_tokens_usage_and_speculation(server):
     assert choice["finish_reason"] == "length"
     assert body["usage"] == usage(6, 8)
     # One token of the prefill, then 7 tokens in steps of 3.
-    want = {"verify_steps": 3, "accept_length": 3.0, "accepted_histogram": [0, 0, 3]}
+    want = {"verify_steps": 3, "accept_length": 3.0, "accept_length_histogram": [0, 0, 3]}
     assert body["speculative"] == want
 
 
 def test_one_token_has_no_verify_step(server):
     body = server.complete("x", max_tokens=1)
-    want = {"verify_steps": 0, "accept_length": 1.0, "accepted_histogram": [0, 0, 0]}
+    want = {"verify_steps": 0, "accept_length": 1.0, "accept_length_histogram": [0, 0, 0]}
     assert body["speculative"] == want
 
 
@@ -85,9 +85,9 @@ def test_a_request_says_how_much_is_drafted_for_it(server, asked, histogram):
     fields = {"temperature": 0, "max_tokens": 7, "speculative": asked}
     body = server.complete("abc", **fields)
     assert body["choices"][0]["text"] == "abcabca"
-    assert body["speculative"]["accepted_histogram"] == histogram
+    assert body["speculative"]["accept_length_histogram"] == histogram
     chat = server.post(CHAT, messages=USER, **fields).json()
-    assert chat["speculative"]["accepted_histogram"] == histogram
+    assert chat["speculative"]["accept_length_histogram"] == histogram
 
 
 @pytest.mark.parametrize("end", [END, CONFIG_END], ids=["tokenizer", "config"])
@@ -272,8 +272,8 @@ def test_waiting_requests_of_a_client_that_left_never_run(server):
 def test_capabilities_name_the_drafters_and_what_is_refused(server):
     found = httpx.get(server.url + "/capabilities").json()
     assert "NEXTN" in found["drafters"]
-    for entry in found["refused"]:
-        assert entry.keys() == {"reason", "way_out", "example"}
+    for entry in found["unsupported"]:
+        assert entry.keys() == {"reason", "hint", "example"}
         assert entry["example"]["drafter"] in found["drafters"]
         for name, value in entry["example"]["request"].items():
             answers = [
@@ -292,7 +292,7 @@ def test_health_and_metrics(server):
     assert httpx.get(server.url + "/health").status_code == 200
     server.complete("a")
     metrics = server.metrics()
-    assert metrics["tandem:state_slots_free"] == 4
+    assert metrics["tandem:request_slots_free"] == 4
     assert metrics["tandem:e2e_request_latency_seconds_count"] >= 1
     assert metrics["tandem:time_to_first_token_seconds_count"] >= 1
 

@@ -94,7 +94,7 @@ async def _one(client: httpx.AsyncClient, body: Body, seed: int) -> Text | None:
         text, last = await asyncio.wait_for(_ask(client, asked), patience)
     except TimeoutError:
         return None
-    histogram = last["speculative"]["accepted_histogram"]
+    histogram = last["speculative"]["accept_length_histogram"]
     assert sum(histogram) == last["speculative"]["verify_steps"]
     assert last["usage"]["completion_tokens"] == len(text.token_ids)
     return text
@@ -145,7 +145,7 @@ def test_under_load_every_text_is_the_plain_one_and_everything_comes_back(
     assert after["tandem:num_preemptions_total"] > 0
     assert after["tandem:spec_decode_num_accepted_tokens_total"] > 0
     assert cached == [0, 64, 0], "as far as there is a state of this user's text"
-    for name in ("tandem:kv_pages_free", "tandem:state_slots_free", "tandem:kv_cache_usage_perc"):
+    for name in ("tandem:kv_pages_free", "tandem:request_slots_free", "tandem:kv_cache_usage_perc"):
         assert after[name] == before[name], name
     ends = sum(v for n, v in after.items() if n.startswith("tandem:request_success_total"))
     # Every request that the engine took in ended exactly once; a client may leave before.

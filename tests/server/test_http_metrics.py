@@ -76,7 +76,7 @@ def test_a_request_is_counted_in_tokens_steps_and_seconds(server):
     server.wait_for_metric("tandem:num_requests_running", 0)
     after = server.metrics()
     added = {name: after[name] - before[name] for name in after}
-    histogram = body["speculative"]["accepted_histogram"]
+    histogram = body["speculative"]["accept_length_histogram"]
     accepted = sum(length * steps for length, steps in enumerate(histogram))
     assert accepted > 0
     # A text may end within its last step, of whose drafts the engine has counted all.
@@ -118,5 +118,5 @@ def test_the_page_has_its_names_while_no_step_has_ended(tmp_path):
             httpx.post(frozen.url + COMPLETIONS, json={"prompt": [FREEZE]}, timeout=0.5)
         found = frozen.metrics()  # nobody has asked before
         assert found["tandem:num_requests_running"] == 0
-        assert found["tandem:state_slots_free"] == 4
+        assert found["tandem:request_slots_free"] == 4
         frozen.process.kill()

@@ -73,7 +73,7 @@ def test_a_request_that_is_no_number_fails_alone_with_and_without_drafts(depth):
         server.wait_for_metric("tandem:num_requests_running", 0)
         after = server.metrics()
         assert after['tandem:request_success_total{finished_reason="error"}'] >= 6
-        for name in ("tandem:kv_pages_free", "tandem:state_slots_free"):
+        for name in ("tandem:kv_pages_free", "tandem:request_slots_free"):
             assert after[name] == before[name]
 
 

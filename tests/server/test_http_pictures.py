@@ -134,13 +134,13 @@ def test_tools_stand_beside_pictures_and_show_some(server):
 
 def test_the_bounds_are_told_and_kept(server):
     capabilities = httpx.get(server.url + "/capabilities").json()
-    told, limits = capabilities["pictures"], capabilities["limits"]
+    told, limits = capabilities["images"], capabilities["limits"]
     assert (limits["max_image_tokens"], limits["image_token"]) == (64, IMAGE)
     assert told["pixels_per_token"] == SIDE**2
     large = asked(server, [user(picture(1, 30, 30))], max_tokens=1)["usage"]
     assert large["prompt_tokens_details"]["image_tokens"] <= limits["max_image_tokens"]
-    many = refused(server, [picture(1, 1, 1)] * (told["max_pictures"] + 1))
-    assert f"at most {told['max_pictures']} are taken" in many["message"]
+    many = refused(server, [picture(1, 1, 1)] * (told["max_images"] + 1))
+    assert f"at most {told['max_images']} are taken" in many["message"]
     seven = refused(server, [picture(1, 8, 8)] * 7, max_tokens=1)
     assert seven["code"] == "context_length_exceeded"
     assert f"the {POOL_TOKENS} tokens" in seven["message"]
@@ -298,7 +298,7 @@ def test_a_model_that_does_not_see_refuses_pictures_and_starts_nothing_for_them(
         error = refused(blind, [text("a"), picture(1, 1, 1)])
         assert error["param"] == "messages[0].content[1].image_url"
         assert "sees none; send text alone" in error["message"]
-        assert httpx.get(blind.url + "/capabilities").json()["pictures"] is None
+        assert httpx.get(blind.url + "/capabilities").json()["images"] is None
         assert not workers(blind)
         said = [text(f"the name {NAME}")]
         assert json.dumps(asked(blind, [user(*said)], max_tokens=3))

@@ -122,14 +122,14 @@ def test_a_picture_is_encoded_once_and_never_taken_for_another(server):
     assert first.tokens == second.tokens
     texts, cached = [], []
     for messages in (one, two, one):
-        before = server.metrics()["tandem:pictures_encoded_total"]
+        before = server.metrics()["tandem:mm_encoder_images_total"]
         answer = answer_to(server, messages)
         texts.append(answer["choices"][0]["token_ids"])
         cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert texts == [first.text(TOKENS), second.text(TOKENS), first.text(TOKENS)]
     assert cached[1] < 8, "another picture's page"
     assert cached[2] >= 16
-    assert server.metrics()["tandem:pictures_encoded_total"] == before
+    assert server.metrics()["tandem:mm_encoder_images_total"] == before
 
 
 @pytest.fixture

@@ -35,9 +35,9 @@ FLOOD = 6000  # steps: 1.5 MB of events
 LIMITS = RequestLimits(
     context_length=1 << 20,
     max_request_tokens=1 << 20,
-    vocab=1000,
-    max_stop_ids=4,
-    max_bias=4,
+    vocab_size=1000,
+    max_stop_token_ids=4,
+    max_logit_bias_entries=4,
     max_logprobs=5,
 )
 FACTS = facts_of(LIMITS, model_name="flood")

@@ -65,7 +65,7 @@ def test_the_steps_of_an_answer_add_up_to_its_text_tokens_and_totals(server):
     accepted = [sum(draft["accepted"] for draft in step["drafts"]) for step in verified[:-1]]
     assert set(accepted) == {TOKENS_PER_STEP - 1}
     assert steps[0]["source"] == PREFILL
-    assert said(steps[:1], "origin") == ["first"]
+    assert said(steps[:1], "origin") == ["target"]
     assert said(steps[1:2], "origin") == ["draft", "draft", "bonus"]
     assert said(steps[1:2], "depth") == [1, 2, 0]
     assert (trace["model"], trace["dropped_steps"]) == (whole["model"], 0)
@@ -120,7 +120,7 @@ def test_a_request_that_may_not_draft_has_plain_steps(server):
     whole = server.complete("abc", max_tokens=6, trace=True, speculative={"enabled": False})
     (choice,) = trace_of(server, whole["id"])["choices"]
     assert [step["source"] for step in choice["steps"]] == [PREFILL] + [PLAIN] * 5
-    assert set(said(choice["steps"][1:], "origin")) == {"plain"}
+    assert set(said(choice["steps"][1:], "origin")) == {"target"}
 
 
 def test_a_trace_grows_while_its_request_runs_and_tells_that_it_was_left(server):

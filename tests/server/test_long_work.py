@@ -28,7 +28,12 @@ from tests.support.http_fixtures import CHAT, COMPLETIONS
 
 FACTS = facts_of(
     RequestLimits(
-        context_length=8, max_request_tokens=8, vocab=8, max_stop_ids=1, max_bias=1, max_logprobs=1
+        context_length=8,
+        max_request_tokens=8,
+        vocab_size=8,
+        max_stop_token_ids=1,
+        max_logit_bias_entries=1,
+        max_logprobs=1,
     )
 )
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}

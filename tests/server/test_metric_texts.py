@@ -79,7 +79,7 @@ def test_text_is_a_sentence_that_says_more_than_the_name(name: str):
 
 
 def test_page_has_the_texts():
-    page = ServerMetrics("it").render({"kv_pages_free": 3.0, "ranks": 2.0}).decode()
+    page = ServerMetrics("it").render({"kv_pages_free": 3.0, "tp_size": 2.0}).decode()
     assert f"# HELP tandem:kv_pages_free {HELP['kv_pages_free']}" in page
     counter = HELP["prompt_image_tokens_total"]
     assert f"# HELP tandem:prompt_image_tokens_total {counter}" in page

@@ -136,7 +136,7 @@ def test_fields_beyond_openais_pass_both_ways(client):
         logit_bias={"122": -1}, presence_penalty=0.5, store=False, response_format={"type": "text"},
         **GREEDY,
     )  # fmt: skip
-    assert answer.model_extra["speculative"]["accepted_histogram"] == [0, 2, 0]
+    assert answer.model_extra["speculative"]["accept_length_histogram"] == [0, 2, 0]
     assert answer.choices[0].model_extra["token_ids"] == list(b"abcde")
     free = client.chat.completions.create(messages=LETTERS, max_tokens=7, **GREEDY)
     assert free.model_extra["speculative"]["accept_length"] == TOKENS_PER_STEP

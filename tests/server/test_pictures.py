@@ -30,9 +30,9 @@ FACTS = facts_of(
     RequestLimits(
         context_length=64,
         max_request_tokens=64,
-        vocab=IMAGE + 1,
-        max_stop_ids=1,
-        max_bias=1,
+        vocab_size=IMAGE + 1,
+        max_stop_token_ids=1,
+        max_logit_bias_entries=1,
         max_logprobs=None,
     ),
     pictures=picture_config(),

@@ -50,7 +50,7 @@ def test_tokens_are_coloured_by_how_they_came(answered, tmp_path):
     page = answered
     tokens = page.all(".token")
     assert [token.get_attribute("data-origin") for token in tokens[:4]] == [
-        "first", "draft", "draft", "bonus"
+        "target", "draft", "draft", "bonus"
     ]  # fmt: skip
     colours = [page.style(token, "backgroundColor") for token in tokens[:4]]
     assert len(set(colours)) == 3, colours
@@ -120,7 +120,7 @@ def test_a_request_bounds_its_drafts(answered):
     page.one("#settings .primary").click()
     page.ask("plain")
     origins = {token.get_attribute("data-origin") for token in page.all(".token")}
-    assert origins == {"first", "plain"}
+    assert origins == {"target"}
     assert page.one("#m-length").text == "1.00"
 
 

@@ -145,7 +145,7 @@ class Repeater:
         gauges = {
             "num_requests_running": len(self.running),
             "num_requests_waiting": len(self.waiting),
-            "state_slots_free": SLOTS - len(self.running),
+            "request_slots_free": SLOTS - len(self.running),
         }
         return {**gauges, **labels}
 
@@ -372,9 +372,9 @@ def main() -> int:
     limits = RequestLimits(
         context_length=CONTEXT,
         max_request_tokens=POOL_TOKENS,
-        vocab=CRASH if flags.well_behaved else VOCAB,
-        max_stop_ids=4,
-        max_bias=MAX_BIAS,
+        vocab_size=CRASH if flags.well_behaved else VOCAB,
+        max_stop_token_ids=4,
+        max_logit_bias_entries=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
         max_image_tokens=PICTURES.most // PICTURES.factor**2 if flags.sees else 0,

@@ -141,7 +141,7 @@ def answers(server: InProcess, bodies: Sequence[Body]) -> list[Body]:
 
 def accepted(answer: Body) -> list[int]:
     """Drafts that the steps of an answer accepted: entry i counts the steps that accepted i."""
-    return answer["speculative"]["accepted_histogram"]
+    return answer["speculative"]["accept_length_histogram"]
 
 
 def said(answer: Body) -> Any:

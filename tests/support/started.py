@@ -112,7 +112,7 @@ def acceptance(outcomes: Sequence[Outcome], max_depth: int) -> dict[str, Any]:
     return {
         "accept_length": round(1 + float(np.mean(accepted)), 4) if accepted else 1.0,
         "per_position": [round(share, 4) for share in shares],
-        "accepted_histogram": histogram.tolist(),
+        "accept_length_histogram": histogram.tolist(),
     }
 
 

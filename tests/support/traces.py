@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from shared.engine.request import CORPUS, DRAFT, JOINED, NGRAM, PREFILL, Event, StepTrace
+from shared.engine.request import CORPUS, DRAFT, MERGED, NGRAM, PREFILL, Event, StepTrace
 from tests.support.driving import Outcome
 
 
@@ -30,7 +30,7 @@ def check_step(event: Event) -> None:
     step = event.step
     assert step is not None
     tokens, drafts, parents = event.tokens, step.drafts, step.parents
-    assert bool(drafts) == (step.source in (DRAFT, NGRAM, JOINED))
+    assert bool(drafts) == (step.source in (DRAFT, NGRAM, MERGED))
     assert (step.source == PREFILL) == (event.accepted is None)
     assert [parents[node - 1] for node in step.path] == [0, *step.path][:-1] * bool(step.path)
     taken = [drafts[node - 1] for node in step.path]
@@ -40,7 +40,7 @@ def check_step(event: Event) -> None:
     siblings = list(zip(parents, drafts, strict=True))
     assert len(set(siblings)) == len(siblings), "siblings carry different tokens"
     assert len(step.origins) == len(drafts)
-    allowed = {DRAFT: {DRAFT}, NGRAM: {NGRAM, CORPUS}, JOINED: {DRAFT, NGRAM, CORPUS}}
+    allowed = {DRAFT: {DRAFT}, NGRAM: {NGRAM, CORPUS}, MERGED: {DRAFT, NGRAM, CORPUS}}
     assert set(step.origins) <= allowed.get(step.source, set())
 
 

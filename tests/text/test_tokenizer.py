@@ -194,7 +194,7 @@ def test_tokens_text_and_speculation_end_at_the_same_event():
     assert choice.speculation.to_json() == {
         "verify_steps": 2,
         "accept_length": 3.5,
-        "accepted_histogram": [0, 0, 1, 1],
+        "accept_length_histogram": [0, 0, 1, 1],
     }
 
 

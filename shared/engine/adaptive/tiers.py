@@ -14,7 +14,7 @@ CANDIDATE_EXPONENT = 0.7
 """A level of b candidates misses as b ** CANDIDATE_EXPONENT independent ones would. In a simulation
 of the match rule one candidate agreed in 0.70 of all cases and the best of four in 0.96: 0.7."""
 
-_NAME = re.compile(r"off|S(\d+)(?:k(\d+)N(\d+))?(?:R([\d.]+))?")
+_NAME = re.compile(r"none|off|S(\d+)(?:k(\d+)N(\d+))?(?:R([\d.]+))?")
 
 
 @dataclass(frozen=True, order=True)
@@ -46,7 +46,7 @@ class Tier:
         parts = _NAME.fullmatch(name)
         if parts is None:
             raise ValueError(f"{name:.40} is no tier")
-        if name == "off":
+        if name in ("none", "off"):  # "off" in results of former versions
             return cls(1, 0, 0)
         steps, width, nodes, share = parts.groups()
         depth = int(steps)
@@ -82,7 +82,7 @@ class Tier:
 
     def __str__(self) -> str:
         if self.is_off:
-            return "off"
+            return "none"
         tree = "" if self.width <= 1 else f"k{self.width}N{self.nodes}"
         return f"S{self.depth}{tree}" + ("" if self.share == 1 else f"R{self.share:g}")
 
@@ -122,7 +122,9 @@ class Shapes:
         widest = sorted(shapes_of[batches[-1]], key=_order)
         tiers = tuple(Tier.of(shape, batches[-1]) for shape in widest)
         if len(tiers) < 2 or not tiers[0].is_off:
-            raise ValueError("there is nothing to choose from: off and a draft shape are needed")
+            raise ValueError(
+                "nothing to choose from: plain decoding and a draft shape are required"
+            )
         by_size = {
             (batch, number): _nearest(shapes_of[batch], tier, batch)
             for batch in batches

@@ -151,7 +151,7 @@ class AdaptiveNgramController:
         self._chosen, self.steps = 0, Counter[int]()
         tiers = gauges_of(self.shapes, self.steps, self.costs, lambda: self._chosen)
         asleep = {
-            'spec_decode_adaptive_steps_total{tier="asleep"}': lambda: self.steps[self._asleep]
+            'spec_decode_adaptive_steps_total{tier="disabled"}': lambda: self.steps[self._asleep]
         }
         self.gauges: Gauges = {**index_gauges(index), **tiers, **asleep}
 

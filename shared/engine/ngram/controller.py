@@ -17,9 +17,9 @@ from shared.spec.draft_tree import TreeShape
 def index_gauges(index: NgramIndex) -> Gauges:
     """What `/metrics` shows of an index."""
     return {
-        "ngram_rows_total": lambda: index.num_rows,
-        "ngram_rows_without_match_total": lambda: index.num_empty_rows,
-        "ngram_seen_ngrams": lambda: index.num_ngrams,
+        'ngram_lookups_total{result="hit"}': lambda: index.num_rows - index.num_empty_rows,
+        'ngram_lookups_total{result="miss"}': lambda: index.num_empty_rows,
+        "ngram_index_entries": lambda: index.num_ngrams,
         "ngram_corpora": lambda: len(index.corpora),
         "ngram_corpus_tokens": lambda: sum(index.corpora.values()),
     }

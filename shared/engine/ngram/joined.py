@@ -40,10 +40,10 @@ ROW_COST = 1 / 256
 Qwen3-8B on an H200 a step of 32 rows takes 5.0 ms, of 96 rows 6.3 (`bench/results`)."""
 
 
-KINDS = "drafted", "joined", "copied"
+KINDS = "model", "merged", "ngram"
 """Of decode steps: the drafter's own, both sources in one tree, and copies alone."""
 
-OFF = "off"
+OFF = "none"
 """Of plain steps, in which the drafter is not fed: so its next step has no drafts."""
 
 
@@ -104,9 +104,9 @@ class JoinedController:
             )
         widest = next(iter(joined.values()))
         self._shapes: dict[str, dict[int, TreeShape]] = {
-            "drafted": drafted,
-            "joined": joined,
-            "copied": copied,
+            "model": drafted,
+            "merged": joined,
+            "ngram": copied,
         }
         self.index, self.evidence, self.draft_share = index, Evidence(), draft_share
         self.worth = Worth(widest.drafter.depth, widest.depth)
@@ -135,7 +135,7 @@ class JoinedController:
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request that has room, with the copies of the batch if they pay."""
-        widest = smallest_that_holds(self._shapes["joined"], len(ready))
+        widest = smallest_that_holds(self._shapes["merged"], len(ready))
         requests = reserve(ready, widest.scratch)
         if not requests:
             return None
@@ -173,7 +173,7 @@ class JoinedController:
 
         def speed(kind: str) -> float:
             rows = smallest_that_holds(self._shapes[kind], num_requests).rows
-            seconds = 1 + ROW_COST * rows + self.draft_share * (kind != "copied")
+            seconds = 1 + ROW_COST * rows + self.draft_share * (kind != "ngram")
             return tokens[kind] / seconds
 
         return max(KINDS, key=speed)
@@ -182,7 +182,7 @@ class JoinedController:
         """The kind with the most tokens a second; plain while that is no kind that drafts."""
         is_paused = self.pause.left > 0
         # What the drafter is worth shows nowhere in a pause; what copies are does.
-        kinds = ("copied",) if is_paused else KINDS
+        kinds = ("ngram",) if is_paused else KINDS
         best = max(kinds, key=lambda kind: tokens[kind] / seconds[kind])
         if tokens[best] / seconds[best] > 1 / seconds[OFF]:
             self.pause.paid()
@@ -210,7 +210,7 @@ class JoinedController:
     def _reach(self) -> dict[str, int]:
         """The same of a step of each kind."""
         whole = self.worth.depth + 1
-        return {"drafted": round(self.worth.alone), "joined": whole, "copied": whole, OFF: 1}
+        return {"model": round(self.worth.alone), "merged": whole, "ngram": whole, OFF: 1}
 
     def submitted(self, rows: Rows) -> None:
         """Enters prompts and outputs into the index while the device runs."""
@@ -315,11 +315,11 @@ def _gauges(controller: JoinedController) -> dict[str, Callable[[], float]]:
     """What `/metrics` shows: steps of each kind, and drafts of each source with those accepted."""
     gauges: dict[str, Callable[[], float]] = {}
     for kind in (*KINDS, OFF):
-        name = f'spec_decode_joined_steps_total{{kind="{kind}"}}'
+        name = f'spec_decode_merged_steps_total{{source="{kind}"}}'
         gauges[name] = partial(controller.steps.__getitem__, kind)
-    for source in (DRAFT, NGRAM, CORPUS):
+    for source, label in ((DRAFT, "model"), (NGRAM, NGRAM), (CORPUS, CORPUS)):
         for what, counter in (("draft", controller.drafts), ("accepted", controller.accepted)):
-            name = f'spec_decode_source_{what}_tokens_total{{source="{source}"}}'
+            name = f'spec_decode_source_{what}_tokens_total{{source="{label}"}}'
             gauges[name] = partial(counter.__getitem__, source)
     return gauges
 

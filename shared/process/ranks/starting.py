@@ -149,11 +149,11 @@ class RankedStart:
         """What `/metrics` shows of the ranks; nothing of one."""
         if self._count == 1:
             return {}
-        found: Gauges = {"ranks": lambda: self._count}
+        found: Gauges = {"tp_size": lambda: self._count}
         for each in self._followers.ranks if self._followers else ():
             label = f'{{rank="{each.rank}"}}'
-            found[f"rank_steps_total{label}"] = lambda each=each: each.ended
-            found[f"rank_free_bytes_at_start{label}"] = lambda each=each: each.free_bytes
+            found[f"tp_rank_steps_total{label}"] = lambda each=each: each.ended
+            found[f"tp_rank_startup_free_bytes{label}"] = lambda each=each: each.free_bytes
         return found
 
     def standing(self) -> str:

@@ -155,13 +155,13 @@ function newChat() {
 async function introduce() {
   try {
     const card = await model();
-    const ranks = card.ranks > 1 ? ` · ${card.ranks} ranks` : "";
-    $("model").textContent = `${card.id} · ${card.drafter ?? "no drafter"}${ranks}`;
+    const ranks = card.tp_size > 1 ? ` · TP ${card.tp_size}` : "";
+    $("model").textContent = `${card.id} · ${card.speculative_algorithm ?? "no drafter"}${ranks}`;
     $("max-tokens").max = card.max_model_len;
-    const { limits, pictures } = await capabilities();
+    const { limits, images } = await capabilities();
     imageToken = limits.image_token;
-    Object.assign(tray, { bounds: pictures, mostBytes: limits.max_body_bytes });
-    $("add-picture").hidden = !pictures;
+    Object.assign(tray, { bounds: images, mostBytes: limits.max_body_bytes });
+    $("add-picture").hidden = !images;
     $("key-form").hidden = true;
     $("alert").textContent = "";
   } catch (error) {

@@ -88,8 +88,8 @@ export class Tray {
 
   _check(file) {
     if (!this.bounds) throw new Error("the model that is served sees no pictures");
-    if (this._held.length >= this.bounds.max_pictures) {
-      throw new Error(`a request has at most ${this.bounds.max_pictures} pictures`);
+    if (this._held.length >= this.bounds.max_images) {
+      throw new Error(`a request has at most ${this.bounds.max_images} pictures`);
     }
     const length = (file.size * 4) / 3; // as base64
     const held = this._held.reduce((sum, picture) => sum + picture.url.length, 0);

@@ -8,7 +8,7 @@ from shared.engine.adaptive.tiers import Tier
 from tests.support.simulation.device import seconds_of
 
 MILLISECONDS = {
-    "off": {1: 4.3, 8: 4.6, 32: 5.3},
+    "none": {1: 4.3, 8: 4.6, 32: 5.3},
     "S1": {1: 4.6, 8: 5.0, 32: 6.0},
     "S3": {1: 5.2, 8: 5.75, 32: 7.5},
     "S7": {1: 6.6, 8: 7.5, 32: 11.0},
