@@ -23,6 +23,7 @@ INTERNALS += ("shadow_verification", "invariants", "invariants/*", "contributing
 INTERNALS += ("multimodal_internals", "ngram_internals", "quantization_internals")
 INTERNALS += ("structured_output_internals", "tensor_parallelism_internals")
 FIGURES = ("kernels/measurements", "rejected_experiments", "rejected_experiments/*")
+MAX_SENTENCE_WORDS = 30
 OTHER_FLAGS = {"--limit-s", "--only", "--ops", "--print-completion", "--total-s", "--whole"}
 OTHER_FLAGS |= {"--config"}
 """Flags of benchmarks, and flags that are no option of the server."""
@@ -78,6 +79,19 @@ def test_page_names_tests_in_tables_only(name: str) -> None:
 @pytest.mark.parametrize("name", sorted({*pages(INTERNALS)} - {*pages(FIGURES)}))
 def test_internals_page_has_no_measurements_in_prose(name: str) -> None:
     assert not [line for line in prose(read(name)) if MEASURED.search(line)]
+
+
+def sentences(text: str) -> list[str]:
+    """Returns the sentences of paragraphs and list items, with the addresses of links left out."""
+    items = re.sub(r"^\s*(?:[-*]|\d+\.) ", "\n", "\n".join(prose(text)), flags=re.MULTILINE)
+    paragraphs = re.split(r"\n\s*\n", re.sub(r"\]\([^)]*\)", "]", items))
+    return [said for each in paragraphs for said in re.split(r"(?<=[.;:?])\s+", each.strip())]
+
+
+@pytest.mark.parametrize("name", pages(INTERNALS + FIGURES))
+def test_internals_page_has_short_sentences(name: str) -> None:
+    said = sentences(read(name))
+    assert not [each for each in said if len(each.split()) > MAX_SENTENCE_WORDS]
 
 
 @pytest.mark.parametrize("name", pages(INTERNALS + FIGURES))
