@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -12,6 +13,7 @@ from shared.offline.params import SamplingParams
 from shared.offline.results import CompletionOutput, RequestOutput
 from shared.options.command_line import SHOWN
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
+from shared.server import answers
 from shared.server.openai_types import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,6 +67,23 @@ def test_http_api_page_request_fields_exist() -> None:
     named = names("\n".join(cells))
     assert len(named) > 12
     assert named <= {*ChatRequest.model_fields, *CompletionRequest.model_fields}
+
+
+def test_http_api_page_lists_sources_and_origins_of_traces() -> None:
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \(([^)]+)\)", page("http_api"), re.MULTILINE)
+    listed = {(kind, field): names(values) for kind, field, values in rows}
+    step = get_args(answers.TracedStep.model_fields["source"].annotation)
+    token = get_args(answers.TracedToken.model_fields["origin"].annotation)
+    assert listed == {("step", "source"): {*step}, ("token", "origin"): {*token}}
+
+
+def test_http_api_page_response_fields_exist() -> None:
+    cells = re.findall(r"^\| (`.+?) \|", section("http_api", "Extra response fields"), re.MULTILINE)
+    kinds = [kind for kind in vars(answers).values() if hasattr(kind, "model_fields")]
+    known = {name for kind in kinds for name in kind.model_fields}
+    named = names("\n".join(cells))
+    assert len(named) >= 8
+    assert named <= known
 
 
 def test_http_api_page_routes_exist() -> None:
