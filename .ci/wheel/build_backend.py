@@ -26,7 +26,7 @@ BUILD = Path(".ci") / "wheel"
 FILES = ("LICENSE", "README.md", "pyproject.toml")
 SHARED_BY_BENCHES = Path("tests") / "support"
 LEFT_OUT = shutil.ignore_patterns(
-    "__pycache__", "*.png", "build.sh", "results", "performance.py", "performance_ranks.py"
+    "__pycache__", "*.png", "build.sh", "results", "performance.py", "pages"
 )
 """Files that only the repository uses: figures, measured results and the page made of them."""
 

@@ -1,0 +1,73 @@
+"""Tables of adaptive speculation and of the host's share of a step."""
+
+from collections.abc import Iterator, Sequence
+
+from bench.pages.results import File, Found, Line, model_of, table
+from bench.quality.accuracy_table import MISSING
+
+WORKS = {
+    "lines": "served",
+    "imposed": "imposed",
+    "own_texts": "own outputs",
+    "real_time": "own outputs, host in real time",
+}
+
+
+def _stamp(file: File) -> Line:
+    star = "*" if "revision_from" in file else ""
+    return {"date": file["date"], "revision": file["revision"] + star}
+
+
+def adaptive(found: Found) -> list[str]:
+    """Returns the table of `bench.speculation.adaptive` and `adaptive_ngram_replay`."""
+    head = ["drafts", "model", "backend", "device", "work", "of best", "worst phase"]
+    cells = [[*head, "of plain", "worst phase", "greedy", "probe"]]
+    devices = dict[str, None]()
+    for file in found.adaptive:
+        for start in file["starts"]:
+            device = start["device"] if start["device"] not in (None, "cpu") else "CPU"
+            devices[device] = None
+            for work, name in WORKS.items():
+                if start.get(work):
+                    place = [start["drafts"], model_of(file), start["backend"], device, name]
+                    cells.append([*place, *_shares(start[work])])
+    stamps = [_stamp(file) for file in found.adaptive]
+    return table("Adaptive speculation relative to static draft shapes", stamps, devices, cells)
+
+
+def _shares(lines: Sequence[Line]) -> Iterator[str]:
+    """Yields shares of the best shape and of plain decoding, then those of simpler policies."""
+    *phases, total = lines
+    for key in ("adaptive_by_best", "adaptive_by_off"):
+        yield f"{total[key]:.3f}"
+        yield f"{min(line[key] for line in phases):.3f}"
+    speeds = total["tokens_per_s"]
+    best = speeds["adaptive"] / total["adaptive_by_best"]
+    for policy in ("greedy", "probe"):
+        yield f"{speeds[policy] / best:.3f}" if policy in speeds else MISSING
+
+
+def host_times(found: Found) -> list[str]:
+    """Returns the table of `bench.speculation.host_overhead`."""
+    cells = [["controller", "prefix cache", "requests", "host, us", "device, ms", "share"]]
+    for file in found.host:
+        for line in file["lines"]:
+            head = [line["controller"], line["cache"], str(line["rows"])]
+            times = [f"{line['host_us']:.0f}", f"{line['device_ms']:.1f}", f"{line['share']:.1%}"]
+            cells.append([*head, *times])
+    cores = [f"one CPU core (Python {file['python']})" for file in found.host]
+    stamps = [_stamp(file) for file in found.host]
+    return table("Host time to plan, submit and retire a decode step", stamps, cores, cells)
+
+
+def http_shares(found: Found) -> list[str]:
+    """Returns the table of `bench.serving.http_overhead`."""
+    cells = [["served", "offline, tokens/s", "HTTP, tokens/s", "HTTP share", "lowest", "highest"]]
+    for file in found.http:
+        summary = file["summary"]
+        speeds = [f"{summary[side]['tokens_per_s']:.0f}" for side in ("offline", "http")]
+        shares = [f"{summary[name]:.1%}" for name in ("share", "low", "high")]
+        cells.append([f"`{file['file']}`", *speeds, *shares])
+    stamps = [_stamp(file) for file in found.http]
+    title = "Throughput over HTTP relative to the engine alone"
+    return table(title, stamps, ["H200 and CPU"], cells)
