@@ -1,1 +1,3 @@
-"""The host side of serving: requests, pages, schedule, plans; numpy and the standard library."""
+"""Engine core on the host: requests, KV pages, scheduler, plans; numpy and the standard library
+only.
+"""

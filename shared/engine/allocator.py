@@ -1,8 +1,8 @@
-"""Pages and slots: who owns what.
+"""Allocator of KV pages (with reference counts) and request slots.
 
-A slot belongs to one running request. A page is no slot's own: its owners are counted, the slots
-that name it and the prefix cache, and it is free when the last of them has let go. Slots whose
-texts begin alike may share full pages, as a step writes only past its slot's length.
+A slot belongs to one running request. A page has reference-counted owners: the slots that name it,
+and the prefix cache. It is free when the last owner releases it. Slots with a common prefix may
+share full pages, because a step writes only past its slot's length.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ NO_PAGES = np.zeros(0, np.int32)
 
 
 class Allocator:
-    """The pools of pages and slots, without their sinks 0.
+    """Pools of pages and slots, without the reserved entries 0.
 
-    Steps take effect in the order of submission, so what is freed may be handed on at once, even
-    while a step in flight still names it: the next owner writes after that step has read.
+    Steps take effect in the order of submission. Freed pages may therefore be reused at once, even
+    while a step in flight still names them: the next owner writes after that step has read.
 
     Attributes:
-      page_table: The pages of each slot in the order of positions; 0 past its last.
-      num_pages: How many pages each slot has a share in.
-      num_owners: Owners of each page: the slots that name it, and the prefix cache.
-      capacity: The sizes of the pools.
+      page_table: Pages of each slot in the order of positions; 0 past the last.
+      num_pages: Number of pages of each slot.
+      num_owners: Reference count of each page: slots that name it, plus the prefix cache.
+      capacity: Sizes of the pools.
     """
 
     page_table: Int32[np.ndarray, "slots P"]
@@ -47,23 +47,24 @@ class Allocator:
 
     @property
     def num_free_pages(self) -> int:
-        """Pages without an owner."""
+        """Number of pages without an owner."""
         return self._num_free_pages
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that no request has; slot 0, the sink, is none of them."""
+        """Number of free slots, without the reserved slot 0."""
         return len(self._free_slots)
 
     def take_slot(self, prefix: Int32[np.ndarray, " n"] = NO_PAGES) -> int:
-        """A slot that begins with the pages of `prefix`, of each of which it is one more owner.
+        """Allocates a slot that starts with the pages of `prefix`, and adds an owner to each of
+        them.
 
         Args:
-          prefix: Pages that have an owner and are full, in the order of positions.
+          prefix: Full pages with an owner, in the order of positions.
 
         Raises:
           IndexError: No slot is free.
-          ValueError: A page of `prefix` has no owner, so it may be anybody's next.
+          ValueError: A page of `prefix` has no owner, so another request could receive it.
         """
         if (self.num_owners[prefix] == 0).any():
             raise ValueError("a page of the prefix has no owner")
@@ -75,14 +76,14 @@ class Allocator:
         return slot
 
     def num_missing(self, slot: int, positions: int) -> int:
-        """Pages that the slot lacks to hold `positions` tokens."""
+        """Returns the number of pages that the slot lacks for `positions` tokens."""
         return max(0, self.capacity.num_pages_for(positions) - self.num_pages.item(slot))
 
     def reserve(self, slot: int, positions: int) -> bool:
-        """Gives the slot pages for `positions` tokens, all of them or none.
+        """Allocates the slot's missing pages for `positions` tokens, all of them or none.
 
         Returns:
-          Whether the slot can hold the tokens now.
+          True if the slot can hold the tokens now.
         """
         missing = self.num_missing(slot, positions)
         if missing > self._num_free_pages:
@@ -97,10 +98,10 @@ class Allocator:
         return True
 
     def free(self, slot: int) -> None:
-        """Takes back a slot and its share in its pages.
+        """Releases a slot and its share in its pages.
 
         Raises:
-          KeyError: The slot is not taken.
+          KeyError: The slot is not allocated.
         """
         self._taken_slots.remove(slot)
         self._free_slots.append(slot)
@@ -110,17 +111,19 @@ class Allocator:
         self.num_pages[slot] = 0
 
     def add_owner(self, pages: Int32[np.ndarray, " n"]) -> None:
-        """Adds an owner beside its slots to each page, no page twice.
+        """Adds an owner to each page; no page may occur twice.
 
         Raises:
-          ValueError: A page has no owner, so it may be anybody's next.
+          ValueError: A page has no owner, so another request could receive it.
         """
         if (self.num_owners[pages] == 0).any():
-            raise ValueError("a page to be kept has no owner")
+            raise ValueError("a page to share has no owner")
         self.num_owners[pages] += 1
 
     def disown(self, pages: Int32[np.ndarray, " n"]) -> None:
-        """Takes an owner from each page, no page twice: the only way back into the pool."""
+        """Removes an owner from each page; no page may occur twice. Pages return to the pool only
+        here.
+        """
         self.num_owners[pages] -= 1
         free = pages[self.num_owners[pages] == 0][::-1]
         end = self._num_free_pages
@@ -128,14 +131,14 @@ class Allocator:
         self._num_free_pages += len(free)
 
     def check(self, kept: Sequence[int] = ()) -> None:
-        """Asserts that nothing is lost, and that every page has the owners that name it.
+        """Asserts that no page or slot is lost, and that reference counts are consistent.
 
         Args:
-          kept: Pages that have an owner beside their slots.
+          kept: Pages with an owner besides slots.
 
         Raises:
-          AssertionError: A page or a slot is lost, handed out while it has an owner, or owned by
-            what has no slot.
+          AssertionError: A page or a slot is lost, free while it has an owner, or owned by a free
+            slot.
         """
         columns = np.arange(self.page_table.shape[1])
         is_owned = columns < self.num_pages[:, None]
@@ -144,9 +147,9 @@ class Allocator:
         free = np.sort(self._free_pages[: self._num_free_pages])
         slots = sorted([*self._taken_slots, *self._free_slots])
         owners = set(np.flatnonzero(self.num_pages).tolist())
-        assert np.array_equal(shares, self.num_owners), "a page's owners are not those it counts"
+        assert np.array_equal(shares, self.num_owners), "reference counts of pages are wrong"
         assert np.array_equal(free, 1 + np.flatnonzero(shares[1:] == 0)), "pages lost or shared"
-        assert shares[0] == 0, "the sink has an owner"
+        assert shares[0] == 0, "page 0 has an owner"
         assert slots == list(range(1, self.capacity.num_slots)), "slots lost or shared"
         assert owners <= self._taken_slots, "a free slot owns pages"
-        assert not self.page_table[~is_owned].any(), "a page is named past the last one"
+        assert not self.page_table[~is_owned].any(), "a page table has entries past the last page"

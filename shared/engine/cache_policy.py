@@ -1,4 +1,4 @@
-"""What the prefix cache must know of a model, and of what drafts for it."""
+"""Prefix-cache settings that depend on the model and the drafter."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from shared.spec.gated_delta import CHUNK
 
 
 def track_unit(page_size: int) -> int:
-    """Where states may stand: at a page's end, and where a prefill cuts its chunks."""
+    """Returns the unit of positions for state snapshots: ends of pages and of prefill chunks."""
     return math.lcm(CHUNK, page_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachePolicy:
-    """What the prefix cache must know of the model and of what drafts.
+    """Prefix-cache settings for a model and its drafter.
 
     Attributes:
-      is_on: Whether anything is kept.
-      key_reach: Tokens behind a page that its draft KV depends on: 1 of EAGLE-kind heads, else 0.
-      leaves_holes: Whether a drafter has KV, in which plain steps leave holes.
-      reads_past: Whether the drafter's KV depends on that before it: nothing after a hole is whole.
-      track_interval: Positions between two tracked states of an output; 0: the model has none.
+      is_on: True if the prefix cache is enabled.
+      key_reach: Lookahead of cache keys: tokens after a page that its draft KV depends on; 1 for
+        EAGLE-like heads, else 0.
+      leaves_holes: True if the drafter has KV, in which plain steps leave gaps.
+      reads_past: True if the drafter's KV depends on earlier KV, so that all KV after a gap is
+        incomplete.
+      track_interval: Positions between two state snapshots of an output; 0 for a model without
+        recurrent states.
     """
 
     is_on: bool
@@ -33,11 +36,11 @@ class CachePolicy:
     track_interval: int
 
     def check(self, capacity: Capacity, overlap: int) -> None:
-        """Holds the interval against pages and steps.
+        """Checks the track interval against the page size and the steps in flight.
 
         Raises:
-          ValueError: It is no multiple of `track_unit`, or so short that steps in flight may pass
-            two tracked positions.
+          ValueError: It is not a multiple of `track_unit`, or so short that steps in flight may
+            pass two tracked positions.
         """
         unit, least = track_unit(capacity.page_size), (overlap + 1) * (capacity.max_depth + 1)
         if self.track_interval % unit:
@@ -46,8 +49,8 @@ class CachePolicy:
             )
         if 0 < self.track_interval < least:
             raise ValueError(
-                f"the track interval must be at least {least}, which steps in flight may add, got "
-                f"{self.track_interval}"
+                f"the track interval must be at least {least} (tokens that steps in flight may "
+                f"add), got {self.track_interval}"
             )
 
 

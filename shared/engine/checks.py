@@ -1,4 +1,4 @@
-"""What a request may ask for: one check, which the HTTP server and the engine both call."""
+"""Validation of requests, used by both the HTTP server and the engine."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from shared.engine.pictures import Picture
 from shared.engine.request import Refusal, SamplingParams
 
 TOO_LONG = "context_length_exceeded"
-"""The word for programs where a request has too many tokens, as OpenAI has it."""
+"""OpenAI's error code for a request with too many tokens."""
 
 NO_GRAMMARS = "a grammar needs a server that was started with --grammar-backend llguidance"
 
 OWN_NAMES = {name: name for name in ("prompt", "max_tokens", "logprobs", "prompt_logprobs")}
-"""The engine's words for the fields that an API may call otherwise."""
+"""Field names of the engine; an API may use other names in messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """The bounds of a request.
+    """Limits of a request.
 
     Attributes:
-      context_length: Most tokens of a request, prompt and output together.
-      max_request_tokens: The same, or less where the pages do not hold a whole context.
-      vocab_size: Tokens of the model; ids are below it.
-      max_stop_token_ids: Most tokens that end the text.
-      max_logit_bias_entries: Most tokens of `logit_bias`.
-      max_logprobs: Most tokens that can be shown beside each token of the output; None where
-        logprobs were not enabled at the start.
-      max_prompt_logprobs: Most tokens that can be shown beside each token of the prompt; 0 where
-        logprobs of prompts were not enabled at the start.
-      structured_outputs: Whether a text can be held to a grammar.
-      image_token: The token in whose place pictures stand; None where the model sees none.
-      max_image_tokens: Most of them that one picture may take; 0 where the model sees none.
+      context_length: Maximum tokens of a request, prompt and output together.
+      max_request_tokens: The same, or less if the KV pages cannot hold a whole context.
+      vocab_size: Vocabulary size; token ids are below it.
+      max_stop_token_ids: Maximum number of stop tokens.
+      max_logit_bias_entries: Maximum entries of `logit_bias`.
+      max_logprobs: Maximum top logprobs per output token; None if logprobs are not enabled.
+      max_prompt_logprobs: Maximum top logprobs per prompt token; 0 if prompt logprobs are not
+        enabled.
+      structured_outputs: True if structured output is supported.
+      image_token: Placeholder token of images; None for a text-only model.
+      max_image_tokens: Maximum image tokens of one image; 0 for a text-only model.
     """
 
     context_length: int
@@ -51,7 +50,7 @@ class RequestLimits:
 
     @classmethod
     def of(cls, capacity: Capacity, max_request_tokens: int) -> RequestLimits:
-        """The bounds that a backend's capacity sets."""
+        """Returns the limits that a backend's capacity implies."""
         has_logprobs = any(program.has(Extra.LOGPROBS) for program in capacity.programs)
         pictures = capacity.pictures
         return cls(
@@ -69,7 +68,7 @@ class RequestLimits:
 
     @property
     def room(self) -> str:
-        """What a request must fit into, in words."""
+        """Description of the token limit in messages."""
         if self.max_request_tokens < self.context_length:
             return f"the {self.max_request_tokens} tokens that the KV pages hold for one request"
         return f"the context of {self.context_length} tokens"
@@ -82,16 +81,16 @@ def check(
     names: Mapping[str, str] = OWN_NAMES,
     pictures: Sequence[Picture] = (),
 ) -> None:
-    """Refuses a request that cannot be served, whatever else is served.
+    """Checks that a request is valid and supported.
 
     Args:
-      prompt, sampling: What the request asks.
-      limits: Bounds of the model and the engine.
-      names: What the caller calls these fields; refusals name them so.
-      pictures: Those of the prompt.
+      prompt, sampling: Prompt and parameters of the request.
+      limits: Limits of the model and the engine.
+      names: Field names of the API, for messages.
+      pictures: Images of the prompt.
 
     Raises:
-      Refusal: Names the field.
+      Refusal: The request is invalid or unsupported; names the field.
     """
     _check_prompt(prompt, limits, names["prompt"])
     _check_pictures(prompt, pictures, limits, names["prompt"])
@@ -130,7 +129,7 @@ def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> No
 def _check_pictures(
     prompt: Sequence[int], pictures: Sequence[Picture], limits: RequestLimits, name: str
 ) -> None:
-    """Holds the image tokens of a prompt against its pictures."""
+    """Checks that the image tokens of a prompt match its images."""
     if limits.image_token is None:
         if pictures:
             raise Refusal(name, f"{name} has a picture, and this server serves text alone")
@@ -153,7 +152,7 @@ def _check_pictures(
 
 
 def _are_in_place(prompt: Sequence[int], pictures: Sequence[Picture], image_token: int) -> bool:
-    """Whether the image tokens of a prompt are those of its pictures, in their order."""
+    """Returns True if the image tokens of a prompt are those of its images, in order."""
     end = 0
     for each in pictures:
         if each.first < end or prompt[each.first : each.end].count(image_token) != each.count:
@@ -183,10 +182,10 @@ def _check_count(name: str, entries: Collection[int], most: int, noun: str) -> N
 
 
 def check_ids(name: str, ids: Collection[int], vocab: int) -> None:
-    """Refuses token ids that the model has not.
+    """Checks that token ids are in the vocabulary.
 
     Raises:
-      Refusal: Names the field, the first such id and the bounds.
+      Refusal: Names the field, the first invalid id and the valid range.
     """
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         wrong = next(token for token in ids if not 0 <= token < vocab)
@@ -226,7 +225,7 @@ def _check_grammar(
     if not limits.structured_outputs:
         raise Refusal("grammar", NO_GRAMMARS)
     if prompt_tokens < 2:
-        # The first token is chosen by a decode, which goes on from the prompt's last one.
+        # A decode step samples the first token, starting from the prompt's last one.
         name = names["prompt"]
         raise Refusal(name, f"{name} has 1 token, and a text with a grammar needs 2 before it")
     if not sampling.max_tokens:

@@ -1,4 +1,4 @@
-"""How loops over many requests are compiled."""
+"""Numba compilation of loops over many requests."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
 def compiled(loop: Loop) -> Loop:
-    """Compiles a loop at its first call; it runs without the interpreter's lock.
+    """Compiles a loop at its first call; it runs without the GIL.
 
-    What was compiled is kept in a folder, beside the source or among the user's own. Where none can
-    be written, as in an installation that is mounted read-only, each process compiles for itself.
+    The result is cached in a folder next to the source or in the user's cache. If neither is
+    writable, as in a read-only installation, each process compiles for itself.
     """
     on_disk: Any = numba.njit(cache=True, nogil=True)
     in_memory: Any = numba.njit(nogil=True)
     try:
         return on_disk(loop)
-    except RuntimeError:  # numba looks for its folder at once, and says that there is none
+    except RuntimeError:  # numba raises at once if it finds no writable folder
         return in_memory(loop)

@@ -1,4 +1,4 @@
-"""Decode steps of batches in which a request has a grammar."""
+"""Decode steps with structured output: batches in which at least one request has a grammar."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ Tree = tuple[list[int], list[int]]
 
 
 class GrammarController:
-    """Takes the steps of batches in which a request has a grammar; another one takes the rest.
+    """Controller for batches in which a request has a grammar; delegates all other steps.
 
-    What a node may choose is known once its path is, so trees come to the host before they are
-    verified. Where the device drafts, a batch makes two trips: a step that drafts, then one that
-    brings the trees back with a mask for each node. Trees of the host's take one trip, and so does
-    a batch without drafts. Either way the whole batch waits for the step before; prompts overlap
-    it where they may. Requests without a grammar choose among all tokens, as ever.
+    The mask of a node depends on its path, so the host needs the trees before verification. With a
+    drafter on the device a batch takes two steps: one that drafts, and one that sends the trees
+    back with a mask for each node. Host-built trees, or a batch without draft tokens, take one
+    step. In both cases the whole batch waits for the previous step; prefills overlap it where
+    possible. Requests without a grammar sample from all tokens.
 
     Args:
-      capacity: The backend's.
-      inner: Takes every other step, and is told of these.
-      index: What drafts on the host; None where the device drafts, or nobody.
+      capacity: Limits and programs of the backend.
+      inner: Controller of all other steps, which is notified of these too.
+      index: N-gram index that drafts on the host; None if the device drafts, or nothing does.
 
     Attributes:
-      inner, index: As above.
+      inner, index: See above.
 
     Raises:
       ValueError: The backend has no decode program that takes masks.
@@ -68,11 +68,13 @@ class GrammarController:
 
     @property
     def waits(self) -> bool:
-        """Whether tokens or drafts of the step before are still on their way."""
+        """True if tokens or draft trees of the previous step are not available yet."""
         return not all(request.is_settled for request in self._decoded_last) or self.inner.waits
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Every ready request whose tokens are known, once those of the step before are."""
+        """Returns all ready requests with known tokens, once those of the previous step are
+        known.
+        """
         if all(request.constraint is None for request in ready):
             self._decoded_last, self._drafted = [], {}
             return self.inner.rows_for(ready, reserve)
@@ -85,7 +87,7 @@ class GrammarController:
         return rows
 
     def _begun(self, known: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """The first trip of a round, which may be the only one."""
+        """Returns the first step of a round, which may be its only one."""
         if not known:
             return None
         if not self._drafts or all(r.sampling.max_draft_tokens == 0 for r in known):
@@ -95,7 +97,7 @@ class GrammarController:
         return Rows.draft(requests, shape) if requests else None
 
     def _verified(self, known: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """A decode with the trees that there are, and their masks."""
+        """Returns a decode step with the available trees and their masks."""
         shapes = self._trees or self._plain
         requests = reserve(known, smallest_that_holds(shapes, len(known)).scratch)
         if not requests:
@@ -119,9 +121,9 @@ class GrammarController:
         )
 
     def _trees_of(self, requests: Sequence[Request]) -> tuple[list[Tree], Origin | None]:
-        """The draft trees that are known: the host's, those of the step before, or roots.
+        """Returns the available draft trees: the host's, those of the previous step, or roots.
 
-        And which of the host's nodes are of a corpus, as `Rows` has it.
+        Also returns a function for the nodes that come from a corpus, see `Rows`.
         """
         if self.index is not None:
             grown = self.index.trees(requests)
@@ -142,7 +144,9 @@ class GrammarController:
     def _masked(
         self, requests: Sequence[Request], trees: Sequence[Tree]
     ) -> tuple[list[Tree], list[dict[int, np.ndarray]]]:
-        """The masks of each request's nodes; where they cannot be had it goes on without drafts."""
+        """Returns the masks of each request's nodes; a request whose masks fail continues without
+        draft tokens.
+        """
         masks: list[dict[int, np.ndarray]] = []
         kept = list(trees)
         for row, request in enumerate(requests):
@@ -156,11 +160,11 @@ class GrammarController:
         return kept, masks
 
     def submitted(self, rows: Rows) -> None:
-        """The other controller has the time that the device takes."""
+        """Notifies the inner controller, which has time while the device works."""
         self.inner.submitted(rows)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """Keeps the trees of a step that drafted."""
+        """Stores the trees of a draft step."""
         if rows.work is not Work.DRAFT:
             self.inner.learned(rows, result)
             return
@@ -170,16 +174,18 @@ class GrammarController:
             self._drafted[request.request_id] = tree
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """Tokens were committed to a request's output."""
+        """Notifies the inner controller of tokens committed to a request's output."""
         self.inner.saw(request, tokens)
 
     def ended(self, request: Request) -> None:
-        """Forgets the tree that was drafted for the request, if any."""
+        """Discards the stored tree of the request."""
         self._drafted.pop(request.request_id, None)
         self.inner.ended(request)
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """The output of a request that ended turned out to end after `num_tokens` tokens."""
+        """Notifies the inner controller that the output of a finished request ends after
+        `num_tokens` tokens.
+        """
         self.inner.cut(request_id, num_tokens)
 
 
@@ -188,7 +194,7 @@ def _widest(capacity: Capacity, *, host_draft: bool) -> dict[int, TreeShape]:
 
 
 def _laid_out(trees: Sequence[Tree], shape: TreeShape) -> HostDraft:
-    """The trees as a plan has them."""
+    """Converts the trees to the arrays of a plan."""
     size = (len(trees), shape.nodes)
     drafts = HostDraft(
         tokens=np.zeros(size, np.int32),

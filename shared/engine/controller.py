@@ -1,4 +1,4 @@
-"""Which requests decode in a step, with which draft shape and whose drafts."""
+"""Decode controllers: choose the requests of a decode step, their draft shape and their drafter."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from shared.engine.rows import Rows
 from shared.spec.draft_tree import TreeShape
 
 Reserve = Callable[[Sequence[Request], int], list[Request]]
-"""Those requests that have pages for the step when it writes so many positions past their length;
-younger ones may lose theirs, and wait."""
+"""Returns the requests that have pages for a step that writes a number of positions past their
+length. Younger requests may be preempted."""
 
 Gauges = Mapping[str, Callable[[], float]]
-"""What reads a gauge, by name."""
+"""Functions that read gauges, by name."""
 
 
 class Controller(Protocol):
-    """Chooses how requests decode, and learns from what came of it.
+    """Chooses how requests decode, and receives the results.
 
-    It is the only chooser of shapes: plain steps, trees of the device's drafter and trees of the
-    host's are all its own. The text is the same whatever it chooses.
+    Only the controller chooses shapes: plain steps, trees of the device's drafter and host-built
+    trees. The output does not depend on its choices.
 
     Attributes:
-      max_rows: Most requests that a decode step may have.
-      gauges: What it counts, for the engine's metrics, by name.
+      max_rows: Maximum requests of a decode step.
+      gauges: Gauges for the engine's metrics, by name.
     """
 
     max_rows: int
@@ -36,46 +36,48 @@ class Controller(Protocol):
 
     @property
     def waits(self) -> bool:
-        """Whether its next rows need tokens that are still on their way."""
+        """True if its next rows need tokens of a step in flight."""
         ...
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """The rows of the next decode step, or of one that drafts for it; None: not yet.
+        """Returns the rows of the next decode step, or of a draft step for it; None to wait.
 
         Args:
           ready: Requests that can decode, oldest first; at least one, at most `max_rows`.
-          reserve: Asked once the shape is known, for its `scratch`; whom it leaves out has no row.
+          reserve: Reserves pages for the chosen shape's `scratch`; requests that it omits get no
+            row.
         """
         ...
 
     def submitted(self, rows: Rows) -> None:
-        """A step is on its way, and the host has time while the device runs it.
+        """Notifies that a step is submitted and the host has time while the device runs it.
 
-        It is the last that is done before the host asks for a result.
+        It is the last call before the host waits for a result.
         """
         ...
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """What a step gave.
+        """Receives the result of a step.
 
         Args:
-          rows: As it was submitted: its shape, and the request of each row. A request may have
-            ended since.
-          result: Drafts and tokens of each row, and the time on the device. Row i of its arrays is
-            that of request i; those past the last request are padding.
+          rows: The submitted rows, with shape and requests. A request may have ended since.
+          result: Draft trees and tokens of each row, and the device time. Row i belongs to request
+            i; later rows are padding.
         """
         ...
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """Tokens were committed to a request's output."""
+        """Notifies that tokens were committed to a request's output."""
         ...
 
     def ended(self, request: Request) -> None:
-        """A request ended, so nothing of it need be kept; late rows of it may follow."""
+        """Notifies that a request ended, so its data can be dropped; stale rows of it may
+        follow.
+        """
         ...
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """The output of a request that ended turned out to end after `num_tokens` tokens."""
+        """Notifies that the output of a finished request ends after `num_tokens` tokens."""
         ...
 
 
@@ -86,13 +88,14 @@ def shapes_by_batch(
     is_wanted: Callable[[TreeShape], bool],
     mask: bool = False,
 ) -> dict[int, TreeShape]:
-    """The tree of each batch bucket, ascending, with most verify rows where there are several.
+    """Returns the tree shape of each batch bucket, ascending, with the largest verify budget.
 
     Args:
-      capacity: The backend's.
-      host_draft: Looks among the decode programs that take the host's trees, or that do not.
-      is_wanted: Picks the tree.
-      mask: Looks among those that take masks of grammars, or that batches without any run.
+      capacity: Limits and programs of the backend.
+      host_draft: True for decode programs with host-built trees, False for the others.
+      is_wanted: Filters the tree shapes.
+      mask: True for programs that take grammar masks, False for programs of batches without a
+        grammar.
     """
     programs = capacity.programs if mask else capacity.unmasked_programs
     shapes = {
@@ -108,12 +111,12 @@ def shapes_by_batch(
 
 
 def smallest_that_holds(shapes: Mapping[int, TreeShape], num_rows: int) -> TreeShape:
-    """The shape of the smallest batch that holds `num_rows` requests."""
+    """Returns the shape of the smallest batch bucket for `num_rows` requests."""
     return next(shape for batch, shape in shapes.items() if batch >= num_rows)
 
 
 class StaticController:
-    """The same tree of the device's drafter in every step; it learns nothing.
+    """Controller that uses the same tree of the device's drafter in every step.
 
     Raises:
       ValueError: The backend has no decode program of this tree.
@@ -131,44 +134,46 @@ class StaticController:
 
     @property
     def waits(self) -> bool:
-        """A row goes on from what the device holds."""
+        """Always False: rows continue from the device's state."""
         return False
 
     def shape_for(self, num_rows: int) -> TreeShape:
-        """The shape of a decode step of `num_rows` requests; 1 <= num_rows <= `max_rows`."""
+        """Returns the shape of a decode step of `num_rows` requests; 1 <= num_rows <=
+        `max_rows`.
+        """
         return smallest_that_holds(self._shapes, num_rows)
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Every ready request that has room."""
+        """Returns all ready requests that have pages."""
         shape = self.shape_for(len(ready))
         requests = reserve(ready, shape.scratch)
         return Rows.decode(requests, shape) if requests else None
 
     def submitted(self, rows: Rows) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """The next step has the same tree."""
+        """Does nothing: the shape is fixed."""
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """The device drafts."""
+        """Does nothing: the device drafts."""
 
     def ended(self, request: Request) -> None:
-        """Nothing is kept of a request."""
+        """Does nothing: no data is stored per request."""
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """Nothing is kept of a request."""
+        """Does nothing: no data is stored per request."""
 
 
 class TextController(StaticController):
-    """The same tree of the device's n-grams in every step; the device learns texts by itself."""
+    """Controller that uses the same tree from the device's n-gram table in every step."""
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Every ready request that has room; no draft is of a corpus."""
+        """Returns all ready requests that have pages; no draft token comes from a corpus."""
         rows = super().rows_for(ready, reserve)
         return rows and replace(rows, corpus_nodes=of_no_corpus)
 
 
 def of_no_corpus(row: int) -> list[int]:
-    """The nodes of a corpus in a tree of the device's n-grams."""
+    """Returns the corpus nodes of a tree from the device's n-gram table: none."""
     return []

@@ -1,4 +1,4 @@
-"""The engine: takes requests, keeps the device busy, gives tokens; one thread."""
+"""Engine core: accepts requests, schedules steps with overlap, and returns tokens; one thread."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from shared.spec.logprobs import Scores
 
 @dataclass(frozen=True)
 class Flight:
-    """A step on the device and the rows that it carries.
+    """A step in flight, and its rows.
 
     Attributes:
-      number: Counted from the engine's start.
-      began: When it was submitted, by the monotonic clock.
+      future: Result of the step.
+      rows: Rows of the step.
+      number: Number of the step since the engine's start.
+      began: Time of submission, by the monotonic clock.
     """
 
     future: StepFuture
@@ -44,12 +46,12 @@ class Engine:
     Args:
       backend: The device.
       controller: Chooses how requests decode.
-      overlap: Steps on the device while the host plans the next; at most the backend's.
-      chunked_prefill_size: Most prompt tokens of a step.
-      cache: What is kept of texts.
+      overlap: Steps in flight while the host plans the next; at most the backend's.
+      chunked_prefill_size: Maximum prompt tokens of a step.
+      cache: Settings of the prefix cache.
 
     Raises:
-      ValueError: The overlap is more than the backend was made for, or no prefill fits; or see
+      ValueError: The overlap exceeds the backend's, or no prefill program fits; or see
         `CachePolicy.check`.
     """
 
@@ -106,14 +108,14 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything left to do."""
+        """True if `step` has work to do."""
         return bool(self._requests or self.flights)
 
     def add(self, request: Request) -> None:
-        """Takes a request in.
+        """Queues a request.
 
         Raises:
-          Refusal: The request cannot be served; one sentence says why.
+          Refusal: The request is invalid or unsupported.
         """
         if request.request_id in self._requests:
             raise Refusal("request_id", f"request_id {request.request_id} is taken")
@@ -126,15 +128,14 @@ class Engine:
         self._requests[request.request_id] = request
 
     def abort(self, request_id: int) -> None:
-        """Ends a request that nobody waits for; no event follows, and an ended one stays ended."""
+        """Ends a request without an event; does nothing if it has ended."""
         if request_id in self._requests:
             self._end(self._requests[request_id], FinishReason.ABORT)
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """Ends a request whose text was found to stop after `num_tokens` tokens of output.
+        """Ends a request whose output was found to stop after `num_tokens` tokens.
 
-        No event follows. A request that ended before stays ended, but what is kept of its text is
-        cut as well.
+        No event follows. For a request that ended before, its stored tokens are truncated too.
         """
         if request := self._requests.get(request_id):
             self._end(request, FinishReason.STOP)
@@ -142,9 +143,9 @@ class Engine:
         self.controller.cut(request_id, num_tokens)
 
     def step(self) -> list[Event]:
-        """Submits the next step, then retires the oldest beyond the overlap.
+        """Submits the next step, then processes the result of the oldest step beyond the overlap.
 
-        What waits for the tokens of that one is submitted before anyone hears of them.
+        A step that waits for those tokens is submitted before the events are returned.
         """
         is_submitted = self._submit_next()
         if not self.flights or (is_submitted and len(self.flights) <= self._overlap):
@@ -155,14 +156,14 @@ class Engine:
         return events
 
     def close(self) -> None:
-        """Ends every request and the backend."""
+        """Ends all requests and closes the backend."""
         for request_id in tuple(self._requests):
             self.abort(request_id)
         self.flights.clear()
         self.backend.close()
 
     def _submit_next(self) -> bool:
-        """Whether there was a step to submit."""
+        """Submits the next step; returns False if there is none."""
         for request in self.scheduler.admit():
             self.planner.bind(request)
         rows = self.scheduler.next_rows()
@@ -219,7 +220,7 @@ class Engine:
 
     @staticmethod
     def is_late(request: Request) -> bool:
-        """Whether a row was submitted before its request's end was known; nobody reads it."""
+        """Returns True for a stale row: its request ended after the row was submitted."""
         return request.finish_reason is not None
 
     def _commit(
@@ -236,7 +237,7 @@ class Engine:
         if request.sampling.traces:
             step = trace_of(rows, result, row, tokens, flight.number, flight.began)
         kept = request.commit(tokens)
-        if kept == len(request.output):  # its first ones: a prefill's, or a decode's with a grammar
+        if kept == len(request.output):  # its first tokens
             self.metrics.count("prompt_tokens_total", len(request.prompt))
         if leaves_hole or saved:
             self.cache.decoded(request, kept, leaves_hole, saved)
@@ -257,7 +258,7 @@ class Engine:
 
     def _fail(self, request: Request) -> Event:
         self._end(request, FinishReason.ERROR)
-        return _last_event(request, "the model's output for this request is not a finite number")
+        return _last_event(request, "the logits of this request are not finite")
 
     def _refuse(self, request: Request, fault: str) -> Event:
         self._end(request, FinishReason.REFUSED)
@@ -268,7 +269,7 @@ class Engine:
         self._let_go(request, reason)
 
     def _let_go(self, request: Request, reason: FinishReason) -> None:
-        """Gives back what an ended request held: the one way out of the engine."""
+        """Releases everything that an ended request holds; all requests leave the engine here."""
         del self._requests[request.request_id]
         self.controller.ended(request)
         self.scheduler.release(request)
@@ -276,7 +277,7 @@ class Engine:
 
 
 def _last_event(request: Request, error: str) -> Event:
-    """Of a request that ends without more text."""
+    """Returns the event of a request that ends without more tokens."""
     return Event(
         request_id=request.request_id,
         tokens=[],
@@ -288,10 +289,12 @@ def _last_event(request: Request, error: str) -> Event:
 
 
 def _take_scores(request: Request, rows: Rows, row: int, result: StepResult) -> bool:
-    """Gives a request the scores of its chunk, if it wants them; whether they are finite."""
+    """Stores the prompt logprobs of a chunk if requested; returns False if they are not finite."""
     if not request.wants_scores:
         return True
-    assert result.scores is not None, "the planner picks a program with scores where a row wants it"
+    assert result.scores is not None, (
+        "the planner selects a program with prompt logprobs if a row requests them"
+    )
     chunk = rows.chunks[row]
     first = sum(other.end - other.first for other in rows.chunks[:row])
     span = slice(first, first + chunk.end - chunk.first)
@@ -301,12 +304,12 @@ def _take_scores(request: Request, rows: Rows, row: int, result: StepResult) -> 
 def _logprobs(
     request: Request, result: StepResult, row: int, count: int
 ) -> list[tuple[float, list[tuple[int, float]]]] | None:
-    """Logprobs of the first `count` tokens of a row, if the request asked for them."""
+    """Returns the logprobs of the first `count` tokens of a row if requested."""
     best, logprobs = request.sampling.logprobs, result.logprobs
     if best is None:
         return None
     assert logprobs is not None, (
-        "the planner picks a program with logprobs where a row asks for them"
+        "the planner selects a program with logprobs if a row requests them"
     )
     return [
         (
@@ -333,6 +336,6 @@ def _picture_gauges(pictures: PictureRows | None) -> Gauges:
 
 
 def _lot(capacity: Capacity) -> Gauges:
-    """That drafts are accepted by lot, where they are."""
+    """Returns the gauge of simulated acceptance, if it is enabled."""
     length = capacity.simulated_accept_length
     return {} if length is None else {"spec_decode_simulated_accept_length": lambda: length}

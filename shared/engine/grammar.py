@@ -1,8 +1,8 @@
-"""What a request's grammar allows next: after its text, and after every node of a draft tree.
+"""Grammar state of a request: token bitmasks after its output and after every node of a draft tree.
 
-A grammar itself is somebody else's (`Grammar`): here is what a decode step needs of it. A mask is
-made of the text's tokens that may come next and, where the grammar is satisfied, of the tokens that
-end the text. A draft that the grammar forbids is never chosen, so what would follow it has no mask.
+The grammar engine is external (`Grammar`). A mask contains the tokens that may come next and, if
+the grammar is satisfied, the stop tokens. A draft token that the grammar forbids is never chosen,
+so the nodes below it have no mask.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from shared.text.grammar_faults import BROKEN, NO_TOKEN
 
 
 class Matcher(Protocol):
-    """A text that follows a grammar, and where it stands in it."""
+    """Position of one output in a grammar."""
 
     @property
     def is_satisfied(self) -> bool:
-        """Whether the text may end here."""
+        """True if the output may end here."""
         ...
 
     @property
     def is_over(self) -> bool:
-        """Whether it must end here."""
+        """True if the output must end here."""
         ...
 
     @property
     def fault(self) -> str:
-        """Why it is of no more use, once it is not; one sentence."""
+        """Reason of a failure, after which the matcher is unusable; one sentence."""
         ...
 
     def fill(self, bits: Int32[np.ndarray, " words"]) -> bool:
-        """Writes the tokens that may come next, without those that end a text.
+        """Writes the bitmask of tokens that may come next, without stop tokens.
 
         Returns:
-          Whether it could be found out; if not, the matcher is of no more use.
+          False if it failed; the matcher is unusable then.
         """
         ...
 
     def take(self, token: int) -> bool:
-        """Goes on by a token; False where it cannot, and then it is of no more use."""
+        """Advances by a token; returns False if that fails, and the matcher is unusable then."""
         ...
 
     def take_back(self) -> None:
-        """Goes back by the last token."""
+        """Rolls back the last token."""
         ...
 
 
 class Grammar(Protocol):
-    """A compiled grammar, which any number of texts may follow."""
+    """A compiled grammar for any number of outputs."""
 
     def matcher(self) -> Matcher:
-        """At the beginning of a text."""
+        """Returns a matcher at the start of an output."""
         ...
 
 
 @dataclass(frozen=True)
 class Masks:
-    """The masks of a step's rows; see `shared.boundary.backend.Mask`.
+    """Bitmasks of a step's rows; see `shared.boundary.backend.Mask`.
 
     Attributes:
-      bits: Of nodes with a grammar, without the row of all ones.
-      index: Of each request and node, 0 the row of all ones and i + 1 that of bits i.
+      bits: Masks of nodes with a grammar, without the mask of all ones.
+      index: Mask of each request and node: 0 for all ones, i + 1 for `bits[i]`.
     """
 
     bits: Int32[np.ndarray, "Q words"]
@@ -75,16 +75,16 @@ class Masks:
 
 
 class Constraint:
-    """A request's grammar, and how far its text has come in it.
+    """Grammar of a request, and the state of its output in it.
 
     Args:
-      grammar: What the text follows.
+      grammar: Grammar of the output.
       vocab: Tokens of a mask.
-      stop_ids: Tokens that end the text.
-      min_tokens: Tokens of the text before one of those is allowed, unless nothing else is.
+      stop_ids: Stop tokens.
+      min_tokens: Output tokens before a stop token is allowed, unless nothing else is.
 
     Attributes:
-      fault: Why the request cannot go on; None: it can.
+      fault: Reason why the request cannot continue; None if it can.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Constraint:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow the text."""
+        """True if nothing may follow the output."""
         return self._matcher.is_over
 
     def take(self, token: int) -> bool:
-        """A token was chosen that does not end the text; whether it belongs to it.
+        """Advances by a sampled token that is not a stop token; returns False if it does not match.
 
-        If not there is a `fault`: the token is not allowed, or the matcher cannot go on by it.
+        In that case `fault` is set: the token is not allowed, or the matcher failed.
         """
         if self._matcher.take(token):
             self._text.append(token)
@@ -118,22 +118,23 @@ class Constraint:
         return False
 
     def _begins_anew(self) -> bool:
-        """Brings a new matcher to where the text is; whether it came there."""
+        """Creates a new matcher and advances it to the current output; returns False if that
+        fails.
+        """
         self._matcher = self._grammar.matcher()
         return all(map(self._matcher.take, self._text))
 
     def masks(
         self, tokens: Sequence[int], parents: Sequence[int]
     ) -> dict[int, Int32[np.ndarray, " words"]] | None:
-        """The mask of each node that the text can come to, and that can have one more behind it.
+        """Returns the masks of all nodes that the grammar allows and that may have a successor.
 
         Args:
-          tokens, parents: Nodes of the request's tree; the root stands for its newest token.
+          tokens, parents: Nodes of the request's tree; the root is its newest token.
 
         Returns:
-          Masks by node. Without drafts (one node) it is that of the root alone. None where one
-          could not be found out: then the tree is not to be used, and a `fault` says that even
-          the root has none.
+          Masks by node; without draft tokens (one node) only the root's. None if one failed: the
+          tree must not be used then, and `fault` is set if even the root has no mask.
         """
         mask_of: dict[int, Int32[np.ndarray, " words"]] = {}
         children: list[list[int]] = [[] for _ in tokens]
@@ -154,7 +155,9 @@ class Constraint:
         children: list[list[int]],
         mask_of: dict[int, Int32[np.ndarray, " words"]],
     ) -> bool:
-        """Finds the masks of a node and of those below it; the matcher stands at the node."""
+        """Computes the masks of a node and of the nodes below it; the matcher is positioned at the
+        node.
+        """
         bits = self._mask(depth)
         if bits is None:
             return False
@@ -176,7 +179,7 @@ class Constraint:
         bits = np.zeros(self._words, np.int32)
         if not self._matcher.fill(bits):
             return None
-        bits &= ~self._stop_bits.view(np.int32)  # as text too such a token would end it
+        bits &= ~self._stop_bits.view(np.int32)  # a stop token always ends the output
         has_text = bits.any()
         if self._matcher.is_satisfied:
             is_long_enough = len(self._text) + depth >= self._min_tokens

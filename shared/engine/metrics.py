@@ -1,4 +1,4 @@
-"""Counters and gauges of the engine, in vLLM's spelling; labels as Prometheus writes them."""
+"""Counters and gauges of the engine, with vLLM's names and Prometheus labels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shared.engine.request import FinishReason
 
 
 class Metrics:
-    """What the engine has done so far and how full it is.
+    """Counters and gauges of the engine.
 
-    A name that ends in `_total` counts up; the others are gauges.
+    Names that end in `_total` are counters; the others are gauges.
 
     Args:
-      gauges: What is read when a snapshot is taken, by name.
-      max_depth: Most drafts of a request that a step can accept.
+      gauges: Functions that read gauges, by name.
+      max_depth: Maximum draft tokens that a step can accept per request.
     """
 
     def __init__(self, gauges: Mapping[str, Callable[[], float]], max_depth: int) -> None:
@@ -27,7 +27,7 @@ class Metrics:
         self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     def show(self, gauges: Mapping[str, Callable[[], float]]) -> None:
-        """Reads more gauges with each snapshot."""
+        """Adds gauges."""
         self._gauges |= gauges
 
     def count(self, name: str, number: int) -> None:
@@ -41,19 +41,20 @@ class Metrics:
         self._counters[name] += number
 
     def count_step(self, work: Work, launch: Launch) -> None:
-        """Counts a step that was submitted, and how it was launched."""
+        """Counts a submitted step by kind and launch mode."""
         self._counters[_steps(work, launch)] += 1
 
     def count_end(self, reason: FinishReason) -> None:
-        """Counts a request that ended, by the reason."""
+        """Counts a finished request by its finish reason."""
         self._counters[_success(reason)] += 1
 
     def count_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Counts drafts of some rows, all at once: the device may wait for the next step.
+        """Counts the draft tokens of several rows at once, to save host time between steps.
 
         Args:
-          drafted: Nodes that each row had beside its root.
-          accepted: How many of each row were; the one at position i where more than i were.
+          drafted: Draft tokens of each row.
+          accepted: Accepted draft tokens of each row; the one at position i counts if more than i
+            are.
         """
         self.count("spec_decode_num_drafts_total", len(drafted))
         self.count("spec_decode_num_draft_tokens_total", sum(drafted))
@@ -63,7 +64,7 @@ class Metrics:
             self._counters[name] += sum(n for length, n in rows_of.items() if length > position)
 
     def snapshot(self) -> dict[str, float]:
-        """Every counter and gauge by name."""
+        """Returns all counters and gauges by name."""
         gauges = {name: read() for name, read in self._gauges.items()}
         return {name: float(value) for name, value in (gauges | self._counters).items()}
 

@@ -1,11 +1,11 @@
-"""Which rows of the device's pool hold which picture, and which pictures a step needs there.
+"""Encoder cache on the host: which image occupies which rows, and which images a step must encode.
 
-A picture keeps its rows until others need them, those that were read longest ago first: so the
-second turn of a chat encodes nothing, and a prompt that is read in chunks encodes each picture
-once. A large one takes several steps, between which others have theirs; one at a time is under way.
-Nothing is held for a running request. Steps take effect in the order of their submission, so
-rows may go to another picture as soon as the last prefill that names them is submitted, and what a
-later chunk, or a prompt that lost its pages, no longer finds is encoded anew.
+Images stay cached until their rows are needed, in LRU order. The next turn of a conversation
+therefore encodes nothing, and a chunked prompt encodes each image once. A large image is encoded in
+several steps, between which other steps run; only one such image is in progress. Nothing is pinned
+for a running request: steps take effect in the order of submission, so rows may be reused as soon
+as the last prefill that names them is submitted. A later chunk or a preempted prompt that no longer
+finds its image encodes it again.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from shared.spec import tower
 from shared.spec.gated_delta import CHUNK
 
 Key = tuple[str, bytes]
-"""Whose picture, and its digest: nobody reads what another one's tower has made."""
+"""Tenant and digest of an image: cached embeddings are never shared between tenants."""
 
 
 def least_rows(largest: int) -> int:
-    """Rows of a pool, without the sink, that hold what any chunk of `CHUNK` tokens names.
+    """Returns the minimum rows of the cache for any chunk of `CHUNK` tokens.
 
-    Of the tokens, and the one behind them, the first and the last may lie in a largest picture.
+    The first and the last token of a chunk (and the token after it) may both be in a largest image.
     """
     return 2 * largest + CHUNK
 
 
 class PictureRows:
-    """The host's side of a picture pool.
+    """Host side of the encoder cache.
 
     Args:
-      pool: The backend's.
-      programs: The backend's, of which some encode.
+      pool: Encoder cache of the backend.
+      programs: Programs of the backend, some of which encode.
 
     Attributes:
-      num_encoded: Pictures that were encoded, those anew included.
+      num_encoded: Number of encoded images, including repeated ones.
     """
 
     def __init__(self, pool: PicturePool, programs: Sequence[Program]) -> None:
@@ -53,23 +53,25 @@ class PictureRows:
 
     @property
     def num_held(self) -> int:
-        """Rows that hold pictures."""
+        """Rows that hold images."""
         return sum(map(len, self._held.values()))
 
     def chunk_of(self, request: Request, end: int, may_encode: bool) -> Chunk | Rows | None:
-        """The next chunk of a prompt, up to `end` or before, or what must be encoded before it.
+        """Returns the next chunk of a prompt up to `end` or earlier, or the encode step required
+        before it.
 
         Args:
-          end: As `chunk_end` says.
-          may_encode: Whether an encoding would be the next step; else there is None in its place,
-            as a picture counts as encoded from when its last step is planned.
+          request: The request.
+          end: Result of `chunk_end`.
+          may_encode: True if an encode step can be the next step. If False, returns None instead of
+            an encode step, because an image counts as encoded once its last step is planned.
         """
         first = request.prefilled
         named = list(touched(request.pictures, first, end + 1))
         while sum(each.count for each in named) >= self._pool.num_rows:
             end = (named.pop().first - 1) // CHUNK * CHUNK
             named = list(touched(named, first, end + 1))
-        assert end > first, "the pool holds what the shortest chunk names"
+        assert end > first, "the encoder cache holds the images of the shortest chunk"
         keys = [(request.tenant, each.digest) for each in named]
         for key, each in zip(keys, named, strict=True):
             if key not in self._held:
@@ -80,10 +82,10 @@ class PictureRows:
         return Chunk(request, first, end, tuple(zip(named, places, strict=True)))
 
     def _encode(self, key: Key, picture: Picture, beside: Collection[Key]) -> Rows:
-        """The next step that encodes the picture; with the last one it has its rows.
+        """Returns the next encode step of the image; its last step assigns the rows.
 
-        Where it takes several, another one between two steps is given up: its prompt has ended, has
-        lost its pages, or waits for one of a better priority.
+        If another image is in progress, it is discarded: its prompt has ended, was preempted, or
+        waits for one of higher priority.
         """
         patches, vision = picture.count * self._pool.vision.merged, self._pool.vision
         pixels, place = None, 0
@@ -102,10 +104,10 @@ class PictureRows:
         return Rows.encode(patches, blocks, pixels, place)
 
     def _take(self, count: int, beside: Collection[Key]) -> int:
-        """The first of `count` rows that nobody has any more; row 0 is the sink.
+        """Allocates `count` consecutive rows and returns the first; row 0 is reserved.
 
-        Where the pictures of one chunk lie so that there is no room between them they all go, and
-        are encoded one behind the other.
+        If the images of one chunk are placed so that no gap fits, all are evicted and encoded again
+        in sequence.
         """
         while (place := self._gap(count)) is None:
             oldest = next((key for key in self._held if key not in beside), None)
@@ -125,7 +127,7 @@ class PictureRows:
 
 
 def _pieces(programs: Sequence[Program]) -> dict[int, list[range]]:
-    """The blocks of each step that encodes a picture, by the most patches; the smallest first."""
+    """Returns the block ranges of the steps that encode an image, by maximum patches, ascending."""
     pieces: dict[int, list[range]] = {}
     encodings = [program for program in programs if program.work is Work.ENCODE]
     for program in sorted(encodings, key=lambda p: (p.tokens, p.blocks.start)):

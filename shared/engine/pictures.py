@@ -1,4 +1,4 @@
-"""Pictures as a request brings them: where they stand in its prompt, and what they look like."""
+"""Images of a request: position in the prompt, pixels, digest, and M-RoPE positions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Picture:
-    """One picture of a prompt.
+    """One image of a prompt.
 
-    Its pixels are kept as long as its request is alive, as a prompt that lost its pages may have to
-    be read again. They are a byte each, far less than what a tower reads or makes of them.
+    Its pixels are kept while its request is alive, because a preempted prompt may have to be
+    encoded again. They take one byte per channel, far less than the encoder's inputs or outputs.
 
     Attributes:
-      first: Position of its first row in the expanded prompt.
-      grid: Rows and columns of the prompt's rows that stand for it.
-      pixels: At the size that the checkpoint wants (`PictureConfig.fitted`).
-      digest: Of its sides and pixels; see `of`.
+      first: Position of its first image token in the expanded prompt.
+      grid: Rows and columns of its image tokens.
+      pixels: Pixels, resized by the image processor (`PictureConfig.fitted`).
+      digest: Digest of its size and pixels; see `of`.
     """
 
     first: int
@@ -36,7 +36,9 @@ class Picture:
 
     @classmethod
     def of(cls, first: int, pixels: UInt8[np.ndarray, "height width 3"], factor: int) -> Self:
-        """A picture of fitted pixels, `factor` of which are a side of what one row stands for."""
+        """Creates an image from resized pixels; an image token is a square with sides of `factor`
+        pixels.
+        """
         height, width, _ = pixels.shape
         found = blake2b(np.array([height, width], np.int32).tobytes(), digest_size=DIGEST_BYTES)
         found.update(np.ascontiguousarray(pixels).data)
@@ -45,22 +47,22 @@ class Picture:
 
     @property
     def count(self) -> int:
-        """Rows of the prompt that stand for it."""
+        """Number of its image tokens."""
         return self.grid[0] * self.grid[1]
 
     @property
     def end(self) -> int:
-        """The position behind its last row."""
+        """Position after its last image token."""
         return self.first + self.count
 
 
 @dataclass(frozen=True)
 class Sight:
-    """How the rows of a prompt with pictures turn; see `shared.spec.turns`.
+    """M-RoPE positions of a prompt with images; see `shared.spec.turns`.
 
     Attributes:
-      turns: Of each row of the prompt.
-      delta: What the turns of each later row are above its position.
+      turns: M-RoPE positions of each token of the prompt.
+      delta: M-RoPE position delta of later tokens.
     """
 
     turns: Int32[np.ndarray, "T 3"]
@@ -68,25 +70,25 @@ class Sight:
 
     @classmethod
     def of(cls, prompt: Sequence[int], image_token: int, pictures: Sequence[Picture]) -> Self:
-        """Of an expanded prompt, whose image tokens are those of its pictures."""
+        """Computes the positions of an expanded prompt with the image tokens of its images."""
         found, delta = turns(np.array(prompt), image_token, [each.grid for each in pictures])
         return cls(found.astype(np.int32), delta)
 
     def between(self, first: int, end: int) -> Int32[np.ndarray, "n 3"]:
-        """The turns of positions `first` up to `end`, behind the prompt as well."""
+        """Returns the M-RoPE positions from `first` to `end`, also past the prompt."""
         behind = np.arange(max(first, len(self.turns)), end, dtype=np.int32) + self.delta
         return np.concatenate([self.turns[first:end], behind[:, None].repeat(3, axis=1)])
 
 
 def touched(pictures: Sequence[Picture], first: int, end: int) -> Iterator[Picture]:
-    """The pictures of which a row lies at positions `first` up to `end`."""
+    """Yields the images with a token at positions `first` to `end`."""
     return (each for each in pictures if each.first < end and first < each.end)
 
 
 def without(
     pictures: Sequence[Picture], tokens: Int32[np.ndarray, " n"], first: int
 ) -> Int32[np.ndarray, " some"]:
-    """Tokens that begin at position `first`, but for those in whose place pictures stand."""
+    """Removes image tokens from tokens that start at position `first`."""
     if not pictures:
         return tokens
     is_text = np.ones(len(tokens), bool)
@@ -96,9 +98,9 @@ def without(
 
 
 def key_of(pictures: Sequence[Picture], first: int, end: int) -> bytes:
-    """What tells positions with pictures from others with the same tokens; of text it is empty.
+    """Returns the cache key of the images that overlap a range of positions; empty for text.
 
-    It names each picture that is touched, and where in it the positions begin.
+    It contains each image's digest and the offset of the range in the image.
     """
     return b"".join(
         each.digest + (first - each.first).to_bytes(4, "little", signed=True)
@@ -107,7 +109,9 @@ def key_of(pictures: Sequence[Picture], first: int, end: int) -> bytes:
 
 
 def parting(some: Sequence[Picture], others: Sequence[Picture]) -> int | None:
-    """The position at which two texts with the same tokens begin to show different pictures."""
+    """Returns the first position at which two prompts with the same tokens have different
+    images.
+    """
     for a, b in zip(some, others, strict=False):
         if (a.first, a.digest) != (b.first, b.digest):
             return min(a.first, b.first)

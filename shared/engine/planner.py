@@ -1,4 +1,4 @@
-"""From scheduled rows to the arrays of a plan."""
+"""Planner: writes scheduled rows into the arrays of a step plan."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from shared.spec.sampling import Sampling
 
 @dataclass
 class _Held:
-    """A plan whose rows are filled in, but for what each step brings, to begin the next one with.
+    """A plan with its rows filled in, from which the next plan of the same rows is copied.
 
     Attributes:
-      slots: Of its rows, as bytes.
-      binding: How many requests had been bound by then.
-      spare: A copy that was laid out ahead, if any.
+      slots: Slots of its rows, as bytes.
+      binding: Number of requests bound until then.
+      buffer: The plan's buffer.
+      spare: A copy prepared in advance, if any.
     """
 
     slots: bytes
@@ -36,7 +37,9 @@ class _Held:
 
 
 class Planner:
-    """Fills plans. What a request brings to each of its steps is kept by slot, written once."""
+    """Fills plans. Parameters of a request that repeat in each step are stored per slot, written
+    once.
+    """
 
     def __init__(self, capacity: Capacity, allocator: Allocator) -> None:
         self._capacity, self._allocator = capacity, allocator
@@ -55,7 +58,7 @@ class Planner:
                 self._by_kind.setdefault(kind, []).append((program, _sizes(program)))
 
     def bind(self, request: Request) -> None:
-        """Writes what a request that has just got its slot brings to each of its steps."""
+        """Stores the parameters of a request that has just received its slot."""
         at, slot, sampling = self._sampling, request.slot, request.sampling
         self._binding += 1
         self._reports[slot] = sampling.logprobs is not None
@@ -76,8 +79,8 @@ class Planner:
     def _bind_ids(self, request: Request) -> None:
         at, slot, sampling = self._sampling, request.slot, request.sampling
         stop_ids, num_biased = sampling.stop_token_ids, len(sampling.logit_bias)
-        # Without stop tokens the field's ids mean nothing, so no position may read them.
-        # Where a grammar leaves nothing but the end the text ends, so its masks know of the length.
+        # Without stop tokens the ids are undefined, so `min_length` must be 0. With a grammar, its
+        # masks enforce the minimum length, because they may allow only a stop token.
         is_open = stop_ids and request.constraint is None
         at.min_length[slot] = len(request.prompt) + sampling.min_tokens if is_open else 0
         at.stop_ids[slot] = stop_ids[0] if stop_ids else 0
@@ -87,11 +90,11 @@ class Planner:
         at.bias_values[slot, :num_biased] = list(sampling.logit_bias.values())
 
     def plan(self, rows: Rows) -> StepPlan:
-        """A plan in a buffer of its own, of the smallest program that holds the rows.
+        """Returns a plan in a new buffer, for the smallest program that holds the rows.
 
         Raises:
           LookupError: No program is large enough.
-          ValueError: A row is at no point at which the step may take it.
+          ValueError: A row is not in a state in which the step may include it.
         """
         slots = [request.slot for request in rows.requests]
         plan = self._plan_of_rows(self.pick(rows), slots, has_masks=rows.masks is not None)
@@ -99,13 +102,15 @@ class Planner:
         return plan
 
     def lay_out_ahead(self, program: Program) -> None:
-        """Lays out a program's next plan, while the device runs and the host has the time."""
+        """Prepares a program's next plan while the device runs."""
         held = self._held.get(program)
         if held is not None and held.spare is None:
             held.spare = plan_in(held.buffer.copy(), program, self._capacity)
 
     def _plan_of_rows(self, program: Program, slots: list[int], has_masks: bool) -> StepPlan:
-        """A plan with its rows filled in. Decode steps have the rows of the one before mostly."""
+        """Returns a plan with its rows filled in; decode steps mostly have the rows of the previous
+        one.
+        """
         rows = np.array(slots, np.int32)
         held, named = self._held.get(program), rows.tobytes()
         if held is not None and (held.slots, held.binding) == (named, self._binding):
@@ -115,14 +120,14 @@ class Planner:
             return plan
         plan = empty_plan(program, self._capacity)
         self.fill_rows(plan, rows)
-        if program.work is Work.DECODE and not has_masks:  # masks are many, and new each time
+        if program.work is Work.DECODE and not has_masks:  # masks are large and change in each step
             self._held[program] = _Held(named, self._binding, plan.buffer.copy())
         return plan
 
     def pick(self, rows: Rows) -> Program:
-        """The smallest program that holds the rows, without scores where nobody wants them.
+        """Returns the smallest program for the rows, without prompt logprobs unless requested.
 
-        Its batch may be wider than the shape of the rows: the widest alone may have logprobs.
+        Its batch may be larger than the shape requires: only the largest may have logprobs.
 
         Raises:
           LookupError: No program is large enough.
@@ -141,7 +146,7 @@ class Planner:
         raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")
 
     def fill_rows(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
-        """Writes what every step says about its rows: slots, pages, reports and sampling."""
+        """Writes the per-slot parameters of the rows: slots, pages, reports and sampling."""
         count = len(slots)
         plan.slots[:count] = slots
         self._fill_pages(plan, slots)
@@ -157,19 +162,19 @@ class Planner:
 
 
 def _order(program: Program) -> tuple[int, ...]:
-    """The smallest first, and those with scores last."""
+    """Returns the sort key of a program: smallest first, those with prompt logprobs last."""
     batch, pages, tokens, verified, logprobs, scores = _sizes(program)
     return scores, tokens, batch, pages, verified, logprobs
 
 
 def _sizes(program: Program) -> tuple[int, ...]:
-    """What rows must not exceed; of a result's extras, whether it has them."""
+    """Returns the sizes that rows must not exceed, and the optional outputs of a program."""
     of_the_result = program.has(Extra.LOGPROBS), program.has(Extra.SCORES)
     return (program.batch, program.pages, program.tokens, program.shape.rows, *of_the_result)
 
 
 def _brought(rows: Rows) -> Extra:
-    """The extras of the plan that these rows will have."""
+    """Returns the input features of the plan of these rows."""
     brought = {
         Extra.HOST_DRAFT: rows.drafts,
         Extra.COPIES: rows.copies,

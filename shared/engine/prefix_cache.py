@@ -1,13 +1,14 @@
-"""What running requests find in the prefix cache, and what they leave to it.
+"""Prefix cache of the scheduler: prefix matching, page ownership of running requests, state
+snapshots.
 
-A request holds the pages that it found by a lock on the last of them. It leaves its full pages to
-the cache whenever a chunk of its prompt is known to be sound, and when it gives its slot back: when
-it ends, and when it is preempted. What a row that failed has written is left to nobody.
+A request holds its matched pages by a lock on the last of them. It inserts its full pages when a
+chunk of its prompt has finished without failure, and when it gives up its slot: at its end, and at
+a preemption. Pages of a failed row are not inserted.
 
-A hybrid model can begin behind a prefix only where there is a recurrent state. States are saved
-within steps, at tracked positions: of a prompt at the last one of each chunk, and where an earlier
-request's text went another way; of an output at every multiple of the interval, of which a request
-keeps the last two, as a stop string may still cut the text before the last.
+A hybrid model can resume after a prefix only where a state snapshot exists. Snapshots are saved
+within steps, at tracked positions. In a prompt these are the last one of each chunk, and the
+position where an earlier request diverged. In an output these are the multiples of the interval; a
+request keeps the last two, because a stop string may still truncate the output before the last.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from shared.engine.rows import Chunk, Rows
 from shared.engine.standing import Prefix, Standing, snapshots_of
 
 WORTH_WAITING = 64
-"""Positions that a request must be spared for it to wait until another one has fed them."""
+"""Minimum positions saved for a request to wait until another request has prefilled them."""
 
 KEPT_STATES = 2
-"""Of a running request's output."""
+"""Snapshots kept of a running request's output."""
 
 
 class PrefixCache:
-    """The prefix cache as scheduler and engine use it.
+    """Prefix cache, as scheduler and engine use it.
 
     Args:
-      capacity: The backend's.
-      allocator: Owns the pages.
-      policy: Of the model and what drafts.
+      capacity: Limits and programs of the backend.
+      allocator: Owner of the pages.
+      policy: Settings for the model and the drafter.
       overlap: Steps in flight while the next one is planned.
 
     Attributes:
-      num_queried, num_hit: Tokens of the contexts that got a slot for the first time, and those of
-        them that were there.
+      num_queried, num_hit: Tokens of the contexts that received a slot for the first time, and
+        those of them that were cached.
 
     Raises:
       ValueError: See `CachePolicy.check`.
@@ -69,27 +70,27 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, and those that can be evicted at once."""
+        """Free pages plus pages that can be evicted at once."""
         return self.allocator.num_free_pages + self.tree.num_evictable
 
     @property
     def num_pages(self) -> int:
-        """Pages that hang in the tree, whether or not requests share them."""
+        """Pages in the tree, whether or not requests share them."""
         return self.tree.num_pages
 
     @property
     def num_states(self) -> int:
-        """Snapshots of recurrent states that hang in the tree."""
+        """State snapshots in the tree."""
         return self.tree.snapshots.num_cached
 
     @property
     def usage(self) -> float:
-        """Share of the pages that running requests have."""
+        """Fraction of the pages that running requests hold."""
         total = self.allocator.capacity.num_pages - 1
         return 1.0 - self.num_available / max(1, total)
 
     def reserve(self, slot: int, positions: int) -> bool:
-        """As `Allocator.reserve`; what is cached gives way."""
+        """Same as `Allocator.reserve`, but evicts cached pages if needed."""
         missing = self.allocator.num_missing(slot, positions)
         lacking = missing - self.allocator.num_free_pages
         if lacking > self.tree.num_evictable:
@@ -101,9 +102,10 @@ class PrefixCache:
     # A request gets a slot
 
     def find(self, request: Request) -> Prefix:
-        """The longest prefix of a request's context with which it may begin.
+        """Returns the longest cached prefix from which a request may start.
 
-        Who waits for room asks in every step: what was found is kept until the cache changes.
+        A waiting request looks it up in every step, so the last result is kept until the cache
+        changes.
         """
         if self._asked != (asked := self._key(request)):
             self._asked, self._answer = asked, self._look_up(request)
@@ -139,13 +141,13 @@ class PrefixCache:
         )
 
     def num_available_beside(self, prefix: Prefix) -> int:
-        """Pages that are available to a request beside those of its prefix."""
+        """Returns the pages available to a request in addition to those of its prefix."""
         if prefix.node is None:
             return self.num_available
         return self.num_available - sum(not node.num_locks for node in prefix.node.upwards())
 
     def hold(self, request: Request, prefix: Prefix) -> None:
-        """Keeps a prefix for a request that begins with it."""
+        """Locks a prefix for a request that starts with it."""
         if not self._policy.is_on:
             return
         if prefix.node is not None:
@@ -165,11 +167,12 @@ class PrefixCache:
         )
 
     def is_under_way(self, request: Request, prefix: Prefix) -> bool:
-        """Whether a running request is about to feed more of the same text than is there.
+        """Returns True if a running request is about to prefill more of the same prefix than is
+        cached.
 
-        Then to wait for it is less work than to feed the same once more: for the choices of a
-        prompt, and for prompts that begin alike and come together. Where they part a state is
-        taken for those that wait.
+        Waiting then costs less than prefilling the same tokens again; this covers several choices
+        of a prompt, and prompts with a common prefix that arrive together. A snapshot is saved
+        where they diverge.
         """
         for other in self._standing.values():
             if other.request.tenant == request.tenant and not self._is_fed(other):
@@ -184,7 +187,9 @@ class PrefixCache:
         return False
 
     def _common(self, request: Request, other: Standing) -> int:
-        """Positions that a request could take over from another one, once that has been fed."""
+        """Returns the positions that a request could take over from another one once those are
+        prefilled.
+        """
         tokens, context = request.tokens(), other.request.context
         most = min(request.most_found, len(context) - self._policy.key_reach)
         differs = np.flatnonzero(tokens[:most] != context[:most])
@@ -202,7 +207,7 @@ class PrefixCache:
     # Steps
 
     def name_saves(self, rows: Rows, plan: StepPlan) -> None:
-        """Names in a plan where its rows leave their states, and lets go of what it restores."""
+        """Writes the snapshots to save into a plan, and unpins those that it restores."""
         if not self._interval:
             return
         standings = [self._standing[request.request_id] for request in rows.requests]
@@ -211,7 +216,7 @@ class PrefixCache:
         else:
             for standing in standings:
                 self._unpin(standing)
-            pairs = zip(standings, rows.chunks, strict=False)  # a count has no chunk
+            pairs = zip(standings, rows.chunks, strict=False)  # a count step has no chunks
             saves = [self._save_of_chunk(standing, chunk) for standing, chunk in pairs]
         if saves:
             count = len(saves)
@@ -230,17 +235,17 @@ class PrefixCache:
         return at, snapshot
 
     def _save_of_decode(self, standing: Standing) -> tuple[int, int]:
-        """The tracked position that the steps in flight, and this one, may pass; there is one."""
+        """Returns the only tracked position that this step and the steps in flight may pass."""
         request, (at, snapshot) = standing.request, standing.pending
         known = self._filled(request, standing, prefilled=request.prefill_length)
         if at <= known or not snapshot:
-            # A position behind what is known was passed by nobody who could take it.
+            # No step that could save the state has passed a position below the known length.
             at = known // self._interval * self._interval + self._interval
             standing.pending = at, snapshot or self.tree.snapshots.take()
         return standing.pending
 
     def fed(self, request: Request, chunk: Chunk, saved: bool) -> None:
-        """A chunk of a prompt was fed and is sound."""
+        """Records that a chunk of a prompt was prefilled without failure."""
         standing = self._standing.get(request.request_id)
         if standing is None:
             return
@@ -257,7 +262,9 @@ class PrefixCache:
                 self.tree.snapshots.give(snapshot)
 
     def _keep_state(self, request: Request, standing: Standing, at: int, snapshot: int) -> None:
-        """Hangs a prompt's state where its text is in the tree, or keeps it until it is."""
+        """Attaches a prompt's snapshot to its node in the tree, or keeps it until the node
+        exists.
+        """
         path = self.tree.path(request.tenant, request.context[: at + 1], request.pictures)
         if len(path) * self._page_size == at:
             self.tree.snapshots.hang(snapshot, path[-1])
@@ -270,16 +277,18 @@ class PrefixCache:
             self.tree.snapshots.give(standing.kept.pop(0)[1])
 
     def leaves_hole(self, rows: Rows) -> bool:
-        """Whether a step feeds a drafter nothing of what it adds."""
+        """Returns True if a step adds tokens without draft extend."""
         return self._policy.leaves_holes and rows.shape is not None and rows.shape.is_plain
 
     def decoded(self, request: Request, num_tokens: int, leaves_hole: bool, saved: bool) -> None:
-        """A decode step that is of interest here added tokens, which the request has committed.
+        """Records a decode step with a gap in the draft KV or a snapshot, after its tokens were
+        committed.
 
         Args:
-          num_tokens: How many, up to its text's end.
+          request: The request.
+          num_tokens: Number of tokens, up to the end of the output.
           leaves_hole: See `leaves_hole`.
-          saved: Whether it took a state.
+          saved: True if a snapshot was saved.
         """
         standing = self._standing.get(request.request_id)
         if standing is None:
@@ -301,7 +310,7 @@ class PrefixCache:
     # A request gives its slot back
 
     def let_go(self, request: Request) -> None:
-        """Keeps the full pages of a request that is about to lose its slot, and its states."""
+        """Inserts the full pages and snapshots of a request that is about to lose its slot."""
         standing = self._standing.pop(request.request_id, None)
         if standing is None:
             return
@@ -318,7 +327,9 @@ class PrefixCache:
             self.tree.unlock(locked)
 
     def _filled(self, request: Request, standing: Standing, prefilled: int) -> int:
-        """Positions with KV, as far as results are known; `prefilled` while its prompt is fed."""
+        """Returns the positions with KV, as far as results are known; `prefilled` during the
+        prefill.
+        """
         is_fed = self._is_fed(standing) and bool(request.output)
         return request.length - 1 if is_fed else prefilled
 
@@ -331,7 +342,7 @@ class PrefixCache:
         *,
         is_running: bool,
     ) -> None:
-        """Leaves the pages of a text up to position `end` to the cache."""
+        """Inserts the pages of a sequence up to position `end`."""
         count = end // self._page_size
         if count <= (0 if standing.node is None else standing.node.num_pages):
             return
@@ -341,7 +352,7 @@ class PrefixCache:
         standing.node = self.tree.insert(*known, is_running=is_running)
 
     def _whole_pages(self, standing: Standing, count: int) -> list[bool]:
-        """Which pages have no hole in their draft KV; those that were found are not asked for."""
+        """Returns a flag per page: True if its draft KV has no gap; not used for matched pages."""
         if not standing.is_broken:
             return [True] * count
         if self._policy.reads_past:
@@ -355,7 +366,7 @@ class PrefixCache:
         return is_whole
 
     def _hang(self, node: Node | None, at: int, snapshot: int) -> None:
-        """Leaves a state to the node that ends where it stands, `node` or one above it."""
+        """Attaches a snapshot to the node that ends at its position, `node` or an ancestor."""
         up = 0 if node is None else node.num_pages - at // self._page_size
         if node is None or up < 0:
             self.tree.snapshots.give(snapshot)
@@ -363,35 +374,38 @@ class PrefixCache:
         self.tree.snapshots.hang(snapshot, next(islice(node.upwards(), up, None)))
 
     def check(self, running: Sequence[Request]) -> None:
-        """Asserts that pages and snapshots have the owners that they should have.
+        """Asserts that all pages and snapshots have the right owners.
+
+        Args:
+          running: The running requests.
 
         Raises:
-          AssertionError: Something is lost, or has two owners, or is kept for nobody.
+          AssertionError: A page or snapshot is lost, has two owners, or is held for no request.
         """
         nodes = list(self.tree.nodes())
         self.allocator.check([node.page for node in nodes])
         held = [snapshot for one in self._standing.values() for snapshot in snapshots_of(one)]
         self.tree.snapshots.check(held)
         known = {request.request_id for request in running} if self._policy.is_on else set()
-        assert set(self._standing) == known, "the cache stands by requests that do not run"
+        assert set(self._standing) == known, "cache entries do not match the running requests"
         for one in self._standing.values():
             path = [] if one.node is None else [node.page for node in one.node.upwards()]
             pages = self.allocator.page_table[one.request.slot, : len(path)]
-            assert path[::-1] == pages.tolist(), "a request has locked a page that is not its own"
+            assert path[::-1] == pages.tolist(), "a request has locked a page that it does not own"
         locks = sum(node.num_pages for one in self._standing.values() if (node := one.node))
-        assert locks == sum(node.num_locks for node in nodes), "pages are locked for nobody"
-        assert self.tree.num_pages == len(nodes), "pages of the cache are lost"
+        assert locks == sum(node.num_locks for node in nodes), "pages are locked without a request"
+        assert self.tree.num_pages == len(nodes), "the number of cached pages is wrong"
         free = sum(not node.num_locks for node in nodes)
-        assert self.tree.num_evictable == free, "evictable pages are miscounted"
+        assert self.tree.num_evictable == free, "the number of evictable pages is wrong"
         if (asked := self._asked) and asked == self._key(asked[0]):
-            assert self._answer == self._look_up(asked[0]), "a lookup that is kept is not there"
+            assert self._answer == self._look_up(asked[0]), "the stored lookup is outdated"
 
 
 def _last_tracked(chunk: Chunk, branch: int, unit: int) -> int:
-    """Where a chunk of a prompt leaves its state; 0: nowhere.
+    """Returns the position at which a prompt chunk saves its state; 0 for none.
 
-    That of a whole prompt stands before its last token if it can, so that the same prompt can use
-    it: a request feeds one token at least.
+    The last one of a prompt is before its last token if possible, so that the same prompt can reuse
+    it: a request prefills at least one token.
     """
     if chunk.first < branch <= chunk.end:
         return branch

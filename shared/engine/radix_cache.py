@@ -1,15 +1,14 @@
-"""The prefix cache: full KV pages by the text that they hold, and recurrent states between them.
+"""Radix cache: full KV pages by their tokens, with recurrent state snapshots.
 
-A radix tree whose digit is a page: a node is one full page, reached by the tokens of all pages
-before it and its own. The cache is one more owner of each of its pages, beside the slots that name
-it. A recurrent state (a snapshot) hangs at the node that ends where the state stands; it may go
-while the page stays.
+A radix tree with one node per full page, whose edge is the tokens of the page. The cache is one
+more owner of each of its pages, in addition to the slots that name it. A state snapshot is attached
+to the node that ends at its position; it can be evicted while the page stays.
 
-A node is locked while a running request stands on it or below it; its page is that request's too.
-(Where two requests made the same page at the same time, one of them stays behind it until it ends:
-a page that it locked without having it would be lost to both.) What nobody has locked may be
-evicted, leaves first, those that were used longest ago before the others. Nobody looks through the
-tree for them: they wait in a heap, whose entries are checked when they come up.
+A node is locked while a running request uses it or a descendant; its page is also a page of that
+request. (If two requests compute the same page at the same time, the second one does not lock the
+node of the first: it would lock a page that it does not own.) Unlocked nodes can be evicted, leaves
+first, in LRU order. Candidates are in a heap whose entries are validated when popped, so eviction
+does not scan the tree.
 
 Source: RadixAttention, Zheng et al. 2024, arXiv:2312.07104.
 """
@@ -29,24 +28,24 @@ from shared.engine.pictures import Picture, key_of
 
 NO_SNAPSHOT = 0
 MOST_STALE = 4
-"""Entries of the heap for each node before it is made anew."""
+"""Heap entries per node at which the heap is rebuilt."""
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One full page of some text.
+    """One full page of a sequence.
 
     Attributes:
-      parent: The page before it; None of a root, which is no page.
-      key: Its tokens, as bytes; with the one after them where draft KV depends on that. Behind
-        them, of each picture that these touch, its digest and where in it the page begins.
+      parent: Node of the page before it; None for a root, which has no page.
+      key: Its tokens as bytes, plus the next token if draft KV depends on it. For each image that
+        overlaps these, its digest and the offset of the page in the image follow.
       page: Its page.
       num_pages: Pages from the root to it, its own included.
-      is_whole: Whether each row of its draft KV was written.
-      children: The pages that follow it.
-      num_locks: Running requests that stand on it or below it.
-      used: When it was used last, by the cache's own clock.
-      snapshot: State at its end; 0: none.
+      is_whole: True if its draft KV is complete.
+      children: Nodes of the following pages.
+      num_locks: Running requests that use it or a descendant.
+      used: Time of its last use, by the cache's own clock.
+      snapshot: State snapshot at its end; 0 for none.
     """
 
     parent: Node | None
@@ -60,7 +59,7 @@ class Node:
     snapshot: int = NO_SNAPSHOT
 
     def upwards(self) -> Iterator[Node]:
-        """The pages from this one to the first."""
+        """Yields the nodes from this one up to the first page."""
         node = self
         while node.parent is not None:
             yield node
@@ -68,15 +67,15 @@ class Node:
 
 
 class RadixCache:
-    """Which pages hold which text.
+    """Radix tree of cached pages.
 
     Args:
-      allocator: The pages' owners are counted there.
-      key_reach: Tokens behind a page that its draft KV depends on, 0 or 1. A row of an EAGLE-kind
-        head is made of a token's hidden state and the token after it.
+      allocator: Counts the owners of the pages.
+      key_reach: Tokens after a page that its draft KV depends on, 0 or 1. A row of an EAGLE-like
+        head combines a token's hidden state with the next token.
 
     Attributes:
-      snapshots: The states that hang in the tree, and those that nobody has.
+      snapshots: State snapshots in the tree, and free ones.
     """
 
     def __init__(self, allocator: Allocator, key_reach: int) -> None:
@@ -97,12 +96,12 @@ class RadixCache:
 
     @property
     def num_changes(self) -> int:
-        """Grows whenever what is there of some text may have changed, pages or states."""
+        """Counter that grows whenever cached pages or snapshots may have changed."""
         return self._num_changes + self.snapshots.num_changes
 
     @property
     def num_evictable(self) -> int:
-        """Pages that no slot has and that can be had at once."""
+        """Pages that no slot holds and that can be evicted at once."""
         return self._num_nodes - self._num_locked
 
     # Reading
@@ -110,12 +109,12 @@ class RadixCache:
     def path(
         self, salt: str, tokens: Int32[np.ndarray, " T"], pictures: Sequence[Picture] = ()
     ) -> list[Node]:
-        """The nodes of the longest beginning of a text that is there, first to last.
+        """Returns the nodes of the longest cached prefix of a sequence, first to last.
 
         Args:
-          salt: Texts of another salt are not seen.
-          tokens: The text; whether a page is full and known to its last row follows from it.
-          pictures: Those of the text.
+          salt: Cache namespace; sequences of other namespaces do not match.
+          tokens: The sequence; it determines which pages are full, including the lookahead.
+          pictures: Images of the sequence.
         """
         node, nodes = self.roots.get(salt), []
         if node is None:
@@ -130,7 +129,7 @@ class RadixCache:
     def _keys(
         self, tokens: Int32[np.ndarray, " T"], pictures: Sequence[Picture], first: int
     ) -> Iterator[bytes]:
-        """The keys of a text's full pages from page `first` on."""
+        """Yields the keys of a sequence's full pages from page `first` on."""
         raw, size = tokens.astype(np.int32, copy=False).tobytes(), 4 * self._page_size
         reach = 4 * self._key_reach
         for start in range(first * size, len(raw) - size - reach + 1, size):
@@ -142,7 +141,7 @@ class RadixCache:
     # Running requests
 
     def lock(self, node: Node, above: Node | None) -> None:
-        """Keeps `node`, and all above it up to what hangs from `above`, from being evicted."""
+        """Locks `node` and its ancestors below `above` against eviction."""
         self._clock += 1
         for each in node.upwards():
             if each is above:
@@ -152,7 +151,7 @@ class RadixCache:
             each.used = self._clock
 
     def unlock(self, node: Node) -> None:
-        """Takes back one lock of a node and of all above it."""
+        """Removes one lock from a node and all its ancestors."""
         for each in node.upwards():
             each.num_locks -= 1
             self._num_locked -= not each.num_locks
@@ -171,18 +170,20 @@ class RadixCache:
         *,
         is_running: bool,
     ) -> Node | None:
-        """Becomes an owner of pages of a text that are not there yet.
+        """Inserts pages of a sequence that are not cached yet, and becomes an owner of them.
 
         Args:
-          below: Node of the text that is known to be there; None: none is.
-          tokens: The text from its beginning.
-          pages: Its pages from its beginning, each of which has an owner.
-          is_whole: Of each of them, see `Node`.
-          pictures: Those of the text.
-          is_running: They stay pages of a slot too, so none is put behind another's page.
+          salt: Cache namespace.
+          below: Node of the sequence that is known to be cached, or None.
+          tokens: The sequence from its start.
+          pages: Its pages from its start, each with an owner.
+          is_whole: Flag per page, see `Node`.
+          pictures: Images of the sequence.
+          is_running: True if the pages stay in a slot too, so that none is inserted below another
+            request's page.
 
         Returns:
-          The node of the last page that is there now; None where none is.
+          The node of the last page that is cached now; None if none is.
         """
         node = self._root(salt) if below is None else below
         self._clock += 1
@@ -221,7 +222,7 @@ class RadixCache:
             del self.roots[self._salts.pop(root)]
 
     def evict(self, count: int) -> None:
-        """Gives back `count` pages, or all that nobody has locked where they are fewer."""
+        """Evicts `count` pages, or all unlocked ones if there are fewer."""
         pages = []
         while len(pages) < count and self._heap:
             used, _, node = heapq.heappop(self._heap)
@@ -233,7 +234,7 @@ class RadixCache:
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
-        assert parent is not None  # a root is no page
+        assert parent is not None  # a root has no page
         if node.snapshot:
             self.snapshots.give(node.snapshot)
         del parent.children[node.key]
@@ -247,7 +248,7 @@ class RadixCache:
             self._drop_if_empty(parent)
 
     def _offer(self, node: Node) -> None:
-        """Enters a leaf that nobody has locked into the heap."""
+        """Pushes an unlocked leaf to the heap."""
         if not self._is_offered(node):
             return
         if len(self._heap) > MOST_STALE * (self._num_nodes + 1):
@@ -264,7 +265,7 @@ class RadixCache:
         return bool(node.page) and not node.num_locks and not node.children
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the roots, in no order; the tree must not change meanwhile."""
+        """Yields all nodes except the roots, in no order; the tree must not change meanwhile."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -273,16 +274,18 @@ class RadixCache:
 
 
 class SnapshotPool:
-    """Who has which snapshot, without the sink 0: the tree, a running request, or nobody.
+    """Owners of state snapshots, without the reserved snapshot 0: the tree, a running request, or
+    none.
 
     Steps take effect in the order of submission, so a snapshot that a submitted step restores may
-    be handed on at once; one that a step is yet to restore is pinned.
+    be reused at once. A snapshot that a future step restores is pinned.
 
     Args:
-      num_snapshots: Size of the pool with the sink.
+      num_snapshots: Size of the pool, including snapshot 0.
 
     Attributes:
-      num_changes: How often a node got or lost a state, its own eviction apart.
+      num_changes: Counter of attached and removed snapshots, except removals by eviction of their
+        node.
     """
 
     def __init__(self, num_snapshots: int) -> None:
@@ -294,16 +297,18 @@ class SnapshotPool:
 
     @property
     def num_free(self) -> int:
-        """Snapshots that neither the tree nor a running request has."""
+        """Snapshots without an owner."""
         return len(self._free)
 
     @property
     def num_cached(self) -> int:
-        """Snapshots that hang in the tree."""
+        """Snapshots in the tree."""
         return len(self._cached)
 
     def take(self) -> int:
-        """A snapshot for a request, if need be of the state used longest ago; 0: there is none."""
+        """Allocates a snapshot for a request; evicts the LRU snapshot if needed. Returns 0 if there
+        is none.
+        """
         if self._free:
             return self._free.pop()
         for snapshot, node in self._cached.items():
@@ -315,12 +320,14 @@ class SnapshotPool:
         return NO_SNAPSHOT
 
     def give(self, snapshot: int) -> None:
-        """Gives back a snapshot, of the tree or of a request."""
+        """Releases a snapshot of the tree or of a request."""
         self._cached.pop(snapshot, None)
         self._free.append(snapshot)
 
     def hang(self, snapshot: int, node: Node) -> None:
-        """Leaves a request's snapshot to the tree, which keeps the one that it has already."""
+        """Attaches a request's snapshot to a node; if the node has one already, releases the new
+        one.
+        """
         if node.snapshot:
             self.give(snapshot)
         else:
@@ -330,12 +337,12 @@ class SnapshotPool:
         self._cached.move_to_end(node.snapshot)
 
     def pin(self, snapshot: int) -> None:
-        """Keeps a cached snapshot until a step that restores it is submitted."""
+        """Pins a cached snapshot until a step that restores it is submitted."""
         self._cached.move_to_end(snapshot)
         self._pins[snapshot] = self._pins.get(snapshot, 0) + 1
 
     def unpin(self, snapshot: int) -> None:
-        """Takes back one pin."""
+        """Removes one pin."""
         self._pins[snapshot] -= 1
         if not self._pins[snapshot]:
             del self._pins[snapshot]
@@ -344,10 +351,10 @@ class SnapshotPool:
         """Asserts that no snapshot is lost or has two owners.
 
         Args:
-          held: Those of running requests.
+          held: Snapshots of running requests.
         """
         everyone = sorted([*self._free, *self._cached, *held])
         assert everyone == list(range(1, self._size + 1)), "snapshots lost or shared"
         for snapshot, node in self._cached.items():
-            assert node.snapshot == snapshot, "a node does not know its snapshot"
-            assert node.page, "a snapshot hangs at a node that was evicted"
+            assert node.snapshot == snapshot, "a node and its snapshot do not match"
+            assert node.page, "a snapshot is attached to an evicted node"

@@ -1,4 +1,4 @@
-"""One request run by itself and plainly, and where a served text differs from what it gives."""
+"""Reference run of one request with plain decoding, compared with its served output."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 
 SHOWN = 2
-"""Best tokens that a replay asks for: the lead of the first over the second is the margin."""
+"""Top logprobs of a reference run: the difference of the first two is the margin."""
 
 PLAIN = TreeShape.plain(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where a served text first differs from the plain one.
+    """First difference between a served output and plain decoding.
 
     Attributes:
-      request_id: Whose text.
-      position: Number of the token in the output, from 0.
-      served: The token there.
-      plain: That of the plain run; None where it had ended, or its logits were no finite numbers.
-      margin: Units of logits by which the plain run's best token leads the second, before any
-        processing; None where there is no token.
+      request_id: The request.
+      position: Index of the token in the output, from 0.
+      served: Served token.
+      plain: Token of the plain run; None if it had ended or its logits were not finite.
+      margin: Difference between the plain run's two best raw logits; None without a token.
     """
 
     request_id: int
@@ -43,27 +42,27 @@ class Divergence:
 
     def __str__(self) -> str:
         plain = "no token" if self.plain is None else f"token {self.plain}"
-        margin = "" if self.margin is None else f", by a margin of {self.margin:.3g}"
+        margin = "" if self.margin is None else f", with a margin of {self.margin:.3g}"
         return (
             f"shadow check: request {self.request_id} has token {self.served} at position "
-            f"{self.position} of its output, and plain decoding {plain}{margin}"
+            f"{self.position} of its output, but plain decoding has {plain}{margin}"
         )
 
 
 class PlainRunner:
-    """Runs one request by itself and plainly, with nothing in flight between two of its steps.
+    """Runs one request alone with plain decoding, without overlap.
 
-    Steps are the shortest that there are, as who arrives meanwhile waits for the end of one.
+    It uses the smallest steps, because a request that arrives meanwhile waits for the end of one.
 
     Args:
       backend: The device.
-      planner, allocator, cache: Of the engine that serves on it. A replay finds nothing in the
-        cache and leaves nothing to it; what is cached gives way to it.
-      pictures: Of the engine too, where the model sees: a replay's pictures are its request's.
+      planner, allocator, cache: Those of the engine. A run neither reads nor fills the prefix
+        cache, but may evict from it.
+      pictures: Encoder cache of the engine, for a vision-language model.
 
     Raises:
-      ValueError: The backend has no programs for plain steps that give logprobs, or its steps give
-        texts that are not the model's.
+      ValueError: The backend has no programs for plain steps with logprobs, or acceptance is
+        simulated.
     """
 
     def __init__(
@@ -81,11 +80,11 @@ class PlainRunner:
 
     @property
     def ended(self) -> bool:
-        """Whether the replayed text has ended; False before the first `start`."""
+        """True if the run has ended; False before the first `start`."""
         return self._request is not None and self._request.finish_reason is not None
 
     def start(self, request: Request, max_tokens: int) -> None:
-        """Places a replay of a request, whose text is to have at most `max_tokens` tokens."""
+        """Starts a run of a request with an output of at most `max_tokens` tokens."""
         asked = request.sampling
         sampling = replace(
             asked,
@@ -108,13 +107,13 @@ class PlainRunner:
         self._request = replay
 
     def stop(self) -> None:
-        """Gives slot and pages back."""
+        """Releases slot and pages."""
         assert self._request is not None
         self._allocator.free(self._request.slot)
         self._request = None
 
     def step(self, served: Sequence[int]) -> Divergence | None:
-        """One step, and where a served text first differs by what it gave."""
+        """Runs one step; returns the first difference from the served output, if it has one."""
         request = self._request
         assert request is not None
         position, result = len(request.output), self._result(self._next_rows(request))
@@ -137,7 +136,7 @@ class PlainRunner:
         chunk = Chunk(request, request.prefilled, chunk_end(request, self._most_tokens))
         if self._pictures is not None and request.pictures:
             found = self._pictures.chunk_of(request, chunk.end, may_encode=True)
-            assert found is not None, "it may encode"
+            assert found is not None, "encode steps are allowed"
             chunk = found
         if isinstance(chunk, Rows):
             return chunk
@@ -147,35 +146,35 @@ class PlainRunner:
 
     def _reserve(self, request: Request, positions: int) -> None:
         has_room = self._cache.reserve(request.slot, positions)
-        assert has_room, "a text that was served has room where nobody else runs"
+        assert has_room, "a served request fits if no other request runs"
 
     def _result(self, rows: Rows) -> StepResult:
         return self._backend.submit(self._planner.plan(rows)).result()
 
 
 def _check_programs(capacity: Capacity) -> int:
-    """Tokens of the smallest prefill that may be taken.
+    """Returns the tokens of the smallest usable prefill program.
 
     Raises:
       ValueError: See `PlainRunner`.
     """
     if capacity.accept_rates is not None:
-        raise ValueError("drafts are accepted by lot, so that no text is the model's")
+        raise ValueError("shadow checks are not supported with simulated acceptance")
     unmasked = capacity.unmasked_programs
     usable = [p for p in unmasked if p.extras & ~Extra.MASK is Extra.LOGPROBS]
     chunks = [p.tokens for p in usable if p.work is Work.PREFILL and p.tokens >= CHUNK]
     has_plain = any(p.work is Work.DECODE and p.shape.is_plain for p in usable)
     if not (chunks and has_plain and capacity.max_logprobs >= SHOWN):
         raise ValueError(
-            f"plain replays need programs of plain steps and of prompts with {SHOWN} logprobs, and "
-            "the backend has none"
+            f"shadow checks require programs of plain steps and of prefills with {SHOWN} "
+            "logprobs, but the backend has none"
         )
     return min(chunks)
 
 
 def _margin(result: StepResult) -> float:
-    """How far apart the best two logits are of the first token of the first row."""
-    assert result.logprobs is not None, "a replay asks for logprobs"
+    """Returns the difference between the two best logits of the first token of the first row."""
+    assert result.logprobs is not None, "a reference run requests logprobs"
     best, second = result.logprobs.top_values[0, 0, :SHOWN].tolist()
     return best - second
 

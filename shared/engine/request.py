@@ -1,4 +1,4 @@
-"""A request: what was asked, what it has, and where it stands."""
+"""Request: prompt, sampling parameters, output, slot, and steps in flight."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from shared.text.grammar_faults import OF_THE_REQUEST
 
 
 class FinishReason(Enum):
-    """Why a request ended, in OpenAI's words where it has one."""
+    """Reason why a request ended, with OpenAI's value if it has one."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     REFUSED = "refused"
-    """What it asks turned out to be more than is served."""
+    """The request turned out to be unsupported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen.
+    """Sampling parameters of one request.
 
     Attributes:
       seed32: Seed of the noise (`shared.spec.noise.derive_seed` of the request's seed).
-      max_tokens: Most tokens of the output; 0: the prompt is read, and that is all.
-      min_tokens: No stop token is chosen before.
-      stop_token_ids: Tokens that end the text; the token itself is emitted as the last.
+      max_tokens: Maximum tokens of the output; 0 to only prefill the prompt.
+      min_tokens: Tokens of the output before a stop token is allowed.
+      stop_token_ids: Tokens that end the output; the stop token is emitted as the last.
       logit_bias: Added to the logits, by token.
-      logprobs: How many of the best tokens come with each token, or None for no logprobs.
-      prompt_logprobs: How many of the best tokens come with each token of the prompt but its first,
-        or None for no logprobs of the prompt.
-      max_draft_tokens: Most drafted nodes per step, or None for all that the step has.
-      traces: Whether its events tell of the steps that made them.
-      grammar: What the text must follow, as `shared.text.grammar` reads it; None: nothing.
+      logprobs: Number of top logprobs per output token; None for no logprobs.
+      prompt_logprobs: Number of top logprobs per prompt token except the first; None for no prompt
+        logprobs.
+      max_draft_tokens: Maximum draft nodes per step; None for the shape's limit.
+      traces: True to add a step trace to its events.
+      grammar: Grammar of the output, see `shared.text.grammar`; None without one.
     """
 
     temperature: float = 1.0
@@ -65,27 +65,27 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens of its text so far count."""
+        """True if token counts affect its sampling."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
 
 
 class StepTrace(NamedTuple):
-    """What one step did for one request. Node 0 of a draft tree, its root, is the newest token.
+    """Trace of one step for one request. Node 0 of a draft tree, its root, is the newest token.
 
     Attributes:
-      number: Of the step, counted from the engine's start; requests of one step share it.
-      source: Where its tokens come from, one of `SOURCES`.
+      number: Number of the step since the engine's start, shared by the requests of a step.
+      source: Source of its tokens, one of `SOURCES`.
       num_rows: Requests in the step.
-      at_ms: When its result was there, since the engine has had the request.
-      host_ms: From its submission to that; with overlap the step before is part of it.
-      device_ms: Time on the device; None where it is unknown.
-      drafts: Tokens of nodes 1, 2, ... of the tree that was verified; none where nothing was.
-      parents: The node above each of them.
-      path: The nodes that were accepted, from the root on; the text may end before.
-      origins: Where each of them comes from: `DRAFT`, `NGRAM` or `CORPUS`. What the drafter grew is
-        its own, whether copies of seen text have it too or not.
+      at_ms: Time of its result since the engine received the request.
+      host_ms: Time from submission to result; with overlap it includes the previous step.
+      device_ms: Device time; None if unknown.
+      drafts: Tokens of nodes 1, 2, ... of the verified tree; empty without one.
+      parents: Parent of each node.
+      path: Accepted nodes, from the root on; the output may end earlier.
+      origins: Source of each node: `DRAFT`, `NGRAM` or `CORPUS`. A node of the drafter counts as
+        `DRAFT`, whether or not n-gram drafts contain it too.
     """
 
     number: int
@@ -101,27 +101,27 @@ class StepTrace(NamedTuple):
 
 
 PREFILL, PLAIN, DRAFT, NGRAM, MERGED = SOURCES = ("prefill", "plain", "draft", "ngram", "merged")
-"""Of a step's tokens: a prompt, a step that drafts nothing, the device's drafter, n-grams, both."""
+"""Source of a step's tokens: a prefill, a plain step, the device's drafter, n-grams, or both."""
 
 CORPUS = "corpus"
-"""Of a node that comes from an external corpus."""
+"""Source of a node from an external corpus."""
 
 
 class Event(NamedTuple):
-    """What one step gave one request.
+    """Result of one step for one request.
 
     Attributes:
       request_id: The request.
-      tokens: New tokens, trimmed to where the text ends.
-      accepted: Drafts that the decode step accepted, before trimming (a plain step accepts 0); None
-        for what is no decode step (the prefill's token, a failed row).
+      tokens: New tokens, truncated at the end of the output.
+      accepted: Accepted draft tokens of the decode step before truncation (0 for a plain step);
+        None if it is not a decode step (the prefill's token, a failed row).
       finish_reason: Set in the request's last event.
       error: One sentence; set with `FinishReason.ERROR` and `FinishReason.REFUSED`.
-      logprobs: Per token: its logprob and the best (id, logprob) pairs; None unless asked for.
-      cached_tokens: Tokens of the prompt that the prefix cache had.
-      step: What the step did; None unless asked for.
-      scores: Of the tokens of the prompt from the second on, in the first event with tokens or the
-        last; None unless asked for.
+      logprobs: Per token: its logprob and the top (id, logprob) pairs; None unless requested.
+      cached_tokens: Prompt tokens found in the prefix cache.
+      step: Step trace; None unless requested.
+      scores: Prompt logprobs from the second token on, in the first event with tokens or the last;
+        None unless requested.
     """
 
     request_id: int
@@ -137,41 +137,38 @@ class Event(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class Request:
-    """One choice of one prompt, alive in the engine.
+    """One choice of one prompt in the engine.
 
-    Its output, slot and end change by its own methods only: the engine, the scheduler and what
-    drafts read them.
-
-    The steps in flight are counted in three numbers, so that the host can plan on before it knows
-    what they gave.
+    Only its own methods change its output, slot and finish reason; engine, scheduler and
+    controllers read them. Three counters summarise the steps in flight, so that the host can plan
+    ahead before results are known.
 
     Attributes:
       request_id: Name of the request, unique in the engine.
       prompt: Prompt tokens.
-      pictures: Those of the prompt, in their order; each has an image token for each of its rows.
-      sampling: How its tokens are chosen.
-      tenant: Whom it belongs to; what is kept of its text, to draft from or as a cached prefix, no
-        other tenant reads.
-      priority: Lower ones get a slot first, and give way last.
-      constraint: What its grammar allows; None without one.
-      sight: How the rows of its prompt turn; None without pictures.
-      arrival: Its number in the order of arrival.
-      began: When it was made, by the monotonic clock.
+      sampling: Sampling parameters.
+      tenant: Tenant, which isolates its cached prefixes and n-grams from other tenants.
+      priority: Lower values receive a slot first and are preempted last.
+      constraint: Grammar state; None without a grammar.
+      pictures: Images of the prompt, in order; each has an image token per row of its embeddings.
+      sight: M-RoPE positions of its prompt; None without images.
+      arrival: Number in the order of arrival.
+      began: Time of creation, by the monotonic clock.
       output: Tokens committed so far.
-      slot: Slot on the device; 0 while it has none.
-      context: Tokens of prompt and output at the time it got its slot.
-      prefill_length: Tokens to prefill: the context, but for a last one that is its newest token.
-      first_position: Where its first chunk since then begins: behind what it found in the prefix
-        cache.
-      draft_from: From where on draft KV before that is whole.
-      restores: Snapshot of the recurrent state at `first_position`; 0: there is none to restore.
-      num_counted: Tokens before that which penalties know of, and the first of the chunk itself.
-      cached_tokens: Tokens that it found when it got a slot for the first time; None: it had none.
-      num_scored: Tokens of the prompt, from the second on, of which it has had the scores.
-      prefilled: Tokens of the context that the device has or was handed since then.
-      in_flight: Steps submitted with a row of it and not yet retired.
-      most_growth, least_growth: Tokens that these steps may add at most, and add at least.
-      finish_reason: Set once it ended; rows of it still in flight are late.
+      slot: Slot on the device; 0 if it has none.
+      context: Tokens of prompt and output when it received its slot.
+      prefill_length: Tokens to prefill: the context without a last token that is already the
+        newest.
+      first_position: Start of its first chunk: the length of its cached prefix.
+      draft_from: First position of the cached prefix with complete draft KV.
+      restores: Snapshot of the recurrent state at `first_position`; 0 for none.
+      num_counted: Tokens up to and including the first of its prefill that are in the token counts.
+      cached_tokens: Cached tokens when it first received a slot; None before that.
+      num_scored: Prompt tokens, from the second on, whose logprobs it has received.
+      prefilled: Tokens of the context that are on the device or submitted.
+      in_flight: Submitted steps with a row of it whose results are not processed.
+      most_growth, least_growth: Maximum and minimum tokens that these steps add.
+      finish_reason: Set when it ended; its rows in flight are stale then.
     """
 
     request_id: int
@@ -208,56 +205,57 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of prompt and output that it may reach."""
+        """Maximum tokens of prompt and output."""
         return len(self.prompt) + self.sampling.max_tokens
 
     @property
     def ceiling(self) -> int:
-        """Most tokens that it can have by the time every step in flight has ended."""
+        """Maximum length once all steps in flight have ended."""
         return self.length + self.most_growth
 
     @property
     def ends_in_newest(self) -> bool:
-        """Whether the last token of prompt and output is the newest for the device from the start.
+        """True if the last token of prompt and output is the device's newest token from the start.
 
-        Then a decode chooses the next token, and no prefill: it would choose an output once more,
-        and it has no masks for the first token of a text with a grammar.
+        A decode step then samples the next token, not the prefill: the prefill would sample an
+        output token again, and it takes no masks for the first token of a structured output.
         """
         return bool(self.output) or self.constraint is not None
 
     @property
     def wants_scores(self) -> bool:
-        """Whether there are tokens of its prompt whose scores it wants and has not had."""
+        """True if requested prompt logprobs are still missing."""
         return self.sampling.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
 
     @property
     def most_found(self) -> int:
-        """Most tokens of its context that a slot's pages may hold already when it gets the slot.
+        """Maximum tokens of a cached prefix.
 
-        One is left to prefill at least, so that there is a row to choose the next from. A token is
-        scored by the row before it, so where scores are wanted that row must be fed.
+        At least one token is prefilled, because the next one is sampled from its row. A prompt
+        token's logprob comes from the row before it, so that row must be prefilled if logprobs are
+        requested.
         """
         most = self.length - self.ends_in_newest - 1
         return min(most, self.num_scored) if self.wants_scores else most
 
     @property
     def decodes(self) -> bool:
-        """Whether its prefill was handed over whole."""
+        """True if its prefill was submitted entirely."""
         return self.slot > 0 and self.prefilled == self.prefill_length
 
     @property
     def wants_step(self) -> bool:
-        """Whether it may need more tokens than the steps in flight surely add."""
+        """True if it may need more tokens than the steps in flight are certain to add."""
         return len(self.output) + self.least_growth < self.sampling.max_tokens
 
     @property
     def is_settled(self) -> bool:
-        """Whether all its steps have been retired, so that its tokens are known."""
+        """True if no step is in flight, so that its tokens are known."""
         return not self.in_flight
 
     @property
     def fault(self) -> str | None:
-        """Why its grammar cannot be followed any further; None: it can, or there is none."""
+        """Reason why its grammar cannot continue; None if it can, or without a grammar."""
         return None if self.constraint is None else self.constraint.fault
 
     @property
@@ -266,7 +264,7 @@ class Request:
         return self.first_position + 1 if self.first_position and self.sampling.has_penalties else 0
 
     def tokens(self) -> Int32[np.ndarray, " T"]:
-        """Prompt and output so far."""
+        """Returns prompt and output so far."""
         if not len(self.context):
             self.context = np.array(self.prompt, np.int32)
         later = self.output[len(self.context) - len(self.prompt) :]
@@ -277,15 +275,15 @@ class Request:
     def place(
         self, slot: int, first_position: int = 0, draft_from: int = 0, restores: int = 0
     ) -> None:
-        """Gives it a slot, in which the prefill starts anew.
+        """Assigns a slot, in which the prefill starts.
 
         Args:
           slot: The slot.
-          first_position: Tokens that the slot's pages hold already.
+          first_position: Cached tokens in the slot's pages.
           draft_from, restores: See `Request`.
 
         Raises:
-          ValueError: Nothing would be left to prefill, and a request starts with its first chunk.
+          ValueError: Nothing would remain to prefill; a request starts with its first chunk.
         """
         self.slot = slot
         self.context = self.tokens()
@@ -300,18 +298,18 @@ class Request:
             self.cached_tokens = first_position
 
     def prefill(self, end: int) -> None:
-        """Notes that the context up to position `end` is handed to the device."""
+        """Records that the context up to position `end` is submitted."""
         self.prefilled = end
 
     def score(self, first: int, scores: Scores) -> bool:
-        """Takes the scores of the tokens behind those at position `first` and on.
+        """Stores the logprobs of the tokens after positions `first` and following.
 
-        A prefill that begins anew gives some of them again.
+        After a preemption some of them arrive again.
 
         Returns:
-          Whether those that are new are finite numbers.
+          False if new ones are not finite.
         """
-        assert first <= self.num_scored, "tokens between are not scored"
+        assert first <= self.num_scored, "prompt logprobs have a gap"
         new = slice(self.num_scored - first, len(self.prompt) - 1 - first)
         chosen, ranks, *best = (part[new] for part in scores)
         new_scores = Scores(
@@ -322,31 +320,31 @@ class Request:
         return bool(np.isfinite(new_scores.chosen).all())
 
     def take_scores(self) -> Scores | None:
-        """All scores that it has had, once."""
+        """Returns and clears all stored prompt logprobs."""
         parts, self._scores = self._scores, []
         return Scores(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
 
     def displace(self) -> None:
-        """Takes its slot away; what it has stays."""
+        """Removes its slot (preemption); the output stays."""
         self.slot = 0
 
     def launch(self, most_tokens: int) -> None:
-        """Notes a step in flight that adds 1..`most_tokens`, or none where that is 0."""
+        """Records a submitted step that adds 1..`most_tokens` tokens, or none if that is 0."""
         self.in_flight += 1
         self.most_growth += most_tokens
         self.least_growth += min(most_tokens, 1)
 
     def land(self, most_tokens: int) -> None:
-        """Takes back what `launch` noted for the oldest step in flight."""
+        """Reverts `launch` for the oldest step in flight."""
         self.in_flight -= 1
         self.most_growth -= most_tokens
         self.least_growth -= min(most_tokens, 1)
 
     def commit(self, tokens: list[int]) -> int:
-        """Appends tokens up to where the text ends, and notes the end.
+        """Appends tokens up to the end of the output, and sets the finish reason there.
 
         Returns:
-          How many of the tokens belong to the text.
+          The number of tokens that belong to the output.
         """
         if not self.sampling.max_tokens:
             self.end(FinishReason.LENGTH)
@@ -367,23 +365,23 @@ class Request:
         return len(tokens)
 
     def cut(self, num_tokens: int) -> list[int]:
-        """Keeps the first `num_tokens` tokens of its output, and returns the others."""
+        """Truncates its output to `num_tokens` tokens, and returns the rest."""
         late = self.output[num_tokens:]
         del self.output[num_tokens:]
         return late
 
     def end(self, reason: FinishReason) -> None:
-        """Notes why it ended; it ends once."""
+        """Sets the finish reason, exactly once."""
         assert self.finish_reason is None, f"request {self.request_id} ended as {reason} too"
         self.finish_reason = reason
 
 
 class Refusal(ValueError):
-    """A request that cannot be served; the message is one sentence that names the field.
+    """A request is invalid or unsupported; the message names the field.
 
     Attributes:
-      field: The field at fault, as the sentence names it.
-      code: A word for programs, or None.
+      field: Field at fault, as named in the message.
+      code: Error code for programs, or None.
     """
 
     def __init__(self, field: str, reason: str, code: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The rows of one step: whose they are, and what they bring to its plan."""
+"""Scheduled rows of one step: their requests, and the inputs they add to its plan."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ _COPIES = tuple(field.name for field in fields(Copies))
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions `first` up to `end` of a request's context, to be prefilled in one step.
+    """Positions `first` to `end` of a request's context, prefilled in one step.
 
     Attributes:
-      pictures: Those of which a row stands in it or right behind it, with the place of their first
-        row in the pool.
+      request: The request.
+      first, end: Range of positions.
+      pictures: Images with a token in the chunk or directly after it, each with the encoder-cache
+        row of its first token.
     """
 
     request: Request
@@ -41,20 +43,20 @@ class Chunk:
 
     @property
     def starts(self) -> bool:
-        """Whether it is the request's first step since it was placed."""
+        """True if it is the request's first step in its slot."""
         return self.first == self.request.first_position and not self.request.count_length
 
     @property
     def ends_prompt(self) -> bool:
-        """Whether the chunk ends where the next token is to be chosen."""
+        """True if the next token is sampled after the chunk."""
         return self.end == len(self.request.context)
 
 
 def chunk_end(request: Request, budget: int) -> int:
-    """Where a chunk of at most `budget` tokens ends; at its start if nothing fits.
+    """Returns the end of a chunk of at most `budget` tokens; its start if nothing fits.
 
-    Inside a prompt that is a multiple of `CHUNK`, so that the chunked delta rule cuts a prompt the
-    same way under any chunking and gives the same bits.
+    Inside a prompt it is a multiple of `CHUNK`, so that the chunked delta rule divides a prompt in
+    the same way under any chunking and gives the same bits.
     """
     end = request.prefilled + budget
     if end >= request.prefill_length:
@@ -64,25 +66,25 @@ def chunk_end(request: Request, budget: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The rows of one step, made by `prefill`, `count`, `decode`, `draft` or `encode`.
+    """Rows of one step; created by `prefill`, `count`, `decode`, `draft` or `encode`.
 
     Attributes:
-      work: What the step does.
-      requests: The request of each row; an encoding has none.
-      chunks: The chunk of each row of a prefill; empty in any other step.
-      counted: What a count adds to `seen`, for penalties: tokens that no prefill will feed.
-      patches: Of the picture that is encoded; 0 in any other step.
-      blocks: Of the tower, through which it goes.
-      pixels: Of the picture, where an encoding begins.
-      place: Of its first row in the pool, where an encoding ends.
-      shape: The draft shape of a decode and of a draft.
-      drafts: The host's tree of each row of a decode; None where the device or nobody drafts.
-      copies: Copies of seen text for each row, to join what the device drafts; None: none join.
-      calibration: How often each row's path is accepted as far as each depth, as
-        `shared.spec.sampling.Sampling` says; None: nothing is known of any row.
-      corpus_nodes: Of trees of n-grams, which `drafts` or `copies` bring, gives the nodes of a
-        row's that come from an external corpus; None of all other trees.
-      masks: What grammars allow at each node; None: no row has one.
+      work: Kind of the step.
+      requests: Request of each row; empty for an encode step.
+      chunks: Chunk of each row of a prefill; else empty.
+      counted: Tokens that a count step adds to the token counts, without prefilling them.
+      patches: Patches of the encoded image; else 0.
+      blocks: Vision-encoder blocks to run.
+      pixels: Pixels of the image, if the step starts its encoding.
+      place: Encoder-cache row of its first token, if the step ends its encoding.
+      shape: Draft shape of a decode and of a draft step.
+      drafts: Host-built tree of each row of a decode; None otherwise.
+      copies: N-gram drafts of each row to merge into the device's trees; None otherwise.
+      calibration: Acceptance probability of each row's path by depth, see
+        `shared.spec.sampling.Sampling`; None if unknown.
+      corpus_nodes: For n-gram trees in `drafts` or `copies`: returns the nodes of a row that come
+        from an external corpus. None for all other trees.
+      masks: Grammar masks of the nodes; None if no row has a grammar.
     """
 
     work: Work
@@ -102,17 +104,17 @@ class Rows:
 
     @classmethod
     def prefill(cls, chunks: Sequence[Chunk]) -> Self:
-        """A step that feeds chunks of prompts, at most one of a request."""
+        """Returns a step that prefills prompt chunks, at most one per request."""
         return cls(work=Work.PREFILL, requests=[chunk.request for chunk in chunks], chunks=chunks)
 
     @classmethod
     def count(cls, counted: Chunk) -> Self:
-        """A step that counts tokens of one request; the first of its steps starts the row."""
+        """Returns a step that counts tokens of one request; its first such step starts the row."""
         return cls(work=Work.COUNT, requests=[counted.request], counted=counted)
 
     @classmethod
     def encode(cls, patches: int, blocks: range, pixels: Pixels | None, place: int) -> Self:
-        """A step that takes a picture through blocks of the tower; see `Encode`."""
+        """Returns a step that runs blocks of the vision encoder; see `Encode`."""
         return cls(
             work=Work.ENCODE,
             requests=[],
@@ -134,7 +136,7 @@ class Rows:
         corpus_nodes: Callable[[int], list[int]] | None = None,
         masks: Masks | None = None,
     ) -> Self:
-        """A step that verifies trees, whoever drafts them, and commits what is accepted."""
+        """Returns a step that verifies trees from any drafter and commits the accepted tokens."""
         return cls(
             work=Work.DECODE,
             requests=requests,
@@ -148,18 +150,20 @@ class Rows:
 
     @classmethod
     def draft(cls, requests: Sequence[Request], shape: TreeShape) -> Self:
-        """A step that drafts for a decode which brings the trees back, and commits nothing."""
+        """Returns a step that drafts trees for a later decode step, and commits nothing."""
         return cls(work=Work.DRAFT, requests=requests, shape=shape)
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens that the step feeds or counts, or patches; 0 in a decode and a draft."""
+        """Prompt tokens that the step prefills or counts, or patches; 0 for a decode or a draft
+        step.
+        """
         chunks = self.chunks if self.counted is None else (self.counted,)
         return self.patches + sum(chunk.end - chunk.first for chunk in chunks)
 
     @property
     def most_tokens(self) -> list[int]:
-        """Most tokens that the step adds to each row; 0 where it chooses none."""
+        """Maximum tokens that the step adds to each row; 0 if it samples none."""
         if self.work is Work.DECODE:
             assert self.shape is not None
             return [self.shape.max_tokens] * len(self.requests)
@@ -168,14 +172,16 @@ class Rows:
         return [0] * len(self.requests)
 
     def accepted(self, num_tokens: int) -> int | None:
-        """Drafts among the tokens that the step gave a row; None where it verifies nothing."""
+        """Returns the number of accepted draft tokens among a row's tokens; None for steps without
+        verification.
+        """
         return num_tokens - 1 if self.work is Work.DECODE else None  # the last is the bonus token
 
     def fill(self, plan: StepPlan) -> None:
-        """Writes what the rows bring beside slots, pages and sampling parameters.
+        """Writes the inputs of the rows other than slots, pages and sampling parameters.
 
         Raises:
-          ValueError: A request's prefill was not handed over whole: a decode never starts a row.
+          ValueError: A request's prefill was not submitted entirely: a decode never starts a row.
         """
         if isinstance(plan.work, Prefill):
             _lay_chunks(plan, plan.work, self.chunks)
@@ -190,7 +196,7 @@ class Rows:
 
 
 def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
-    """Lays the chunks one after the other."""
+    """Writes the chunks, concatenated."""
     end = 0
     for row, chunk in enumerate(chunks):
         start, end = end, end + chunk.end - chunk.first
@@ -205,7 +211,7 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
             before = context[max(0, chunk.first - WINDOW) : chunk.first]
             plan.texts.before[row] = -1
             plan.texts.before[row, WINDOW - len(before) :] = before
-        # Drafters learn of a chunk's last token together with the one that follows it.
+        # Drafters process a chunk's last token together with the token after it.
         work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
         if chunk.starts:
             _start(plan, row, chunk.request)
@@ -213,7 +219,7 @@ def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
 
 
 def _lay_pictures(pictures: Pictures, row: int, start: int, chunk: Chunk) -> None:
-    """Lays how the tokens of a chunk turn, and which rows of the pool stand in their place."""
+    """Writes the M-RoPE positions of a chunk, and the encoder-cache rows of its image tokens."""
     first, end, sight = chunk.first, chunk.end, chunk.request.sight
     turns = pictures.turns[start : start + end - first]
     if sight is None:
@@ -237,7 +243,7 @@ def _lay_picture(work: Encode, pixels: Pixels | None, place: int) -> None:
 
 
 def _lay_counted(plan: StepPlan, work: Count, counted: Chunk) -> None:
-    """Lays the tokens; the first step of a row starts it."""
+    """Writes the tokens; the first count step of a row starts it."""
     num_tokens = counted.end - counted.first
     work.tokens[:num_tokens] = counted.request.context[counted.first : counted.end]
     work.row_starts[1:] = num_tokens
@@ -247,17 +253,17 @@ def _lay_counted(plan: StepPlan, work: Count, counted: Chunk) -> None:
 
 
 def _start(plan: StepPlan, row: int, request: Request) -> None:
-    """Resets a row's slot, and names what a cache hit restores there."""
+    """Marks a row as starting, with the draft KV and the snapshot of its cache hit."""
     plan.starts[row], plan.draft_from[row] = 1, request.draft_from
     plan.snapshots.restore[row] = request.restores
 
 
 def _copy_known(plan: StepPlan, rows: Rows) -> None:
-    """Copies what a decode knows of its rows, and what the host drafts; a draft has neither."""
+    """Writes calibration and masks of a decode, and the draft trees of the host."""
     if rows.calibration is not None:
         plan.sampling.calibration[: len(rows.calibration)] = rows.calibration
     if rows.masks is not None:
-        assert plan.mask is not None  # the program was picked for it
+        assert plan.mask is not None  # the program was selected for it
         plan.mask.bits[1 : 1 + len(rows.masks.bits)] = rows.masks.bits
         plan.mask.index[: len(rows.masks.index)] = rows.masks.index
     if not isinstance(plan.work, Decode):
@@ -276,5 +282,5 @@ def _check_prefilled(requests: Sequence[Request]) -> None:
         if not request.decodes:
             raise ValueError(
                 f"request {request.request_id} has {request.prefilled} of "
-                f"{request.prefill_length} tokens prefilled, and a decode never starts a row"
+                f"{request.prefill_length} tokens prefilled; a decode step requires all"
             )

@@ -1,4 +1,4 @@
-"""Which requests run, and which rows the next step has."""
+"""Scheduler: admits requests and selects the rows of the next step (continuous batching)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,23 @@ from shared.spec.gated_delta import CHUNK
 
 
 class Scheduler:
-    """Continuous batching, by priority and in the order of arrival (`WaitingQueue`).
+    """Continuous batching by priority and in the order of arrival (`WaitingQueue`).
 
-    When pages run out, what is cached goes first. Then of those that run the last gives its own
-    back, the youngest of the worst priority, so the first always advances and nothing waits for
-    ever. What it leaves in the cache it finds again if nobody has needed the pages since.
+    If pages run out, cached pages are evicted first. Then the youngest running request of the
+    lowest priority is preempted, so that the first one always advances and none starves. It finds
+    its pages in the cache again if they were not evicted meanwhile.
 
     Args:
-      cache: Finds the beginnings of contexts, and gives way where pages are short.
-      pictures: Where rows of pictures are; None where the model sees none.
+      capacity, allocator, controller: Limits of the backend, its pages and slots, and the chooser
+        of decode steps.
+      cache: Prefix cache.
+      pictures: Encoder cache; None for a text-only model.
       overlap: Steps in flight while the next one is planned.
-      chunked_prefill_size: Most prompt tokens of a step.
+      chunked_prefill_size: Maximum prompt tokens of a step.
 
     Raises:
-      ValueError: No prefill program is both within `chunked_prefill_size` and a chunk long.
+      ValueError: No prefill program has at most `chunked_prefill_size` and at least one chunk of
+        tokens.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-          Refusal: The request could not finish even with all pages to itself.
+          Refusal: The request could not finish even with all pages.
         """
         pages = self._capacity.num_pages_for(self._most_positions(request))
         if pages > self._capacity.num_pages - 1:
@@ -77,7 +80,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
-        """Gives slots to waiting requests while there is room, and returns those requests."""
+        """Assigns slots to waiting requests while there is room, and returns these requests."""
         admitted = []
         while self._may_admit() and (request := self.waiting.head()) is not None:
             prefix = self._cache.find(request)
@@ -97,9 +100,9 @@ class Scheduler:
         bisect.insort(self.running, request, key=_turn)
 
     def next_rows(self) -> Rows | None:
-        """The rows of the next step; while both wait, prompts and decodes take turns."""
+        """Returns the rows of the next step; prefill and decode alternate if both are waiting."""
         if self._prefilled_last and self._controller.waits:
-            return None  # another prefill would make the gap longer than one chunk
+            return None  # another prefill would delay decoding by more than one chunk
         turns = [self._prompt_rows, self._decode_rows]
         for rows_of in reversed(turns) if self._prefilled_last else turns:
             if (rows := rows_of()) is not None:
@@ -108,18 +111,18 @@ class Scheduler:
         return None
 
     def release(self, request: Request) -> None:
-        """Lets go of a request that ended; steps in flight may still have rows of it."""
+        """Removes a request that ended; steps in flight may still contain rows of it."""
         if request.slot:
             self._give_back(request)
         else:
             self.waiting.remove(request)
 
     def _most_positions(self, request: Request) -> int:
-        """Positions that its last step may need, with all the steps before it in flight."""
+        """Returns the positions that its last step may need, with all previous steps in flight."""
         return request.max_length - 1 + self._growth_in_flight + self._capacity.scratch
 
     def _next_positions(self, request: Request) -> int:
-        """Positions that its next step may need once those in flight have ended."""
+        """Returns the positions that its next step may need once those in flight have ended."""
         widest = self._capacity.max_depth + 1 + self._growth_in_flight + self._capacity.scratch
         return min(request.length + widest, self._most_positions(request))
 
@@ -129,14 +132,16 @@ class Scheduler:
         return self._leaving is None
 
     def _has_room_for(self, request: Request, prefix: Prefix) -> bool:
-        """Whether it can run and still leave each running request room for its widest step."""
+        """Returns True if it can run and each running request still has pages for its widest
+        step.
+        """
         pages = self._capacity.num_pages_for(self._next_positions(request)) - len(prefix.pages)
         for other in self.running:
             pages += self.allocator.num_missing(other.slot, self._next_positions(other))
         return pages <= self._cache.num_available_beside(prefix)
 
     def _prompt_rows(self) -> Rows | None:
-        """What a prefill will not feed is counted before it."""
+        """Returns count steps for cached tokens first, then prefills."""
         for request in self.running:
             first, end = request.num_counted, request.count_length
             if request.slot and first < end and request is not self._leaving:
@@ -156,7 +161,7 @@ class Scheduler:
             if isinstance(chunk, Rows):
                 return chunk
             if chunk is None:
-                continue  # its picture is encoded when it is the first that is left
+                continue  # its image is encoded when its request is first in a step
             chunks.append(chunk)
             request.prefill(chunk.end)
             budget -= chunk.end - first
@@ -165,9 +170,10 @@ class Scheduler:
         return Rows.prefill(tuple(chunks)) if chunks else None
 
     def _chunk(self, request: Request, end: int, is_first: bool) -> Chunk | Rows | None:
-        """A chunk that ends there or, where pictures are many, before; or an encoding for it.
+        """Returns a chunk that ends at `end`, or earlier if it has many images; or an encode step
+        for it.
 
-        None: it needs an encoding, and is not the first of the step.
+        None if it needs an encode step and is not the first of the step.
         """
         if self._pictures is None or not request.pictures:
             return Chunk(request, request.prefilled, end)
@@ -178,9 +184,9 @@ class Scheduler:
         return self._controller.rows_for(ready, self._reserve) if ready else None
 
     def _reserve(self, requests: Sequence[Request], scratch: int) -> list[Request]:
-        """Those of the requests that have pages for a step which writes `scratch` positions."""
-        # Whom `_make_room` sends away is asked later and has no slot by then. The ceiling counts
-        # the steps in flight, so the pages suffice however they end.
+        """Returns the requests that have pages for a step that writes `scratch` positions."""
+        # A request that `_make_room` preempts comes later in the order and has no slot by then. The
+        # ceiling includes the steps in flight, so the pages suffice however they end.
         page, held = self._capacity.page_size, self.allocator.num_pages
         pages_of = held[[request.slot for request in requests]].tolist()
         return [
@@ -195,9 +201,9 @@ class Scheduler:
         ]
 
     def _make_room(self, request: Request, positions: int) -> bool:
-        """Reserves pages, at the cost of younger requests.
+        """Reserves pages, preempting younger requests if needed.
 
-        The youngest gives way only when none of its steps is in flight, so that no token of it is
+        The youngest is preempted only when none of its steps is in flight, so that no token is
         lost; until then it gets no further step.
         """
         while not self._cache.reserve(request.slot, positions):
@@ -211,7 +217,7 @@ class Scheduler:
         return True
 
     def preempt(self, request: Request) -> None:
-        """Sends a running request, none of whose steps is in flight, back to those that wait."""
+        """Preempts a running request without steps in flight: it returns to the waiting queue."""
         self._give_back(request)
         self.waiting.return_to_front(request)
         self.num_preemptions += 1
@@ -225,12 +231,12 @@ class Scheduler:
 
 
 def _turn(request: Request) -> tuple[int, int]:
-    """Who goes first of those that run, and gives way last."""
+    """Returns the order of running requests: first to be scheduled, last to be preempted."""
     return request.priority, request.arrival
 
 
 def _prefill_sizes(capacity: Capacity, chunked_prefill_size: int) -> tuple[int, int]:
-    """Tokens and rows of the largest prefill within the limit."""
+    """Returns tokens and rows of the largest prefill program within the limit."""
     prefills = [p for p in capacity.programs if p.work is Work.PREFILL]
     most = max((p.tokens for p in prefills if p.tokens <= chunked_prefill_size), default=0)
     if most < CHUNK:

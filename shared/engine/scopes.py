@@ -1,4 +1,4 @@
-"""Whose text a request drafts from on the device, in two words of a plan."""
+"""N-gram scopes: 64-bit names of tenants or requests for the device's n-gram table."""
 
 from hashlib import blake2b
 
@@ -10,9 +10,10 @@ from shared.engine.request import Request
 
 
 def scope_of(request: Request, table: TextTable) -> Int32[np.ndarray, " 2"]:
-    """64 bits of a tenant's name, or of a request's own number: no other one has the same.
+    """Returns a 64-bit hash of a tenant's name or a request's number, as two int32.
 
-    Of ten thousand tenants two are alike once in 10^11 servers; such two would share their drafts.
+    For 10,000 tenants the probability of any collision is about 10^-11; colliding tenants would
+    share drafts.
     """
     name = f"request {request.arrival}" if table.by_request else f"tenant {request.tenant}"
     return np.frombuffer(blake2b(name.encode(), digest_size=8).digest(), np.int32)

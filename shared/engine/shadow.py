@@ -1,10 +1,11 @@
-"""The lossless certificate: some requests that have ended are run once more plainly, and compared.
+"""Shadow verification (lossless check): reruns some finished requests with plain decoding and
+compares.
 
-A replay is the same request without drafts, alone and with KV of its own. It runs where the engine
-has nothing else to do, a step at a time, and whoever comes ends it at once: its slot and its pages
-are free before the next step, and it begins anew when the engine is idle again. It leaves nothing
-to the prefix cache. Where no page is free it takes those that were used longest ago, and gives them
-back free: that is all that traffic can notice of it.
+A check reruns the same request without draft tokens, alone and with its own KV. It runs one step at
+a time while the engine is idle. It is cancelled as soon as a request arrives: its slot and pages
+are released before the next step, and it restarts from the beginning when the engine is idle again.
+It adds nothing to the prefix cache. If no page is free, it evicts the least recently used ones;
+that is its only effect on other requests.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from shared.engine.replay import Divergence, PlainRunner
 from shared.engine.request import Event, FinishReason, Request
 
 MOST_WAITING = 64
-"""Texts that wait to be checked; one more is dropped."""
+"""Maximum outputs that wait to be checked; further ones are dropped."""
 
 MOST_PICTURE_BYTES = 1 << 28
-"""Of the pixels of what waits, which nothing else needs any more; what has more is dropped."""
+"""Maximum bytes of pixels held for waiting checks; further ones are dropped."""
 
 MOST_STARTS = 4
-"""Times that a check begins, as traffic interrupts it; then it is dropped."""
+"""Maximum starts of a check that is interrupted by requests; then it is dropped."""
 
 MATCH, MISMATCH, DROPPED = RESULTS = ("match", "mismatch", "dropped")
 """Values of the label `result` of `shadow_verify_requests_total`, next to "skipped"."""
 
 
 class Skip(Enum):
-    """Why a text that was chosen has no plain one to be compared with."""
+    """Reason why a selected output is not compared with plain decoding."""
 
     ABORTED = "aborted"
     FAILED = "failed"
@@ -45,14 +46,14 @@ class Skip(Enum):
 
 
 def is_chosen(request_id: int, rate: float) -> bool:
-    """Whether a request is among the share that is checked, which its number alone decides."""
+    """Returns True if a request is in the checked fraction, which only its number decides."""
     digest = blake2b(str(request_id).encode(), key=b"shadow check", digest_size=8).digest()
     return int.from_bytes(digest, "big") < rate * 2**64
 
 
 @dataclass
 class _Case:
-    """A text that waits to be checked, and how often that has begun."""
+    """An output that waits to be checked, and the number of starts."""
 
     request: Request
     served: tuple[int, ...]
@@ -60,13 +61,13 @@ class _Case:
 
 
 class ShadowCheck:
-    """An engine that checks a share of its texts while nobody asks it for anything.
+    """Engine wrapper that checks a fraction of its outputs while it is idle.
 
     Args:
-      engine: Serves.
+      engine: The engine.
       backend: Its device.
-      rate: Share of the requests that are checked.
-      report: Told of each text that differs.
+      rate: Fraction of the requests that are checked.
+      report: Called with each difference.
 
     Raises:
       ValueError: See `PlainRunner`.
@@ -107,39 +108,39 @@ class ShadowCheck:
 
     @property
     def num_waiting(self) -> int:
-        """Texts that are yet to be checked, or are being."""
+        """Outputs that wait for a check, including the one in progress."""
         return len(self._waiting) + (self._case is not None)
 
     @property
     def metrics(self) -> Metrics:
-        """The engine's, and what was checked."""
+        """Metrics of the engine, with those of the checks."""
         return self._engine.metrics
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything left to do."""
+        """True if `step` has work to do."""
         return self._engine.busy or self.num_waiting > 0
 
     def add(self, request: Request) -> None:
-        """Takes a request in, as `Engine.add`; what is being checked gives way to it."""
+        """Same as `Engine.add`; interrupts a check in progress."""
         self._engine.add(request)
         self._interrupt()
         if is_chosen(request.request_id, self._rate):
             self._open[request.request_id] = request
 
     def abort(self, request_id: int) -> None:
-        """As `Engine.abort`."""
+        """Same as `Engine.abort`."""
         self._engine.abort(request_id)
         if self._open.pop(request_id, None) is not None:
             self._skipped[Skip.ABORTED] += 1
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """As `Engine.finish`."""
+        """Same as `Engine.finish`."""
         self._engine.finish(request_id, num_tokens)
         self._ended(request_id)
 
     def step(self) -> list[Event]:
-        """A step of the engine; where it has nothing to do, one of a check."""
+        """Runs a step of the engine, or of a check if the engine is idle."""
         if not self._engine.busy:
             self._check()
             return []
@@ -150,13 +151,13 @@ class ShadowCheck:
         return events
 
     def close(self) -> None:
-        """Ends every request, every check and the backend."""
+        """Ends all requests and checks, and closes the backend."""
         self._interrupt()
         self._waiting.clear()
         self._engine.close()
 
     def _ended(self, request_id: int) -> None:
-        """Queues the text of a request that has just ended, if it is to be checked."""
+        """Queues the output of a finished request if it is selected."""
         request = self._open.pop(request_id, None)
         if request is None:
             return
@@ -168,17 +169,17 @@ class ShadowCheck:
             self._counts[DROPPED] += 1
 
     def _may_wait(self, request: Request) -> bool:
-        """Whether a text and its pictures may be kept beside those that wait."""
+        """Returns True if an output and its images may be held in addition to those that wait."""
         cases = self._waiting if self._case is None else (*self._waiting, self._case)
         pixels = sum(_picture_bytes(each) for each in (request, *(case.request for case in cases)))
         return len(cases) < MOST_WAITING and pixels <= MOST_PICTURE_BYTES
 
     def _cannot_be_checked(self, request: Request) -> Skip | None:
-        """Why plain decoding need not give the text of a request that has ended."""
+        """Returns the reason why plain decoding need not give the same output; None if it must."""
         sampling = request.sampling
         if request.finish_reason in (FinishReason.ERROR, FinishReason.REFUSED):
             return Skip.FAILED
-        if request.constraint is not None:  # a replay has no masks
+        if request.constraint is not None:  # a reference run has no masks
             return Skip.GRAMMAR
         if not request.output:
             return Skip.EMPTY
@@ -186,7 +187,7 @@ class ShadowCheck:
         return Skip.REJECTION if self._may_redraw and is_drawn else None
 
     def _check(self) -> None:
-        """One step of the check that is under way, or of the next one."""
+        """Runs one step of the current check, or starts the next one."""
         if self._case is None:
             if not self._waiting:
                 return
@@ -204,7 +205,9 @@ class ShadowCheck:
             self._report(divergence)
 
     def _interrupt(self) -> None:
-        """Ends a check at once; it begins anew after the others, or was interrupted too often."""
+        """Cancels a check at once; it restarts after the others, unless it was interrupted too
+        often.
+        """
         if self._case is None:
             return
         self._runner.stop()

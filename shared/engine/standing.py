@@ -1,4 +1,6 @@
-"""What the prefix cache has of a request's context, and what it knows of the request as it runs."""
+"""Prefix-cache state of a request: the matched prefix at admission, and pages and snapshots while
+running.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,15 @@ from shared.engine.request import Request
 
 @dataclass(frozen=True)
 class Prefix:
-    """What is there of a request's context.
+    """Cached prefix of a request's context.
 
     Attributes:
-      node: Node of the last page; None where nothing is there.
+      node: Node of the last page; None without a match.
       pages: Full pages, in the order of positions.
       length: Positions that they hold.
-      draft_from: Position from which on their draft KV is whole.
-      snapshot: State at their end; 0: none.
-      branch: Position up to which pages are there too, but without a state; 0: none.
+      draft_from: First position from which their draft KV is complete.
+      snapshot: State snapshot at their end; 0 for none.
+      branch: Position up to which pages are cached but without a snapshot; 0 for none.
     """
 
     node: Node | None = None
@@ -36,19 +38,19 @@ class Prefix:
 
 @dataclass
 class Standing:
-    """What the cache knows of a running request.
+    """Prefix-cache state of a running request.
 
     Attributes:
-      request: Which.
-      node: The last of its pages that is in the cache; None: none is.
-      pinned: Snapshot that its first step is yet to restore; 0: none.
+      request: The request.
+      node: Node of its last page in the cache; None for none.
+      pinned: Snapshot that its first step will restore; 0 for none.
       branch: See `Prefix`.
-      fed: Positions of its context that steps have fed, as far as their results are known.
-      is_broken: Whether there is a hole in its draft KV.
-      holes: Positions from and to which steps did not feed the drafter, since it got its slot.
-      saving: Snapshots by the position at which chunks in flight may take them.
-      pending: Position and snapshot that decode steps in flight may take; they pass one at most.
-      kept: Position and snapshot of each state that was taken, the oldest first.
+      fed: Prefilled positions of its context, as far as results are known.
+      is_broken: True if its draft KV has a gap.
+      holes: Position ranges without draft extend since it received its slot.
+      saving: Snapshots by the position at which chunks in flight may save them.
+      pending: Position and snapshot that decode steps in flight may save; they pass at most one.
+      kept: Position and snapshot of each saved state, oldest first.
     """
 
     request: Request
@@ -64,6 +66,6 @@ class Standing:
 
 
 def snapshots_of(standing: Standing) -> Iterator[int]:
-    """The snapshots that a request has for itself."""
+    """Yields the snapshots that a request holds."""
     named = [standing.pending, *standing.kept, *standing.saving.items()]
     yield from (snapshot for _, snapshot in named if snapshot)

@@ -1,4 +1,4 @@
-"""What a step did for a request that asks: its drafts, which were accepted, and its times."""
+"""Step trace of a request: draft tokens, accepted path and times."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from shared.engine.rows import Rows
 def trace_of(
     rows: Rows, result: StepResult, row: int, tokens: Sequence[int], number: int, began: float
 ) -> StepTrace:
-    """The trace of one row of a step, now that its result is there.
+    """Returns the trace of one row of a finished step.
 
     Args:
-      tokens: What the step gave the row, before the text is cut.
-      number: Of the step.
-      began: When it was submitted, by the monotonic clock.
+      rows, result, row: The step, its result, and the row.
+      tokens: Tokens of the row before truncation.
+      number: Number of the step.
+      began: Time of submission, by the monotonic clock.
     """
     now, request = time.monotonic(), rows.requests[row]
     device = result.device_seconds
@@ -46,13 +47,13 @@ def trace_of(
 
 
 def origins_of(rows: Rows, result: StepResult, row: int) -> list[str]:
-    """Where each draft of a row's tree comes from, as `StepTrace` has it."""
+    """Returns the source of each draft node of a row's tree, see `StepTrace`."""
     count = int(result.num_nodes[row])
     if rows.corpus_nodes is None:
         return [DRAFT] * (count - 1)
     of_corpora, copied = set(rows.corpus_nodes(row)), list(range(count))
     drafted = [0] * count
-    if result.origins is not None:  # the plan's trees are joined with what was drafted
+    if result.origins is not None:  # n-gram drafts were merged into the drafter's trees
         copied = result.origins.copied[row, :count].tolist()
         drafted = result.origins.drafted[row, :count].tolist()
     return [
@@ -64,13 +65,14 @@ def origins_of(rows: Rows, result: StepResult, row: int) -> list[str]:
 def accepted_path(
     drafts: Sequence[int], parents: Sequence[int], tokens: Sequence[int]
 ) -> list[int]:
-    """The nodes that carry these tokens, from the root on; siblings carry different tokens.
+    """Returns the nodes with these tokens, from the root on; siblings have different tokens.
 
-    It ends where no node carries the next one: whoever only looks on brings no engine down.
+    It ends where no node has the next token, without an error, because tracing must not fail a
+    step.
     """
     path, node = [], 0
     for token in tokens:
-        # A child lies behind its parent, and node n has the places n - 1.
+        # A child comes after its parent; entry n - 1 of the lists belongs to node n.
         children = range(node + 1, len(drafts) + 1)
         below = (n for n in children if parents[n - 1] == node and drafts[n - 1] == token)
         node = next(below, 0)

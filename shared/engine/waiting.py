@@ -1,4 +1,4 @@
-"""The requests that have no slot, in the order in which they will get one."""
+"""Waiting queue: requests without a slot, in the order in which they receive one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from shared.engine.request import Request
 
 MOST_OVERTAKEN = 8
-"""Requests of better priority that get a slot while one waits at the head of its own; then it is
-its turn. So the first of a priority waits for at most 8 slots and one for each other priority that
-waits, where these are 8 or fewer, and one behind n others for at most n + 1 times as many."""
+"""Requests of higher priority that may overtake the head of a priority level; then it is next. The
+first request of a level therefore waits for at most 8 slots, plus one for each other waiting level,
+if there are at most 8 of these; a request behind n others waits for at most n + 1 times as many."""
 
 
 class WaitingQueue:
-    """Better priorities first, and the order of arrival within one; none starves.
+    """Queue by priority, then by arrival, without starvation.
 
-    A priority is a number, and lower ones are better, as vLLM has it.
+    Lower numbers are higher priorities, as in vLLM.
     """
 
     def __init__(self) -> None:
@@ -27,29 +27,29 @@ class WaitingQueue:
         return sum(map(len, self._levels.values()))
 
     def __iter__(self) -> Iterator[Request]:
-        """All of them, by priority."""
+        """Yields all requests by priority."""
         for priority in sorted(self._levels):
             yield from self._levels[priority]
 
     def append(self, request: Request) -> None:
-        """Puts a new request behind all of its priority."""
+        """Appends a new request to its priority level."""
         self._level(request).append(request)
 
     def return_to_front(self, request: Request) -> None:
-        """A request comes back that had a slot: it is older than all that wait in its priority."""
+        """Puts a preempted request first in its priority level, because it is the oldest there."""
         self._level(request).appendleft(request)
 
     def head(self) -> Request | None:
-        """Whose turn it is; None where nobody waits."""
+        """Returns the next request; None if the queue is empty."""
         if not self._levels:
             return None
         return self._levels[self._next_priority()][0]
 
     def pop(self) -> Request:
-        """Takes out the head, which gets a slot; worse priorities were overtaken by it.
+        """Removes the head, which receives a slot, and counts it as overtaking lower priorities.
 
-        One whose turn it is because it was overtaken is of the best priority from then on, or it
-        would be the first to give way to those that overtook it.
+        A request that is next because it was overtaken gets the highest priority from then on;
+        otherwise it would be the first to be preempted by those that overtook it.
         """
         priority, best = self._next_priority(), min(self._levels)
         for worse in self._levels:
@@ -61,7 +61,7 @@ class WaitingQueue:
         return request
 
     def remove(self, request: Request) -> None:
-        """Takes out a request that will not get a slot."""
+        """Removes a request that will not receive a slot."""
         self._levels[request.priority].remove(request)
         self._drop_empty(request.priority)
 

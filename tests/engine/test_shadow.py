@@ -181,7 +181,7 @@ def test_a_wrong_draft_that_was_accepted_is_reported_where_it_stands(overlap):
     ]
     assert str(house.told[0]) == (
         f"shadow check: request 1 has token {served[position]} at position {position} of its "
-        f"output, and plain decoding token {plain[position]}, by a margin of {GAP}"
+        f"output, but plain decoding has token {plain[position]}, with a margin of {GAP}"
     )
     assert (house.count("checks"), house.count("mismatch")) == (2, 1)
 
@@ -196,7 +196,7 @@ def test_a_text_that_goes_on_behind_its_end_is_reported():
     house.end_checks()
     found = house.told[0]
     assert (found.position, found.plain, found.margin) == (8, None, None)
-    assert "and plain decoding no token" in str(found)
+    assert "but plain decoding has no token" in str(found)
 
 
 def test_a_plain_run_that_fails_is_reported():
@@ -372,10 +372,10 @@ def test_a_backend_that_cannot_run_plainly_is_refused(lacking):
         if not (lacking == "plain steps" and p.work is Work.DECODE and p.shape.is_plain)
     ]
     most = 1 if lacking == "second logprob" else 2
-    with pytest.raises(ValueError, match="plain replays need programs"):
+    with pytest.raises(ValueError, match="shadow checks require programs"):
         House(Toy(replace(capacity, programs=tuple(programs), max_logprobs=most)))
 
 
 def test_texts_by_lot_are_refused():
-    with pytest.raises(ValueError, match="by lot"):
+    with pytest.raises(ValueError, match="simulated acceptance"):
         House(Toy(capacity_of(accept_rates=(0.5, 0.5, 0.5))))

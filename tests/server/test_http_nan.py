@@ -22,7 +22,7 @@ from tests.support.tiny_small import small_config
 from tests.support.toy_backend import POISON
 
 TOKEN = 7  # whose embedding is no number, of the tiny models
-SENTENCE = "the model's output for this request is not a finite number"
+SENTENCE = "the logits of this request are not finite"
 STEP_MS = 5
 PLAIN = {
     "temperature": 0,
