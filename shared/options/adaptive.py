@@ -1,4 +1,4 @@
-"""Flags of the adaptive choice of draft shapes, and the file that names the shapes."""
+"""Options of adaptive speculation, and the file of candidate draft shapes."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from shared.options.flags import ConfigError, check_rules, flag
 
 CONFIG_FLAG = "--speculative-adaptive-config"
 TREE_ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3")
-"""Draft with one layer, so that trees cost little more than chains."""
+"""Algorithms that draft with one layer, whose trees cost little more than chains."""
 
 MOST_CANDIDATES = 8
 MOST_STEPS, MOST_WIDTH, MOST_NODES = 16, 16, 64
@@ -23,57 +23,57 @@ _RULES_OF_SGLANG = (
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
-    """How much is drafted in each step."""
+    """Options of adaptive speculation."""
 
     speculative_adaptive: bool = flag(
         False,
-        "picks the draft shape of every step, or none, by expected tokens per second; the start "
-        "measures what each shape costs",
+        "choose the draft shape of each step, or plain decoding, by expected tokens per second; "
+        "step times are measured at startup",
     )
     speculative_adaptive_config: str | None = flag(
         None,
-        "JSON file with the draft shapes to choose from, "
-        '{"candidate_steps": [1, 3, 7]} or {"candidates": [{"steps": 5, "topk": 4, '
-        '"draft_tokens": 16, "rows": 0.5}]}, where rows is the share of the nodes that a batch '
-        "verifies, the best; off always competes (default: chains of 1, 3 and 7 and a tree of 5 "
-        "levels with 16 nodes; STANDALONE chains alone, DFLASH, DSPARK, DFLASH2 and NGRAM parts of "
-        "their largest)",
+        'JSON file of candidate draft shapes: {"candidate_steps": [1, 3, 7]} or {"candidates": '
+        '[{"steps": 5, "topk": 4, "draft_tokens": 16, "rows": 0.5}]}; rows is the fraction of '
+        "nodes that a batch verifies; plain decoding is always a candidate (default: chains of "
+        "1, 3 and 7 and a tree of depth 5 with 16 nodes; only chains for STANDALONE; fractions "
+        "of the largest shape for DFLASH, DSPARK, DFLASH2 and NGRAM)",
         is_path=True,
         is_file="read",
     )
     speculative_adaptive_trace: str | None = flag(
-        None, "JSONL file that gets a line for each step: what was chosen, and what came of it",
+        None,
+        "JSONL file that receives one line per step with the chosen shape and its result",
         is_path=True,
         is_file="written",
-    )  # fmt: skip
+    )
 
     def __post_init__(self) -> None:
         check_rules(self)
 
     def check_drafter(self, drafts: bool) -> None:
-        """Refuses a choice of how much is drafted where nothing drafts.
+        """Checks that adaptive speculation has a drafter.
 
         Raises:
-          ConfigError: Nothing does.
+          ConfigError: It has none.
         """
         if self.speculative_adaptive and not drafts:
             raise ConfigError(
-                "--speculative-adaptive chooses how much is drafted, and nothing drafts; add "
-                "--speculative-algorithm NEXTN or leave the flag out"
+                "--speculative-adaptive requires a drafter; add --speculative-algorithm NEXTN, or "
+                "remove the flag"
             )
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A draft shape to choose from.
+    """Candidate draft shape.
 
     Attributes:
       steps, topk, nodes: S, k and N, root included.
-      rows: Share of all nodes of a batch that get verify rows.
+      rows: Fraction of the nodes of a batch that is verified.
       block: See `shared.spec.draft_tree.TreeShape`.
 
     Raises:
-      ConfigError: No draft tree has this shape.
+      ConfigError: The shape is invalid.
     """
 
     steps: int
@@ -92,25 +92,25 @@ class Candidate:
 
     @classmethod
     def chain(cls, steps: int) -> "Candidate":
-        """So many drafts in a row."""
+        """Returns a chain of draft tokens."""
         return cls(steps, 1, steps + 1)
 
 
 def read_candidates(path: str) -> tuple[Candidate, ...]:
-    """The draft shapes that a file names, the smallest first; plain decoding is always another.
+    """Reads the candidate draft shapes of a file, smallest first, without plain decoding.
 
     Raises:
-      ConfigError: There is no such file, or a key or a value of it is wrong; one sentence.
+      ConfigError: The file cannot be read, or a key or value is invalid.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{CONFIG_FLAG} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{CONFIG_FLAG} {path} is no JSON file: {error}") from error
+        raise ConfigError(f"{CONFIG_FLAG} {path} is not a JSON file: {error}") from error
     if not isinstance(document, dict):
         raise ConfigError(
-            f'{CONFIG_FLAG} {path} must hold an object like {{"candidate_steps": [3]}}'
+            f'{CONFIG_FLAG} {path} must contain an object such as {{"candidate_steps": [3]}}'
         )
     for key in document:
         _check_key(key)
@@ -121,8 +121,8 @@ def read_candidates(path: str) -> tuple[Candidate, ...]:
     shapes = sorted({*chains, *trees}, key=lambda each: (each.nodes, each.steps, each.rows))
     if not 0 < len(shapes) <= MOST_CANDIDATES:
         raise ConfigError(
-            f"{CONFIG_FLAG} {path} must name 1 to {MOST_CANDIDATES} shapes that draft, "
-            f"got {len(shapes)}"
+            f"{CONFIG_FLAG} {path} must contain 1 to {MOST_CANDIDATES} draft shapes, got "
+            f"{len(shapes)}"
         )
     return tuple(shapes)
 
@@ -132,15 +132,15 @@ def _check_key(key: str) -> None:
         return
     if key in _RULES_OF_SGLANG:
         raise ConfigError(
-            f"{CONFIG_FLAG}: {key} tunes a rule that is not used here, where measured seconds and "
-            "expected tokens decide; leave it out"
+            f"{CONFIG_FLAG}: {key} is a parameter of SGLang without effect here: step times are "
+            "measured; remove it"
         )
     if key.isdigit():
         raise ConfigError(
             f'{CONFIG_FLAG}: "{key}" lists shapes for a batch size, and here each may be taken at '
             "any, as its measured seconds say; give one list as candidate_steps"
         )
-    raise ConfigError(f"{CONFIG_FLAG}: {key:.40} is no key; known are {', '.join(_KEYS)}")
+    raise ConfigError(f"{CONFIG_FLAG}: unknown key {key:.40}; known are {', '.join(_KEYS)}")
 
 
 def _list(document: Mapping[str, Any], key: str) -> list[Any]:
@@ -158,18 +158,18 @@ def _steps(value: Any) -> list[int]:
 
 def _candidate(entry: Any) -> Candidate:
     if not isinstance(entry, dict):
-        raise ConfigError(f'{CONFIG_FLAG}: candidates holds objects like {{"steps": 3}}')
+        raise ConfigError(f'{CONFIG_FLAG}: candidates must contain objects such as {{"steps": 3}}')
     if unknown := sorted(entry.keys() - {"steps", "topk", "draft_tokens", "rows"}):
         raise ConfigError(
-            f"{CONFIG_FLAG}: {unknown[0]:.40} is no key of a candidate; known are steps, topk, "
+            f"{CONFIG_FLAG}: unknown key {unknown[0]:.40} of a candidate; known are steps, topk, "
             "draft_tokens and rows"
         )
     if "steps" not in entry:
-        raise ConfigError(f"{CONFIG_FLAG}: a candidate needs steps")
+        raise ConfigError(f"{CONFIG_FLAG}: a candidate requires steps")
     steps = _whole("steps", entry["steps"], 1, MOST_STEPS)
     topk = _whole("topk", entry.get("topk", 1), 1, MOST_WIDTH)
     if topk > 1 and "draft_tokens" not in entry:
-        raise ConfigError(f"{CONFIG_FLAG}: a candidate with topk {topk} needs draft_tokens")
+        raise ConfigError(f"{CONFIG_FLAG}: a candidate with topk {topk} requires draft_tokens")
     nodes = _whole("draft_tokens", entry.get("draft_tokens", steps + 1), 2, MOST_NODES)
     return Candidate(steps, topk, nodes, _share(entry.get("rows", 1)))
 
@@ -177,30 +177,28 @@ def _candidate(entry: Any) -> Candidate:
 def _whole(name: str, value: Any, low: int, high: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(
-            f"{CONFIG_FLAG}: {name} must be a whole number from {low} to {high}, got {value!r:.40}"
+            f"{CONFIG_FLAG}: {name} must be an integer from {low} to {high}, got {value!r:.40}"
         )
     return value
 
 
 def _share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ConfigError(
-            f"{CONFIG_FLAG}: rows must be a share above 0 and up to 1, got {value!r:.40}"
-        )
+        raise ConfigError(f"{CONFIG_FLAG}: rows must be above 0 and at most 1, got {value!r:.40}")
     return float(value)
 
 
 def default_candidates(
     *, steps: int, nodes: int, has_trees: bool, block: int | None, on_host: bool, are_few: bool
 ) -> tuple[Candidate, ...]:
-    """The draft shapes to choose from where no file names any.
+    """Returns the default candidates.
 
     Args:
-      steps, nodes: S of a drafter that makes one draft alone, and N of the host's trees.
-      has_trees: Whether the drafter has a head or an mtp layer, whose trees cost little more.
-      block: Nodes of the chain of a head with a block; None without one.
-      on_host: Whether the host drafts.
-      are_few: Whether each costs seconds of the start.
+      steps, nodes: S of the drafter, and N of trees of the host.
+      has_trees: True for a one-layer drafter, whose trees cost little more than chains.
+      block: Chain length of a block-parallel head; None for other drafters.
+      on_host: True if the host drafts.
+      are_few: True if each candidate costs seconds of startup.
     """
     if on_host:
         sizes = {max(2, nodes // 3), nodes} | (set() if are_few else {max(2, nodes // 6)})

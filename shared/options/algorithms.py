@@ -1,23 +1,23 @@
-"""Names of the speculative algorithms, and their other spellings."""
+"""Names of the speculative algorithms, and aliases of other engines."""
 
 import difflib
 
 from shared.options.flags import AUTO, ConfigError
 
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK", "DFLASH2")
-"""Draft a chain as long as the block of their head."""
+"""Algorithms with a block-parallel head, which drafts a chain per block."""
 
 HEAD_ALGORITHMS = ("EAGLE", "EAGLE3", *BLOCK_ALGORITHMS)
-"""Draft with a head of its own files."""
+"""Algorithms that require a draft head."""
 
 HOST_ALGORITHM = "NGRAM"
-"""Drafts from text that was seen."""
+"""Algorithm that drafts n-grams."""
 MODEL_ALGORITHM = "STANDALONE"
-"""Drafts with a small model that has the target's tokenizer."""
+"""Algorithm that drafts with a small model with the target's tokenizer."""
 
 ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_ALGORITHM)
 WITH_COPIES = f"+{HOST_ALGORITHM}"
-"""Behind the name of a drafter: copies of seen text join what it drafts."""
+"""Suffix of a drafter whose trees are merged with n-gram drafts."""
 
 JOINED_ALGORITHMS = tuple(
     f"{name}{WITH_COPIES}" for name in ("NEXTN", *HEAD_ALGORITHMS, MODEL_ALGORITHM)
@@ -25,7 +25,7 @@ JOINED_ALGORITHMS = tuple(
 
 KNOWN_ALGORITHMS = (*ALGORITHMS, *JOINED_ALGORITHMS)
 OFF_NAMES = ("none", "off")
-"""Name no algorithm: the same as leaving the flag out."""
+"""Names for no algorithm, the default."""
 
 _OF_PEERS = {
     "mtp": "NEXTN",
@@ -41,7 +41,7 @@ _OF_PEERS = {
 """Names of vLLM, TensorRT-LLM, llama.cpp and Hugging Face."""
 
 _OTHER_MTP = "frozen_kv_mtp"
-"""A method of SGLang that is not `NEXTN`; every other `FAMILY_mtp` is vLLM's name of it."""
+"""A method of SGLang that is not `NEXTN`; any other `FAMILY_mtp` is vLLM's name for NEXTN."""
 
 
 def _bare(name: str) -> str:
@@ -54,17 +54,16 @@ _BY_BARE_NAME = {_bare(name): name for name in ALGORITHMS} | {
 
 
 def algorithm_of(name: str) -> str | None:
-    """Reads the name of an algorithm in any spelling of this server or of its peers.
+    """Returns the algorithm of a name, in any spelling of this server or of other engines.
 
     Args:
-      name: Upper and lower case, hyphens and underscores do not matter; two names joined by `+`
-        are a drafter with copies of seen text.
+      name: Case, hyphens and underscores are ignored; `A+B` merges two drafters.
 
     Returns:
-      One of `KNOWN_ALGORITHMS`, or `AUTO`; None where the name turns speculative decoding off.
+      One of `KNOWN_ALGORITHMS`, or `AUTO`; None if the name turns speculative decoding off.
 
     Raises:
-      ConfigError: There is no such algorithm.
+      ConfigError: The name is unknown.
     """
     if name.lower() in OFF_NAMES:
         return None
@@ -82,7 +81,7 @@ def algorithm_of(name: str) -> str | None:
 
 
 def _of_family(part: str) -> str:
-    """An mtp layer by the name of its family, as `deepseek_mtp`; else the name as it is."""
+    """Returns NEXTN for the name of a family's MTP, such as `deepseek_mtp`; else the name."""
     bare = _bare(part)
     return "NEXTN" if bare.endswith("mtp") and bare != _bare(_OTHER_MTP) else part
 

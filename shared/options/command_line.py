@@ -1,7 +1,7 @@
-"""The command line of a server: flags in, `Options` out.
+"""Command line of the server: parses flags into `Options`.
 
-A flag that is unknown, unsupported or given twice is an error with the flag's name. `@FILE` among
-the words stands for the words of a file, and `--config FILE` for flags with values of their types.
+A flag that is unknown, unsupported or given twice is an error that names it. `@FILE` is replaced by
+the words of a file; `--config FILE` reads flags with typed values.
 """
 
 import difflib
@@ -28,7 +28,7 @@ FLAGS: dict[str, "Field[Any]"] = {
     for item in fields(part)
     for name in (*spellings(item), *switches(item))
 }
-"""The field of each flag, for every spelling."""
+"""Field of each flag, by every spelling."""
 
 SHOWN = frozenset(
     name
@@ -39,18 +39,18 @@ SHOWN = frozenset(
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """The options of a command line, and of the files that it names.
+    """Parses a command line and the files that it names.
 
     Raises:
-      ConfigError: A flag is unknown, not supported, out of range or contradicts another.
-      SystemExit: The command line asks for help, versions or a completion script.
+      ConfigError: A flag is unknown, unsupported or out of range, or contradicts another.
+      SystemExit: The command line requests help, versions or a completion script.
     """
     parser = make_parser()
     words = _with_effect([*_expanded(argv)])
     _check_flags(words, parser)
     parsed, stray = parser.parse_known_args(words)
     if stray:
-        raise ConfigError(f"{stray[0]} belongs to no flag; --help lists the flags")
+        raise ConfigError(f"{stray[0]} is not a flag or the value of one; --help lists the flags")
     given = vars(parsed)
     if shell := given.pop("print_completion", None):
         print(completion_script(shell))
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def _expanded(argv: Iterable[str]) -> Iterator[str]:
-    """The words of a command line, with those of its files in their place."""
+    """Yields the words of a command line, with each `@FILE` replaced by its words."""
     for word in argv:
         if word.startswith("@"):
             yield from read_words(word[1:])
@@ -71,7 +71,7 @@ def _expanded(argv: Iterable[str]) -> Iterator[str]:
 
 
 def _with_effect(words: Sequence[str]) -> list[str]:
-    """The words without the flags that ask for what every server does."""
+    """Returns the words without flags that request the only supported behaviour."""
     kept, left = [], deque(words)
     while left:
         word = left.popleft()
@@ -107,7 +107,7 @@ def _whole_number(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(f"{spelling(name)} must be a whole number, got {text}") from None
+        raise ConfigError(f"{spelling(name)} must be an integer, got {text}") from None
 
 
 def _is_number(word: str) -> bool:
@@ -115,15 +115,15 @@ def _is_number(word: str) -> bool:
 
 
 def _check(word: str, known: Iterable[str]) -> None:
-    """Raises `ConfigError` for a flag that this server does not have."""
+    """Raises `ConfigError` for an unknown or unsupported flag."""
     names = sorted(known)
     if word in names:
         return
     if word in NOT_SUPPORTED:
         raise ConfigError(f"{word} is not supported: {NOT_SUPPORTED[word]}")
     if word.startswith(NOT_SUPPORTED_PREFIXES):
-        raise ConfigError(f"{word} is not supported; leave the flag out")
+        raise ConfigError(f"{word} is not supported; remove the flag")
     shown = [name for name in names if name in SHOWN or name not in FLAGS]
     near = difflib.get_close_matches(word, shown, n=1)
     hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
-    raise ConfigError(f"{word} is no flag of this server; {hint}")
+    raise ConfigError(f"unknown flag {word}; {hint}")

@@ -1,95 +1,130 @@
-"""The limits of the host engine: how much runs at once, and what it keeps."""
+"""Options of the engine: batch and memory limits, prefix cache, structured output, images."""
 
 from dataclasses import dataclass
 
 from shared.options.flags import AUTO, NONE, ConfigError, check_rules, flag
 
 CHUNK_ALIGNMENT = 64
-"""Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
+"""Prefill chunks end at multiples of this, so that results do not depend on the chunking."""
 
 LLGUIDANCE = "llguidance"
 MAX_LOGPROBS = 20
-"""Most tokens that are shown beside a token."""
+"""Maximum number of alternatives per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Limits of the host engine."""
+    """Options of the engine."""
 
     page_size: int | None = flag(
-        None, "tokens in a KV page, a power of two (default: 16 on a CPU, 64 on a GPU)",
-        aliases=("--block-size",), low=1, high=1024,
-    )  # fmt: skip
+        None,
+        "tokens per KV page, a power of two (default: 16 on a CPU, 64 on a GPU)",
+        aliases=("--block-size",),
+        low=1,
+        high=1024,
+    )
     max_total_tokens: int | None = flag(
-        None, "KV positions of all requests together (default: what fits)", low=1, high=1 << 30
+        None,
+        "capacity of the KV cache in tokens (default: all that fits in memory)",
+        low=1,
+        high=1 << 30,
     )
     max_running_requests: int | None = flag(
         None,
-        "requests decoded at once (default: 8 on a CPU, 48 on a GPU)",
+        "maximum number of requests in a decode batch (default: 8 on a CPU, 48 on a GPU)",
         aliases=("--max-num-seqs",),
         low=1,
         high=4096,
     )
     chunked_prefill_size: int | None = flag(
-        None, "most prompt tokens in a step (default: 256 on a CPU, 2048 on a GPU)",
-        low=CHUNK_ALIGNMENT, high=1 << 20, multiple_of=CHUNK_ALIGNMENT,
-    )  # fmt: skip
+        None,
+        "maximum number of prompt tokens in a prefill step (default: 256 on a CPU, 2048 on a GPU)",
+        low=CHUNK_ALIGNMENT,
+        high=1 << 20,
+        multiple_of=CHUNK_ALIGNMENT,
+    )
     mem_fraction_static: float = flag(
-        0.9, "share of the device's free memory that the server takes", low=0.01, high=1.0,
+        0.9,
+        "fraction of the free device memory for weights, KV cache and workspace",
+        low=0.01,
+        high=1.0,
         is_share=True,
-    )  # fmt: skip
+    )
     disable_radix_cache: bool = flag(
         False,
-        "keep no text's KV and state for later requests",
+        "turn the prefix cache off",
         aliases=("--no-enable-prefix-caching",),
     )
     mamba_track_interval: int | None = flag(
-        None, "positions of an output between two recurrent states that are kept for later "
-        "requests, a multiple of 64 and of the page size (default: the least)", low=1, high=1 << 24,
-    )  # fmt: skip
+        None,
+        "output tokens between two state snapshots in the prefix cache, a multiple of 64 and of "
+        "the page size; for models with recurrent state (default: the minimum)",
+        low=1,
+        high=1 << 24,
+    )
     overlap_depth: int | None = flag(
         None,
-        "steps on the device while the host plans the next (default: 1)",
+        "steps in flight on the device while the host plans the next one (default: 1)",
         low=0,
         high=2,
         old_names=("--overlap",),
     )
-    disable_overlap_schedule: bool = flag(False, "the same as --overlap-depth 0")
+    disable_overlap_schedule: bool = flag(
+        False,
+        "the same as --overlap-depth 0",
+    )
     shadow_verify_rate: float = flag(
-        0.0, "share of the requests whose texts are compared with plain decoding in steps in which "
-        "the engine is idle; /metrics counts them, and the log names what differs",
-        low=0.0, high=1.0, is_share=True, metavar="RATE", old_names=("--shadow-check",),
-    )  # fmt: skip
+        0.0,
+        "fraction of finished requests that are recomputed with plain decoding while the engine "
+        "is idle; differences are counted in /metrics and logged",
+        low=0.0,
+        high=1.0,
+        is_share=True,
+        metavar="RATE",
+        old_names=("--shadow-check",),
+    )
     grammar_backend: str = flag(
         AUTO,
-        "llguidance holds answers to a JSON schema, an expression, a grammar or a call of a tool, "
-        "and makes programs for it at the start; none refuses such requests; auto is llguidance "
-        "where the tokenizer and the other flags allow it",
+        "backend of structured output (JSON schema, regex, grammar, forced tool calls); none: "
+        "requests that need it are rejected; auto: llguidance if the tokenizer and the other "
+        "flags support it",
         choices=(AUTO, LLGUIDANCE, NONE),
         metavar="NAME",
         aliases=("--guided-decoding-backend",),
         values={"guidance": LLGUIDANCE},
     )
     max_prompt_logprobs: int = flag(
-        0, "most tokens that are shown beside each token of a prompt, for prompt_logprobs and for "
-        "echo with logprobs; programs for it are made at the start, and with 0 such requests are "
-        "refused",
-        low=0, high=MAX_LOGPROBS, metavar="N",
-    )  # fmt: skip
-    max_image_tokens: int | None = flag(
-        None, "most tokens that a picture of a prompt takes; larger pictures are shrunk, as the "
-        "checkpoint shrinks those beyond its own bound (default: 1024 on a CPU, 4096 on a GPU, or "
-        "the checkpoint's)", low=1, high=1 << 16, old_names=("--max-picture-tokens",),
-    )  # fmt: skip
-    mm_encoder_cache_tokens: int | None = flag(
-        None, "tokens of pictures that stay encoded on the device, so that the next turn of a chat "
-        "encodes nothing (default: four times the largest picture)", low=1, high=1 << 24,
-        old_names=("--picture-pool-tokens",),
-    )  # fmt: skip
-    disable_cuda_graph: bool = flag(
-        False, "torch on a GPU runs every step launch by launch", aliases=("--enforce-eager",)
+        0,
+        "maximum value of prompt_logprobs, and of logprobs with echo; 0: such requests are "
+        "rejected",
+        low=0,
+        high=MAX_LOGPROBS,
+        metavar="N",
     )
-    disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts and pictures alone")
+    max_image_tokens: int | None = flag(
+        None,
+        "maximum number of tokens of an image; larger images are resized (default: 1024 on a "
+        "CPU, 4096 on a GPU, or the checkpoint's limit if lower)",
+        low=1,
+        high=1 << 16,
+        old_names=("--max-picture-tokens",),
+    )
+    mm_encoder_cache_tokens: int | None = flag(
+        None,
+        "size of the encoder cache in image tokens (default: four times --max-image-tokens)",
+        low=1,
+        high=1 << 24,
+        old_names=("--picture-pool-tokens",),
+    )
+    disable_cuda_graph: bool = flag(
+        False,
+        "run steps without CUDA graphs (torch)",
+        aliases=("--enforce-eager",),
+    )
+    disable_piecewise_cuda_graph: bool = flag(
+        False,
+        "run prefill and image encoding without CUDA graphs (torch)",
+    )
 
     def __post_init__(self) -> None:
         check_rules(self)
@@ -98,12 +133,12 @@ class EngineConfig:
 
     @property
     def has_grammars(self) -> bool:
-        """Returns whether a text can be held to a grammar, once the start has resolved `auto`."""
+        """Whether structured output is on; valid once startup has resolved `auto`."""
         return self.grammar_backend == LLGUIDANCE
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps in flight beside the one being planned."""
+        """Steps in flight while the next one is planned."""
         if self.disable_overlap_schedule:
             return 0
         return 1 if self.overlap_depth is None else self.overlap_depth

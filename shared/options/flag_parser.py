@@ -1,4 +1,4 @@
-"""The argument parser of a server's flags, with its `--help` and `--version`."""
+"""Argument parser of the server, with `--help` and `--version`."""
 
 import argparse
 import platform
@@ -14,37 +14,40 @@ from typing import Any
 from shared import VERSION
 from shared.options.flags import ConfigError, spelling, spellings, switches, usual_value
 from shared.options.options import HEADINGS, PARTS
+from shared.revision import revision
 
 SHELLS = ("bash", "zsh", "tcsh")
 BACKEND_PACKAGES = ("torch", "triton", "jax", "jaxlib")
-"""Distributions whose versions `--version` shows, where they are installed."""
+"""Packages whose versions `--version` prints if they are installed."""
 
 _EPILOG = """\
 examples:
-  {prog} --model-path models/demo/target --port 8000
-  {prog} --speculative-algorithm NGRAM --config flags.toml --port 8001
+  {prog} --model-path Qwen/Qwen3.5-9B --speculative-algorithm NEXTN
+  {prog} --config flags.toml --tp-size 2 --port 8001
 
-Every flag with its default is also in docs/server_flags.md, what does not work together in
-docs/compatibility.md; a running server has the same at /capabilities."""
+documentation:
+  docs/server_flags.md          all flags with defaults and choices
+  docs/speculative_decoding.md  drafting methods and when to use each
+  docs/compatibility.md         unsupported combinations, also at GET /capabilities"""
 
 
 class FlagParser(argparse.ArgumentParser):
     """An argument parser whose errors are `ConfigError`."""
 
     def error(self, message: str) -> typing.NoReturn:
-        """Raises the message as one sentence."""
+        """Raises the message of argparse as one sentence."""
         flag_names, _, fault = message.removeprefix("argument ").partition(": ")
-        fault = "needs a value" if "expected one argument" in fault else f"is wrong: {fault}"
+        fault = "requires a value" if "expected one argument" in fault else f"is invalid: {fault}"
         raise ConfigError(f"{flag_names} {fault}; --help lists the flags")
 
 
 def make_parser() -> FlagParser:
-    """Makes the parser of a server's command line."""
+    """Returns the parser of the server's command line."""
     prog = _program()
     parser = FlagParser(
         prog=prog,
-        usage="%(prog)s [--model-path PATH] [--FLAG VALUE ...] [@FILE ...]",
-        description="Serves a model over HTTP with the APIs of OpenAI.",
+        usage="%(prog)s [--model-path MODEL] [--flag VALUE ...] [@FILE ...]",
+        description="Serves a model over HTTP with an OpenAI-compatible API.",
         epilog=_EPILOG.format(prog=prog),
         formatter_class=_HelpFormatter,
         allow_abbrev=False,
@@ -56,25 +59,26 @@ def make_parser() -> FlagParser:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds every flag of a server to a parser."""
+    """Adds all flags to a parser."""
     group = parser.add_argument_group("Command line")
     group.add_argument("-h", "--help", action="help", help="show this help and exit")
     group.add_argument(
-        "--version", action=_Version, nargs=0, help="show the versions of server and backends"
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="print the version, the revision and the backend packages, and exit",
     )
     group.add_argument(
         "--config",
         action=_Once,
         metavar="FILE",
-        help="TOML, JSON or YAML file of flags, names with dashes or underscores; a flag of the "
-        "command line takes the place of the file's",
+        help="TOML, JSON or YAML file of flags; flags on the command line take precedence",
     )
     group.add_argument(
         "--print-completion",
         action=_Once,
         metavar="SHELL",
-        help="print what makes a shell complete the flags of `tandem serve`, and exit: one of "
-        + ", ".join(SHELLS),
+        help="print a completion script for `tandem serve`, and exit: one of " + ", ".join(SHELLS),
     )
     for name, part in PARTS.items():
         group = parser.add_argument_group(HEADINGS[name])
@@ -83,14 +87,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def help_of(item: "Field[Any]") -> str:
-    """Returns the meaning of a flag with its choices and its default."""
-    text, choices = item.metadata["help"], item.metadata.get("choices", ())
-    meaning, stated, default = text.partition(" (default: ")
-    if choices:
-        meaning += f": one of {', '.join(choices)}"
-    if stated or item.default is False:
-        return meaning + stated + default
-    return f"{meaning} (default: {'none' if item.default is None else item.default})"
+    """Returns the help text of a flag with its default."""
+    text = item.metadata["help"]
+    if " (default: " in text or item.default is False:
+        return text
+    return f"{text} (default: {'none' if item.default is None else item.default})"
 
 
 def _add(group: Any, item: "Field[Any]") -> None:
@@ -112,15 +113,17 @@ def _add(group: Any, item: "Field[Any]") -> None:
 
 def _metavar(item: "Field[Any]") -> str:
     rules = item.metadata
+    if "choices" in rules:
+        return f"{{{','.join(rules['choices'])}}}"
     if "metavar" in rules:
         return rules["metavar"]
     if rules.get("is_share"):
-        return "SHARE"
+        return "FRACTION"
     return "N" if "low" in rules else "PATH" if rules.get("is_path") else "TEXT"
 
 
 class _Once(argparse.Action):
-    """Stores a flag's value and refuses a second, other one."""
+    """Stores the value of a flag; a second, different value is an error."""
 
     def __call__(
         self,
@@ -131,14 +134,14 @@ class _Once(argparse.Action):
     ) -> None:
         values = self.const if self.nargs == 0 else values
         if values == "":
-            raise ConfigError(f"{option_string} is empty; give a value or leave the flag out")
+            raise ConfigError(f"{option_string} is empty; give a value, or remove the flag")
         if getattr(namespace, self.dest, values) != values:
-            raise ConfigError(f"{option_string} is given twice; leave one out")
+            raise ConfigError(f"{option_string} is given twice; remove one")
         setattr(namespace, self.dest, values)
 
 
 class _Version(argparse.Action):
-    """Prints the versions of the server and of the packages of the backends, and exits."""
+    """Prints the versions of the server and of the backend packages, and exits."""
 
     def __call__(
         self,
@@ -153,7 +156,9 @@ class _Version(argparse.Action):
 
 def versions() -> str:
     """Returns the versions of the server, of Python and of each installed backend package."""
-    found = [f"tandem {VERSION}", f"Python {platform.python_version()}"]
+    commit = revision()
+    server = f"tandem {VERSION}" + (f" ({commit})" if commit else "")
+    found = [server, f"Python {platform.python_version()}"]
     for name in BACKEND_PACKAGES:
         try:
             found.append(f"{name} {version(name)}")
@@ -163,7 +168,7 @@ def versions() -> str:
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help with the value's name once behind all spellings of a flag."""
+    """Help formatter that prints the value of a flag once, after all spellings."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(action.option_strings)
@@ -171,7 +176,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _program(argv: Sequence[str] = sys.argv) -> str:
-    """Returns the command that started this process, as the reader typed it."""
+    """Returns the command that started this process, as typed."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is not None and spec.name.endswith("_impl.serve"):
         return f"python -m {spec.name}"

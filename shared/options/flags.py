@@ -1,4 +1,4 @@
-"""What a command-line flag is: a field of a frozen dataclass with a default, a help and rules."""
+"""Command-line flags as fields of frozen dataclasses, with a default, a help text and rules."""
 
 import errno
 import os
@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Any
 
 AUTO, NONE = "auto", "none"
-"""Values of flags: the start chooses by the model, and nothing of what the flag chooses from."""
+"""Flag values: chosen at startup by the model, and no choice at all."""
 
 
 class ConfigError(ValueError):
-    """The start cannot go on as told; the message is one sentence with the flag and the way out."""
+    """Invalid configuration; the message is one sentence with the flag and what to do."""
 
 
 def flag(default: Any, help: str, **rules: Any) -> Any:
-    """A field that is a command-line flag.
+    """Returns a dataclass field that is a command-line flag.
 
     Args:
-      default: Its value where the flag is not given; None means that the start decides.
-      help: What it means, in the words of `--help`.
-      **rules: `low`, `high` bound a number, which is a whole one unless `is_share`; `multiple_of`
-        divides it; `choices` lists the words; `aliases` are other spellings of the flag that
-        `--help` lists, `old_names` former ones that it does not; `values` maps other spellings of
-        a value to the value, and `switches` flags without a value to the value that they set;
-        `is_path` names a file or a folder, `is_file` that it is a file to be "read" or "written";
-        `is_list` a text of values with commas between them.
+      default: Value if the flag is not given; None if startup chooses it.
+      help: Text of `--help`.
+      **rules: `low` and `high` bound a number, which is an integer unless `is_share`;
+        `multiple_of` divides it; `choices` are the allowed strings; `aliases` are other spellings
+        that `--help` lists, `old_names` former spellings that it does not; `values` maps other
+        spellings of a value to the value; `switches` maps flags without a value to the value that
+        they set; `is_path` marks a file or folder, `is_file` a file to be "read" or "written";
+        `is_list` a string of values separated by commas.
     """
     return field(default=default, metadata={"help": help, **rules})
 
 
 def spelling(name: str) -> str:
-    """The flag of a field: `page_size` is `--page-size`."""
+    """Returns the flag of a field, such as `--page-size` for `page_size`."""
     return "--" + name.replace("_", "-")
 
 
@@ -53,16 +53,16 @@ def usual_value(item: "Field[Any]", value: Any) -> Any:
 
 
 def check_rules(config: Any) -> None:
-    """Holds every field of a config against the rules of its `flag`."""
+    """Checks every field of a config by the rules of its `flag`."""
     for item in fields(config):
         check_value(item, getattr(config, item.name))
 
 
 def check_value(item: "Field[Any]", value: Any) -> None:
-    """Holds the value of a field against the rules of its `flag`.
+    """Checks the value of a field by the rules of its `flag`.
 
     Raises:
-      ConfigError: It is no choice, out of range, or no multiple.
+      ConfigError: The value is not a choice, out of range, or not a multiple.
     """
     if value is None or isinstance(value, bool):
         return
@@ -78,10 +78,10 @@ def check_value(item: "Field[Any]", value: Any) -> None:
 
 
 def check_files(config: Any) -> None:
-    """Looks at every file that a config names, so that a wrong one is found at once.
+    """Checks that every file of a config can be read or written.
 
     Raises:
-      ConfigError: One cannot be read, or not be written.
+      ConfigError: A file cannot.
     """
     for item in fields(config):
         name, verb = getattr(config, item.name), item.metadata.get("is_file")
@@ -96,7 +96,7 @@ def check_files(config: Any) -> None:
 
 
 def _check_readable(path: Path) -> None:
-    if path.is_dir() or path.is_file() or not path.exists():  # a pipe is left alone
+    if path.is_dir() or path.is_file() or not path.exists():  # pipes are not opened
         with path.open("rb"):
             pass
 
@@ -111,7 +111,7 @@ def _check_writable(path: Path) -> None:
 
 
 def in_full(config: Any) -> Any:
-    """The same with each path in full: other processes have folders of their own."""
+    """Returns the config with absolute paths; other processes have other working folders."""
     found = {}
     for item in fields(config):
         path = getattr(config, item.name)

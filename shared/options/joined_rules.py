@@ -16,7 +16,7 @@ JOINED_RULES = (
     ),
     Rule(
         refuses=lambda s: (
-            s.draft.from_text and "speculative_ngram_num_draft_tokens" in s.options.given
+            s.draft.from_text and "speculative_ngram_num_draft_tokens" in s.options.explicit_flags
         ),
         reason="--speculative-ngram-num-draft-tokens requires a merged method such as "
         "NEXTN+NGRAM; with --speculative-algorithm NGRAM, --speculative-num-draft-tokens sets the "

@@ -1,20 +1,20 @@
-"""The value of --speculative-simulate-accept-length, by which drafts are accepted by lot."""
+"""Parser of --speculative-simulate-accept-length (simulated acceptance)."""
 
 from shared.options.flags import ConfigError
 
 MOST_TOKENS = 64
-"""Of a step: as many as a draft tree has nodes."""
+"""Maximum tokens of a step, the maximum number of nodes of a draft tree."""
 
 
 def rates_of(text: str | None) -> tuple[float, ...] | None:
-    """How often the draft of each level is accepted, given those before it; never beyond.
+    """Returns the acceptance rate of each position, given that all before it are accepted.
 
     Args:
-      text: The rates, with commas between them. Or one number, the mean length of a step with its
-        bonus token: then all rates but the last are 1. None: no lot.
+      text: Rates separated by commas, or one number, the mean tokens per step with the bonus token
+        (all rates but the last are then 1). None: no simulation.
 
     Raises:
-      ConfigError: It is neither.
+      ConfigError: The text is neither.
     """
     if text is None:
         return None
@@ -28,6 +28,6 @@ def rates_of(text: str | None) -> tuple[float, ...] | None:
     if len(numbers) < 2 or not all(0 <= rate <= 1 for rate in numbers):
         raise ConfigError(
             "--speculative-simulate-accept-length must be a number of tokens from 1 to "
-            f"{MOST_TOKENS}, or rates from 0 to 1 with commas between them, got {text}"
+            f"{MOST_TOKENS}, or acceptance rates from 0 to 1 separated by commas, got {text}"
         )
     return tuple(numbers)

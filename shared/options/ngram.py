@@ -1,4 +1,4 @@
-"""Flags of the drafter NGRAM; `shared.options.capabilities` holds them against the others."""
+"""Options of the n-gram drafter; `shared.options.ngram_rules` has its rules."""
 
 from dataclasses import dataclass
 
@@ -8,49 +8,74 @@ RECENCY, FREQUENCY = MATCH_TYPES = ("BFS", "PROB")
 TENANT, REQUEST = SCOPES = ("tenant", "request")
 DEVICE, HOST = BACKENDS = ("device", "host")
 DEFAULT_NODES = 12
-"""N where no flag says otherwise."""
+"""Default of `--speculative-num-draft-tokens` with NGRAM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramConfig:
-    """What the drafter NGRAM remembers, and how it grows a tree of it."""
+    """Options of the n-gram drafter: stored n-grams and the shape of its trees."""
 
     speculative_ngram_num_draft_tokens: int = flag(
-        12, "nodes of seen text that a tree has beside the drafter's, where both draft "
-        "(NAME+NGRAM)", low=1, high=32, old_names=("--speculative-ngram-draft-tokens",),
-    )  # fmt: skip
+        12,
+        "number of n-gram nodes in a merged tree (METHOD+NGRAM)",
+        low=1,
+        high=32,
+        old_names=("--speculative-ngram-draft-tokens",),
+    )
     speculative_ngram_min_bfs_breadth: int = flag(
-        1, "nodes that a level of the longest match may have below each other one", low=1, high=64
+        1,
+        "maximum number of children per node for the longest match",
+        low=1,
+        high=64,
     )
     speculative_ngram_max_bfs_breadth: int = flag(
-        10, "the same for the shortest match", low=1, high=64
+        10,
+        "maximum number of children per node for the shortest match",
+        low=1,
+        high=64,
     )
     speculative_ngram_match_type: str = flag(
-        RECENCY, "BFS prefers what followed last, PROB what followed most often",
-        choices=MATCH_TYPES, metavar="TYPE",
-    )  # fmt: skip
+        RECENCY,
+        "BFS: prefer the most recent continuations; PROB: prefer the most frequent continuations",
+        choices=MATCH_TYPES,
+        metavar="TYPE",
+    )
     speculative_ngram_max_trie_depth: int = flag(
-        18, "tokens of the longest n-gram that is remembered", low=2, high=64
+        18,
+        "maximum length of a stored n-gram in tokens",
+        low=2,
+        high=64,
     )
     speculative_ngram_capacity: int = flag(
-        10_000_000, "n-grams that are remembered, of 48 bytes each; in a table the power of two "
-        "below, of 12 bytes each", low=1024, high=1 << 28,
-    )  # fmt: skip
+        10_000_000,
+        "maximum number of stored n-grams, 48 bytes each on the host; on the device the next "
+        "lower power of two, 12 bytes each",
+        low=1024,
+        high=1 << 28,
+    )
     speculative_ngram_scope: str = flag(
-        TENANT, "whose text a request's drafts come from: its tenant's (the request field user), "
-        "or its own alone", choices=SCOPES, metavar="SCOPE",
-    )  # fmt: skip
+        TENANT,
+        "requests that share n-grams; tenant: requests with the same field user; request: none",
+        choices=SCOPES,
+        metavar="SCOPE",
+    )
     speculative_ngram_external_corpus_path: str | None = flag(
         None,
-        "JSONL file of documents, each a text or a list of token ids",
+        "JSONL file of documents, each a string or a list of token ids",
         is_path=True,
         is_file="read",
     )
     speculative_ngram_external_sam_budget: int = flag(
-        0, "draft nodes that external corpora share", low=0, high=63
+        0,
+        "number of draft nodes reserved for external corpora",
+        low=0,
+        high=63,
     )
     speculative_ngram_external_corpus_max_tokens: int = flag(
-        10_000_000, "most tokens of all external corpora, of 100 bytes each", low=1, high=1 << 27
+        10_000_000,
+        "maximum number of tokens in all external corpora, 100 bytes each",
+        low=1,
+        high=1 << 27,
     )
 
     def __post_init__(self) -> None:
@@ -58,12 +83,12 @@ class NgramConfig:
 
     @property
     def num_copies(self) -> int:
-        """C, nodes of seen text beside the drafter's."""
+        """C, number of n-gram nodes in a merged tree."""
         return self.speculative_ngram_num_draft_tokens
 
     @property
     def sam_budget(self) -> int:
-        """Draft nodes that external corpora share."""
+        """Number of draft nodes reserved for external corpora."""
         return self.speculative_ngram_external_sam_budget
 
 
@@ -76,4 +101,4 @@ OF_A_TRIE = (
     "speculative_ngram_external_sam_budget",
     "speculative_ngram_external_corpus_max_tokens",
 )
-"""What a table of n-grams on the device has not."""
+"""Options that require the trie on the host."""

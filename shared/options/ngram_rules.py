@@ -10,7 +10,7 @@ from shared.options.setup import Example, Rule, flags_of
 
 def needs_trie(options: Options) -> bool:
     """Returns whether a flag requires the trie on the host."""
-    return options.adaptive.speculative_adaptive or not options.given.isdisjoint(OF_A_TRIE)
+    return options.adaptive.speculative_adaptive or not options.explicit_flags.isdisjoint(OF_A_TRIE)
 
 
 NGRAM_RULES = (

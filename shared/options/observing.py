@@ -1,4 +1,4 @@
-"""What the server tells of its work: log lines and traces."""
+"""Options of log lines and OpenTelemetry traces."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,24 +12,28 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, kw_only=True)
 class ObservingOptions:
-    """What the server tells of its work."""
+    """Options of log lines and OpenTelemetry traces."""
 
     log_format: str = flag(
-        "text", "how the lines of the log are written", choices=LOG_FORMATS, metavar="FORMAT"
+        "text",
+        "format of log lines",
+        choices=LOG_FORMATS,
+        metavar="FORMAT",
     )
     log_level: str = flag(
         "info",
-        "the least that is logged; info has a line for each request that ends",
+        "minimum level of log lines; info logs one line per finished request",
         choices=LOG_LEVELS,
         metavar="LEVEL",
     )
     log_requests: bool = flag(
-        False, "log what requests ask and are answered too, which is never logged else"
+        False,
+        "log prompts and outputs (off by default)",
     )
     otlp_traces_endpoint: str | None = flag(
         None,
-        "address of an OpenTelemetry collector that takes OTLP over HTTP, for a span of each "
-        "request, say http://127.0.0.1:4318/v1/traces (default: no spans)",
+        "OTLP/HTTP endpoint of an OpenTelemetry collector that receives one span per request, "
+        "such as http://127.0.0.1:4318/v1/traces (default: none)",
         metavar="URL",
     )
 
@@ -42,19 +46,19 @@ class ObservingOptions:
             )
 
     def check_exporter(self) -> None:
-        """Looks for the packages of the extra: the server's process would find out too late.
+        """Checks that the packages of the extra `otel` are installed if they are needed.
 
         Raises:
-          ConfigError: They are needed, and are not there.
+          ConfigError: They are not installed.
         """
         if self.otlp_traces_endpoint is None:
             return
         try:
             missing = find_spec(TRACE_EXPORTER) is None
-        except ModuleNotFoundError:  # of a package above it
+        except ModuleNotFoundError:  # a parent package is missing
             missing = True
         if missing:
             raise ConfigError(
-                "--otlp-traces-endpoint needs OpenTelemetry, which is not installed; install the "
-                "extra otel, or leave the flag out"
+                "--otlp-traces-endpoint requires OpenTelemetry; install the extra otel, or remove "
+                "the flag"
             )

@@ -1,7 +1,6 @@
-"""What a start can be told: frozen dataclasses; each field is the command-line flag of its name.
+"""Options of the server as frozen dataclasses; each field is the command-line flag of its name.
 
-Spellings and defaults are those that users of SGLang know. `shared.options.command_line` reads the
-flags.
+Names and defaults follow SGLang. `shared.options.command_line` parses the flags.
 """
 
 from dataclasses import dataclass, fields
@@ -20,7 +19,7 @@ from shared.options.speculative import SpeculativeConfig
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 DTYPES = ("auto", "float32", "bfloat16")
 DUMMY = "dummy"
-"""Weights are made from config.json alone."""
+"""Random weights from config.json."""
 
 LOAD_FORMATS = ("auto", DUMMY)
 FP8, W8A8_FP8 = "fp8", "w8a8_fp8"
@@ -28,79 +27,90 @@ FP8, W8A8_FP8 = "fp8", "w8a8_fp8"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """What is served."""
+    """Options of the model."""
 
     model_path: str = flag(
-        str(DEFAULT_MODEL), "folder of a Hugging Face checkpoint, or the id of one on the hub, as "
-        "ORG/NAME or ORG/NAME@REVISION; a folder of that name comes first (default: the model that "
-        "ships)", aliases=("--model",), is_path=True,
-    )  # fmt: skip
+        str(DEFAULT_MODEL),
+        "Hugging Face checkpoint: a local folder, or a hub id as ORG/NAME or ORG/NAME@REVISION; "
+        "a folder of that name takes precedence (default: the demo model)",
+        aliases=("--model",),
+        is_path=True,
+    )
     revision: str | None = flag(
-        None, "branch, tag or commit of the hub id of --model-path (default: main)"
+        None,
+        "branch, tag or commit of the hub id in --model-path (default: main)",
     )
     download_dir: str | None = flag(
-        None, "cache that hub models are read from and downloaded to (default: HF_HUB_CACHE, or "
-        "hub in HF_HOME)", metavar="FOLDER", is_path=True,
-    )  # fmt: skip
+        None,
+        "cache folder for hub models (default: HF_HUB_CACHE, or hub in HF_HOME)",
+        metavar="FOLDER",
+        is_path=True,
+    )
     dtype: str = flag(
         "auto",
-        "auto is float32 on a CPU and bfloat16 on a GPU",
+        "type of weights, activations and KV cache; auto: float32 on a CPU, bfloat16 on a GPU",
         choices=DTYPES,
         metavar="DTYPE",
         values={"float": "float32"},
     )
     load_format: str = flag(
         "auto",
-        "auto reads the folder's weights, dummy makes random ones of its config.json alone, which "
-        "say nothing and take the time of real ones",
+        "auto: read the safetensors files of the checkpoint; dummy: random weights from "
+        "config.json, for benchmarks",
         choices=LOAD_FORMATS,
         metavar="FORMAT",
         values={"safetensors": "auto"},
     )
     quantization: str | None = flag(
-        None, "fp8: require a checkpoint with FP8 weights, which are detected without the flag; "
-        "w8a8_fp8: the same with --fp8-activations; weights are not quantized at startup",
-        choices=(FP8, W8A8_FP8), metavar="NAME",
-    )  # fmt: skip
+        None,
+        "fp8: require a checkpoint with FP8 weights, which are also detected without the flag; "
+        "w8a8_fp8: in addition --fp8-activations; weights are never quantized at startup",
+        choices=(FP8, W8A8_FP8),
+        metavar="NAME",
+    )
     fp8_activations: bool = flag(
-        False, "multiply with FP8 weights as codes, the rows quantised too, as their file asks; "
-        "another model than that of the weights widened, faster and less exact",
-    )  # fmt: skip
+        False,
+        "quantize activations to FP8 as well (W8A8), with the scheme of the checkpoint; faster "
+        "and less exact than FP8 weights alone; dense models on a Hopper GPU or a CPU",
+    )
     context_length: int | None = flag(
         None,
-        "most tokens of prompt and output (default: the model's)",
+        "maximum number of tokens of a request, prompt and output together (default: the model's)",
         aliases=("--max-model-len",),
         low=2,
         high=1 << 24,
     )
     chat_template: str | None = flag(
-        None, "Jinja file that writes conversations as the model's prompt (default: the model "
-        "folder's)", metavar="FILE", is_path=True,
-    )  # fmt: skip
+        None,
+        "Jinja file of the chat template (default: the chat template of the model folder)",
+        metavar="FILE",
+        is_path=True,
+    )
     language_model_only: bool = flag(
-        False, "leave a model's vision tower out, and serve its text alone"
+        False,
+        "serve only the text model of a vision-language checkpoint",
     )
 
     def __post_init__(self) -> None:
         check_rules(self)
         if self.quantization == W8A8_FP8:  # SGLang's name of two flags
-            object.__setattr__(self, "quantization", FP8)  # while it is being made
+            object.__setattr__(self, "quantization", FP8)  # frozen, but not in use yet
             object.__setattr__(self, "fp8_activations", True)
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the weights come from no file."""
+        """Whether the weights are random."""
         return self.load_format == DUMMY
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything that a start was told.
+    """All options of a server.
 
     Attributes:
-      given: Names of the fields that were named, of any part.
-      candidates: Draft shapes that an adaptive start chooses from, once they are known.
-      reasons: Options that the start has chosen by itself, each with the reason.
+      explicit_flags: Names of the fields that were set explicitly.
+      candidates: Candidate draft shapes of `--speculative-adaptive`, once they are known.
+      reasons: Options that startup chose, each with the reason.
     """
 
     model: ModelOptions
@@ -111,23 +121,23 @@ class Options:
     speculative: SpeculativeConfig
     ngram: NgramConfig
     adaptive: AdaptiveConfig
-    given: frozenset[str] = frozenset()
+    explicit_flags: frozenset[str] = frozenset()
     candidates: tuple[Candidate, ...] = ()
     reasons: tuple[str, ...] = ()
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
-        """Options of the given fields, whatever part they belong to; the rest have their defaults.
+        """Returns options from field values; other fields have their defaults.
 
         Raises:
-          ConfigError: A value is out of range.
+          ConfigError: A value is invalid.
         """
         made = {}
         for part, made_of in PARTS.items():
             names = {item.name for item in fields(made_of)} & values.keys()
             made[part] = made_of(**{name: values[name] for name in names})
         made["adaptive"].check_drafter(made["speculative"].drafts)
-        return cls(**made, given=frozenset(values))
+        return cls(**made, explicit_flags=frozenset(values))
 
 
 PARTS = {
@@ -151,4 +161,4 @@ HEADINGS = {
     "ngram": "NGRAM drafter",
     "adaptive": "Adaptive speculation",
 }
-"""Headings of the parts in `--help` and in `docs/server_flags.md`."""
+"""Headings in `--help` and in `docs/server_flags.md`."""

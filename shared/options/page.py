@@ -1,30 +1,32 @@
-"""Every flag of the server, as `docs/server_flags.md` lists them.
+"""Generator of `docs/server_flags.md`.
 
-`python -m shared.options.page` prints the page, of the fields of the dataclasses of options.
+python -m shared.options.page > docs/server_flags.md
 """
 
 import re
+import textwrap
 from dataclasses import Field, fields
 from typing import Any
 
-from shared.options.flags import spelling
+from shared.options.flags import spelling, switches
 from shared.options.not_served import ALWAYS, NEUTRAL
 from shared.options.options import HEADINGS, PARTS
 
 _DEFAULT = re.compile(r"(.*) \(default: (.*)\)", re.DOTALL)
 _HEAD = """<!-- Made by `python -m shared.options.page`; a test compares. -->
-# Flags
+# Server flags
 
-Spelled as users of SGLang know them; `--help` lists them too. A flag that is not supported ends the
-start with exit code 2 and one sentence that names it and the way out. What does not work together
-is in [compatibility.md](compatibility.md). `make serve ARGS="--tp-size 2"` passes flags on.
-`--version` prints the versions of the server and of the backends.
+All flags of the server with defaults and choices, as in `--help`. Names follow SGLang; the names of
+vLLM are aliases. An unsupported flag is an error with exit code 2 and one sentence that names the
+flag and what to do. Unsupported combinations are in [compatibility.md](compatibility.md).
+`make serve ARGS="--tp-size 2"` passes flags on. `--version` prints the versions of the server and
+of the backends.
 
 ## Files of flags
 
-`--config FILE` reads flags from a TOML file, from a JSON file, or, where PyYAML is installed, from
-a YAML file; the ending of the name decides. A flag of the command line takes the place of the
-file's. Names have dashes or underscores, and every spelling of a flag is known.
+`--config FILE` reads flags from a TOML or JSON file, or from a YAML file if PyYAML is installed.
+The extension selects the format. Flags on the command line take precedence. Names have dashes or
+underscores, and aliases are accepted.
 
 ```toml
 model-path = "models/demo/target"
@@ -34,27 +36,37 @@ disable_radix_cache = true
 allowed-origins = ["https://chat.example", "https://admin.example"]
 ```
 
-An unknown name, a name given twice, a table and a value of another type are errors with the name of
-the file. A switch is `true` or `false`, a text stands in quotes, and a list is for the flags whose
-values have commas between them.
+An unknown name, a duplicate name, a nested table and a value of the wrong type are errors that name
+the file. A switch is `true` or `false`. A list is accepted for flags with comma-separated values.
 
-`@FILE` stands for the words of a file, as a shell reads them: flags with their values over any
-number of lines, `#` begins a comment. No flag is read from the environment.
+`@FILE` is replaced by the words of a file, which are split as in a shell; `#` begins a comment.
+Flags are not read from environment variables.
 
-## Completion in a shell
+## Shell completion
 
 `tandem serve --print-completion bash` (or `zsh`, `tcsh`) prints a script that completes flags and
-their choices; it needs the extra `completion`. In bash: `source <(tandem serve --print-completion
-bash)`."""
+their choices; it requires the extra `completion`. In bash: `source <(tandem serve
+--print-completion bash)`."""
 _PEERS = """## Flags of SGLang and vLLM
 
-These switches ask for what every server does, and are taken: {always}. So are these values, which
-ask for nothing: {values}. Other flags of theirs are errors with the way out."""
+These flags set another flag.
+
+| flag | same as |
+|---|---|
+{switches}
+
+These switches request the only supported behaviour and have no effect:
+{always}.
+
+These values have no effect either:
+{values}.
+
+Other flags of SGLang and vLLM are errors that name the flag to use instead."""
 _TABLE = "| flag | default | meaning |\n|---|---|---|"
 
 
 def to_markdown() -> str:
-    """The page `docs/server_flags.md`: a table for each part of the options."""
+    """Returns the page, with one table for each group of flags."""
     parts = [_HEAD]
     for name, part in PARTS.items():
         lines = [_line(item) for item in fields(part)]
@@ -63,9 +75,37 @@ def to_markdown() -> str:
 
 
 def _of_peers() -> str:
+    switched = [
+        (flag, item, value)
+        for part in PARTS.values()
+        for item in fields(part)
+        for flag, value in switches(item).items()
+    ]
+    spelled = [
+        (f"{item.metadata.get('aliases', [spelling(item.name)])[-1]} {other}", item, value)
+        for part in PARTS.values()
+        for item in fields(part)
+        for other, value in item.metadata.get("values", {}).items()
+        if not item.metadata.get("old_names")
+    ]
+    same = [
+        f"| `{flag}` | `{spelling(item.name)} {value}` |"
+        for flag, item, value in switched + spelled
+    ]
     always = ", ".join(f"`{name}`" for name in sorted(ALWAYS))
     values = [f"`{name} {value}`" for name, taken in NEUTRAL.items() for value in taken]
-    return _PEERS.format(always=always, values=", ".join(sorted(values)))
+    return _PEERS.format(
+        switches="\n".join(same),
+        always=_wrapped(always),
+        values=_wrapped(", ".join(sorted(values))),
+    )
+
+
+def _wrapped(text: str) -> str:
+    """Returns text in lines of at most 100 columns, without breaks inside code spans."""
+    whole = text.replace(" ", "\0").replace(",\0", ", ")
+    lines = textwrap.wrap(whole, 99, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _line(item: "Field[Any]") -> str:

@@ -1,4 +1,4 @@
-"""How many GPUs run one model together, and who starts their processes."""
+"""Options of tensor parallelism."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -10,15 +10,18 @@ LOCAL, RAY = "mp", "ray"
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """How many GPUs run the model together."""
+    """Options of tensor parallelism."""
 
     tp_size: int = flag(
-        1, "ranks that divide every product of the model among them, a GPU each; the text is that "
-        "of one", aliases=("--tp", "--tensor-parallel-size"), low=1, high=64,
-    )  # fmt: skip
+        1,
+        "number of tensor-parallel ranks, one GPU each; the output does not depend on it",
+        aliases=("--tp", "--tensor-parallel-size"),
+        low=1,
+        high=64,
+    )
     distributed_executor_backend: str = flag(
         LOCAL,
-        "how worker processes are started: mp as child processes on this host, ray as actors of a "
+        "how worker processes are started; mp: child processes on this host; ray: actors of a "
         "running Ray cluster, in one placement group",
         choices=(LOCAL, RAY),
         metavar="NAME",
@@ -31,10 +34,10 @@ class RankOptions:
         check_rules(self)
 
     def check_launcher(self) -> None:
-        """Looks for the package of the launcher.
+        """Checks that the package of the executor backend is installed.
 
         Raises:
-          ConfigError: It is needed, and is not installed.
+          ConfigError: It is not.
         """
         if self.distributed_executor_backend == RAY and find_spec("ray") is None:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Where requests come in, and who is answered."""
+"""Options of the HTTP server: listeners, authentication, parsers and limits."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shared.options.flags import AUTO, NONE, ConfigError, check_rules, flag, spelling
 
 ANY = "*"
-"""Stands for every name of a host, and for every site."""
+"""Wildcard for all host names and all origins."""
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+")
 
@@ -16,115 +16,132 @@ TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen3_coder", "llama3")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """Where requests come in."""
+    """Options of the HTTP server."""
 
-    host: str = flag("127.0.0.1", "address to listen on, or a name, with all its addresses")
-    port: int = flag(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    host: str = flag(
+        "127.0.0.1",
+        "address or name to listen on; a name uses all of its addresses",
+    )
+    port: int = flag(
+        8000,
+        "port to listen on; 0 picks a free port",
+        low=0,
+        high=65535,
+    )
     admin_host: str | None = flag(
-        None, "address of the second listener, or a name (default: 127.0.0.1)"
+        None,
+        "address or name of the admin listener (default: 127.0.0.1)",
     )
     admin_port: int | None = flag(
         None,
-        "port of a second listener, which then has /metrics and the routes that change the server; "
-        "0 takes a free one (default: none, one listener has all)",
+        "port of a second listener for /metrics and the admin routes, which --port then does "
+        "not serve; 0 picks a free port (default: none, --port serves all routes)",
         low=0,
         high=65535,
     )
     allowed_hosts: str | None = flag(
-        None, "names, separated by commas, that clients may call the server by; * is any (default: "
-        "those of this machine where it listens to this machine alone, else any)", is_list=True,
-    )  # fmt: skip
+        None,
+        "host names that clients may send in the Host header, separated by commas; * allows any "
+        "(default: names of this machine if only it can connect, else any)",
+        is_list=True,
+    )
     allowed_origins: str | None = flag(
-        None, "sites, separated by commas, whose pages may read answers in a browser, as "
-        "https://chat.example:8443; * is any; never with passwords or cookies (default: none)",
+        None,
+        "origins whose web pages may read responses (CORS), separated by commas, such as "
+        "https://chat.example:8443; * allows any; never with credentials (default: none)",
         aliases=("--cors-allowed-origins",),
         is_list=True,
-    )  # fmt: skip
+    )
     served_model_name: str | None = flag(
-        None, "name in requests and answers (default: the folder's name)"
+        None,
+        "model name in requests and responses (default: the name of the model folder)",
     )
     sampling_defaults: str = flag(
         "model",
-        "temperature and filters of requests that name none: the model's generation_config.json, "
-        "or openai's",
+        "source of sampling parameters that a request omits; model: generation_config.json of "
+        "the checkpoint; openai: OpenAI's defaults",
         choices=("model", "openai"),
         aliases=("--generation-config",),
         values={"auto": "model", "vllm": "openai"},
     )
     reasoning_parser: str | None = flag(
         AUTO,
-        "how the model marks its reasoning, which answers then give as reasoning_content; auto "
-        "finds it by the tags of the chat template",
+        "parser that separates reasoning into reasoning_content; auto: detected from the chat "
+        "template",
         choices=(AUTO, NONE, *REASONING_PARSERS),
         metavar="NAME",
         values={"deepseek_r1": "deepseek-r1"},
     )
     tool_call_parser: str | None = flag(
         AUTO,
-        "how the model writes calls of tools, without which no request may have tools; auto finds "
-        "it by the call that the chat template writes",
+        "parser of tool calls; requests with tools require one; auto: detected from the chat "
+        "template",
         choices=(AUTO, NONE, *TOOL_CALL_PARSERS),
         metavar="NAME",
         values={"qwen25": "qwen", "llama3_json": "llama3"},
     )
     strict_fields: bool = flag(
         False,
-        "answer a request with HTTP 400 where it has a field that has no effect here, as store or "
-        "metadata, instead of listing the field under ignored in the answer",
+        "reject requests with fields that have no effect, such as store or metadata, with HTTP "
+        "400 instead of listing them under ignored in the response",
     )
     max_queued_requests: int | None = flag(
         None,
-        "requests that may wait for others to end; one more is answered 503 (default: any number)",
+        "maximum number of waiting requests; further requests get HTTP 503 (default: unlimited)",
         low=0,
         high=1 << 20,
     )
     trace_all_requests: bool = flag(
         False,
-        "keep the trace of every request, not only of those that ask with trace",
+        "record a step trace of every request, not only of those with the field trace",
         old_names=("--trace-requests",),
     )
     graceful_shutdown_timeout: int = flag(
-        25, "seconds that requests have to end after SIGTERM, in which no new ones are taken; a "
-        "second SIGTERM, or another signal that ends a program, ends the server at once",
-        low=0, high=1 << 20, old_names=("--drain-timeout",),
-    )  # fmt: skip
+        25,
+        "seconds for running requests to finish after SIGTERM; new requests are rejected "
+        "meanwhile, and a second signal stops the server at once",
+        low=0,
+        high=1 << 20,
+        old_names=("--drain-timeout",),
+    )
     watchdog_timeout: int = flag(
-        300, "seconds that a step may take; then the server ends itself with the reason",
-        low=1, high=1 << 20,
-    )  # fmt: skip
+        300,
+        "seconds after which an unfinished step terminates the server",
+        low=1,
+        high=1 << 20,
+    )
     api_key: str | None = flag(
         None,
-        "bearer token (or x-api-key, api-key) of every route of both listeners but /live, and the "
-        "password that a browser asks for; a start that other machines can reach needs it "
-        "(default: none)",
+        "bearer token (also as x-api-key or api-key) required on all routes except /live, and "
+        "the password of the web page; required if other machines can connect (default: none)",
     )
     allow_unauthenticated: bool = flag(
-        False, "serve other machines without --api-key", old_names=("--insecure",)
+        False,
+        "accept connections from other machines without --api-key",
+        old_names=("--insecure",),
     )
     admin_api_key: str | None = flag(
         None,
-        "bearer token of the routes that change the server, as those of external corpora (default: "
-        "there are no such routes)",
+        "bearer token of the admin routes, such as those of external corpora (default: none, "
+        "the admin routes are off)",
     )
 
     def __post_init__(self) -> None:
         check_rules(self)
         for name in ("host", "admin_host", "served_model_name"):
             if getattr(self, name) == "":
-                raise ConfigError(f"{spelling(name)} is empty; give a name or leave the flag out")
+                raise ConfigError(f"{spelling(name)} is empty; give a name, or remove the flag")
         if self.admin_host is not None and self.admin_port is None:
-            raise ConfigError(
-                "--admin-host is of the second listener; give its --admin-port too, or leave it out"
-            )
+            raise ConfigError("--admin-host requires --admin-port; add it, or remove --admin-host")
         for origin in self.origins:
             if origin != ANY and not _ORIGIN.fullmatch(origin):
                 raise ConfigError(
-                    f"--allowed-origins has {origin!r}, which is no site; give scheme, host and "
-                    "port as https://chat.example:8443, without a path"
+                    f"--allowed-origins contains {origin!r}, which is not an origin; give scheme, "
+                    "host and port without a path, such as https://chat.example:8443"
                 )
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """The sites of `allowed_origins`, as browsers write them."""
+        """Origins of `allowed_origins` in the spelling of browsers."""
         named = (self.allowed_origins or "").lower().split(",")
         return tuple(filter(None, map(str.strip, named)))

@@ -56,7 +56,7 @@ class Setup:
     def adaptive_flag(self) -> str | None:
         """The first flag of the adaptive choice that was given."""
         names = [item.name for item in fields(AdaptiveConfig)]
-        return next((spelling(name) for name in names if name in self.options.given), None)
+        return next((spelling(name) for name in names if name in self.options.explicit_flags), None)
 
     @property
     def most_nodes(self) -> int:
@@ -88,7 +88,7 @@ class Setup:
     def ngram_flag(self) -> str | None:
         """The first flag of NGRAM that was given."""
         names = [item.name for item in fields(NgramConfig)]
-        return next((spelling(name) for name in names if name in self.options.given), None)
+        return next((spelling(name) for name in names if name in self.options.explicit_flags), None)
 
     def words(self) -> dict[str, Any]:
         """What the sentences of the rules speak of."""

@@ -207,7 +207,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
     ("fields", "sentence"),
     [
         ({"temperature": 3}, "temperature must be a number from 0 to 2, got 3"),
-        ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"max_tokens": True}, "max_tokens must be an integer"),
         ({"top_p": 0}, "top_p must be a number above 0 to 1, got 0"),
         ({"stop": [""]}, "stop must be a list of non-empty strings"),
         ({"stop": ["\ud800"]}, "stop must be a list of non-empty strings"),
@@ -237,7 +237,7 @@ def test_parameters_are_checked_when_they_are_made(fields, sentence):
         ({"port": 8000}, "port is an option of the HTTP server"),
         ({"page_size": 3}, "page_size must be a power of two"),
         ({"pagesize": 16}, "did you mean page_size"),
-        ({"speculative_num_steps": 3}, "speculative_num_steps needs a drafter"),
+        ({"speculative_num_steps": 3}, "speculative_num_steps requires a drafter"),
         ({"model_path": "no/such/folder"}, "no/such/folder"),
     ],
 )

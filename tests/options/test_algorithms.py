@@ -49,5 +49,5 @@ def test_unknown_algorithm_suggests_the_nearest(name: str):
 def test_none_turns_drafts_off():
     for name in ("none", "NONE", "off"):
         assert not parse(["--speculative-algorithm", name]).speculative.drafts
-    with pytest.raises(ConfigError, match="--speculative-num-steps needs a drafter"):
+    with pytest.raises(ConfigError, match="--speculative-num-steps requires a drafter"):
         parse(["--speculative-algorithm", "none", "--speculative-num-steps", "3"])

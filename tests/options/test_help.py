@@ -13,6 +13,7 @@ from shared.options.command_line import FLAGS, SHOWN, parse
 from shared.options.flag_parser import SHELLS
 from shared.options.flags import ConfigError
 from shared.options.options import HEADINGS, PARTS
+from shared.revision import revision
 
 
 def printed(capsys, *line: str) -> str:
@@ -40,8 +41,8 @@ def test_help_has_headings_every_flag_its_choices_and_its_default(help_page):
                 assert choice in text
             if item.default not in (None, False) and "default" not in item.metadata["help"]:
                 assert f"(default: {item.default})" in text
-    parsers = ", ".join(FLAGS["--tool-call-parser"].metadata["choices"])
-    assert f"one of {parsers}" in text
+    parsers = ",".join(FLAGS["--tool-call-parser"].metadata["choices"])
+    assert f"{{{parsers}}}" in text
     assert "hermes" in parsers
 
 
@@ -50,7 +51,7 @@ def test_help_begins_with_a_short_usage_and_ends_with_examples(help_page):
     assert usage.startswith("usage: ")
     assert len(usage.splitlines()) <= 2
     tail = rest.partition("examples:\n")[2]
-    examples = [line for line in tail.splitlines() if line.startswith("  ")]
+    examples = [line for line in tail.partition("\n\n")[0].splitlines() if line.strip()]
     assert len(examples) == 2
     assert "docs/server_flags.md" in tail
     for example in examples:
@@ -60,7 +61,9 @@ def test_help_begins_with_a_short_usage_and_ends_with_examples(help_page):
 
 def test_version_names_the_server_and_the_backends(capsys):
     line = printed(capsys, "--version")
-    assert line.startswith(f"tandem {VERSION}, Python 3.")
+    commit = revision()
+    server = f"tandem {VERSION} ({commit})" if commit else f"tandem {VERSION}"
+    assert line.startswith(f"{server}, Python 3.")
     assert f"torch {version('torch')}" in line
     assert f"jax {version('jax')}" in line
 
@@ -97,7 +100,7 @@ def test_each_shell_has_a_script_with_every_flag(capsys, shell):
 
 def test_completion_without_shtab_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(ConfigError, match="needs shtab, .*; install the extra completion"):
+    with pytest.raises(ConfigError, match="requires shtab; install the extra completion"):
         parse(["--print-completion", "bash"])
     with pytest.raises(ConfigError, match="must be one of bash, zsh, tcsh, got fish"):
         parse(["--print-completion", "fish"])

@@ -73,10 +73,10 @@ def run(code: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 SERVE = "import runpy; runpy.run_module('{}_impl.serve', run_name='__main__')"
 CHEAP = {
-    "--pagesize 16": "--pagesize is no flag of this server; did you mean --page-size?",
+    "--pagesize 16": "unknown flag --pagesize; did you mean --page-size?",
     "--port 1 --config /nowhere.toml": "--config /nowhere.toml cannot be read: No such file",
     "--use-ray --tp-size 2": "--distributed-executor-backend ray requires the package ray",
-    "--otlp-traces-endpoint http://x": "--otlp-traces-endpoint needs OpenTelemetry, which is not",
+    "--otlp-traces-endpoint http://x": "--otlp-traces-endpoint requires OpenTelemetry; install",
     "--host 192.0.2.7": "--host 192.0.2.7 --port 8000 cannot be listened on",
 }
 

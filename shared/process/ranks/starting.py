@@ -238,4 +238,4 @@ def _values(options: Options) -> dict[str, object]:
     told: dict[str, object] = {}
     for part in PARTS:
         told |= asdict(getattr(options, part))
-    return {name: told[name] for name in options.given}
+    return {name: told[name] for name in options.explicit_flags}
