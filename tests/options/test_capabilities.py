@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.make import compatibility
 from shared.boundary.backend import Backend
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
@@ -47,7 +48,6 @@ JOINED = [
     "NEXTN+NGRAM",
     *(pytest.param(n, marks=pytest.mark.matrix) for n in JOINED_ALGORITHMS if n != "NEXTN+NGRAM"),
 ]
-ROOT = Path(__file__).resolve().parents[2]
 FAMILY = "qwen3_5"
 
 FEW_SHAPES = ("NEXTN", "EAGLE", MODEL_ALGORITHM)
@@ -265,9 +265,49 @@ def test_all_that_is_refused_is_told_in_one_message(house: House) -> None:
     assert any("--disable-overlap-schedule" in sentence for sentence in told)
 
 
-def test_the_page_of_capabilities_is_up_to_date() -> None:
-    page = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-    assert page == capabilities.to_markdown(), "run python -m shared.options.capabilities"
+def test_compatibility_page_equals_the_generator() -> None:
+    page = compatibility.PAGE.read_text(encoding="utf-8")
+    assert page == compatibility.page(), "run python -m docs.make.compatibility"
+
+
+def test_matrix_has_every_method_and_feature_once() -> None:
+    head, *rows = compatibility.matrix()
+    methods = [name for column in head[1:] for name in column.split(", ")]
+    assert sorted(methods) == sorted(["plain", *ALGORITHMS, *JOINED_ALGORITHMS])
+    assert [row[0] for row in rows] == [feature.name for feature in compatibility.FEATURES]
+
+
+@pytest.mark.parametrize(
+    ("method", "feature", "reason"),
+    [
+        ("NEXTN", "rejection sampling", None),
+        ("NGRAM", "n-gram index on the device", None),
+        ("NEXTN+NGRAM", "rejection sampling", "--speculative-accept-rule rejection"),
+        ("DFLASH", "reduced draft vocabulary", "--speculative-token-map"),
+        ("NAIVE_EAGLE", "draft trees of the drafter", "NAIVE_EAGLE"),
+        ("NEXTN", "model without MTP layer", "MTP layer"),
+    ],
+)
+def test_cell_has_the_number_of_the_rule(method: str, feature: str, reason: str | None) -> None:
+    (row,) = [each for each in compatibility.FEATURES if each.name == feature]
+    found = compatibility.cell(method, row)
+    if reason is None:
+        assert found == "yes"
+        return
+    number = int(found.removeprefix("no (").removesuffix(")"))
+    assert reason in RULES[number - 1].reason
+
+
+def test_cells_follow_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compatibility, "RULES", ())
+    cells = {cell for row in compatibility.matrix()[1:] for cell in row[1:]}
+    assert cells == {"yes", compatibility.NOT_APPLICABLE}
+
+
+def test_request_features_name_fields_of_requests() -> None:
+    served = {row[0]: row[1] for row in compatibility.request_rows()[1:]}
+    assert "`tools`" in served["tool calls"]
+    assert served["bad words"] == served["beam search"] == ""
 
 
 def test_the_answer_of_the_server_names_only_drafters_that_exist() -> None:
