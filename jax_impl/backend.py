@@ -32,7 +32,7 @@ from jax_impl.step import step
 from jax_impl.together import Together
 from jax_impl.weights import Loaded
 from jax_impl.workspace import workspace
-from kernels.mail import BLOCK_BYTES, LOOKS, Boxes
+from kernels.peer_buffers import BLOCK_BYTES, LOOKS, Boxes
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
@@ -139,7 +139,7 @@ class JaxBackend:
         self._exchange = self._meet = None
         if kernels is not None and not group.is_alone:
             boxes, join = Boxes(group.count, BLOCK_BYTES), self._together.joined
-            memory = kernels.mailboxes.Mailboxes(boxes, devices) if is_here else None
+            memory = kernels.symmetric_memory.Mailboxes(boxes, devices) if is_here else None
             self._meet = partial(on_devices, kernels, devices, join, memory, boxes)
             self._exchange = self._meet(LOOKS)
         self._options = _step_options(where, quick_compile)

@@ -12,23 +12,14 @@ from jax_impl.drafters import Drafted, Fed
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
 from jax_impl.machine import Machine, behind_pictures, logprobs_of, ranking
-from jax_impl.ops import (
-    acceptance,
-    attention,
-    copies,
-    draft_tree,
-    masks,
-    ngram,
-    projection,
-    sampling,
-    slots,
-    verify_rows,
-)
-from jax_impl.ops.acceptance import Followed
-from jax_impl.ops.attention import Rows
-from jax_impl.ops.copies import Copies, Grown, Joined
-from jax_impl.ops.delta_mix import Nodes
-from jax_impl.ops.projection import Projection
+from jax_impl.ops.attention import attention
+from jax_impl.ops.attention.attention import Rows
+from jax_impl.ops.gdn.gdn_layer import Nodes
+from jax_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
+from jax_impl.ops.sampling.acceptance import Followed
+from jax_impl.ops.sampling.lm_head import Projection
+from jax_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
+from jax_impl.ops.trees.merge_drafts import Copies, Grown, Joined
 from shared.boundary.program import Extra, Program
 from shared.spec.ngram import width_of
 
@@ -146,8 +137,8 @@ def _share(
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
     """Those of the drafts for which there are verify rows: tokens, parents, node counts."""
     assert drafted.weights is not None  # of a program that shares rows
-    ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
-    return verify_rows.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
+    ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    return verify_budget.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
 
 
 def _no_drafts(newest: Int[jax.Array, " B"]) -> Drafted:
@@ -165,10 +156,10 @@ def _joined(
 ) -> Trees:
     """The best nodes of what was drafted and of the plan's copies."""
     assert drafted.weights is not None  # of a shape that copies join
-    ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     grown = Grown(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
     shape, most = program.shape, plan.sampling.max_drafts
-    joined = copies.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
+    joined = merge_drafts.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
     return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
 
 
@@ -193,7 +184,7 @@ def verify(
     # A choice alone is joined with the product, and needs none of its scores.
     reads = program.has(Extra.LOGPROBS) or trees.drafted is not None
     projected = model.projected(machine.model, passed.hidden)
-    logits = projection.scores(projected) if reads else None
+    logits = lm_head.scores(projected) if reads else None
     choices, is_finite = _choose(
         machine, state, plan, program, trees, projected, logits, rows, node, row_of, lengths
     )
@@ -252,7 +243,7 @@ def _choose(
         allowed = _allowed(plan.mask, rows.request, node, machine.capacity.vocab)
         given = (seen, positions, params, rows.request, allowed, machine.model.vocabulary)
         if logits is None:
-            chosen = projection.choose(projected, *given)
+            chosen = lm_head.choose(projected, *given)
         else:
             chosen = sampling.choose(logits, *given)
         return chosen.ids[row_of], chosen.is_finite
@@ -278,7 +269,11 @@ def _allowed(
     mask: Mask | None, request: Int[jax.Array, " R"], node: Int[jax.Array, " R"], vocab: int
 ) -> Bool[jax.Array, "R vocab"] | None:
     """The tokens that each verify row may choose; None: all."""
-    return None if mask is None else masks.allowed(mask.bits, mask.index[request, node], vocab)
+    return (
+        None
+        if mask is None
+        else grammar_bitmask.allowed(mask.bits, mask.index[request, node], vocab)
+    )
 
 
 def _accepting(
@@ -316,7 +311,7 @@ def commit(
         kv = attention.commit_window(kv, plan.page_table, lengths, verified.accepted.path, counts)
     state, saved = _commit_state(state, plan, verified, plan.save_at - lengths)
     draft = None if machine.feeds(program) else state.draft  # it gets a hole
-    new_lengths, newest, seen, draft_from = slots.commit(
+    new_lengths, newest, seen, draft_from = slot_state.commit(
         lengths=state.lengths,
         newest=state.newest,
         seen=state.seen,

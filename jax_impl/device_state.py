@@ -11,11 +11,11 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import ngram, slots
-from jax_impl.ops.attention import KV
-from jax_impl.ops.copies import Copies
-from jax_impl.ops.mamba_state import DeltaState
-from jax_impl.ops.sampling import Sampling
+from jax_impl.ops.attention.attention import KV
+from jax_impl.ops.gdn.gdn_state import DeltaState
+from jax_impl.ops.sampling.sampling import Sampling
+from jax_impl.ops.trees import ngram, slot_state
+from jax_impl.ops.trees.merge_drafts import Copies
 from jax_impl.tower import Begun, Pixels
 from shared.boundary.backend import Capacity
 from shared.boundary.buffers import Field, plan_layout, result_layout
@@ -431,7 +431,7 @@ def _restore(
         return None
     rows = (plan.slots, plan.restore, plan.starts)
     return jax.tree.map(
-        lambda memory, saved: slots.restore(memory, saved, *rows), states, snapshots
+        lambda memory, saved: slot_state.restore(memory, saved, *rows), states, snapshots
     )
 
 

@@ -7,19 +7,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Norm, Place, delta_mix, layers, linear, mix, ranks
-from jax_impl.ops.attention import KV, Rows, windowed
-from jax_impl.ops.delta_mix import Nodes
-from jax_impl.ops.experts import Experts, added_experts
-from jax_impl.ops.linear import Matrix, Stream
-from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
-from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
+from jax_impl.ops import Norm, Place
+from jax_impl.ops.attention import attention_layer
+from jax_impl.ops.attention.attention import KV, Rows, windowed
+from jax_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
+from jax_impl.ops.collectives import all_gather
+from jax_impl.ops.gdn import gdn_layer
+from jax_impl.ops.gdn.gdn_layer import Nodes
+from jax_impl.ops.gdn.gdn_state import DeltaState, DeltaWeights, Kept
+from jax_impl.ops.gemm import layers, linear
+from jax_impl.ops.gemm.linear import Matrix, Stream
+from jax_impl.ops.moe.experts import Experts, added_experts
 from jax_impl.records import Attention, GatedDelta, Layer
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies
-from shared.spec.turns import turn_of_pairs
+from shared.spec.mrope import turn_of_pairs
 
 Hidden = Float[jax.Array, "R hidden"]
 LayerCarry = tuple[DeltaState, Any]
@@ -118,11 +122,11 @@ def attention(
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, weights)
     if sight.growth is not None:
-        qkv = mix.grown_rows(qkv, heads, sight.growth)
+        qkv = attention_layer.grown_rows(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
-        qkv, norms = mix.normed_rows(qkv, heads, norms.alone(place), sight.group), None
+        qkv, norms = attention_layer.normed_rows(qkv, heads, norms.alone(place), sight.group), None
     kv = kv._replace(bounds=sight.kv.bounds)
-    return mix.mix(qkv, heads, norms, sight.turn, sight.rows, kv, place)
+    return attention_layer.mix(qkv, heads, norms, sight.turn, sight.rows, kv, place)
 
 
 def finished(
@@ -139,7 +143,7 @@ def finished(
       norm: Of the stream that this gives.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
-    mixed = ranks.gathered(stream.group, mixed)
+    mixed = all_gather.gathered(stream.group, mixed)
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
 
 
@@ -171,7 +175,7 @@ def _added(
     """The stream with a product, which a model may norm before it is added."""
     if end_norm is None:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
-    x = ranks.gathered(stream.group, linear.product(x, weight))
+    x = all_gather.gathered(stream.group, linear.product(x, weight))
     return linear.added_norm(x, end_norm, config.rms_eps, stream)
 
 
@@ -193,7 +197,9 @@ def write_keys(
     inputs = layer.mixer.inputs
     assert norms is not None  # the model has them
     projected = linear.product(x, inputs, inputs.num_outputs - 2 * keys)
-    return mix.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
+    return attention_layer.mix_keys(
+        projected, Heads.of(config.attention), norms, turn, rows, kv, place
+    )
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
@@ -226,7 +232,7 @@ class PrefillMixer:
         save_after: Int[jax.Array, " B"],
         save: Int[jax.Array, " B"],
     ) -> None:
-        """See `delta_mix.feed`; `carry` are the states and the snapshots."""
+        """See `gdn_layer.feed`; `carry` are the states and the snapshots."""
         self._config, self.carry = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
@@ -240,7 +246,7 @@ class PrefillMixer:
         states, snapshots = carry
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, snapshots, place)
-        out, states, snapshots = delta_mix.feed(*given, *self._where)
+        out, states, snapshots = gdn_layer.feed(*given, *self._where)
         return out, (states, snapshots)
 
 
@@ -261,7 +267,7 @@ class VerifyMixer:
         """`advances` is that the step is one of plain decoding."""
         self._config, self._slots, self._nodes = config, slots, nodes
         B, N = nodes.row_of.shape
-        self.carry = (states, delta_mix.verify_scratch(states, B, N, advances))
+        self.carry = (states, gdn_layer.verify_scratch(states, B, N, advances))
 
     def __call__(
         self,
@@ -274,9 +280,9 @@ class VerifyMixer:
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, place, self._slots, self._nodes)
         if isinstance(scratch.kept, Kept):
-            out, states, scratch = delta_mix.verify(*given, scratch)
+            out, states, scratch = gdn_layer.verify(*given, scratch)
         else:
-            out, states, scratch = delta_mix.advance(*given, scratch)
+            out, states, scratch = gdn_layer.advance(*given, scratch)
         return out, (states, scratch)
 
     @property
@@ -284,7 +290,7 @@ class VerifyMixer:
         """The states after a step of plain decoding."""
         states, scratch = self.carry
         assert not isinstance(scratch.kept, Kept)  # it was one
-        return delta_mix.followed(states, scratch.kept)
+        return gdn_layer.followed(states, scratch.kept)
 
     def commit(
         self,
@@ -294,8 +300,8 @@ class VerifyMixer:
         save_after: Int[jax.Array, " B"],
         save: Int[jax.Array, " B"],
     ) -> tuple[DeltaState, DeltaState]:
-        """Advances the states along the accepted paths; see `delta_mix.commit`."""
+        """Advances the states along the accepted paths; see `gdn_layer.commit`."""
         (states, scratch), slots = self.carry, self._slots
-        return delta_mix.commit(
+        return gdn_layer.commit(
             states, snapshots, scratch.kept, slots, path, counts, save_after, save
         )

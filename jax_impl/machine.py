@@ -8,8 +8,8 @@ from jaxtyping import Float, Int
 from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
-from jax_impl.ops import logprobs
-from jax_impl.ops.attention import Rows, turned
+from jax_impl.ops.attention.attention import Rows, turned
+from jax_impl.ops.sampling import logprobs
 from jax_impl.records import TowerWeights
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work

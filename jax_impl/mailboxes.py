@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
 
 from jax_impl.ops import Kernels
-from kernels.mail import Boxes, Missing
+from kernels.peer_buffers import Boxes, Missing
 from shared.boundary.mailboxes import RankMissingError
 
 
@@ -22,7 +22,7 @@ class DeviceMailboxes:
     All ranks run one program, so that their gathers come in one order, whatever XLA makes of it.
 
     Attributes:
-      place: See `kernels.pallas_gpu.ranks.Gather`; an operand of the program, as addresses are
+      place: See `kernels.pallas_gpu.all_gather.Gather`; an operand of the program, as addresses are
         others in each process. Outside of it, that of all ranks or its shape.
       kernels: Those of gathers.
       vocabulary: Those of rows of which all is asked for.
@@ -57,7 +57,9 @@ class DeviceMailboxes:
             )
 
     def next(self) -> Any:
-        """The next gather of the step, for a kernel that takes part in it; see `ranks.Gather`."""
+        """The next gather of the step, for a kernel that takes part in it; see
+        `all_gather.Gather`.
+        """
         return self.kernels.Gather(self.place, self.boxes)
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
@@ -116,4 +118,4 @@ def on_devices(
     else:
         placed = zip(memory.places(looks), devices, strict=True)
         places = [jax.device_put(words, device) for words, device in placed]
-    return DeviceMailboxes(join(places), kernels.ranks, kernels.vocabulary, boxes)
+    return DeviceMailboxes(join(places), kernels.all_gather, kernels.vocab_parallel, boxes)

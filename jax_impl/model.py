@@ -8,13 +8,15 @@ import jax
 from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
-from jax_impl.ops import Norm, Place, layers, linear, projection
-from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.experts import counted
-from jax_impl.ops.layers import Shown
-from jax_impl.ops.linear import Stream
-from jax_impl.ops.projection import Projection
-from jax_impl.ops.vocabulary import Vocabulary
+from jax_impl.ops import Norm, Place
+from jax_impl.ops.attention.attention import KV, Rows
+from jax_impl.ops.gemm import layers, linear
+from jax_impl.ops.gemm.layers import Shown
+from jax_impl.ops.gemm.linear import Stream
+from jax_impl.ops.moe.experts import counted
+from jax_impl.ops.sampling import lm_head
+from jax_impl.ops.sampling.lm_head import Projection
+from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from jax_impl.records import Layer, Weights
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
@@ -152,4 +154,4 @@ def projected(model: Model, hidden: Hidden) -> Projection:
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R share"]:
     """Those scores, float32."""
-    return projection.scores(projected(model, hidden))
+    return lm_head.scores(projected(model, hidden))

@@ -14,7 +14,7 @@ from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.together import Together, free_on_each, take_devices
 from jax_impl.weights import Loaded, load, load_head, load_tower
 from jax_impl.workspace import workspace
-from kernels.mail import device_mailbox_bytes
+from kernels.peer_buffers import device_mailbox_bytes
 from shared.boundary.backend import Blueprint
 from shared.boundary.ranks import Ranks
 from shared.drafts.checkpoint import DraftFiles

@@ -13,9 +13,11 @@ from jax_impl.drafters import Fed, Prompts
 from jax_impl.layers import PrefillMixer
 from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.model import Forward
-from jax_impl.ops import draft_tree, logprobs, mamba_state, ngram, sampling, slots
-from jax_impl.ops.layers import Shown
-from jax_impl.ops.logprobs import Scored
+from jax_impl.ops.gdn import gdn_state
+from jax_impl.ops.gemm.layers import Shown
+from jax_impl.ops.sampling import logprobs, sampling
+from jax_impl.ops.sampling.logprobs import Scored
+from jax_impl.ops.trees import draft_tree, ngram, slot_state
 from shared.boundary.buffers import SCORES
 from shared.boundary.program import Extra, Program
 from shared.spec.logprobs import SCORED_ROWS
@@ -31,7 +33,7 @@ def count_tokens(
     _, request, place, is_real = draft_tree.flatten(num_tokens, program.tokens)
     positions = prompt.first_positions[request] + place
     is_output = positions >= plan.sampling.prompt_length[request]
-    seen = slots.count(state.seen, plan.slots[request], prompt.tokens, is_output, is_real)
+    seen = slot_state.count(state.seen, plan.slots[request], prompt.tokens, is_output, is_real)
     return state._replace(seen=seen), {"counts": jnp.zeros_like(plan.slots)}
 
 
@@ -55,7 +57,7 @@ def prefill(
     state = state._replace(
         lengths=state.lengths.at[plan.slots].set(prompts.lengths),
         newest=state.newest.at[plan.slots].set(newest),
-        seen=slots.count(state.seen, plan.slots, newest, is_output, is_row),
+        seen=slot_state.count(state.seen, plan.slots, newest, is_output, is_row),
     )
     following = _following(prompts, newest)
     if machine.feeds(program):
@@ -155,7 +157,7 @@ def _count_prompts(
     is_counted = rows.is_real & ~was_newest
     owners = plan.slots[rows.request]
     return state._replace(
-        seen=slots.count(state.seen, owners, prompts.tokens, is_output, is_counted)
+        seen=slot_state.count(state.seen, owners, prompts.tokens, is_output, is_counted)
     )
 
 
@@ -185,7 +187,7 @@ def _read_prompts(
     """Runs the target over the chunks and carries its states on; says which were saved."""
     streams, mixer = machine.streams(program), None
     save_after = plan.save_at - prompts.first
-    is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
+    is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
     is_saved &= plan.save != 0
     if state.delta is not None:
         assert state.snapshots is not None  # slots with states have snapshots

@@ -7,8 +7,8 @@ import jax
 from jaxtyping import Float, Int
 
 from jax_impl.ops import Norm
-from jax_impl.ops.experts import Experts
-from jax_impl.ops.linear import Matrix
+from jax_impl.ops.gemm.linear import Matrix
+from jax_impl.ops.moe.experts import Experts
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import SelectorConfig
 from shared.drafts.markov import MarkovConfig

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.backend import clear_backends
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jax_impl.ops.ranks import AXIS
+from jax_impl.ops.collectives.all_gather import AXIS
 from shared.boundary.ranks import Ranks
 
 Tree = TypeVar("Tree")

@@ -1,4 +1,4 @@
-"""The vision tower over the patches of one picture; as `shared.spec.tower`."""
+"""The vision tower over the patches of one picture; as `shared.spec.vision_encoder`."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int, UInt8
 
-from jax_impl.ops import Place, attention, layers, linear, scan
+from jax_impl.ops import Place, scan
+from jax_impl.ops.attention import attention
+from jax_impl.ops.gemm import layers, linear
 from jax_impl.records import LayerNorm, TowerBlock, TowerWeights
 from shared.models.vision import EPS, VisionConfig
 

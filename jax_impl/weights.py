@@ -17,9 +17,10 @@ from jax import lax
 from jaxtyping import Int, Shaped
 
 from jax_impl import dummy, words
-from jax_impl.ops import Norm, Scale, linear
-from jax_impl.ops.experts import Experts
-from jax_impl.ops.linear import Matrix
+from jax_impl.ops import Norm, Scale
+from jax_impl.ops.gemm import linear
+from jax_impl.ops.gemm.linear import Matrix
+from jax_impl.ops.moe.experts import Experts
 from jax_impl.records import (
     Attention,
     BlockWeights,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from jax_impl.ops.attention import BLOCK
+from jax_impl.ops.attention.attention import BLOCK
 from kernels.tiles import MOST_LANES
 from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.program import Program

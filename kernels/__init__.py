@@ -2,7 +2,8 @@
 
 The two languages give the same bits where these are equal in both files of an op:
 
-- what is given: the parameters of the functions, and the order of `shared.spec.numerics`, which
+- what is given: the parameters of the functions, and the order of `shared.spec.reduction_order`,
+which
   `ops` passes in;
 - the order inside a tile: which product comes first, what is scaled before and what after it, and
   where a value is rounded to the type of its memory;

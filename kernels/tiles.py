@@ -1,9 +1,7 @@
-"""Tiles: how a kernel cuts its work on one GPU, and how many warps and stages it takes for that.
+"""Tile configurations of kernels: block sizes, warps and pipeline stages, tuned for each GPU.
 
-Tiles are measured, one file of `kernels/gpus` for each GPU, and decide nothing but the speed: what
-decides bits is an order of `shared.spec.numerics`, which no file can change. Which line of a table
-a call takes follows from the sizes of the call alone, so it is settled when a program is compiled
-or captured.
+Tiles are measured, one file of `kernels/gpus` per GPU, and affect speed only: bits are fixed by the
+orders of `shared.spec.reduction_order`. The sizes of a call alone select the line of a table.
 """
 
 import json
@@ -12,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kernels.tables import Line, Table, check_at_least, check_one_of, check_powers_of_two
+from kernels.tile_tables import Line, Table, check_at_least, check_one_of, check_powers_of_two
 from shared.models.fp8_words import FP8_BLOCK
 
 FOLDER = Path(__file__).parent / "gpus"
@@ -26,8 +24,8 @@ codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttendAllTiles:
-    """Tiles of `attend_all`, whose rows are a picture's patches.
+class EncoderAttentionTiles:
+    """Tiles of `encoder_attention`, whose rows are a picture's patches.
 
     Attributes:
       lanes: Rows of a product.
@@ -81,14 +79,16 @@ class AttentionTiles:
 
 
 BLOCKS = 16
-"""Most blocks that `mix.mix` cuts the pairs of a request and key head into, of 16 or more."""
+"""Most blocks that `mix.attention_layer` cuts the pairs of a request and key head into, of 16 or
+more.
+"""
 MOST_LANES = 16 * BLOCKS
 """Most pairs of a row and a query head of a key head that a request can have there."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixTiles:
-    """Tiles of `mix.mix`.
+class DecodeAttentionTiles:
+    """Tiles of `mix.attention_layer`.
 
     Attributes:
       lanes: Pairs of a program; fewer where a request cannot have so many.
@@ -121,8 +121,8 @@ class MixTiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaTiles:
-    """Tiles of `delta_mix`.
+class GDNLayerTiles:
+    """Tiles of `gdn_layer`.
 
     Attributes:
       columns: Of a state, in a program; all where a state has fewer.
@@ -147,8 +147,8 @@ class DeltaTiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaFeedTiles:
-    """Tiles of `delta_feed`.
+class GDNPrefillTiles:
+    """Tiles of `gdn_prefill`.
 
     Attributes:
       columns: Of the state, of a program that carries it; fewer where a head has fewer.
@@ -326,8 +326,8 @@ class LinearTiles:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeavesTiles:
-    """How tokens are chosen behind a head, see `leaves`.
+class LmHeadEpilogueTiles:
+    """How tokens are chosen behind a head, see `lm_head_epilogue`.
 
     Attributes:
       joined: Whether the head's product leaves what the choice needs, and scores where asked for.
@@ -375,15 +375,15 @@ class SamplingTiles:
 class Tiles:
     """The tables of all kernels of one language, a field for each module that has some."""
 
-    attend_all: Table[AttendAllTiles]
+    encoder_attention: Table[EncoderAttentionTiles]
     attention: Table[AttentionTiles]
-    delta_feed: Table[DeltaFeedTiles]
-    delta_mix: Table[DeltaTiles]
+    gdn_prefill: Table[GDNPrefillTiles]
+    gdn_layer: Table[GDNLayerTiles]
     experts: Table[ExpertsTiles]
     fp8_activations: Table[LinearTiles]
-    leaves: Table[LeavesTiles]
+    lm_head_epilogue: Table[LmHeadEpilogueTiles]
     linear: Table[LinearTiles]
-    mix: Table[MixTiles]
+    attention_layer: Table[DecodeAttentionTiles]
     sampling: Table[SamplingTiles]
 
     @classmethod
@@ -407,15 +407,15 @@ class Tiles:
 
 
 CLASSES: dict[str, Any] = {
-    "attend_all": AttendAllTiles,
+    "encoder_attention": EncoderAttentionTiles,
     "attention": AttentionTiles,
-    "delta_feed": DeltaFeedTiles,
-    "delta_mix": DeltaTiles,
+    "gdn_prefill": GDNPrefillTiles,
+    "gdn_layer": GDNLayerTiles,
     "experts": ExpertsTiles,
     "fp8_activations": LinearTiles,
-    "leaves": LeavesTiles,
+    "lm_head_epilogue": LmHeadEpilogueTiles,
     "linear": LinearTiles,
-    "mix": MixTiles,
+    "attention_layer": DecodeAttentionTiles,
     "sampling": SamplingTiles,
 }
 """The class of the tiles of each module of kernels that has some."""

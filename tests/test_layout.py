@@ -20,28 +20,28 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 # Writing Orbax, training, programs that are kept and ranks that are devices of one process are
 # JAX's alone, compiling kernels on their own and capturing are torch's.
-_ALONE = (
-    "convert.py",
-    "train.py",
-    "kept.py",
-    "together.py",
-    "compiling.py",
-    "graphs.py",
-    "mailboxes.py",
-)
-ONE_SIDED = {*map(Path, _ALONE)}
+_ALONE = "convert.py train.py kept.py together.py compiling.py graphs.py mailboxes.py"
+ONE_SIDED = {*map(Path, _ALONE.split())}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
-PARTS = {
-    *("columns", "delta_chunk", "delta_commit", "delta_feed", "delta_nodes", "delta_rows"),
-    *("flat_nodes", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
-    *("rejection", "support", "window", "winners", "expert_tiles", "fp8", "groups", "router"),
-    *("attend_all", "codes", "fp8_activations", "leaves", "linear_result", "mailboxes", "ranks"),
-    *("attend_described", "choices", "flags", "linear_described", "mix_described", "pair_sums"),
-    *("attend_all_described", "pair_tiles", "patch_heads", "vocabulary"),
-}
+_PARTS = """
+    all_gather attention_layer_sm90 attention_sm90 encoder_attention encoder_attention_sm90
+    encoder_qkv_layout flag_protocol flatten_tree fp8_activations fp8_w8a16 fp8_w8a8
+    gdn_chunk gdn_commit gdn_prefill gdn_rows gdn_tree gumbel_noise head_dim_padding
+    kv_compaction linear_epilogue linear_sm90 lm_head_epilogue logits_processing moe_align
+    moe_gemm_tiles qk_norm_rope_kv_write rejection router row_bounds sampling_kernels
+    split_kv sum_of_squares symmetric_memory threshold_bracket topk topk_topp
+    verify_sm90_loads verify_sm90_mainloop vocab_parallel
+    """
+PARTS = set(_PARTS.split())
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
-PALLAS_ALONE = {"instructions", "linear_ring", "linear_sums", "linear_swapped", "sums"}
+PALLAS_ALONE = {
+    "ptx",
+    "linear_sm90_mainloop",
+    "linear_mainloop",
+    "linear_swap_ab",
+    "online_softmax",
+}
 TEST_OF_SPEC = {"model": "golden", "convolution": "dflash2"}  # the proof: other people's numbers
 MAX_LINES = 450
 MOST_ARGUMENTS = 12  # of a call, by place
@@ -123,7 +123,6 @@ def imported(path: Path) -> set[str]:
 
 LATE_IMPORTS = {
     Path("torch_impl/compiling.py"): "it is imported where Triton is not installed",
-    Path("torch_impl/ops/__init__.py"): "it alone decides by the machine what is imported",
     Path("bench/quality/drafter_matrix.py"): "a side that is not asked for need not be installed",
     Path("torch_impl/serve.py"): "flags are answered, and other ranks begun, without the framework",
     Path("jax_impl/serve.py"): "flags are answered without the framework",
@@ -151,7 +150,7 @@ def test_imports_stand_at_the_top():
 
 KERNEL_IMPORTS = {
     *("shared.models.fp8", "shared.models.fp8_words", "shared.models.layers"),
-    *("shared.spec.mix", "shared.spec.numerics"),
+    *("shared.spec.attention_layer", "shared.spec.reduction_order"),
 }
 """Modules of `shared` that kernels import: plain data and the layout of FP8 weights."""
 
@@ -319,15 +318,15 @@ ONE_SIDED_NAMES = {
     "weights.py::from_arrays": "each names first what makes its own records",
     "weights.py::Loadable": "JAX types what weights are read from by what it can do",
     "weights.py::Loadable.load": "the same",
-    "ops/linear.py::Matrix": "JAX reads a stack of weights where it lies, torch has views of it",
-    "ops/linear.py::Matrix.alone": "as above",
-    "ops/linear.py::kernel_products": "the same",
+    "ops/gemm/linear.py::Matrix": "JAX reads a stack of weights in place, torch has views",
+    "ops/gemm/linear.py::Matrix.alone": "as above",
+    "ops/gemm/linear.py::kernel_products": "the same",
     **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "in_stack")},
-    "ops/ranks.py::number": "the program of JAX is that of all ranks",
-    "ops/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
-    "ops/mamba_state.py::DeltaWeights.alone": "the same",
-    "ops/mix.py::HeadNorms.alone": "the same",
-    "ops/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
+    "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",
+    "ops/gemm/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
+    "ops/gdn/gdn_state.py::DeltaWeights.alone": "the same",
+    "ops/attention/attention_layer.py::HeadNorms.alone": "the same",
+    "ops/gemm/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
     "platform.py::take_threads": "torch's threads",
     "platform.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",
     "device_state.py::select": "JAX's states are values",
@@ -349,20 +348,22 @@ ONE_SIDED_NAMES = {
     "ops/__init__.py::kernel_or_plain": "what JAX runs on other platforms keeps one structure",
     "ops/__init__.py::operand": "a layer's number, which kernels of JAX take as an array",
     "ops/__init__.py::scan": "a loop of torch is Python's",
-    "ops/attention.py::attend": "JAX reads one long pool, by offsets",
-    "ops/attention.py::read": "the same",
+    "ops/attention/attention.py::attend": "JAX reads one long pool, by offsets",
+    "ops/attention/attention.py::read": "the same",
     "workspace.py::blocked_attention": "JAX's plain attention reads block by block",
-    "ops/draft_tree.py::is_last": "torch's prompts",
-    "ops/draft_tree.py::request_of": "the same",
+    "ops/trees/draft_tree.py::is_last": "torch's prompts",
+    "ops/trees/draft_tree.py::request_of": "the same",
 }
 """What stands in one twin only, or with other parameters, and why."""
 
 
 _ASKING = ("first_of", "support")
 OTHER_OPS = {
-    **{f"ops/vocabulary.py::{x}": "its program asks which rank it is" for x in _ASKING},
-    "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
-    "prefill.py::count_tokens": "torch finds rows by their starts, JAX by their lengths",
+    **{
+        f"ops/sampling/vocab_parallel.py::{x}": "its program asks which rank it is" for x in _ASKING
+    },
+    "ops/attention/attention.py::causal_rows": "torch finds rows by starts, JAX by lengths",
+    "prefill.py::count_tokens": "torch finds rows by starts, JAX by lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",
 }
 """Public functions that call other ops than their twins, and why."""
@@ -404,7 +405,7 @@ def launchers(folder: str) -> dict[str, list[str]]:
             arg.arg for arg in (*node.args.args, *node.args.kwonlyargs) if arg.annotation is None
         ]
         + ([] if node.returns else ["return"])
-        for path in sorted((ROOT / "kernels" / folder).glob("*.py"))
+        for path in sorted((ROOT / "kernels" / folder).rglob("*.py"))
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
         if not node.decorator_list

@@ -15,23 +15,14 @@ from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import VerifyMixer
 from torch_impl.machine import Machine, behind_pictures, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import (
-    acceptance,
-    attention,
-    copies,
-    draft_tree,
-    masks,
-    ngram,
-    projection,
-    sampling,
-    slots,
-    verify_rows,
-)
-from torch_impl.ops.acceptance import Followed
-from torch_impl.ops.attention import Rows
-from torch_impl.ops.copies import Copies, Grown, Joined
-from torch_impl.ops.delta_mix import Nodes
-from torch_impl.ops.projection import Projection
+from torch_impl.ops.attention import attention
+from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.gdn.gdn_layer import Nodes
+from torch_impl.ops.sampling import acceptance, grammar_bitmask, lm_head, sampling
+from torch_impl.ops.sampling.acceptance import Followed
+from torch_impl.ops.sampling.lm_head import Projection
+from torch_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
+from torch_impl.ops.trees.merge_drafts import Copies, Grown, Joined
 
 
 @dataclass(frozen=True)
@@ -126,8 +117,8 @@ def _share(
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
     """Those of the drafts for which there are verify rows: tokens, parents, node counts."""
     assert drafted.weights is not None  # of a program that shares rows
-    ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
-    return verify_rows.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
+    ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    return verify_budget.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
 
 
 def _no_drafts(newest: Int[Tensor, " B"]) -> Drafted:
@@ -145,10 +136,10 @@ def _joined(
 ) -> Trees:
     """The best nodes of what was drafted and of the plan's copies."""
     assert drafted.weights is not None  # of a shape that copies join
-    ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     grown = Grown(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
     shape, most = program.shape, plan.sampling.max_drafts
-    joined = copies.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
+    joined = merge_drafts.join(grown, given, lengths, most, shape.nodes, shape.depth, shape.rows)
     return Trees(joined.tokens, joined.parents, joined.num_nodes, None, None, joined)
 
 
@@ -199,7 +190,7 @@ def verify(
     # A choice alone is joined with the product, and needs none of its scores.
     reads = program.has(Extra.LOGPROBS) or trees.drafted is not None
     projected = model.projected(machine.model, passed.hidden)
-    logits = projection.scores(projected) if reads else None
+    logits = lm_head.scores(projected) if reads else None
     choices, is_finite = _choose(
         machine, plan, program, trees, projected, logits, rows, node, row_of, lengths
     )
@@ -258,7 +249,7 @@ def _choose(
         allowed = _allowed(plan.mask, request, node, machine.capacity.vocab)
         given = (seen, positions, params, request, allowed, machine.model.vocabulary)
         if logits is None:
-            chosen = projection.choose(projected, *given)
+            chosen = lm_head.choose(projected, *given)
         else:
             chosen = sampling.choose(logits, *given)
         return chosen.ids[row_of], chosen.is_finite
@@ -284,7 +275,11 @@ def _allowed(
     mask: Mask | None, request: Int[Tensor, " R"], node: Int[Tensor, " R"], vocab: int
 ) -> Bool[Tensor, "R vocab"] | None:
     """The tokens that each verify row may choose; None: all."""
-    return None if mask is None else masks.allowed(mask.bits, mask.index[request, node], vocab)
+    return (
+        None
+        if mask is None
+        else grammar_bitmask.allowed(mask.bits, mask.index[request, node], vocab)
+    )
 
 
 def _accepting(
@@ -318,7 +313,7 @@ def commit(
             state.kv, plan.page_table, lengths, verified.accepted.path, verified.accepted.counts
         )
     saved = _commit_state(machine, plan, verified, plan.save_at - lengths)
-    slots.commit(
+    slot_state.commit(
         lengths=state.lengths,
         newest=state.newest,
         seen=state.seen,

@@ -14,10 +14,10 @@ from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
 from shared.models.kept import Plane
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
-from torch_impl.ops import ngram, slots
-from torch_impl.ops.copies import Copies
-from torch_impl.ops.mamba_state import DeltaState
-from torch_impl.ops.sampling import Sampling
+from torch_impl.ops.gdn.gdn_state import DeltaState
+from torch_impl.ops.sampling.sampling import Sampling
+from torch_impl.ops.trees import ngram, slot_state
+from torch_impl.ops.trees.merge_drafts import Copies
 from torch_impl.tower import Begun, Pixels
 
 Fields = dict[str, Tensor]
@@ -435,4 +435,4 @@ def _restore(plan: Plan, states: DeltaState | None, snapshots: DeltaState | None
         (states.recurrent, snapshots.recurrent),
         (states.window, snapshots.window),
     ):
-        slots.restore(memory, saved, plan.slots, plan.restore, plan.starts)
+        slot_state.restore(memory, saved, plan.slots, plan.restore, plan.starts)

@@ -13,14 +13,17 @@ from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.models.rotary import RotaryConfig
 from shared.spec import layers as layers_spec
-from shared.spec.turns import turn_of_pairs
-from torch_impl.ops import delta_mix, layers, linear, mix, ranks
-from torch_impl.ops.attention import Rows, windowed
-from torch_impl.ops.delta_mix import Nodes
-from torch_impl.ops.experts import Experts, added_experts
-from torch_impl.ops.linear import Matrix, Stream
-from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
-from torch_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
+from shared.spec.mrope import turn_of_pairs
+from torch_impl.ops.attention import attention_layer
+from torch_impl.ops.attention.attention import Rows, windowed
+from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.gdn import gdn_layer
+from torch_impl.ops.gdn.gdn_layer import Nodes
+from torch_impl.ops.gdn.gdn_state import DeltaState, DeltaWeights, Kept
+from torch_impl.ops.gemm import layers, linear
+from torch_impl.ops.gemm.linear import Matrix, Stream
+from torch_impl.ops.moe.experts import Experts, added_experts
 from torch_impl.records import Attention, GatedDelta, Layer
 
 Hidden = Float[Tensor, "R hidden"]
@@ -116,10 +119,10 @@ def attention(
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, weights)
     if sight.growth is not None:
-        qkv = mix.grown_rows(qkv, heads, sight.growth)
+        qkv = attention_layer.grown_rows(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
-        qkv, norms = mix.normed_rows(qkv, heads, norms, sight.group), None
-    return mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
+        qkv, norms = attention_layer.normed_rows(qkv, heads, norms, sight.group), None
+    return attention_layer.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
 
 
 def finished(
@@ -136,7 +139,7 @@ def finished(
       norm: Of the stream that this gives.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
-    mixed = ranks.gathered(stream.group, mixed)
+    mixed = all_gather.gathered(stream.group, mixed)
     return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
 
 
@@ -172,7 +175,7 @@ def _added(
     """The stream with a product, which a model may norm before it is added."""
     if end_norm is None:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
-    x = ranks.gathered(stream.group, linear.product(x, weight))
+    x = all_gather.gathered(stream.group, linear.product(x, weight))
     return linear.added_norm(x, end_norm, config.rms_eps, stream)
 
 
@@ -194,7 +197,7 @@ def write_keys(
     assert norms is not None  # the model has them
     inputs = layer.mixer.inputs
     projected = linear.product(x, inputs, inputs.num_outputs - 2 * keys)
-    mix.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
+    attention_layer.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
@@ -227,7 +230,7 @@ class PrefillMixer:
         save_after: Int[Tensor, " B"],
         save: Int[Tensor, " B"],
     ) -> None:
-        """See `delta_mix.feed`."""
+        """See `gdn_layer.feed`."""
         self._config, self._pools = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
@@ -235,7 +238,7 @@ class PrefillMixer:
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
-        return delta_mix.feed(inputs, delta, sizes, *self._pools, place, *self._where)
+        return gdn_layer.feed(inputs, delta, sizes, *self._pools, place, *self._where)
 
 
 class VerifyMixer:
@@ -255,7 +258,7 @@ class VerifyMixer:
         """`advances` is that the step is one of plain decoding."""
         self._config, self._states, self._slots, self._nodes = config, states, slots, nodes
         B, N = nodes.row_of.shape
-        self._scratch = delta_mix.verify_scratch(states, B, N, advances)
+        self._scratch = gdn_layer.verify_scratch(states, B, N, advances)
 
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
@@ -263,14 +266,14 @@ class VerifyMixer:
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
         if isinstance(self._scratch.kept, Kept):
-            return delta_mix.verify(*given, self._scratch)
-        return delta_mix.advance(*given, self._scratch)
+            return gdn_layer.verify(*given, self._scratch)
+        return gdn_layer.advance(*given, self._scratch)
 
     @property
     def advanced(self) -> DeltaState:
         """The states after a step of plain decoding."""
         assert not isinstance(self._scratch.kept, Kept)  # it was one
-        return delta_mix.followed(self._states, self._scratch.kept)
+        return gdn_layer.followed(self._states, self._scratch.kept)
 
     def commit(
         self,
@@ -280,6 +283,6 @@ class VerifyMixer:
         save_after: Int[Tensor, " B"],
         save: Int[Tensor, " B"],
     ) -> None:
-        """Advances the states along the accepted paths; see `delta_mix.commit`."""
+        """Advances the states along the accepted paths; see `gdn_layer.commit`."""
         states, kept, slots = self._states, self._scratch.kept, self._slots
-        delta_mix.commit(states, snapshots, kept, slots, path, counts, save_after, save)
+        gdn_layer.commit(states, snapshots, kept, slots, path, counts, save_after, save)

@@ -10,8 +10,8 @@ from shared.boundary.program import Extra, Program, Work
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
-from torch_impl.ops import logprobs
-from torch_impl.ops.attention import Rows, turned
+from torch_impl.ops.attention.attention import Rows, turned
+from torch_impl.ops.sampling import logprobs
 from torch_impl.records import TowerWeights
 
 

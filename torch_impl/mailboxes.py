@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int, Int32, Shaped
 from torch import Tensor
 
-from kernels.mail import BLOCK_BYTES, LOOKS, Boxes, Missing
+from kernels.peer_buffers import BLOCK_BYTES, LOOKS, Boxes, Missing
 from shared.boundary.mailboxes import RankMissingError
 from shared.boundary.ranks import Ranks
 from torch_impl.ops import Kernels
@@ -29,7 +29,7 @@ class DeviceMailboxes:
         assert group.mailboxes is not None  # ranks that are processes have some
         self._kernels, self._group, self._calls = kernels, group, 0
         boxes = Boxes(group.count, BLOCK_BYTES)
-        self._mailbox = kernels.mailboxes.Mailbox(boxes, group.rank, device)
+        self._mailbox = kernels.symmetric_memory.Mailbox(boxes, group.rank, device)
         handle = np.frombuffer(self._mailbox.handle, np.uint8)
         handles = group.mailboxes.exchange(group.rank, handle)
         self._mailbox.connect([each.tobytes() for each in handles])
@@ -69,12 +69,16 @@ class DeviceMailboxes:
 
     def end(self) -> None:
         """Of a step, after all its gathers."""
-        self._kernels.ranks.tick(self._mailbox.mail, self._calls)
+        self._kernels.all_gather.tick(self._mailbox.mail, self._calls)
 
     def next(self) -> Any:
-        """The next gather of the step, for a kernel that takes part in it; see `ranks.Gather`."""
+        """The next gather of the step, for a kernel that takes part in it; see
+        `all_gather.Gather`.
+        """
         self._calls += 1
-        return self._kernels.ranks.Gather(self._mailbox.mail, self._calls - 1, self._mailbox.boxes)
+        return self._kernels.all_gather.Gather(
+            self._mailbox.mail, self._calls - 1, self._mailbox.boxes
+        )
 
     def fits(self, rows: int, share: int, item_bytes: int) -> bool:
         """Whether rows and their squares go in one gather."""
@@ -95,14 +99,14 @@ class DeviceMailboxes:
         """As `gathered`, of the rows that are listed, behind which stands their number."""
         most = self._mailbox.boxes.most_rows(values.shape[1] * values.element_size())
         gathers = [self.next() for _ in range(0, len(values), most)]
-        return self._kernels.vocabulary.gathered_rows(values, rows, gathers)
+        return self._kernels.vocab_parallel.gathered_rows(values, rows, gathers)
 
     def gathered_beside(
         self, scaled: Shaped[Tensor, "R share"], squares: Shaped[Tensor, "R chunks"]
     ) -> tuple[Shaped[Tensor, "R size"], Shaped[Tensor, "R chunks_of_all"]]:
         """As `gathered` of both at once, for which `fits` has said that there is room."""
         gather = self.next()
-        return self._kernels.ranks.gathered(
+        return self._kernels.all_gather.gathered(
             scaled, squares, gather.mail, gather.call, boxes=gather.boxes
         )
 
@@ -113,7 +117,7 @@ class DeviceMailboxes:
 
     def _gathered(self, rows: Shaped[Tensor, "R share"]) -> Shaped[Tensor, "R size"]:
         gather = self.next()
-        found, _ = self._kernels.ranks.gathered(
+        found, _ = self._kernels.all_gather.gathered(
             rows, None, gather.mail, gather.call, boxes=gather.boxes
         )
         return found

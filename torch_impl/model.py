@@ -21,12 +21,13 @@ from torch_impl.layers import (
     finished,
     rotary_frequencies,
 )
-from torch_impl.ops import layers, linear, projection
-from torch_impl.ops.attention import Rows
-from torch_impl.ops.experts import counted
-from torch_impl.ops.layers import Shown
-from torch_impl.ops.projection import Projection
-from torch_impl.ops.vocabulary import Vocabulary
+from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.gemm import layers, linear
+from torch_impl.ops.gemm.layers import Shown
+from torch_impl.ops.moe.experts import counted
+from torch_impl.ops.sampling import lm_head
+from torch_impl.ops.sampling.lm_head import Projection
+from torch_impl.ops.sampling.vocab_parallel import Vocabulary
 from torch_impl.records import Layer, Weights
 
 
@@ -138,4 +139,4 @@ def projected(model: Model, hidden: Hidden) -> Projection:
 
 def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:
     """Those scores, float32."""
-    return projection.scores(projected(model, hidden))
+    return lm_head.scores(projected(model, hidden))

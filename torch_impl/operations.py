@@ -1,6 +1,6 @@
 """What the kernels take of a start; see `shared.boundary.operations`."""
 
-from kernels.limits import DELTA_SIZES, EXPERTS_UNIT, HEAD_SIZES, MOST_NODES
+from kernels.kernel_limits import DELTA_SIZES, EXPERTS_UNIT, HEAD_SIZES, MOST_NODES
 from shared.boundary.operations import KernelLimits
 
 KERNEL_LIMITS = KernelLimits(

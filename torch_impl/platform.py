@@ -8,7 +8,7 @@ from math import prod
 import torch
 import torch.distributed as distributed
 
-from kernels.mail import device_mailbox_bytes
+from kernels.peer_buffers import device_mailbox_bytes
 from shared.boundary.backend import Blueprint
 from shared.boundary.ranks import Ranks
 from shared.drafts.checkpoint import DraftFiles

@@ -15,8 +15,10 @@ from torch_impl.drafters import Fed, Prompts
 from torch_impl.layers import PrefillMixer
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import draft_tree, logprobs, mamba_state, ngram, sampling, slots
-from torch_impl.ops.layers import Shown
+from torch_impl.ops.gdn import gdn_state
+from torch_impl.ops.gemm.layers import Shown
+from torch_impl.ops.sampling import logprobs, sampling
+from torch_impl.ops.trees import draft_tree, ngram, slot_state
 
 
 def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -28,7 +30,7 @@ def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
     place = place - prompt.row_starts[request] + prompt.first_positions[request]
     is_output = place >= plan.sampling.prompt_length[request]
     seen, owners = machine.state.seen, plan.slots[request]
-    slots.count(seen, owners, prompt.tokens, is_output, is_real)
+    slot_state.count(seen, owners, prompt.tokens, is_output, is_real)
     return {"counts": torch.zeros_like(plan.save_at)}
 
 
@@ -45,7 +47,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     lengths, ends = prompts.lengths, prompt.ends_prompt
     chosen = _choose_next(machine, plan, logits, lengths)
     newest = torch.where(ends, chosen.ids, prompt.next_tokens)
-    slots.commit(
+    slot_state.commit(
         lengths=state.lengths,
         newest=state.newest,
         seen=state.seen,
@@ -151,7 +153,7 @@ def _read_prompts(
         return passed, torch.zeros_like(plan.starts)
     assert state.snapshots is not None  # slots with states have snapshots
     save_after = plan.save_at - prompts.first
-    is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
+    is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
     is_saved &= plan.save != 0
     save = torch.where(is_saved, plan.save, 0)
     pools, where = (state.delta, state.snapshots), (prompts.row_starts, rows.request)
@@ -166,7 +168,7 @@ def _count_prompts(machine: Machine, plan: Plan, prompts: Prompts) -> None:
     was_newest = (rows.positions == prompts.first[rows.request]) & ~starts[rows.request]
     is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
     seen, owners = machine.state.seen, plan.slots[rows.request]
-    slots.count(seen, owners, prompts.tokens, is_output, rows.is_real & ~was_newest)
+    slot_state.count(seen, owners, prompts.tokens, is_output, rows.is_real & ~was_newest)
 
 
 def _choose_next(

@@ -10,8 +10,8 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import SelectorConfig
 from shared.drafts.markov import MarkovConfig
 from shared.models.parameters import BIAS
-from torch_impl.ops.experts import Experts
-from torch_impl.ops.linear import Matrix
+from torch_impl.ops.gemm.linear import Matrix
+from torch_impl.ops.moe.experts import Experts
 
 
 @dataclass(frozen=True)

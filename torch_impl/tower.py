@@ -1,4 +1,4 @@
-"""The vision tower over the patches of one picture; as `shared.spec.tower`."""
+"""The vision tower over the patches of one picture; as `shared.spec.vision_encoder`."""
 
 from dataclasses import dataclass, replace
 
@@ -7,7 +7,8 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from shared.models.vision import EPS, VisionConfig
-from torch_impl.ops import attention, layers, linear
+from torch_impl.ops.attention import attention
+from torch_impl.ops.gemm import layers, linear
 from torch_impl.records import LayerNorm, TowerBlock, TowerWeights
 
 

@@ -22,8 +22,8 @@ from shared.models.ranks import local
 from shared.models.tower import check_tower
 from shared.models.vision import VisionConfig
 from torch_impl import dummy, words
-from torch_impl.ops.experts import Experts
-from torch_impl.ops.linear import Matrix
+from torch_impl.ops.gemm.linear import Matrix
+from torch_impl.ops.moe.experts import Experts
 from torch_impl.records import (
     Attention,
     BlockWeights,

@@ -162,7 +162,9 @@ class _Mail:
 @contextmanager
 def _no_memory() -> Iterator[None]:
     """Within it made-up weights are shapes alone, and so are the mailboxes of ranks."""
-    dummy, mailboxes = map(import_module, ("torch_impl.dummy", "kernels.triton_gpu.mailboxes"))
+    dummy, mailboxes = map(
+        import_module, ("torch_impl.dummy", "kernels.triton_gpu.collectives.symmetric_memory")
+    )
 
     def parameter(wanted: Parameter, law: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
         return torch.empty(wanted.shape, dtype=dtype, device=device)

@@ -11,10 +11,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
 from bench.kernels.aot_target import DESCRIPTION
-from kernels.mail import Boxes
-from kernels.pallas_gpu import linear, ranks
+from kernels.pallas_gpu.collectives import all_gather
+from kernels.pallas_gpu.gemm import linear
+from kernels.peer_buffers import Boxes
 from kernels.tiles import MEASURED, Tiles
-from shared.spec.numerics import SQUARES
+from shared.spec.reduction_order import SQUARES
 
 HIDDEN, INNER = 4096, 12288
 """Of Qwen3-8B."""
@@ -43,12 +44,12 @@ def lowered_layer(count: int, rows: int) -> Lowered:
         return linear.product(x, weight, None, zero, **how)
 
     def layer(weights: Any, attended: Any, stream: Any, norm: Any, place: Any) -> Any:
-        gather = ranks.Gather(place, boxes)
-        every, _ = ranks.gathered(attended, None, gather)
+        gather = all_gather.Gather(place, boxes)
+        every, _ = all_gather.gathered(attended, None, gather)
         stream, read, sums, _ = multiply(every, weights[0], gather, added=stream, norm=norm)
         inner, *_ = multiply(read, weights[1], gather, is_gated=True, squares=sums)
         stream, read, sums, _ = multiply(inner, weights[2], gather, added=stream, norm=norm)
-        return stream, read, sums, ranks.missed(gather, read)
+        return stream, read, sums, all_gather.missed(gather, read)
 
     columns, outputs = PartitionSpec(None, "ranks"), PartitionSpec(None, "ranks", None)
     each = PartitionSpec("ranks")

@@ -31,7 +31,7 @@ from jax.stages import Lowered
 from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
 from jax_impl import ops, platform
 from jax_impl.backend import JaxBackend
-from jax_impl.ops.ranks import AXIS
+from jax_impl.ops.collectives.all_gather import AXIS
 from jax_impl.together import Together
 from shared.boundary.program import Extra, Program, Work
 from shared.options.command_line import parse

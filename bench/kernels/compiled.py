@@ -172,7 +172,7 @@ def _bytes_of(array: re.Match[str]) -> int:
 
 def kernel_names(folder: Path) -> set[str]:
     """The names that the sources of a folder give their kernels."""
-    texts = (path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    texts = (path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
     return {name for text in texts for name in _NAMED.findall(text)}
 
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.spec.noise import TARGET_STREAM
-from tests.support.cases.linear import product_arguments
-from tests.support.cases.projection import greedy_arguments
+from shared.spec.gumbel_noise import TARGET_STREAM
+from tests.support.cases.gemm.linear import product_arguments
+from tests.support.cases.sampling.lm_head import greedy_arguments
 from tests.support.op_case import OpCase
 from tests.support.op_sides import SIDES, SUSTAINED_S, Operation, Placed, Side, rounds_for
 
@@ -36,8 +36,8 @@ HEADER = f"{'side':7}{'rows':>6}{'width':>7}{'apart us':>10}{'joined us':>11}{'s
 
 def apart(side: Side) -> Callable[..., Any]:
     """The product with the head, and then the choice from its scores."""
-    projection = import_module(f"{side.name}_impl.ops.projection")
-    sampling = import_module(f"{side.name}_impl.ops.sampling")
+    projection = import_module(f"{side.name}_impl.ops.sampling.lm_head")
+    sampling = import_module(f"{side.name}_impl.ops.sampling.sampling")
 
     def choose(rows: Any, *given: Any) -> Any:
         return sampling.choose(projection.scores(rows), *given, None)
@@ -47,7 +47,7 @@ def apart(side: Side) -> Callable[..., Any]:
 
 def ranked_apart(side: Side, width: int) -> Callable[..., Any]:
     """As `apart`, of the best children of nodes."""
-    projection = import_module(f"{side.name}_impl.ops.projection")
+    projection = import_module(f"{side.name}_impl.ops.sampling.lm_head")
 
     def rank(*given: Any) -> Any:
         return projection.rank_apart(*given, TARGET_STREAM, width, False, None)
@@ -91,7 +91,7 @@ def measure(side: Side, rows: int, temperature: float, width: int) -> tuple[np.n
 
     how = {"dtype": "bfloat16", "wide": ("seen", "params")}
     function = "ranked" if width else "joined"
-    case = OpCase(op="projection", function=function, name=f"{rows} rows", make=make, **how)
+    case = OpCase(op="lm_head", function=function, name=f"{rows} rows", make=make, **how)
     placed, joined = side.placed(case, case.arguments(0)), side.operation(case).call
     ways = [apart(side), joined]
     if width:

@@ -39,8 +39,8 @@ from bench.kernels.tp_gemm import (
 )
 from bench.kernels.tp_gemm_jax import layer_in_jax
 from bench.kernels.tp_sampling import choices_in_jax, choices_in_torch
-from kernels.mail import Boxes
-from shared.spec.numerics import SQUARES
+from kernels.peer_buffers import Boxes
+from shared.spec.reduction_order import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank, in_processes
 from tests.support.ranks_on_gpus import joined
 
@@ -55,7 +55,7 @@ WORDS, BLOCKS = 1 << 30, 0
 
 def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
     """Microseconds of a gather by rows, values and way."""
-    ranks, found = import_module("kernels.triton_gpu.ranks"), []
+    ranks, found = import_module("kernels.triton_gpu.collectives.all_gather"), []
     mailbox = mailbox_of(rank, block_bytes(rank.count, max(rows)))
     device, timed = mailbox.mail.place.device, Timed(rank, mailbox)
     for name, (values, chunks) in VALUES.items():
@@ -97,10 +97,13 @@ def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
 def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     """As `gathers_in_torch`, in one program for all devices, queued."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
-    sharding, gathers = import_module("jax.sharding"), import_module("kernels.pallas_gpu.ranks")
+    sharding, gathers = (
+        import_module("jax.sharding"),
+        import_module("kernels.pallas_gpu.collectives.all_gather"),
+    )
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
-    mailboxes = import_module("kernels.pallas_gpu.mailboxes").Mailboxes(
+    mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").Mailboxes(
         Boxes(ranks, block_bytes(ranks, max(rows))), devices
     )
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from kernels.mail import MOST_JOINED_ROWS, Boxes
+from kernels.peer_buffers import MOST_JOINED_ROWS, Boxes
 from kernels.tiles import Tiles
-from shared.spec.numerics import SQUARES
+from shared.spec.reduction_order import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank
 
 FEW_ROWS = 128
@@ -74,7 +74,7 @@ class Timed:
 
 
 def mailbox_of(rank: Rank, size: int) -> Any:
-    mailboxes = import_module("kernels.triton_gpu.mailboxes")
+    mailboxes = import_module("kernels.triton_gpu.collectives.symmetric_memory")
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     made = mailboxes.Mailbox(Boxes(rank.count, size), rank.rank, device)
@@ -116,8 +116,8 @@ class Layers:
     """Weights of some layers and what runs them, for one rank of several or for one GPU."""
 
     def __init__(self, rank: Rank, ranks: int, mailbox: Any, R: int) -> None:
-        self._linear = import_module("kernels.triton_gpu.linear")
-        self._ranks = import_module("kernels.triton_gpu.ranks")
+        self._linear = import_module("kernels.triton_gpu.gemm.linear")
+        self._ranks = import_module("kernels.triton_gpu.collectives.all_gather")
         self._mailbox, self._count, self._R = mailbox, ranks, R
         self._device = mailbox.mail.place.device
         own = rank.rank if ranks > 1 else 0
@@ -255,7 +255,7 @@ or more."""
 
 def tiles_in_torch(rank: Rank, rows: tuple[int, ...], counts: tuple[int, ...]) -> list[Line]:
     """Microseconds of each product of a rank of so many, alone, with other tiles."""
-    linear = import_module("kernels.triton_gpu.linear")
+    linear = import_module("kernels.triton_gpu.gemm.linear")
     mailbox, jobs = mailbox_of(rank, 1 << 20), list[tuple[Any, ...]]()
     table = Tiles.load("triton_gpu", torch.cuda.get_device_name()).linear
     timed, device = Timed(rank, mailbox), mailbox.mail.place.device

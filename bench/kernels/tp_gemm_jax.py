@@ -17,9 +17,9 @@ from bench.kernels.tp_gemm import (
     block_bytes,
     note,
 )
-from kernels.mail import MOST_JOINED_ROWS, Boxes
+from kernels.peer_buffers import MOST_JOINED_ROWS, Boxes
 from kernels.tiles import Tiles
-from shared.spec.numerics import SQUARES
+from shared.spec.reduction_order import SQUARES
 from tests.support.gpu_ranks import LOOKS, Rank
 from tests.support.ranks_on_gpus import joined
 
@@ -27,10 +27,10 @@ from tests.support.ranks_on_gpus import joined
 def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     """As `layer_in_torch`, in one program for all devices, queued; no product alone."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
-    gathers, linear = import_module("kernels.pallas_gpu.ranks"), _linear_of_jax()
+    gathers, linear = import_module("kernels.pallas_gpu.collectives.all_gather"), _linear_of_jax()
     sharding, mailboxes = (
         import_module("jax.sharding"),
-        import_module("kernels.pallas_gpu.mailboxes"),
+        import_module("kernels.pallas_gpu.collectives.symmetric_memory"),
     )
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
@@ -166,7 +166,7 @@ def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]
 def _linear_of_jax() -> Callable[..., Any]:
     """A product with what stays the same."""
     jnp = import_module("jax.numpy")
-    product = import_module("kernels.pallas_gpu.linear").product
+    product = import_module("kernels.pallas_gpu.gemm.linear").product
 
     def multiply(x: Any, weight: Any, layer: Any, **how: Any) -> Any:
         same = {"first": 0, "out_type": jnp.bfloat16, "eps": EPS, "bias": None, "factor": 1.0}

@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from bench.kernels.tp_gemm import HIDDEN, Line, Timed, mailbox_of, note, randoms
-from kernels.mail import BLOCK_BYTES, Boxes
+from kernels.peer_buffers import BLOCK_BYTES, Boxes
+from kernels.rooms import module_in
 from shared.boundary.ranks import Ranks
-from shared.spec.noise import TARGET_STREAM
+from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.sampling import Seen
-from tests.support.cases.sampling import asked
+from tests.support.cases.sampling.sampling import asked
 from tests.support.gpu_ranks import LOOKS, Rank
 from tests.support.implementations import to_jax, to_torch
 from tests.support.ranks_on_gpus import joined
@@ -58,8 +59,7 @@ def given_of(R: int, params: Any) -> list[Any]:
 def ways_of(backend: str, kernels: Any, vocabulary: Any) -> dict[str, Callable[..., Any]]:
     """Ways from a head and its rows to tokens."""
     sampling, projection, tokens = (
-        import_module(f"{backend}_impl.ops.{name}")
-        for name in ("sampling", "projection", "vocabulary")
+        module_in(f"{backend}_impl.ops", name) for name in ("sampling", "lm_head", "vocab_parallel")
     )
 
     def whole(head: Any, seen: Any, *given: Any) -> Any:
@@ -82,10 +82,8 @@ def ways_of(backend: str, kernels: Any, vocabulary: Any) -> dict[str, Callable[.
 def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
     """Microseconds of a head with its choice, by rows, what they ask for, and way."""
     ops, found = import_module("torch_impl.ops"), []
-    names = ("linear", "projection", "sampling", "vocabulary")
-    linear, projection, sampling, tokens = (
-        import_module(f"torch_impl.ops.{name}") for name in names
-    )
+    names = ("linear", "lm_head", "sampling", "vocab_parallel")
+    linear, projection, sampling, tokens = (module_in("torch_impl.ops", name) for name in names)
     mailbox = mailbox_of(rank, BLOCK_BYTES)
     device, timed = mailbox.mail.place.device, Timed(rank, mailbox)
     alone = Ranks(rank.rank, rank.count, None)
@@ -125,12 +123,14 @@ def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     """As `choices_in_torch`, several in one program for all devices, queued."""
     jax, jnp, sharding = (import_module(name) for name in ("jax", "jax.numpy", "jax.sharding"))
     ops, mailboxes_of = import_module("jax_impl.ops"), import_module("jax_impl.mailboxes")
-    names = ("linear", "projection", "sampling", "vocabulary")
-    linear, projection, sampling, tokens = (import_module(f"jax_impl.ops.{name}") for name in names)
+    names = ("linear", "lm_head", "sampling", "vocab_parallel")
+    linear, projection, sampling, tokens = (module_in("jax_impl.ops", name) for name in names)
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []
     mesh = sharding.Mesh(np.array(devices), ("ranks",))
     boxes = Boxes(ranks, BLOCK_BYTES)
-    mailboxes = import_module("kernels.pallas_gpu.mailboxes").Mailboxes(boxes, devices)
+    mailboxes = import_module("kernels.pallas_gpu.collectives.symmetric_memory").Mailboxes(
+        boxes, devices
+    )
     idle, waiting = (joined(mesh, mailboxes.places(looks), 0) for looks in (0, LOOKS))
     share = tokens.Vocabulary(TOKENS, Ranks(0, ranks, None)).share
     # The same numbers on each device, of which it has its part.

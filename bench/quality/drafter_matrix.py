@@ -20,7 +20,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
 from shared.process import heap
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support.equality import Oracle
 from tests.support.started import Run, Served, acceptance, start, timed

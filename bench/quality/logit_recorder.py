@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from kernels.rooms import module_in
+
 FOLDER = "TANDEM_NOTED_SUMS"
 """Of the environment: where processes of ranks leave their sums when they end."""
 _ODD = 2654435761
@@ -65,7 +67,7 @@ def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
       What reads the sums so far, in the order of the choices, of each rank that this process has.
     """
     sampling, projection = (
-        import_module(f"{backend}_impl.ops.{name}") for name in ("sampling", "projection")
+        module_in(f"{backend}_impl.ops", name) for name in ("sampling", "lm_head")
     )
     choose, found = sampling.choose, [list[Any]() for _ in range(ranks)]
 
@@ -81,7 +83,7 @@ def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
     def in_jax(logits: Any, *rest: Any) -> Any:
         jax, vocabulary, rank = import_module("jax"), vocabulary_of(*rest), 0
         if not vocabulary.group.is_alone:
-            rank = import_module("jax_impl.ops.ranks").number(vocabulary.group)
+            rank = import_module("jax_impl.ops.collectives.all_gather").number(vocabulary.group)
         sums = jax_sum(logits[:1], rank * logits.shape[1], vocabulary.size)
         jax.debug.callback(lambda rank, sums: found[int(rank)].append(sums[0]), rank, sums)
         return choose(logits, *rest)

@@ -12,7 +12,7 @@ import numpy as np
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.request import Request, SamplingParams
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from tests.support.started import Served, timed
 
 NAME = "own"

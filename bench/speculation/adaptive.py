@@ -41,7 +41,7 @@ from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support import started
 from tests.support.simulation.imposed import (

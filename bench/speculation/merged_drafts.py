@@ -38,7 +38,7 @@ from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
 from shared.process import engines
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support import started
 

@@ -29,8 +29,8 @@ from shared.models.dummy import DummyCheckpoint
 from shared.models.pictures import PictureConfig
 from shared.models.tower import tower_parameters
 from shared.models.vision import VisionConfig
-from shared.spec import tower
-from shared.spec.tower import Pixels
+from shared.spec import vision_encoder
+from shared.spec.vision_encoder import Pixels
 from tests.support.op_sides import SIDES
 from tests.support.tower_shapes import QWEN3_5
 
@@ -48,7 +48,7 @@ def picture_of(tokens: int, vision: VisionConfig) -> Pixels:
     """A random picture that takes so many tokens, a square number of them."""
     side = math.isqrt(tokens) * vision.patch_size * vision.merge_size
     pixels = np.random.default_rng(SEED).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    return tower.pixels_of(pixels, vision, PICTURES)
+    return vision_encoder.pixels_of(pixels, vision, PICTURES)
 
 
 def products_of(patches: int, vision: VisionConfig) -> int:

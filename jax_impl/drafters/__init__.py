@@ -8,16 +8,18 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.model import Forward
-from jax_impl.ops import attention, projection, sampling, scan, vocabulary
-from jax_impl.ops.attention import Rows
-from jax_impl.ops.layers import Shown
-from jax_impl.ops.projection import Projection
-from jax_impl.ops.sampling import Ranked, Sampling, Seen
-from jax_impl.ops.vocabulary import ALL, Vocabulary
+from jax_impl.ops import scan
+from jax_impl.ops.attention import attention
+from jax_impl.ops.attention.attention import Rows
+from jax_impl.ops.gemm.layers import Shown
+from jax_impl.ops.sampling import lm_head, sampling, vocab_parallel
+from jax_impl.ops.sampling.lm_head import Projection
+from jax_impl.ops.sampling.sampling import Ranked, Sampling, Seen
+from jax_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
 from shared.boundary.program import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM
+from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 
 
 class Drafted(NamedTuple):
@@ -109,7 +111,7 @@ class Ranking(NamedTuple):
           scored: What scores the tokens after each node, or those that this rank has.
           paths: Drafts from below the root to each node; the first `depth` of them are real.
         """
-        return projection.rank(scored, *self._given(paths, depth))
+        return lm_head.rank(scored, *self._given(paths, depth))
 
     def of_scores(
         self,
@@ -152,8 +154,8 @@ class Ranking(NamedTuple):
         params, at, of = self.sampling.unasked, self.lengths, self.vocabulary
         given = (logits, seen, at, params, at, TARGET_STREAM, k, False, None, of)
         ids = sampling.rank(*given).ids
-        rows = vocabulary.spread(logits.reshape(B * S, share), of)
-        return vocabulary.at(rows, ids.reshape(B * S, k), of).reshape(ids.shape), ids
+        rows = vocab_parallel.spread(logits.reshape(B * S, share), of)
+        return vocab_parallel.at(rows, ids.reshape(B * S, k), of).reshape(ids.shape), ids
 
     def chain(
         self, scored: Projection, S: int, is_weighed: bool
@@ -175,7 +177,7 @@ class Ranking(NamedTuple):
         """
         B = len(self.lengths)
         if self.is_sampled:
-            logits = projection.scores(scored).reshape(B, S, -1)
+            logits = lm_head.scores(scored).reshape(B, S, -1)
             no_path = jnp.zeros((B, 1, 0), jnp.int32)
 
             def body(_: None, at: tuple) -> tuple[None, tuple]:
@@ -192,11 +194,11 @@ class Ranking(NamedTuple):
         if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
             given = (scored, seen, positions, params, positions, TARGET_STREAM, 1)
-            ranked = projection.rank(*given, False, self.columns, self.vocabulary)
+            ranked = lm_head.rank(*given, False, self.columns, self.vocabulary)
             weights = ranked.weights.reshape(B, S) if is_weighed else None
             return ranked.ids.reshape(B, S), weights, None
         given = (seen, positions, self.sampling, request, None, self.vocabulary)
-        ids = projection.choose(scored, *given).ids
+        ids = lm_head.choose(scored, *given).ids
         return ids.reshape(B, S), None, None
 
 

@@ -6,9 +6,11 @@ import jax
 from jaxtyping import Float
 
 from jax_impl.layers import Sight, attention
-from jax_impl.ops import Norm, convolution, linear, ranks
-from jax_impl.ops.linear import Stream, product
-from jax_impl.ops.mix import PagedKV
+from jax_impl.ops import Norm
+from jax_impl.ops.attention.attention_layer import PagedKV
+from jax_impl.ops.collectives import all_gather
+from jax_impl.ops.gemm import convolution, linear
+from jax_impl.ops.gemm.linear import Stream, product
 from jax_impl.records import Around, Conv, Layer
 from shared.models.config import ModelConfig
 
@@ -39,11 +41,11 @@ def layer(
     read, added = _around(sizes, around.attention, size, normed)
     qkv = product(read, weights.mixer.inputs)
     mixed, kv = attention(sizes, sight, place, weights.mixer, qkv, sight.kv)
-    mixed = ranks.gathered(group, mixed)
-    x, normed = added(ranks.gathered(group, product(mixed, weights.mixer.out)), x, norms[0])
+    mixed = all_gather.gathered(group, mixed)
+    x, normed = added(all_gather.gathered(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
     fed = linear.gated_product(Stream(read, group=group), None, weights.feed.gate_up)
-    return *added(ranks.gathered(group, product(fed, weights.feed.down)), x, norms[1]), kv
+    return *added(all_gather.gathered(group, product(fed, weights.feed.down)), x, norms[1]), kv
 
 
 def _around(

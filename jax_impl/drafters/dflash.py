@@ -11,13 +11,17 @@ from jax_impl.drafters import Drafted, Fed, Prompts, Ranking, convolution, dflas
 from jax_impl.drafters.heads import embedding
 from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, projected
-from jax_impl.ops import alone, draft_tree, linear, projection, ranks, verify_rows
-from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.layers import embedded, rms_norm
-from jax_impl.ops.linear import normed_product, product
-from jax_impl.ops.mix import PagedKV
-from jax_impl.ops.projection import Projection
-from jax_impl.ops.vocabulary import Vocabulary
+from jax_impl.ops import alone
+from jax_impl.ops.attention.attention import KV, Rows
+from jax_impl.ops.attention.attention_layer import PagedKV
+from jax_impl.ops.collectives import all_gather
+from jax_impl.ops.gemm import linear
+from jax_impl.ops.gemm.layers import embedded, rms_norm
+from jax_impl.ops.gemm.linear import normed_product, product
+from jax_impl.ops.sampling import lm_head
+from jax_impl.ops.sampling.lm_head import Projection
+from jax_impl.ops.sampling.vocab_parallel import Vocabulary
+from jax_impl.ops.trees import draft_tree, verify_budget
 from jax_impl.records import BlockWeights
 from shared.boundary.ranks import Ranks
 from shared.drafts.block import BlockConfig
@@ -85,7 +89,7 @@ class BlockDrafter(NamedTuple):
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
-        weights = None if edges is None else verify_rows.chain_weights(edges)
+        weights = None if edges is None else verify_budget.chain_weights(edges)
         return Drafted(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)
 
     def _chosen(
@@ -103,7 +107,7 @@ class BlockDrafter(NamedTuple):
         weights, first = self.weights, _block_of(self.weights.config).first_slot
         if weights.markov is None and weights.selector is None:
             return rank.chain(scored, S, is_weighed)
-        logits = projection.scores(scored).reshape(len(newest), S, -1)
+        logits = lm_head.scores(scored).reshape(len(newest), S, -1)
         if weights.selector is None:
             return dspark.chain(weights, newest, filled, logits, rank, is_weighed)
         slots = filled[:, first : first + S]
@@ -139,7 +143,7 @@ def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV, gr
     """
     config = weights.config.layer
     joined = product(jnp.concatenate(passed.streams, axis=1), weights.fc)
-    joined = ranks.gathered(group, joined)
+    joined = all_gather.gathered(group, joined)
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
     turn = angles(config.attention, rows.positions)
     for place, layer in enumerate(weights.layers):

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.drafters import Ranking
-from jax_impl.ops import scan, vocabulary
-from jax_impl.ops.linear import Matrix, product, product_float32
+from jax_impl.ops import scan
+from jax_impl.ops.gemm.linear import Matrix, product, product_float32
+from jax_impl.ops.sampling import vocab_parallel
 from jax_impl.records import SelectorWeights
 from shared.spec.dflash2 import NEVER
 
@@ -52,7 +53,7 @@ def chain(
         level, of_values, some, of_slot = at
         own = of_values + pairs(selector, previous, of_slot, some)
         logits = nothing.at[jnp.arange(B)[:, None], some].set(own)
-        logits = vocabulary.part(logits, rank.vocabulary)
+        logits = vocab_parallel.part(logits, rank.vocabulary)
         ranked = rank.of_scores(logits[:, None], drafts[:, None], level)
         previous, edge = ranked.ids[:, 0, 0], ranked.weights[:, 0, 0]
         drafts = drafts.at[:, level].set(previous)

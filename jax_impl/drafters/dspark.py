@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.drafters import Ranking
-from jax_impl.ops import layers, scan
-from jax_impl.ops.linear import Matrix, product_float32
+from jax_impl.ops import scan
+from jax_impl.ops.gemm import layers
+from jax_impl.ops.gemm.linear import Matrix, product_float32
 from jax_impl.records import BlockWeights, MarkovWeights
 from shared.drafts.markov import GATED, VANILLA
 

@@ -15,11 +15,12 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.device_state import DraftState, Plan, Relay
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.drafters.heads import Head, Tokens
-from jax_impl.ops import draft_tree, scan, verify_rows
-from jax_impl.ops.attention import KV, Rows, turned
-from jax_impl.ops.draft_tree import Level
-from jax_impl.ops.projection import Projection
-from jax_impl.ops.sampling import Ranked
+from jax_impl.ops import scan
+from jax_impl.ops.attention.attention import KV, Rows, turned
+from jax_impl.ops.sampling.lm_head import Projection
+from jax_impl.ops.sampling.sampling import Ranked
+from jax_impl.ops.trees import draft_tree, verify_budget
+from jax_impl.ops.trees.draft_tree import Level
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 
@@ -351,7 +352,7 @@ def _grow_chain(
         if more.law is not None:
             processed.append(jnp.moveaxis(more.law, 0, 1))
     chains = draft_tree.chains(tokens, newest, max_drafts, can_draft)
-    weights = verify_rows.chain_weights(edges) if is_weighed else None
+    weights = verify_budget.chain_weights(edges) if is_weighed else None
     laws = jnp.concatenate(processed, axis=1) if processed else None
     return Drafted(*chains, weights, laws), kv
 

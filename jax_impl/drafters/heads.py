@@ -14,12 +14,15 @@ from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, Hidden, Sight, attention, finished
 from jax_impl.model import Forward, Model, projected
-from jax_impl.ops import alone, linear, projection, ranks
-from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.layers import Shown, embedded, rms_norm
-from jax_impl.ops.linear import Stream, normed_product, product
-from jax_impl.ops.projection import Projection
-from jax_impl.ops.vocabulary import Vocabulary, over_tokens, whole
+from jax_impl.ops import alone
+from jax_impl.ops.attention.attention import KV, Rows
+from jax_impl.ops.collectives import all_gather
+from jax_impl.ops.gemm import linear
+from jax_impl.ops.gemm.layers import Shown, embedded, rms_norm
+from jax_impl.ops.gemm.linear import Stream, normed_product, product
+from jax_impl.ops.sampling import lm_head
+from jax_impl.ops.sampling.lm_head import Projection
+from jax_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
 from jax_impl.records import BlockWeights, HeadWeights, Layer
 from shared.boundary.ranks import Ranks
 from shared.models.config import ModelConfig
@@ -57,7 +60,7 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Hidden) -> Logits:
         """The scores over the target's vocabulary."""
-        whole_rows = whole(projection.scores(self.projected(hidden)), self.vocabulary)
+        whole_rows = whole(lm_head.scores(self.projected(hidden)), self.vocabulary)
         return over_tokens(whole_rows, self.columns, self.config.vocab)
 
 
@@ -73,7 +76,7 @@ def mtp(model: Model) -> Head:
         fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         joined = product(jnp.concatenate([fed, normed], axis=1), weights.fc)
-        joined = ranks.gathered(group, joined)
+        joined = all_gather.gathered(group, joined)
         stream = linear.stream(joined, weights.layer.input_norm, None, group)
         qkv = normed_product(stream, eps, weights.layer.mixer.inputs)
         x, kv = _through(config, like, (weights.layer,), qkv, stream, rows, kv)
@@ -165,7 +168,7 @@ def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
 
 
 def _fc(group: Ranks, weights: HeadWeights, x: Inputs) -> Hidden:
-    x = ranks.gathered(group, product(x, weights.fc))
+    x = all_gather.gathered(group, product(x, weights.fc))
     return x if weights.fc_bias is None else x + weights.fc_bias
 
 

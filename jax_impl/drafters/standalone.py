@@ -13,11 +13,11 @@ from jax_impl.drafters.eagle import Carried, Expand, First, extend_rows, grow
 from jax_impl.drafters.heads import Tokens
 from jax_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from jax_impl.model import Forward, Model
-from jax_impl.ops import delta_mix, mamba_state
-from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.delta_mix import Nodes
-from jax_impl.ops.mamba_state import DeltaState
-from jax_impl.ops.projection import Projection
+from jax_impl.ops.attention.attention import KV, Rows
+from jax_impl.ops.gdn import gdn_layer, gdn_state
+from jax_impl.ops.gdn.gdn_layer import Nodes
+from jax_impl.ops.gdn.gdn_state import DeltaState
+from jax_impl.ops.sampling.lm_head import Projection
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 
@@ -42,7 +42,7 @@ class StandaloneDrafter(NamedTuple):
             return self._without_states(memory, fed)
         pools = (_in_slots(memory, plan, prompts.first), memory.snapshots)
         save_after = plan.save_at - prompts.first
-        is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
+        is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         where = (plan.slots, prompts.row_starts, fed.rows.request)
         save = jnp.where(is_saved, plan.save, 0)
         mixer = PrefillMixer(self.small.config, *pools, *where, save_after, save)
@@ -101,7 +101,7 @@ class StandaloneDrafter(NamedTuple):
             return scored, None if mixer is None else mixer.advanced, passed.kv
 
         def pick(states: Carried, rows: Int[jax.Array, " R"]) -> Carried:
-            return None if states is None else delta_mix.take(states, rows)
+            return None if states is None else gdn_layer.take(states, rows)
 
         can_draft = (draft_from < lengths).astype(jnp.int32)
         rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
@@ -134,7 +134,7 @@ class StandaloneDrafter(NamedTuple):
 def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
     """As `shared.spec.standalone.context_of` of the slots' states."""
     assert memory.delta is not None  # there are states to read
-    held = delta_mix.take(memory.delta, plan.slots)
+    held = gdn_layer.take(memory.delta, plan.slots)
     is_whole = memory.draft_from[plan.slots] < lengths
     return select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
 
@@ -142,4 +142,4 @@ def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> D
 def _in_slots(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
     """All slots' states, those of the plan as their context has them."""
     assert memory.delta is not None  # there are states to read
-    return delta_mix.put(memory.delta, plan.slots, _context(memory, plan, lengths))
+    return gdn_layer.put(memory.delta, plan.slots, _context(memory, plan, lengths))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
-from importlib import import_module
 from types import ModuleType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
+from kernels.rooms import module_in
 from kernels.tiles import Tiles
 
 P = ParamSpec("P")
@@ -33,39 +33,39 @@ class Kernels:
     """The kernels of a GPU, module by module, and their tiles."""
 
     acceptance: ModuleType
-    attend_all: ModuleType
+    encoder_attention: ModuleType
     attention: ModuleType
     convolution: ModuleType
-    delta_commit: ModuleType
-    delta_feed: ModuleType
-    delta_mix: ModuleType
+    gdn_commit: ModuleType
+    gdn_prefill: ModuleType
+    gdn_layer: ModuleType
     draft_tree: ModuleType
     experts: ModuleType
-    flat_nodes: ModuleType
+    flatten_tree: ModuleType
     fp8_activations: ModuleType
-    heads: ModuleType
+    qk_norm_rope_kv_write: ModuleType
     layers: ModuleType
-    leaves: ModuleType
+    lm_head_epilogue: ModuleType
     linear: ModuleType
-    mailboxes: ModuleType
-    mix: ModuleType
+    symmetric_memory: ModuleType
+    attention_layer: ModuleType
     ngram: ModuleType
-    noise: ModuleType
-    ranks: ModuleType
-    reach: ModuleType
+    gumbel_noise: ModuleType
+    all_gather: ModuleType
+    row_bounds: ModuleType
     rejection: ModuleType
     sampling: ModuleType
-    slots: ModuleType
-    verify_rows: ModuleType
-    vocabulary: ModuleType
-    window: ModuleType
+    slot_state: ModuleType
+    verify_budget: ModuleType
+    vocab_parallel: ModuleType
+    kv_compaction: ModuleType
     tiles: Tiles
 
     @classmethod
     def of(cls, gpu: str) -> Self:
         """Those of a GPU, by the name that the driver gives it."""
         names = [field.name for field in fields(cls) if field.name != "tiles"]
-        modules = {name: import_module(f"kernels.pallas_gpu.{name}") for name in names}
+        modules = {name: module_in("kernels.pallas_gpu", name) for name in names}
         return cls(**modules, tiles=Tiles.load("pallas_gpu", gpu))
 
 

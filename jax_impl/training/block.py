@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.layers import angles
-from jax_impl.ops.convolution import convolved
-from jax_impl.ops.layers import plain_rms_norm
+from jax_impl.ops.gemm.convolution import convolved
+from jax_impl.ops.gemm.layers import plain_rms_norm
 from jax_impl.training import choosing, layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded, forward
 from jax_impl.training.layers import Rows, normed

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jax_impl.layers import angles
-from jax_impl.ops import layers as ops
-from jax_impl.ops.mix import Angles
+from jax_impl.ops.attention.attention_layer import Angles
+from jax_impl.ops.gemm import layers as ops
 from jax_impl.training import experts, gated_delta, layers
 from jax_impl.training.experts import Routed
 from jax_impl.training.layers import Rows, normed

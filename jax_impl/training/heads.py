@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from jax_impl.layers import angles
-from jax_impl.ops.layers import plain_rms_norm
-from jax_impl.ops.mix import Angles
+from jax_impl.ops.attention.attention_layer import Angles
+from jax_impl.ops.gemm.layers import plain_rms_norm
 from jax_impl.training import layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded
 from jax_impl.training.layers import Keys, Queries, Rows, normed

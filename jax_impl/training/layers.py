@@ -11,8 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jax_impl.ops import layers
-from jax_impl.ops.mix import Angles
+from jax_impl.ops.attention.attention_layer import Angles
+from jax_impl.ops.gemm import layers
 from jax_impl.training.modules import AttentionStack, Layers
 from shared.models.config import ModelConfig
 

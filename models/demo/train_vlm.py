@@ -38,7 +38,7 @@ from shared.models.parameters import Parameter
 from shared.models.pictures import pictures_from_folder
 from shared.models.saving import split
 from shared.models.tower import tower_parameters
-from shared.spec import tower as spec
+from shared.spec import vision_encoder as spec
 
 HERE = Path(__file__).parent
 FOLDER, TEXT = HERE / "vlm", HERE / "target"

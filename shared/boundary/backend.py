@@ -43,9 +43,9 @@ from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.models.fp8_words import InWords
 from shared.models.ranks import local
-from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, Scores
+from shared.spec.merge_drafts import Copies
 from shared.spec.sampling import Sampling
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

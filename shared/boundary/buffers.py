@@ -29,11 +29,11 @@ from shared.boundary.backend import (
 from shared.boundary.pictures import Encode, Pictures
 from shared.boundary.program import Extra, Program, Work
 from shared.boundary.texts import Texts
-from shared.spec.copies import Copies
 from shared.spec.logprobs import Logprobs, Scores
+from shared.spec.merge_drafts import Copies
 from shared.spec.ngram import WINDOW
 from shared.spec.sampling import Sampling
-from shared.spec.tower import Pixels
+from shared.spec.vision_encoder import Pixels
 
 
 @dataclass(frozen=True)

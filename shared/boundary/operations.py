@@ -18,7 +18,7 @@ from shared.models.config import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class KernelLimits:
-    """Sizes and dtypes that the kernels of a backend support; see `kernels.limits`.
+    """Sizes and dtypes that the kernels of a backend support; see `kernels.kernel_limits`.
 
     Attributes:
       head_sizes: Supported attention head sizes.

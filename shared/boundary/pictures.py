@@ -9,7 +9,7 @@ from jaxtyping import Int32
 from shared.boundary.program import Program, Work
 from shared.models.pictures import PictureConfig
 from shared.models.vision import VisionConfig
-from shared.spec.tower import Pixels
+from shared.spec.vision_encoder import Pixels
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Pictures:
     Attributes:
       sources: Encoder-cache row that replaces each token's embedding; 0 for the token's own
         embedding.
-      turns: M-RoPE positions of each token; see `shared.spec.turns`.
+      turns: M-RoPE positions of each token; see `shared.spec.mrope`.
       next_sources: Same as `sources`, for the token after each row's chunk, which drafters read.
       deltas: M-RoPE position delta of each row: rotary minus sequence position of later tokens,
         stored per slot.

@@ -16,7 +16,7 @@ from shared.models.kept import kept_bytes
 from shared.models.layers import DenseConfig, ExpertsConfig
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
-from shared.spec.numerics import ATTENTION
+from shared.spec.reduction_order import ATTENTION
 
 DRAFT_LAW_BYTES = 24
 """Bytes per logit if draft tokens are sampled: their noise and logits, both distributions, the

@@ -18,7 +18,7 @@ from shared.boundary.program import Program, Work
 from shared.engine.pictures import Picture, touched
 from shared.engine.request import Request
 from shared.engine.rows import Chunk, Rows
-from shared.spec import tower
+from shared.spec import vision_encoder
 from shared.spec.gated_delta import CHUNK
 
 Key = tuple[str, bytes]
@@ -93,7 +93,7 @@ class PictureRows:
             blocks, *left = self._begun[1]
             self._begun = None
         else:
-            pixels = tower.pixels_of(picture.pixels, vision, self._pool.processor)
+            pixels = vision_encoder.pixels_of(picture.pixels, vision, self._pool.processor)
             blocks, *left = next(each for size, each in self._pieces.items() if size >= patches)
         if left:
             self._begun = key, left

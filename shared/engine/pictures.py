@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from shared.spec.turns import turns
+from shared.spec.mrope import turns
 
 DIGEST_BYTES = 32
 
@@ -58,7 +58,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Sight:
-    """M-RoPE positions of a prompt with images; see `shared.spec.turns`.
+    """M-RoPE positions of a prompt with images; see `shared.spec.mrope`.
 
     Attributes:
       turns: M-RoPE positions of each token of the prompt.

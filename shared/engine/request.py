@@ -32,7 +32,7 @@ class SamplingParams:
     """Sampling parameters of one request.
 
     Attributes:
-      seed32: Seed of the noise (`shared.spec.noise.derive_seed` of the request's seed).
+      seed32: Seed of the noise (`shared.spec.gumbel_noise.derive_seed` of the request's seed).
       max_tokens: Maximum tokens of the output; 0 to only prefill the prompt.
       min_tokens: Tokens of the output before a stop token is allowed.
       stop_token_ids: Tokens that end the output; the stop token is emitted as the last.

@@ -15,11 +15,11 @@ from shared.boundary.program import Work
 from shared.engine.grammar import Masks
 from shared.engine.pictures import Picture
 from shared.engine.request import Request
-from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
+from shared.spec.merge_drafts import Copies
 from shared.spec.ngram import WINDOW
-from shared.spec.tower import Pixels
+from shared.spec.vision_encoder import Pixels
 
 _TREE = tuple(field.name for field in fields(HostDraft))
 _COPIES = tuple(field.name for field in fields(Copies))

@@ -41,7 +41,7 @@ from shared.server.reading import Said
 from shared.server.reasoning import is_open_after, thinking_after
 from shared.server.sampling import make_sampling
 from shared.server.text_parsers import new_parser
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from shared.text.chat_template import Conversation
 from shared.text.forced_calls import arguments_schema
 from shared.text.grammar_worker import Calls, Wanted

@@ -22,8 +22,8 @@ from shared.engine.controller import Gauges, Reserve
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Rows
-from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
+from shared.spec.merge_drafts import Copies
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 ENOUGH_STEPS, ENOUGH_SECONDS = 3, 0.5

@@ -49,9 +49,9 @@ from shared.reference.rows import (
     tree_fields,
 )
 from shared.reference.workspace import workspace
-from shared.spec import acceptance, attention, draft_tree, mamba_state, model, sampling, slots
-from shared.spec.copies import Copies
+from shared.spec import acceptance, attention, draft_tree, gdn_state, model, sampling, slot_state
 from shared.spec.draft_tree import TreeShape
+from shared.spec.merge_drafts import Copies
 from shared.spec.model import KV, Weights
 
 
@@ -170,7 +170,7 @@ class ReferenceBackend:
         owner = np.full(len(tokens), batch.slots[b])
         is_output = first + np.arange(len(tokens)) >= batch.sampling.prompt_length[b]
         is_counted = np.ones(len(tokens), bool)
-        self.state.seen = slots.count(self.state.seen, owner, tokens, is_output, is_counted)
+        self.state.seen = slot_state.count(self.state.seen, owner, tokens, is_output, is_counted)
 
     def _count_prompt(self, batch: Batch, work: Count) -> dict[str, np.ndarray]:
         for b, row in enumerate(batch.index):
@@ -381,7 +381,7 @@ class ReferenceBackend:
         batch: Batch,
         shape: TreeShape,
         kv: KV,
-        kept: mamba_state.Kept,
+        kept: gdn_state.Kept,
         path: Int[np.ndarray, "B W"],
         counts: Int[np.ndarray, " B"],
         tokens: Int[np.ndarray, "B W"],
@@ -398,7 +398,7 @@ class ReferenceBackend:
             counts=counts,
         )
         self.state.kv = KV(move(kv.k), move(kv.v))
-        state, snapshots, passed = mamba_state.replay(
+        state, snapshots, passed = gdn_state.replay(
             take(self.state.delta, batch.slots),
             kept,
             path,
@@ -408,7 +408,7 @@ class ReferenceBackend:
         passed &= batch.snapshots.save != 0
         put(self.state.delta, batch.slots, state)
         put(self.state.snapshots, batch.snapshots.save[passed], take(snapshots, passed))
-        self.state.lengths, self.state.newest, self.state.seen, draft_from = slots.commit(
+        self.state.lengths, self.state.newest, self.state.seen, draft_from = slot_state.commit(
             lengths=self.state.lengths,
             newest=self.state.newest,
             seen=self.state.seen,

@@ -9,8 +9,8 @@ from jaxtyping import Float32, Int32
 
 from shared.boundary.backend import Capacity
 from shared.models.config import ModelConfig
-from shared.spec import model, ngram, tower
-from shared.spec.mamba_state import DeltaState
+from shared.spec import model, ngram, vision_encoder
+from shared.spec.gdn_state import DeltaState
 from shared.spec.model import KV
 
 
@@ -42,7 +42,7 @@ class DeviceState:
     delta: DeltaState
     snapshots: DeltaState
     pool: Float32[np.ndarray, "rows hidden"]
-    begun: tower.Begun | None
+    begun: vision_encoder.Begun | None
     turn_deltas: Int32[np.ndarray, " slots"]
     texts: ngram.Memory | None
 

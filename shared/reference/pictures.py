@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 
 from shared.boundary.pictures import Encode, PicturePool, Pictures
 from shared.reference.device_state import DeviceState
-from shared.spec import tower
+from shared.spec import vision_encoder
 from shared.spec.layers import Shown
 from shared.spec.model import Weights
 
@@ -27,14 +27,16 @@ def encode(
     vision, place = pictures.vision, int(work.place[0])
     picture = state.begun
     if work.pixels is not None:
-        picture = tower.begun(weights, tower.patches(vision, work.pixels))
+        picture = vision_encoder.begun(weights, vision_encoder.patches(vision, work.pixels))
     assert picture is not None  # set by this step or an earlier one
-    picture = tower.advanced(weights, picture, blocks)
+    picture = vision_encoder.advanced(weights, picture, blocks)
     if blocks.stop < vision.depth:
         state.begun = picture
     elif place:
         count = int(picture.count[0]) // vision.merged
-        state.pool[place : place + count] = tower.finished(vision, weights, picture)[:count]
+        state.pool[place : place + count] = vision_encoder.finished(vision, weights, picture)[
+            :count
+        ]
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,19 @@ from shared.reference.pictures import Seeing
 from shared.spec import (
     acceptance,
     attention,
-    copies,
+    grammar_bitmask,
+    gumbel_noise,
     logprobs,
-    masks,
-    noise,
+    merge_drafts,
     sampling,
-    slots,
-    verify_rows,
+    slot_state,
+    verify_budget,
 )
 from shared.spec.attention import Rows
-from shared.spec.copies import Copies, Grown, Joined
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Tree
-from shared.spec.mamba_state import DeltaState
+from shared.spec.gdn_state import DeltaState
+from shared.spec.merge_drafts import Copies, Grown, Joined
 from shared.spec.model import Forward
 from shared.spec.sampling import Sampling, Seen
 
@@ -83,8 +83,8 @@ class Batch:
         """Returns the states of all slots, with those of starting rows reset to their snapshots."""
         rows = (self.slots, self.snapshots.restore, self.starts)
         return DeltaState(
-            slots.restore(state.recurrent, snapshots.recurrent, *rows),
-            slots.restore(state.window, snapshots.window, *rows),
+            slot_state.restore(state.recurrent, snapshots.recurrent, *rows),
+            slot_state.restore(state.window, snapshots.window, *rows),
         )
 
 
@@ -116,7 +116,8 @@ class Trees:
       forced: True for rows whose chain is accepted whatever the target predicts.
       weights: Path weights of drafted nodes; None for trees from the host.
       drafted: Processed logits that a chain's draft tokens were sampled from; None if not sampled.
-      origins: Sources of the nodes of merged trees, see `shared.spec.copies.Joined`; else None.
+      origins: Sources of the nodes of merged trees, see `shared.spec.merge_drafts.Joined`; else
+        None.
     """
 
     tokens: Int[np.ndarray, "B N"]
@@ -136,8 +137,8 @@ class Trees:
     def shared(self, calibration: Float[np.ndarray, "B S_max"], rows: int) -> "Trees":
         """Returns the trees pruned to a verify budget."""
         assert self.weights is not None  # set for drafted trees
-        ranked = verify_rows.rank_weights(self.parents, self.weights, calibration)
-        kept = verify_rows.share(self.tokens, self.parents, self.num_nodes, ranked, rows)
+        ranked = verify_budget.rank_weights(self.parents, self.weights, calibration)
+        kept = verify_budget.share(self.tokens, self.parents, self.num_nodes, ranked, rows)
         return Trees(*kept, self.forced)
 
     def joined(
@@ -151,9 +152,9 @@ class Trees:
     ) -> "Trees":
         """Returns the best nodes of these trees merged with n-gram drafts."""
         assert self.weights is not None  # set for drafted trees
-        ranked = verify_rows.rank_weights(self.parents, self.weights, calibration)
+        ranked = verify_budget.rank_weights(self.parents, self.weights, calibration)
         grown = Grown(self.tokens, self.parents, self.num_nodes, ranked)
-        found = copies.join(grown, given, lengths, max_drafts, shape.nodes, shape.depth, rows)
+        found = merge_drafts.join(grown, given, lengths, max_drafts, shape.nodes, shape.depth, rows)
         trees = (found.tokens, found.parents, found.num_nodes)
         return Trees(*trees, self.forced, origins=found)
 
@@ -238,9 +239,9 @@ class Ranking:
         self, logits: Float[np.ndarray, "B k vocab"], seen: Seen, level: int
     ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:
         positions = self.lengths + level + 1
-        keys, stream = positions, noise.TARGET_STREAM
+        keys, stream = positions, gumbel_noise.TARGET_STREAM
         if self.kept is not None:
-            keys, stream = self.lengths, noise.DRAFT_STREAM + level
+            keys, stream = self.lengths, gumbel_noise.DRAFT_STREAM + level
         if self.columns is not None:
             logits = logits[..., self.columns]
         ranked = sampling.rank(
@@ -272,7 +273,7 @@ def allowed_of(
     if mask is None:
         return None
     rows = mask.index[index]
-    return masks.allowed(mask.bits, rows.reshape(-1), vocab).reshape(*rows.shape, vocab)
+    return grammar_bitmask.allowed(mask.bits, rows.reshape(-1), vocab).reshape(*rows.shape, vocab)
 
 
 def roots(newest: Int32[np.ndarray, " B"]) -> Trees:

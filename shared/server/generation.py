@@ -35,7 +35,7 @@ from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics, TokenTimes
 from shared.server.traces import Traces
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Detokenizer, Tokenizer
 
 TRACE_HEADERS = ("traceparent", "tracestate")

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
-from shared.spec.noise import RESIDUAL_STREAM, TARGET_STREAM, uniforms
+from shared.spec.gumbel_noise import RESIDUAL_STREAM, TARGET_STREAM, uniforms
 from shared.spec.sampling import (
     Sampling,
     Seen,

@@ -18,11 +18,11 @@ from jaxtyping import Float, Int
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.spec import convolution, draft_tree, layers, linear, model, verify_rows
+from shared.spec import convolution, draft_tree, layers, linear, model, verify_budget
 from shared.spec.attention import Rows
+from shared.spec.attention_layer import Heads, mix_keys
 from shared.spec.eagle import HeadWeights, Tree, embedding
 from shared.spec.linear import Stream
-from shared.spec.mix import Heads, mix_keys
 from shared.spec.model import KV, Hidden, Weights
 from shared.spec.sampling import over_tokens
 
@@ -212,7 +212,7 @@ class Drafter:
         hidden = self.filled(kv, newest, lengths, draft_from, page_table)
         drafts, edges = choose(hidden, self.scores(hidden, depth))
         chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
-        return (*chains, verify_rows.chain_weights(edges))
+        return (*chains, verify_budget.chain_weights(edges))
 
     def filled(
         self,

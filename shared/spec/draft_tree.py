@@ -34,7 +34,7 @@ class TreeShape:
       grown: Shape of the drafter's own tree if n-gram drafts are merged into it (plain if there is
         no drafter). N and S are then those of the merged tree, and k is the drafter's, or 1. None
         without merging.
-      copied: M, nodes of the trees of n-gram drafts; see `shared.spec.copies`.
+      copied: M, nodes of the trees of n-gram drafts; see `shared.spec.merge_drafts`.
 
     Raises:
       ValueError: No tree has this shape, or there is no verify row.

@@ -82,7 +82,7 @@ class Stream:
       norm: Scale of the next norm, with the 1 of a zero-centred norm included; None for no scale.
       scaled: Rows times that scale, if kernels store them for the next product.
       squares: Sums of squares per chunk of a row, if kernels store them for the next norm; see
-        `shared.spec.numerics.chunks_of_squares`.
+        `shared.spec.reduction_order.chunks_of_squares`.
       count: Number of real rows; None for all. Padding rows are undefined.
       arrivals: Zeroed counters of expert kernels, which reset them to zero.
     """

@@ -15,15 +15,15 @@ from shared.models.config import ModelConfig
 from shared.models.fp8_words import SCALES
 from shared.models.layers import AttentionConfig, DenseConfig, ExpertsConfig
 from shared.models.parameters import BIAS
-from shared.spec import attention, draft_tree, layers, linear, mamba_state
+from shared.spec import attention, draft_tree, gdn_state, layers, linear
 from shared.spec.attention import Rows, windowed
+from shared.spec.attention_layer import Angles, HeadNorms, Heads, grown_rows, normed_rows
+from shared.spec.attention_layer import mix as mix_heads
 from shared.spec.experts import Experts, added_experts
+from shared.spec.gdn_state import DeltaState, DeltaWeights, Kept
 from shared.spec.layers import Shown
 from shared.spec.linear import Matrix, Stream
-from shared.spec.mamba_state import DeltaState, DeltaWeights, Kept
-from shared.spec.mix import Angles, HeadNorms, Heads, grown_rows, normed_rows
-from shared.spec.mix import mix as mix_heads
-from shared.spec.turns import turn_of_pairs
+from shared.spec.mrope import turn_of_pairs
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
 Hidden = Float[np.ndarray, "R hidden"]
@@ -72,7 +72,7 @@ def new_state(config: ModelConfig, batch: int) -> DeltaState:
     if sizes is None:
         return DeltaState(
             np.zeros((0, batch, 0, 0, 0), np.float32),
-            np.zeros((0, batch, mamba_state.WINDOW, 0), np.float32),
+            np.zeros((0, batch, gdn_state.WINDOW, 0), np.float32),
         )
     return DeltaState(
         **{x.name: np.zeros((num_layers, batch, *x.shape), np.float32) for x in sizes.kept}
@@ -239,7 +239,7 @@ def mix(
     rows: Rows,
     kv: KV,
 ) -> tuple[Float[np.ndarray, "R heads_size"], KV]:
-    """Applies `shared.spec.mix.mix` to one layer.
+    """Applies `shared.spec.attention_layer.mix` to one layer.
 
     Args:
       config, attention: Config of the model, and of the layer's attention.
@@ -390,7 +390,7 @@ class Chunks:
     ) -> Float[np.ndarray, "R values"]:
         """Same as `DeltaMixer`."""
         assert self._config.gated_delta is not None  # a model with such layers has their sizes
-        out, self.recurrent[layer], self.window[layer] = mamba_state.mix_chunks(
+        out, self.recurrent[layer], self.window[layer] = gdn_state.mix_chunks(
             inputs,
             delta_weights(self._config, self._weights, layer),
             self._config.gated_delta,
@@ -426,7 +426,7 @@ class Tree:
     ) -> Float[np.ndarray, "R values"]:
         """Same as `DeltaMixer`."""
         assert self._config.gated_delta is not None  # a model with such layers has their sizes
-        out, kept = mamba_state.mix_tree(
+        out, kept = gdn_state.mix_tree(
             inputs,
             delta_weights(self._config, self._weights, layer),
             self._config.gated_delta,

@@ -2,7 +2,7 @@
 
 At position t of a request with seed s the token is the first maximum of `processed(logits) +
 gumbel(s, t)`, and at temperature 0 of `processed(logits)`. The noise is defined in
-`shared.spec.noise`.
+`shared.spec.gumbel_noise`.
 """
 
 from dataclasses import dataclass, fields
@@ -13,7 +13,7 @@ from jaxtyping import Float32 as F32
 from jaxtyping import Int32 as I32
 
 from shared.spec import draft_tree
-from shared.spec.noise import TARGET_STREAM, gumbel
+from shared.spec.gumbel_noise import TARGET_STREAM, gumbel
 
 DRAFT_TAU = 0.5
 """Temperature of draft weights of rows with noise. It is one constant, because the backends' trees

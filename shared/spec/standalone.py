@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from shared.models.config import ModelConfig
-from shared.spec import attention, eagle, mamba_state, model
+from shared.spec import attention, eagle, gdn_state, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Logits, Rank, Tokens, Tree
-from shared.spec.mamba_state import DeltaState
+from shared.spec.gdn_state import DeltaState
 from shared.spec.model import KV
 
 
@@ -127,7 +127,7 @@ def extend(
     flat = tokens.reshape(-1)
     passed = small.forward(kv, rows, flat, chain)
     path = np.tile(place, (B, 1))
-    after = mamba_state.replay(state, chain.all_kept(), path, counts, save_after)
+    after = gdn_state.replay(state, chain.all_kept(), path, counts, save_after)
     return (passed.kv, *after)
 
 
@@ -184,5 +184,5 @@ def _step(
     parents = np.zeros((R, 1), np.int32)
     mixer = model.Tree(small.config, small.weights, state, parents, row[:, None], row, 0 * row)
     passed = small.forward(kv, rows, tokens, mixer)
-    after, *_ = mamba_state.replay(state, mixer.all_kept(), parents, one, 0 * one)
+    after, *_ = gdn_state.replay(state, mixer.all_kept(), parents, one, 0 * one)
     return small.logits(passed.hidden), passed.kv, after

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.steps.vision_encoder import ENCODERS, PICTURES, QWEN3_5
-from shared.spec import tower
+from shared.spec import vision_encoder
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ FOUND: dict[tuple[int, int], np.ndarray] = {}
 def test_a_pictures_rows_have_the_same_bits_on_both_backends_and_with_padding(encoder, sides):
     name, encode = encoder
     given = np.random.default_rng(sides[0]).integers(0, 256, (*sides, 3), dtype=np.uint8)
-    picture = tower.pixels_of(given, VISION, PICTURES)
+    picture = vision_encoder.pixels_of(given, VISION, PICTURES)
     rows = encode(picture)()
     assert np.isfinite(rows).all()
     assert len(np.unique(rows)) > 1000

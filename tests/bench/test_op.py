@@ -129,7 +129,7 @@ def test_a_case_is_measured_with_the_tiles_that_the_command_names(
     found = op.run(options, "").found["results"]
     assert [each["case"] for each in found] == ["two trees"] * 2
     assert [each["tiles"] for each in found] == [{}, {"stages": 7, "splits": 9}]
-    usual = Tiles.load("pallas_gpu", MEASURED).mix.of(
+    usual = Tiles.load("pallas_gpu", MEASURED).attention_layer.of(
         item_bytes=4, rows=16, requests=1, head_size=16
     )
     assert seen == [(usual.stages, usual.splits), (7, 9)]
@@ -167,7 +167,7 @@ def test_a_large_case_is_compared_in_some_of_its_rows(monkeypatch: pytest.Monkey
 
 
 def test_a_limit_counts_what_a_call_must_move() -> None:
-    case = next(case for case in table("mix") if case.name == "two trees")
+    case = next(case for case in table("attention_layer") if case.name == "two trees")
     arguments = case.arguments(seed=0)
     positions, rows = (30 + 7) + (17 + 7), 7 + 4
     assert case.bytes_of(arguments, []) == 16 * 4 * (2 * positions * 2 + 2 * rows * (4 + 2 + 2))

@@ -10,7 +10,7 @@ import pytest
 from shared.boundary.backend import StepResult
 from shared.engine.request import Request
 from shared.engine.rows import Rows
-from shared.spec.copies import Copies
+from shared.spec.merge_drafts import Copies
 from tests.support.contract_host import (
     BATCH,
     CHAIN,

@@ -18,7 +18,7 @@ from shared.boundary.program import Extra, Program, Work
 from shared.engine.rows import Chunk
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
-from shared.spec import turns
+from shared.spec import mrope
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_seeing_backend
 from tests.support.contract_host import Host, emitted, joined
@@ -124,7 +124,7 @@ class Prompt:
         self.tokens, image = WANT[f"{name}_ids"], vision().image_token
         self.places = place + np.cumsum([0, *(a * b for a, b in map(grid, numbers))])
         self.numbers, self.text = numbers, WANT[f"{name}_greedy_ids"].tolist()
-        self.turns, self.delta = turns.turns(self.tokens, image, [*map(grid, numbers)])
+        self.turns, self.delta = mrope.turns(self.tokens, image, [*map(grid, numbers)])
         is_image = self.tokens == image
         self.sources = np.where(is_image, place - 1 + np.cumsum(is_image), 0)
 

@@ -7,7 +7,7 @@ import pytest
 
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support.started import Served, made_programs, serve_all, start
 from tests.support.tasks import Tasks

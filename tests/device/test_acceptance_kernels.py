@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import jax_impl.ops.acceptance
-import torch_impl.ops.acceptance
+import jax_impl.ops.sampling.acceptance
+import torch_impl.ops.sampling.acceptance
 from shared.spec import acceptance as spec
-from tests.support.cases.acceptance import TABLE, follow_arguments
+from tests.support.cases.sampling.acceptance import TABLE, follow_arguments
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -85,7 +85,7 @@ def test_the_languages_have_one_signature() -> None:
 
 def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    ops = jax_impl.ops.acceptance
+    ops = jax_impl.ops.sampling.acceptance
     follow = jax_impl.ops.kernel_or_plain(ops.kernel_follow, ops.plain_follow)
     given = given_of(follow_arguments(0, **SIZES), jnp.asarray)
     depth = given.pop("depth")
@@ -103,7 +103,7 @@ def test_torch_follows_by_the_kernel_on_a_gpu(monkeypatch) -> None:
     device = "cuda" if ON_GPU else "cpu"
     arguments = follow_arguments(1, **SIZES)
     given = given_of(arguments, lambda x: torch.tensor(x, device=device))
-    found = torch_impl.ops.acceptance.kernel_follow(torch_impl.ops.KERNELS, **given)
+    found = torch_impl.ops.sampling.acceptance.kernel_follow(torch_impl.ops.KERNELS, **given)
     want = spec.follow(**given_of(arguments, np.asarray))
     for field, wanted in vars(want).items():
         np.testing.assert_array_equal(getattr(found, field).cpu().numpy(), wanted)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.pallas_gpu import attention as pallas
+from kernels.pallas_gpu.attention.attention import attention as pallas
 from kernels.tiles import MEASURED, AttentionTiles, Tiles
 from shared.drafts.block import BlockConfig
 from shared.spec.dflash import block_rows
-from shared.spec.numerics import ATTENTION, AttentionOrder
-from tests.support.cases.attention import CASES, Case, specified, tree_case
+from shared.spec.reduction_order import ATTENTION, AttentionOrder
+from tests.support.cases.attention.attention import CASES, Case, specified, tree_case
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
 pytestmark = pytest.mark.usefixtures("interpreted")

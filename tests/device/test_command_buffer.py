@@ -13,9 +13,10 @@ import pytest
 from jax_impl import ops
 from jax_impl.backend import JaxBackend
 from jax_impl.mailboxes import DeviceMailboxes
-from jax_impl.ops import linear, slots
+from jax_impl.ops.gemm import linear
+from jax_impl.ops.trees import slot_state
 from jax_impl.weights import Loaded, from_arrays
-from kernels.mail import BLOCK_BYTES, Boxes
+from kernels.peer_buffers import BLOCK_BYTES, Boxes
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.boundary.ranks import Ranks
@@ -135,11 +136,11 @@ def test_a_backend_of_shapes_lowers_what_one_of_arrays_lowers(monkeypatch) -> No
 
 
 def test_an_operation_has_a_gpus_kernel_in_programs_that_are_made_for_it() -> None:
-    case = next(case for case in table("slots") if not case.is_large)
+    case = next(case for case in table("slot_state") if not case.is_large)
     given = {name: x if x is None else jnp.asarray(x) for name, x in case.arguments(0).items()}
 
     def text() -> str:
-        call = jax.jit(lambda given: slots.commit(**given))
+        call = jax.jit(lambda given: slot_state.commit(**given))
         return call.trace(given).lower(lowering_platforms=("cuda",)).as_text()
 
     assert "xla.gpu.triton" not in text()
@@ -165,7 +166,7 @@ def test_what_ranks_on_gpus_make_of_a_stream_is_gathered_by_kernels(
     }
 
     def layer(given: dict[str, jax.Array]) -> tuple[linear.Stream, jax.Array, jax.Array]:
-        modules = (kernels.ranks, kernels.vocabulary)
+        modules = (kernels.all_gather, kernels.vocab_parallel)
         group = Ranks(0, 2, None).on(DeviceMailboxes(given["place"], *modules, boxes))
         norm = ops.Scale(given["norm"], 1)
         stream = linear.stream(given["rows"], norm, None, group)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-import jax_impl.ops.convolution
-import torch_impl.ops.convolution
+import jax_impl.ops.gemm.convolution
+import torch_impl.ops.gemm.convolution
 from shared.spec import layers
-from shared.spec.numerics import SQUARES
-from tests.support.cases.convolution import LARGE, MADE, ODD
+from shared.spec.reduction_order import SQUARES
+from tests.support.cases.gemm.convolution import LARGE, MADE, ODD
 from tests.support.kernels import (
     AS_WRITTEN,
     INTERPRET,
@@ -77,7 +77,7 @@ def run(language: str, function: str, given: Arguments) -> list[np.ndarray]:
 def test_both_languages_have_the_bits_of_the_plain_sums(function: str, sizes: str, monkeypatch):
     share_arithmetic(monkeypatch)
     given = arguments_of(function, sizes)
-    want = in_torch(getattr(torch_impl.ops.convolution, f"plain_{function}"), given)[0]
+    want = in_torch(getattr(torch_impl.ops.gemm.convolution, f"plain_{function}"), given)[0]
     found = [run(language, function, given) for language in KERNELS]
     for got in found:
         np.testing.assert_array_equal(got[0], want)
@@ -90,7 +90,7 @@ def test_both_languages_have_the_bits_of_the_plain_sums(function: str, sizes: st
 @pytest.mark.parametrize("function", MADE)
 def test_jax_takes_a_kernel_in_programs_for_a_gpu_only(function: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    call = getattr(jax_impl.ops.convolution, function)
+    call = getattr(jax_impl.ops.gemm.convolution, function)
     given = arguments_of(function, "odd")
     arrays, numbers = for_jax(given)
     by_place = [{**numbers, **arrays}[name] for name in given]  # as operations are called
@@ -108,7 +108,7 @@ def test_jax_takes_a_kernel_in_programs_for_a_gpu_only(function: str, monkeypatc
 def test_torch_hands_a_kernel_what_the_operation_was_given(function: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
     given = arguments_of(function, "odd")
-    call = getattr(torch_impl.ops.convolution, f"kernel_{function}")
+    call = getattr(torch_impl.ops.gemm.convolution, f"kernel_{function}")
     got = in_torch(partial(call, torch_impl.ops.KERNELS), given)
     for x, want in zip(got, run("triton", function, given), strict=True):
         np.testing.assert_array_equal(x, want)

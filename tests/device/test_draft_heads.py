@@ -22,7 +22,7 @@ from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import make_backend
 from tests.support.driving import Outcome, drive
 from tests.support.equality import Oracle, assert_few_excused

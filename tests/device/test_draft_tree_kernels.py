@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import jax_impl.ops.attention
-import jax_impl.ops.draft_tree
-import torch_impl.ops.draft_tree
+import jax_impl.ops.attention.attention
+import jax_impl.ops.trees.draft_tree
+import torch_impl.ops.trees.draft_tree
 from shared.spec import draft_tree as spec
 from shared.spec.attention import tree_rows
-from tests.support.cases.draft_tree import (
+from tests.support.cases.trees.draft_tree import (
     TABLE,
     chains_arguments,
     keep_arguments,
@@ -170,8 +170,8 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_an_operation_gives_the_same_by_its_kernel(function: str, framework: str, monkeypatch):
     language, ops, leaf = {
-        "jax": ("pallas", jax_impl.ops.draft_tree, to_jax),
-        "torch": ("triton", torch_impl.ops.draft_tree, _placed),
+        "jax": ("pallas", jax_impl.ops.trees.draft_tree, to_jax),
+        "torch": ("triton", torch_impl.ops.trees.draft_tree, _placed),
     }[framework]
     if language not in KERNELS:
         pytest.skip("triton is not installed")

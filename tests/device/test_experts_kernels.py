@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kernels.limits import takes_experts
+from kernels.kernel_limits import takes_experts
 from kernels.tiles import MEASURED, Tiles
 from shared.models.fp8 import Granularity
 from tests.support.experts_kernels import (

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.pallas_gpu import codes, linear
-from kernels.pallas_gpu.linear_described import described_product
+from kernels.pallas_gpu.gemm import fp8_w8a8, linear
+from kernels.pallas_gpu.gemm.linear_sm90 import described_product
 from kernels.tiles import LinearTiles, Tiles
 from shared.models import fp8
 from shared.spec import fp8_activations as spec
 from shared.spec import layers
-from shared.spec.numerics import chunks_of_squares
+from shared.spec.reduction_order import chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, in_languages
 from tests.support.linear_kernels import (
     EPS,
@@ -248,13 +248,13 @@ def test_pallas_asks_for_the_unit_that_adds_codes(
     swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Left to itself it asks for sums of float32, and gets those of float16."""
-    asked, dot = [], codes.dialect.dot
+    asked, dot = [], fp8_w8a8.dialect.dot
 
     def seen(x: Any, y: Any, *others: Any, **how: Any) -> Any:
         asked.append((str(x.type.element_type), how.get("max_num_imprecise_acc", 0)))
         return dot(x, y, *others, **how)
 
-    monkeypatch.setattr(codes.dialect, "dot", seen)
+    monkeypatch.setattr(fp8_w8a8.dialect, "dot", seen)
     monkeypatch.setattr(linear, "is_on_hopper", lambda: True)
     kind, rows = jnp.float8_e4m3fn, 16 if swapped else 64
 
@@ -269,13 +269,13 @@ def test_pallas_asks_for_the_unit_that_adds_codes(
         jax.ShapeDtypeStruct((1, 1, 2), jnp.float32),
         jax.ShapeDtypeStruct((2, 128), jnp.float32),
     )
-    starts, add = [], codes.dialect.addptr
+    starts, add = [], fp8_w8a8.dialect.addptr
 
     def added(kind: Any, start: Any, offset: Any) -> Any:
         starts.append((str(kind), str(offset.type)))
         return add(kind, start, offset)
 
-    monkeypatch.setattr(codes.dialect, "addptr", added)
+    monkeypatch.setattr(fp8_w8a8.dialect, "addptr", added)
     jax.jit(multiply).trace(*shapes).lower(lowering_platforms=("cuda",))
     assert ("!tt.ptr<f8E4M3FN>", "i64") in starts
     assert asked

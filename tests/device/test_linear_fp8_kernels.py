@@ -107,7 +107,7 @@ def test_every_number_of_fp8_is_widened_in_memory_as_in_numpy(
     shape = fp8.scale_shape(codes.shape, granularity)
     scales = np.random.default_rng(0).uniform(0.1, 0.2, shape).astype(ml_dtypes.bfloat16)
     words, kept = fp8_words.packed(codes), fp8_words.packed_scales(scales)
-    module = KERNELS[language]["fp8"]
+    module = KERNELS[language]["fp8_w8a16"]
     if language == "triton":
         (got,) = in_triton(
             lambda words, scales: module.widened(

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.pallas_gpu import linear_described
-from kernels.pallas_gpu.linear_described import described_product
+from kernels.pallas_gpu.gemm import linear_sm90
+from kernels.pallas_gpu.gemm.linear_sm90 import described_product
 from kernels.tiles import LinearTiles
 from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
-from shared.spec.numerics import SQUARES, chunks_of_squares, sum_of_squares
+from shared.spec.reduction_order import SQUARES, chunks_of_squares, sum_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, in_languages
 from tests.support.linear_kernels import (
     EPS,
@@ -319,9 +319,9 @@ def test_mosaic_takes_float32_results_of_wide_rows_alone(
     out_type: str, swapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head of a model of few tokens is a product of few outputs, and its result is float32."""
-    monkeypatch.setattr(linear_described, "has_mosaic", lambda: True)
+    monkeypatch.setattr(linear_sm90, "has_mosaic", lambda: True)
     x, weights = jnp.zeros((1, 256), jnp.bfloat16), jnp.zeros((1, 4096, 256), jnp.bfloat16)
-    taken = linear_described.takes(
+    taken = linear_sm90.takes(
         x,
         weights,
         outputs=4096,
@@ -343,9 +343,9 @@ def test_mosaic_is_called_by_the_jax_that_it_is_written_for(
     version: tuple[int, ...], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another version starts too, with the kernels of Pallas for Triton."""
-    monkeypatch.setattr(linear_described, "is_on_hopper", lambda: True)
+    monkeypatch.setattr(linear_sm90, "is_on_hopper", lambda: True)
     monkeypatch.setattr(jax, "__version_info__", version)
-    assert linear_described.has_mosaic() is has
+    assert linear_sm90.has_mosaic() is has
 
 
 def test_programs_that_stay_are_refused_where_pallas_has_none() -> None:

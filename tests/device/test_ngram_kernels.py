@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import torch_impl.ops
-import torch_impl.ops.ngram
-from tests.support.cases.ngram import TABLE
+import torch_impl.ops.trees.ngram
+from tests.support.cases.trees.ngram import TABLE
 from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels, in_languages
 from tests.support.op_case import Arguments, arrays_of
@@ -60,7 +60,7 @@ def test_torch_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if "triton" not in KERNELS:
         pytest.skip("triton is not installed")
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
-    ops, device = torch_impl.ops.ngram, "cuda" if ON_GPU else "cpu"
+    ops, device = torch_impl.ops.trees.ngram, "cuda" if ON_GPU else "cpu"
     for name, sizes in (("learn", "n 1,"), ("draft", "B 5,")):
         case = next(case for case in TABLE if case.function == name and sizes in case.name)
         arguments = case.arguments(0)

@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import pytest
 
-import jax_impl.ops.acceptance
-import torch_impl.ops.acceptance
-from kernels.pallas_gpu import rejection as pallas
+import jax_impl.ops.sampling.acceptance
+import torch_impl.ops.sampling.acceptance
+from kernels.pallas_gpu.sampling.sampling import rejection as pallas
 from shared.spec import acceptance as spec
 from shared.spec import sampling
-from shared.spec.noise import ACCEPT_STREAM, RESIDUAL_STREAM
-from tests.support.cases.acceptance import TABLE, judge_arguments
+from shared.spec.gumbel_noise import ACCEPT_STREAM, RESIDUAL_STREAM
+from tests.support.cases.sampling.acceptance import TABLE, judge_arguments
 from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import (
     AS_ROUNDED,
@@ -145,7 +145,7 @@ def test_the_languages_have_one_signature() -> None:
 @each_rule
 def test_jax_judges_by_kernels_in_programs_for_a_gpu_only(rule: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    ops = jax_impl.ops.acceptance
+    ops = jax_impl.ops.sampling.acceptance
     judge = jax_impl.ops.kernel_or_plain(ops.kernel_judge, ops.plain_judge)
     arguments = judge_arguments(0, **LARGER, rule=rule)
     given = {name: mapped(x, to_jax, ops) for name, x in arguments.items()}
@@ -176,7 +176,7 @@ def test_torch_judges_by_kernels_on_a_gpu(rule: str, monkeypatch) -> None:
     def leaf(x: Any) -> Any:
         return to_torch(x).to(device) if isinstance(x, np.ndarray) else x
 
-    ops = torch_impl.ops.acceptance
+    ops = torch_impl.ops.sampling.acceptance
     given = {name: mapped(x, leaf, ops) for name, x in arguments.items()}
     choices, is_finite = ops.kernel_judge(torch_impl.ops.KERNELS, **given)
     want = spec.judge(**arguments)

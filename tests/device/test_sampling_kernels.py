@@ -17,15 +17,22 @@ import numpy as np
 import pytest
 import torch
 
-import jax_impl.ops.sampling
-import torch_impl.ops.sampling
-from kernels.pallas_gpu import sampling as pallas
+import jax_impl.ops.sampling.sampling
+import torch_impl.ops.sampling.sampling
+from kernels.pallas_gpu.sampling.sampling import sampling as pallas
 from kernels.tiles import MEASURED, SamplingTiles, Tiles
 from shared.options.adaptive import MOST_WIDTH
 from shared.spec import sampling as spec
-from shared.spec.noise import TARGET_STREAM
+from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.sampling import DRAFT_TAU, Seen
-from tests.support.cases.sampling import TABLE, asked, f32, i32, large_arguments, mixed_arguments
+from tests.support.cases.sampling.sampling import (
+    TABLE,
+    asked,
+    f32,
+    i32,
+    large_arguments,
+    mixed_arguments,
+)
 from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import (
     INTERPRET,
@@ -74,10 +81,10 @@ def run_named(
         def leaf(x: Any) -> Any:
             return to_torch(x).to(device) if isinstance(x, np.ndarray) else x
 
-        on_device = {k: mapped(v, leaf, torch_impl.ops.sampling) for k, v in given.items()}
+        on_device = {k: mapped(v, leaf, torch_impl.ops.sampling.sampling) for k, v in given.items()}
         found = getattr(KERNELS["triton"]["sampling"], name)(**on_device, **how)
         return [x.cpu().numpy() for x in found if x is not None]
-    on_device = {k: mapped(v, to_jax, jax_impl.ops.sampling) for k, v in given.items()}
+    on_device = {k: mapped(v, to_jax, jax_impl.ops.sampling.sampling) for k, v in given.items()}
     fixed = {k: v for k, v in on_device.items() if isinstance(v, int) or v is None}
     arrays = {k: v for k, v in on_device.items() if k not in fixed}
     program = pallas_program(name, tuple((fixed | how).items()))
@@ -344,7 +351,7 @@ def test_what_kernels_hand_on_has_one_name_in_both_languages(module: str, name: 
 )
 def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, changed, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    module = jax_impl.ops.sampling
+    module = jax_impl.ops.sampling.sampling
     op = jax_impl.ops.kernel_or_plain(
         getattr(module, f"kernel_{name}"), getattr(module, f"plain_{name}")
     )
@@ -390,7 +397,7 @@ def test_every_ranking_is_the_kernels_on_a_gpu(ops, monkeypatch) -> None:
 def test_torch_takes_the_kernel_on_a_gpu(monkeypatch) -> None:
     recorder = SimpleNamespace(choose=lambda *given, **how: (given[0], how))
     bind_kernels(monkeypatch, torch_impl.ops, {"sampling": recorder})
-    module = torch_impl.ops.sampling
+    module = torch_impl.ops.sampling.sampling
     op = torch_impl.ops.kernel_or_plain(module.kernel_choose, module.plain_choose)
 
     class Rows(torch.Tensor):

@@ -12,7 +12,7 @@ from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.drafter_cases import (

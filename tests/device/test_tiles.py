@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kernels.limits import MOST_ROW_WARPS, row_warps
+from kernels.kernel_limits import MOST_ROW_WARPS, row_warps
 from kernels.tiles import CLASSES, FOLDER, MEASURED, Tiles
-from shared.spec.numerics import SQUARES
+from shared.spec.reduction_order import SQUARES
 
 LANGUAGES = ("pallas_gpu", "triton_gpu")
 LINE = {
@@ -49,7 +49,7 @@ def test_every_file_has_tiles_for_every_call(path: Path, language: str) -> None:
             for requests, head_size in ((1, 64), (8, 128), (1000, 256)):
                 sizes = {"item_bytes": item_bytes, "rows": rows, "head_size": head_size}
                 assert tiles.attention.of(**sizes).lanes >= 16
-                assert tiles.mix.of(**sizes, requests=requests).warps
+                assert tiles.attention_layer.of(**sizes, requests=requests).warps
     for rows in (1, 16, 32, 128, 4096):
         for outputs, gated in ((64, 0), (4096, 1), (6144, 0), (151936, 0)):
             sizes = {"rows": rows, "outputs": outputs, "inputs": 4096, "gated": gated}
@@ -120,7 +120,7 @@ def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
 def test_tiles_that_a_pictures_kernel_cannot_have_are_refused(tmp_path: Path) -> None:
     picture = {"at_most": {}, "lanes": 64, "warps": 4, "stages": 2, "described": 2, "groups": 2}
     write(tmp_path, MEASURED, [LINE], attend_all=[picture])
-    assert Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path).attend_all
+    assert Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path).encoder_attention
     for wrong, told in (
         ({"described": 1}, "described .* 0, 2, .*, got 1"),
         ({"groups": 4}, "got 4"),

@@ -40,7 +40,8 @@ from tests.support.tower_shapes import QWEN3_5
 from torch_impl import graphs, ops
 from torch_impl.device_state import allocate
 from torch_impl.machine import Machine
-from torch_impl.ops import attention, layers, linear
+from torch_impl.ops.attention import attention
+from torch_impl.ops.gemm import layers, linear
 from torch_impl.step import step
 from torch_impl.weights import load_tower
 from torch_impl.words import read_codes

@@ -28,7 +28,7 @@ from tests.support.contract_host import (
 from tests.support.equality import MARGIN, Oracle
 from tests.support.mutations import prover
 from tests.support.tree_subjects import CHAIN, DRAFTED, NARROW, TAKING_TURNS, TREE, Served, name_of
-from torch_impl.ops import acceptance as torch_acceptance
+from torch_impl.ops.sampling import acceptance as torch_acceptance
 
 either_tree = pytest.mark.parametrize("shape", [TREE, NARROW], ids=name_of)
 

@@ -27,7 +27,7 @@ from shared.engine.request import Refusal, Request
 from shared.engine.rows import Chunk, Rows, chunk_end
 from shared.engine.shadow import ShadowCheck
 from shared.options.ngram import NgramConfig
-from shared.spec.turns import turns
+from shared.spec.mrope import turns
 from tests.support import jax_seeing_ranks
 from tests.support.backends import GPU_FRAMEWORKS
 from tests.support.driving import Outcome, checked_step, drive

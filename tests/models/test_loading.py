@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from jax_impl import weights as jax_weights
-from jax_impl.ops import experts
+from jax_impl.ops.moe import experts
 from shared.models import checkpoint as checkpoint_module
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jax_impl import weights as jax_weights
-from jax_impl.ops import linear as jax_linear
+from jax_impl.ops.gemm import linear as jax_linear
 from shared.boundary.ranks import Ranks
 from shared.models import fp8, ranks
 from shared.models.checkpoint import open_checkpoint
@@ -19,7 +19,7 @@ from shared.models.fp8_words import SCALES
 from shared.models.parameters import divided_parameters, parameters
 from tests.support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config, write_tiny
 from torch_impl import weights as torch_weights
-from torch_impl.ops import linear as torch_linear
+from torch_impl.ops.gemm import linear as torch_linear
 
 CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
 GOLDEN = Path(__file__).parents[1] / "golden"

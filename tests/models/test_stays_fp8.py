@@ -16,8 +16,8 @@ import torch
 from jax_impl import platform as jax_platform
 from jax_impl import weights as jax_weights
 from jax_impl import words as jax_words
-from jax_impl.ops import experts as jax_experts
-from jax_impl.ops import linear as jax_linear
+from jax_impl.ops.gemm import linear as jax_linear
+from jax_impl.ops.moe import experts as jax_experts
 from shared.drafts.drafts import Drafts
 from shared.models import fp8, fp8_words
 from shared.models.checkpoint import Checkpoint, open_checkpoint
@@ -37,8 +37,8 @@ from tests.support.records import leaves
 from torch_impl import platform as torch_platform
 from torch_impl import weights as torch_weights
 from torch_impl import words as torch_words
-from torch_impl.ops import experts as torch_experts
-from torch_impl.ops import linear as torch_linear
+from torch_impl.ops.gemm import linear as torch_linear
+from torch_impl.ops.moe import experts as torch_experts
 
 CONFIG: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "golden" / "qwen3_5_moe" / "config.json").read_text()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jax_impl import serve
-from kernels.mail import BLOCK_BYTES, device_mailbox_bytes
+from kernels.peer_buffers import BLOCK_BYTES, device_mailbox_bytes
 from shared.boundary.backend import HostDraft
 from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.program import Extra, Work
@@ -27,7 +27,7 @@ from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import plan
 from shared.process.notes import rank_notes
 from shared.process.start import prepare
-from shared.spec.numerics import ATTENTION
+from shared.spec.reduction_order import ATTENTION
 from tests.support.house import House
 from tests.support.planned import GB, PLATFORMS, QWEN3_8B, planned
 from tests.support.tensors import tensor_bytes

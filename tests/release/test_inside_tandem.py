@@ -26,7 +26,10 @@ MOVED = [
     ("def f():\n    from bench import x", "def f():\n    from tandem.bench import x"),
     ("import numpy, shared.text as t", "import numpy, tandem.shared.text as t"),
     ("'é'; load('shared.text.worker')", "'é'; load('tandem.shared.text.worker')"),
-    ('load(f"kernels.{a}.mix")', 'load(f"tandem.kernels.{a}.mix")'),
+    (
+        'load(f"kernels.{a}.attention.attention_layer")',
+        'load(f"tandem.kernels.{a}.attention.attention_layer")',
+    ),
     ('load(f"{a.b}_impl.serve")', 'load(f"tandem.{a.b}_impl.serve")'),
     ('"""See `bench.serving`."""', '"""See `tandem.bench.serving`."""'),
     ("f('a' 'python -m models.fp8')", "f('a' 'python -m tandem.models.fp8')"),

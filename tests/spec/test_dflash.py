@@ -11,14 +11,14 @@ import torch
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import Ranking as JaxRanking
 from jax_impl.drafters import dflash as jax_dflash
-from jax_impl.ops.linear import Matrix as JaxMatrix
-from jax_impl.ops.projection import Projection as JaxProjection
-from jax_impl.ops.sampling import Sampling as JaxSampling
+from jax_impl.ops.gemm.linear import Matrix as JaxMatrix
+from jax_impl.ops.sampling.lm_head import Projection as JaxProjection
+from jax_impl.ops.sampling.sampling import Sampling as JaxSampling
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftHead
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
-from shared.spec import attention, dflash, model, noise, sampling
+from shared.spec import attention, dflash, gumbel_noise, model, sampling
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import (
     BLOCKS,
@@ -32,9 +32,9 @@ from tests.support.tiny_heads import cyclic, tiny_block_head
 from tests.support.tiny_models import tiny_model
 from torch_impl.drafters import Ranking as TorchRanking
 from torch_impl.drafters import dflash as torch_dflash
-from torch_impl.ops.linear import Matrix as TorchMatrix
-from torch_impl.ops.projection import Projection as TorchProjection
-from torch_impl.ops.sampling import Sampling as TorchSampling
+from torch_impl.ops.gemm.linear import Matrix as TorchMatrix
+from torch_impl.ops.sampling.lm_head import Projection as TorchProjection
+from torch_impl.ops.sampling.sampling import Sampling as TorchSampling
 
 
 @pytest.fixture(params=BLOCKS)
@@ -202,7 +202,7 @@ class Choosing:
         for slot in range(S):
             logits, positions = self.logits[:, slot], self.lengths + 1 + slot
             ids = sampling.choose(logits, text, positions, self.how, everyone, None).ids
-            keys = (positions, noise.TARGET_STREAM, 1, False, None)
+            keys = (positions, gumbel_noise.TARGET_STREAM, 1, False, None)
             ranked = sampling.rank(logits[:, None], text, positions, self.how, *keys)
             found.append((ids, ranked.weights[:, 0, 0]))
         drafts, edges = (np.stack(parts, axis=1) for parts in zip(*found, strict=True))

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from jax_impl.ops import linear as jax_linear
+from jax_impl.ops.gemm import linear as jax_linear
 from shared.models import fp8_words
 from shared.models.fp8 import BLOCK, Granularity, encoded, scale_shape
 from shared.spec import fp8_activations, layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
 from tests.support.implementations import Implementation, each_implementation
-from torch_impl.ops import linear as torch_linear
+from torch_impl.ops.gemm import linear as torch_linear
 
 EPS = 1e-6
 

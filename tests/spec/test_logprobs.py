@@ -105,7 +105,7 @@ def counted(framework: str, top: Callable, calls: list[int]) -> Callable:
 def test_a_cpu_computes_nothing_where_no_row_reports(
     implementation: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, calls = import_module(f"{implementation}_impl.ops.logprobs"), []
+    module, calls = import_module(f"{implementation}_impl.ops.sampling.logprobs"), []
     monkeypatch.setattr(module, "top", counted(str(implementation), module.top, calls))
     for row, runs in ((None, 0), (1, 0), (0, 1)):  # row 1 emits nothing
         calls.clear()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shared.spec import ngram as spec
-from tests.support.cases.ngram import TABLE, texts
+from tests.support.cases.trees.ngram import TABLE, texts
 from tests.support.implementations import Implementation, each_implementation
 from tests.support.op_case import OpCase, arrays_of, as_list
 

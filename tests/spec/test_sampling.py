@@ -3,7 +3,7 @@
 import numpy as np
 
 from shared.spec import sampling as spec
-from shared.spec.noise import TARGET_STREAM, gumbel
+from shared.spec.gumbel_noise import TARGET_STREAM, gumbel
 from tests.support.sampling_rows import REAL_VOCAB, choose, f32, i32, in_tree, neutral, process
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shared.spec import sampling as spec
-from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM
+from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 from shared.spec.sampling import Sampling
 from tests.support.implementations import Implementation, each_implementation
 from tests.support.sampling_rows import choose, f32, i32, in_tree, neutral, process
@@ -82,7 +82,9 @@ def test_implementations_break_ties_in_the_support_by_id(implementation: Impleme
     logits = np.zeros((3, 12), np.float32)
     logits[1, 5:] = 1
     args = (logits, np.array([4, 3, 12], np.int32), f32(1, 1, 0.45), f32(0, 0, 0))
-    np.testing.assert_array_equal(implementation("vocabulary").support(*args), spec.support(*args))
+    np.testing.assert_array_equal(
+        implementation("vocab_parallel").support(*args), spec.support(*args)
+    )
 
 
 @each_implementation
@@ -121,7 +123,7 @@ def test_implementations_weigh_candidates_alike(implementation: Implementation) 
         ops.draft_weights(logits, logits, temperature, spec.DRAFT_TAU), want, **close
     )
     for k in (1, 4):
-        _, ids = implementation("vocabulary").best_of(logits, k)
+        _, ids = implementation("vocab_parallel").best_of(logits, k)
         np.testing.assert_array_equal(ids, spec.top_candidates(logits, k))
 
 

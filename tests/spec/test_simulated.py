@@ -11,7 +11,7 @@ from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.spec import acceptance as spec
 from shared.spec import draft_tree
-from shared.spec.noise import uniforms
+from shared.spec.gumbel_noise import uniforms
 from tests.support.backends import make_backend
 from tests.support.driving import Outcome, drive
 from tests.support.implementations import Implementation, each_implementation

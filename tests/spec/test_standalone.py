@@ -18,7 +18,7 @@ from shared.boundary.backend import Backend
 from shared.reference import drafters
 from shared.spec import attention, draft_tree, eagle, sampling, standalone
 from shared.spec import model as model_spec
-from shared.spec.mamba_state import DeltaState
+from shared.spec.gdn_state import DeltaState
 from tests.support.backends import make_backend
 from tests.support.contract_host import Host, emitted, prompt
 from tests.support.implementations import Implementation

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 
 from shared.spec import acceptance, draft_tree, eagle, sampling
 from shared.spec.draft_tree import TreeShape
+from shared.spec.gumbel_noise import TARGET_STREAM, gumbel
 from shared.spec.model import KV
-from shared.spec.noise import TARGET_STREAM, gumbel
 
 TREE = TreeShape(nodes=16, depth=4, width=4, rows=16)
 CHAIN = TreeShape.chain(4, 1)

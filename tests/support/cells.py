@@ -20,7 +20,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import Drafter, make_backend
 from tests.support.driving import Outcome, checked_step
 from tests.support.equality import Oracle, assert_few_excused

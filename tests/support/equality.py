@@ -16,7 +16,7 @@ import numpy as np
 from shared.engine.request import SamplingParams
 from shared.models.config import ModelConfig
 from shared.spec import model, sampling
-from shared.spec.noise import TARGET_STREAM
+from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.sampling import Sampling
 
 MARGIN = 1e-4

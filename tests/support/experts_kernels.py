@@ -13,12 +13,12 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from kernels.limits import arrivals_of_experts
+from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import Routing
 from kernels.tiles import ExpertsTiles
 from shared.models.fp8 import Granularity, scale_shape, widened
 from shared.models.fp8_words import FP8_BLOCK, packed, packed_scales
-from shared.spec.numerics import ROUTER, SQUARES, chunks_of_squares
+from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
 
 EPS = 1e-6

@@ -23,11 +23,11 @@ from shared.spec import (
     attention,
     draft_tree,
     gated_delta,
-    mamba_state,
-    masks,
+    gdn_state,
+    grammar_bitmask,
     sampling,
-    slots,
-    verify_rows,
+    slot_state,
+    verify_budget,
 )
 from shared.text.grammar import TextMatcher
 
@@ -123,7 +123,7 @@ def stale_state_after_zero_accepts(patch: Patch) -> None:
             passed,
         )
 
-    after(patch, mamba_state, "replay", spoil)
+    after(patch, gdn_state, "replay", spoil)
 
 
 def full_page_rewritten(patch: Patch) -> None:
@@ -147,7 +147,7 @@ def snapshot_taken_at_the_end_of_the_step(patch: Patch) -> None:
         new, _, passed = found
         return new, new, passed
 
-    after(patch, mamba_state, "replay", spoil)
+    after(patch, gdn_state, "replay", spoil)
 
 
 def holes_in_draft_memory_read(patch: Patch) -> None:
@@ -200,14 +200,14 @@ def reused_noise(patch: Patch) -> None:
 
 
 def penalties_see_the_last_token_only(patch: Patch) -> None:
-    healthy = slots.count
+    healthy = slot_state.count
 
     def count(seen: Any, owners: Any, tokens: Any, is_output: Any, is_counted: Any) -> Any:
         last = {owners[i]: i for i in np.flatnonzero(is_counted)}
         is_last = np.isin(np.arange(len(tokens)), list(last.values()))
         return healthy(seen, owners, tokens, is_output, is_last)
 
-    patch.setattr(slots, "count", count)
+    patch.setattr(slot_state, "count", count)
 
 
 def counts_of_the_last_owner(patch: Patch) -> None:
@@ -300,9 +300,9 @@ def recurrent_state_of_the_root(patch: Patch) -> None:
 
 
 def conv_window_of_the_root(patch: Patch) -> None:
-    healthy = mamba_state.tree_windows
+    healthy = gdn_state.tree_windows
     patch.setattr(
-        mamba_state,
+        gdn_state,
         "tree_windows",
         lambda window, inputs, parents: healthy(window, inputs, np.zeros_like(parents)),
     )
@@ -321,7 +321,7 @@ def deeper_drafts_go_before_their_parents(patch: Patch) -> None:
         known = np.take_along_axis(calibration, np.maximum(depth - 1, 0), axis=1)
         return np.where(depth > 0, weights + known, 0)
 
-    patch.setattr(verify_rows, "rank_weights", rank_weights)
+    patch.setattr(verify_budget, "rank_weights", rank_weights)
 
 
 def padding_has_no_verify_row(patch: Patch) -> None:
@@ -332,7 +332,7 @@ def failed_rows_rank_as_their_roots(patch: Patch) -> None:
     def spoil(ranked: Any, *rest: Any) -> Any:
         return np.where(ranked == -np.inf, 0, ranked)
 
-    after(patch, verify_rows, "rank_weights", spoil)
+    after(patch, verify_budget, "rank_weights", spoil)
 
 
 # The faults and their proofs
@@ -366,12 +366,14 @@ def masks_of_the_step_before(patch: Patch) -> None:
 
 def masks_left_out(patch: Patch) -> None:
     """A device that chooses as if there were none."""
-    patch.setattr(masks, "allowed", lambda bits, index, vocab: np.ones((len(index), vocab), bool))
+    patch.setattr(
+        grammar_bitmask, "allowed", lambda bits, index, vocab: np.ones((len(index), vocab), bool)
+    )
 
 
 def masks_by_the_row_before(patch: Patch) -> None:
     """Bits that lie one word away."""
-    after(patch, masks, "allowed", lambda found, *given: np.roll(found, 32, axis=1))
+    after(patch, grammar_bitmask, "allowed", lambda found, *given: np.roll(found, 32, axis=1))
 
 
 def matcher_left_at_a_draft(patch: Patch) -> None:

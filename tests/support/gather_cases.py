@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.tiles import LinearTiles
-from shared.spec.numerics import chunks_of_squares
+from shared.spec.reduction_order import chunks_of_squares
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from jax_impl.backend import compiler_options
 from jax_impl.drafters import dflash as jax_dflash
 from jax_impl.model import Forward as JaxForward
 from jax_impl.model import Model as JaxModel
-from jax_impl.ops import attention as jax_attention
-from jax_impl.ops.projection import scores as jax_scores
+from jax_impl.ops.attention import attention as jax_attention
+from jax_impl.ops.sampling.lm_head import scores as jax_scores
 from shared.boundary.ranks import ALONE
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
@@ -32,8 +32,8 @@ from torch_impl import model as torch_model
 from torch_impl import weights as torch_weights
 from torch_impl.drafters import dflash as torch_dflash
 from torch_impl.layers import rotary_frequencies
-from torch_impl.ops import attention as torch_attention
-from torch_impl.ops.projection import scores as torch_scores
+from torch_impl.ops.attention import attention as torch_attention
+from torch_impl.ops.sampling.lm_head import scores as torch_scores
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TARGET = GOLDEN / "qwen3"

@@ -11,7 +11,7 @@ from jax_impl.backend import compiler_options
 from jax_impl.drafters import Ranking as JaxRanking
 from jax_impl.drafters import dflash2 as jax_dflash2
 from jax_impl.drafters import dspark as jax_dspark
-from jax_impl.ops.sampling import Sampling as JaxSampling
+from jax_impl.ops.sampling.sampling import Sampling as JaxSampling
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
 from shared.reference.rows import Ranking as SpecRanking
@@ -21,7 +21,7 @@ from tests.support.golden_blocks import TARGET
 from torch_impl.drafters import Ranking as TorchRanking
 from torch_impl.drafters import dflash2 as torch_dflash2
 from torch_impl.drafters import dspark as torch_dspark
-from torch_impl.ops.sampling import Sampling as TorchSampling
+from torch_impl.ops.sampling.sampling import Sampling as TorchSampling
 
 TARGET_CONFIG = config_from_folder(TARGET)
 GREEDY = SamplingParams(temperature=0.0, seed32=1)

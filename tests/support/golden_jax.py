@@ -13,9 +13,11 @@ import numpy as np
 from jax_impl import device_state, layers, model, weights
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import Fed, Ranking, eagle, heads
-from jax_impl.ops import attention, delta_mix, draft_tree
-from jax_impl.ops.layers import Shown
-from jax_impl.ops.sampling import Sampling
+from jax_impl.ops.attention import attention
+from jax_impl.ops.gdn import gdn_layer
+from jax_impl.ops.gemm.layers import Shown
+from jax_impl.ops.sampling.sampling import Sampling
+from jax_impl.ops.trees import draft_tree
 from shared.boundary.ranks import ALONE
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint
@@ -141,7 +143,7 @@ class Passes:
         rows = _causal_rows(count, length)._replace(positions=positions, turns=turns)
         mixer = None
         if state is not None:
-            pools, where = (state, delta_mix.take(state, SINK)), (SINK, row_starts, rows.request)
+            pools, where = (state, gdn_layer.take(state, SINK)), (SINK, row_starts, rows.request)
             mixer = layers.PrefillMixer(self._config, *pools, *where, SINK, SINK)
         passed = model.forward(loaded, tokens, shown, rows, kv, mixer, self._streams)
         after = None if mixer is None else mixer.carry[0]
@@ -157,7 +159,7 @@ class Passes:
         row_of = draft_tree.flat_rows(row_starts, num_nodes, NODES)
         mixer = None
         if state is not None:
-            nodes = delta_mix.Nodes(parents, rows.row_starts, row_of, rows.request, node)
+            nodes = gdn_layer.Nodes(parents, rows.row_starts, row_of, rows.request, node)
             mixer = layers.VerifyMixer(self._config, state, SINK, nodes, False)
         passed = model.forward(loaded, tokens[0, node], None, rows, kv, mixer, self._streams)
         kept = None if mixer is None else mixer.carry[1].kept
@@ -167,8 +169,8 @@ class Passes:
         counts = count[None]
         kv = attention.commit_window(kv, ints(TABLE), length[None], path, counts)
         if state is not None:
-            pools, where = (state, delta_mix.take(state, SINK)), (SINK, path, counts, SINK, SINK)
-            state, _ = delta_mix.commit(*pools, kept, *where)
+            pools, where = (state, gdn_layer.take(state, SINK)), (SINK, path, counts, SINK, SINK)
+            state, _ = gdn_layer.commit(*pools, kept, *where)
         return kv, state
 
     def _mtp(self, arrays, kv, tokens, hidden, count, first, pictures):

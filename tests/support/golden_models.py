@@ -16,7 +16,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.drafts.fitting import fitted
 from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.families import config_from_folder
-from shared.spec import attention, eagle, layers, mamba_state, model, sampling
+from shared.spec import attention, eagle, gdn_state, layers, model, sampling
 from shared.spec.draft_tree import TreeShape
 
 PAGE_SIZE = 16
@@ -190,7 +190,7 @@ class SpecModel:
         k, v = (attention.commit_window(pool, *where) for pool in (self._kv.k, self._kv.v))
         self._kv = model.KV(k, v)
         nothing_saved = np.zeros(1, int)
-        self._state, _, _ = mamba_state.replay(
+        self._state, _, _ = gdn_state.replay(
             self._state, self._kept, path[None], counts, nothing_saved
         )
         self._length += len(path)

@@ -9,8 +9,8 @@ from PIL import Image
 from shared.models.families import vision_from_folder
 from shared.models.pictures import PictureConfig, read_pictures
 from shared.models.vision import VisionConfig
-from shared.spec import tower
-from shared.spec.tower import Patches, Pixels
+from shared.spec import vision_encoder
+from shared.spec.vision_encoder import Patches, Pixels
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 MODEL, PICTURES = GOLDEN / "qwen3_5_dense", GOLDEN / "qwen3_5_vision"
@@ -50,9 +50,9 @@ def fitted(number: int) -> np.ndarray:
 
 def pixels_of(picture: np.ndarray) -> Pixels:
     """What a device is told of a picture that has the size that the checkpoint wants."""
-    return tower.pixels_of(picture, vision(), picture_config())
+    return vision_encoder.pixels_of(picture, vision(), picture_config())
 
 
 def patches_of(picture: np.ndarray) -> Patches:
     """The patches of such a picture, by the specification."""
-    return tower.patches(vision(), pixels_of(picture))
+    return vision_encoder.patches(vision(), pixels_of(picture))

@@ -26,9 +26,12 @@ from tests.support.golden_models import (
 from torch_impl import device_state, model, weights
 from torch_impl.drafters import Fed, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
-from torch_impl.ops import attention, delta_mix, draft_tree, layers
-from torch_impl.ops.delta_mix import Nodes
-from torch_impl.ops.sampling import Sampling
+from torch_impl.ops.attention import attention
+from torch_impl.ops.gdn import gdn_layer
+from torch_impl.ops.gdn.gdn_layer import Nodes
+from torch_impl.ops.gemm import layers
+from torch_impl.ops.sampling.sampling import Sampling
+from torch_impl.ops.trees import draft_tree
 
 CPU = torch.device("cpu")
 
@@ -71,7 +74,7 @@ class TorchModel:
         self._streams = tuple(range(config.num_layers + 1))
         self._state = device_state.new_states(config, 1, torch.float32, CPU)
         if self._state is not None:
-            self._no_snapshot = delta_mix.take(self._state, ints([0]))  # the sink
+            self._no_snapshot = gdn_layer.take(self._state, ints([0]))  # the sink
 
     def prefill(
         self, tokens: Array, positions: Array | None, pictures: Pictures | None = None

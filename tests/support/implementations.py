@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kernels.rooms import module_in
 from tests.support.records import mapped
 
 
@@ -31,9 +32,7 @@ class Implementation:
 
     def __call__(self, name: str) -> Ops:
         specification = import_module(f"shared.spec.{name}")
-        return Ops(
-            self._framework, import_module(f"{self._framework}_impl.ops.{name}"), specification
-        )
+        return Ops(self._framework, module_in(f"{self._framework}_impl.ops", name), specification)
 
 
 each_implementation = pytest.mark.parametrize(

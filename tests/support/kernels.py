@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from jax_impl.backend import compiler_options
+from kernels.rooms import module_in
 from kernels.tiles import MEASURED, Tiles
 from tests.support.addresses import watch
 from tests.support.op_case import changed
@@ -34,33 +35,33 @@ ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
 MODULES = (
     "acceptance",
-    "attend_all",
+    "encoder_attention",
     "attention",
     "convolution",
-    "delta_commit",
-    "delta_feed",
-    "delta_mix",
+    "gdn_commit",
+    "gdn_prefill",
+    "gdn_layer",
     "draft_tree",
     "experts",
-    "flat_nodes",
-    "fp8",
+    "flatten_tree",
+    "fp8_w8a16",
     "fp8_activations",
-    "groups",
-    "heads",
+    "moe_align",
+    "qk_norm_rope_kv_write",
     "layers",
-    "leaves",
+    "lm_head_epilogue",
     "linear",
-    "mix",
+    "attention_layer",
     "ngram",
-    "noise",
-    "reach",
+    "gumbel_noise",
+    "row_bounds",
     "rejection",
     "router",
     "sampling",
-    "slots",
-    "verify_rows",
-    "vocabulary",
-    "window",
+    "slot_state",
+    "verify_budget",
+    "vocab_parallel",
+    "kv_compaction",
 )
 # An interpreted Pallas kernel is compiled once a shape and hardly runs, so it is compiled quickly.
 OPTIONS = compiler_options(jax.devices()[0], quick_compile=True)
@@ -130,7 +131,7 @@ def bind_kernels(monkeypatch, ops: ModuleType, modules: dict[str, Any], **mix: o
     """
     tiles = Tiles.load("pallas_gpu", MEASURED)
     kernels = {field.name: modules.get(field.name) for field in fields(ops.Kernels)}
-    kernels |= {"tiles": changed(tiles, "mix", mix)}
+    kernels |= {"tiles": changed(tiles, "attention_layer", mix)}
     monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**kernels))
 
 
@@ -223,7 +224,7 @@ def _languages_of(function: Callable[..., Any]) -> tuple[Callable[..., bool], li
 
 
 def _modules(language: str) -> dict[str, ModuleType]:
-    return {name: importlib.import_module(f"kernels.{language}_gpu.{name}") for name in MODULES}
+    return {name: module_in(f"kernels.{language}_gpu", name) for name in MODULES}
 
 
 KERNELS = {"pallas": _modules("pallas")}
@@ -231,6 +232,8 @@ KERNELS = {"pallas": _modules("pallas")}
 counts them in the summary."""
 
 if importlib.util.find_spec("triton") is not None:
-    assert ON_GPU or "kernels.triton_gpu.mix" not in sys.modules, "too late for the interpreter"
+    assert ON_GPU or "kernels.triton_gpu.attention.attention_layer" not in sys.modules, (
+        "too late for the interpreter"
+    )
     with triton_interpreter():
         KERNELS["triton"] = _modules("triton")

@@ -15,7 +15,7 @@ import torch
 from kernels.tiles import LinearTiles
 from shared.models import fp8, fp8_words
 from shared.models.fp8 import Granularity
-from shared.spec.numerics import SQUARES, chunks_of_squares
+from shared.spec.reduction_order import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
 EPS = 1e-6

@@ -15,7 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kernels.tables import Table
+from kernels.rooms import module_in
+from kernels.tile_tables import Table
 from kernels.tiles import Tiles
 from shared.boundary.ranks import Ranks
 
@@ -135,12 +136,12 @@ def changed(tiles: Tiles, op: str, changes: Mapping[str, int]) -> Tiles:
 
 def tables() -> list[str]:
     """The modules of ops that have cases."""
-    return sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[!_]*.py"))
+    return sorted(path.stem for path in (Path(__file__).parent / "cases").glob("*/[!_]*.py"))
 
 
 def table(op: str) -> list[OpCase]:
     """The cases of an operation's module."""
-    return import_module(f"tests.support.cases.{op}").TABLE
+    return module_in("tests.support.cases", op).TABLE
 
 
 def as_list(results: Any) -> list[Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.rooms import module_in
 from tests.support.gpu_activity import traced
 from tests.support.implementations import to_jax, to_numpy, to_torch
 from tests.support.op_case import Arguments, OpCase, as_list, changed
@@ -119,7 +120,7 @@ class Side(ABC):
         return mapped(value, leaf=leaf, module=self._module(case))
 
     def _module(self, case: OpCase) -> ModuleType:
-        return import_module(f"{self.name}_impl.ops.{case.op}")
+        return module_in(f"{self.name}_impl.ops", case.op)
 
     @abstractmethod
     def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kernels.rooms import module_in
 from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.ranks import Ranks
 from shared.models.ranks import vocab_section
@@ -45,9 +46,9 @@ def alone_and_on_ranks(
     """
 
     def ops(name: str) -> ModuleType:
-        return import_module(f"{framework}_impl.ops.{name}")
+        return module_in(f"{framework}_impl.ops", name)
 
-    vocabulary = ops("vocabulary").Vocabulary
+    vocabulary = ops("vocab_parallel").Vocabulary
     run = {"torch": _threads, "jax": _mapped}[framework]
     return run(work, ops, vocabulary, size, count, rows, given)
 
@@ -60,7 +61,7 @@ def _threads(
     work: Work, ops: Ops, vocabulary: Any, size: int, count: int, rows: Sequence, given: dict
 ) -> tuple:
     placed = {name: mapped(x, to_torch, ops("sampling")) for name, x in given.items()}
-    alone = work(ops, ops("vocabulary").ALL, [*map(to_torch, rows)], placed)
+    alone = work(ops, ops("vocab_parallel").ALL, [*map(to_torch, rows)], placed)
     parts = [shares(row, count) for row in rows]
     mailboxes = Mailboxes.create(count, wait_s=WAIT_S)
 
@@ -77,13 +78,13 @@ def _threads(
 def _mapped(
     work: Work, ops: Ops, vocabulary: Any, size: int, count: int, rows: Sequence, given: dict
 ) -> tuple:
-    jax, names = import_module("jax"), ops("ranks")
+    jax, names = import_module("jax"), ops("all_gather")
     backend = import_module("jax_impl.backend")
     quick = {"compiler_options": backend.compiler_options(jax.devices("cpu")[0], True)}
     placed = {name: mapped(x, to_jax, ops("sampling")) for name, x in given.items()}
 
     def alone(rows: list, placed: Any) -> Any:
-        return work(ops, ops("vocabulary").ALL, rows, placed)
+        return work(ops, ops("vocab_parallel").ALL, rows, placed)
 
     def of_rank(parts: list, placed: Any) -> Any:
         return work(ops, vocabulary(size, Ranks(0, count, None)), parts, placed)

@@ -27,7 +27,7 @@ from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
-from shared.spec.noise import derive_seed
+from shared.spec.gumbel_noise import derive_seed
 from tests.support import tiny_heads as heads_of
 from tests.support.backends import Mapped, make_backend
 from tests.support.cache_policies import policy_of

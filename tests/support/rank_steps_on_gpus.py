@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kernels.tables import Line, Table
-from kernels.tiles import LeavesTiles
+from kernels.tile_tables import Line, Table
+from kernels.tiles import LmHeadEpilogueTiles
 from shared.boundary.backend import Backend, StepFuture, StepPlan
 from shared.boundary.buffers import plan_in
 from shared.boundary.mailboxes import Mailboxes
@@ -157,10 +157,10 @@ def choosing(backend: str, is_joined: bool) -> Iterator[None]:
     Tokens are few for the rest of the process, which is a test's own.
     """
     ops: Any = import_module(f"{backend}_impl.ops")
-    vocabulary: Any = import_module(f"{backend}_impl.ops.vocabulary")
+    vocabulary: Any = import_module(f"{backend}_impl.ops.sampling.vocab_parallel")
     before, vocabulary.MOST_WHOLE_WORDS = ops.KERNELS, 0
     if is_joined and before is not None:
-        table = Table((Line(at_most={}, tiles=LeavesTiles(joined=True, ranked=True)),))
+        table = Table((Line(at_most={}, tiles=LmHeadEpilogueTiles(joined=True, ranked=True)),))
         ops.KERNELS = replace(before, tiles=replace(before.tiles, leaves=table))
     yield
     ops.KERNELS = before

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.mail import Boxes, Missing
-from shared.spec.numerics import SQUARES
+from kernels.peer_buffers import Boxes, Missing
+from shared.spec.reduction_order import SQUARES
 from tests.support.gather_cases import CASES, PRODUCT_CASES, Case, ProductCase
 from tests.support.gpu_ranks import LOOKS, Rank
 
@@ -18,7 +18,7 @@ BLOCK_BYTES = 1 << 25
 
 def on_torch(rank: Rank) -> Any:
     """The mailbox of a process, connected with all others, that waits for nothing yet."""
-    from kernels.triton_gpu.mailboxes import Mailbox
+    from kernels.triton_gpu.collectives.symmetric_memory import Mailbox
 
     device = torch.device("cuda", rank.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -46,7 +46,7 @@ def _bits(x: torch.Tensor | None) -> np.ndarray | None:
 
 def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
     """Gathers all cases in each of some steps; what is wrong, a sentence each."""
-    from kernels.triton_gpu.ranks import gathered, tick
+    from kernels.triton_gpu.collectives.all_gather import gathered, tick
 
     mailbox = on_torch(rank)
     device = mailbox.mail.place.device
@@ -108,8 +108,8 @@ def gathers_of_torch(rank: Rank, steps: int, is_captured: bool) -> list[str]:
 
 def products_of_torch(rank: Rank, steps: int) -> list[str]:
     """Products that gather, beside one of all ranks' weights; what is wrong, a sentence each."""
-    from kernels.triton_gpu.linear import product
-    from kernels.triton_gpu.ranks import Gather, tick
+    from kernels.triton_gpu.collectives.all_gather import Gather, tick
+    from kernels.triton_gpu.gemm.linear import product
 
     mailbox = on_torch(rank)
     device, wrong = mailbox.mail.place.device, []
@@ -161,7 +161,7 @@ def products_of_torch(rank: Rank, steps: int) -> list[str]:
 
 def missing_of_torch(rank: Rank, looks: int) -> tuple[Missing | None, bool]:
     """The last rank stays away from the second call of the second step; what each has seen."""
-    from kernels.triton_gpu.ranks import gathered, tick
+    from kernels.triton_gpu.collectives.all_gather import gathered, tick
 
     mailbox = on_torch(rank)
     values, _ = _placed(CASES[0], rank, 0, mailbox.mail.place.device)
@@ -194,7 +194,7 @@ def mailboxes_of_jax(ranks: int) -> tuple[Any, Any]:
     import jax
     from jax.sharding import Mesh
 
-    from kernels.pallas_gpu.mailboxes import Mailboxes
+    from kernels.pallas_gpu.collectives.symmetric_memory import Mailboxes
 
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("ranks",))
     return mesh, Mailboxes(Boxes(ranks, BLOCK_BYTES), list(mesh.devices.flat))
@@ -206,7 +206,7 @@ def gathers_of_jax(ranks: int, steps: int) -> list[str]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from kernels.pallas_gpu.ranks import Gather, gathered, missed
+    from kernels.pallas_gpu.collectives.all_gather import Gather, gathered, missed
 
     mesh, mailboxes = mailboxes_of_jax(ranks)
     columns = PartitionSpec(None, "ranks")
@@ -263,9 +263,9 @@ def products_of_jax(ranks: int, steps: int) -> list[str]:
     import jax.numpy as jnp
     from jax.sharding import Mesh, PartitionSpec
 
-    from kernels.pallas_gpu.linear import product
-    from kernels.pallas_gpu.mailboxes import Mailboxes
-    from kernels.pallas_gpu.ranks import Gather, missed
+    from kernels.pallas_gpu.collectives.all_gather import Gather, missed
+    from kernels.pallas_gpu.collectives.symmetric_memory import Mailboxes
+    from kernels.pallas_gpu.gemm.linear import product
 
     devices = jax.devices()[:ranks]
     mesh = Mesh(np.array(devices), ("ranks",))
@@ -364,8 +364,8 @@ def missing_of_jax(ranks: int, looks: int) -> list[Missing | None]:
     import jax
     import jax.numpy as jnp
 
-    from kernels.pallas_gpu.mailboxes import Mailboxes
-    from kernels.pallas_gpu.ranks import Gather, gathered, missed
+    from kernels.pallas_gpu.collectives.all_gather import Gather, gathered, missed
+    from kernels.pallas_gpu.collectives.symmetric_memory import Mailboxes
 
     mailboxes = Mailboxes(Boxes(ranks, BLOCK_BYTES), jax.devices()[:ranks])
     values, _ = CASES[0].share(0, ranks, 0)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.mail import Missing
+from kernels.peer_buffers import Missing
 from tests.support.gpu_ranks import LOOKS, Rank
 from tests.support.ranks_on_gpus import joined, mailboxes_of_jax, on_torch
 
@@ -41,8 +41,8 @@ def differing(got: np.ndarray, ranks: int, step: int, case: Sequence[int]) -> li
 
 def rows_of_torch(rank: Rank, steps: int) -> list[str]:
     """Gathers rows of all cases in each of some steps, captured; what is wrong, a sentence each."""
-    from kernels.triton_gpu.ranks import Gather, tick
-    from kernels.triton_gpu.vocabulary import gathered_rows
+    from kernels.triton_gpu.collectives.all_gather import Gather, tick
+    from kernels.triton_gpu.sampling.vocab_parallel import gathered_rows
 
     mailbox = on_torch(rank)
     device = mailbox.mail.place.device
@@ -92,8 +92,8 @@ def rows_of_jax(ranks: int, steps: int) -> list[str]:
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
 
-    from kernels.pallas_gpu.ranks import Gather, missed
-    from kernels.pallas_gpu.vocabulary import gathered_rows
+    from kernels.pallas_gpu.collectives.all_gather import Gather, missed
+    from kernels.pallas_gpu.sampling.vocab_parallel import gathered_rows
 
     mesh, mailboxes = mailboxes_of_jax(ranks)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from shared.spec import sampling
 from shared.spec.draft_tree import TreeShape
-from shared.spec.noise import TARGET_STREAM
+from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.sampling import Sampling
 from tests.support.implementations import Implementation
 from tests.support.sampling_rows import neutral

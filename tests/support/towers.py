@@ -13,8 +13,8 @@ from jax_impl import weights as jax_weights
 from jax_impl.backend import compiler_options
 from shared.models.checkpoint import open_checkpoint
 from shared.models.tower import check_tower
-from shared.spec import tower
-from shared.spec.tower import Patches, Pixels
+from shared.spec import vision_encoder
+from shared.spec.vision_encoder import Patches, Pixels
 from tests.support.golden_pictures import MODEL, vision
 from torch_impl import tower as torch_tower
 from torch_impl import weights as torch_weights
@@ -40,7 +40,7 @@ def padded(patches: Patches, size: int) -> Patches:
 def of_specification() -> Tower:
     checkpoint, config = open_checkpoint(MODEL), vision()
     weights = {p.name: checkpoint.load(p, np.float32) for p in check_tower(checkpoint, config)}
-    return partial(tower.encoded, config, weights)
+    return partial(vision_encoder.encoded, config, weights)
 
 
 def of_torch() -> Tower:

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TWINS = ("jax_impl", "torch_impl")
 
-OPS = {path.stem for path in (ROOT / TWINS[0] / "ops").glob("*.py")} - {"__init__"}
+OPS = {path.stem for path in (ROOT / TWINS[0] / "ops").rglob("*.py")} - {"__init__"}
 """Modules of ops, which both have."""
 
 NAMED_BY_FRAMEWORK = {"JaxBackend": "Backend", "TorchBackend": "Backend"}
@@ -92,7 +92,7 @@ def ops_called(twin: str, file: Path) -> dict[str, frozenset[str]]:
     """
     tree = ast.parse((ROOT / twin / file).read_text(encoding="utf-8"))
     imported = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}".removeprefix(f"{twin}.ops.")
+        alias.asname or alias.name: _without_room(f"{node.module}.{alias.name}", f"{twin}.ops.")
         for node in tree.body
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{twin}.ops")
         for alias in node.names
@@ -117,6 +117,12 @@ def ops_called(twin: str, file: Path) -> dict[str, frozenset[str]]:
         return frozenset(op for op in found if not op.rpartition(".")[2][0].isupper())
 
     return {name: named(name, frozenset({name})) for name in functions if not _is_private(name)}
+
+
+def _without_room(name: str, package: str) -> str:
+    """Returns the name of an op without its package and the folder it is in."""
+    room, _, rest = name.removeprefix(package).partition(".")
+    return rest if rest and room not in OPS | {""} or rest.split(".")[0] in OPS else room
 
 
 def _functions(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, ast.FunctionDef]]:

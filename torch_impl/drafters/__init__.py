@@ -10,15 +10,16 @@ from torch import Tensor
 from shared.boundary.program import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM
+from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
-from torch_impl.ops import attention, projection, sampling, vocabulary
-from torch_impl.ops.attention import Rows
-from torch_impl.ops.layers import Shown
-from torch_impl.ops.projection import Projection
-from torch_impl.ops.sampling import Ranked, Sampling, Seen
-from torch_impl.ops.vocabulary import ALL, Vocabulary
+from torch_impl.ops.attention import attention
+from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.gemm.layers import Shown
+from torch_impl.ops.sampling import lm_head, sampling, vocab_parallel
+from torch_impl.ops.sampling.lm_head import Projection
+from torch_impl.ops.sampling.sampling import Ranked, Sampling, Seen
+from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Ranking:
           scored: What scores the tokens after each node, or those that this rank has.
           paths: The drafts from below the root to each node, `depth` of them.
         """
-        return projection.rank(scored, *self._given(paths, depth))
+        return lm_head.rank(scored, *self._given(paths, depth))
 
     def of_scores(
         self, logits: Float[Tensor, "B k share"], paths: Int[Tensor, "B k path"], depth: int
@@ -87,8 +88,8 @@ class Ranking:
         params, at, of = self.sampling.unasked, self.lengths, self.vocabulary
         given = (logits, seen, at, params, at, TARGET_STREAM, k, False, None, of)
         ids = sampling.rank(*given).ids
-        rows = vocabulary.spread(logits.flatten(0, 1), of)
-        return vocabulary.at(rows, ids.flatten(0, 1), of).view(ids.shape), ids
+        rows = vocab_parallel.spread(logits.flatten(0, 1), of)
+        return vocab_parallel.at(rows, ids.flatten(0, 1), of).view(ids.shape), ids
 
     def chain(
         self, scored: Projection, S: int, is_weighed: bool
@@ -106,7 +107,7 @@ class Ranking:
         """
         B, device = len(self.lengths), self.lengths.device
         if self.is_sampled:
-            logits = projection.scores(scored).unflatten(0, (B, S))
+            logits = lm_head.scores(scored).unflatten(0, (B, S))
             no_path = self.lengths.new_zeros(B, 1, 0)
             levels = [self.of_scores(logits[:, i, None], no_path, i) for i in range(S)]
             laws = [ranked.processed for ranked in levels if ranked.processed is not None]
@@ -119,11 +120,11 @@ class Ranking:
         if is_weighed or self.columns is not None:
             params = self.sampling.rows(request)
             given = (scored, seen, positions, params, positions, TARGET_STREAM, 1)
-            ranked = projection.rank(*given, False, self.columns, self.vocabulary)
+            ranked = lm_head.rank(*given, False, self.columns, self.vocabulary)
             weights = ranked.weights.view(B, S) if is_weighed else None
             return ranked.ids.view(B, S), weights, None
         given = (seen, positions, self.sampling, request, None, self.vocabulary)
-        ids = projection.choose(scored, *given).ids
+        ids = lm_head.choose(scored, *given).ids
         return ids.view(B, S), None, None
 
 

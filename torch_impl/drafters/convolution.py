@@ -7,8 +7,9 @@ from torch import Tensor
 
 from shared.models.config import ModelConfig
 from torch_impl.layers import Hidden, Sight, attention
-from torch_impl.ops import convolution, linear, ranks
-from torch_impl.ops.linear import Stream, product
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.gemm import convolution, linear
+from torch_impl.ops.gemm.linear import Stream, product
 from torch_impl.records import Around, Conv, Layer
 
 Scale = Float[Tensor, " hidden"]
@@ -35,11 +36,11 @@ def layer(
     group = sight.group
     read, added = _around(sizes, around.attention, size, normed)
     qkv = product(read, weights.mixer.inputs)
-    mixed = ranks.gathered(group, attention(sizes, sight, place, weights.mixer, qkv))
-    x, normed = added(ranks.gathered(group, product(mixed, weights.mixer.out)), x, norms[0])
+    mixed = all_gather.gathered(group, attention(sizes, sight, place, weights.mixer, qkv))
+    x, normed = added(all_gather.gathered(group, product(mixed, weights.mixer.out)), x, norms[0])
     read, added = _around(sizes, around.mlp, size, normed)
     fed = linear.gated_product(Stream(read, group=group), None, weights.feed.gate_up)
-    return added(ranks.gathered(group, product(fed, weights.feed.down)), x, norms[1])
+    return added(all_gather.gathered(group, product(fed, weights.feed.down)), x, norms[1])
 
 
 def _around(

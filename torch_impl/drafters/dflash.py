@@ -24,13 +24,16 @@ from torch_impl.layers import (
     write_keys,
 )
 from torch_impl.model import Forward, Model, projected
-from torch_impl.ops import draft_tree, linear, projection, ranks, verify_rows
-from torch_impl.ops.attention import Rows
-from torch_impl.ops.layers import embedded, rms_norm
-from torch_impl.ops.linear import normed_product, product
-from torch_impl.ops.mix import PagedKV
-from torch_impl.ops.projection import Projection
-from torch_impl.ops.vocabulary import Vocabulary
+from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.attention.attention_layer import PagedKV
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.gemm import linear
+from torch_impl.ops.gemm.layers import embedded, rms_norm
+from torch_impl.ops.gemm.linear import normed_product, product
+from torch_impl.ops.sampling import lm_head
+from torch_impl.ops.sampling.lm_head import Projection
+from torch_impl.ops.sampling.vocab_parallel import Vocabulary
+from torch_impl.ops.trees import draft_tree, verify_budget
 from torch_impl.records import BlockWeights
 
 
@@ -104,7 +107,7 @@ class BlockDrafter:
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
-        weights = None if edges is None else verify_rows.chain_weights(edges)
+        weights = None if edges is None else verify_budget.chain_weights(edges)
         return Drafted(tokens, parents, num_nodes, weights, processed)
 
     def _chosen(
@@ -120,7 +123,7 @@ class BlockDrafter:
         weights, first = self.weights, _block_of(self.weights).first_slot
         if weights.markov is None and weights.selector is None:
             return rank.chain(scored, S, is_weighed)
-        logits = projection.scores(scored).unflatten(0, (-1, S))
+        logits = lm_head.scores(scored).unflatten(0, (-1, S))
         if weights.selector is None:
             return dspark.chain(weights, newest, filled, logits, rank, is_weighed)
         slots = filled[:, first : first + S]
@@ -162,7 +165,7 @@ def write_context(
       group: The ranks that have the head between them.
     """
     config = weights.config.layer
-    joined = ranks.gathered(group, product(torch.cat(passed.streams, dim=1), weights.fc))
+    joined = all_gather.gathered(group, product(torch.cat(passed.streams, dim=1), weights.fc))
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
     turn = angles(config.attention, frequencies, rows)
     for place, layer in enumerate(weights.layers):

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from shared.spec.dflash2 import NEVER
 from torch_impl.drafters import Ranking
-from torch_impl.ops import vocabulary
-from torch_impl.ops.linear import Matrix, product, product_float32
+from torch_impl.ops.gemm.linear import Matrix, product, product_float32
+from torch_impl.ops.sampling import vocab_parallel
 from torch_impl.records import SelectorWeights
 
 
@@ -46,7 +46,7 @@ def chain(
     for level in range(S):
         some = ids[:, level]
         own = values[:, level] + pairs(selector, previous, projected[:, level], some)
-        logits = vocabulary.part(nothing.scatter(1, some.long(), own), rank.vocabulary)
+        logits = vocab_parallel.part(nothing.scatter(1, some.long(), own), rank.vocabulary)
         ranked = rank.of_scores(logits[:, None], drafts[:, None], level)
         previous = ranked.ids[:, 0, 0]
         drafts = torch.cat([drafts, previous[:, None]], dim=1)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from shared.drafts.markov import GATED, VANILLA
 from torch_impl.drafters import Ranking
-from torch_impl.ops import layers
-from torch_impl.ops.linear import Matrix, product_float32
+from torch_impl.ops.gemm import layers
+from torch_impl.ops.gemm.linear import Matrix, product_float32
 from torch_impl.records import BlockWeights, MarkovWeights
 
 

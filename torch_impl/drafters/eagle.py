@@ -13,11 +13,11 @@ from torch_impl.device_state import DraftState, Plan, Relay
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.drafters.heads import Head, Tokens
 from torch_impl.layers import Pools
-from torch_impl.ops import draft_tree, verify_rows
-from torch_impl.ops.attention import Rows, turned
-from torch_impl.ops.draft_tree import Level
-from torch_impl.ops.projection import Projection
-from torch_impl.ops.sampling import Ranked
+from torch_impl.ops.attention.attention import Rows, turned
+from torch_impl.ops.sampling.lm_head import Projection
+from torch_impl.ops.sampling.sampling import Ranked
+from torch_impl.ops.trees import draft_tree, verify_budget
+from torch_impl.ops.trees.draft_tree import Level
 
 Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Projection]
 """As the specification's; the KV is written in place."""
@@ -223,7 +223,7 @@ def _grow_chain(
     processed = [law for law in laws if law is not None]
     chains = draft_tree.chains(torch.cat(tokens, dim=1), newest, max_drafts, can_draft)
     is_weighed = shape.shares_rows(len(newest))
-    weights = verify_rows.chain_weights(torch.cat(edges, dim=1)) if is_weighed else None
+    weights = verify_budget.chain_weights(torch.cat(edges, dim=1)) if is_weighed else None
     return Drafted(*chains, weights, torch.stack(processed, dim=1) if processed else None)
 
 

@@ -21,12 +21,14 @@ from torch_impl.layers import (
     rotary_frequencies,
 )
 from torch_impl.model import Forward, Model, projected
-from torch_impl.ops import linear, projection, ranks
-from torch_impl.ops.attention import Rows
-from torch_impl.ops.layers import Shown, embedded, rms_norm
-from torch_impl.ops.linear import Stream, normed_product, product
-from torch_impl.ops.projection import Projection
-from torch_impl.ops.vocabulary import Vocabulary, over_tokens, whole
+from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.gemm import linear
+from torch_impl.ops.gemm.layers import Shown, embedded, rms_norm
+from torch_impl.ops.gemm.linear import Stream, normed_product, product
+from torch_impl.ops.sampling import lm_head
+from torch_impl.ops.sampling.lm_head import Projection
+from torch_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
 from torch_impl.records import BlockWeights, HeadWeights, Layer
 
 Tokens = Int[Tensor, " R"]
@@ -61,7 +63,7 @@ class Head:
 
     def logits(self, hidden: Hidden) -> Logits:
         """The scores over the target's vocabulary."""
-        whole_rows = whole(projection.scores(self.projected(hidden)), self.vocabulary)
+        whole_rows = whole(lm_head.scores(self.projected(hidden)), self.vocabulary)
         return over_tokens(whole_rows, self.columns, self.config.vocab)
 
 
@@ -76,7 +78,7 @@ def mtp(model: Model) -> Head:
     ) -> Hidden:
         fed = rms_norm(embedded(model.weights.embed, tokens, shown), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        joined = ranks.gathered(group, product(torch.cat([fed, normed], dim=1), weights.fc))
+        joined = all_gather.gathered(group, product(torch.cat([fed, normed], dim=1), weights.fc))
         stream = linear.stream(joined, weights.layer.input_norm, None, group)
         qkv = normed_product(stream, eps, weights.layer.mixer.inputs)
         x = _through(config, like, (weights.layer,), turns, qkv, stream, rows, kv)
@@ -93,7 +95,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
         rows: Rows, tokens: Tokens, shown: Shown | None, hidden: Hidden, kv: Pools
     ) -> Hidden:
         x = product(torch.cat([embedded(embed, tokens, shown), hidden], dim=1), weights.fc)
-        x = ranks.gathered(group, x)
+        x = all_gather.gathered(group, x)
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
         qkv = product(x, weights.layers[0].mixer.inputs)
@@ -162,7 +164,7 @@ def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
     joined = torch.cat(aux, dim=1)
     if weights.input_norm is not None:
         joined = rms_norm(joined, weights.input_norm, eps)
-    projected = ranks.gathered(group, product(joined, weights.fc))
+    projected = all_gather.gathered(group, product(joined, weights.fc))
     return projected if weights.fc_bias is None else projected + weights.fc_bias
 
 

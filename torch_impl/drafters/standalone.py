@@ -15,11 +15,11 @@ from torch_impl.drafters.eagle import First, extend_rows, grow
 from torch_impl.drafters.heads import Tokens
 from torch_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from torch_impl.model import Model
-from torch_impl.ops import delta_mix, mamba_state
-from torch_impl.ops.attention import Rows
-from torch_impl.ops.delta_mix import Nodes
-from torch_impl.ops.mamba_state import DeltaState
-from torch_impl.ops.projection import Projection
+from torch_impl.ops.attention.attention import Rows
+from torch_impl.ops.gdn import gdn_layer, gdn_state
+from torch_impl.ops.gdn.gdn_layer import Nodes
+from torch_impl.ops.gdn.gdn_state import DeltaState
+from torch_impl.ops.sampling.lm_head import Projection
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
-        delta_mix.put(memory.delta, plan.slots, _context(memory, plan, prompts.first))
+        gdn_layer.put(memory.delta, plan.slots, _context(memory, plan, prompts.first))
         save_after = plan.save_at - prompts.first
-        is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
+        is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         save = torch.where(is_saved, plan.save, 0)
         pools, where = (memory.delta, memory.snapshots), (prompts.row_starts, fed.rows.request)
         mixer = PrefillMixer(self.small.config, *pools, plan.slots, *where, save_after, save)
@@ -62,7 +62,7 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
-        delta_mix.put(memory.delta, plan.slots, _context(memory, plan, before))
+        gdn_layer.put(memory.delta, plan.slots, _context(memory, plan, before))
         B, W = len(counts), len(fed.tokens) // len(counts)
         place = torch.arange(W, dtype=torch.int32, device=counts.device).expand(B, W)
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
@@ -90,7 +90,7 @@ class StandaloneDrafter:
             nonlocal states
             mixer = None
             if states is not None:
-                states = delta_mix.take(states, parent)
+                states = gdn_layer.take(states, parent)
                 starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
                 request = starts[:-1]
                 nodes = Nodes(None, starts, request[:, None], request, 0 * request)
@@ -128,6 +128,6 @@ def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> Delt
     """As `shared.spec.standalone.context_of` of the slots' states."""
     is_whole = (memory.draft_from[plan.slots] < lengths).view(1, -1, 1, 1)
     assert memory.delta is not None  # there are states to read
-    held = delta_mix.take(memory.delta, plan.slots)
+    held = gdn_layer.take(memory.delta, plan.slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
     return DeltaState(recurrent, torch.where(is_whole, held.window, 0))

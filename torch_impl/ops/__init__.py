@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kernels.rooms import module_in
 from kernels.tiles import Tiles
 
 P = ParamSpec("P")
@@ -27,94 +28,41 @@ class Kernels:
     """The kernels of this machine's GPU, module by module, and their tiles."""
 
     acceptance: ModuleType
-    attend_all: ModuleType
+    encoder_attention: ModuleType
     attention: ModuleType
     convolution: ModuleType
-    delta_commit: ModuleType
-    delta_feed: ModuleType
-    delta_mix: ModuleType
+    gdn_commit: ModuleType
+    gdn_prefill: ModuleType
+    gdn_layer: ModuleType
     draft_tree: ModuleType
     experts: ModuleType
-    flat_nodes: ModuleType
+    flatten_tree: ModuleType
     fp8_activations: ModuleType
-    heads: ModuleType
+    qk_norm_rope_kv_write: ModuleType
     layers: ModuleType
-    leaves: ModuleType
+    lm_head_epilogue: ModuleType
     linear: ModuleType
-    mailboxes: ModuleType
-    mix: ModuleType
+    symmetric_memory: ModuleType
+    attention_layer: ModuleType
     ngram: ModuleType
-    noise: ModuleType
-    ranks: ModuleType
-    reach: ModuleType
+    gumbel_noise: ModuleType
+    all_gather: ModuleType
+    row_bounds: ModuleType
     rejection: ModuleType
     sampling: ModuleType
-    slots: ModuleType
-    verify_rows: ModuleType
-    vocabulary: ModuleType
-    window: ModuleType
+    slot_state: ModuleType
+    verify_budget: ModuleType
+    vocab_parallel: ModuleType
+    kv_compaction: ModuleType
     tiles: Tiles
 
 
 KERNELS: Kernels | None = None
 
 if torch.cuda.is_available():
-    from kernels.triton_gpu import acceptance as acceptance_kernel
-    from kernels.triton_gpu import attend_all as attend_all_kernel
-    from kernels.triton_gpu import attention as attention_kernel
-    from kernels.triton_gpu import convolution as convolution_kernel
-    from kernels.triton_gpu import delta_commit as delta_commit_kernel
-    from kernels.triton_gpu import delta_feed as delta_feed_kernel
-    from kernels.triton_gpu import delta_mix as delta_mix_kernel
-    from kernels.triton_gpu import draft_tree as draft_tree_kernel
-    from kernels.triton_gpu import experts as experts_kernel
-    from kernels.triton_gpu import flat_nodes as flat_nodes_kernel
-    from kernels.triton_gpu import fp8_activations as fp8_activations_kernel
-    from kernels.triton_gpu import heads as heads_kernel
-    from kernels.triton_gpu import layers as layers_kernel
-    from kernels.triton_gpu import leaves as leaves_kernel
-    from kernels.triton_gpu import linear as linear_kernel
-    from kernels.triton_gpu import mailboxes as mailboxes_kernel
-    from kernels.triton_gpu import mix as mix_kernel
-    from kernels.triton_gpu import ngram as ngram_kernel
-    from kernels.triton_gpu import noise as noise_kernel
-    from kernels.triton_gpu import ranks as ranks_kernel
-    from kernels.triton_gpu import reach as reach_kernel
-    from kernels.triton_gpu import rejection as rejection_kernel
-    from kernels.triton_gpu import sampling as sampling_kernel
-    from kernels.triton_gpu import slots as slots_kernel
-    from kernels.triton_gpu import verify_rows as verify_rows_kernel
-    from kernels.triton_gpu import vocabulary as vocabulary_kernel
-    from kernels.triton_gpu import window as window_kernel
-
+    _names = [field.name for field in fields(Kernels) if field.name != "tiles"]
     KERNELS = Kernels(
-        acceptance=acceptance_kernel,
-        attend_all=attend_all_kernel,
-        attention=attention_kernel,
-        convolution=convolution_kernel,
-        delta_commit=delta_commit_kernel,
-        delta_feed=delta_feed_kernel,
-        delta_mix=delta_mix_kernel,
-        draft_tree=draft_tree_kernel,
-        experts=experts_kernel,
-        flat_nodes=flat_nodes_kernel,
-        fp8_activations=fp8_activations_kernel,
-        heads=heads_kernel,
-        layers=layers_kernel,
-        leaves=leaves_kernel,
-        linear=linear_kernel,
-        mailboxes=mailboxes_kernel,
-        mix=mix_kernel,
-        ngram=ngram_kernel,
-        noise=noise_kernel,
-        ranks=ranks_kernel,
-        reach=reach_kernel,
-        rejection=rejection_kernel,
-        sampling=sampling_kernel,
-        slots=slots_kernel,
-        verify_rows=verify_rows_kernel,
-        vocabulary=vocabulary_kernel,
-        window=window_kernel,
+        **{name: module_in("kernels.triton_gpu", name) for name in _names},
         tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),
     )
 

@@ -2,7 +2,8 @@
 
 Unlike NGRAM alone, nothing waits: a step's copies are made of the text that is known when the step
 is planned, while the one before runs. They reach as far ahead as the steps in flight may get, and
-the device finds the place where the text stands by then (`shared.spec.copies`). Each step is of the
+the device finds the place where the text stands by then (`shared.spec.merge_drafts`). Each step is
+of the
 kind that is expected to give the most tokens for what it costs: the drafter's own, in the program
 that it has without copies; both sources in one tree; or copies alone, where the drafter drafts
 nothing, which spares its passes, but is fed as ever. Where the seconds of steps were measured they
@@ -32,8 +33,8 @@ from shared.engine.ngram.worth import Worth, drafter_levels
 from shared.engine.request import CORPUS, DRAFT, NGRAM, Request
 from shared.engine.rows import Rows
 from shared.engine.step_trace import accepted_path, origins_of
-from shared.spec.copies import Copies
 from shared.spec.draft_tree import TreeShape
+from shared.spec.merge_drafts import Copies
 
 ROW_COST = 1 / 256
 """Of a step's time, what a verify row more takes where the weights of a model are read for few: of

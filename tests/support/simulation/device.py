@@ -27,7 +27,7 @@ from shared.boundary.backend import (
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.adaptive.tiers import Tier
 from shared.spec.draft_tree import TreeShape
-from shared.spec.noise import uniforms
+from shared.spec.gumbel_noise import uniforms
 
 PROMPT_SECONDS = 0.005
 MOST_DEPTH = 16

@@ -1,0 +1,436 @@
+"""Attention over paged KV; as `shared.spec.attention`.
+
+Rows are flat. The product pads the queries of each request to `most_rows` and reads all positions
+that the page table reaches.
+
+On a GPU `flatten_tree` and `commit_window` are kernels; see `jax_impl.ops`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from jax_impl.ops.gemm import layers
+from jax_impl.ops.trees import draft_tree
+from shared.spec.attention import QUERIES
+from shared.spec.reduction_order import ATTENTION
+
+KV = Float[jax.Array, "L 2 P page Hk D"]
+"""Keys and values of the page pools of a stack of attention layers."""
+
+
+class Rows(NamedTuple):
+    """Where the rows of a forward pass stand and what they see.
+
+    Attributes:
+      request: The request that a row belongs to.
+      positions: For the rotation.
+      places: KV position that the row is written to.
+      first, until, window: What the row sees, see `visible`.
+      is_real: False for padding.
+      page_table: Pages of each request.
+      row_starts: First row of each request, and the end of the last; the rest is padding, which
+        belongs to request 0.
+      most_rows: No request has more rows.
+      turns: By time, row and column, for the rotation of a model that sees; None: all three are
+        the position.
+    """
+
+    request: Int[jax.Array, " R"]
+    positions: Int[jax.Array, " R"]
+    places: Int[jax.Array, " R"]
+    first: Int[jax.Array, " R"]
+    until: Int[jax.Array, " R"]
+    window: Bool[jax.Array, "R N"]
+    is_real: Bool[jax.Array, " R"]
+    page_table: Int[jax.Array, "B table"]
+    row_starts: Int[jax.Array, " B1"]
+    most_rows: int
+    turns: Int[jax.Array, "R 3"] | None = None
+
+
+def causal_rows(
+    row_starts: Int[jax.Array, " B1"],
+    first_positions: Int[jax.Array, " B"],
+    draft_from: Int[jax.Array, " B"],
+    page_table: Int[jax.Array, "B table"],
+    tokens: int,
+) -> Rows:
+    """Consecutive rows of each request, each of which sees its request up to itself."""
+    num_rows = row_starts[1:] - row_starts[:-1]
+    _, request, column, is_real = draft_tree.flatten(num_rows, tokens)
+    positions = jnp.where(is_real, first_positions[request] + column, 0)
+    return Rows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=jnp.where(is_real, positions + 1, 0),
+        window=jnp.zeros((tokens, 0), bool),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=tokens,
+    )
+
+
+class FlatNodes(NamedTuple):
+    """The nodes of trees as flat rows: what `Rows` has of them, and the node of each."""
+
+    row_starts: Int[jax.Array, " B1"]
+    request: Int[jax.Array, " R"]
+    node: Int[jax.Array, " R"]
+    is_real: Bool[jax.Array, " R"]
+    positions: Int[jax.Array, " R"]
+    places: Int[jax.Array, " R"]
+    until: Int[jax.Array, " R"]
+    window: Bool[jax.Array, "R seen"]
+
+
+def plain_flat_nodes(
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    rows: int,
+    is_chain: bool,
+) -> FlatNodes:
+    row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    length = lengths[request]
+    places = length + node
+    if is_chain:
+        positions, until, window = places, places + 1, jnp.zeros((rows, 0), bool)
+    else:
+        positions = length + draft_tree.depths(parents)[request, node]
+        until = length
+        window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
+    return FlatNodes(
+        row_starts=row_starts,
+        request=request,
+        node=node,
+        is_real=is_real,
+        positions=positions,
+        places=places,
+        until=jnp.where(is_real, until, 0),
+        window=window,
+    )
+
+
+def kernel_flat_nodes(
+    kernels: Kernels,
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    rows: int,
+    is_chain: bool,
+) -> FlatNodes:
+    return FlatNodes(*kernels.flatten_tree.flat_nodes(parents, num_nodes, lengths, rows, is_chain))
+
+
+flat_nodes = kernel_or_plain(kernel_flat_nodes, plain_flat_nodes)
+
+
+def tree_rows(
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    page_table: Int[jax.Array, "B table"],
+    rows: int,
+    is_chain: bool,
+) -> tuple[Rows, Int[jax.Array, " R"]]:
+    """The flat verify rows of a batch of trees, and the node of each row.
+
+    Args:
+      is_chain: Every tree is known to be a chain, whose nodes need no mask.
+    """
+    flat = flat_nodes(parents, num_nodes, lengths, rows, is_chain)
+    flat_rows = Rows(
+        request=flat.request,
+        positions=flat.positions,
+        places=flat.places,
+        first=jnp.zeros(rows, jnp.int32),
+        until=flat.until,
+        window=flat.window,
+        is_real=flat.is_real,
+        page_table=page_table,
+        row_starts=flat.row_starts,
+        most_rows=parents.shape[1],
+    )
+    return flat_rows, flat.node
+
+
+def turned(rows: Rows, delta: Int[jax.Array, " B"]) -> Rows:
+    """Rows of text that stand behind pictures, or behind none.
+
+    Args:
+      delta: What the turns of each request's text are above its positions.
+    """
+    turn = rows.positions + delta[rows.request]
+    return rows._replace(turns=jnp.stack([turn] * 3, axis=1))
+
+
+def last_seen(
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    size: int,
+) -> tuple[Int[jax.Array, " R"], Bool[jax.Array, "R N"]]:
+    """`first` and `kv_compaction` of rows that see the last `size` positions of what they saw."""
+    slid = jnp.maximum(first, until + window.sum(axis=1, dtype=jnp.int32) - size)
+    if window.shape[1] > size:  # a tree may be deeper
+        window &= lax.cumsum(window.astype(jnp.int32), axis=1, reverse=True) <= size
+    return jnp.minimum(slid, until), window
+
+
+def windowed(rows: Rows, size: int | None) -> Rows:
+    """Rows as a layer with a sliding window sees them; None: as one without."""
+    if size is None:
+        return rows
+    first, window = last_seen(rows.first, rows.until, rows.window, size)
+    return rows._replace(first=first, window=window)
+
+
+def write(
+    pages: Float[jax.Array, "P page H D"],
+    page_table: Int[jax.Array, "B table"],
+    request: Int[jax.Array, " R"],
+    places: Int[jax.Array, " R"],
+    is_real: Bool[jax.Array, " R"],
+    rows: Float[jax.Array, "R H D"],
+) -> Float[jax.Array, "P page H D"]:
+    """Writes one row of keys (or of values) each at its KV position; padding goes to the sink."""
+    page_size = pages.shape[1]
+    column = jnp.where(is_real, places // page_size, 0)
+    page = jnp.where(is_real, page_table[request, column], 0)
+    return pages.at[page, places % page_size].set(rows.astype(pages.dtype))
+
+
+def read(
+    pages: Float[jax.Array, "P page H D"], page_table: Int[jax.Array, "B table"]
+) -> Float[jax.Array, "B positions H D"]:
+    """All KV positions that each request's page table reaches."""
+    B, columns = page_table.shape
+    return pages[page_table].reshape(B, columns * pages.shape[1], *pages.shape[2:])
+
+
+def visible(
+    first: Int[jax.Array, "*R"],
+    until: Int[jax.Array, "*R"],
+    window: Bool[jax.Array, "*R N"],
+    position: Int[jax.Array, " positions"],
+) -> Bool[jax.Array, "*R positions"]:
+    """Which of some KV positions each row sees: `[first, until)` and its part of the window."""
+    seen = (position >= first[..., None]) & (position < until[..., None])
+    if window.shape[-1]:
+        place = position - until[..., None]
+        inside = (place >= 0) & (place < window.shape[-1])
+        named = jnp.take_along_axis(window, jnp.where(inside, place, 0), axis=-1)
+        seen |= inside & named
+    return seen
+
+
+BLOCK = 256
+"""Positions that plain attention reads at once."""
+
+
+def attend(
+    q: Float[jax.Array, "R Hq D"],
+    k_pages: Float[jax.Array, "P page Hk D"],
+    v_pages: Float[jax.Array, "P page Hk D"],
+    page_table: Int[jax.Array, "B table"],
+    request: Int[jax.Array, " R"],
+    row_starts: Int[jax.Array, " B1"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    most_rows: int,
+    scale: float | None = None,
+    k_offset: int = 0,
+    v_offset: int = 0,
+) -> Float[jax.Array, "R Hq D"]:
+    """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
+
+    A page table of more than `BLOCK` positions is read block by block, as far as the longest row
+    sees: one program serves rows of any length. A row of padding gives anything. Scores are
+    multiplied by `scale`, or without one by the root of 1 / D. The offsets are pages of a larger
+    pool that lie before the keys, and before the values.
+    """
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    grid, back = _grid(request, row_starts, most_rows)
+    bounds, page_size = (first[grid], until[grid], window[grid]), k_pages.shape[1]
+    columns = min(page_table.shape[1], max(1, BLOCK // page_size))
+    num_blocks = -(-page_table.shape[1] // columns)
+    table = jnp.pad(page_table, ((0, 0), (0, num_blocks * columns - page_table.shape[1])))
+
+    def add(block: Int[jax.Array, ""] | int, so_far: _Partial) -> _Partial:
+        pages = lax.dynamic_slice_in_dim(table, block * columns, columns, axis=1)
+        position = (block * columns * page_size) + jnp.arange(columns * page_size)
+        keys, values = read(k_pages, pages + k_offset), read(v_pages, pages + v_offset)
+        seen = visible(*bounds, position)
+        return _with_block(so_far, q[grid], keys, values, seen, factor)
+
+    nothing = _Partial.nothing(q[grid], k_pages.shape[2])
+    if num_blocks == 1:
+        summed = add(0, nothing)
+    else:
+        reach = (until + window.shape[1]).max()
+        seen_blocks = jnp.minimum(-(-reach // (columns * page_size)), num_blocks)
+        summed = lax.fori_loop(0, seen_blocks, add, nothing)
+    return summed.attended().reshape(-1, *q.shape[1:])[back].astype(q.dtype)
+
+
+def _grid(
+    request: Int[jax.Array, " R"], row_starts: Int[jax.Array, " B1"], most_rows: int
+) -> tuple[Int[jax.Array, "B M"], Int[jax.Array, " R"]]:
+    """The flat row at each place of a [request, row] grid, and the place of each flat row."""
+    R = len(request)
+    grid = row_starts[:-1, None] + jnp.arange(most_rows, dtype=jnp.int32)
+    grid = jnp.minimum(grid, R - 1)
+    place = jnp.arange(R, dtype=jnp.int32) - row_starts[request]
+    place = jnp.minimum(place, most_rows - 1)  # padding takes any
+    return grid, request * most_rows + place
+
+
+class _Partial(NamedTuple):
+    """Attention over the positions so far: the softmax's maximum, its sum, and the weighted values.
+
+    Attributes:
+      sees_spoiled: Rows that see a value that is not finite. 0 x NaN is NaN, so such values are
+        taken out before the product, and given back to those rows alone.
+    """
+
+    highest: Float[jax.Array, "B Hk g M"]
+    total: Float[jax.Array, "B Hk g M"]
+    values: Float[jax.Array, "B Hk g M D"]
+    sees_spoiled: Bool[jax.Array, "B M"]
+
+    @classmethod
+    def nothing(cls, q: Float[jax.Array, "B M Hq D"], num_kv_heads: int) -> "_Partial":
+        """No position at all; the lowest maximum is finite, so that rows without any give 0."""
+        B, M, Hq, D = q.shape
+        heads = (B, num_kv_heads, Hq // num_kv_heads, M)
+        zeros = jnp.zeros(heads, jnp.float32)
+        return cls(
+            zeros - 1e30, zeros, jnp.zeros((*heads, D), jnp.float32), jnp.zeros((B, M), bool)
+        )
+
+    def attended(self) -> Float[jax.Array, "B M Hq D"]:
+        """The output of each row."""
+        B, Hk, g, M, D = self.values.shape
+        out = self.values / jnp.maximum(self.total, 1e-30)[..., None]
+        out = jnp.moveaxis(out, 3, 1).reshape(B, M, Hk * g, D)
+        return jnp.where(self.sees_spoiled[:, :, None, None], jnp.nan, out)
+
+
+def _with_block(
+    so_far: _Partial,
+    q: Float[jax.Array, "B M Hq D"],
+    k: Float[jax.Array, "B positions Hk D"],
+    v: Float[jax.Array, "B positions Hk D"],
+    seen: Bool[jax.Array, "B M positions"],
+    scale: float,
+) -> _Partial:
+    B, M, Hq, D = q.shape
+    Hk = k.shape[2]
+    product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    # A query head at a time: what a library for CPUs makes of a group's product follows from how
+    # many of its heads a rank has.
+    grouped = jnp.unstack(q.reshape(B, M, Hk, Hq // Hk, D), axis=3)
+    scores = jnp.stack(
+        [jnp.einsum("bmhd,bphd->bhmp", head, k, **product) for head in grouped], axis=2
+    )
+    scores = scores * jnp.float32(scale)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    highest = jnp.maximum(so_far.highest, scores.max(axis=-1))
+    weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(so_far.highest - highest)
+    spoiled = ~jnp.isfinite(v).all(axis=(2, 3))  # [B, positions]
+    v = jnp.where(spoiled[:, :, None, None], 0, v)
+    shares = jnp.unstack(weights.astype(v.dtype), axis=2)
+    out = jnp.stack([jnp.einsum("bhmp,bphd->bhmd", x, v, **product) for x in shares], axis=2)
+    return _Partial(
+        highest,
+        so_far.total * kept + layers.summed(weights)[..., 0],
+        so_far.values * kept[..., None] + out,
+        so_far.sees_spoiled | (seen & spoiled[:, None]).any(axis=2),
+    )
+
+
+def plain_attend_all(
+    qkv: Float[jax.Array, "R columns"],
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+    count: Int[jax.Array, " 1"],
+) -> Float[jax.Array, "R hidden"]:
+    """Softmax attention of each row over all rows that are real; a row of padding gives anything.
+
+    Args:
+      qkv: Queries, not scaled, of all heads; then keys, then values, of as many.
+      cos, sin: Of the angles by which queries and keys turn, whose pairs are a head.
+      count: How many rows are real, the first of them.
+    """
+    q, k, v = qkv.reshape(len(qkv), 3, -1, 2 * cos.shape[1]).swapaxes(0, 1)
+    q, k = (layers.apply_rotary(each, cos, sin) for each in (q, k))
+    seen = jnp.arange(len(k)) < count
+    values, scale = jnp.where(seen[:, None, None], v, 0), q.shape[2] ** -0.5
+    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+
+    def attended(queries: Float[jax.Array, "some H D"]) -> Float[jax.Array, "some H D"]:
+        scores = jnp.einsum("qhd,khd->hqk", queries, k, **exact) * scale
+        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+        return jnp.einsum("hqk,khd->qhd", weights, values, **exact).astype(q.dtype)
+
+    block = min(QUERIES, len(q))
+    padded = jnp.pad(q, ((0, -len(q) % block), (0, 0), (0, 0)))
+    out = lax.map(attended, padded.reshape(-1, block, *q.shape[1:]))
+    return out.reshape(len(padded), -1)[: len(q)]
+
+
+def kernel_attend_all(
+    kernels: Kernels,
+    qkv: Float[jax.Array, "R columns"],
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+    count: Int[jax.Array, " 1"],
+) -> Float[jax.Array, "R hidden"]:
+    size, tile = 2 * cos.shape[1], ATTENTION.tile
+    tiles = kernels.tiles.encoder_attention.of(item_bytes=2, rows=len(qkv), head_size=size)
+    attend = kernels.encoder_attention.attend_all
+    return attend(qkv, cos, sin, count, tile=tile, scale=size**-0.5, tiles=tiles)
+
+
+attend_all = kernel_or_plain(kernel_attend_all, plain_attend_all, is_bfloat16)
+
+
+def plain_commit_window(
+    pages: Float[jax.Array, "*pools P page H D"],
+    page_table: Int[jax.Array, "B table"],
+    lengths: Int[jax.Array, " B"],
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+) -> Float[jax.Array, "*pools P page H D"]:
+    """Moves the rows of an accepted path to the front of the window, in any number of pools."""
+    page_size = pages.shape[-3]
+    steps = jnp.arange(path.shape[1])
+    is_real = steps < counts[:, None]
+    source, target = (lengths[:, None] + jnp.where(is_real, x, 0) for x in (path, steps))
+    page, to_page = (jnp.take_along_axis(page_table, x // page_size, 1) for x in (source, target))
+    moved = pages[..., page, source % page_size, :, :]
+    return pages.at[..., to_page, target % page_size, :, :].set(moved)
+
+
+def kernel_commit_window(
+    kernels: Kernels,
+    pages: Float[jax.Array, "*pools P page H D"],
+    page_table: Int[jax.Array, "B table"],
+    lengths: Int[jax.Array, " B"],
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+) -> Float[jax.Array, "*pools P page H D"]:
+    """As `plain_commit_window`, where XLA would copy all pools to scatter into the copy."""
+    return kernels.kv_compaction.commit(pages, page_table, lengths, path, counts)
+
+
+commit_window = kernel_or_plain(kernel_commit_window, plain_commit_window)

@@ -1,0 +1,1 @@
+"""Collectives of tensor parallelism: all-gather and its buffers."""

@@ -1,0 +1,300 @@
+"""A gated-delta layer between its two products, in the slots; as `shared.spec.gdn_layer`.
+
+On a GPU these are kernels, of prompts in bfloat16; see `jax_impl.ops`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float, Int
+
+from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, operand
+from jax_impl.ops.gdn.gdn_state import (
+    DeltaState,
+    DeltaWeights,
+    Kept,
+    mix_chunks,
+    mix_step,
+    mix_tree,
+    path_window,
+    replay,
+)
+from shared.models.layers import GatedDeltaConfig
+from shared.spec.reduction_order import SQUARES
+
+
+class Nodes(NamedTuple):
+    """Where the nodes of a step's trees stand.
+
+    Attributes:
+      parents: None where all trees are chains.
+      row_starts: First flat row of each request, and the end.
+      row_of: The row of each node.
+      request, node: Of each row.
+    """
+
+    parents: Int[jax.Array, "B N"] | None
+    row_starts: Int[jax.Array, " B1"]
+    row_of: Int[jax.Array, "B N"]
+    request: Int[jax.Array, " R"]
+    node: Int[jax.Array, " R"]
+
+
+class VerifyScratch(NamedTuple):
+    """Memory for what a step keeps of its nodes until the commit.
+
+    Attributes:
+      kept: Of all nodes; of plain decoding, which advances the states, the inputs alone.
+      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+    """
+
+    kept: Kept | Float[jax.Array, "L B one C"]
+    arrivals: Int[jax.Array, "B H"]
+
+
+def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
+    """For so many nodes of each request."""
+    (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
+    inputs = lax.empty((L, requests, nodes, C), states.window.dtype)
+    arrivals = jnp.zeros((requests, H), jnp.int32)
+    if advances:
+        return VerifyScratch(inputs, arrivals)
+    shapes = ((H, K), (H, V), (H,), (H,))
+    k, v, log_decay, beta = (
+        lax.empty((L, requests, nodes, *shape), jnp.float32) for shape in shapes
+    )
+    return VerifyScratch(Kept(k, v, log_decay, beta, inputs), arrivals)
+
+
+def take(states: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
+    """The states of some slots or snapshots."""
+    return DeltaState(states.recurrent[:, index], states.window[:, index])
+
+
+def put(states: DeltaState, index: Int[jax.Array, " B"], rows: DeltaState) -> DeltaState:
+    """Replaces the states of some slots or snapshots."""
+    return DeltaState(
+        states.recurrent.at[:, index].set(rows.recurrent),
+        states.window.at[:, index].set(rows.window),
+    )
+
+
+def followed(states: DeltaState, inputs: Float[jax.Array, "L B one C"]) -> DeltaState:
+    """Advanced states with the windows that belong to them."""
+    window = jnp.concatenate([states.window[:, :, 1:], inputs], axis=2)
+    return DeltaState(states.recurrent, window)
+
+
+def plain_feed(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    snapshots: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    row_starts: Int[jax.Array, " B1"],
+    request: Int[jax.Array, " R"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
+    """`mix_chunks` of a layer's states in their slots.
+
+    Args:
+      states, snapshots: Of all slots, and all snapshots.
+      save: Which snapshot the state after `save_after` rows is written to; 0: none.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, *new, saved = mix_chunks(
+        inputs, weights.alone(layer), sizes, *held, row_starts, request, save_after
+    )
+    states = DeltaState(*(x.at[layer, slots].set(y) for x, y in zip(states, new, strict=True)))
+    parts = zip(snapshots, saved, strict=True)
+    return out, states, DeltaState(*(x.at[layer, save].set(y) for x, y in parts))
+
+
+def kernel_feed(
+    kernels: Kernels,
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    snapshots: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    row_starts: Int[jax.Array, " B1"],
+    request: Int[jax.Array, " R"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
+    out, recurrent, window, *saved = kernels.gdn_prefill.feed(
+        inputs,
+        conv=weights.conv,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        norm=weights.norm,
+        recurrent=states.recurrent,
+        window=states.window,
+        saved_recurrent=snapshots.recurrent,
+        saved_window=snapshots.window,
+        layer=operand(layer),
+        slots=slots,
+        row_starts=row_starts,
+        save_after=save_after,
+        save=save,
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.gdn_prefill.of(requests=len(slots)),
+    )
+    return out, DeltaState(recurrent, window), DeltaState(*saved)
+
+
+feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
+
+
+def plain_verify(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    nodes: Nodes,
+    scratch: VerifyScratch,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
+    """`mix_tree` of a layer's states in their slots, which stay as they are.
+
+    Args:
+      states: Of all slots and layers.
+      slots: Of the requests.
+      scratch: What a replay needs is written there.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
+    out, kept_nodes = mix_tree(inputs, weights.alone(layer), sizes, *held, *where)
+    parts = zip(scratch.kept, kept_nodes, strict=True)
+    return out, states, scratch._replace(kept=Kept(*(x.at[layer].set(y[0]) for x, y in parts)))
+
+
+def kernel_verify(
+    kernels: Kernels,
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    nodes: Nodes,
+    scratch: VerifyScratch,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
+    """As `plain_verify`, and as `plain_advance` where the scratch is of plain decoding."""
+    B, N = nodes.row_of.shape
+    out, recurrent, kept, arrivals = kernels.gdn_layer.verify(
+        inputs,
+        conv=weights.conv,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        norm=weights.norm,
+        recurrent=states.recurrent,
+        window=states.window,
+        layer=operand(layer),
+        slots=slots,
+        row_starts=nodes.row_starts,
+        parents=nodes.parents,
+        kept=_arrays_of(scratch.kept),
+        arrivals=scratch.arrivals,
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.gdn_layer.of(nodes=N, requests=B),
+    )
+    return out, DeltaState(recurrent, states.window), VerifyScratch(_kept_of_arrays(kept), arrivals)
+
+
+verify = kernel_or_plain(kernel_verify, plain_verify)
+
+
+def plain_advance(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    nodes: Nodes,
+    scratch: VerifyScratch,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
+    """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
+
+    Args:
+      nodes: One of each request, in its row.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, new, _ = mix_step(inputs, weights.alone(layer), sizes, *held)
+    recurrent = states.recurrent.at[layer, slots].set(new)
+    assert not isinstance(scratch.kept, Kept)  # it is plain decoding
+    kept = scratch.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
+    return out, DeltaState(recurrent, states.window), scratch._replace(kept=kept)
+
+
+kernel_advance = kernel_verify
+advance = kernel_or_plain(kernel_advance, plain_advance)
+
+
+def plain_commit(
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[jax.Array, "L B one C"],
+    slots: Int[jax.Array, " B"],
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    """`replay` of the slots' states; of those that have advanced only the windows follow.
+
+    Args:
+      states, snapshots: Of all slots, and all snapshots.
+      save: Which snapshot a request's is written to; 0: none.
+    """
+    before = take(states, slots)
+    places = jnp.where((save_after >= 1) & (save_after <= counts), save, 0)
+    if isinstance(kept, Kept):
+        new, saved, _ = replay(before, kept, path, counts, save_after)
+        return put(states, slots, new), put(snapshots, places, saved)
+    taken = jnp.where(save_after == 1, counts, 0)
+    new, saved = (path_window(before.window, kept, x) for x in (counts, taken))
+    states = DeltaState(states.recurrent, states.window.at[:, slots].set(new))
+    return states, put(snapshots, places, DeltaState(before.recurrent, saved))
+
+
+def kernel_commit(
+    kernels: Kernels,
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[jax.Array, "L B one C"],
+    slots: Int[jax.Array, " B"],
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    *new, recurrent, window = kernels.gdn_commit.commit(
+        *(*states, *snapshots, _arrays_of(kept), slots, path, counts, save_after, save),
+        tiles=kernels.tiles.gdn_layer.of(nodes=path.shape[1], requests=len(slots)),
+    )
+    return DeltaState(*new), DeltaState(recurrent, window)
+
+
+commit = kernel_or_plain(kernel_commit, plain_commit)
+
+
+def _arrays_of(kept: Kept | jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(kept) if isinstance(kept, Kept) else (kept,)
+
+
+def _kept_of_arrays(arrays: tuple[jax.Array, ...]) -> Kept | jax.Array:
+    """As they were before `_arrays_of`."""
+    *fields, inputs = arrays
+    return Kept(*arrays) if fields else inputs

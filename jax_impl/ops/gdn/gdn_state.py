@@ -1,0 +1,287 @@
+"""The state that a slot holds for gated-delta layers; as `shared.spec.gdn_state`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import Place, scan
+from jax_impl.ops.gdn import gated_delta
+from jax_impl.ops.gemm import layers
+from shared.models.layers import GatedDeltaConfig
+from shared.spec.gated_delta import CHUNK
+from shared.spec.gdn_state import WINDOW
+
+
+class DeltaState(NamedTuple):
+    """The states of rows (or slots) in all gated-delta layers."""
+
+    recurrent: Float[jax.Array, "L B H K V"]
+    window: Float[jax.Array, "L B 3 C"]
+
+
+class Kept(NamedTuple):
+    """What a verify keeps of its nodes in all gated-delta layers, exactly as it used them."""
+
+    k: Float[jax.Array, "L B N H K"]
+    v: Float[jax.Array, "L B N H V"]
+    log_decay: Float[jax.Array, "L B N H"]
+    beta: Float[jax.Array, "L B N H"]
+    inputs: Float[jax.Array, "L B N C"]
+
+
+class DeltaWeights(NamedTuple):
+    """What a gated-delta layer holds besides its two matrices; fields as in the specification.
+
+    Or what all hold, of which kernels take their layer's.
+    """
+
+    conv: Float[jax.Array, "*L C 4"]
+    a_log: Float[jax.Array, "*L H"]
+    dt_bias: Float[jax.Array, "*L H"]
+    norm: Float[jax.Array, "*L V"]
+    eps: float
+
+    def alone(self, layer: Place) -> "DeltaWeights":
+        if self.a_log.ndim == 1:
+            return self
+        conv, a_log, dt_bias, norm = (x[layer] for x in self[:4])
+        return DeltaWeights(conv, a_log, dt_bias, norm, self.eps)
+
+
+def conv(
+    windows: Float[jax.Array, "*rows 3 C"],
+    inputs: Float[jax.Array, "*rows C"],
+    weight: Float[jax.Array, "C 4"],
+) -> Float[jax.Array, "*rows C"]:
+    """The depthwise causal convolution of width 4 and silu, in float32."""
+    # Tap by tap: a sum over an axis that is not the last takes four times as long on a CPU. And in
+    # steps: which of two products is rounded before they are added would follow from what else XLA
+    # computes beside them, and so from the number of ranks.
+    taps = jnp.stack([*(windows[..., i, :] for i in range(WINDOW)), inputs]).astype(jnp.float32)
+
+    def add(total: jax.Array, tap: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + tap[0] * tap[1], None
+
+    total, _ = scan(add, jnp.zeros(inputs.shape, jnp.float32), (taps, weight.T.astype(jnp.float32)))
+    return layers.silu(total)
+
+
+def chain_windows(
+    window: Float[jax.Array, "B 3 C"],
+    inputs: Float[jax.Array, "T C"],
+    request: Int[jax.Array, " T"],
+    places: Int[jax.Array, " T"],
+) -> Float[jax.Array, "T 3 C"]:
+    """The window before each token of many requests.
+
+    Args:
+      window: Each request's last inputs before its tokens.
+      inputs: The tokens' inputs, one request behind the other.
+      request: The request of each token.
+      places: Which of its request's tokens it is.
+    """
+    back = jnp.arange(WINDOW, 0, -1, dtype=jnp.int32)
+    number = jnp.arange(len(inputs), dtype=jnp.int32)[:, None]
+    from_inputs = inputs[jnp.maximum(number - back, 0)]
+    place = places[:, None] - back  # below 0: in the old window
+    from_window = window[request[:, None], jnp.clip(place + WINDOW, 0, WINDOW - 1)]
+    return jnp.where((place >= 0)[..., None], from_inputs, from_window)
+
+
+def chain_end(
+    window: Float[jax.Array, "B 3 C"],
+    inputs: Float[jax.Array, "T C"],
+    row_starts: Int[jax.Array, " B1"],
+    taken: Int[jax.Array, " B"],
+) -> Float[jax.Array, "B 3 C"]:
+    """The window after the first `taken` tokens of each of many requests."""
+    place = taken[:, None] + jnp.arange(-WINDOW, 0, dtype=jnp.int32)
+    from_inputs = inputs[jnp.clip(row_starts[:-1, None] + place, 0, len(inputs) - 1)]
+    request = jnp.arange(len(window))[:, None]
+    from_window = window[request, jnp.clip(place + WINDOW, 0, WINDOW - 1)]
+    return jnp.where((place >= 0)[..., None], from_inputs, from_window)
+
+
+def tree_windows(
+    window: Float[jax.Array, "B 3 C"],
+    inputs: Float[jax.Array, "B N C"],
+    parents: Int[jax.Array, "B N"] | None,
+) -> Float[jax.Array, "B N 3 C"]:
+    """The window before each node of a draft tree; None for the parents of a chain."""
+    N, rows = inputs.shape[1], jnp.arange(len(window))[:, None]
+    if parents is None:
+        parents = jnp.broadcast_to(jnp.arange(-1, N - 1, dtype=jnp.int32), inputs.shape[:2])
+    else:
+        parents = parents.at[:, 0].set(-1)
+    # Places in window and inputs in a row: node i is WINDOW + i, the root's parent is WINDOW - 1.
+    place, taps = parents + WINDOW, []
+    for _ in range(WINDOW):
+        taps.append(place)
+        node = jnp.maximum(place - WINDOW, 0)
+        place = jnp.where(place >= WINDOW, parents[rows, node] + WINDOW, place - 1)
+    together = jnp.concatenate([window, inputs], axis=1)
+    return together[rows[..., None], jnp.stack(taps[::-1], axis=-1)]
+
+
+def path_window(
+    window: Float[jax.Array, "L B 3 C"],
+    inputs: Float[jax.Array, "L B W C"],
+    taken: Int[jax.Array, " B"],
+) -> Float[jax.Array, "L B 3 C"]:
+    """The window after `taken` inputs of a path: rows `[taken, taken + 3)` of both in a row."""
+    rows = jnp.concatenate([window, inputs], axis=2)
+    index = taken[:, None] + jnp.arange(WINDOW, dtype=jnp.int32)
+    return rows[:, jnp.arange(len(taken))[:, None], index]
+
+
+def ends_chunk(
+    save_after: Int[jax.Array, " B"], num_tokens: Int[jax.Array, " B"]
+) -> Bool[jax.Array, " B"]:
+    """Whether a state exists after `save_after` of a prefill's tokens: at the end of a chunk."""
+    is_end = (save_after % CHUNK == 0) | (save_after == num_tokens)
+    return is_end & (save_after > 0) & (save_after <= num_tokens)
+
+
+def replay(
+    state: DeltaState,
+    kept: Kept,
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    save_after: Int[jax.Array, " B"],
+) -> tuple[DeltaState, DeltaState, Bool[jax.Array, " B"]]:
+    """Advances each row's state along its accepted path, in all layers at once.
+
+    Returns the states after the path; the snapshots; and whether the step passed the row's.
+    """
+    rows = jnp.arange(len(path))[:, None]
+    *steps, inputs = (x[:, rows, path] for x in kept)
+    tokens = tuple(jnp.moveaxis(x, 2, 0) for x in steps)
+
+    def advance(
+        carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, tuple[jax.Array, ...]]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        recurrent, saved = carry
+        number, kept_inputs = token
+        after = gated_delta.update(recurrent, *kept_inputs)
+        recurrent = jnp.where(_per_row(number < counts), after, recurrent)
+        return (recurrent, jnp.where(_per_row(number + 1 == save_after), recurrent, saved)), None
+
+    numbers = jnp.arange(path.shape[1])
+    carry = (state.recurrent, state.recurrent)
+    (recurrent, saved), _ = scan(advance, carry, (numbers, tokens))
+    passed = (save_after >= 1) & (save_after <= counts)
+    save_window = path_window(state.window, inputs, jnp.where(passed, save_after, 0))
+    new_window = path_window(state.window, inputs, counts)
+    return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
+
+
+def _per_row(flags: Bool[jax.Array, " B"]) -> Bool[jax.Array, "1 B 1 1 1"]:
+    return flags[None, :, None, None, None]
+
+
+def mix_chunks(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[jax.Array, "B H K V"],
+    window: Float[jax.Array, "B 3 C"],
+    row_starts: Int[jax.Array, " B1"],
+    request: Int[jax.Array, " R"],
+    save_after: Int[jax.Array, " B"],
+) -> tuple[
+    Float[jax.Array, "R values"],
+    Float[jax.Array, "B H K V"],
+    Float[jax.Array, "B 3 C"],
+    tuple[Float[jax.Array, "B H K V"], Float[jax.Array, "B 3 C"]],
+]:
+    """All that a gated-delta layer does between its two products, over chunks of prompts.
+
+    Args:
+      request: The request of each row.
+      save_after: Rows after which the state is asked for; see `gated_delta.chunked`.
+
+    Returns:
+      The heads' outputs, recurrent state and window after the rows, and both after `save_after`.
+    """
+    channels, z, b, a = split_inputs(inputs, sizes)
+    places = jnp.arange(len(request), dtype=jnp.int32) - row_starts[request]
+    windows = chain_windows(window, channels, request, places)
+    q, k, v = _heads_of(conv(windows, channels, weights.conv), sizes)
+    log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    new, out, saved = gated_delta.chunked(
+        recurrent, q, k, v, log_decay, beta, row_starts, save_after
+    )
+    taken = row_starts[1:] - row_starts[:-1]
+    end = chain_end(window, channels, row_starts, taken)
+    saved_end = chain_end(window, channels, row_starts, jnp.clip(save_after, 0, taken))
+    return _normed(out, z, weights), new, end, (saved, saved_end)
+
+
+def mix_tree(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[jax.Array, "B H K V"],
+    window: Float[jax.Array, "B 3 C"],
+    parents: Int[jax.Array, "B N"] | None,
+    row_of: Int[jax.Array, "B N"],
+    request: Int[jax.Array, " R"],
+    node: Int[jax.Array, " R"],
+) -> tuple[Float[jax.Array, "R values"], Kept]:
+    """As `mix_chunks`, over draft trees whose states stay; None for the parents of chains."""
+    channels, z, b, a = split_inputs(inputs, sizes)
+    (B, N), C = row_of.shape, channels.shape[1]
+    before = channels[row_of]  # [B, N, C]
+    windows = tree_windows(window, before, parents)
+    after = conv(windows.reshape(B * N, -1, C), before.reshape(B * N, C), weights.conv)
+    q, k, v = (part.reshape(B, N, *part.shape[1:]) for part in _heads_of(after, sizes))
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    log_decay, beta = (gate[row_of] for gate in gates)
+    out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
+    kept = Kept(*(x[None] for x in (k, v, log_decay, beta, before)))
+    return _normed(out[request, node], z, weights), kept
+
+
+def mix_step(
+    inputs: Float[jax.Array, "B outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[jax.Array, "B H K V"],
+    window: Float[jax.Array, "B 3 C"],
+) -> tuple[Float[jax.Array, "B values"], Float[jax.Array, "B H K V"], Float[jax.Array, "B 3 C"]]:
+    """As `mix_chunks`, over one row of each request, by the recurrence itself."""
+    channels, z, b, a = split_inputs(inputs, sizes)
+    q, k, v = _heads_of(conv(window, channels, weights.conv), sizes)
+    log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    new, out = gated_delta.step(recurrent, q, k, v, log_decay, beta)
+    end = jnp.concatenate([window[:, 1:], channels[:, None]], axis=1)
+    return _normed(out, z, weights), new, end
+
+
+def split_inputs(
+    inputs: Float[jax.Array, "R outputs"], sizes: GatedDeltaConfig
+) -> tuple[
+    Float[jax.Array, "R C"],
+    Float[jax.Array, "R H V"],
+    Float[jax.Array, "R H"],
+    Float[jax.Array, "R H"],
+]:
+    """Takes the projection apart: inputs of the convolution, z, b, a, in this order."""
+    heads, size = sizes.num_value_heads, sizes.value_size
+    ends = (sizes.channels, sizes.channels + heads * size, sizes.channels + heads * (size + 1))
+    channels, z, b, a = jnp.split(inputs, ends, axis=1)
+    return channels, z.reshape(len(z), heads, size), b, a
+
+
+def _heads_of(
+    channels: Float[jax.Array, "R C"], sizes: GatedDeltaConfig
+) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
+    return gated_delta.split(channels, sizes.num_key_heads, sizes.num_value_heads, sizes.key_size)
+
+
+def _normed(
+    out: Float[jax.Array, "R H V"], z: Float[jax.Array, "R H V"], weights: DeltaWeights
+) -> Float[jax.Array, "R values"]:
+    return gated_delta.gated_norm(out, z, weights.norm, weights.eps).reshape(len(out), -1)

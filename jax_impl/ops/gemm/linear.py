@@ -1,0 +1,446 @@
+"""Matrix products with stored weights, and what a layer does around them; as `shared.spec.linear`.
+
+Sums are float32; what leaves an operation has the dtype of its rows. On a GPU the products of
+bfloat16 are kernels; see `jax_impl.ops`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Float, Float8e4m3fn, Int, Int32
+
+from jax_impl.ops import (
+    Kernels,
+    Norm,
+    Place,
+    alone,
+    in_stack,
+    is_bfloat16,
+    kernel_or_plain,
+    kernels_on,
+)
+from jax_impl.ops.collectives import all_gather
+from jax_impl.ops.gemm import fp8_activations, layers
+from shared.boundary.ranks import ALONE, Ranks
+from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_scale
+from shared.spec.reduction_order import SQUARES
+
+
+class Matrix(NamedTuple):
+    """A stored weight, `[out, in]`, and the bias that its products add, if there is one.
+
+    Attributes:
+      values: Numbers; or FP8, where scales stand beside them: in words of four, whose rows are
+        multiplied as they are, or as codes, whose rows are quantised.
+      layer: The weight's place, where `values` is a stack `[layers, out, in]`, and `bias` and
+        `scales` are stacks beside it. A kernel reads the stack where it lies; a slice would be
+        copied for it.
+      scales: Of words, see `shared.models.fp8_words`; of codes, those of each block of inputs, for
+        each output or for each block of them. None: the values are numbers.
+    """
+
+    values: (
+        Float[jax.Array, "*layers outputs inputs"]
+        | Int32[jax.Array, "*layers outputs words"]
+        | Float8e4m3fn[jax.Array, "*layers outputs inputs"]
+    )
+    layer: Place | None = None
+    bias: Float[jax.Array, "*layers outputs"] | None = None
+    scales: Float[jax.Array, "*layers scales scales_in"] | None = None
+
+    @property
+    def alone(self) -> "Matrix":
+        """The weight, its bias and its scales out of their stacks."""
+        if self.layer is None:
+            return self
+        beside = (self.bias, self.scales)
+        bias, scales = (x if x is None else x[self.layer] for x in beside)
+        return Matrix(self.values[self.layer], None, bias, scales)
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the weight."""
+        return self.values.shape[-2]
+
+    @property
+    def quantises(self) -> bool:
+        """Whether rows are quantised before they are multiplied."""
+        return self.values.dtype == jnp.float8_e4m3fn
+
+    @property
+    def item_bytes(self) -> int:
+        """Of a number as it is stored."""
+        return self.values.dtype.itemsize if self.scales is None else 1
+
+    def rows(self, first: int) -> "Matrix":
+        """The outputs from `first` on, out of their stacks; a scale of FP8 must begin there."""
+        values, _, bias, scales = self.alone
+        if scales is not None:
+            scales = scales[first_scale(first, self.num_outputs, len(scales)) :]
+        return Matrix(values[first:], None, None if bias is None else bias[first:], scales)
+
+    def of_expert(self, expert: Place) -> "Matrix":
+        """The weight of one expert, out of its layer's stack, or out of that of all layers."""
+        at = (expert,) if self.layer is None else (self.layer, expert)
+        return Matrix(self.values[at], scales=None if self.scales is None else self.scales[at])
+
+
+def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
+    """The numbers of a weight; those of FP8 are its codes times their scales, in bfloat16."""
+    if matrix.scales is None:
+        return matrix.values
+    scales = matrix.scales.astype(jnp.float32) * (1 / SCALE_FACTOR)
+    if scales.shape[-2] != matrix.num_outputs:  # of blocks
+        scales = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
+    codes = lax.bitcast_convert_type(matrix.values, jnp.float8_e4m3fn)  # [.., outputs, words, 4]
+    *stack, words = matrix.values.shape
+    blocks = codes.reshape(*stack, -1, FP8_BLOCK // 4, 4)
+    numbers = blocks.swapaxes(-1, -2).reshape(*stack, 4 * words)
+    return (numbers.astype(jnp.float32) * scales).astype(jnp.bfloat16)
+
+
+class Stream(NamedTuple):
+    """The residual stream between two operations of a layer.
+
+    Attributes:
+      norm: Scale of the norm through which the rows are read next; None: nothing scales them.
+      scaled: The rows times that scale, where kernels keep them for the next product.
+      squares: Of each chunk of a row, where kernels keep them for the next norm.
+      count: How many of the rows are real, the first of them; None: all.
+      arrivals: Zeros, in which kernels of experts count their programs, and which they leave as
+        zeros.
+      group: The ranks of which each makes its share of the columns; all of them have whole rows, or
+        each its columns of them, and whole `scaled` and `squares`.
+    """
+
+    rows: Float[jax.Array, "R columns"]
+    norm: Norm | None = None
+    scaled: Float[jax.Array, "R hidden"] | None = None
+    squares: Float[jax.Array, "R chunks"] | None = None
+    count: Int[jax.Array, " 1"] | None = None
+    arrivals: Int[jax.Array, " counters"] | None = None
+    group: Ranks = ALONE
+
+    @property
+    def is_share(self) -> bool:
+        """Whether `rows` are this rank's columns."""
+        return self.scaled is not None and self.scaled.shape != self.rows.shape
+
+    @property
+    def factors(self) -> Float[jax.Array, "R hidden"]:
+        """What products with kernels multiply: the rows times the scale of their norm."""
+        return self.rows if self.scaled is None else self.scaled
+
+    def followed(
+        self,
+        rows: Float[jax.Array, "R columns"],
+        norm: Norm | None = None,
+        scaled: Float[jax.Array, "R hidden"] | None = None,
+        squares: Float[jax.Array, "R chunks"] | None = None,
+    ) -> "Stream":
+        """What comes behind this one: other rows, of which as many are real."""
+        return self._replace(rows=rows, norm=norm, scaled=scaled, squares=squares)
+
+    @property
+    def own(self) -> Float[jax.Array, "R share"]:
+        """This rank's columns of the rows."""
+        return self.rows if self.is_share else all_gather.own(self.group, self.rows)
+
+    @property
+    def whole(self) -> Float[jax.Array, "R hidden"]:
+        """The rows with the columns of all ranks."""
+        return all_gather.gathered(self.group, self.rows) if self.is_share else self.rows
+
+
+def plain_stream(
+    rows: Float[jax.Array, "R hidden"],
+    norm: Norm | None = None,
+    count: Int[jax.Array, " 1"] | None = None,
+    group: Ranks = ALONE,
+) -> Stream:
+    """The residual stream as a pass begins it."""
+    return Stream(rows, norm, count=count, group=group)
+
+
+def kernel_stream(
+    kernels: Kernels,
+    rows: Float[jax.Array, "R hidden"],
+    norm: Norm | None = None,
+    count: Int[jax.Array, " 1"] | None = None,
+    group: Ranks = ALONE,
+) -> Stream:
+    scaled, squares = kernels.layers.beside(rows, *in_stack(norm), order=SQUARES)
+    return Stream(all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group)
+
+
+def beside_kernels(stream: Stream) -> Stream:
+    """A stream of plain products, of the structure that kernels give: with what nobody reads."""
+    rows = stream.rows
+    squares = jnp.zeros((len(rows), -(-rows.shape[1] // SQUARES.chunk)))
+    scaled = None if stream.norm is None else rows
+    kept = all_gather.kept(stream.group, rows, stream.norm)
+    return stream._replace(rows=kept, scaled=scaled, squares=squares)
+
+
+def _stream_beside_kernels(
+    rows: Float[jax.Array, "R hidden"],
+    norm: Norm | None = None,
+    count: Int[jax.Array, " 1"] | None = None,
+    group: Ranks = ALONE,
+) -> Stream:
+    return beside_kernels(Stream(rows, norm, count=count, group=group))
+
+
+stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
+
+
+def plain_product(
+    x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[jax.Array, "R outputs"]:
+    """Multiplies each row by a weight; gives the outputs from `first` on."""
+    return _sums(x, weight, first).astype(x.dtype)
+
+
+def kernel_product(
+    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[jax.Array, "R outputs"]:
+    return _multiplied(kernels, x, weight, first=first).rows
+
+
+product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
+
+
+def plain_product_float32(
+    x: Float[jax.Array, "R inputs"], weight: Matrix, factor: float = 1.0
+) -> Float[jax.Array, "R outputs"]:
+    """As `product` times a factor, but the sums are not rounded to the dtype of the rows."""
+    return _times(_sums(x, weight), factor)
+
+
+def kernel_product_float32(
+    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix, factor: float = 1.0
+) -> Float[jax.Array, "R outputs"]:
+    return _multiplied(kernels, x, weight, factor=factor, out_type=jnp.float32).rows
+
+
+product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32, is_bfloat16)
+
+
+def plain_normed_product(
+    stream: Stream, eps: float | None, weight: Matrix
+) -> Float[jax.Array, "R outputs"]:
+    """Multiplies the RMS norm of each row by a weight; without `eps` there is no norm."""
+    rows, norm = stream.whole, stream.norm
+    if eps is not None:
+        rows = layers.rms_norm(rows, alone(norm), eps)
+    return plain_product(rows, weight)
+
+
+def kernel_normed_product(
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
+) -> Float[jax.Array, "R outputs"]:
+    return _normed(kernels, stream, eps, weight, is_gated=False)
+
+
+normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
+
+
+def plain_added_product(
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Norm | None = None,
+) -> Stream:
+    """Adds the product of each row with a weight, times a factor, to the stream.
+
+    Args:
+      norm: Of the stream that this gives.
+    """
+    own = stream.own + _times(plain_product(x, weight), factor)
+    return stream.followed(all_gather.gathered(stream.group, own), norm)
+
+
+def kernel_added_product(
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Norm | None = None,
+) -> Stream:
+    """As `plain_added_product`, with what stands beside the sum."""
+    group, own = stream.group, stream.own
+    gather = group.on_device.next() if all_gather.gathers_beside(group, own) else None
+    scale = all_gather.norm_beside(group, own, norm)
+    how = {"factor": factor, "added": own, "norm": scale, "gather": gather}
+    return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
+
+
+def ended(kernels: Kernels, stream: Stream, added: Any, norm: Norm | None) -> Stream:
+    """What follows a stream to which a kernel has added.
+
+    Args:
+      added: This rank's columns; where `gathers_beside`, with what stands beside those of all.
+    """
+    group, rows = stream.group, added.rows
+    if not (group.is_alone or all_gather.gathers_beside(group, rows)):
+        rows = all_gather.gathered(group, rows)
+        begun = kernel_stream(kernels, rows, norm)
+        return stream.followed(rows, norm, begun.scaled, begun.squares)
+    if norm is None:
+        rows = rows if group.is_alone else added.scaled
+        return stream.followed(rows, squares=added.squares)
+    return stream.followed(rows, norm, added.scaled, added.squares)
+
+
+def _added_beside_kernels(
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Norm | None = None,
+) -> Stream:
+    return beside_kernels(plain_added_product(x, weight, stream, factor, norm))
+
+
+added_product = kernel_or_plain(
+    kernel_added_product, plain_added_product, is_bfloat16, _added_beside_kernels
+)
+
+
+def added_norm(x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: Stream) -> Stream:
+    """Adds the RMS norm of each row to the stream."""
+    return stream.followed(stream.whole + layers.rms_norm(x, alone(norm), eps))
+
+
+def plain_gated_product(
+    stream: Stream, eps: float | None, weight: Matrix
+) -> Float[jax.Array, "R intermediate"]:
+    """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
+    gate, up = jnp.split(plain_normed_product(stream, eps, weight), 2, axis=-1)
+    return all_gather.gathered(stream.group, layers.silu(gate) * up)
+
+
+def kernel_gated_product(
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
+) -> Float[jax.Array, "R intermediate"]:
+    exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
+    if exchange is not None and exchange.fits(len(factors), share, factors.dtype.itemsize):
+        return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
+    return all_gather.gathered(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
+
+
+gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
+
+
+def _times(x: Float[jax.Array, "R outputs"], factor: float) -> Float[jax.Array, "R outputs"]:
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def _sums(
+    x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[jax.Array, "R outputs"]:
+    """The products in float32, from the output `first` on, with the bias."""
+    weight = weight.rows(first)
+    bias = weight.bias
+    if weight.quantises:
+        sums = _of_codes(x, weight)
+    else:
+        sums = layers.linear(x, widened(weight).astype(x.dtype))
+    return sums if bias is None else sums + bias.astype(jnp.float32)
+
+
+def _of_codes(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Array, "R outputs"]:
+    """The products of quantised rows in float32."""
+    assert weight.scales is not None  # of codes
+    scales = jnp.repeat(weight.scales, weight.num_outputs // len(weight.scales), axis=0)
+    rows = fp8_activations.quantised(x)
+    return fp8_activations.product(rows, weight.values, scales)
+
+
+def _normed(
+    kernels: Kernels,
+    stream: Stream,
+    eps: float | None,
+    weight: Matrix,
+    is_gated: bool,
+    gather: Any = None,
+) -> Float[jax.Array, "R outputs"]:
+    """The product of rows that are normed or, without `eps`, of the rows as they are."""
+    if eps is None:
+        return _multiplied(kernels, stream.whole, weight, is_gated=is_gated, gather=gather).rows
+    stream = completed(kernels, stream)
+    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated, "gather": gather}
+    return _multiplied(kernels, stream.factors, weight, **how).rows
+
+
+def completed(kernels: Kernels, stream: Stream) -> Stream:
+    """A stream as a kernel begins it, if none has."""
+    if stream.squares is not None:
+        return stream
+    begun = kernel_stream(kernels, stream.whole, stream.norm)
+    return stream.followed(begun.rows, begun.norm, begun.scaled, begun.squares)
+
+
+def _multiplied(
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    *,
+    norm: Norm | None = None,
+    **how: Any,
+) -> Stream:
+    out, scaled, sums, _ = kernel_products(kernels, x, weight, norm=norm, **how)
+    return Stream(out, norm, scaled, sums)
+
+
+def kernel_products(
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    *,
+    first: int = 0,
+    out_type: np.dtype | type | None = None,
+    is_gated: bool = False,
+    norm: Norm | None = None,
+    **how: Any,
+) -> tuple[Any, ...]:
+    """What `kernels.linear.product` gives, by the tiles of such a product."""
+    stored, scales, row_scales = weight.num_outputs, weight.scales, None
+    tables = kernels.tiles
+    tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
+        item_bytes=weight.item_bytes,
+        rows=len(x),
+        outputs=(stored - first) // (2 if is_gated else 1),
+        gated=int(is_gated),
+    )
+    scale, scale_layer = in_stack(norm)
+    out_type, num_rows = out_type or x.dtype, len(x)
+    if weight.quantises:
+        x, row_scales = kernels.fp8_activations.quantised(x)
+    return kernels.linear.product(
+        x,
+        weight.values.reshape(-1, *weight.values.shape[-2:]),
+        None if scales is None else scales.reshape(-1, *scales.shape[-2:]),
+        jnp.asarray(0 if weight.layer is None else weight.layer, jnp.int32),
+        row_scales,
+        num_rows=num_rows,
+        first=first,
+        out_type=out_type,
+        is_gated=is_gated,
+        bias=None if weight.bias is None else weight.bias.reshape(-1, stored),
+        norm=scale,
+        norm_layer=scale_layer,
+        order=SQUARES,
+        tiles=tiles,
+        **how,
+    )
+
+
+def reads_stacks(x: Float[jax.Array, "..."], device: jax.Device) -> bool:
+    """Whether products of such arrays on a device read the stacks of their weights."""
+    return kernels_on(device) is not None and is_bfloat16(x)

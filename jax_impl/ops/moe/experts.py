@@ -1,0 +1,238 @@
+"""A mixture of experts, as `shared.spec.experts`."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Float32, Int
+
+from jax_impl.ops import Kernels, Norm, Place, alone, in_stack, is_bfloat16, kernel_or_plain
+from jax_impl.ops.collectives import all_gather
+from jax_impl.ops.gemm import layers, linear
+from jax_impl.ops.gemm.linear import Matrix, Stream
+from kernels.kernel_limits import arrivals_of_experts
+from kernels.routing import routing_of
+from shared.boundary.ranks import ALONE, Ranks
+from shared.models.layers import ExpertsConfig
+from shared.spec.reduction_order import ROUTER, SQUARES
+
+
+class Experts(NamedTuple):
+    """The weights of a layer's experts; matrices are alone or in the stacks of all layers."""
+
+    router: Matrix
+    gate_up: Matrix
+    down: Matrix
+    score_bias: Norm | None
+    shared_gate_up: Matrix | None
+    shared_down: Matrix | None
+
+
+class Chosen(NamedTuple):
+    """The experts of each row, by ascending number, and their weights."""
+
+    ids: Int[jax.Array, "R chosen"]
+    weights: Float32[jax.Array, "R chosen"]
+
+
+def choose(
+    logits: Float32[jax.Array, "R experts"],
+    config: ExpertsConfig,
+    bias: Float32[jax.Array, " experts"] | None,
+) -> Chosen:
+    """Chooses the experts of each row; without a sort, which no command buffer takes."""
+    scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else logits
+    ranked = scores if bias is None else scores + bias
+    ranked = jnp.where(jnp.isnan(ranked), -jnp.inf, ranked)
+    if config.num_groups > 1:
+        ranked = jnp.where(_in_best_groups(ranked, config), ranked, -jnp.inf)
+    is_chosen = _places(ranked) < config.num_chosen
+    slots = jnp.cumsum(is_chosen, axis=1) - 1
+    at = is_chosen[..., None] & (slots[..., None] == jnp.arange(config.num_chosen))
+    ids = jnp.argmax(at, axis=1).astype(jnp.int32)
+    of_chosen = jnp.take_along_axis(scores, ids, axis=1)
+    if config.scores == "softmax":
+        among = of_chosen if config.is_renormalised else logits
+        largest = among.max(axis=1, keepdims=True)
+        total = jnp.exp(among - largest).sum(axis=1, keepdims=True)
+        weights = jnp.exp(of_chosen - largest) / total
+    elif config.is_renormalised:
+        weights = of_chosen / (of_chosen.sum(axis=1, keepdims=True) + 1e-20)
+    else:
+        weights = of_chosen
+    return Chosen(ids, weights * config.routed_factor)
+
+
+def _in_best_groups(
+    ranked: Float32[jax.Array, "R experts"], config: ExpertsConfig
+) -> Bool[jax.Array, "R experts"]:
+    grouped = ranked.reshape(len(ranked), config.num_groups, config.group_size)
+    best, _ = lax.top_k(grouped, min(2, config.group_size))
+    is_in = _places(best.sum(axis=-1)) < config.num_chosen_groups
+    return jnp.repeat(is_in, config.group_size, axis=1)
+
+
+def _places(ranked: Float32[jax.Array, "R some"]) -> Int[jax.Array, "R some"]:
+    """How many of a row stand before each: the larger ones, and equals of lower number."""
+    one, other = ranked[:, :, None], ranked[:, None, :]
+    number = jnp.arange(ranked.shape[1])
+    is_before = (other > one) | ((other == one) & (number[None, :] < number[:, None]))
+    return is_before.sum(axis=-1)
+
+
+def experts(
+    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
+) -> Float32[jax.Array, "R share"]:
+    """What the experts of each row add to the stream, in float32.
+
+    Each expert runs over all rows, and a row that has not chosen it goes on with its sum: no row is
+    dropped, and none sees what others chose.
+
+    Args:
+      group: The ranks that have a share of each expert; what this gives are a rank's columns.
+    """
+    logits = linear.product_float32(x, weights.router)
+    chosen = choose(logits[:, : config.num_experts], config, alone(weights.score_bias))
+
+    def add(out: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
+        is_chosen = chosen.ids == expert
+        share = jnp.where(is_chosen, chosen.weights, 0).sum(axis=1, keepdims=True)
+        more = out + share * _of_expert(x, weights, expert, group)
+        return jnp.where(is_chosen.any(axis=1, keepdims=True), more, out), None
+
+    nothing = jnp.zeros((len(x), weights.down.num_outputs), jnp.float32)
+    out, _ = lax.scan(add, nothing, jnp.arange(config.num_experts))
+    if config.shared_intermediate:
+        shared = _shared(x, config, weights, group)
+        if config.shared_is_gated:
+            shared = layers.sigmoid(logits[:, config.num_experts :]) * shared
+        out = out + shared
+    return out
+
+
+def _of_expert(
+    x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place, group: Ranks
+) -> Float32[jax.Array, "R share"]:
+    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert), group)
+
+
+def _shared(
+    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
+) -> Float32[jax.Array, "R share"]:
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return _of_expert(x, weights, config.num_experts, group)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down, group)
+
+
+def _mlp(
+    x: Float[jax.Array, "R hidden"], gate_up: Matrix, down: Matrix, group: Ranks
+) -> Float32[jax.Array, "R share"]:
+    gate, up = jnp.split(linear.product_float32(x, gate_up), 2, axis=-1)
+    inner = all_gather.gathered(group, (layers.silu(gate) * up).astype(x.dtype))
+    return linear.product_float32(inner, down)
+
+
+def plain_counted(stream: Stream) -> Stream:
+    """A stream on its way through layers with experts; kernels count their programs in it."""
+    return stream
+
+
+def kernel_counted(kernels: Kernels, stream: Stream) -> Stream:
+    return _counted_beside_kernels(stream)
+
+
+def _counted_beside_kernels(stream: Stream) -> Stream:
+    size = arrivals_of_experts(*stream.own.shape)
+    return stream._replace(arrivals=jnp.zeros(size, jnp.int32))
+
+
+counted = kernel_or_plain(kernel_counted, plain_counted, is_bfloat16, _counted_beside_kernels)
+
+
+def plain_added_experts(
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Norm | None = None,
+) -> Stream:
+    """Adds what the experts give of the normed rows to the stream; the sum is rounded once."""
+    rows = stream.whole
+    normed = layers.rms_norm(rows, alone(stream.norm), eps)
+    added = experts(normed, config, weights, stream.group)
+    own = (all_gather.own(stream.group, rows) + added).astype(rows.dtype)
+    return stream.followed(all_gather.gathered(stream.group, own), norm)
+
+
+def kernel_added_experts(
+    kernels: Kernels,
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Norm | None = None,
+) -> Stream:
+    stream, group = linear.completed(kernels, stream), stream.group
+    own = stream.own
+    if stream.arrivals is None:  # the pass is a part alone
+        stream = kernel_counted(kernels, stream)
+    count = stream.count
+    if count is None:
+        count = jnp.full((1,), len(own), jnp.int32)
+    bias, _ = in_stack(weights.score_bias)
+    scale, norm_layer = in_stack(all_gather.norm_beside(group, own, norm))
+    gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
+    added, arrivals = kernels.experts.experts(
+        rows=own,
+        scaled=stream.factors,
+        squares=stream.squares,
+        router=_stacked(weights.router.values, 2),
+        bias=bias,
+        gate_up=_stacked(gate_up.values, 3),
+        gate_up_scales=_stacked(gate_up.scales, 3),
+        down=_stacked(down.values, 3),
+        down_scales=_stacked(down.scales, 3),
+        next_norm=scale,
+        live=count,
+        arrivals=stream.arrivals,
+        layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
+        norm_layer=norm_layer,
+        gathered=partial(all_gather.gathered, group),
+        eps=eps,
+        routing=routing_of(config),
+        order=ROUTER,
+        squares_order=SQUARES,
+        tiles=kernels.tiles.experts.of(
+            item_bytes=gate_up.item_bytes, rows=len(own), inner=config.intermediate
+        ),
+    )
+    stream = stream._replace(arrivals=arrivals)
+    if all_gather.gathers_beside(group, own):
+        scaled, squares = group.on_device.gathered_beside(added.scaled, added.squares)
+        added = Stream(added.rows, norm, scaled, squares)
+    return linear.ended(kernels, stream, added, norm)
+
+
+def _added_beside_kernels(
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Norm | None = None,
+) -> Stream:
+    added = plain_added_experts(stream, eps, config, weights, norm)
+    if added.arrivals is None:
+        added = _counted_beside_kernels(added)
+    return linear.beside_kernels(added)
+
+
+added_experts = kernel_or_plain(
+    kernel_added_experts, plain_added_experts, is_bfloat16, _added_beside_kernels
+)
+
+
+def _stacked(weight: jax.Array | None, rank: int) -> jax.Array | None:
+    """As kernels take a weight: in a stack, which may be of one."""
+    return None if weight is None else weight.reshape(-1, *weight.shape[-rank:])

@@ -1,0 +1,69 @@
+"""Noise that is a function of seed, position, stream and token id; as
+`shared.spec.gumbel_noise`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int, UInt32
+
+from jax_impl.ops import Kernels, kernel_or_plain
+from shared.spec.gumbel_noise import ACCEPT_STREAM, PARITY, ROTATIONS
+
+Stream = int | Int[jax.Array, ""]
+
+
+def threefry2x32(
+    key: tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]],
+    counter: tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]],
+) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]]:
+    """Threefry-2x32 with 20 rounds: two words from a key and a counter of two words each."""
+    keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(PARITY))
+    x0, x1 = jnp.broadcast_arrays(counter[0] + keys[0], counter[1] + keys[1])
+    for group in range(5):
+        for rotation in ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
+            x0 = x0 + x1
+            x1 = (x1 << jnp.uint32(rotation)) | (x1 >> jnp.uint32(32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + (keys[(group + 2) % 3] + jnp.uint32(group + 1))
+    return x0, x1
+
+
+def uniform_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    """Numbers above 0 and below 1 from uniform 32-bit words."""
+    uniform = words.astype(jnp.float32) * jnp.float32(2**-32) + jnp.float32(2**-33)
+    return jnp.minimum(uniform, jnp.float32(1 - 2**-24))
+
+
+def noise_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    """Gumbel noise from uniform 32-bit words; finite for all of them."""
+    return -jnp.log(-jnp.log1p(-uniform_of_words(words)))
+
+
+def plain_uniforms(
+    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
+) -> Float[jax.Array, "R levels"]:
+    """The number that decides on the draft of each level; `positions` are the newest tokens'."""
+    counter = jnp.arange(levels, dtype=jnp.uint32)[None, :]
+    key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
+    words, _ = threefry2x32(key, (counter, jnp.full_like(counter, ACCEPT_STREAM)))
+    return uniform_of_words(words)
+
+
+def kernel_uniforms(
+    kernels: Kernels, seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
+) -> Float[jax.Array, "R levels"]:
+    return kernels.gumbel_noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
+
+
+uniforms = kernel_or_plain(kernel_uniforms, plain_uniforms)
+
+
+def gumbel(
+    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], vocab: int, stream: Stream
+) -> Float[jax.Array, "R vocab"]:
+    """The noise of every token id at one position of each row."""
+    counter = jnp.arange(-(-vocab // 2), dtype=jnp.uint32)[None, :]
+    key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
+    words = threefry2x32(key, (counter, jnp.asarray(stream).astype(jnp.uint32)))
+    return noise_of_words(jnp.stack(words, axis=-1).reshape(len(seeds), -1)[:, :vocab])

@@ -1,0 +1,84 @@
+"""Which drafts of a batch are verified in fewer rows than nodes; as `shared.spec.verify_budget`.
+
+On a GPU both operations are kernels; see `jax_impl.ops`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jax_impl.ops import Kernels, kernel_or_plain
+from jax_impl.ops.trees import draft_tree
+
+
+def chain_weights(edges: Float[jax.Array, "B S"]) -> Float[jax.Array, "B N"]:
+    """The path weights of a chain's nodes, the root's first, from the log weights of its edges."""
+    sums = [jnp.zeros_like(edges[:, 0])]
+    for place in range(edges.shape[1]):  # `cumsum` would add in another order
+        sums.append(sums[-1] + edges[:, place])
+    return jnp.stack(sums, axis=1)
+
+
+def plain_rank_weights(
+    parents: Int[jax.Array, "B N"],
+    weights: Float[jax.Array, "B N"],
+    calibration: Float[jax.Array, "B S_max"],
+) -> Float[jax.Array, "B N"]:
+    """How likely each node is accepted, as a logarithm, at most as likely as its parent."""
+    ancestors = draft_tree.ancestors(parents)
+    level = ancestors.sum(axis=2, dtype=jnp.int32) - 2  # of the calibration; the root's is not read
+    node_weights = weights + jnp.take_along_axis(calibration, jnp.maximum(level, 0), axis=1)
+    node_weights = jnp.where(node_weights > -jnp.inf, node_weights, -jnp.inf)
+    is_above = ancestors & (jnp.arange(parents.shape[1]) > 0)
+    return jnp.where(is_above, node_weights[:, None, :], 0).min(axis=2)
+
+
+def kernel_rank_weights(
+    kernels: Kernels,
+    parents: Int[jax.Array, "B N"],
+    weights: Float[jax.Array, "B N"],
+    calibration: Float[jax.Array, "B S_max"],
+) -> Float[jax.Array, "B N"]:
+    return kernels.verify_budget.rank_weights(parents, weights, calibration)
+
+
+rank_weights = kernel_or_plain(kernel_rank_weights, plain_rank_weights)
+
+
+def plain_share(
+    tokens: Int[jax.Array, "B N"],
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    rank_weights: Float[jax.Array, "B N"],
+    rows: int,
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """Cuts the trees of a batch to its best drafts: tokens, parents, node counts."""
+    (B, N), node = tokens.shape, jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    is_draft = (node > 0) & (node < num_nodes[:, None])
+    weight, number = rank_weights.reshape(-1), jnp.arange(B * N, dtype=jnp.int32)
+    is_before = (weight == weight[:, None]) & (number < number[:, None])
+    is_before |= weight > weight[:, None]
+    before = (is_before & is_draft.reshape(-1)).sum(axis=1, dtype=jnp.int32).reshape(B, N)
+    kept = (is_draft & (before < rows - B)) | (node == 0)
+    place_of = jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
+    is_at = kept[:, None, :] & (place_of[:, None, :] == node[:, None])  # by new and old place
+    new_parents = jnp.take_along_axis(place_of, parents, axis=1)
+    return (
+        jnp.where(is_at, tokens[:, None, :], 0).sum(axis=2, dtype=jnp.int32),
+        jnp.where(is_at, new_parents[:, None, :], 0).sum(axis=2, dtype=jnp.int32),
+        kept.sum(axis=1, dtype=jnp.int32),
+    )
+
+
+def kernel_share(
+    kernels: Kernels,
+    tokens: Int[jax.Array, "B N"],
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    rank_weights: Float[jax.Array, "B N"],
+    rows: int,
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    return kernels.verify_budget.share(tokens, parents, num_nodes, rank_weights, rows)
+
+
+share = kernel_or_plain(kernel_share, plain_share)

@@ -1,0 +1,35 @@
+"""What kernels of both languages take and share, as plain data: a start asks it without a GPU."""
+
+from shared.models.fp8_words import FP8_BLOCK
+from shared.spec.reduction_order import SQUARES
+
+HEAD_SIZES = tuple(range(16, 257, 16))
+"""Of an attention head: multiples of the fewest columns that a matrix unit takes."""
+
+DELTA_SIZES = (16, 32, 64, 128)
+"""Of the keys and of the values of a gated-delta head."""
+
+MOST_NODES = 64
+"""Of a tree, whose nodes are the bits of one or two words in `mix` and `delta_mix`."""
+
+
+EXPERTS_UNIT = 16
+"""Of which the inputs of experts, and the values between their products, are multiples."""
+
+MOST_ROW_WARPS = 8
+
+
+def row_warps(size: int) -> int:
+    """Warps of a program that reads one row of so many columns: compilers take powers of two."""
+    return 1 << (max(1, min(MOST_ROW_WARPS, size // 512)).bit_length() - 1)
+
+
+def takes_experts(hidden: int, inner: int, is_fp8: bool) -> bool:
+    """Whether the kernels take experts of so many inputs and values between their products."""
+    unit = FP8_BLOCK if is_fp8 else EXPERTS_UNIT
+    return hidden % unit == 0 and inner % unit == 0
+
+
+def arrivals_of_experts(rows: int, hidden: int) -> int:
+    """Counters that a block of experts needs for so many rows; each is 0 before and after it."""
+    return rows * -(-hidden // SQUARES.chunk)

@@ -1,0 +1,391 @@
+"""Attention of flat rows over paged KV, on the Triton lowering of Pallas.
+
+A program sums the positions of one block of rows of one request and one key head. Tiles, splits
+and spans lie at fixed positions, so the order of a row's sums depends on nothing but where the row
+stands: not on the batch, not on how many rows its request has. What must stay equal in the Triton
+twin is listed in `kernels/__init__.py`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int
+
+from kernels.kernel_limits import MOST_NODES
+from kernels.pallas_gpu.attention.attention_layer_sm90 import takes
+from kernels.pallas_gpu.attention.attention_sm90 import attend_described
+from kernels.pallas_gpu.attention.head_dim_padding import (
+    columns_of,
+    in_head,
+    is_in_head,
+    load_head,
+    load_kept,
+    outside,
+)
+from kernels.pallas_gpu.attention.online_softmax import LOG2_E, NEGATIVE, Sums, fold
+from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.tiles import AttentionTiles
+
+
+def attend(
+    q: Float[jax.Array, "R Hq D"],
+    gate: Float[jax.Array, "R outputs"] | None,
+    kv: Float[jax.Array, "L 2 P page Hk D"],
+    layer: Int[jax.Array, " 1"],
+    page_table: Int[jax.Array, "B table"],
+    row_starts: Int[jax.Array, " B1"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    *,
+    max_rows: int,
+    span: int,
+    split: int,
+    tile: int,
+    scale: float,
+    tiles: AttentionTiles,
+    interpret: bool = False,
+) -> Float[jax.Array, "R outputs_of_heads"]:
+    """As `shared.spec.attention.attend`, for rows that lie together request by request.
+
+    A block of rows is one program's, however long the context, so nothing is kept on the way.
+
+    Args:
+      q: Queries; D is one of `kernels.kernel_limits.HEAD_SIZES`.
+      gate: The projection that the queries come from, if each has its gate there behind it.
+      kv, layer: The pools of all layers, and which is read.
+      page_table, first, until, window: As in the specification.
+      row_starts: First flat row of each request, and the end; rows past it are padding.
+      max_rows: Most rows that a request can have.
+      span, split, tile: Positions of each: the order of the sums.
+      scale: What scores are multiplied by.
+      tiles: How the work is cut otherwise.
+      interpret: Run on a CPU.
+    """
+    # Mosaic GPU's interpreter knows no instructions of PTX.
+    is_narrow = window.shape[1] <= MOST_NODES
+    if tiles.described and is_narrow and not interpret and takes(q.shape[1], kv, tile):
+        rows = (page_table, row_starts, first, until, window)
+        sums = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
+        return attend_described(q, gate, kv, layer, *rows, **sums, tiles=tiles)
+    R, Hq, D = q.shape
+    Hk, B = kv.shape[4], len(page_table)
+    blocks = pl.cdiv(max_rows * (Hq // Hk), tiles.lanes)
+    return pl.pallas_call(
+        functools.partial(
+            _attend_kernel,
+            gated=gate is not None,
+            blocks=blocks,
+            lanes=tiles.lanes,
+            unroll=tiles.unroll,
+            order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
+            interpret=interpret,
+        ),
+        grid=(Hk, blocks, B),
+        out_shape=jax.ShapeDtypeStruct((R, Hq * D), q.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="attend",
+    )(
+        *(q, q if gate is None else gate, kv, layer, page_table, row_starts, first, until),
+        window_operand(window),
+    )
+
+
+def window_operand(window: Bool[jax.Array, "R N"]) -> Int[jax.Array, "some N1"]:
+    """A window as a kernel reads it; a kernel cannot have an array without elements."""
+    return window.astype(jnp.int8) if window.shape[1] else jnp.zeros((1, 1), jnp.int8)
+
+
+class Order(NamedTuple):
+    """What is settled of the sums before a kernel runs.
+
+    Attributes:
+      nodes: Width of the window.
+      scale: Of the scores.
+    """
+
+    span: int
+    split: int
+    tile: int
+    ones: int
+    nodes: int
+    scale: float
+
+
+class Seen(NamedTuple):
+    """What a program reads: whose positions, the rows that see them, and where."""
+
+    kv_ref: object
+    table_ref: object
+    window_ref: object
+    layer: jax.Array
+    request: jax.Array
+    head: jax.Array
+    row: jax.Array
+    first: jax.Array
+    until: jax.Array
+
+
+def _attend_kernel(
+    q_ref,
+    gate_ref,
+    kv_ref,
+    layer_ref,
+    table_ref,
+    starts_ref,
+    first_ref,
+    until_ref,
+    window_ref,
+    out_ref,
+    *,
+    gated,
+    blocks,
+    lanes,
+    unroll,
+    order,
+    interpret,
+):
+    """One program per key head, block of rows and request."""
+    head, block, request = (pl.program_id(axis) for axis in range(3))
+    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    block = blocks - 1 - block
+    group = q_ref.shape[1] // kv_ref.shape[4]
+    turn = request * blocks + block
+    clear_padding(starts_ref, out_ref, head, turn, group, q_ref.shape[2], blocks)
+    start, stop = starts_ref[request], starts_ref[request + 1]
+
+    @pl.when(start + lax.div(block * lanes, group) < stop)
+    def _():
+        lane = early(block * lanes + lax.iota(jnp.int32, lanes), interpret)
+        row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
+        lane_row = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
+        first, until = pltriton.load(first_ref.at[lane_row]), pltriton.load(until_ref.at[lane_row])
+        reach = table_ref.shape[1] * kv_ref.shape[3]
+        low = jnp.min(jnp.minimum(first, until))
+        high = jnp.minimum(jnp.max(until) + order.nodes, reach)
+        D = q_ref.shape[2]
+        q = load_head(q_ref.at[lane_row[:, None], q_head[:, None], columns_of(D)[None, :]], D)
+        seen = Seen(
+            kv_ref=kv_ref,
+            table_ref=table_ref,
+            window_ref=window_ref,
+            layer=layer_ref[0],
+            request=request,
+            head=head,
+            row=lane_row,
+            first=first,
+            until=until,
+        )
+        sums = _sum_positions(q, seen, low, high, order, unroll)
+        finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop, D)
+
+
+def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
+    """Writes 0 for a key head's queries of the rows of padding, which programs take in turns."""
+    R, requests = out_ref.shape[0], starts_ref.shape[0] - 1
+    begin, turns = starts_ref[requests] + turn, requests * programs
+    column = outside(columns_of(D), D, out_ref.shape[1])
+    zeros = jnp.zeros(column.shape, out_ref.dtype)
+
+    def clear(number, _):
+        for member in range(group):
+            columns = (head * group + member) * D + column
+            at = out_ref.at[begin + number * turns, columns]
+            pltriton.store(at, zeros, mask=is_in_head(D))
+
+    lax.fori_loop(0, pl.cdiv(jnp.maximum(R - begin, 0), turns), clear, None)
+
+
+def _sum_positions(q, seen, low, high, order, unroll):
+    """Sums the positions from low to high: tiles to splits, splits to spans, and spans to a whole.
+
+    Args:
+      q: Queries of the program's lanes.
+      seen: What they see.
+      low, high: Of the positions.
+      order: Of the sums.
+      unroll: Tiles of a step.
+    """
+    tile, (lanes, D), tiles = order.tile, q.shape, order.split // order.tile
+    unroll = min(unroll, tiles)
+    begin = lax.div(low, tile)
+    end = jnp.where(low < high, pl.cdiv(high, tile), begin)
+    # The splits that every row sees whole need no mask.
+    whole = jnp.clip(pl.cdiv(jnp.max(seen.first), order.split) * tiles, begin, end)
+    partly = jnp.clip(lax.div(jnp.min(seen.until), order.split) * tiles, whole, end)
+
+    def whole_step(i, carry):
+        number, split_sums, sums = carry
+        for j in range(unroll):
+            position, pages, number = pages_of(seen, number, i * unroll + j, tile)
+            split_sums = add_whole(q, seen, position, pages, split_sums, order)
+        if unroll == tiles:
+            return number, Sums.nothing(lanes, D, order.ones), _fold_split(sums, split_sums)
+        ends_split = lax.rem((i + 1) * unroll, tiles) == 0
+        return number, *_fold_where(ends_split, split_sums, sums)
+
+    def of_span(number, sums):
+        start, stop = number * each, jnp.minimum((number + 1) * each, end)
+        add = functools.partial(_add_tiles, q, seen, end=end, high=high, order=order)
+        split_sums = add(
+            jnp.maximum(start, begin), jnp.minimum(whole, stop), Sums.nothing(lanes, D)
+        )
+        first = pl.cdiv(jnp.maximum(start, whole), unroll)
+        carry = (
+            page_of(seen, first * unroll, tile),
+            Sums.nothing(lanes, D, order.ones),
+            split_sums,
+        )
+        until = lax.div(jnp.minimum(partly, stop), unroll)
+        *_, split_sums = lax.fori_loop(first, until, whole_step, carry)
+        return fold(sums, add(jnp.maximum(start, partly), stop, split_sums))
+
+    # A loop of its own: what is summed over spans need not be at hand within one.
+    each = order.span // tile
+    spans = (lax.div(low, order.span), pl.cdiv(high, order.span))
+    return lax.fori_loop(*spans, of_span, Sums.nothing(lanes, D))
+
+
+def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
+    """Adds tiles of which some row does not see all to the sums of a span, split by split."""
+
+    def add(i, carry):
+        split_sums, sums = carry
+        split_sums = _add_masked(q, seen, i, high, split_sums, order)
+        ends_split = (lax.rem((i + 1) * order.tile, order.split) == 0) | (i + 1 == end)
+        return _fold_where(ends_split, split_sums, sums)
+
+    nothing = Sums.nothing(*q.shape, order.ones)
+    _, sums = lax.fori_loop(begin, stop, add, (nothing, sums))
+    return sums
+
+
+def page_of(seen, i, tile):
+    """The page in which a tile begins."""
+    column = lax.div(i * tile, seen.kv_ref.shape[3])
+    return seen.table_ref[seen.request, jnp.minimum(column, seen.table_ref.shape[1] - 1)]
+
+
+def pages_of(seen, number, i, tile):
+    """A tile's positions and their pages, and the page of the next tile.
+
+    A page of whole tiles is asked for one tile ahead, so that its keys need not wait for it.
+    """
+    position, page = i * tile + lax.iota(jnp.int32, tile), seen.kv_ref.shape[3]
+    if page % tile == 0:
+        return position, number, page_of(seen, i + 1, tile)
+    column = jnp.minimum(lax.div(position, page), seen.table_ref.shape[1] - 1)
+    pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
+    return position, pages, number
+
+
+def load_rows(seen, which, pages, position, mask=None):
+    """Keys (0) or values (1) of some positions, 0 where a mask leaves them out."""
+    *_, page, _, D = seen.kv_ref.shape
+    where = (seen.layer, which, pages, lax.rem(position, page)[:, None], seen.head)
+    return load_kept(seen.kv_ref.at[(*where, columns_of(D)[None, :])], in_head(mask, D))
+
+
+EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
+
+
+def add_whole(q, seen, position, pages, sums, order):
+    """Adds a tile that every row sees whole."""
+    k = load_rows(seen, 0, pages, position)
+    scores = scores_of(q, k, order)
+    highest = jnp.maximum(sums.peak, scores.max(axis=1))
+    v = load_rows(seen, 1, pages, position)
+    weights = jnp.exp2(scores - highest[:, None]).astype(v.dtype)
+    return add_tile(sums, highest, weights, v)
+
+
+def scores_of(q, k, order):
+    """Scores of a tile's keys, by which 2 is raised."""
+    return pltriton.dot(q, k.T, **EXACT) * (order.scale * LOG2_E)
+
+
+def _add_masked(q, seen, i, high, sums, order):
+    """Adds a tile of which some row does not see all."""
+
+    def masked():
+        position = i * order.tile + lax.iota(jnp.int32, order.tile)
+        inside, column = position < high, lax.div(position, seen.kv_ref.shape[3])
+        at = seen.table_ref.at[seen.request, column]
+        pages = pltriton.load(at, mask=inside, other=0)[:, None]
+        load = functools.partial(load_rows, seen, mask=inside[:, None])
+        k = load(which=0, pages=pages, position=position)
+        scores = scores_of(q, k, order)
+        sees = _sees(seen, position, order.nodes)
+        scores = jnp.where(sees, scores, NEGATIVE)
+        highest = jnp.maximum(sums.peak, scores.max(axis=1))
+        weights = jnp.where(sees, jnp.exp2(scores - highest[:, None]), 0.0).astype(q.dtype)
+        # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
+        v = load(which=1, pages=pages, position=position)
+        spoiled = jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1)  # [tile]
+        v = jnp.where(spoiled[:, None] == 0, v, jnp.zeros_like(v))
+        harmed = jnp.max(jnp.where(sees, spoiled[None, :], 0), axis=1)  # [lanes]
+        return jnp.where(harmed[:, None] == 0, sums.value, jnp.nan), highest, weights, v
+
+    def none():
+        lanes, D = q.shape
+        weights = jnp.zeros((lanes, order.tile), q.dtype)
+        return sums.value, sums.peak, weights, jnp.zeros((order.tile, D), q.dtype)
+
+    # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
+    # Triton would choose how the matrix unit reads it, and so the order of its sums.
+    values, highest, weights, v = lax.cond(i * order.tile < high, masked, none)
+    return add_tile(sums._replace(value=values), highest, weights, v)
+
+
+def _sees(seen, position, nodes):
+    """Which positions of a tile each row sees."""
+    first, until = seen.first[:, None], seen.until[:, None]
+    is_seen = (position[None, :] >= first) & (position[None, :] < until)
+    if nodes:
+        node = position[None, :] - until
+        inside = (node >= 0) & (node < nodes)
+        at = (seen.row[:, None], jnp.clip(node, 0, nodes - 1))
+        is_seen |= pltriton.load(seen.window_ref.at[at], mask=inside, other=0) != 0
+    return is_seen
+
+
+def add_tile(sums, highest, weights, v):
+    """Adds the weighted values of a tile, and the weights."""
+    decay = jnp.exp2(sums.peak - highest)[:, None]
+    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
+    ones = jnp.ones((v.shape[0], sums.total.shape[1]), v.dtype)
+    total = sums.total * decay + pltriton.dot(weights, ones, **EXACT)
+    return Sums(sums.value * decay + pltriton.dot(weights, v, **EXACT), highest, total)
+
+
+def _fold_where(ends_split, split_sums, sums):
+    """Adds a split that ends to its span, and begins another."""
+    nothing = Sums.nothing(*split_sums.value.shape, split_sums.total.shape[1])
+    return lax.cond(
+        ends_split, lambda: (nothing, _fold_split(sums, split_sums)), lambda: (split_sums, sums)
+    )
+
+
+def _fold_split(sums, split):
+    """Adds the sums over a split, whose weights are in columns, to those over its span."""
+    return fold(sums, split._replace(total=split.total.max(axis=1)))
+
+
+def finish(sums, gate_ref, out_ref, row, q_head, is_lane, D):
+    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    column, keep = q_head[:, None] * D + columns_of(D)[None, :], in_head(is_lane[:, None], D)
+    out = sums.value / jnp.maximum(sums.total, 1e-30)[:, None]
+    if gate_ref is not None:
+        columns = column + (q_head[:, None] + 1) * D
+        gate = pltriton.load(gate_ref.at[row[:, None], columns], mask=keep, other=0.0)
+        out = out / (1.0 + jnp.exp2(gate.astype(jnp.float32) * -LOG2_E))
+    # A lane that is not written gets a row outside, for the interpreter.
+    at = jnp.where(is_lane, row, out_ref.shape[0])[:, None]
+    column = outside(column, D, out_ref.shape[1])
+    pltriton.store(out_ref.at[at, column], out.astype(out_ref.dtype), mask=keep)

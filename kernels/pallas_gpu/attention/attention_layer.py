@@ -1,0 +1,446 @@
+"""An attention layer between its two products, in one Pallas kernel, where rows are few.
+
+The programs of a request and key head share its positions. Each writes the new keys and values of
+its own positions before it reads them; the last to arrive combines what all have summed. The order
+of the sums is that of `attend`: a row has the same bits however many rows and programs there are.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int
+
+from kernels.pallas_gpu.attention.attention import (
+    Order,
+    Seen,
+    add_tile,
+    add_whole,
+    clear_padding,
+    finish,
+    load_rows,
+    page_of,
+    pages_of,
+    scores_of,
+    window_operand,
+)
+from kernels.pallas_gpu.attention.attention_layer_sm90 import mix_described, takes
+from kernels.pallas_gpu.attention.head_dim_padding import columns_of, load_head
+from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, Sums, fold
+from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import (
+    Projected,
+    Turning,
+    early,
+    fetch,
+    is_bad_line,
+    projected_of,
+    turn,
+    write_pair,
+)
+from kernels.pallas_gpu.attention.row_bounds import bounds_of, is_in, pack, sees
+from kernels.pallas_gpu.attention.split_kv import Parts, combine, store_unit
+from kernels.tiles import DecodeAttentionTiles
+
+
+def mix(
+    projected: Float[jax.Array, "R outputs"],
+    q_norm: Float[jax.Array, "*L D"] | None,
+    k_norm: Float[jax.Array, "*L D"] | None,
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+    kv: Float[jax.Array, "L 2 P page Hk D"],
+    layer: Int[jax.Array, " 1"],
+    bounds: Int[jax.Array, "B bounds"],
+    arrivals: Int[jax.Array, "B counters"],
+    page_table: Int[jax.Array, "B table"],
+    row_starts: Int[jax.Array, " B1"],
+    places: Int[jax.Array, " R"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    is_real: Bool[jax.Array, " R"],
+    q: Float[jax.Array, "R Hq D"] | None = None,
+    *,
+    gated: bool,
+    eps: float,
+    digits: int,
+    max_rows: int,
+    span: int,
+    split: int,
+    tile: int,
+    most_parts: int,
+    scale: float,
+    tiles: DecodeAttentionTiles,
+    interpret: bool = False,
+) -> tuple[
+    Float[jax.Array, "R outputs_of_heads"],
+    Float[jax.Array, "L 2 P page Hk D"],
+    Int[jax.Array, "B counters"],
+]:
+    """As `shared.spec.attention_layer.mix`, for rows that lie together request by request.
+
+    Args:
+      projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
+      gated, eps, digits: The same.
+      q: Of `place`, which has written the new keys and values too; None: that is done here.
+      bounds, arrivals: Of `reach`.
+      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. Where
+        there is a window, all rows of a request have the same `until`.
+      most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
+      tiles: How the work is cut otherwise.
+      interpret: Run on a CPU.
+
+    Returns:
+      The heads' outputs side by side, the pools after the writes, and the zeros again.
+
+    Raises:
+      ValueError: The tiles bound the registers.
+    """
+    if tiles.registers:
+        raise ValueError("Pallas cannot bound the registers of a kernel")
+    # Mosaic GPU's interpreter knows no instructions of PTX.
+    if tiles.described and q is not None and not interpret and takes(q.shape[1], kv, tile):
+        rows = (bounds, page_table, row_starts, first, until, window)
+        order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
+        gate = projected if gated else None
+        return mix_described(q, gate, kv, layer, *rows, **order, tiles=tiles), kv, arrivals
+    R, (page, Hk, D), (B, columns) = len(projected), kv.shape[3:], page_table.shape
+    Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
+    splits = pl.cdiv(columns * page, split)
+    parts = max(min(splits, most_parts), pl.cdiv(columns * page, span))
+    programs = min(tiles.programs, pl.cdiv(splits, tiles.splits))
+    pairs = max_rows * (Hq // Hk)
+    lanes = min(tiles.lanes, max(16, pl.next_power_of_2(pairs)))
+    cut = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
+    sizes = _Sizes(Hq, max_rows, *cut, most_parts, splits > most_parts)
+    of = jax.ShapeDtypeStruct
+    kv, arrivals, out, _ = pl.pallas_call(
+        partial(
+            _mix_kernel,
+            order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
+            making=_Making(k_norm is not None, q is not None, gated, eps, digits),
+            sizes=sizes,
+            interpret=interpret,
+        ),
+        grid=(sizes.blocks * Hk, B, programs),
+        out_shape=(
+            of(kv.shape, kv.dtype),
+            of(arrivals.shape, arrivals.dtype),
+            of((R, Hq * D), projected.dtype),
+            Parts.of(parts, R, Hq, D),
+        ),
+        input_output_aliases={len(Projected._fields) + which: which for which in range(2)},
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="mix",
+    )(
+        projected_of(projected, q_norm, k_norm, cos, sin),
+        *(kv, arrivals, layer, page_table, bounds),
+        _Rows(
+            starts=row_starts,
+            places=places,
+            is_real=is_real.astype(jnp.int8),
+            first=first,
+            until=until,
+            window=window_operand(window),
+        ),
+        cos if q is None else q,
+    )
+    return out, kv, arrivals
+
+
+class _Rows(NamedTuple):
+    """Where the rows of requests begin, where each is written, and what it sees."""
+
+    starts: Any
+    places: Any
+    is_real: Any
+    first: Any
+    until: Any
+    window: Any
+
+
+class _New(NamedTuple):
+    """Places of a request's new rows, and which of them have a value that is no number."""
+
+    places: jax.Array
+    is_bad: jax.Array
+
+
+class _Making(NamedTuple):
+    """How new rows are made of the projection, unless they are placed already."""
+
+    has_norms: bool
+    is_placed: bool
+    gated: bool
+    eps: float
+    digits: int
+
+
+class _Sizes(NamedTuple):
+    """What is settled of the work before a kernel runs."""
+
+    q_heads: int
+    max_rows: int
+    lanes: int
+    blocks: int
+    programs: int
+    splits: int
+    most_parts: int
+    may_span: bool
+
+
+class _Share(NamedTuple):
+    """What a program does of a request's positions.
+
+    Attributes:
+      low, high: Positions that any row of the request sees.
+      from_position, to_position: Those of them that are its own.
+      unit: Positions whose sums are kept together: a span's where there are many, else a split's.
+      by_span: Which of the two.
+      share_begin, share_end: Where its own positions begin, and those of the next program.
+      number, sharing: Which it is of how many programs.
+      is_alone: Whether it has a whole request of one span, and keeps its sums; None: none can.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    from_position: jax.Array
+    to_position: jax.Array
+    unit: jax.Array | int
+    by_span: jax.Array | bool
+    share_begin: jax.Array
+    share_end: jax.Array
+    number: jax.Array
+    sharing: jax.Array
+    is_alone: jax.Array | None
+
+
+def _mix_kernel(
+    projected, _, __, layer_ref, table_ref, bounds_ref, rows, q_ref, kv_ref, arrivals_ref, out_ref,
+    parts, *, order, making, sizes, interpret,
+):  # fmt: skip
+    """One program per block of lanes of a key head, request, and share of the positions."""
+    counter, request, number = (pl.program_id(axis) for axis in range(3))
+    head, block = lax.div(counter, sizes.blocks), lax.rem(counter, sizes.blocks)
+    D, group = kv_ref.shape[5], sizes.q_heads // kv_ref.shape[4]
+    start, stop = rows.starts[request], rows.starts[request + 1]
+
+    @pl.when((number == 0) & (block == 0))
+    def _():
+        clear_padding(rows.starts, out_ref, head, request, group, D, programs=1)
+
+    @pl.when(start + lax.div(block * sizes.lanes, group) < stop)
+    def _():
+        bounds = bounds_of(bounds_ref, request)
+        share = _share(number, table_ref.shape[1] * kv_ref.shape[3], bounds, order, sizes)
+
+        @pl.when(share.number < share.sharing)
+        def _():
+            lane = block * sizes.lanes + early(lax.iota(jnp.int32, sizes.lanes), interpret)
+            row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
+            # Spare lanes repeat the last row and are not written.
+            lane_row = jnp.minimum(row, stop - 1)
+            first = pltriton.load(rows.first.at[lane_row])
+            until = pltriton.load(rows.until.at[lane_row])
+            layer = layer_ref[0]
+            seen = Seen(
+                kv_ref=kv_ref, table_ref=table_ref, window_ref=rows.window, layer=layer,
+                request=request, head=head, row=lane_row, first=first, until=until,
+            )  # fmt: skip
+            page = page_of(seen, lax.div(share.from_position, order.tile), order.tile)
+            written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
+            is_new = written < stop
+            place = pltriton.load(rows.places.at[written], mask=is_new, other=0)
+            is_new &= pltriton.load(rows.is_real.at[written], mask=is_new, other=0) != 0
+            norming = (making.has_norms, making.eps, making.digits)
+            turning = Turning(projected.cos.shape[1], *norming, D)
+            fetch_of = partial(fetch, projected, layer=layer, turning=turning)
+            start_of_head = q_head * ((1 + making.gated) * D)
+            of_queries = {"row": lane_row, "start": start_of_head, "is_in": row < stop}
+            fetch_q = partial(fetch_of, norm_ref=projected.q_norm, **of_queries)
+            # Where programs are few, before what some of them do first; else registers are scarce.
+            is_early = sizes.splits == 1 and not making.is_placed
+            fetched = fetch_q() if is_early else None
+            column = (sizes.q_heads * (1 + making.gated) + head) * D
+
+            def write():
+                is_written = is_new & (place >= share.share_begin) & (place < share.share_end)
+                of_keys = {"row": written, "start": column + 0 * written, "is_in": is_written}
+                k = turn(fetch_of(norm_ref=projected.k_norm, **of_keys), turning)
+                write_pair(
+                    projected.rows, kv_ref, table_ref, layer, written, request, place,
+                    is_written, head, column, k,
+                )  # fmt: skip
+                _barrier(interpret)  # they are read by other threads than wrote them
+
+            if making.is_placed:
+                at = (lane_row[:, None], q_head[:, None], columns_of(D)[None, :])
+                q = load_head(q_ref.at[at], D)
+            else:
+                has_new = bounds.new_from < share.share_end
+                has_new &= bounds.new_until > share.share_begin
+                pl.when(has_new)(write)
+                q = turn(fetched or fetch_q(), turning).astype(projected.rows.dtype)
+            window = pack(rows.window, lane_row, order.nodes)
+            is_bad = jnp.zeros(written.shape, bool)
+            if sizes.max_rows > 1:
+                values = column + kv_ref.shape[4] * D
+                is_bad = is_bad_line(projected.rows, written, values, is_new, D)
+            base = lax.div(share.low, share.unit)
+
+            def store(unit, sums):
+                store_unit(parts, unit - base, row, q_head, sums, row < stop)
+
+            new = _New(places=place, is_bad=is_bad)
+            own_sums = _sum_share(
+                q, seen, window, new, bounds, page, share, order, sizes, store=store
+            )
+
+            def end(sums):
+                if sizes.max_rows > 1:
+                    seen_new = sees(place, first, until, window, order.nodes) & is_bad[None, :]
+                    is_harmed = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
+                    values = jnp.where(is_harmed[:, None], jnp.nan, sums.value)
+                    sums = sums._replace(value=values)
+                gate_ref = projected.rows if making.gated else None
+                finish(sums, gate_ref, out_ref, row, q_head, row < stop, D)
+
+            def end_if_last():
+                _barrier(interpret)
+                arrived = pltriton.atomic_add(arrivals_ref, (request, counter), jnp.int32(1))
+
+                @pl.when(arrived == share.sharing - 1)
+                def _():
+                    arrivals_ref[request, counter] = 0
+                    end(_combine(parts, lane_row, q_head, base, share, order, sizes, interpret))
+
+            if share.is_alone is None:
+                end_if_last()
+            else:
+                pl.when(share.is_alone)(partial(end, own_sums))
+                pl.when(~share.is_alone)(end_if_last)
+
+
+def _share(number, reach, bounds, order, sizes):
+    """What a program does of the positions that are seen or written."""
+    high = jnp.minimum(bounds.seen_until + order.nodes, reach)
+    by_span, unit, fewest = False, order.split, sizes.splits
+    if sizes.may_span:
+        by_span = pl.cdiv(high, order.split) - lax.div(bounds.low, order.split) > sizes.most_parts
+        unit = _either(by_span, order.span, order.split)
+        fewest = _either(by_span, 1, sizes.splits)
+    begin = lax.div(jnp.minimum(bounds.low, bounds.new_from), unit)
+    end = pl.cdiv(jnp.maximum(high, bounds.new_until), unit)
+    end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
+    each = pl.cdiv(end - begin, jnp.minimum(sizes.programs, pl.cdiv(end - begin, fewest)))
+    share_begin = (begin + number * each) * unit
+    share_end = share_begin + each * unit
+    sharing, is_alone = pl.cdiv(end - begin, each), None
+    if sizes.splits > 1:
+        per_span = lax.div(order.span, unit)
+        is_in_one = lax.div(begin, per_span) == lax.div(end - 1, per_span)
+        is_alone = is_in_one & (each == end - begin)
+    return _Share(
+        low=bounds.low,
+        high=high,
+        from_position=jnp.maximum(bounds.low, share_begin),
+        to_position=jnp.minimum(high, share_end),
+        unit=unit,
+        by_span=by_span,
+        share_begin=share_begin,
+        share_end=share_end,
+        number=number,
+        sharing=sharing,
+        is_alone=is_alone,
+    )
+
+
+def _either(condition, one, other):
+    """One of two numbers; Pallas gives a choice between constants the type of its condition."""
+    return other + condition.astype(jnp.int32) * (one - other)
+
+
+def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, store):
+    """Sums the positions of a share, tiles to splits and splits to units, which are stored.
+
+    A unit is a split, or a span. Who is alone stores none. What no row sees is not read.
+    """
+    tile, (lanes, D) = order.tile, q.shape
+    low, high = share.from_position, share.to_position
+    begin = lax.div(low, tile)
+    end = jnp.where(low < high, pl.cdiv(high, tile), begin)
+    # Tiles that every lane sees whole, and of which nothing is new, need no mask.
+    whole = jnp.minimum(lax.div(jnp.minimum(seen.until.min(), bounds.new_from), tile), end)
+    sees_first = seen.first.max() <= begin * tile
+    whole = begin + sees_first.astype(jnp.int32) * jnp.maximum(whole - begin, 0)
+
+    def add(i, carry):
+        number, sums, *of_unit = carry
+        position, pages, number = pages_of(seen, number, i, tile)
+        return number, *close(i, add_whole(q, seen, position, pages, sums, order), *of_unit)
+
+    def add_masked(i, carry):
+        number, sums, *of_unit = carry
+        position, pages, number = pages_of(seen, number, i, tile)
+        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
+        if order.nodes > 0:
+            node = position - bounds.seen_until
+            both = (jnp.broadcast_to(x, node.shape) for x in (window.any_low, window.any_high))
+            is_read |= is_in(*both, node, order.nodes)
+        if sizes.max_rows > 1:
+            is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
+            is_read &= jnp.max(is_one.astype(jnp.int32), axis=1) == 0
+        mask = is_read[:, None]
+        load = partial(load_rows, seen, pages=pages, position=position, mask=mask)
+        scores = scores_of(q, load(which=0), order)
+        is_seen = sees(position, seen.first, seen.until, window, order.nodes)
+        scores = jnp.where(is_seen, scores, NEGATIVE)
+        highest = jnp.maximum(sums.peak, scores.max(axis=1))
+        v = load(which=1)
+        weights = jnp.where(is_seen, jnp.exp2(scores - highest[:, None]), 0.0).astype(v.dtype)
+        return number, *close(i, add_tile(sums, highest, weights, v), *of_unit)
+
+    def close(i, *sums):
+        ends_split = (lax.rem((i + 1) * tile, order.split) == 0) | (i + 1 == end)
+        return lax.cond(ends_split, partial(close_split, i), lambda *x: x, *sums)
+
+    def close_split(i, sums, *of_unit):
+        sums = sums._replace(total=sums.total.max(axis=1))
+        if not of_unit:
+            stored(i, sums)
+            return (nothing,)
+        ends_unit = (lax.rem((i + 1) * tile, share.unit) == 0) | (i + 1 == end)
+        if share.is_alone is not None:
+            ends_unit &= ~share.is_alone
+        sums = fold(*of_unit, sums)
+        return nothing, lax.cond(ends_unit, partial(stored, i), lambda x: x, sums)
+
+    def stored(i, sums):
+        store(lax.div(i * tile, share.unit), sums)
+        return Sums.nothing(lanes, D)
+
+    nothing = Sums.nothing(lanes, D, order.ones)
+    of_unit = [Sums.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
+    summed = lax.fori_loop(begin, whole, add, (number, nothing, *of_unit))
+    return lax.fori_loop(whole, end, add_masked, summed)[-1]
+
+
+def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
+    """Adds what the programs of a request have stored."""
+    end = jnp.where(share.low < share.high, pl.cdiv(share.high, share.unit), begin)
+    per_span = order.span // order.split
+    if sizes.may_span:
+        per_span = _either(share.by_span, 1 << 20, per_span)
+    unroll = max(1, min(8, 16 * 128 * 8 // (sizes.lanes * pl.next_power_of_2(parts.sums.shape[3]))))
+    return combine(parts, row, q_head, begin, end, per_span, unroll, interpret)
+
+
+def _barrier(interpret):
+    """Makes what threads of the program have written seen by its other threads."""
+    if not interpret:
+        pltriton.debug_barrier()

@@ -1,0 +1,327 @@
+"""The attention of `mix` by a Hopper's wide matrix unit and tensor descriptors (TMA), in Pallas.
+
+A kernel for Mosaic GPU. A program has two warpgroups that multiply, each up to 64 pairs of a row
+and a query head, which are the 64 rows that its matrix units take at once: of two key heads, or of
+the two halves of a large one's values. One warpgroup more copies tiles of keys and values ahead.
+Tiles, splits and spans are those of `mix`, added in its order, so that the bits are its bits. The
+queries are made, and the keys and values written, by `place`.
+
+A request of one span is one program's. The spans of longer ones are shared out, and a kernel of
+Pallas for Triton adds them behind.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int
+
+from kernels.pallas_gpu.attention.online_softmax import LOG2_E, Sums, fold
+from kernels.pallas_gpu.attention.verify_sm90_loads import (
+    Own,
+    clear_padding,
+    copy_tiles,
+    fetch_queries,
+    piece_of,
+    shared_of,
+    words_of,
+    write_result,
+)
+from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
+    GROUPS,
+    LANES,
+    TILE,
+    Share,
+    Shared,
+    Sight,
+    Work,
+    loaded_pairs,
+    nothing,
+    spans_of,
+    sum_span,
+)
+from kernels.pallas_gpu.gemm.linear_sm90 import has_mosaic
+from kernels.tiles import DecodeAttentionTiles
+
+
+class Refs(NamedTuple):
+    """What a program reads and writes in the GPU's memory.
+
+    Attributes:
+      q, gate, out: Queries, gates and results.
+      pool: Keys and values of all layers, a position a line.
+      layer, table, starts, bounds: As of `mix`.
+      pairs: Of each block of pairs `first`, `until` and the two words of the window.
+      sights: Of each block, from and until where all pairs see all.
+      sums, peaks, totals: Of the spans that programs leave.
+    """
+
+    q: Any
+    gate: Any
+    pool: Any
+    layer: Any
+    table: Any
+    starts: Any
+    bounds: Any
+    pairs: Any
+    sights: Any
+    out: Any
+    sums: Any
+    peaks: Any
+    totals: Any
+
+
+COLUMNS = 128
+"""Most columns of the values of a warpgroup."""
+_MOST_STAGED = 2 * COLUMNS
+"""Columns of a warpgroup's part in all stages."""
+COPYING_REGISTERS, REGISTERS = 24, 240
+
+
+def takes(q_heads: int, kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> bool:
+    """Whether `mix_described` can be called: with bfloat16, whole tiles in a page, and on a Hopper.
+
+    Args:
+      q_heads: Query heads; those of a key head are all pairs of one warpgroup.
+      kv: The pools, whose heads are two by two the two warpgroups'.
+      tile: Positions of one.
+    """
+    page, k_heads, D = kv.shape[3:]
+    is_whole = page % TILE == 0 and tile == TILE and q_heads <= LANES * k_heads
+    is_even = D == GROUPS * COLUMNS or (D in (COLUMNS, COLUMNS // 2) and k_heads % GROUPS == 0)
+    return is_whole and is_even and kv.dtype == jnp.bfloat16 and has_mosaic()
+
+
+# A function of its own in a program, which has it once for all layers: lowering and compiling a
+# kernel of Mosaic GPU takes half a second.
+@functools.partial(
+    jax.jit, static_argnames=("max_rows", "span", "split", "scale", "tiles"), inline=False
+)
+def mix_described(
+    q: Float[jax.Array, "R Hq D"],
+    gate: Float[jax.Array, "R outputs"] | None,
+    kv: Float[jax.Array, "L 2 P page Hk D"],
+    layer: Int[jax.Array, " 1"],
+    bounds: Int[jax.Array, "B bounds"],
+    page_table: Int[jax.Array, "B table"],
+    row_starts: Int[jax.Array, " B1"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    *,
+    max_rows: int,
+    span: int,
+    split: int,
+    scale: float,
+    tiles: DecodeAttentionTiles,
+) -> Float[jax.Array, "R outputs_of_heads"]:
+    """As `mix.mix` behind `place`, of arrays that `takes` accepts.
+
+    Args:
+      q: Of `place`, which has written the new keys and values.
+      gate: The projection that the queries come from, if each has its gate there behind it.
+      kv, layer, bounds, page_table, row_starts, first, until, window: See `mix.mix`.
+      max_rows, span, split, scale, tiles: The same.
+
+    Raises:
+      ValueError: There is no room for so many stages.
+    """
+    (R, Hq, D), (L, _, P, page, Hk, _) = q.shape, kv.shape
+    B, columns = page_table.shape
+    group, width = Hq // Hk, min(D, COLUMNS)
+    if tiles.stages * width > _MOST_STAGED:
+        most = _MOST_STAGED // width
+        raise ValueError(f"heads of {D} have room for {most} stages, got {tiles.stages}")
+    rows = min(LANES // group, max_rows)
+    spans = pl.cdiv(columns * page, span)
+    work = Work(
+        group=group,
+        piece=piece_of(group, gate, D),
+        D=D,
+        width=width,
+        copied=GROUPS,
+        rows=rows,
+        blocks=pl.cdiv(max_rows, rows),
+        pages=P,
+        programs=min(tiles.programs, spans),
+        span=span,
+        split=split,
+        nodes=window.shape[1],
+        page=page,
+        stages=tiles.stages,
+        scale=scale * LOG2_E,
+        gated=gate is not None,
+    )
+    gates = q if gate is None else gate.reshape(R, -1, 2, D)
+    pairs, sights = _pairs_of(row_starts, first, until, window, work)
+    numbers = Hk * work.parts * work.blocks
+    of, single = jax.ShapeDtypeStruct, jnp.float32
+    out, *left = plgpu.kernel(
+        functools.partial(_mix_described_kernel, work=work),
+        out_type=(
+            of((R, Hq, D), q.dtype),
+            of((spans, B, numbers, LANES, width), single),
+            *(of((spans, B, numbers, LANES), single),) * 2,
+        ),
+        grid=(numbers // GROUPS, B, work.programs),
+        grid_names=("number", "request", "share"),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        scratch_types=shared_of(work)._asdict(),
+        compiler_params=plgpu.CompilerParams(),
+        kernel_name="mix_described",
+    )(
+        *(q, gates, kv.reshape(L * 2 * P * page, Hk * D), layer, page_table, row_starts, bounds),
+        *(pairs, sights),
+    )
+    out = out.reshape(R, Hq * D)
+    if spans == 1:
+        return out
+    return _combined(out, q if gate is None else gate, left, bounds, row_starts, columns, work)
+
+
+def _pairs_of(row_starts, first, until, window, work):
+    """What the pairs of each block see; of a spare pair, what the last row sees."""
+    start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
+    of_block = jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(LANES) // work.group
+    row = jnp.clip(jnp.minimum(start + of_block, stop - 1), 0)
+    each = [x[row].astype(jnp.int32) for x in (first, until, *words_of(window))]
+    pairs = jnp.stack(each, axis=2).reshape(-1, len(each), LANES)
+    sights = jnp.stack([each[0].max(axis=2), each[1].min(axis=2)], axis=2)
+    return pairs, sights.reshape(-1, 2)
+
+
+def _share(number, bounds, has_rows, reach, work):
+    """Of the program of that number."""
+    low, _, seen_until, *_ = bounds
+    high = jnp.minimum(seen_until + work.nodes, reach)
+    base = lax.div(low, work.span)
+    spans = jnp.maximum(pl.cdiv(high, work.span) - base, 1)
+    each = pl.cdiv(spans, jnp.minimum(work.programs, spans))
+    begin = lax.div(jnp.maximum(low, (base + number * each) * work.span), TILE)
+    end = pl.cdiv(jnp.minimum(high, (base + (number + 1) * each) * work.span), TILE)
+    is_one = has_rows & (number < pl.cdiv(spans, each))
+    end = jnp.where((low < high) & is_one, jnp.maximum(end, begin), begin)
+    return Share(begin=begin, end=end, base=base, is_alone=spans == 1, is_one=is_one)
+
+
+def _mix_described_kernel(*refs, work, **shared):
+    """One program per two parts of key heads of a block of rows, request, and share."""
+    refs, shared = Refs(*refs), Shared(**shared)
+    number, request = lax.axis_index("number"), lax.axis_index("request")
+    group, share_number = lax.axis_index("group"), lax.axis_index("share")
+    pair, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
+    bounds = [refs.bounds[request, i] for i in range(refs.bounds.shape[1])]
+    row, stop = refs.starts[request] + block * work.rows, refs.starts[request + 1]
+    reach = refs.table.shape[1] * work.page
+    share = _share(share_number, bounds, row < stop, reach, work)
+
+    @pl.when(group == GROUPS)
+    def _copy():
+        plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+        copy_tiles(refs, shared, share, request, pair * GROUPS * work.width, work)
+
+    @pl.when(group < GROUPS)
+    def _attend():
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        part = pair * GROUPS + group
+        head, column = lax.div(part, work.parts), lax.rem(part, work.parts) * work.width
+        own = Own(head=head, column=column, row=row, stop=stop)
+
+        @pl.when((share_number == 0) & (block == 0))
+        def _():
+            num_requests = refs.starts.shape[0] - 1
+            begin = refs.starts[num_requests] + request
+            clear_padding(refs, shared, group, own, begin, num_requests, work)
+
+        @pl.when(share.is_one)
+        def _():
+            fetch_queries(refs, shared, group, own, work)
+            index = request * work.blocks + block
+            sight = _sight_of(refs, index, bounds)
+
+            def add(span, _):
+                sums = sum_span(shared, share, span, group, sight, work)
+
+                @pl.when(~share.is_alone)
+                def _store():
+                    place = (span - share.base, request, part * work.blocks + block)
+                    refs.sums[place] = sums.value
+                    refs.peaks[place] = sums.peak
+                    refs.totals[place] = sums.total
+
+                return sums
+
+            sums = lax.fori_loop(*spans_of(share, work), add, nothing(work.width))
+
+            @pl.when(share.is_alone)
+            def _finish():
+                write_result(refs, shared, group, own, sums, work)
+
+
+def _sight_of(refs, index, bounds):
+    """Of the pairs of a block."""
+    _, seen_from, seen_until, new_from, _ = bounds
+    return Sight(
+        pairs=loaded_pairs(refs.pairs.at[index, i] for i in range(refs.pairs.shape[1])),
+        whole_from=refs.sights[index, 0],
+        whole_until=jnp.minimum(refs.sights[index, 1], new_from),
+        old_from=seen_from,
+        old_until=jnp.minimum(seen_until, new_from),
+    )
+
+
+def _combined(out, gate, left, bounds, row_starts, columns, work):
+    """Adds the spans that programs have left, and finishes the rows of such requests."""
+    _, B, numbers, *_ = left[0].shape
+    return pl.pallas_call(
+        functools.partial(_combine_kernel, reach=columns * work.page, work=work),
+        grid=(numbers, B),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        input_output_aliases={0: 0},
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        name="combine_spans",
+    )(out, gate, *left, bounds, row_starts)
+
+
+def _combine_kernel(
+    _, gate_ref, sums_ref, peaks_ref, totals_ref, bounds_ref, starts_ref, out_ref, *, reach, work
+):
+    """One program per block of pairs and part of a key head's values, and request."""
+    number, request = pl.program_id(0), pl.program_id(1)
+    part, block = lax.div(number, work.blocks), lax.rem(number, work.blocks)
+    head, column = lax.div(part, work.parts), lax.rem(part, work.parts) * work.width
+    low = bounds_ref[request, 0]
+    high = jnp.minimum(bounds_ref[request, 2] + work.nodes, reach)
+    spans = pl.cdiv(high, work.span) - lax.div(low, work.span)
+    start, stop = starts_ref[request] + block * work.rows, starts_ref[request + 1]
+
+    @pl.when((spans > 1) & (low < high) & (start < stop))
+    def _():
+        lane, of_lane = lax.iota(jnp.int32, LANES), lax.iota(jnp.int32, work.width)
+        each = lax.div(lane, work.group)
+        row, q_head = start + each, head * work.group + lax.rem(lane, work.group)
+
+        def add(unit, sums):
+            at = unit, request, number
+            more = Sums(
+                pltriton.load(sums_ref.at[(*at, lane[:, None], of_lane[None, :])]),
+                pltriton.load(peaks_ref.at[(*at, lane)]),
+                pltriton.load(totals_ref.at[(*at, lane)]),
+            )
+            return fold(sums, more)
+
+        sums = lax.fori_loop(0, spans, add, Sums.nothing(LANES, work.width))
+        keep = ((row < stop) & (each < work.rows))[:, None]
+        out = sums.value / jnp.maximum(sums.total, 1e-30)[:, None]
+        at = q_head[:, None] * work.D + column + of_lane[None, :]
+        if work.gated:
+            gate_at = gate_ref.at[row[:, None], at + (q_head[:, None] + 1) * work.D]
+            gate = pltriton.load(gate_at, mask=keep, other=0.0).astype(jnp.float32)
+            out = out / (1.0 + jnp.exp2(gate * -LOG2_E))
+        pltriton.store(out_ref.at[row[:, None], at], out.astype(out_ref.dtype), mask=keep)

@@ -1,0 +1,232 @@
+"""The attention of `attention` by a Hopper's wide matrix unit and tensor descriptors, in Pallas.
+
+A kernel for Mosaic GPU. A program has two warpgroups that multiply, each up to 64 pairs of a row
+and a query head of one key head, or the two halves of a large one's values. What a warpgroup more
+copies is for both. Tiles, splits and spans are those of `attention`, added in its order, so that
+the bits are its bits.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Bool, Float, Int
+
+from kernels.pallas_gpu.attention.attention_layer_sm90 import (
+    COLUMNS,
+    COPYING_REGISTERS,
+    REGISTERS,
+)
+from kernels.pallas_gpu.attention.online_softmax import LOG2_E
+from kernels.pallas_gpu.attention.verify_sm90_loads import (
+    Own,
+    clear_padding,
+    copy_tiles,
+    fetch_queries,
+    piece_of,
+    shared_of,
+    words_of,
+    write_result,
+)
+from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
+    GROUPS,
+    LANES,
+    TILE,
+    Share,
+    Shared,
+    Sight,
+    Work,
+    folded,
+    loaded_pairs,
+    nothing,
+    spans_of,
+    sum_span,
+)
+from kernels.tiles import AttentionTiles
+
+_MOST_STAGED = 8 * COLUMNS
+"""Columns of all tiles of keys and values in shared memory."""
+
+
+class Refs(NamedTuple):
+    """What a program reads and writes in the GPU's memory.
+
+    Attributes:
+      q, gate, out: Queries, gates and results.
+      pool: Keys and values of all layers, a position a line.
+      layer, table, starts: As of `attention`.
+      pairs: Of all pairs of a row and a query head `first`, `until` and the words of the window.
+      sights: Of each block: the lowest and highest of its rows' positions, and from and until where
+        all see all.
+    """
+
+    q: Any
+    gate: Any
+    pool: Any
+    layer: Any
+    table: Any
+    starts: Any
+    pairs: Any
+    sights: Any
+    out: Any
+
+
+def attend_described(
+    q: Float[jax.Array, "R Hq D"],
+    gate: Float[jax.Array, "R outputs"] | None,
+    kv: Float[jax.Array, "L 2 P page Hk D"],
+    layer: Int[jax.Array, " 1"],
+    page_table: Int[jax.Array, "B table"],
+    row_starts: Int[jax.Array, " B1"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    *,
+    max_rows: int,
+    span: int,
+    split: int,
+    scale: float,
+    tiles: AttentionTiles,
+) -> Float[jax.Array, "R outputs_of_heads"]:
+    """As `attention.attend`, of arrays that `mix_described.takes` accepts and a narrow window.
+
+    Args:
+      q, gate, kv, layer, page_table, row_starts, first, until, window: See `attend`.
+      max_rows, span, split, scale, tiles: The same.
+
+    Raises:
+      ValueError: There is no room for so many stages.
+    """
+    (_, Hq, D), (P, page, Hk, _) = q.shape, kv.shape[2:]
+    group, width = Hq // Hk, min(D, COLUMNS)
+    rows, copied = min(LANES // group, max_rows), D // width
+    blocks = pl.cdiv(max_rows, rows)
+    work = Work(
+        group=group,
+        piece=piece_of(group, gate, D),
+        D=D,
+        width=width,
+        copied=copied,
+        rows=rows,
+        blocks=blocks + blocks % 2 if copied == 1 else blocks,
+        pages=P,
+        programs=1,
+        span=span,
+        split=split,
+        nodes=window.shape[1],
+        page=page,
+        stages=tiles.described,
+        scale=scale * LOG2_E,
+        gated=gate is not None,
+    )
+    room = _MOST_STAGED // width - work.spare
+    if 2 * work.stages * copied > room:
+        most = room // (2 * copied)
+        raise ValueError(f"heads of {D} have room for {most} stages, got {work.stages}")
+    return _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, work=work)
+
+
+# A function of its own in a program, as that of `mix_described`.
+@functools.partial(jax.jit, static_argnames=("work",), inline=False)
+def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *, work):
+    (R, Hq, D), (L, _, P, page, Hk, _) = q.shape, kv.shape
+    gates = q if gate is None else gate.reshape(R, -1, 2, D)
+    pairs = jnp.stack([first, until, *words_of(window)[: pl.cdiv(work.nodes, 32)]])
+    pairs = jnp.repeat(pairs.astype(jnp.int32), work.group, axis=1)
+    # A block that lies behind the last row reads as many more.
+    pairs = jnp.pad(pairs, ((0, 0), (0, 2 * LANES)))
+    out = plgpu.kernel(
+        functools.partial(_attend_described_kernel, work=work),
+        out_type=jax.ShapeDtypeStruct((R, Hq, D), q.dtype),
+        grid=(len(page_table), work.blocks * work.parts // GROUPS, Hk),
+        grid_names=("request", "number", "head"),
+        num_threads=GROUPS + 1,
+        thread_name="group",
+        scratch_types=shared_of(work)._asdict(),
+        compiler_params=plgpu.CompilerParams(),
+        kernel_name="attend_described",
+    )(
+        *(q, gates, kv.reshape(L * 2 * P * page, Hk * D), layer, page_table, row_starts),
+        *(pairs, _sights_of(row_starts, first, until, work)),
+    )
+    return out.reshape(R, Hq * D)
+
+
+def _sights_of(row_starts, first, until, work):
+    """What the rows of each block see; of a block without rows, nothing."""
+    start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
+    row = start + jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(work.rows)
+    is_one, row = row < stop, jnp.minimum(row, len(first) - 1)
+    first, until, most = first[row], until[row], jnp.iinfo(jnp.int32).max
+    sights = [
+        jnp.where(is_one, jnp.minimum(first, until), most).min(axis=2),
+        jnp.where(is_one, until, 0).max(axis=2),
+        jnp.where(is_one, first, 0).max(axis=2),
+        jnp.where(is_one, until, most).min(axis=2),
+    ]
+    return jnp.stack(sights, axis=2).astype(jnp.int32)
+
+
+def _attend_described_kernel(*refs, work, **shared):
+    """One program per request, two blocks of rows or one of a large head, and key head."""
+    refs, shared = Refs(*refs), Shared(**shared)
+    request, head = lax.axis_index("request"), lax.axis_index("head")
+    group, programs = lax.axis_index("group"), work.blocks * work.parts // GROUPS
+    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    number = programs - 1 - lax.axis_index("number")
+    first_block = number * GROUPS if work.is_shared else number
+    start, stop = refs.starts[request], refs.starts[request + 1]
+    share = _share(refs, request, first_block, start + first_block * work.rows < stop, work)
+
+    @pl.when(group == GROUPS)
+    def _copy():
+        plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
+        copy_tiles(refs, shared, share, request, head * work.D, work)
+
+    @pl.when(group < GROUPS)
+    def _attend_block():
+        plgpu.set_max_registers(REGISTERS, action="increase")
+        block = first_block + group if work.is_shared else first_block
+        column = 0 if work.is_shared else group * work.width
+        own = Own(head=head, column=column, row=start + block * work.rows, stop=stop)
+        num_requests = refs.starts.shape[0] - 1
+        turn = request * work.blocks + block
+        begin, turns = refs.starts[num_requests] + turn, num_requests * work.blocks
+        clear_padding(refs, shared, group, own, begin, turns, work)
+
+        @pl.when(share.is_one)
+        def _():
+            fetch_queries(refs, shared, group, own, work)
+            at = pl.ds(own.row * work.group, LANES)
+            sight = Sight(
+                pairs=loaded_pairs(refs.pairs.at[i, at] for i in range(refs.pairs.shape[0])),
+                whole_from=refs.sights[request, block, 2],
+                whole_until=refs.sights[request, block, 3],
+                old_from=0,
+                old_until=0,
+            )
+
+            # A loop of its own: what is summed over spans need not be at hand within one.
+            def add(span, sums):
+                return folded(sums, sum_span(shared, share, span, group, sight, work))
+
+            sums = lax.fori_loop(*spans_of(share, work), add, nothing(work.width))
+            write_result(refs, shared, group, own, sums, work)
+
+
+def _share(refs, request, block, has_rows, work):
+    """The tiles that some row of a program sees."""
+    lows, highs = (
+        [refs.sights[request, block + i, which] for i in range(work.spare or 1)]
+        for which in range(2)
+    )
+    low, high = functools.reduce(jnp.minimum, lows), functools.reduce(jnp.maximum, highs)
+    high = jnp.minimum(high + work.nodes, refs.table.shape[1] * work.page)
+    begin = lax.div(low, TILE)
+    is_one = has_rows & (low < high)
+    end = jnp.where(is_one, pl.cdiv(high, TILE), begin)
+    return Share(begin=begin, end=end, base=0, is_alone=True, is_one=has_rows)

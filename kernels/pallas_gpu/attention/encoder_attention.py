@@ -1,0 +1,160 @@
+"""Attention of a picture's patches, which see each other, on the Triton lowering of Pallas.
+
+A first kernel turns queries and keys and lays each head in blocks; then a program sums the values
+of all patches for a block of rows of one head, tile by tile from the first patch on. So a row's
+sums have one order, whatever the padding. What must stay equal in the Triton twin is listed in
+`kernels/__init__.py`.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from kernels.encoder_head_sizes import sizes_of
+from kernels.pallas_gpu.attention.encoder_attention_sm90 import (
+    attend_all_described,
+    takes,
+)
+from kernels.pallas_gpu.attention.encoder_qkv_layout import lay
+from kernels.tiles import EncoderAttentionTiles
+
+LOG2_E = 1.4426950408889634
+NEGATIVE = -1e30
+EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
+
+
+def attend_all(
+    qkv: Float[jax.Array, "R columns"],
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+    count: Int[jax.Array, " 1"],
+    *,
+    tile: int,
+    scale: float,
+    tiles: EncoderAttentionTiles,
+    interpret: bool = False,
+) -> Float[jax.Array, "R hidden"]:
+    """As `shared.spec.attention.attend_all`, its heads side by side; rows of padding are 0.
+
+    Args:
+      tile: Patches that are added at once: the order of the sums.
+      scale: What scores are multiplied by.
+      tiles: How the work is cut otherwise.
+      interpret: Run on a CPU.
+    """
+    (R, columns), D = qkv.shape, 2 * cos.shape[1]
+    sizes = sizes_of(columns // 3 // D, D)
+    if tiles.described and takes(qkv, D, tile):
+        rows = pl.cdiv(R, tiles.groups * tile) * tiles.groups * tile
+        laid = lay(qkv, cos, sin, count, rows, sizes, interpret=interpret)
+        how = {"heads": sizes.heads, "scale": scale * LOG2_E, "tiles": tiles}
+        return attend_all_described(laid, count, R, **how)
+    laid = lay(qkv, cos, sin, count, R, sizes, interpret=interpret)
+    how = {"sizes": sizes, "tile": tile, "scale": scale * LOG2_E, "lanes": tiles.lanes}
+    return pl.pallas_call(
+        functools.partial(_attend_kernel, **how),
+        grid=(pl.cdiv(R, tiles.lanes), sizes.heads),
+        out_shape=jax.ShapeDtypeStruct((R, columns // 3), qkv.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="attend_all",
+    )(laid, count)
+
+
+class Rows(NamedTuple):
+    """Where queries, keys and values lie; which head it is, and how many patches there are.
+
+    Attributes:
+      scale: Of scores, by which 2 is raised.
+    """
+
+    laid_ref: object
+    head: jax.Array
+    count: jax.Array
+    scale: float
+
+
+class Sums(NamedTuple):
+    """Over some patches: the highest score, and the weighted values of both blocks.
+
+    Behind the rest of the second stands the sum of the weights, as its values are 1.
+    """
+
+    peak: jax.Array
+    main: jax.Array
+    beside: jax.Array
+
+
+def _attend_kernel(laid_ref, count_ref, out_ref, *, sizes, tile, scale, lanes):
+    """One program per block of rows and head."""
+    first, head, count = pl.program_id(0) * lanes, pl.program_id(1), count_ref[0]
+    row, D = first + lax.iota(jnp.int32, lanes), sizes.main + sizes.rest
+    sums = Sums(
+        peak=jnp.full((lanes,), NEGATIVE, jnp.float32),
+        main=jnp.zeros((lanes, sizes.main_block), jnp.float32),
+        beside=jnp.zeros((lanes, sizes.beside_block), jnp.float32),
+    )
+    # Padding's rows are those of the last patch again, of which nothing is kept.
+    end = jnp.where(first < count, count, 0)
+    patch = jnp.minimum(row, jnp.maximum(count - 1, 0))
+    q = _blocks(laid_ref, patch, head, sizes)
+    rows = Rows(laid_ref, head, count, scale)
+    add = functools.partial(_add_tile, q, rows, sizes, tile)
+    sums = lax.fori_loop(0, pl.cdiv(end, tile), add, sums)
+    is_weight = lax.iota(jnp.int32, sizes.beside_block)[None, :] == sizes.rest
+    weight = jnp.maximum(jnp.where(is_weight, sums.beside, 0.0).max(axis=1), 1e-30)[:, None]
+    _store(out_ref, sums.main / weight, row, head * D, sizes.main)
+    if sizes.rest:
+        _store(out_ref, sums.beside / weight, row, head * D + sizes.main, sizes.rest)
+
+
+def _add_tile(q, rows, sizes, tile, i, sums):
+    """Adds a tile of patches to the sums of a block of rows.
+
+    Behind the last patch stands that one again, with no weight. So the tile that is not whole is
+    no other code: its loads, masked by rows in a loop of its own, gave the columns of a head's
+    second block other values in one of the languages on an H100.
+    """
+    patch = i * tile + lax.iota(jnp.int32, tile)
+    behind = jnp.where(patch < rows.count, 0.0, NEGATIVE)
+    patch = jnp.minimum(patch, rows.count - 1)
+    keys = _blocks(rows.laid_ref, patch, sizes.heads + rows.head, sizes)
+    scores = pltriton.dot(q[0], keys[0].T, **EXACT)
+    for mine, theirs in zip(q[1:], keys[1:], strict=True):
+        scores += pltriton.dot(mine, theirs.T, **EXACT)
+    scores = scores * rows.scale + behind[None, :]
+    highest = jnp.maximum(sums.peak, scores.max(axis=1))
+    weights = jnp.exp2(scores - highest[:, None]).astype(q[0].dtype)
+    decay = jnp.exp2(sums.peak - highest)[:, None]
+    v = _load(rows.laid_ref, patch, 2 * sizes.heads + rows.head, 0, sizes.main_block)
+    main = sums.main * decay + pltriton.dot(weights, v, **EXACT)
+    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
+    v = _load(rows.laid_ref, patch, rows.head, sizes.besides, sizes.beside_block)
+    beside = sums.beside * decay + pltriton.dot(weights, v, **EXACT)
+    return Sums(highest, main, beside)
+
+
+def _blocks(ref, row, head, sizes):
+    """Of the queries or keys of some rows and a head, the one block or both."""
+    blocks = [(0, sizes.main_block), (sizes.rests, sizes.rest_block)]
+    return [_load(ref, row, head, first, width) for first, width in blocks if width]
+
+
+def _load(ref, row, number, first, width):
+    """Some rows of the block of that number, the first of which begins at a column."""
+    column = first + number * width + lax.iota(jnp.int32, width)
+    return pltriton.load(ref.at[row[:, None], column[None, :]])
+
+
+def _store(out_ref, x, row, first, width):
+    (R, hidden), column = out_ref.shape, lax.iota(jnp.int32, x.shape[1])[None, :]
+    row, is_written = row[:, None], column < width
+    # What is not written gets a place outside, for the interpreter.
+    to = out_ref.at[jnp.where(row < R, row, R), jnp.where(is_written, first + column, hidden)]
+    pltriton.store(to, x.astype(out_ref.dtype), mask=(row < R) & is_written)

@@ -1,0 +1,253 @@
+"""What a layer does with its heads before attention, in Pallas: norm, rotation, writing.
+
+`mix` does it in the kernel that attends; where rows are many, `place` does it before `attend`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int
+
+from kernels.pallas_gpu.attention.head_dim_padding import (
+    columns_of,
+    in_head,
+    is_in_head,
+    load_kept,
+)
+from kernels.pallas_gpu.gemm.linear_mainloop import let_next_start
+from kernels.pallas_gpu.gemm.sum_of_squares import add_up
+
+_ROWS = 16  # of a program
+
+
+class Turning(NamedTuple):
+    """How heads of D numbers are normed and turned; `half` is of the numbers that are turned."""
+
+    half: int
+    has_norms: bool
+    eps: float
+    digits: int
+    D: int
+
+
+class Projected(NamedTuple):
+    """What heads are made of: the projection's rows, scales of the norms, and angles."""
+
+    rows: Any
+    q_norm: Any
+    k_norm: Any
+    cos: Any
+    sin: Any
+
+
+class Written(NamedTuple):
+    """Whose keys and values rows have, and at which place; padding is not written."""
+
+    request: Any
+    places: Any
+    is_real: Any
+
+
+class Fetched(NamedTuple):
+    """Numbers of heads, those that each is turned with, and what both are multiplied by."""
+
+    x: Any
+    other: Any
+    x_norm: Any
+    other_norm: Any
+    cos: Any
+    sin: Any
+
+
+def place(
+    projected: Float[jax.Array, "R outputs"],
+    q_norm: Float[jax.Array, "*L D"] | None,
+    k_norm: Float[jax.Array, "*L D"] | None,
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+    kv: Float[jax.Array, "L 2 P page Hk D"],
+    layer: Int[jax.Array, " 1"],
+    page_table: Int[jax.Array, "B table"],
+    request: Int[jax.Array, " R"],
+    places: Int[jax.Array, " R"],
+    is_real: Bool[jax.Array, " R"],
+    *,
+    gated: bool,
+    eps: float,
+    digits: int,
+    interpret: bool = False,
+) -> tuple[Float[jax.Array, "R Hq D"], Float[jax.Array, "L 2 P page Hk D"]]:
+    """Writes the rows' keys and values to a layer's pools, and gives the queries to attend with.
+
+    The parts of `shared.spec.attention_layer.mix` before its attention, or `mix_keys`, whose
+    projection has no queries.
+
+    Args:
+      projected: Query heads, each with its gate behind it if `gated`; key heads; value heads.
+      q_norm, k_norm: Scales of the heads' norms, if they have any; of the layer, or of all.
+      cos, sin: Of the rotation at each row.
+      kv, layer: The pools of all layers, and which is written. An operand: XLA compiles kernels
+        of equal text once.
+      page_table, request, places, is_real: Where the rows are written; padding is not.
+      gated: Whether queries have gates.
+      eps: Of the norms.
+      digits: Of a unit of the squares: the order of the sums.
+      interpret: Run on a CPU.
+
+    Returns:
+      The queries, and the pools after the writes.
+    """
+    R, (k_heads, D) = len(projected), kv.shape[4:]
+    q_heads = (projected.shape[1] // D - 2 * k_heads) // (1 + gated)
+    queries = jax.ShapeDtypeStruct((R, q_heads, D), projected.dtype) if q_heads else None
+    kv, q = pl.pallas_call(
+        functools.partial(
+            _place_kernel,
+            gated=gated,
+            turning=Turning(cos.shape[1], k_norm is not None, eps, digits, D),
+            interpret=interpret,
+        ),
+        grid=(pl.cdiv(R, _ROWS), q_heads + k_heads),
+        out_shape=(jax.ShapeDtypeStruct(kv.shape, kv.dtype), queries),
+        input_output_aliases={len(Projected._fields): 0},
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="place",
+    )(
+        projected_of(projected, q_norm, k_norm, cos, sin),
+        *(kv, layer, page_table),
+        Written(request=request, places=places, is_real=is_real.astype(jnp.int8)),
+    )
+    return jnp.zeros((R, 0, D), projected.dtype) if q is None else q, kv
+
+
+def projected_of(
+    projected: Float[jax.Array, "R outputs"],
+    q_norm: Float[jax.Array, "*L D"] | None,
+    k_norm: Float[jax.Array, "*L D"] | None,
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+) -> Projected:
+    """For a kernel; where there is no norm, the angles stand for its scales, unread."""
+    return Projected(
+        rows=projected,
+        q_norm=cos if q_norm is None else q_norm,
+        k_norm=cos if k_norm is None else k_norm,
+        cos=cos,
+        sin=sin,
+    )
+
+
+def _place_kernel(
+    projected, _, layer_ref, table_ref, written, kv_ref, q_ref, *, gated, turning, interpret
+):  # fmt: skip
+    """One program per block of rows and head, the query heads first."""
+    (R, width), (k_heads, D) = projected.rows.shape, kv_ref.shape[4:]
+    q_heads = (width // D - 2 * k_heads) // (1 + gated)
+    row = early(pl.program_id(0) * _ROWS + lax.iota(jnp.int32, _ROWS), interpret)
+    is_row, head, layer = row < R, pl.program_id(1), layer_ref[0]
+
+    def turned_head(norm_ref, start, is_in):
+        return turned(projected, norm_ref, layer, row, start + 0 * row, is_in, turning)
+
+    if q_ref is not None:
+
+        @pl.when(head < q_heads)
+        def _():
+            q = turned_head(projected.q_norm, head * ((1 + gated) * D), is_row)
+            at = jnp.where(is_row, row, R)[:, None]  # outside, for the interpreter
+            at = q_ref.at[at, head, columns_of(D)[None, :]]
+            pltriton.store(at, q.astype(q_ref.dtype), mask=in_head(is_row[:, None], D))
+
+    @pl.when(head >= q_heads)
+    def _():
+        is_real = is_row & (pltriton.load(written.is_real.at[row], mask=is_row, other=0) != 0)
+        request = pltriton.load(written.request.at[row], mask=is_real, other=0)
+        place = pltriton.load(written.places.at[row], mask=is_real, other=0)
+        start = (q_heads * (1 + gated) + head - q_heads) * D
+        k = turned_head(projected.k_norm, start, is_real)
+        write_pair(
+            projected.rows, kv_ref, table_ref, layer, row, request, place, is_real,
+            head - q_heads, start, k,
+        )  # fmt: skip
+
+
+def write_pair(projected_ref, kv_ref, table_ref, layer, row, request, place, is_in, head, start, k):
+    """Writes the key and the value of some rows' key head at their places.
+
+    `k` holds the keys, which began at column `start`; the values stand behind all keys.
+    """
+    _, _, P, page, k_heads, D = kv_ref.shape
+    column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
+    values = start + k_heads * D + column
+    v = pltriton.load(projected_ref.at[row[:, None], values], mask=keep, other=0.0)
+    number = pltriton.load(table_ref.at[request, lax.div(place, page)], mask=is_in, other=0)
+    # A row that is not written gets a page outside, for the interpreter.
+    number, place = jnp.where(is_in, number, P)[:, None], lax.rem(place, page)[:, None]
+    for which, x in enumerate((k.astype(kv_ref.dtype), v)):
+        pltriton.store(kv_ref.at[layer, which, number, place, head, column], x, mask=keep)
+
+
+def turned(projected, norm_ref, layer, row, start, is_in, turning):
+    """A head of some rows after its norm and the rotation, [rows, D] in float32.
+
+    `start` is the head's first column.
+    """
+    return turn(fetch(projected, norm_ref, layer, row, start, is_in, turning), turning)
+
+
+def fetch(projected, norm_ref, layer, row, start, is_in, turning):
+    """What `turn` takes; each column is loaded beside the one that it is turned with."""
+    half, column = turning.half, columns_of(turning.D)[None, :]
+    keep = in_head(is_in[:, None], turning.D)
+    partner = jnp.where(column < half, column + half, column - half)
+    partner = jnp.where(column < 2 * half, partner, column)
+
+    def load(ref, columns, mask):
+        at = ref.at[row[:, None], columns]
+        return pltriton.load(at, mask=mask, other=0.0).astype(jnp.float32)
+
+    x, other = (load(projected.rows, start[:, None] + at, keep) for at in (column, partner))
+    angle = jnp.where(column < half, column, column - half)
+    is_turned = keep & (column < 2 * half)
+    cos, sin = (load(ref, angle, is_turned) for ref in (projected.cos, projected.sin))
+    x_norm = other_norm = None
+    if turning.has_norms:
+        lead = (layer,) if len(norm_ref.shape) == 2 else ()
+        x_norm, other_norm = (
+            load_kept(norm_ref.at[(*lead, at[0])], is_in_head(turning.D))[None, :]
+            for at in (column, partner)
+        )
+    return Fetched(x=x, other=other, x_norm=x_norm, other_norm=other_norm, cos=cos, sin=sin)
+
+
+def turn(fetched, turning):
+    """See `turned`."""
+    x, other = fetched.x, fetched.other
+    if turning.has_norms:
+        mean = add_up(x * x, turning.digits) * (1.0 / turning.D)
+        scale = lax.rsqrt(mean + turning.eps)[:, None]
+        x, other = x * scale * fetched.x_norm, other * scale * fetched.other_norm
+    column = columns_of(turning.D)[None, :]
+    turned_x = x * fetched.cos + jnp.where(column < turning.half, -other, other) * fetched.sin
+    return jnp.where(column < 2 * turning.half, turned_x, x)
+
+
+def early(x, interpret):
+    """Lets the next kernel start while this one runs; gives back `x`, whose use keeps it here."""
+    return x if interpret else let_next_start(x)
+
+
+def is_bad_line(projected_ref, row, start, is_new, D):
+    """Which new rows have a value that is no number.
+
+    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
+    """
+    at = projected_ref.at[row[:, None], start + columns_of(D)[None, :]]
+    v = pltriton.load(at, mask=in_head(is_new[:, None], D), other=0)
+    return jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1) > 0

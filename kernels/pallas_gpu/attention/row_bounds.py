@@ -1,0 +1,146 @@
+"""What the rows of a request see and write, in few numbers, for Pallas.
+
+The bounds of a request are told once for all layers; a window is as many bits.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Int
+
+from kernels.tiles import BLOCKS
+from shared.spec.attention_layer import BOUNDS, Bounds
+
+
+class Window(NamedTuple):
+    """Windows as bits of two numbers: of each lane, and of all lanes together."""
+
+    low: Any
+    high: Any
+    any_low: Any
+    any_high: Any
+
+
+def reach(
+    row_starts: Int[jax.Array, " B1"],
+    places: Int[jax.Array, " R"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    is_real: Bool[jax.Array, " R"],
+    *,
+    max_rows: int,
+    k_heads: int,
+    interpret: bool = False,
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
+    """As `shared.spec.attention_layer.reach`, and zeros to count by.
+
+    Args:
+      row_starts, first, until, max_rows: See `attend`.
+      places, is_real: See `place`.
+      k_heads: Hk.
+      interpret: Run on a CPU.
+    """
+    B = len(row_starts) - 1
+    bounds, arrivals = pl.pallas_call(
+        functools.partial(_reach_kernel, rows=pl.next_power_of_2(max_rows)),
+        grid=(B,),
+        out_shape=[jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (BOUNDS, k_heads * BLOCKS)],
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="reach",
+    )(row_starts, places, first, until, is_real.astype(jnp.int8))
+    return bounds, arrivals
+
+
+def _reach_kernel(
+    starts_ref, places_ref, first_ref, until_ref, real_ref, bounds_ref, arrivals_ref, *, rows
+):
+    """One program per request."""
+    request = pl.program_id(0)
+    start, stop = starts_ref[request], starts_ref[request + 1]
+    row, most = start + lax.iota(jnp.int32, rows), 2**31 - 1
+    is_row = row < stop
+    # A row that is not read gets a place inside, for the interpreter.
+    at = jnp.minimum(row, first_ref.shape[0] - 1)
+    first = pltriton.load(first_ref.at[at], mask=is_row, other=most)
+    until = pltriton.load(until_ref.at[at], mask=is_row, other=0)
+    place = pltriton.load(places_ref.at[at], mask=is_row, other=0)
+    is_real = pltriton.load(real_ref.at[at], mask=is_row, other=0) != 0
+    low = jnp.min(jnp.where(is_row, jnp.minimum(first, until), most))
+    is_any = jnp.max(is_real.astype(jnp.int32)) > 0
+    bounds = Bounds(
+        low=jnp.where(start < stop, low, 0),
+        seen_from=jnp.min(first),
+        seen_until=jnp.max(until),
+        new_from=jnp.where(is_any, jnp.min(jnp.where(is_real, place, most)), low),
+        new_until=jnp.where(is_any, jnp.max(jnp.where(is_real, place + 1, 0)), 0),
+    )
+    for which, bound in enumerate(bounds):
+        bounds_ref[request, which] = bound
+    counters = arrivals_ref.shape[1]
+    counter = lax.iota(jnp.int32, pl.next_power_of_2(counters))
+    zeros = jnp.zeros_like(counter)
+    pltriton.store(arrivals_ref.at[request, counter], zeros, mask=counter < counters)
+
+
+def bounds_of(bounds_ref, request):
+    """What `reach` has found of a request."""
+    return Bounds(*(bounds_ref[request, which] for which in range(BOUNDS)))
+
+
+def pack(window_ref, rows, nodes):
+    """Each lane's window as the bits of two numbers, and that of all lanes together."""
+    nothing = (jnp.zeros(rows.shape, jnp.int32), 0)
+    low, any_low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
+    high, any_high = _pack_word(window_ref, rows, 32, nodes) if nodes > 32 else nothing
+    return Window(low=low, high=high, any_low=any_low, any_high=any_high)
+
+
+def _pack_word(window_ref, rows, begin, nodes):
+    bit = lax.iota(jnp.int32, 32)
+    is_node = jnp.broadcast_to((begin + bit < nodes)[None, :], (len(rows), 32))
+    at = window_ref.at[rows[:, None], jnp.minimum(begin + bit, nodes - 1)[None, :]]
+    is_set = pltriton.load(at, mask=is_node, other=0).astype(jnp.int32)
+    word = jnp.sum(lax.shift_left(is_set, jnp.broadcast_to(bit[None, :], is_set.shape)), axis=1)
+    return word, jnp.sum(lax.shift_left(is_set.max(axis=0), bit))
+
+
+def sees(position, first, until, window, nodes):
+    """Which positions each lane sees, [lanes, positions]."""
+    position = position[None, :]
+    seen = (position >= first[:, None]) & (position < until[:, None])
+    if nodes > 0:
+        node = position - until[:, None]
+        low, high = (jnp.broadcast_to(x[:, None], node.shape) for x in (window.low, window.high))
+        seen |= is_in(low, high, node, nodes)
+    return seen
+
+
+def is_in(low, high, node, nodes):
+    """Whether a bit is set, and is one."""
+    bits = jnp.where(node < 32, low, high) if nodes > 32 else low
+    is_set = lax.shift_right_arithmetic(bits, node & 31) & 1
+    return (is_set != 0) & (node >= 0) & (node < nodes)
+
+
+def bits_of(is_one, node):
+    """Nodes as the bits of two numbers."""
+    bit = jnp.where(is_one, lax.shift_left(jnp.int32(1), node & 31), 0)
+    return tuple(jnp.sum(jnp.where(node >> 5 == high, bit, 0)) for high in (0, 1))
+
+
+def path_to(leaf, parents_ref, request):
+    """The nodes from the root to a leaf, as the bits of two numbers."""
+
+    def climb(carry):
+        above, low, high = carry
+        bit, is_high = lax.shift_left(jnp.int32(1), above & 31), above >> 5
+        return parents_ref[request, above], low | bit * (1 - is_high), high | bit * is_high
+
+    above_root = lambda carry: carry[0] > 0  # noqa: E731
+    return lax.while_loop(above_root, climb, (leaf, jnp.int32(1), jnp.int32(0)))[1:]

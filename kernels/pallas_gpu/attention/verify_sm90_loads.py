@@ -1,0 +1,179 @@
+"""How tiles come into shared memory and results from it, for Pallas by Mosaic GPU.
+
+Of `mix_described` and `attend_described`: the rings of keys and values, the rows of queries and of
+results, and padding.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.pallas_gpu.attention.online_softmax import LOG2_E
+from kernels.pallas_gpu.attention.verify_sm90_mainloop import (
+    GROUPS,
+    LANES,
+    TILE,
+    Shared,
+    beside,
+)
+from kernels.pallas_gpu.gemm.linear_sm90_mainloop import LINE_BYTES, LINES
+from kernels.pallas_gpu.gemm.ptx import LAYOUT, divided, flushed_power_of_two, times
+
+
+class Own(NamedTuple):
+    """The pairs and columns of a warpgroup.
+
+    Attributes:
+      head, column: Their key head, and their first column in it.
+      row, stop: Their first row, and the end of the request's.
+    """
+
+    head: Any
+    column: Any
+    row: Any
+    stop: Any
+
+    def at(self, work, first=0, count=None):
+        """Their query heads, or as many of them from one on, and their columns of these."""
+        heads = pl.ds(self.head * work.group + first, count or work.group)
+        return heads, pl.ds(self.column, work.width)
+
+
+def piece_of(group, gate, D):
+    """How many query heads of a key head are copied at once.
+
+    Copies lie in shared memory in groups of as many lines as each has, and what a descriptor copies
+    from must be whole groups. Gates stand in a projection whose lines are a head's queries and its
+    gates, and then the keys and values.
+    """
+    return group if gate is None else math.gcd(group, gate.shape[1] // (2 * D))
+
+
+def words_of(window):
+    """A window of up to 64 nodes as the bits of two words."""
+    words = []
+    for begin in (0, 32):
+        bits = window[:, begin : begin + 32]
+        bit = jnp.left_shift(jnp.int32(1), jnp.arange(bits.shape[1], dtype=jnp.int32))
+        words.append(jnp.where(bits, bit, 0).sum(axis=1, dtype=jnp.int32))
+    return words
+
+
+def shared_of(work):
+    """The shared memory of a program."""
+    kind = jnp.bfloat16
+
+    def block(*shape):
+        line = LINE_BYTES // kind.dtype.itemsize
+        layout = plgpu.TilingTransform((LINES, line)), plgpu.SwizzleTransform(LINE_BYTES)
+        return plgpu.SMEM(shape, kind, transforms=layout)
+
+    come = plgpu.Barrier(num_arrivals=work.copied, num_barriers=work.stages)
+    return Shared(
+        queries=block(GROUPS, LANES, work.width),
+        ones=block(LANES, TILE),
+        keys=block(work.stages, work.copied, TILE, work.width),
+        values=block(work.stages * work.copied + work.spare, TILE, work.width),
+        lines=plgpu.SMEM((GROUPS, LANES, work.width), kind),
+        bad=plgpu.SMEM((GROUPS, 2, TILE), jnp.int32),
+        lines_come=plgpu.Barrier(num_arrivals=work.rows * work.pieces, num_barriers=GROUPS),
+        keys_come=come,
+        values_come=come,
+        is_free=plgpu.Barrier(num_arrivals=GROUPS, num_barriers=work.stages),
+        is_ready=plgpu.Barrier(num_arrivals=GROUPS),
+    )
+
+
+def fetch_queries(refs, shared, group, own, work):
+    """Brings the queries of a warpgroup, and ones; waits for those of the other."""
+    queries = lambda row, heads, columns: refs.q.at[row, heads, columns]  # noqa: E731
+    shared.queries[group] = _fetched(queries, refs, shared, group, own, work)
+    shared.ones[...] = plgpu.layout_cast(jnp.ones((LANES, TILE), jnp.bfloat16), LAYOUT)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.is_ready)
+    plgpu.barrier_wait(shared.is_ready)
+
+
+def _fetched(line_of, refs, shared, group, own, work):
+    """What the rows of a block have; a spare row has what the last row of all has."""
+    lines, come = shared.lines.at[group], shared.lines_come.at[group]
+
+    def fetch(i, _):
+        each, first = lax.div(i, work.pieces), lax.rem(i, work.pieces) * work.piece
+        row = jnp.minimum(own.row + each, refs.q.shape[0] - 1)
+        line = lines.at[pl.ds(i * work.piece, work.piece)]
+        plgpu.copy_gmem_to_smem(line_of(row, *own.at(work, first, work.piece)), line, come)
+
+    lax.fori_loop(0, work.rows * work.pieces, fetch, None)
+    plgpu.barrier_wait(come)
+    return plgpu.load(lines, layout=LAYOUT, optimized=False)
+
+
+def write_result(refs, shared, group, own, sums, work):
+    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    at, lines = own.at(work), shared.lines.at[group]
+    out = divided(sums.value, beside(jnp.maximum(sums.total, 1e-30), work.width))
+    if work.gated:
+        gates = lambda row, heads, columns: refs.gate.at[row, heads, 1, columns]  # noqa: E731
+        gate = _fetched(gates, refs, shared, group, own, work).astype(jnp.float32)
+        out = divided(out, 1.0 + flushed_power_of_two(times(gate, -LOG2_E)))
+    lines[...] = out.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+
+    def write(each, _):
+        line = lines.at[pl.ds(each * work.group, work.group)]
+        plgpu.copy_smem_to_gmem(line, refs.out.at[(own.row + each, *at)])
+
+    lax.fori_loop(0, jnp.minimum(work.rows, own.stop - own.row), write, None)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def clear_padding(refs, shared, group, own, begin, turns, work):
+    """Writes 0 for a key head's queries of every `turns`th row from `begin` on."""
+    lines, num_rows = shared.lines.at[group], refs.out.shape[0]
+
+    @pl.when(begin < num_rows)
+    def _():
+        lines[...] = plgpu.layout_cast(jnp.zeros((LANES, work.width), jnp.bfloat16), LAYOUT)
+        plgpu.commit_smem()
+
+        def clear(i, _):
+            line = lines.at[pl.ds(0, work.group)]
+            plgpu.copy_smem_to_gmem(line, refs.out.at[(begin + i * turns, *own.at(work))])
+
+        lax.fori_loop(0, pl.cdiv(num_rows - begin, turns), clear, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def copy_tiles(refs, shared, share, request, first_column, work):
+    """Copies the tiles of a share, as long as there is room in the rings."""
+    columns, per_page = refs.table.shape[1], work.page // TILE
+    layer = refs.layer[0]
+
+    def copy(i, number):
+        turn = i - share.begin
+        slot = lax.rem(turn, work.stages)
+
+        @pl.when(turn >= work.stages)
+        def _wait():
+            plgpu.barrier_wait(shared.is_free.at[slot])
+
+        for which, come in enumerate((shared.keys_come, shared.values_come)):
+            page = (layer * 2 + which) * work.pages + number
+            line = page * work.page + lax.rem(i, per_page) * TILE
+            for part in range(work.copied):
+                column = first_column + part * work.width
+                tile = refs.pool.at[pl.ds(line, TILE), pl.ds(column, work.width)]
+                keys, values = (slot, part), slot * work.copied + part
+                to = shared.values.at[values] if which else shared.keys.at[keys]
+                plgpu.copy_gmem_to_smem(tile, to, come.at[slot])
+        return page_at(i + 1)
+
+    def page_at(i):
+        return refs.table[request, jnp.minimum(lax.div(i, per_page), columns - 1)]
+
+    lax.fori_loop(share.begin, share.end, copy, page_at(share.begin))

@@ -1,0 +1,304 @@
+"""What the warpgroups sum that multiply in `mix_described` and `attend_described`, in Pallas.
+
+Both are kernels of Mosaic GPU. A tile's scores, weights and sums are in the registers of a
+warpgroup as its matrix units leave them, so that nothing is exchanged between threads but the
+highest of a row.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.pallas_gpu.attention.online_softmax import NEGATIVE, Sums
+from kernels.pallas_gpu.gemm.ptx import (
+    LAYOUT,
+    flushed_power_of_two,
+    product_of,
+    sum_of,
+    times,
+)
+
+LANES, TILE = 64, 64
+"""Pairs of a warpgroup, which are the rows of a product, and positions of a tile."""
+ONES = 16
+"""Columns of 1 by which weights are summed."""
+GROUPS = 2
+"""Warpgroups of a program that multiply."""
+_PART = 64
+"""Columns of values that are looked at at once."""
+_OF_ROWS, _OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
+
+
+class Shared(NamedTuple):
+    """What a program has in shared memory.
+
+    Attributes:
+      queries, ones: What both products of a tile are with.
+      keys, values: Rings of tiles. Where warpgroups share those of values, each has one more of its
+        own behind them, for a tile of which something is taken out.
+      lines: Rows of queries, of gates and of results, on their way, and zeros.
+      bad: Of each warpgroup, which positions of a tile are taken out, and whether some are.
+      lines_come, keys_come, values_come, is_free, is_ready: Barriers: something has come, both
+        warpgroups are done with a tile, and the queries of both are there.
+    """
+
+    queries: Any
+    ones: Any
+    keys: Any
+    values: Any
+    lines: Any
+    bad: Any
+    lines_come: Any
+    keys_come: Any
+    values_come: Any
+    is_free: Any
+    is_ready: Any
+
+
+class Work(NamedTuple):
+    """What is settled before a kernel runs.
+
+    Attributes:
+      group, piece: Query heads of a key head, and how many of a row are copied at once.
+      D, width: Of a head, and of the part of it that a warpgroup has.
+      copied: Key heads, or parts of one, that a program copies.
+      rows: Of a block.
+      blocks, pages, programs: Blocks of a request, pages of the pool, and programs of a request.
+      span, split, nodes, page, scale: As of `mix`; the scale is that by which 2 is raised.
+      gated: Whether there are gates.
+    """
+
+    group: int
+    piece: int
+    D: int
+    width: int
+    copied: int
+    rows: int
+    blocks: int
+    pages: int
+    programs: int
+    span: int
+    split: int
+    nodes: int
+    page: int
+    stages: int
+    scale: float
+    gated: bool
+
+    @property
+    def pieces(self) -> int:
+        """Of a row's query heads."""
+        return self.group // self.piece
+
+    @property
+    def parts(self) -> int:
+        """Of a head's values."""
+        return self.D // self.width
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether both warpgroups read the same tiles."""
+        return self.copied < GROUPS
+
+    @property
+    def spare(self) -> int:
+        """Tiles of values that the warpgroups have for themselves."""
+        return GROUPS if self.is_shared else 0
+
+
+class Share(NamedTuple):
+    """What a program does of a request's positions.
+
+    Attributes:
+      begin, end: Its tiles.
+      base: The first span.
+      is_alone: Whether there is one span, whose sums need not be kept.
+      is_one: Whether the program has a share at all.
+    """
+
+    begin: Any
+    end: Any
+    base: Any
+    is_alone: Any
+    is_one: Any
+
+
+class Sight(NamedTuple):
+    """What the pairs of a warpgroup see.
+
+    Attributes:
+      pairs: Of each pair `first`, `until` and the two words of the window.
+      whole_from, whole_until: Positions that every pair sees, whose values nothing is taken out of.
+      old_from, old_until: Positions whose values stay as they are in other tiles too.
+    """
+
+    pairs: dict[str, Any]
+    whole_from: Any
+    whole_until: Any
+    old_from: Any
+    old_until: Any
+
+
+def loaded_pairs(lines):
+    """What pairs see, of references to a number of each: `first`, `until`, words of the window."""
+    names = ("first", "until", "low", "high")
+    loaded = (plgpu.load(line, layout=_OF_ROWS, optimized=False) for line in lines)
+    return dict(zip(names, loaded, strict=False))
+
+
+def spans_of(share, work):
+    """The spans of which a program has tiles: the first, and the end."""
+    each = work.span // TILE
+    return lax.div(share.begin, each), pl.cdiv(share.end, each)
+
+
+def sum_span(shared, share, span, group, sight, work):
+    """Sums the positions of a span that a program has, tiles to splits and these to a whole."""
+
+    def add(i, carry):
+        split, sums = carry
+        turn = i - share.begin
+        slot = lax.rem(turn, work.stages)
+        own = 0 if work.copied == 1 else group
+        keys, number = shared.keys.at[slot], slot * work.copied + own
+        is_partly = (i * TILE < sight.whole_from) | ((i + 1) * TILE > sight.whole_until)
+        plgpu.barrier_wait(shared.values_come.at[slot])
+        value, number = lax.cond(
+            is_partly,
+            lambda value: _without_bad(value, number, shared, group, i, sight, work),
+            lambda value: (value, number),
+            split.value,
+        )
+        values = shared.values.at[number]
+        plgpu.barrier_wait(shared.keys_come.at[slot])
+
+        def multiply(scores_ref):
+            if work.parts == 1:
+                queries = shared.queries.at[group]
+                plgpu.wgmma(scores_ref, queries, keys.at[own].transpose((1, 0)))
+            else:
+                for part in range(work.parts):
+                    queries = shared.queries.at[part]
+                    plgpu.wgmma(scores_ref, queries, keys.at[part].transpose((1, 0)))
+            return scores_ref[...]
+
+        scores = pl.run_scoped(multiply, plgpu.ACC((LANES, TILE), jnp.float32))
+        scores = times(scores, work.scale)
+        scores = lax.cond(
+            is_partly,
+            lambda scores: jnp.where(_sees(sight.pairs, i, work.nodes), scores, NEGATIVE),
+            lambda scores: scores,
+            scores,
+        )
+        highest = jnp.maximum(split.peak, scores.max(axis=1))
+        # Where nothing is seen yet, what is not seen must not have the weight of the highest.
+        above = jnp.where(highest == NEGATIVE, 0.0, highest)
+        weights = flushed_power_of_two(scores - beside(above, TILE)).astype(jnp.bfloat16)
+        decay = flushed_power_of_two(split.peak - highest, _OF_ROWS)
+        value = product_of(value, beside(decay, work.width))
+        total = product_of(split.total, beside(decay, ONES))
+
+        def accumulate(value_ref, total_ref):
+            plgpu.wgmma(total_ref, weights, shared.ones.at[pl.ds(0, ONES)].transpose((1, 0)))
+            plgpu.wgmma(value_ref, weights, values)
+
+        value, total = pl.run_state(lambda refs: accumulate(*refs))(
+            (plgpu.ACC.init(value), plgpu.ACC.init(total))
+        )
+        plgpu.barrier_arrive(shared.is_free.at[slot])
+        ends_split = (lax.rem((i + 1) * TILE, work.split) == 0) | (i + 1 == end)
+        return lax.cond(ends_split, end_split, lambda *x: x, Sums(value, highest, total), sums)
+
+    def end_split(split, sums):
+        total = split.total.max(axis=1)
+        return nothing(work.width, ONES), folded(sums, split._replace(total=total))
+
+    each = work.span // TILE
+    begin = jnp.maximum(share.begin, span * each)
+    end = jnp.minimum(share.end, (span + 1) * each)
+    return lax.fori_loop(begin, end, add, (nothing(work.width, ONES), nothing(work.width)))[1]
+
+
+def nothing(width, *ones):
+    """The sums over no position; within a split the weights have columns of ones."""
+    total = jnp.zeros((LANES, *ones), jnp.float32)
+    return Sums(
+        plgpu.layout_cast(jnp.zeros((LANES, width), jnp.float32), LAYOUT),
+        plgpu.layout_cast(jnp.full((LANES,), NEGATIVE, jnp.float32), _OF_ROWS),
+        plgpu.layout_cast(total, LAYOUT if ones else _OF_ROWS),
+    )
+
+
+def beside(x, columns):
+    """A number of each pair, beside so many columns."""
+    return lax.broadcast_in_dim(x, (LANES, columns), [0])
+
+
+def folded(sums, more):
+    """As `attention.fold`."""
+    highest = jnp.maximum(sums.peak, more.peak)
+    ours, theirs = (flushed_power_of_two(x.peak - highest, _OF_ROWS) for x in (sums, more))
+
+    def added(x, y, ours, theirs, layout):
+        return sum_of(product_of(x, ours, layout), product_of(y, theirs, layout), layout)
+
+    width = sums.value.shape[1]
+    across = (beside(x, width) for x in (ours, theirs))
+    return Sums(
+        added(sums.value, more.value, *across, LAYOUT),
+        highest,
+        added(sums.total, more.total, ours, theirs, _OF_ROWS),
+    )
+
+
+def _sees(pairs, i, nodes):
+    """Which positions of a tile each pair sees."""
+    shape = LANES, TILE
+    position = i * TILE + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
+    first, until = (beside(pairs[name], TILE) for name in ("first", "until"))
+    is_seen = (position >= first) & (position < until)
+    if nodes:
+        node, bits = position - until, beside(pairs["low"], TILE)
+        if nodes > 32:
+            bits = jnp.where(node < 32, bits, beside(pairs["high"], TILE))
+        bit = jnp.right_shift(bits, node & 31) & 1
+        is_seen |= (bit != 0) & (node >= 0) & (node < nodes)
+    return is_seen
+
+
+def _without_bad(value, number, shared, group, i, sight, work):
+    """Takes values that are no numbers and not old out of a tile, as 0 x NaN is NaN.
+
+    They are given back to the pairs that see them, in the sums of the values. Old ones make what
+    they make in a tile that is seen whole. Gives the sums, and the number of the tile that is left.
+    """
+    values_ref, bad_ref, bad = shared.values.at[number], shared.bad.at[group], None
+    for column in range(0, work.width, _PART):
+        part = values_ref.at[:, pl.ds(column, _PART)]
+        v = plgpu.load(part, layout=LAYOUT).astype(jnp.float32)
+        of_part = jnp.where(jnp.abs(v) < jnp.inf, 0, 1).max(axis=1)
+        bad = of_part if bad is None else jnp.maximum(bad, of_part)
+    position = plgpu.broadcasted_iota(jnp.int32, (TILE, TILE), 0, layout=LAYOUT).max(axis=1)
+    position += i * TILE
+    is_old = (position >= sight.old_from) & (position < sight.old_until)
+    is_gone = jnp.where(is_old, 0, bad)
+    bad_ref[0] = is_gone
+    across = plgpu.load(bad_ref.at[0], layout=_OF_COLUMNS, optimized=False)
+    across = lax.broadcast_in_dim(across, (LANES, TILE), [1])
+    bad_ref[1] = across.max(axis=1)  # of each pair the same
+
+    def take_out(value):
+        left = work.stages * work.copied + group if work.is_shared else number
+        for column in range(0, work.width, _PART):
+            at = slice(None), pl.ds(column, _PART)
+            v = plgpu.load(values_ref.at[at], layout=LAYOUT)
+            clean = jnp.where(beside(is_gone, v.shape[1]) > 0, jnp.zeros_like(v), v)
+            shared.values.at[left].at[at][...] = clean
+        plgpu.commit_smem()
+        is_harmed = jnp.where(_sees(sight.pairs, i, work.nodes), across, 0).max(axis=1)
+        return jnp.where(beside(is_harmed, work.width) > 0, jnp.nan, value), left
+
+    return lax.cond(bad_ref[1, 0] > 0, take_out, lambda value: (value, number), value)

@@ -1,0 +1,350 @@
+"""What ranks on the GPUs of one host exchange, for Pallas: finished values, gathered, never added.
+
+Assembly counts as free of effects, so what must come first is an operand of what comes after it.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Int32, Shaped
+
+from kernels.pallas_gpu.collectives.flag_protocol import (
+    BLOCK_UNITS,
+    BLOCK_WARPS,
+    MOST_BLOCKS,
+    Link,
+    has_come,
+    instruct,
+    put_words,
+    raise_flags,
+    take_words,
+    taken,
+)
+from kernels.peer_buffers import (
+    LARGEST_WORDS_BYTES,
+    WORDS,
+    Boxes,
+    receive_text,
+    send_text,
+)
+
+_ADDRESS = 2
+"""Registers of an address."""
+_SEND = send_text(_ADDRESS)
+_WORD_WARPS = 4
+
+
+class Gather(NamedTuple):
+    """How the gathers of a step find the mailboxes.
+
+    Attributes:
+      place: Addresses of the mailboxes by rank, each a low and a high word, then which rank this
+        is, and how often to look for what does not come; 0 looks do not wait, as where no other
+        rank may have begun.
+      boxes: The sizes of the mailboxes.
+    """
+
+    place: Int32[jax.Array, " two_of_ranks_and_2"]
+    boxes: Boxes
+
+
+class Tile(NamedTuple):
+    """A block of a rank's part of an array.
+
+    Attributes:
+      values: [rows, columns].
+      column, columns: Where it begins in the part, and how many columns that has.
+      first: Where the part's words begin among those of a rank.
+      every: The array of all ranks, as a reference.
+    """
+
+    values: Any
+    column: Any
+    columns: int
+    first: int
+    every: Any
+
+
+class Array(NamedTuple):
+    """One of the arrays of a call.
+
+    Attributes:
+      rows, share: Its rows, and words of four bytes of a row that a rank has.
+      programs: That have a part of it.
+      first: Where its words begin among those of a rank.
+      first_flag: Of its programs.
+    """
+
+    rows: int
+    share: int
+    programs: int
+    first: int
+    first_flag: int
+
+
+def gathered(
+    values: Shaped[jax.Array, "R share"],
+    sums: Shaped[jax.Array, "R chunks"] | None,
+    gather: Gather,
+    *,
+    largest_words_bytes: int = LARGEST_WORDS_BYTES,
+    after: jax.Array | None = None,
+) -> tuple[Shaped[jax.Array, "R outputs"], Shaped[jax.Array, "R chunks_of_all"] | None]:
+    """The columns of all ranks side by side, in the order of ranks; each rank gets the same bits.
+
+    Args:
+      values: This rank's columns.
+      sums: This rank's columns of a second array, as the squares of rows in chunks.
+      gather: Where the mailboxes are.
+      largest_words_bytes: Most bytes of `values` that are sent as words.
+      after: What comes first, of calls that are given the same: XLA would make them one.
+
+    Raises:
+      ValueError: A row of an array has no whole words of four bytes, or there are more bytes than a
+        mailbox takes.
+    """
+    arrays = [values] if sums is None else [values, sums]
+    counts = [x.shape[0] * words_in_row(x) for x in arrays]
+    is_words = sum(counts) <= WORDS and 4 * counts[0] <= largest_words_bytes
+    boxes = gather.boxes
+    if not is_words and 4 * sum(counts) > boxes.block_bytes:
+        raise ValueError(
+            f"a rank may send {boxes.block_bytes} bytes in a call, got {4 * sum(counts)}"
+        )
+    at_once = 32 * _WORD_WARPS if sum(counts) <= 1 << 14 else 4 * 32 * _WORD_WARPS
+    at_once = at_once if is_words else BLOCK_UNITS
+    parts, first, first_flag = [], 0, 0
+    for x, count in zip(arrays, counts, strict=True):
+        programs = pl.cdiv(count, at_once)
+        programs = programs if is_words else min(programs, MOST_BLOCKS)
+        parts.append(Array(x.shape[0], words_in_row(x), programs, first, first_flag))
+        first, first_flag = first + count, first_flag + programs
+    outs = pl.pallas_call(
+        functools.partial(
+            _gather_kernel, parts=parts, boxes=boxes, is_words=is_words, at_once=at_once
+        ),
+        grid=(first_flag,),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct((x.shape[0], boxes.ranks * x.shape[1]), x.dtype) for x in arrays
+        ),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=_WORD_WARPS if is_words else BLOCK_WARPS, num_stages=1
+        ),
+        name="gathered",
+    )(*arrays, gather.place, after)
+    return outs[0], None if sums is None else outs[1]
+
+
+def words_in_row(x: jax.Array) -> int:
+    """How many words of four bytes a row has.
+
+    Raises:
+      ValueError: It has no whole number of them.
+    """
+    size = x.dtype.itemsize
+    if x.shape[1] * size % 4 or size not in (2, 4):
+        raise ValueError(
+            "rows that ranks gather must lie side by side in whole words of four bytes, got "
+            f"{x.shape[1]} values of {size} bytes"
+        )
+    return x.shape[1] * size // 4
+
+
+def missed(gather: Gather, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
+    """What any of the ranks has missed so far; see `kernels.peer_buffers.Missing`.
+
+    Args:
+      after: What follows from the gathers that are asked about.
+    """
+    return pl.pallas_call(
+        functools.partial(_missed_kernel, ranks=gather.boxes.ranks),
+        out_shape=jax.ShapeDtypeStruct((1,), jnp.int32),
+        compiler_params=pltriton.CompilerParams(num_warps=1),
+        name="missed",
+    )(gather.place, after)
+
+
+def _missed_kernel(place_ref, _, out_ref, *, ranks):
+    found = jnp.zeros((1,), jnp.int32)
+    for rank in range(ranks):
+        word = taken(place_ref[2 * rank], place_ref[2 * rank + 1], 0)
+        found = jnp.where(found == 0, word, found)
+    out_ref[...] = found
+
+
+def send_words(value: Any, place: Any, is_one: Any, link: Link) -> Any:
+    """Sends words to all other ranks, and gives them back, sent.
+
+    Args:
+      value: This rank's words.
+      place: Of each among those of a rank in this call.
+      is_one: Whether it is one.
+    """
+    sent, at = value, place * 8 + link.first_word(link.rank)
+    for box in link.others:
+        sent = instruct(_SEND, 1, sent, *box, at, link.number, jnp.where(is_one, 1, 0))
+    return sent
+
+
+def receive_words(store: Any, sent: Any, place: Any, is_one: Any, link: Link, pack: int) -> None:
+    """Has words stored that all other ranks send.
+
+    Args:
+      store: Is called with a rank and its words.
+      sent: What `send_words` gives.
+      pack: For so many words a thread waits at once; it has as many, or a multiple.
+    """
+    wait = jnp.where(is_one, link.looks, 0)
+    for distance in range(1, link.boxes.ranks):
+        peer = link.rank ^ distance
+        code, at = link.missing(peer), place * 8 + link.first_word(peer)
+        given = (*link.own, at, link.number, wait, code, sent)
+        store(peer, instruct(receive_text(_ADDRESS, pack), pack, *given))
+
+
+def share_tiles(tiles: Sequence[Tile], row: Any, is_row: Any, link: Link, threads: int) -> None:
+    """Sends tiles of some rows to all ranks, then stores them and what the others send.
+
+    Args:
+      row, is_row: Their rows, and whether each is one.
+      threads: Of the program.
+    """
+    begun = []
+    for tile in tiles:
+        words = _words_of(tile.values)
+        per_word = tile.values.shape[1] // words.shape[1]
+        word = lax.div(tile.column, per_word) + lax.iota(jnp.int32, words.shape[1])
+        in_row = tile.columns // per_word
+        is_word = is_row[:, None] & (word < in_row)[None, :]
+        place = tile.first + row[:, None] * in_row + word[None, :]
+        sent = send_words(words, place, is_word, link)
+
+        def store(of, bits, every=tile.every, word=word, is_word=is_word, in_row=in_row):
+            at_row = jnp.broadcast_to(row[:, None], bits.shape)
+            at = jnp.broadcast_to(of * in_row + word[None, :], bits.shape)
+            store_words(every, at_row, at, bits, is_word)
+
+        begun.append((store, sent, place, is_word))
+    link = link.counted()
+    for store, sent, *at in begun:
+        store(link.rank, sent)
+        receive_words(store, sent, *at, link, max(1, min(4, sent.size // threads)))
+
+
+def _words_of(tile):
+    """A tile as words, [rows, columns] of four bytes or [rows, columns / 2] of two."""
+    bits = _bits(tile)
+    if tile.dtype.itemsize == 4:
+        return bits
+    rows, columns = tile.shape
+    low, high = lax.split(bits.reshape(rows, columns // 2, 2), (1, 1), axis=2)
+    return word_of(low.reshape(rows, columns // 2), high.reshape(rows, columns // 2))
+
+
+def load_words(ref: Any, row: Any, word: Any, is_one: Any) -> Any:
+    """Words of four bytes of some rows, of numbers of four bytes or of two."""
+    if ref.dtype.itemsize == 4:
+        other = 0 if ref.dtype == jnp.int32 else 0.0
+        return _bits(pltriton.load(ref.at[row, word], mask=is_one, other=other))
+    low, high = (
+        _bits(pltriton.load(ref.at[row, 2 * word + i], mask=is_one, other=0.0)) for i in range(2)
+    )
+    return word_of(low, high)
+
+
+def word_of(low: Any, high: Any) -> Any:
+    """Two numbers of two bytes as a word, each given as whole numbers of their bits."""
+    return (low & 65535) | lax.shift_left(high, 16)
+
+
+def store_words(ref: Any, row: Any, word: Any, bits: Any, is_one: Any) -> None:
+    """Stores what `load_words` has loaded."""
+    if ref.dtype.itemsize == 4:
+        value = bits if ref.dtype == jnp.int32 else lax.bitcast_convert_type(bits, ref.dtype)
+        pltriton.store(ref.at[row, word], value, mask=is_one)
+        return
+    for i, half in enumerate((bits, lax.shift_right_logical(bits, 16))):
+        value = lax.bitcast_convert_type(half.astype(jnp.int16), ref.dtype)
+        pltriton.store(ref.at[row, 2 * word + i], value, mask=is_one)
+
+
+def _bits(x):
+    """As whole numbers; never as wider numbers, by which what is none would change."""
+    if x.dtype == jnp.int32:
+        return x
+    return lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}").astype(jnp.int32)
+
+
+def _gather_kernel(*refs, parts, boxes, is_words, at_once):
+    count = len(parts)
+    owns, (place_ref, _), outs = refs[:count], refs[count : count + 2], refs[count + 2 :]
+    link = Link.read(place_ref, boxes, sum(part.programs for part in parts))
+    share = _share_array if is_words else _share_blocks
+    for part, own_ref, out_ref in zip(parts, owns, outs, strict=True):
+        block = pl.program_id(0) - part.first_flag
+
+        def run(own_ref=own_ref, out_ref=out_ref, block=block, part=part):
+            share(own_ref, out_ref, block, link, part, at_once)
+
+        if count == 1:
+            run()
+        else:
+            pl.when((block >= 0) & (block < part.programs))(run)
+
+
+def _share_array(own_ref, out_ref, block, link, part, at_once):
+    place = block * at_once + lax.iota(jnp.int32, at_once)
+    is_one = place < part.rows * part.share
+    row, word = lax.div(place, part.share), lax.rem(place, part.share)
+    sent = send_words(load_words(own_ref, row, word, is_one), part.first + place, is_one, link)
+
+    def store(rank, bits):
+        store_words(out_ref, row, rank * part.share + word, bits, is_one)
+
+    store(link.rank, sent)
+    link = link.counted()
+    pack = 4 if at_once >= 4 * 32 * _WORD_WARPS else 1
+    receive_words(store, sent, part.first + place, is_one, link, pack)
+
+
+def _share_blocks(own_ref, out_ref, block, link, part, at_once):
+    """A program's part of an array: stores it in all mailboxes, and copies that of each other."""
+    boxes, rank, number = link.boxes, link.rank, link.number
+    ranks = boxes.ranks
+    base = boxes.blocks_at + (number & 1) * (ranks * boxes.block_bytes) + part.first * 4
+    steps = pl.cdiv(part.rows * part.share, part.programs * at_once)
+
+    def places(step):
+        place = (step * part.programs + block) * at_once + lax.iota(jnp.int32, at_once)
+        row, word = lax.div(place, part.share), lax.rem(place, part.share)
+        return place, row, word, place < part.rows * part.share
+
+    def put(step, kept):
+        place, row, word, is_one = places(step)
+        bits = load_words(own_ref, row, word, is_one)
+        bits = put_words(bits, base + rank * boxes.block_bytes, place, is_one, link)
+        store_words(out_ref, row, rank * part.share + word, bits, is_one)
+        return kept | bits
+
+    kept = lax.fori_loop(0, steps, put, jnp.zeros((at_once,), jnp.int32))
+    flag = boxes.flags_at + (part.first_flag + block) * (ranks * 4)
+    after = raise_flags(flag, kept, link)
+    link = link.counted()
+    for distance in range(1, ranks):
+        peer = rank ^ distance
+        is_here = has_come(peer, flag, after, link)
+
+        def take(step, _, peer=peer, is_here=is_here):
+            place, row, word, is_one = places(step)
+            at = base + peer * boxes.block_bytes
+            bits = take_words(at, place, jnp.where(is_one, is_here, 0), link)
+            store_words(out_ref, row, peer * part.share + word, bits, is_one)
+            return 0
+
+        lax.fori_loop(0, steps, take, 0)

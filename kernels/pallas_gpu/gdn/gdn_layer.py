@@ -1,0 +1,287 @@
+"""A gated-delta layer between its two products, in Pallas.
+
+A program has some columns of the state of a request and value head. Convolution, norms and gates of
+all nodes are found at once and written, in a launch of their own if tiles say so; then the
+recurrence runs from node to node, down the paths of a tree anew, so that a node has the bits of
+plain decoding. The last of a head's programs to arrive norms what all have read. Sums over keys are
+by halves, as `sum_by_halves`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from kernels.pallas_gpu.attention.attention import clear_padding
+from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.gdn.gdn_rows import (
+    Inputs,
+    States,
+    Weights,
+    convolved,
+    gated_norm,
+    gates,
+    of_layer,
+    sum_by_halves,
+    unit,
+)
+from kernels.pallas_gpu.gdn.gdn_tree import (
+    Kept,
+    Own,
+    advanced,
+    barrier,
+    kept_of,
+    places_of,
+    visit,
+    walk,
+)
+from kernels.tiles import GDNLayerTiles
+
+ROWS = 4
+"""That are normed at once: more would take registers from the recurrence."""
+
+Owner = TypeVar("Owner", bound=NamedTuple)
+
+
+class Requests(NamedTuple):
+    """Of a step.
+
+    Attributes:
+      starts: The first row of each, and the end.
+      parents: Of its tree; of chains there are none.
+    """
+
+    slots: Any
+    starts: Any
+    parents: Any
+
+
+class Scratch(NamedTuple):
+    """What programs leave to each other: nodes' queries, what these read, and who is done."""
+
+    q: Any
+    read: Any
+    arrivals: Any
+
+
+def verify(
+    projected: Float[jax.Array, "R outputs"],
+    conv: Float[jax.Array, "*L C 4"],
+    a_log: Float[jax.Array, "*L H"],
+    dt_bias: Float[jax.Array, "*L H"],
+    norm: Float[jax.Array, "*L V"],
+    recurrent: Float[jax.Array, "L states H K V"],
+    window: Float[jax.Array, "L states 3 C"],
+    layer: Int[jax.Array, " 1"],
+    slots: Int[jax.Array, " B"],
+    row_starts: Int[jax.Array, " B1"],
+    parents: Int[jax.Array, "B N"] | None,
+    kept: Sequence[Float[jax.Array, "L B N ..."]],
+    arrivals: Int[jax.Array, "B H"],
+    *,
+    eps: float,
+    digits: int,
+    tiles: GDNLayerTiles,
+    interpret: bool = False,
+) -> tuple[
+    Float[jax.Array, "R values"],
+    Float[jax.Array, "L states H K V"],
+    tuple[Float[jax.Array, "L B N ..."], ...],
+    Int[jax.Array, "B H"],
+]:
+    """As `shared.spec.gdn_layer.verify` or `advance`, for rows that lie together by request.
+
+    Args:
+      projected: See `shared.spec.gdn_state.split_inputs`.
+      conv, a_log, dt_bias, norm: Of the layer, or of all.
+      eps: Of the norm.
+      recurrent, window, layer: The states of all layers, and which are read. An operand: XLA
+        compiles kernels of equal text once.
+      slots: The states of the requests. Those of plain decoding are different ones, but for
+        padding.
+      row_starts: First flat row of each request, and the end; rows past it are padding.
+      parents: The trees; None for chains.
+      kept: What a replay needs is written to these, fields of `Kept`. Where there are inputs only,
+        each request has one node, as in plain decoding, and its recurrent state is advanced.
+      arrivals: Zeros: here programs count themselves.
+      digits: Of a unit of the squares: the order of their sums.
+      tiles: How the work is cut.
+      interpret: Run on a CPU.
+
+    Returns:
+      The heads' outputs side by side, and the recurrent states, `kept` and the zeros again after
+      the writes.
+    """
+    (R, (B, N)), (H, K, V) = (len(projected), kept[-1].shape[1:3]), recurrent.shape[2:]
+    advances, of = len(kept) == 1, jax.ShapeDtypeStruct
+    single = partial(of, dtype=jnp.float32)
+    settings = {"advances": advances, "eps": eps, "digits": digits, "interpret": interpret}
+
+    def launch(columns, warps, reads, makes, writes):
+        """What a kernel makes and has written, by name."""
+        made, written = pl.pallas_call(
+            partial(_verify_kernel, columns=columns, **settings),
+            grid=(H * (V // columns), B),
+            out_shape=(makes, {name: of(x.shape, x.dtype) for name, x in writes.items()}),
+            input_output_aliases={len(reads) + i: len(makes) + i for i in range(len(writes))},
+            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
+            interpret=interpret,
+            name="delta_mix" if "out" in makes else "delta_nodes",
+        )(reads, writes)
+        return made | written
+
+    reads = {"projected": projected, "window": window, "layer": layer}
+    reads |= Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)._asdict()
+    requests = Requests(slots=slots, starts=row_starts, parents=parents)._asdict()
+    reads |= {name: x for name, x in requests.items() if x is not None}
+    rows, results = {"q": single((B, N, H, K))}, {"read": single((B, N, H, V))}
+    results["out"] = of((R, H * V), projected.dtype)
+    *fields, inputs = kept
+    written = {name: x for name, x in kept_of(fields, inputs)._asdict().items() if x is not None}
+    counted = {"arrivals": arrivals}
+    (counted if advances else reads)["recurrent"] = recurrent
+    main = (min(tiles.columns, V), tiles.warps)
+    if tiles.prepare_warps:
+        if advances:
+            rows |= {"k": single((1, B, N, H, K)), "v": single((1, B, N, H, V))}
+            rows |= dict.fromkeys(("log_decay", "beta"), single((1, B, N, H)))
+        done = launch(V, tiles.prepare_warps, reads, rows, written)
+        done |= launch(*main, reads | done, results, counted)
+    else:
+        done = launch(*main, reads, rows | results, written | counted)
+    kept = tuple(done[name] for name in written)
+    return done["out"], done.get("recurrent", recurrent), kept, done["arrivals"]
+
+
+def _of(owner: type[Owner], refs: dict[str, Any]) -> Owner:
+    """What an owner has, by name; None for what a launch has no need of."""
+    return owner._make(refs.get(name) for name in owner._fields)
+
+
+def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, interpret):
+    """One program per columns of a value head, and request: what it prepares, what recurs, or both.
+
+    Whatever a program reads again it has written itself, or a launch before has.
+    """
+    refs, prepares, recurs = reads | makes | writes, "inputs" in writes, "out" in makes
+    weights, states, requests = _of(Weights, refs), _of(States, refs), _of(Requests, refs)
+    kept, scratch = _of(Kept, refs), _of(Scratch, refs)
+    projected_ref = refs["projected"]
+    (_, N, H, K), V, first_gate = scratch.q.shape, weights.norm.shape[-1], states.window.shape[3]
+    parts, rows = V // columns, min(pl.next_power_of_2(N), ROWS)
+    head, part = lax.div(pl.program_id(0), parts), lax.rem(pl.program_id(0), parts)
+    request, layer = pl.program_id(1), refs["layer"][0]
+    start, slot = requests.starts[request], requests.slots[request]
+    count = jnp.minimum(requests.starts[request + 1] - start, N)
+    is_only = prepares and recurs and (advances or N == 1)
+    keeps = not (advances and recurs)
+    span, column = pl.ds(part * columns, columns), part * columns + lax.iota(jnp.int32, columns)
+    # Of plain decoding the fields are of one layer.
+    place = Own(layer=0 if advances else layer, request=request, head=head, columns=span)
+
+    def prepare():
+        """Every node's q, k, v and gates; what was before the convolution is kept."""
+        node = early(lax.iota(jnp.int32, pl.next_power_of_2(N)), interpret)
+        key, is_node = lax.iota(jnp.int32, K), node < count
+        keep, row = is_node[:, None], start + jnp.where(is_node, node, 0)
+        inputs = Inputs(
+            projected=projected_ref,
+            window=states.window,
+            layer=layer,
+            slot=slot,
+            start=start,
+            count=count,
+        )
+        places = places_of(node, count, requests.parents, request)
+        key_heads = (first_gate - H * V) // (2 * K)
+        group = H // key_heads
+        key_head = lax.div(head, group)
+        at, keeps_key = (request, node[:, None]), (lax.rem(head, group) == 0) & (part == 0)
+
+        def convolve(first, lanes, is_kept=None):
+            channel = (first + lanes)[None, :]
+            raw, x = convolved(inputs, weights.conv, places, channel)
+            to = kept.inputs.at[(layer, *at, channel)]
+            keep_raw = partial(pltriton.store, to, raw, mask=keep)
+            keep_raw() if is_kept is None else pl.when(is_kept)(keep_raw)
+            return x
+
+        # Each of a head's programs writes all that it reads again; done with one, it needs
+        # registers.
+        q = unit(convolve(key_head * K, key, keeps_key), digits) * (K**-0.5)
+        if not is_only:
+            pltriton.store(scratch.q.at[(*at, head, key[None, :])], q, mask=keep)
+        k = unit(convolve((key_heads + key_head) * K, key, keeps_key), digits)
+        if keeps:
+            pltriton.store(kept.k.at[(place.layer, *at, head, key[None, :])], k, mask=keep)
+        v = convolve(2 * key_heads * K + head * V, column)
+        gate = first_gate + H * V + head
+        b, a = (pltriton.load(projected_ref.at[row, gate + each]) for each in (0, H))
+        a_log, dt_bias = (of_layer(x, 1, layer, head) for x in (weights.a_log, weights.dt_bias))
+        log_decay, beta = gates(b, a, a_log, dt_bias)
+        if keeps:
+            pltriton.store(kept.v.at[(place.layer, *at, head, column[None, :])], v, mask=keep)
+            for ref, x in ((kept.log_decay, log_decay), (kept.beta, beta)):
+                pltriton.store(ref.at[place.layer, request, node, head], x, mask=is_node)
+        return [_first(x, node) for x in (q, k, v, log_decay, beta)] if is_only else None
+
+    def recur(prepared):
+        """The state from node to node, and what each node reads from it."""
+        state_at = states.recurrent.at[layer, slot, head, :, span]
+        if is_only:
+            q, *given = prepared
+            state = advanced(state_at[...], *given)
+            scratch.read[request, 0, head, span] = sum_by_halves(state * q[:, None])
+        else:
+            if prepares:
+                barrier(interpret)  # other threads read them than wrote them
+            visit_node = partial(visit, scratch, kept, place)
+            if requests.parents is None:
+                state = lax.fori_loop(0, count, visit_node, state_at[...])
+            else:
+                walk(visit_node, state_at, requests.parents, request, count)
+        if advances:
+            state_at[...] = state
+        barrier(interpret)
+
+    def finish(some, carry):
+        """Norms and gates what some of a head's nodes have read."""
+        node, column = some * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, V)[None, :]
+        keep, row = (node < count)[:, None], start + jnp.where(node < count, node, 0)
+        read_at = scratch.read.at[request, node[:, None], head, column]
+        out = pltriton.load(read_at, mask=keep, other=0.0)
+        z = pltriton.load(projected_ref.at[row[:, None], first_gate + head * V + column])
+        out = gated_norm(out, z, of_layer(weights.norm, 1, layer, column), eps, digits)
+        # A node that is not written gets a row outside, for the interpreter.
+        to = refs["out"].at[jnp.where(keep, row[:, None], len(refs["out"])), head * V + column]
+        pltriton.store(to, out.astype(refs["out"].dtype), mask=keep)
+        return carry
+
+    if recurs:
+        given = (requests.starts, refs["out"], head, request, 1, V)
+        pl.when(part == 0)(partial(clear_padding, *given, programs=1))
+
+    @pl.when(count > 0)
+    def _():
+        prepared = prepare() if prepares else None
+        if not recurs:
+            return
+        recur(prepared)
+        arrived = pltriton.atomic_add(scratch.arrivals, (request, head), jnp.int32(1))
+
+        @pl.when(arrived == parts - 1)
+        def _():
+            scratch.arrivals[request, head] = 0
+            lax.fori_loop(0, lax.div(count + rows - 1, rows), finish, 0)
+
+
+def _first(x, node):
+    """What the first node has of all nodes'."""
+    is_first = node == 0
+    return jnp.sum(jnp.where(is_first[:, None] if x.ndim == 2 else is_first, x, 0.0), axis=0)

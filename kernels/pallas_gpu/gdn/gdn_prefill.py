@@ -1,0 +1,409 @@
+"""Prompts through a gated-delta layer between its two products, in chunks of 64 rows, in Pallas.
+
+Four kernels. Convolution and norms of all rows; then of all chunks at once the gates, and the
+inverse of the system that says how what a token stores depends on those before it; then the state
+of each request and head is carried from chunk to chunk; and the outputs are normed. What the
+matrix unit multiplies is bfloat16: queries, and the reach of queries to keys, are rounded to it,
+and all that makes the states is cut into two such numbers, so that 16 of its bits count. See
+`kernels/__init__.py` for what must stay equal in the Triton twin.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.gdn.gdn_chunk import (
+    CHUNK,
+    NOTHING,
+    add_product,
+    dot,
+    inverse_of,
+    parts_of,
+    share_of,
+)
+from kernels.pallas_gpu.gdn.gdn_rows import (
+    LOG2_E,
+    WINDOW,
+    Inputs,
+    States,
+    Weights,
+    convolved,
+    gated_norm,
+    gates,
+    of_layer,
+    sum_by_halves,
+    unit,
+)
+from kernels.tiles import GDNPrefillTiles
+
+
+class Requests(NamedTuple):
+    """Of a step; `starts` has the first row of each, and the end."""
+
+    slots: Any
+    starts: Any
+    save_after: Any
+    save: Any
+
+
+class Rows(NamedTuple):
+    """What the first kernel makes of the rows; `keys` are the queries and both parts of keys."""
+
+    keys: Any
+    v: Any
+
+
+class Chunks(NamedTuple):
+    """What the second kernel makes of the chunks."""
+
+    solved: Any
+    reach: Any
+    total: Any
+
+
+def feed(
+    projected: Float[jax.Array, "R outputs"],
+    conv: Float[jax.Array, "*L C 4"],
+    a_log: Float[jax.Array, "*L H"],
+    dt_bias: Float[jax.Array, "*L H"],
+    norm: Float[jax.Array, "*L V"],
+    recurrent: Float[jax.Array, "L states H K V"],
+    window: Float[jax.Array, "L states 3 C"],
+    saved_recurrent: Float[jax.Array, "L snapshots H K V"],
+    saved_window: Float[jax.Array, "L snapshots 3 C"],
+    layer: Int[jax.Array, " 1"],
+    slots: Int[jax.Array, " B"],
+    row_starts: Int[jax.Array, " B1"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+    *,
+    eps: float,
+    digits: int,
+    tiles: GDNPrefillTiles,
+    interpret: bool = False,
+) -> tuple[
+    Float[jax.Array, "R values"],
+    Float[jax.Array, "L states H K V"],
+    Float[jax.Array, "L states 3 C"],
+    Float[jax.Array, "L snapshots H K V"],
+    Float[jax.Array, "L snapshots 3 C"],
+]:
+    """As `shared.spec.gdn_layer.feed`, for rows in bfloat16 that lie together by request.
+
+    Args:
+      projected: See `shared.spec.gdn_state.split_inputs`.
+      conv, a_log, dt_bias, norm: Of the layer, or of all.
+      recurrent, window, layer: The states of all layers, and which are read and written. An
+        operand: XLA compiles kernels of equal text once.
+      saved_recurrent, saved_window: The snapshots of all layers.
+      slots: The states of the requests, different ones but for requests without rows, whose states
+        stay.
+      row_starts: First flat row of each request, and the end; rows past it are padding.
+      save_after: Rows after which a state is saved: 0, a multiple of 64, or all of the request.
+      save: Which snapshot it is written to; 0: none.
+      eps: Of the norm.
+      digits: Of a unit of the squares: the order of their sums.
+      tiles: How the work is cut.
+      interpret: Run on a CPU.
+
+    Returns:
+      The heads' outputs side by side, zeros for padding; the states and snapshots after the writes.
+    """
+    R, (H, K, V), C, B = len(projected), recurrent.shape[2:], window.shape[3], len(slots)
+    places, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
+    of, columns = jax.ShapeDtypeStruct, min(tiles.columns, V)
+    half, single = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32))
+    weights = Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)
+    requests = Requests(slots=slots, starts=row_starts, save_after=save_after, save=save)
+    held = (States(recurrent, window), States(saved_recurrent, saved_window))
+
+    def launch(kernel, grid, makes, *, name, warps, stages=1, aliases=None, **settings):
+        """A kernel that takes trees of arrays, and gives one of what it makes."""
+        return pl.pallas_call(
+            partial(kernel, interpret=interpret, **settings),
+            grid=grid,
+            out_shape=makes,
+            input_output_aliases=aliases or {},
+            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+            interpret=interpret,
+            name=name,
+        )
+
+    rows = launch(
+        _rows_kernel,
+        (2 * key_heads + H, CHUNK // tiles.rows * places),
+        Rows(keys=half((R, 3 * key_heads, K)), v=single((R, H, V))),
+        name="delta_rows",
+        warps=tiles.row_warps,
+        rows=tiles.rows,
+        digits=digits,
+    )(projected, weights.conv, window, layer, requests)
+    chunks = launch(
+        _prepare_kernel,
+        (H, places),
+        Chunks(
+            solved=half((places, H, 2, CHUNK, CHUNK)),
+            reach=half((places, H, CHUNK, CHUNK)),
+            total=single((places, H, CHUNK)),
+        ),
+        name="delta_prepare",
+        warps=tiles.prepare_warps,
+    )(projected, weights, layer, requests, rows)
+    # The states and snapshots are written where they are.
+    (states, snapshots), read = launch(
+        _carry_kernel,
+        (V // columns, H, B),
+        (jax.tree.map(lambda x: of(x.shape, x.dtype), held), single((R, H, V))),
+        name="delta_carry",
+        warps=tiles.warps,
+        stages=tiles.stages,
+        aliases={number: number for number in range(4)},
+        columns=columns,
+    )(held, projected, layer, requests, rows, chunks)
+    out = launch(
+        _norm_kernel,
+        (H, pl.cdiv(R, tiles.rows)),
+        of((R, H * V), projected.dtype),
+        name="delta_norm",
+        warps=tiles.row_warps,
+        rows=tiles.rows,
+        eps=eps,
+        digits=digits,
+    )(projected, weights, layer, requests, read)
+    return out, *states, *snapshots
+
+
+def _rows_kernel(
+    projected_ref, conv_ref, window_ref, layer_ref, requests, keys_ref, v_ref, *,
+    rows, digits, interpret,
+):  # fmt: skip
+    """One program per some rows of a chunk and head: of queries, of keys or of values."""
+    (R, _, V), key_heads, K = v_ref.shape, keys_ref.shape[1] // 3, keys_ref.shape[2]
+    head, part, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
+    chunk = lax.div(part, CHUNK // rows)
+    within = lax.rem(part, CHUNK // rows) * rows
+    request, start, first, count = _rows_of(requests.starts, chunk)
+
+    @pl.when(first + within < count)
+    def _():
+        node = early(first + within + lax.iota(jnp.int32, rows), interpret)
+        keep = (node < count)[:, None]
+        # A row that is not written is one outside, for the interpreter.
+        row = jnp.where(keep, (start + node)[:, None], R)
+        inputs = Inputs(
+            projected=projected_ref,
+            window=window_ref,
+            layer=layer,
+            slot=requests.slots[request],
+            start=start,
+            count=count,
+        )
+        places = (node, node + 1, node + 2, node + 3)
+
+        @pl.when(head < 2 * key_heads)
+        def _():
+            key = lax.iota(jnp.int32, K)[None, :]
+            _, x = convolved(inputs, conv_ref, places, head * K + key)
+            x = unit(x, digits)
+
+            @pl.when(head < key_heads)
+            def _():
+                q = (x * (K**-0.5)).astype(jnp.bfloat16)
+                pltriton.store(keys_ref.at[row, head, key], q, mask=keep)
+
+            @pl.when(head >= key_heads)
+            def _():
+                for place, k in zip((head, head + key_heads), parts_of(x), strict=True):
+                    pltriton.store(keys_ref.at[row, place, key], k, mask=keep)
+
+        @pl.when(head >= 2 * key_heads)
+        def _():
+            value_head, column = head - 2 * key_heads, lax.iota(jnp.int32, V)[None, :]
+            channel = 2 * key_heads * K + value_head * V + column
+            _, v = convolved(inputs, conv_ref, places, channel)
+            pltriton.store(v_ref.at[row, value_head, column], v, mask=keep)
+
+
+def _rows_of(starts_ref, chunk):
+    """The request at a place of a chunk, its first row, the chunk's first there, and its count."""
+    requests = starts_ref.shape[0] - 1
+    lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
+    is_one = lane < requests
+    starts = pltriton.load(starts_ref.at[lane], mask=is_one, other=0)
+    begins = is_one & (_first_chunk(starts, lane) <= chunk)
+    request = jnp.sum(begins.astype(jnp.int32), axis=0) - 1
+    start, stop = starts_ref[request], starts_ref[request + 1]
+    return request, start, (chunk - _first_chunk(start, request)) * CHUNK, stop - start
+
+
+def _first_chunk(start, request):
+    """The place of a request's first chunk, which depends on the rows before it alone.
+
+    Places of requests do not overlap: one that is cut anywhere has a chunk more at most.
+    """
+    return lax.div(start, CHUNK) + request
+
+
+def _prepare_kernel(
+    projected_ref, weights, layer_ref, requests, rows, solved_ref, reach_ref, total_ref, *,
+    interpret,
+):  # fmt: skip
+    """One program per value head and place of a chunk."""
+    H, key_heads = total_ref.shape[1], rows.keys.shape[1] // 3
+    first_gate = projected_ref.shape[1] - 2 * H
+    head, chunk, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
+    key_head = lax.div(head, H // key_heads)
+    _, start, first, count = _rows_of(requests.starts, chunk)
+
+    @pl.when(first < count)
+    def _():
+        row = early(lax.iota(jnp.int32, CHUNK), interpret)
+        column = lax.iota(jnp.int32, CHUNK)
+        is_row, at = first + row < count, start + first + row
+        b, a = (
+            pltriton.load(projected_ref.at[at, first_gate + each + head], mask=is_row, other=0.0)
+            for each in (0, H)
+        )
+        a_log, dt_bias = (of_layer(x, 1, layer, head) for x in (weights.a_log, weights.dt_bias))
+        log_decay, beta = gates(b, a, a_log, dt_bias)
+        # No less than counts, so that the sum keeps its digits after a token that forgets all.
+        log_decay = jnp.where(is_row, jnp.maximum(log_decay * LOG2_E, NOTHING), 0.0)
+        beta = jnp.where(is_row, beta, 0.0)
+        is_before = row[:, None] <= column[None, :]
+        total = sum_by_halves(jnp.where(is_before, log_decay[:, None], 0.0))
+        total_ref[chunk, head] = total
+        # Masked before the power: above the diagonal the difference is positive and would overflow.
+        is_seen = row[:, None] >= column[None, :]
+        decay = share_of(jnp.where(is_seen, total[:, None] - total[None, :], 0.0))
+        decay = jnp.where(is_seen, decay, 0.0)
+        q, *k = _keys(rows.keys, key_head, at[:, None], is_row[:, None])
+        high, low = turned = [x.T for x in k]
+        reach = (dot(q, low) + dot(q, high)) * decay
+        reach_ref[chunk, head] = reach.astype(jnp.bfloat16)
+        among = add_product(jnp.zeros_like(decay), k, turned) * decay * beta[:, None]
+        among = jnp.where(row[:, None] > column[None, :], among, 0.0)
+        for place, part in enumerate(parts_of(inverse_of(among) * beta[None, :])):
+            solved_ref[chunk, head, place] = part
+
+
+def _keys(keys_ref, key_head, row, is_row):
+    """The rows of the queries and of both parts of the keys; none past the end of a request."""
+    key_heads, K = keys_ref.shape[1] // 3, keys_ref.shape[2]
+    key = lax.iota(jnp.int32, K)[None, :]
+    return [
+        pltriton.load(keys_ref.at[row, part * key_heads + key_head, key], mask=is_row, other=0)
+        for part in range(3)
+    ]
+
+
+def _carry_kernel(
+    _, projected_ref, layer_ref, requests, rows, chunks, held, read_ref, *, columns, interpret
+):  # fmt: skip
+    """One program per block of columns of the state, value head and request."""
+    states, snapshots = held
+    R, (H, K, V), C = rows.v.shape[0], states.recurrent.shape[2:], states.window.shape[3]
+    key_heads = (C - H * V) // (2 * K)
+    block, head, request = (pl.program_id(axis) for axis in range(3))
+    key_head, layer = lax.div(head, H // key_heads), layer_ref[0]
+    start, stop = requests.starts[request], requests.starts[request + 1]
+    count, slot = stop - start, requests.slots[request]
+    save, save_after = requests.save[request], requests.save_after[request]
+    row = early(lax.iota(jnp.int32, CHUNK), interpret)
+    key, column = lax.iota(jnp.int32, K), block * columns + lax.iota(jnp.int32, columns)[None, :]
+    state_at = states.recurrent.at[layer, slot, head, key[:, None], column]
+    saved_state_at = snapshots.recurrent.at[layer, save, head, key[:, None], column]
+    state = pltriton.load(state_at)
+    ends = (lax.rem(save_after, CHUNK) == 0) | (save_after == count)
+    is_saved = (save != 0) & (save_after >= 0) & (save_after <= count) & ends
+    pl.when(is_saved & (save_after == 0))(lambda: pltriton.store(saved_state_at, state))
+
+    nothing = jnp.zeros((CHUNK, columns), jnp.float32)
+
+    def advance(i, state):
+        place, node = _first_chunk(start, request) + i, i * CHUNK + row
+        is_row, at = (node < count)[:, None], (start + node)[:, None]
+
+        q, *k = _keys(rows.keys, key_head, at, is_row)
+        v = pltriton.load(rows.v.at[at, head, column], mask=is_row, other=0.0)
+        total, end = chunks.total[place, head], chunks.total[place, head, CHUNK - 1]
+        carried, (high, low) = share_of(total)[:, None], parts_of(state)
+        known = add_product(nothing, k, (high, low))
+        out = (dot(q, low) + dot(q, high)) * carried
+        solved = (chunks.solved[place, head, 0], chunks.solved[place, head, 1])
+        stored = add_product(nothing, solved, parts_of(v - known * carried))
+        high, low = parts_of(stored)
+        reach = chunks.reach[place, head]
+        out = out + dot(reach, low) + dot(reach, high)
+        # A row that is not written is one outside, for the interpreter.
+        pltriton.store(read_ref.at[jnp.where(is_row, at, R), head, column], out, mask=is_row)
+        left = parts_of(stored * share_of(end - total)[:, None])
+        state = add_product(state * share_of(end), [x.T for x in k], left)
+        is_now = is_saved & (jnp.minimum((i + 1) * CHUNK, count) == save_after)
+        pl.when(is_now)(lambda: pltriton.store(saved_state_at, state))
+        return state
+
+    state = lax.fori_loop(0, pl.cdiv(count, CHUNK), advance, state)
+    pl.when(count > 0)(lambda: pltriton.store(state_at, state))
+
+    def move_window(first, D):
+        """Writes the windows of some channels after the rows, and after what is saved."""
+        lane, channel = lax.iota(jnp.int32, 4), first + lax.iota(jnp.int32, D)[None, :]
+        is_one = (lane < WINDOW)[:, None]
+
+        def after(taken):
+            """Rows `taken` to `taken + 3` of the old window and the request's rows in a row."""
+            place, is_one = taken + lane, lane < WINDOW
+            is_new = (is_one & (place >= WINDOW))[:, None]
+            is_old = (is_one & (place < WINDOW))[:, None]
+            place = place[:, None]
+            at = projected_ref.at[start + place - WINDOW, channel]
+            new = pltriton.load(at, mask=is_new, other=0.0)
+            at = states.window.at[layer, slot, place, channel]
+            return jnp.where(is_new, new, pltriton.load(at, mask=is_old, other=0.0))
+
+        @pl.when(is_saved)
+        def _():
+            at = snapshots.window.at[layer, save, lane[:, None], channel]
+            pltriton.store(at, after(save_after), mask=is_one)
+
+        new = after(count)
+        if not interpret:
+            pltriton.debug_barrier()  # other threads may have read where this one writes
+        # The last lane is outside, for the interpreter.
+        pltriton.store(states.window.at[layer, slot, lane[:, None], channel], new, mask=is_one)
+
+    @pl.when((count > 0) | is_saved)
+    def _():
+        move_window(2 * key_heads * K + head * V + block * columns, columns)
+
+        @pl.when((lax.rem(head, H // key_heads) == 0) & (block == 0))
+        def _():
+            move_window(key_head * K, K)
+            move_window((key_heads + key_head) * K, K)
+
+
+def _norm_kernel(
+    projected_ref, weights, layer_ref, requests, read_ref, out_ref, *,
+    rows, eps, digits, interpret,
+):  # fmt: skip
+    """One program per some rows and value head."""
+    R, H, V = read_ref.shape
+    C = projected_ref.shape[1] - H * V - 2 * H
+    head = pl.program_id(0)
+    row = early(pl.program_id(1) * rows + lax.iota(jnp.int32, rows), interpret)[:, None]
+    column = lax.iota(jnp.int32, V)[None, :]
+    keep = row < requests.starts[requests.starts.shape[0] - 1]  # the others are padding
+    read = pltriton.load(read_ref.at[row, head, column], mask=keep, other=0.0)
+    z_at = projected_ref.at[row, C + head * V + column]
+    z = pltriton.load(z_at, mask=keep, other=0.0)
+    weight = of_layer(weights.norm, 1, layer_ref[0], column)
+    out = jnp.where(keep, gated_norm(read, z, weight, eps, digits), 0.0)
+    # A row that there is not is outside, for the interpreter too.
+    pltriton.store(out_ref.at[row, head * V + column], out.astype(out_ref.dtype), mask=row < R)

@@ -1,0 +1,224 @@
+"""What stands between the products of a layer, over whole rows, for Pallas."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from kernels.kernel_limits import row_warps
+from kernels.pallas_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, units_of
+from shared.spec.reduction_order import SquaresOrder
+
+BLOCK = 1024  # numbers of a program that knows no rows
+LOG2_E = 1.4426950408889634
+
+
+def beside(
+    x: Float[jax.Array, "R size"],
+    norms: Float[jax.Array, "L size"] | None,
+    layer: Int[jax.Array, ""],
+    *,
+    order: SquaresOrder,
+    interpret: bool = False,
+) -> tuple[Float[jax.Array, "R size"] | None, Float[jax.Array, "R chunks"]]:
+    """What stands beside rows that begin a stream.
+
+    Args:
+      norms: A stack of scales of norms; the rows are read through that of `layer`.
+
+    Returns:
+      The rows times the scale of the norm through which they are read, if it has one, and their
+      squares in chunks, as `shared.spec.reduction_order.chunks_of_squares`.
+    """
+    shape = (len(x), pl.cdiv(x.shape[1], order.chunk))
+    scaled = None if norms is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = (scaled, jax.ShapeDtypeStruct(shape, jnp.float32))
+    kernel = functools.partial(_beside_kernel, order=order)
+    given = (x, norms, layer.reshape(1))
+    return _over_rows(kernel, *given, out=out, name="beside", interpret=interpret)
+
+
+def rms_norm(
+    x: Float[jax.Array, "R size"],
+    weight: Float[jax.Array, " size"] | None,
+    eps: float,
+    *,
+    order: SquaresOrder,
+    interpret: bool = False,
+) -> Float[jax.Array, "R size"]:
+    """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
+    kernel = functools.partial(_norm_kernel, eps=eps, order=order)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _over_rows(kernel, x, weight, out=out, name="norm", interpret=interpret)
+
+
+def layer_norm(
+    x: Float[jax.Array, "R size"],
+    weight: Float[jax.Array, " size"],
+    bias: Float[jax.Array, " size"],
+    eps: float,
+    *,
+    order: SquaresOrder,
+    interpret: bool = False,
+) -> Float[jax.Array, "R size"]:
+    """As `shared.spec.layers.layer_norm`; the mean is summed as squares are."""
+    kernel = functools.partial(_layer_norm_kernel, eps=eps, order=order)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _over_rows(kernel, x, weight, bias, out=out, name="layer_norm", interpret=interpret)
+
+
+def gelu(x: Float[jax.Array, "R size"], *, interpret: bool = False) -> Float[jax.Array, "R size"]:
+    """As `shared.spec.layers.gelu`."""
+    return _gelu(x, False, interpret)
+
+
+def gelu_tanh(
+    x: Float[jax.Array, "R size"], *, interpret: bool = False
+) -> Float[jax.Array, "R size"]:
+    """As `shared.spec.layers.gelu_tanh`."""
+    return _gelu(x, True, interpret)
+
+
+def _gelu(x, is_tanh, interpret):
+    flat = x.reshape(-1)
+    return pl.pallas_call(
+        functools.partial(_gelu_kernel, is_tanh=is_tanh),
+        grid=(pl.cdiv(len(flat), BLOCK),),
+        out_shape=jax.ShapeDtypeStruct(flat.shape, x.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="gelu",
+    )(flat).reshape(x.shape)
+
+
+def blended(
+    table: Float[jax.Array, "places hidden"],
+    corners: Int[jax.Array, "R 4"],
+    shares: Float[jax.Array, "R 4"],
+    *,
+    interpret: bool = False,
+) -> Float[jax.Array, "R hidden"]:
+    """As `shared.spec.layers.blended`, summed in the order of the corners."""
+    shape = (len(corners), table.shape[1])
+    return pl.pallas_call(
+        _blend_kernel,
+        grid=(len(corners),),
+        out_shape=jax.ShapeDtypeStruct(shape, table.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="blend",
+    )(table, corners, shares)
+
+
+def _over_rows(kernel, x, *others, out, name, interpret):
+    R, size = x.shape
+    return pl.pallas_call(
+        kernel,
+        grid=(R,),
+        out_shape=out,
+        compiler_params=pltriton.CompilerParams(num_warps=row_warps(size)),
+        interpret=interpret,
+        name=name,
+    )(x, *others)
+
+
+def _beside_kernel(x_ref, norms_ref, layer_ref, scaled_ref, sums_ref, *, order):
+    """One program a row: its squares in chunks, and the row scaled."""
+    x, column, sums = _row(x_ref, order)
+    chunks = sums_ref.shape[1]
+    part = lax.iota(jnp.int32, sums.shape[0])
+    at = jnp.minimum(part, chunks - 1)
+    pltriton.store(sums_ref.at[pl.program_id(0), at], sums, mask=part < chunks)
+    if norms_ref is not None:
+        norm = norms_ref.at[layer_ref[0], column]
+        x = x * pltriton.load(norm, mask=column < x_ref.shape[1], other=0.0)
+        store_row(scaled_ref, x, column)
+
+
+def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
+    """One program a row: its norm, by its squares in chunks."""
+    x, column, sums = _row(x_ref, order)
+    size, digits = x_ref.shape[1], order.digits_of_chunks
+    exponent = exponent_of(sums.max(), digits)
+    total = in_floats(units_of(sums, exponent, digits).sum(), exponent, digits)
+    x = x * lax.rsqrt(total * (1.0 / size) + eps)
+    if weight_ref is not None:
+        x = x * pltriton.load(weight_ref.at[column], mask=column < size, other=0.0)
+    store_row(out_ref, x, column)
+
+
+def _layer_norm_kernel(x_ref, weight_ref, bias_ref, out_ref, *, eps, order):
+    """One program a row: its mean off, divided by its deviation, scaled and shifted."""
+    x, column, _ = _row(x_ref, order)
+    size, inside = x_ref.shape[1], column < x_ref.shape[1]
+    x = jnp.where(inside, x - _sum(x, order) * (1.0 / size), 0.0)
+    x = x * lax.rsqrt(_sum(x * x, order) * (1.0 / size) + eps)
+    x = x * pltriton.load(weight_ref.at[column], mask=inside, other=0.0)
+    x = x + pltriton.load(bias_ref.at[column], mask=inside, other=0.0)
+    store_row(out_ref, x, column)
+
+
+def _sum(terms, order):
+    """Adds the terms of a row, [chunks, terms], chunk by chunk, in units of the largest."""
+    exponent = exponent_of(jnp.abs(terms).max(axis=1), order.digits)
+    units = units_of(terms, exponent[:, None], order.digits).sum(axis=1)
+    sums, digits = in_floats(units, exponent, order.digits), order.digits_of_chunks
+    exponent = exponent_of(jnp.abs(sums).max(), digits)
+    return in_floats(units_of(sums, exponent, digits).sum(), exponent, digits)
+
+
+def _gelu_kernel(x_ref, out_ref, *, is_tanh):
+    """One program a block of numbers, wherever rows end."""
+    place, count = pl.program_id(0) * BLOCK + lax.iota(jnp.int32, BLOCK), x_ref.shape[0]
+    inside = place < count
+    x = pltriton.load(x_ref.at[place], mask=inside, other=0.0).astype(jnp.float32)
+    if is_tanh:
+        # x (1 + tanh(y)) / 2, which is x / (1 + exp(-2 y)).
+        y = x * (1.5957691216057308 + 0.07135481627260025 * (x * x))
+        out = x / (1.0 + jnp.exp2(-y * LOG2_E))
+    else:
+        # The share above |x|, by Abramowitz and Stegun 7.1.26: wrong by 1e-7 at most.
+        z = jnp.abs(x) * 0.7071067811865476
+        y = 0.3275911 * z
+        t = 1.0 - y / (1.0 + y)  # 1 / (1 + y), which two compilers divide in two ways
+        above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
+            + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
+        above = above * jnp.exp2(-(z * z) * LOG2_E)
+        out = x * jnp.where(x < 0, above, 1.0 - above)
+    pltriton.store(out_ref.at[place], out.astype(out_ref.dtype), mask=inside)
+
+
+def _blend_kernel(table_ref, corners_ref, shares_ref, out_ref):
+    """One program a row: the sum of its corners' rows by their shares."""
+    row, hidden = pl.program_id(0), table_ref.shape[1]
+    column = lax.iota(jnp.int32, pl.next_power_of_2(hidden))
+    out = jnp.zeros(column.shape, jnp.float32)
+    for corner in range(4):
+        at = table_ref.at[corners_ref[row, corner], column]
+        x = pltriton.load(at, mask=column < hidden, other=0.0).astype(jnp.float32)
+        out += x * shares_ref[row, corner]
+    store_row(out_ref, out, column)
+
+
+def store_row(out_ref, x, column):
+    """Stores the row of this program, whose columns may be more than there are."""
+    size = out_ref.shape[1]
+    # A column that is not written gets an index outside, for the interpreter.
+    at = jnp.where(column < size, column, size)
+    x = x.astype(out_ref.dtype)
+    pltriton.store(out_ref.at[pl.program_id(0), at], x, mask=column < size)
+
+
+def _row(x_ref, order):
+    """A row as chunks, the column of each element, and the squares of the chunks."""
+    size = x_ref.shape[1]
+    chunks = pl.next_power_of_2(pl.cdiv(size, order.chunk))
+    part = lax.iota(jnp.int32, chunks)[:, None] * order.chunk
+    column = part + lax.iota(jnp.int32, order.chunk)[None, :]
+    at = x_ref.at[pl.program_id(0), column]
+    x = pltriton.load(at, mask=column < size, other=0.0).astype(jnp.float32)
+    return x, column, add_up(x * x, order.digits)

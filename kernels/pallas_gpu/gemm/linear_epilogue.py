@@ -1,0 +1,271 @@
+"""What stands around a product of `linear_described`: the scales of a norm, and the result's end.
+
+Mosaic GPU lets a compiler fuse a product with a sum, so none may follow the other here.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as pltriton
+
+from kernels.pallas_gpu.gemm.ptx import (
+    divided,
+    inverse_root,
+    plus,
+    power_of_two,
+    sum_of,
+    times,
+)
+from kernels.pallas_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, load_squares
+from kernels.pallas_gpu.sampling.lm_head_epilogue import GROUP, MASSES, SCORES
+from kernels.pallas_gpu.sampling.logits_processing import (
+    HIGHEST,
+    KEY_OF_INFINITY,
+    LOWEST,
+    key_of,
+    score_of,
+)
+
+WIDE = 64
+"""Rows that a warpgroup multiplies at once: the wide side of its matrix units."""
+PARTS = 2
+"""Parts of a result, `WIDE` lines each, that wait in shared memory for a warpgroup."""
+_LAYOUT = plgpu.Layout.WGMMA
+"""How a product leaves its sums in the registers of a warpgroup."""
+_OF_ROWS = _LAYOUT.reduce(1)
+SQUARES_AT_ONCE = 8
+"""Columns of which such a layout has a multiple."""
+_LOG2_E = 1.4426950408889634
+_SCALE_ROWS = 16
+"""Of a program that computes the scales of a norm."""
+
+
+def scales_of(squares, rows, inputs, eps, order):
+    """The scale of the norm of each row, and any number for each row more that a block has."""
+    return pl.pallas_call(
+        functools.partial(_scales_kernel, inputs=inputs, eps=eps, order=order),
+        grid=(rows // _SCALE_ROWS,),
+        out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
+        compiler_params=pltriton.CompilerParams(num_warps=4),
+        name="scales",
+    )(squares)
+
+
+def _scales_kernel(squares_ref, out_ref, *, inputs, eps, order):
+    row = pl.program_id(0) * _SCALE_ROWS + lax.iota(jnp.int32, _SCALE_ROWS)
+    squares = load_squares(squares_ref, row, row < squares_ref.shape[0])
+    total = add_up(squares, order.digits_of_chunks)
+    pltriton.store(out_ref.at[row], lax.rsqrt(total * (1.0 / inputs) + eps))
+
+
+def scales_from(refs, work, row):
+    """As `scales_of`, of a warpgroup's rows: by how far down they begin."""
+    scales, inputs = {}, refs.x.shape[1]
+    for down in range(0, work.tiles.rows // work.groups, WIDE):
+        squares_ref = refs.squares.at[pl.ds(row + down, WIDE)]
+        squares = plgpu.load(squares_ref, layout=_LAYOUT, optimized=False)
+        total = added_up([squares], work.order.digits_of_chunks)
+        mean = times(total, 1.0 / inputs, layout=_OF_ROWS)
+        scales[down] = inverse_root(plus(mean, work.eps, layout=_OF_ROWS), layout=_OF_ROWS)
+    return scales
+
+
+def added_up(parts, digits, axis=1):
+    """As `squares.add_up`, of rows whose columns are in parts, or lie along the other axis."""
+    largest = functools.reduce(jnp.maximum, (x.max(axis=axis) for x in parts))
+    exponent = exponent_of(largest, digits)
+    across = lax.broadcast_in_dim(exponent, parts[0].shape, [1 - axis])
+    unit = lax.bitcast_convert_type((digits + 254 - across) << 23, jnp.float32)
+    # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
+    units = functools.reduce(jnp.add, ((x * unit + 0.5).astype(jnp.int32) for x in parts))
+    return in_floats(units.sum(axis=axis), exponent, digits)
+
+
+class Result:
+    """A warpgroup's rows of a block of the result, which it stores part by part."""
+
+    def __init__(self, refs, shared, work, group, row, column, scales):
+        self._out_ref, self._added_ref, self._scale_ref = refs.out, refs.added, refs.scale
+        self._bias_ref, self._layer_ref = refs.bias, refs.layer
+        self._work, self._row, self._column = work, row, column
+        self._refs = refs
+        self._parts = shared.parts.at[group]
+        self._come = [shared.come.at[group * PARTS + slot] for slot in range(PARTS)]
+        self._line = shared.parts.shape[-1]
+        downs = range(0, work.tiles.rows // work.groups, WIDE)
+        # A result of one line has no second one, not even outside: Mosaic GPU drops a dimension of
+        # size 1 from what it copies to, and with it the place along it.
+        columns = min(work.tiles.columns, work.outputs)
+        self._places = [(d, a) for d in downs for a in range(0, columns, self._line)]
+        self._scales = scales
+
+    def prepare(self):
+        """Asks for what the end needs, before the product."""
+        if self._work.is_added:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for number in range(min(PARTS, len(self._places))):
+                self._fetch(number)
+        if self._work.is_normed and self._scales is None:
+            self._scales = {}
+            for down in dict(self._places):
+                scale_ref = self._scale_ref.at[pl.ds(self._row + down, WIDE)]
+                self._scales[down] = plgpu.load(scale_ref, layout=_OF_ROWS, optimized=False)
+
+    def store(self, sums):
+        """Does what follows a product, and stores it; rows and columns outside are not written."""
+        terms = []
+        for number, (down, at) in enumerate(self._places):
+            out = self._finished(sums, down, at)
+            part = self._parts.at[number % PARTS]
+            if self._work.is_added:
+                plgpu.barrier_wait(self._come[number % PARTS])
+                out += plgpu.load(part, layout=_LAYOUT).astype(jnp.float32)
+            else:
+                plgpu.wait_smem_to_gmem(PARTS - 1, wait_read_only=True)
+            out = out.astype(self._out_ref.dtype)
+            part[...] = out
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(part, self._of(self._out_ref, number))
+            if self._refs.sums is not None:
+                out = out.astype(jnp.float32)
+                self._store_scaled(out, number)
+                terms.append(out * out)
+                if (at + self._line) % self._work.order.chunk == 0:
+                    self._store_squares(terms, number)
+                    terms = []
+            if self._work.is_added and number + PARTS < len(self._places):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._fetch(number + PARTS)
+
+    def _store_scaled(self, out, number):
+        """Stores a part as it is read next."""
+        scaled_ref, norms_ref = self._refs.scaled, self._refs.norms
+        if scaled_ref is None:
+            return
+        column = self._column + self._places[number][1]
+
+        @pl.when(column < self._work.outputs)
+        def _store():
+            at = norms_ref.at[self._refs.norm_layer[0], pl.ds(column, self._line)]
+            norm = plgpu.load(at, layout=_LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
+            read = out * lax.broadcast_in_dim(norm, out.shape, [1])
+            self._of(scaled_ref, number)[...] = read.astype(scaled_ref.dtype)
+
+    def _store_squares(self, terms, number):
+        """Stores the squares of a chunk, which a part ends."""
+        sums_ref, (down, at) = self._refs.sums, self._places[number]
+        column = self._column + at
+
+        @pl.when(column < self._work.outputs)
+        def _store():
+            chunk = lax.div(column, self._work.order.chunk)
+            sums = added_up(terms, self._work.order.digits)
+            sums_ref[pl.ds(self._row + down, WIDE), chunk] = sums
+
+    def leave(self, sums):
+        """Stores what the block leaves of its rows, and its scores if one of them asks for them."""
+        tokens = self._refs.tokens[0]
+        of_blocks = (self._refs.keys, self._refs.ids, self._refs.bad)
+        for down in dict(self._places):
+            best, ids, most = (None,) * 3
+            for at in (at for of_rows, at in self._places if of_rows == down):
+                x = self._finished(sums, down, at)
+                column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
+                column += self._column + at
+                keys = jnp.where(column < tokens, key_of(x), LOWEST)
+                sizes = lax.bitcast_convert_type(x, jnp.int32) & HIGHEST
+                sizes = jnp.where(column < tokens, sizes, 0)
+                if best is None:
+                    best, ids, most = keys, column, sizes
+                else:  # ids ascend, so that of equal keys the first stays
+                    ids = jnp.where(keys > best, column, ids)
+                    best, most = jnp.maximum(best, keys), jnp.maximum(most, sizes)
+            first = best.max(axis=1)
+            across = lax.broadcast_in_dim(first, best.shape, [0])
+            winner = jnp.where(best == across, ids, HIGHEST).min(axis=1)
+            is_bad = jnp.where(most.max(axis=1) >= KEY_OF_INFINITY, 1, 0)
+            rows = pl.ds(self._row + down, WIDE)
+            block = lax.div(self._column, self._work.tiles.columns)
+            for ref, left in zip(of_blocks, (first, winner, is_bad), strict=True):
+                ref[rows, block] = left
+        asks_ref, first = self._refs.asks, lax.div(self._row, WIDE)
+        asks = asks_ref[first]
+        for number in range(1, self._work.tiles.rows // self._work.groups // WIDE):
+            asks |= asks_ref[first + number]
+
+        @pl.when((asks & SCORES) != 0)
+        def _store():
+            self.store(sums)
+
+        @pl.when((asks & MASSES) != 0)
+        def _leave_groups():
+            for down in dict(self._places):
+                rows = pl.ds(self._row + down, WIDE)
+                warmth = plgpu.load(
+                    self._refs.warmth.at[rows], layout=_LAYOUT.reduce(1), optimized=False
+                )
+                for at in range(0, min(self._work.tiles.columns, self._work.outputs), GROUP):
+                    self._leave_group(sums, rows, down, at, warmth, tokens)
+
+    def _leave_group(self, sums, rows, down, at, warmth, tokens):
+        """As `scores.store_groups`, of a group of rows with a temperature."""
+        keys, scores = [], []
+        for part in range(at, at + GROUP, self._line):
+            x = self._finished(sums, down, part)
+            x = divided(x, lax.broadcast_in_dim(warmth, x.shape, [0]))
+            column = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=_LAYOUT)
+            is_one = column + (self._column + part) < tokens
+            scores.append(x)
+            keys.append(jnp.where(is_one, key_of(x), LOWEST))
+        peaks = functools.reduce(jnp.maximum, keys).max(axis=1)
+        across = lax.broadcast_in_dim(score_of(peaks), scores[0].shape, [0])
+        total = None
+        for key, x in zip(keys, scores, strict=True):
+            weight = power_of_two((x - across) * _LOG2_E)
+            weight = jnp.where(weight <= 1, weight, 0.0)
+            # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
+            units = jnp.where(key > LOWEST, weight * 2.0**24 + 0.5, 0.0).astype(jnp.int32)
+            total = units if total is None else total + units
+        masses = total.sum(axis=1).astype(jnp.float32) * 2.0**-24
+        group = lax.div(self._column + at, GROUP)
+
+        @pl.when(group < self._refs.peaks.shape[1])
+        def _store():
+            self._refs.peaks[rows, group] = peaks
+            self._refs.masses[rows, group] = masses
+
+    def _finished(self, sums, down, at):
+        gate, *up = (x[down : down + WIDE, at : at + self._line] for x in sums)
+        if self._work.is_normed:
+            scale = lax.broadcast_in_dim(self._scales[down], gate.shape, [0])
+            gate, *up = (x * scale for x in (gate, *up))
+        if self._work.is_biased:
+            gate, *up = (sum_of(x, self._bias(i, at)) for i, x in enumerate((gate, *up)))
+        if not self._work.is_gated:
+            return gate if self._work.factor == 1 else times(gate, self._work.factor)
+        return divided(gate, 1.0 + power_of_two(-gate * _LOG2_E)) * up[0]
+
+    def _bias(self, number, at):
+        """Of the columns of a part: of the gate, or of up."""
+        # Columns outside are not written, but what is read for them must be there.
+        column = jnp.minimum(self._column + at, self._work.outputs - self._line)
+        first = self._work.first + number * self._work.outputs + column
+        of_layer = self._bias_ref.at[self._layer_ref[0]]
+        bias = plgpu.load(
+            of_layer.at[pl.ds(first, self._line)], layout=_LAYOUT.reduce(0), optimized=False
+        )
+        return lax.broadcast_in_dim(bias.astype(jnp.float32), (WIDE, self._line), [1])
+
+    def _fetch(self, number):
+        """Copies a part of what is added to where its sums will be."""
+        slot = number % PARTS
+        where = self._of(self._added_ref, number)
+        plgpu.copy_gmem_to_smem(where, self._parts.at[slot], self._come[slot])
+
+    def _of(self, ref, number):
+        down, at = self._places[number]
+        return ref.at[pl.ds(self._row + down, WIDE), pl.ds(self._column + at, self._line)]

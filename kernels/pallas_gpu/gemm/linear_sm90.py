@@ -1,0 +1,341 @@
+"""Products whose blocks are copied by tensor descriptors (TMA), for Pallas by Mosaic GPU.
+
+A program has as many warpgroups that multiply as its tiles say, and one more that copies: it fills
+a ring of blocks of the rows and of the weight ahead of the others. There are as many programs as
+the GPU has multiprocessors. A program takes one block of the result after the other, so that the
+first copies for a block go on while the block before it is stored.
+
+Where tiles are swapped a program has all rows, which are few, and what stands around such a product
+is less (`takes`); its end is in `linear_swapped`.
+
+A sum is one chain of products along the inputs, and what follows is computed as in `linear`, so
+the bits are those of that kernel and of Triton's. Where rows are no whole blocks, the scales of
+norms are computed before it and what stands beside the result after it, by kernels of their own.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float, Float32, Int
+
+from kernels.pallas_gpu.gemm.layers import beside
+from kernels.pallas_gpu.gemm.linear_epilogue import (
+    SQUARES_AT_ONCE,
+    WIDE,
+    Result,
+    scales_from,
+    scales_of,
+)
+from kernels.pallas_gpu.gemm.linear_sm90_mainloop import (
+    LINE_BYTES,
+    LINES,
+    WARPS,
+    Refs,
+    Shared,
+    Work,
+    copy_blocks,
+    ring_of,
+    sums_of,
+    sums_of_codes,
+)
+from kernels.pallas_gpu.gemm.linear_swap_ab import SwappedResult
+from kernels.pallas_gpu.sampling.lm_head_epilogue import (
+    MASSES,
+    SCORES,
+    Asks,
+    Leaves,
+    room_of,
+)
+from kernels.tiles import LinearTiles
+from shared.models.fp8_words import FP8_BLOCK, first_scale
+from shared.spec.reduction_order import SquaresOrder
+
+_PROGRAMS = 2
+"""At once on a multiprocessor, of codes and one warpgroup that multiplies."""
+_JAX = (0, 11)
+"""The version whose Mosaic GPU the kernels are written for; Python 3.11 has none from 0.11 on."""
+_COPYING_REGISTERS, _REGISTERS = 40, 512
+"""Of a thread that copies; and of all that are at one place in their warpgroups."""
+
+
+def takes(
+    x: Float[jax.Array, "R inputs"],
+    weights: Float[jax.Array, "L stored inputs"],
+    *,
+    outputs: int,
+    first: int,
+    out_type: np.dtype | type,
+    is_normed: bool,
+    is_plain: bool,
+    added: Float[jax.Array, "R outputs"] | None,
+    order: SquaresOrder,
+    tiles: LinearTiles,
+) -> bool:
+    """Whether `described_product` can be called: with bfloat16 or codes of FP8, in whole lines.
+
+    And only on a Hopper, whose matrix units no other GPU has. Not with a norm before and a sum
+    after it: a compiler may make one rounding of a product and a sum here.
+
+    Args:
+      is_plain: There is neither a norm before it, nor a gate, a bias or a choice after it, as where
+        tiles are swapped. Rows then are less than a group of lines, or whole groups.
+    """
+    line = LINE_BYTES // x.dtype.itemsize
+    is_whole = not (x.shape[1] % line or outputs % line or first % LINES)
+    is_addable = added is None or (added.dtype == np.dtype(out_type) and not is_normed)
+    is_taken = is_whole and is_addable and x.dtype == weights.dtype
+    is_taken &= x.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+    if tiles.swapped:
+        are_lines = len(x) < LINES or len(x) % LINES == 0
+        is_taken &= is_plain and are_lines and len(x) <= tiles.rows and order.chunk == WIDE
+        # A part in shared memory is read and written transposed, which 16 bits alone can be.
+        is_taken &= x.dtype == out_type
+    return is_taken and has_mosaic()
+
+
+def is_on_hopper() -> bool:
+    """Whether the GPU is one, or is described; a program may be traced where there is none."""
+    return _described_gpu() is not None or getattr(_gpu(), "compute_capability", None) == "9.0"
+
+
+def has_mosaic() -> bool:
+    """Returns whether kernels of Mosaic GPU can be called: on a Hopper, with a jax they fit.
+
+    Others have another Mosaic: jax 0.10 cannot trace such a kernel, and 0.12 cannot lower it.
+    """
+    return is_on_hopper() and jax.__version_info__[:2] == _JAX
+
+
+# A function of its own in a program, which has it once for all layers: lowering and compiling a
+# kernel of Mosaic GPU takes half a second.
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        *("num_rows", "first", "out_type", "eps", "is_gated", "factor", "order", "tiles"),
+    ),
+)
+def described_product(
+    x: Float[jax.Array, "R inputs"],
+    weights: Float[jax.Array, "L stored inputs"],
+    layer: Int[jax.Array, ""],
+    scales: Float32[jax.Array, "L blocks blocks_in"] | None = None,
+    row_scales: Float32[jax.Array, "blocks_in rows"] | None = None,
+    *,
+    num_rows: int | None = None,
+    first: int,
+    out_type: np.dtype | type,
+    squares: Float[jax.Array, "R chunks"] | None,
+    eps: float,
+    is_gated: bool,
+    bias: Float[jax.Array, "L stored"] | None,
+    factor: float,
+    added: Float[jax.Array, "R outputs"] | None,
+    norm: Float[jax.Array, "L2 outputs"] | None,
+    norm_layer: Int[jax.Array, ""],
+    order: SquaresOrder,
+    tiles: LinearTiles,
+    asks: Asks | None = None,
+) -> tuple[
+    Float[jax.Array, "R outputs"],
+    Float[jax.Array, "R outputs"] | None,
+    Float[jax.Array, "R chunks_out"] | None,
+    Leaves | None,
+]:
+    """As `linear.product`, of arrays that `takes` accepts.
+
+    Raises:
+      ValueError: The tiles are none for this kernel; says which.
+    """
+    K, N = x.shape[1], (weights.shape[1] - first) // (2 if is_gated else 1)
+    _check(tiles, np.dtype(out_type))
+    R, programs = num_rows or len(x), 1
+    row_blocks = pl.cdiv(R, tiles.rows)
+    operands = {"x": _in_lines(x), "weights": weights, "layer": layer.reshape(1)}
+    if row_scales is not None:
+        _check_codes(tiles, first)
+        operands |= {"scales": scales, "row_scales": row_scales}
+        # With one warpgroup that multiplies there is room for more than one program.
+        programs = _PROGRAMS if tiles.warps == WARPS else 1
+    columns = pl.cdiv(N, tiles.columns)
+    programs = min(row_blocks * columns, programs * _multiprocessors())
+    is_whole = R % tiles.rows == 0
+    if squares is not None:
+        # Found once by a program, whose blocks then are of the same rows.
+        is_found = is_whole and not (programs % row_blocks or squares.shape[1] % SQUARES_AT_ONCE)
+        if is_found:
+            operands["squares"] = squares
+        else:
+            operands["scale"] = scales_of(squares, row_blocks * tiles.rows, K, eps, order)
+    if bias is not None:
+        operands["bias"] = bias
+    results = {"out": jax.ShapeDtypeStruct((len(operands["x"]), N), out_type)}
+    stands_beside = added is not None and (is_whole or tiles.swapped)
+    stands_beside &= tiles.columns % order.chunk == 0
+    if added is not None:
+        operands["added"] = _in_lines(added)
+    if stands_beside:
+        if norm is not None:
+            operands |= {"norms": norm, "norm_layer": norm_layer.reshape(1)}
+            results["scaled"] = results["out"]
+        results["sums"] = jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32)
+    if asks is not None:
+        asked, warmth = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
+        # The warmth of a row that is none divides what nobody reads.
+        asked = asked.reshape(-1, WIDE)
+        asked = (asked & SCORES).max(axis=1) | (asked & MASSES).max(axis=1)
+        operands |= {"asks": asked, "warmth": warmth}
+        operands["tokens"] = asks.tokens
+        results |= room_of(len(warmth), N, tiles.columns)
+    work = Work(
+        operands=tuple(operands),
+        results=tuple(results),
+        outputs=N,
+        first=first,
+        is_gated=is_gated,
+        factor=factor,
+        eps=eps,
+        order=order,
+        row_blocks=row_blocks,
+        blocks=row_blocks * columns,
+        steps=pl.cdiv(K, tiles.depth),
+        tiles=tiles,
+    )
+    out, *left = plgpu.kernel(
+        functools.partial(_product_kernel, work=work),
+        out_type=tuple(results.values()),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=work.groups + 1,
+        thread_name="group",
+        scratch_types=ring_of(work, x.dtype, np.dtype(out_type))._asdict(),
+        compiler_params=plgpu.CompilerParams(),
+        kernel_name="described_product",
+    )(*operands.values())
+    out = out[:R]
+    if stands_beside:
+        return out, None if norm is None else left[0][:R], left[-1], None
+    if added is not None:
+        return (out, *beside(out, norm, norm_layer, order=order), None)
+    return out, None, None, Leaves(*asks, *left) if asks else None
+
+
+def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
+    groups, line = tiles.warps // WARPS, LINE_BYTES // out_type.itemsize
+    wide = tiles.columns if tiles.swapped else tiles.rows
+    wrong = {
+        "be persistent": not tiles.persistent,
+        f"have {WARPS} warps or more": not groups,
+        f"have {WIDE} columns and {WARPS} warps where they are swapped": tiles.swapped
+        and (wide, tiles.warps) != (WIDE, WARPS),
+        f"have {WIDE} rows or more for {WARPS} warps": groups * WIDE > wide,
+        f"have {line} columns or more": tiles.columns < line,
+        "have a depth of 64 or more": tiles.depth < LINE_BYTES // 2,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"tiles of blocks that descriptors copy must {what}, got {tiles}")
+
+
+def _check_codes(tiles: LinearTiles, first: int) -> None:
+    wrong = {
+        "not be swapped": tiles.swapped,
+        f"have a depth of {FP8_BLOCK}": tiles.depth != FP8_BLOCK,
+        f"have columns that divide {FP8_BLOCK}": FP8_BLOCK % tiles.columns,
+        f"have rows that divide {FP8_BLOCK}": FP8_BLOCK % tiles.rows,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"tiles of codes must {what}, got {tiles}")
+    first_scale(first, FP8_BLOCK, 1)
+
+
+def _in_lines(x):
+    """With as many rows more as whole groups of lines take; less than a group may stay alone."""
+    spare = -len(x) % LINES if len(x) > LINES else 0
+    return jnp.pad(x, ((0, spare), (0, 0))) if spare else x
+
+
+def _multiprocessors():
+    described = _described_gpu()
+    return _gpu().core_count if described is None else described.num_cores
+
+
+def _described_gpu():
+    """The GPU that a program is traced for where there is none, as `bench.kernels.aot` does."""
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def _gpu():
+    return jax.devices()[0]
+
+
+def _product_kernel(*refs, work, **shared):
+    """A program for each multiprocessor, of blocks that lie so many apart; the rows come first."""
+    refs = Refs(**dict(zip((*work.operands, *work.results), refs, strict=True)))
+    shared = Shared(**shared)
+    program, group = lax.axis_index("program"), lax.axis_index("group")
+    programs = lax.axis_size("program")
+    count = pl.cdiv(work.blocks - program, programs)
+    # The registers of a lone warpgroup are few enough, and another program may have the others.
+    is_alone = work.is_quantised and work.groups == 1
+
+    def place(i):
+        # Programs that run together share blocks of the weight; the rows are in the cache anyway.
+        block = program + i * programs
+        row, column = lax.rem(block, work.row_blocks), lax.div(block, work.row_blocks)
+        return row * work.tiles.rows, column * work.tiles.columns
+
+    def rows_of_group(row):
+        return row + group * (work.tiles.rows // work.groups)
+
+    @pl.when(group == work.groups)
+    def _copy():
+        if not is_alone:
+            plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
+        layer = refs.layer[0]
+
+        def copy(i, _):
+            copy_blocks(refs.x, refs.weights.at[layer], shared, work, i * work.steps, *place(i))
+
+        lax.fori_loop(0, count, copy, None)
+
+    @pl.when(group < work.groups)
+    def _multiply():
+        if not is_alone:
+            plgpu.set_max_registers(_multiplying_registers(work.groups), action="increase")
+
+        scales = None
+        if work.has_squares:
+            scales = scales_from(refs, work, rows_of_group(place(0)[0]))
+
+        def multiply(i, _):
+            row, column = place(i)
+            row = rows_of_group(row)
+            if work.tiles.swapped:
+                turned = SwappedResult(refs, shared, work, row, column)
+                turned.prepare()
+                turned.store(sums_of(shared, work, group, i * work.steps))
+                return
+            result = Result(refs, shared, work, group, row, column, scales)
+            result.prepare()
+            if work.is_quantised:
+                sums = sums_of_codes(refs, shared, work, group, i * work.steps, row, column)
+            else:
+                sums = sums_of(shared, work, group, i * work.steps)
+            if refs.asks is None:
+                result.store(sums)
+            else:
+                result.leave(sums)
+
+        lax.fori_loop(0, count, multiply, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _multiplying_registers(groups):
+    """Of a thread; a warpgroup can ask for some multiple of 8."""
+    return min(240, (_REGISTERS - _COPYING_REGISTERS) // groups // 8 * 8)

@@ -1,0 +1,63 @@
+"""The end of a product of `linear_described` that has few rows, for Pallas by Mosaic GPU.
+
+The outputs are the wide side of the matrix unit and the rows its narrow one, so that a row lies
+across the registers of a warpgroup. It turns in shared memory on its way out.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from kernels.pallas_gpu.gemm.linear_epilogue import WIDE, added_up
+from kernels.pallas_gpu.gemm.ptx import LAYOUT, times
+
+
+class SwappedResult:
+    """All rows of `WIDE` outputs: a part of shared memory has them, another what is read next."""
+
+    def __init__(self, refs, shared, work, row, column):
+        self._refs, self._work, self._column = refs, work, column
+        self._parts, self._come, self._squares = shared.parts, shared.come.at[0], shared.squares
+        self._place = pl.ds(row, work.tiles.rows), pl.ds(column, WIDE)
+
+    def prepare(self):
+        """Asks for what is added, before the product."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self._work.is_added:
+            added_ref = self._refs.added.at[self._place]
+            plgpu.copy_gmem_to_smem(added_ref, self._parts.at[0], self._come)
+
+    def store(self, sums):
+        """Does what follows a product, and stores it; rows outside are not written."""
+        refs, factor = self._refs, self._work.factor
+        (out,) = sums if factor == 1 else (times(x, factor) for x in sums)
+        if self._work.is_added:
+            plgpu.barrier_wait(self._come)
+            added = plgpu.load(self._parts.at[0].T, layout=LAYOUT, optimized=False)
+            out += added.astype(jnp.float32)
+        out = out.astype(refs.out.dtype)
+        self._send(out, 0, refs.out)
+        if refs.sums is None:
+            return
+        out = out.astype(jnp.float32)
+        if refs.scaled is not None:
+            at = refs.norms.at[refs.norm_layer[0], pl.ds(self._column, WIDE)]
+            norm = plgpu.load(at, layout=LAYOUT.reduce(1), optimized=False).astype(jnp.float32)
+            read = out * lax.broadcast_in_dim(norm, out.shape, [0])
+            self._send(read.astype(refs.scaled.dtype), 1, refs.scaled)
+        self._store_squares(out * out)
+
+    def _store_squares(self, terms):
+        """Stores the squares of a chunk, which all outputs of the block are."""
+        # A vector of rows has eight of them or more, and there may be fewer.
+        self._squares[...] = added_up([terms], self._work.order.digits, axis=0)
+        for row in range(self._refs.sums.shape[0]):
+            self._refs.sums[row, lax.div(self._column, WIDE)] = self._squares[row]
+
+    def _send(self, values, number, ref):
+        """Copies a part to its place in the GPU's memory."""
+        part = self._parts.at[number]
+        part.T[...] = values
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(part, ref.at[self._place])

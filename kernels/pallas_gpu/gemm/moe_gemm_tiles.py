@@ -1,0 +1,107 @@
+"""Tiles of the products of experts: whose rows they have, and steps along the chain, for Pallas."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from kernels.pallas_gpu.gemm.fp8_w8a16 import four
+from shared.models.fp8_words import FP8_BLOCK, shares_of
+
+
+class Stored(NamedTuple):
+    """The weights of experts, and their scales, if they are FP8 in words of four."""
+
+    weights: Any
+    scales: Any
+
+
+class Cut(NamedTuple):
+    """How a product is cut; lanes of a tile, and slots of a row."""
+
+    lanes: int
+    columns: int
+    depth: int
+    slots: int
+    interpret: bool
+
+
+class Tile(NamedTuple):
+    """The expert of a tile, how many slots it has, and which."""
+
+    expert: Any
+    count: Any
+    slots: Any
+
+
+def tile_of(number, ids_ref, lists, cut):
+    """A tile of a list; without lists, each slot is a tile."""
+    lane = lax.iota(jnp.int32, cut.lanes)
+    if lists is None:
+        expert = ids_ref[lax.div(number, cut.slots), lax.rem(number, cut.slots)]
+        # A choice between constants would have the type of its condition.
+        count = jnp.minimum(jnp.maximum(expert + 1, 0), 1)
+        return Tile(expert=expert, count=count, slots=number + lane * 0)
+    expert, count, first = (ref[number] for ref in (lists.experts, lists.counts, lists.firsts))
+    rows = lists.slots.shape[1]
+    at = lists.slots.at[expert, first - expert * rows + lane]
+    slots = pltriton.load(at, mask=lane < count, other=0)
+    return Tile(expert=expert, count=count, slots=slots)
+
+
+def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, cut):
+    """The product of some rows with outputs of an expert, [outputs, lanes].
+
+    The weight is the wide side of the matrix unit.
+
+    Args:
+      has_all: Whether all the outputs are there.
+    """
+    K = x_ref.shape[1]
+    exact = {"precision": lax.Precision.HIGHEST}
+
+    def part(ref, lead, inputs, is_one, has_all, size):
+        masks = [] if has_all else [is_one[:, None]]
+        masks += [] if size % len(inputs) == 0 else [(inputs < size)[None, :]]
+        masked = {}
+        if masks:
+            keep = masks[0] if len(masks) == 1 else masks[0] & masks[1]
+            keep = jnp.broadcast_to(keep, (len(is_one), len(inputs)))
+            masked = {"mask": keep, "other": 0.0 if ref.dtype != jnp.int32 else 0}
+        return pltriton.load(ref.at[(*lead, inputs[None, :])], **masked)
+
+    def rows_at(inputs):
+        return part(x_ref, (row[:, None],), inputs, is_row, False, K).T
+
+    def weight_at(inputs, size):
+        lead = (*of_expert, output[:, None])
+        return part(stored.weights, lead, inputs, is_output, has_all, size)
+
+    def add(i, total):
+        inputs = i * cut.depth + lax.iota(jnp.int32, cut.depth)
+        return total + pltriton.dot(weight_at(inputs, K), rows_at(inputs), **exact)
+
+    def scale_at(i):
+        share, _ = shares_of(stored.weights.shape, stored.scales.shape)
+        block = jnp.full((len(output), 1), i)
+        at = (*of_expert, lax.div(output, share)[:, None], block)
+        masked = {} if has_all else {"mask": is_output[:, None], "other": 0.0}
+        return pltriton.load(stored.scales.at[at], **masked)
+
+    def add_four(i, total):
+        lane = lax.iota(jnp.int32, FP8_BLOCK // 4)
+        xs = [rows_at(i * FP8_BLOCK + quarter * len(lane) + lane) for quarter in range(4)]
+        words = weight_at(i * len(lane) + lane, K // 4)
+        scale = scale_at(i) if only_scale is None else only_scale
+        for weight, x in zip(four(words, scale, not cut.interpret), xs, strict=True):
+            total += pltriton.dot(weight.astype(x.dtype), x, **exact)
+        return total
+
+    only_scale = None
+    if stored.scales is not None and stored.scales.shape[-1] == 1:  # read once for all inputs
+        only_scale = scale_at(0)
+    nothing = jnp.zeros((len(output), cut.lanes), jnp.float32)
+    step = add if stored.scales is None else add_four
+    return lax.fori_loop(0, pl.cdiv(K, cut.depth), step, nothing)

@@ -1,0 +1,371 @@
+"""A block of experts in three Pallas kernels, or in five where rows are many.
+
+`route` chooses; then come the product of gate and up, and that of down. Where rows are few, each
+slot of a row is a tile of those products, and the program that brings a row's last slot adds them.
+Where rows are many, rows of one expert share a tile, `group` lists them, and a kernel of its own
+adds. Both ways a slot is added along the inputs in one chain and a row's slots are added in their
+order, so that a row's bits depend neither on the rows beside it nor on the way.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.gemm.moe_gemm_tiles import Cut, Stored, product, tile_of
+from kernels.pallas_gpu.gemm.sum_of_squares import add_up
+from kernels.pallas_gpu.moe.moe_align import Lists, group, most_tiles
+from kernels.pallas_gpu.moe.router import LOG2_E, Chosen, barrier, route, scale_of
+from kernels.routing import Routing
+from kernels.tiles import ExpertsTiles
+from shared.models.fp8_words import FP8_BLOCK
+from shared.spec.reduction_order import RouterOrder, SquaresOrder
+
+
+class Stream(NamedTuple):
+    """Rows, the rows times the next norm's scale, and their squares in chunks."""
+
+    rows: Any
+    scaled: Any
+    squares: Any
+
+
+class _Ends(NamedTuple):
+    """What rows are added to, the weights of their slots, and the scale of the next norm.
+
+    That lies in a stack, at a place of its own.
+    """
+
+    rows: Any
+    weights: Any
+    norm: Any
+    norm_layer: Any
+
+
+def experts(
+    rows: Float[jax.Array, "R columns"],
+    scaled: Float[jax.Array, "R hidden"],
+    squares: Float[jax.Array, "R chunks"],
+    router: Float[jax.Array, "L outputs hidden"],
+    bias: Float[jax.Array, "L experts"] | None,
+    gate_up: jax.Array,
+    gate_up_scales: Float[jax.Array, "L stored scales scales_in"] | None,
+    down: jax.Array,
+    down_scales: Float[jax.Array, "L stored scales scales_in"] | None,
+    next_norm: Float[jax.Array, "L2 columns"] | None,
+    live: Int[jax.Array, " 1"],
+    arrivals: Int[jax.Array, " counters"],
+    layer: Int[jax.Array, ""],
+    norm_layer: Int[jax.Array, ""],
+    *,
+    gathered: Callable[[jax.Array], jax.Array],
+    eps: float,
+    routing: Routing,
+    order: RouterOrder,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+    interpret: bool = False,
+) -> tuple[Stream, Int[jax.Array, " counters"]]:
+    """Adds to each row what its experts make of it.
+
+    Of several ranks each has inner columns of every expert and columns of the stream: the rows that
+    are added to, the outputs of down and the next norm are its share, and so is what this gives.
+
+    Args:
+      rows: Of the residual stream.
+      scaled, squares, router, bias, live, arrivals, layer, eps, order, squares_order: See `route`;
+        arrivals as many as `arrivals_of_experts` says.
+      gate_up: `[L, stored, 2 inner, hidden]`, of each expert the gate's rows and then those of up;
+        or FP8 in words of four, `[L, stored, 2 inner, hidden / 4]`. A slice of a stack would be
+        copied for the kernel.
+      gate_up_scales: Of FP8; see `shared.models.fp8_words`.
+      down, down_scales: `[L, stored, hidden, inner]` in the same way.
+      next_norm, norm_layer: A stack of scales of norms, and which of it is that behind the block;
+        None where nothing scales the new rows.
+      gathered: Gives a rank's inner columns of all slots with those of the others; what one rank
+        has as it is.
+      routing: How rows choose; the shared expert is the last that is stored.
+      tiles: How the work is cut.
+      interpret: Run on a CPU.
+
+    Returns:
+      The new rows; the same times the next norm's scale, or themselves where there is none; and
+      their squares. What they hold behind the real rows is no result. And the zeros again.
+    """
+    chosen, arrivals = route(
+        scaled,
+        squares,
+        router,
+        bias,
+        live,
+        arrivals,
+        layer,
+        eps=eps,
+        routing=routing,
+        order=order,
+        squares_order=squares_order,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    lists = None
+    if tiles.grouped:
+        lists, arrivals = group(
+            chosen.ids, arrivals, routing=routing, tiles=tiles, interpret=interpret
+        )
+    inner = gated_product(
+        scaled,
+        squares,
+        Stored(gate_up, gate_up_scales),
+        chosen.ids,
+        lists,
+        layer,
+        eps=eps,
+        routing=routing,
+        squares_order=squares_order,
+        tiles=tiles,
+        interpret=interpret,
+    )
+    return added_product(
+        gathered(inner),
+        Stored(down, down_scales),
+        chosen,
+        lists,
+        rows,
+        next_norm,
+        arrivals,
+        layer,
+        norm_layer,
+        routing=routing,
+        squares_order=squares_order,
+        tiles=tiles,
+        interpret=interpret,
+    )
+
+
+def gated_product(
+    scaled: Float[jax.Array, "R hidden"],
+    squares: Float[jax.Array, "R chunks"],
+    gate_up: Stored,
+    ids: Int[jax.Array, "R slots"],
+    lists: Lists | None,
+    layer: Int[jax.Array, ""],
+    *,
+    eps: float,
+    routing: Routing,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+    interpret: bool = False,
+) -> Float[jax.Array, "all_slots inner"]:
+    """silu(gate) * up of every slot, by its expert and of its row's norm.
+
+    Args:
+      lists: Of `group`, where tiles are grouped.
+    """
+    R, N = len(scaled), gate_up.weights.shape[2] // 2
+    cut = Cut(tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret)
+    _check(gate_up, cut)
+    return pl.pallas_call(
+        partial(_gated_kernel, eps=eps, squares_order=squares_order, cut=cut),
+        grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.columns),),
+        out_shape=jax.ShapeDtypeStruct((R * routing.slots, N), scaled.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="gated",
+    )(scaled, squares, gate_up, ids, lists, layer.reshape(1))
+
+
+def added_product(
+    inner: Float[jax.Array, "all_slots inner"],
+    down: Stored,
+    chosen: Chosen,
+    lists: Lists | None,
+    rows: Float[jax.Array, "R hidden"],
+    next_norm: Float[jax.Array, "L2 hidden"] | None,
+    arrivals: Int[jax.Array, " counters"],
+    layer: Int[jax.Array, ""],
+    norm_layer: Int[jax.Array, ""],
+    *,
+    routing: Routing,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+    interpret: bool = False,
+) -> tuple[Stream, Int[jax.Array, " counters"]]:
+    """Adds the product of down of all slots of a row, each times its weight, to the row."""
+    R, N = rows.shape
+    cut = Cut(tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret)
+    _check(down, cut)
+    of = jax.ShapeDtypeStruct
+    stream = Stream(
+        rows=of((R, N), rows.dtype),
+        scaled=None if next_norm is None else of((R, N), rows.dtype),
+        squares=of((R, pl.cdiv(N, squares_order.chunk)), jnp.float32),
+    )
+    ends = _Ends(rows, chosen.weights, next_norm, norm_layer.reshape(1))
+    arrivals, parts, out = pl.pallas_call(
+        partial(_down_kernel, squares_order=squares_order, cut=cut),
+        grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.down_columns),),
+        out_shape=(
+            of(arrivals.shape, jnp.int32),
+            of((R * routing.slots, N), jnp.float32),
+            None if tiles.grouped else stream,
+        ),
+        input_output_aliases={0: 0},
+        compiler_params=pltriton.CompilerParams(
+            num_warps=tiles.down_warps, num_stages=tiles.down_stages
+        ),
+        interpret=interpret,
+        name="down",
+    )(
+        arrivals,
+        inner,
+        down,
+        chosen.ids,
+        lists,
+        None if tiles.grouped else ends,
+        layer.reshape(1),
+    )
+    if tiles.grouped:
+        (out,) = pl.pallas_call(
+            partial(
+                _sum_kernel,
+                columns=tiles.sum_columns,
+                squares_order=squares_order,
+                interpret=interpret,
+            ),
+            grid=(R * pl.cdiv(N, tiles.sum_columns),),
+            out_shape=(stream,),
+            compiler_params=pltriton.CompilerParams(num_warps=tiles.sum_warps, num_stages=1),
+            interpret=interpret,
+            name="sum_slots",
+        )(parts, chosen.ids, ends)
+    return out._replace(scaled=out.rows if next_norm is None else out.scaled), arrivals
+
+
+def _tiles(rows, routing, tiles):
+    return most_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
+
+
+def _check(stored, cut):
+    """Refuses tiles of FP8 whose steps are not its blocks.
+
+    Raises:
+      ValueError: They are not.
+    """
+    if stored.scales is not None and cut.depth != FP8_BLOCK:
+        raise ValueError(f"the depth of FP8 must be its block of {FP8_BLOCK}, got {cut.depth}")
+
+
+def _gated_kernel(
+    x_ref, squares_ref, gate_up, ids_ref, lists, layer_ref, inner_ref, *, eps, squares_order, cut
+):
+    """One program per tile and block of outputs, whose rows of gate and of up are one matrix.
+
+    So few rows suffice for the wide side of the matrix unit, and there are twice as many programs.
+    """
+    (_, K), (S, N) = x_ref.shape, inner_ref.shape
+    blocks, layer = pl.cdiv(N, cut.columns), layer_ref[0]
+    number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
+    tile = tile_of(number, ids_ref, lists, cut)
+
+    @pl.when(tile.count > 0)
+    def _():
+        is_slot = lax.iota(jnp.int32, cut.lanes) < tile.count
+        row = lax.div(tile.slots, cut.slots)
+        scale = scale_of(squares_ref, row, is_slot, K, eps, squares_order)
+        first, both = block * cut.columns, lax.iota(jnp.int32, 2 * cut.columns)
+        column = first + lax.rem(both, cut.columns)
+        output = column + lax.div(both, cut.columns) * N
+        of_expert, has_all = (layer, tile.expert), N % cut.columns == 0
+        total = product(
+            x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, cut
+        )  # fmt: skip
+        gate, up = lax.split(early(total, cut.interpret).T, (cut.columns, cut.columns), axis=1)
+        gate, up = gate * scale[:, None], up * scale[:, None]
+        out = gate / (1.0 + jnp.exp2(-gate * LOG2_E)) * up
+        # A place that is not written gets an index outside, for the interpreter.
+        column = first + lax.iota(jnp.int32, cut.columns)
+        slot, column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
+        keep = is_slot[:, None] & (column < N)[None, :]
+        at = inner_ref.at[slot[:, None], column[None, :]]
+        pltriton.store(at, out.astype(inner_ref.dtype), mask=keep)
+
+
+def _down_kernel(
+    _, x_ref, down, ids_ref, lists, ends, layer_ref, arrivals_ref, parts_ref, stream, *,
+    squares_order, cut,
+):  # fmt: skip
+    """As `_gated_kernel`; where slots are tiles, who brings a row's last one adds the row's."""
+    S, N = parts_ref.shape
+    blocks, layer = pl.cdiv(N, cut.columns), layer_ref[0]
+    number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
+    tile = tile_of(number, ids_ref, lists, cut)
+
+    @pl.when(tile.count > 0)
+    def _():
+        is_slot = lax.iota(jnp.int32, cut.lanes) < tile.count
+        column = block * cut.columns + lax.iota(jnp.int32, cut.columns)
+        of_expert, has_all = (layer, tile.expert), N % cut.columns == 0
+        total = product(
+            x_ref, tile.slots, is_slot, down, of_expert, column, column < N, has_all, cut
+        )
+        total = early(total, cut.interpret)
+        slot, at_column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
+        keep = is_slot[:, None] & (column < N)[None, :]
+        pltriton.store(parts_ref.at[slot[:, None], at_column[None, :]], total.T, mask=keep)
+        if lists is None:
+            barrier(cut.interpret)
+            row = lax.div(number, cut.slots)
+            counter = row * blocks + block
+            arrived = pltriton.atomic_add(arrivals_ref, (counter,), jnp.int32(1))
+
+            @pl.when(arrived == cut.slots - 1)
+            def _():
+                arrivals_ref[counter] = 0
+                _add_slots(
+                    parts_ref, ends, stream, row, column, block, squares_order, cut.interpret
+                )
+
+
+def _sum_kernel(parts_ref, ids_ref, ends, stream, *, columns, squares_order, interpret):
+    """One program per row and block of outputs."""
+    blocks = pl.cdiv(parts_ref.shape[1], columns)
+    row, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
+
+    @pl.when(ids_ref[row, 0] >= 0)
+    def _():
+        column = early(block * columns + lax.iota(jnp.int32, columns), interpret)
+        _add_slots(parts_ref, ends, stream, row, column, block, squares_order, interpret)
+
+
+def _add_slots(parts_ref, ends, stream, row, column, block, order, interpret):
+    """Adds the slots of a row in their order, each a rounded product, and ends the row."""
+    N, slots = parts_ref.shape[1], ends.weights.shape[1]
+    is_column, total = column < N, jnp.zeros(column.shape, jnp.float32)
+    load = partial(pltriton.load, mask=is_column, other=0.0)
+    for slot in range(slots):
+        # Past the multiprocessor's cache: other programs have written them.
+        part = load(parts_ref.at[row * slots + slot, column], volatile=not interpret)
+        total += part * ends.weights[row, slot]
+    out = total + load(ends.rows.at[row, column]).astype(jnp.float32)
+    out = out.astype(stream.rows.dtype)
+    at = (row, jnp.where(is_column, column, N))
+    pltriton.store(stream.rows.at[at], out, mask=is_column)
+    out = out.astype(jnp.float32)
+    if ends.norm is not None:
+        norm = load(ends.norm.at[ends.norm_layer[0], column])
+        scaled = out * norm.astype(jnp.float32)
+        pltriton.store(stream.scaled.at[at], scaled.astype(stream.scaled.dtype), mask=is_column)
+    squares, chunks = jnp.where(is_column, out * out, 0.0), stream.squares.shape[1]
+    for part in range(len(column) // order.chunk):
+        chunk = block * (len(column) // order.chunk) + part
+        terms = jnp.where(lax.div(column, order.chunk) == chunk, squares, 0.0)
+        is_chunk = jnp.full((1,), chunk) < chunks
+        at = (jnp.full((1,), row), jnp.where(is_chunk, chunk, chunks))
+        pltriton.store(stream.squares.at[at], add_up(terms[None, :], order.digits), mask=is_chunk)

@@ -1,0 +1,336 @@
+"""The choice of experts of each row, for Pallas."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from kernels.pallas_gpu.attention.qk_norm_rope_kv_write import early
+from kernels.pallas_gpu.gemm.sum_of_squares import add_up, load_squares
+from kernels.routing import Routing
+from kernels.tiles import ExpertsTiles
+from shared.spec.reduction_order import RouterOrder, SquaresOrder
+
+LOG2_E = 1.4426950408889634
+_LOWEST = -(2**31)
+_OUTPUTS = 16
+"""Logits of a program: as few as a matrix unit takes, so that there are many programs."""
+
+
+class Chosen(NamedTuple):
+    """The experts of each row by ascending number, the shared one last, and their weights.
+
+    A row behind the real ones has -1 in every slot.
+    """
+
+    ids: Any
+    weights: Any
+
+
+class _Read(NamedTuple):
+    """What logits are made of; the squares are those of the rows before their scale."""
+
+    scaled: Any
+    squares: Any
+    router: Any
+    bias: Any
+    live: Any
+    layer: Any
+
+
+class _How(NamedTuple):
+    """What is settled of the work before a kernel runs."""
+
+    eps: float
+    routing: Routing
+    order: RouterOrder
+    squares: SquaresOrder
+    depth: int
+    rows: int
+    interpret: bool
+
+
+def route(
+    scaled: Float[jax.Array, "R hidden"],
+    squares: Float[jax.Array, "R chunks"],
+    router: Float[jax.Array, "L outputs hidden"],
+    bias: Float[jax.Array, "L experts"] | None,
+    live: Int[jax.Array, " 1"],
+    arrivals: Int[jax.Array, " counters"],
+    layer: Int[jax.Array, ""],
+    *,
+    eps: float,
+    routing: Routing,
+    order: RouterOrder,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+    interpret: bool = False,
+) -> tuple[Chosen, Int[jax.Array, " counters"]]:
+    """Chooses the experts of each row: the highest scores, and of equal ones the lower number.
+
+    Args:
+      scaled: The rows times the scale of their norm; what the norm divides by is left out.
+      squares: The rows' squares in chunks, for that.
+      router: Of all layers the experts' rows, and behind them that of the shared expert's gate, if
+        it has one.
+      bias: What is added to an expert's score where it is chosen by it, and not to its weight.
+      live: How many rows are real; those behind them choose nothing and are not read.
+      arrivals: Zeros, a counter for each row or more.
+      layer: Which of the stacks.
+      eps: Of the norm.
+      routing: How scores choose and weigh.
+      order, squares_order: How logits, weights and squares are summed.
+      tiles: How the work is cut.
+      interpret: Run on a CPU.
+
+    Returns:
+      The choice, and the zeros again.
+    """
+    R = len(scaled)
+    rows = min(tiles.router_rows, pl.next_power_of_2(R))
+    blocks, columns = pl.cdiv(R, rows), pl.cdiv(routing.outputs, _OUTPUTS)
+    how = _How(
+        eps=eps,
+        routing=routing,
+        order=order,
+        squares=squares_order,
+        depth=tiles.router_depth,
+        rows=rows,
+        interpret=interpret,
+    )
+    of = jax.ShapeDtypeStruct
+    arrivals, chosen, _ = pl.pallas_call(
+        partial(_route_kernel, blocks=blocks, how=how),
+        grid=(blocks * columns * order.segments,),
+        out_shape=(
+            of(arrivals.shape, jnp.int32),
+            Chosen(
+                ids=of((R, routing.slots), jnp.int32),
+                weights=of((R, routing.slots), jnp.float32),
+            ),
+            of((order.segments, R, routing.outputs), jnp.float32),
+        ),
+        input_output_aliases={0: 0},
+        compiler_params=pltriton.CompilerParams(
+            num_warps=tiles.router_warps, num_stages=tiles.router_stages
+        ),
+        interpret=interpret,
+        name="route",
+    )(
+        arrivals,
+        _Read(
+            scaled=scaled,
+            squares=squares,
+            router=router,
+            bias=bias,
+            live=live,
+            layer=layer.reshape(1),
+        ),
+    )
+    return chosen, arrivals
+
+
+def _route_kernel(_, read, arrivals_ref, chosen, parts_ref, *, blocks, how):
+    """One program per block of rows, block of logits and segment; the last of a block chooses."""
+    R, hidden = read.scaled.shape
+    outputs, segment_size = how.routing.outputs, how.order.segment(hidden)
+    columns = pl.cdiv(outputs, _OUTPUTS)
+    number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
+    segment = lax.div(number, columns)
+    live = jnp.minimum(read.live[0], R)
+    is_any = block * how.rows < live
+
+    @pl.when(jnp.logical_not(is_any) & (number == 0))
+    def _():
+        _choose_nothing(chosen, block, how)
+
+    @pl.when(is_any)
+    def _():
+        column = lax.rem(number, columns) * _OUTPUTS + lax.iota(jnp.int32, _OUTPUTS)
+        lane = lax.iota(jnp.int32, max(16, how.rows))
+        row = block * how.rows + lane
+        is_row, is_column = (lane < how.rows) & (row < live), column < outputs
+        step = segment * segment_size + lax.iota(jnp.int32, how.depth)
+        end = jnp.minimum((segment + 1) * segment_size, hidden)
+        whole = (how.order.segments * segment_size, 0)
+        has_all = (hidden, segment_size % how.depth) == whole
+        layer = read.layer[0]
+
+        def part(ref, lead, at, is_one):
+            inputs = (step + at * how.depth)[None, :]
+            keep = is_one[:, None] if has_all else is_one[:, None] & (inputs < end)
+            keep = jnp.broadcast_to(keep, (len(is_one), how.depth))
+            return pltriton.load(ref.at[(*lead, inputs)], mask=keep, other=0.0)
+
+        def add(at, total):
+            x = part(read.scaled, (row[:, None],), at, is_row)
+            weight = part(read.router, (layer, column[:, None]), at, is_column)
+            return total + pltriton.dot(weight, x.T, precision=lax.Precision.HIGHEST)
+
+        nothing = jnp.zeros((_OUTPUTS, len(lane)), jnp.float32)
+        total = lax.fori_loop(0, pl.cdiv(segment_size, how.depth), add, nothing)
+        total = early(total, how.interpret)
+        # A place that is not written gets an index outside, for the interpreter.
+        at = (jnp.where(is_row, row, R)[:, None], jnp.where(is_column, column, outputs)[None, :])
+        keep = is_row[:, None] & is_column[None, :]
+        pltriton.store(parts_ref.at[(segment, *at)], total.T, mask=keep)
+        barrier(how.interpret)
+        arrived = pltriton.atomic_add(arrivals_ref, (block,), jnp.int32(1))
+
+        @pl.when(arrived == columns * how.order.segments - 1)
+        def _():
+            arrivals_ref[block] = 0
+            _choose(read, parts_ref, chosen, block, live, layer, how)
+
+
+def _choose_nothing(chosen, block, how):
+    """Of rows that are not real."""
+    R, slots = chosen.ids.shape
+    row, slot = block * how.rows + lax.iota(jnp.int32, how.rows), lanes_of(slots)
+    keep = (row < R)[:, None] & (slot < slots)[None, :]
+    at = (jnp.where(row < R, row, R)[:, None], jnp.where(slot < slots, slot, slots)[None, :])
+    pltriton.store(chosen.ids.at[at], jnp.full(keep.shape, -1, jnp.int32), mask=keep)
+
+
+def _choose(read, parts_ref, chosen, block, live, layer, how):
+    """Chooses for a block of rows, whose logits all have been found."""
+    routing, (R, hidden) = how.routing, read.scaled.shape
+    row, expert = block * how.rows + lax.iota(jnp.int32, how.rows), lanes_of(routing.experts)
+    is_row, is_live, is_expert = row < R, row < live, expert < routing.experts
+    spread, at_row = len(expert), jnp.where(is_row, row, R)
+    load = partial(pltriton.load, other=0.0)
+    # Past the multiprocessor's cache: other programs have written them.
+    again = partial(load, volatile=not how.interpret)
+    scale = scale_of(read.squares, row, is_live, hidden, how.eps, how.squares)
+    logits = jnp.zeros((how.rows, spread), jnp.float32)
+    gate = jnp.zeros((how.rows,), jnp.float32)
+    keep = is_live[:, None] & is_expert[None, :]
+    for segment in range(how.order.segments):
+        logits += again(parts_ref.at[segment, row[:, None], expert[None, :]], mask=keep)
+        if routing.is_gated:
+            column = jnp.full(row.shape, routing.experts, jnp.int32)
+            gate += again(parts_ref.at[segment, row, column], mask=is_live)
+    scores = logits * scale[:, None] + 0.0  # there is one zero
+    if routing.is_sigmoid:
+        scores = 1.0 / (1.0 + jnp.exp2(-scores * LOG2_E))
+    keys = scores
+    if read.bias is not None:
+        bias = load(read.bias.at[layer, expert], mask=is_expert).astype(jnp.float32)
+        keys = scores + bias[None, :] + 0.0
+    keys = jnp.where(is_expert[None, :], _sortable(keys), _LOWEST)
+    if routing.groups > 1:
+        keys = _within_groups(keys, expert, routing)
+    lane = lanes_of(routing.top)[None, :]
+
+    def choose(number, found):
+        keys, ids, values = found
+        highest = keys.max(axis=1)
+        best = jnp.where(keys == highest[:, None], expert[None, :], spread).min(axis=1)
+        is_best = expert[None, :] == best[:, None]
+        value = jnp.where(is_best, scores, 0.0).sum(axis=1)
+        keys = jnp.where(is_best, _LOWEST, keys)
+        ids = jnp.where(lane == number, best[:, None], ids)
+        return keys, ids, jnp.where(lane == number, value[:, None], values)
+
+    shape = (how.rows, lane.shape[1])
+    found = (keys, jnp.full(shape, spread, jnp.int32), jnp.zeros(shape, jnp.float32))
+    _, ids, values = lax.fori_loop(0, routing.top, choose, found)
+    # In how many places of a row a lower number stands is the place of a number.
+    place = (ids[:, None, :] < ids[:, :, None]).astype(jnp.int32).sum(axis=2)
+    weights = _weights(values, scores, lane < routing.top, is_expert, how)
+    keep = is_row[:, None] & (lane < routing.top)
+    at = (at_row[:, None], jnp.where(keep, place, routing.slots))
+    pltriton.store(chosen.ids.at[at], jnp.where(is_live[:, None], ids, -1), mask=keep)
+    pltriton.store(chosen.weights.at[at], weights, mask=keep)
+    if routing.is_shared:
+        weight = jnp.ones((how.rows,), jnp.float32)
+        if routing.is_gated:
+            weight = 1.0 / (1.0 + jnp.exp2(-(gate * scale) * LOG2_E))
+        at = (at_row, jnp.full(row.shape, routing.top, jnp.int32))
+        last = jnp.full(row.shape, routing.experts, jnp.int32)
+        pltriton.store(chosen.ids.at[at], jnp.where(is_live, last, -1), mask=is_row)
+        pltriton.store(chosen.weights.at[at], weight, mask=is_row)
+
+
+def _sortable(x):
+    """Whole numbers in the order of floats, none of them the lowest; what is no number is first."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    sign = lax.shift_right_arithmetic(bits, jnp.int32(31))
+    return jnp.where(x == x, bits ^ (sign & 0x7FFFFFFF), _LOWEST + 1)
+
+
+def _within_groups(keys, expert, routing):
+    """Leaves a row the keys of those groups whose two highest have the highest sum."""
+    group = lax.div(expert, routing.experts // routing.groups)
+    lane = lanes_of(routing.groups)[None, :]
+
+    def add(number, sums):
+        own = jnp.where((group == number)[None, :], keys, _LOWEST)
+        first = own.max(axis=1)
+        best = jnp.where(own == first[:, None], expert[None, :], len(expert)).min(axis=1)
+        second = jnp.where(expert[None, :] == best[:, None], _LOWEST, own).max(axis=1)
+        both = _sortable(_float_of(first) + _float_of(second) + 0.0)
+        return jnp.where(lane == number, both[:, None], sums)
+
+    def leave(_, found):
+        left, sums = found
+        highest = sums.max(axis=1)
+        best = jnp.where(sums == highest[:, None], lane, routing.groups).min(axis=1)
+        left = jnp.where(group[None, :] == best[:, None], keys, left)
+        return left, jnp.where(lane == best[:, None], _LOWEST, sums)
+
+    sums = jnp.full((len(keys), lane.shape[1]), _LOWEST, jnp.int32)
+    sums = lax.fori_loop(0, routing.groups, add, sums)
+    nothing = jnp.full(keys.shape, _LOWEST, jnp.int32)
+    return lax.fori_loop(0, routing.top_groups, leave, (nothing, sums))[0]
+
+
+def _float_of(key):
+    """Of a sortable whole number."""
+    sign = lax.shift_right_arithmetic(key, jnp.int32(31))
+    return lax.bitcast_convert_type(key ^ (sign & 0x7FFFFFFF), jnp.float32)
+
+
+def _weights(values, scores, is_chosen, is_expert, how):
+    """What the chosen are weighted with; the first of them has the highest score.
+
+    Sums are those of whole numbers of units, so that no order decides them.
+    """
+    routing, digits = how.routing, how.order.digits
+    if routing.is_sigmoid:
+        weights = jnp.where(is_chosen, values, 0.0)
+        if routing.is_renormalised:
+            weights = weights / (add_up(weights, digits) + 1e-20)[:, None]
+    else:
+        is_first = lax.iota(jnp.int32, values.shape[1])[None, :] == 0
+        highest = jnp.where(is_first, values, 0.0).sum(axis=1)[:, None]
+        weights = jnp.where(is_chosen, jnp.exp2((values - highest) * LOG2_E), 0.0)
+        if routing.is_renormalised:
+            total = add_up(weights, digits)
+        else:
+            terms = jnp.exp2((scores - highest) * LOG2_E)
+            total = add_up(jnp.where(is_expert[None, :], terms, 0.0), digits)
+        weights = weights / total[:, None]
+    return weights * routing.factor if routing.factor != 1 else weights
+
+
+def scale_of(squares_ref, row, is_row, hidden, eps, order):
+    """What the norm of some rows multiplies them by."""
+    squares = load_squares(squares_ref, row, is_row)
+    return lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / hidden) + eps)
+
+
+def lanes_of(count):
+    """Lanes for so many numbers, which need not be a power of two, as lanes must."""
+    return lax.iota(jnp.int32, pl.next_power_of_2(count))
+
+
+def barrier(interpret):
+    """Makes what threads of the program have written seen by its other threads."""
+    if not interpret:
+        pltriton.debug_barrier()

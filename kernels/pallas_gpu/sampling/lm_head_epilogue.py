@@ -1,0 +1,178 @@
+"""What the blocks of a head's product leave of each row for the choice of tokens, for Pallas.
+
+A row that asks for nothing but its best token needs no scores in memory: each block of the product
+leaves the best of its own tokens, and `sampling` joins the blocks. Scores are stored of blocks of
+rows of which one asks for more. Keys are compared as `sampling` compares them, so that the tokens
+are those that it finds in whole rows.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float32, Int, Int32
+
+from kernels.pallas_gpu.sampling.logits_processing import (
+    HIGHEST,
+    KEY_OF_INFINITY,
+    LOWEST,
+    PAIRS,
+    first_token,
+    key_of,
+    score_of,
+    weight_of,
+)
+from kernels.pallas_gpu.sampling.topk import load_row
+
+GROUP = 2 * PAIRS
+NOTHING, SCORES, MASSES, GROUPS = range(4)
+
+
+class Asks(NamedTuple):
+    """What each row asks a head for.
+
+    Attributes:
+      asks: `NOTHING` but the best token; `SCORES`; `MASSES`, what groups hold; or `GROUPS`, both,
+        the scores for a second pass.
+      warmth: The temperature of rows that ask for both at one; 1 of the others.
+      tokens: How many of the head's outputs are tokens: places of a rank may be empty.
+    """
+
+    asks: Int32[jax.Array, " R"]
+    warmth: Float32[jax.Array, " R"]
+    tokens: Int32[jax.Array, "1"]
+
+
+class Leaves(NamedTuple):
+    """What the blocks of a product with a head have left.
+
+    Attributes:
+      asks, warmth, tokens: See `Asks`.
+      keys, ids: Of the best token of each block of outputs.
+      bad: 1 where some score of a block is not finite.
+      peaks, masses: Of groups of rows with a temperature, see `scores.store_groups`.
+    """
+
+    asks: Any
+    warmth: Any
+    tokens: Any
+    keys: Any
+    ids: Any
+    bad: Any
+    peaks: Any
+    masses: Any
+
+
+def room_of(rows: int, outputs: int, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The arrays in which blocks of so many columns leave something, by their names in `Leaves`.
+
+    Raises:
+      ValueError: The blocks do not have whole groups.
+    """
+    if columns % GROUP:
+        raise ValueError(f"blocks of a head must have whole groups of {GROUP}, got {columns}")
+    of_blocks = jax.ShapeDtypeStruct((rows, pl.cdiv(outputs, columns)), jnp.int32)
+    groups = (rows, pl.cdiv(outputs, GROUP))
+    room = dict.fromkeys(("keys", "ids", "bad"), of_blocks)
+    room["peaks"] = jax.ShapeDtypeStruct(groups, jnp.int32)
+    return room | {"masses": jax.ShapeDtypeStruct(groups, jnp.float32)}
+
+
+def asking(
+    seen: Any,
+    positions: Int[jax.Array, " R"],
+    sampling: Any,
+    request: Int[jax.Array, " R"],
+    *,
+    num_tokens: int | Int[jax.Array, ""],
+    nodes: int = 0,
+    width: int = 0,
+    is_warm_whole: bool = False,
+) -> Asks:
+    """What rows ask for: scores where some are edited, and groups where there is a temperature.
+
+    XLA makes one kernel of it.
+
+    Args:
+      seen, positions, sampling, request: As of `sampling.choose`.
+      num_tokens: Of the head's outputs; those of a rank's part may be fewer.
+      nodes: Rows of a request, whose positions are its own; 0: `request` names it.
+      width: Tokens that are ranked of each row, with their weights; 0: one is chosen.
+      is_warm_whole: A row with a temperature asks for its scores alone.
+    """
+    if nodes:
+        request = jnp.repeat(jnp.arange(len(positions)), nodes)
+        positions = positions[request]
+    is_edited = (sampling.repetition != 1) | (sampling.presence != 0) | (sampling.frequency != 0)
+    is_edited |= (sampling.bias_values != 0).any(axis=1)
+    is_edited = is_edited[request] | (positions < sampling.min_length[request])
+    warmth = sampling.temperature[request]
+    if is_warm_whole:
+        is_edited |= warmth > 0
+    is_warm = (warmth > 0) & ~is_edited
+    rest = (NOTHING, MASSES, GROUPS)[min(width, 2)]
+    asks = jnp.where(is_warm, GROUPS, jnp.where(is_edited, SCORES, rest))
+    tokens = jnp.asarray(num_tokens, jnp.int32).reshape(1)
+    return Asks(asks.astype(jnp.int32), jnp.where(is_warm, warmth, 1.0), tokens)
+
+
+def store_leaves(out, out_ref, given, left_refs, row, column, block):
+    """Stores what a block leaves of its rows, and its scores if one of them asks for them."""
+    R, N = out_ref.shape
+    *of_blocks, peaks_ref, masses_ref = left_refs
+    is_row, is_column, is_token = row < R, column < N, column < given.tokens[0]
+    keys = jnp.where(is_token[None, :], key_of(out), LOWEST)
+    best = keys.max(axis=1)
+    ids = jnp.where(keys == best[:, None], column[None, :], HIGHEST).min(axis=1)
+    magnitudes = lax.bitcast_convert_type(out, jnp.int32) & HIGHEST
+    is_bad = jnp.where(is_token[None, :], magnitudes, 0).max(axis=1) >= KEY_OF_INFINITY
+    at_row = jnp.where(is_row, row, R)  # outside for the interpreter
+    for ref, left in zip(of_blocks, (best, ids, is_bad.astype(jnp.int32)), strict=True):
+        pltriton.store(ref.at[at_row, jnp.full(row.shape, block)], left, mask=is_row)
+    asks = pltriton.load(given.asks.at[row], mask=is_row, other=0)
+
+    @pl.when(jnp.max(asks & SCORES) > 0)
+    def _():
+        at = out_ref.at[at_row[:, None], jnp.where(is_column, column, N)[None, :]]
+        pltriton.store(at, out, mask=is_row[:, None] & is_column[None, :])
+
+    @pl.when(jnp.max(asks & MASSES) > 0)
+    def _():
+        warmth = pltriton.load(given.warmth.at[row], mask=is_row, other=1.0)
+        where = (peaks_ref, masses_ref, at_row, row, column, block, given.tokens[0])
+        _store_groups(out / warmth[:, None], *where)
+
+
+def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, num_tokens):
+    """As `scores.store_groups`, of the groups of a block of rows."""
+    groups = x.shape[1] // GROUP
+    shape = (x.shape[0], groups, GROUP)
+    keys = jnp.where((column < num_tokens)[None, :], key_of(x), LOWEST).reshape(shape)
+    peaks = keys.max(axis=2)
+    weights = weight_of(x.reshape(shape), score_of(peaks)[:, :, None], 1.0)
+    units = jnp.where(keys > LOWEST, jnp.floor(weights * 2.0**24 + 0.5), 0.0).astype(jnp.int32)
+    masses = units.sum(axis=2).astype(jnp.float32) * 2.0**-24
+    group, of_row = block * groups + lax.iota(jnp.int32, groups), peaks_ref.shape[1]
+    at = (at_row[:, None], jnp.where(group < of_row, group, of_row)[None, :])
+    inside = (row < peaks_ref.shape[0])[:, None] & (group < of_row)[None, :]
+    pltriton.store(peaks_ref.at[at], peaks, mask=inside)
+    pltriton.store(masses_ref.at[at], masses, mask=inside)
+
+
+def asked_of(leaves, row):
+    """What a row asks for: scores, where no head has left anything."""
+    return SCORES if leaves is None else leaves.asks[row]
+
+
+def best_left(leaves, row):
+    """The key and the place in the head of the best token of what all blocks have left of a row."""
+    keys, ids = load_row(leaves.keys, (row,), LOWEST), load_row(leaves.ids, (row,), HIGHEST)
+    return first_token(keys, ids)
+
+
+def is_left_bad(leaves, row):
+    """Whether some block has left word of scores that are not finite."""
+    return jnp.max(load_row(leaves.bad, (row,), 0))

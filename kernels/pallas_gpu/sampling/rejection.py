@@ -1,0 +1,386 @@
+"""The rules that judge sampled drafts, on the Triton lowering of Pallas.
+
+Four kernels. The first weighs parts of the vocabulary under the target's and the drafter's scores;
+the second joins the parts to a law for each level; the third draws, in each part, what would stand
+for a rejected draft; the fourth accepts, and joins the draws. Only levels that a chain has, of rows
+with a temperature, are worked on.
+
+Weights are summed as whole numbers, see `scores`. What must stay equal in the Triton twin is listed
+in `kernels/__init__.py`.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int, UInt32
+
+from kernels.pallas_gpu.sampling.gumbel_noise import (
+    log,
+    noise_of_words,
+    threefry,
+    uniform_of,
+    words_of,
+)
+from kernels.pallas_gpu.sampling.logits_processing import (
+    HIGHEST,
+    KEY_OF_INFINITY,
+    KEY_OF_NOTHING,
+    LOWEST,
+    PAIRS,
+    carried,
+    first_token,
+    halves_of,
+    ids_of,
+    key_of,
+    number_of,
+    score_of,
+    weight_of,
+)
+
+PART_GROUPS = 64  # groups of tokens that are weighed together
+_WARPS = 8
+_SMALLEST = 2.0**-126  # probability that has a logarithm
+
+
+class Chains(NamedTuple):
+    """What is judged: of each request, its chain, its parameters and the scores of both models.
+
+    Attributes:
+      choices: The target's own.
+      row_of: The row of `scores` of each node.
+      scores, drafted: Processed, of the target's rows and of each level of the drafter.
+    """
+
+    tokens: Any
+    num_nodes: Any
+    choices: Any
+    row_of: Any
+    scores: Any
+    drafted: Any
+    temperature: Any
+    seeds: Any
+    lengths: Any
+
+
+class Laws(NamedTuple):
+    """The laws of each level: first the target's, then the drafter's.
+
+    Attributes:
+      peaks, masses: The largest key of each part, and how likely the part is beside it.
+      highest, total: The highest score, and how likely all tokens are beside it; 0: it is no law.
+      of_draft: The probability of the level's draft.
+      weights: By which the target's law is multiplied before the drafter's is taken from it; of
+        each node.
+    """
+
+    peaks: Any
+    masses: Any
+    highest: Any
+    total: Any
+    of_draft: Any
+    weights: Any
+
+
+class Draws(NamedTuple):
+    """What each part of a level would have in place of the draft.
+
+    Attributes:
+      keys, ids: The best token of what the drafter left over.
+      spare_keys, spare_ids: The best token of the target's law, for a level that has nothing left.
+      left: How likely what is left over is.
+    """
+
+    keys: Any
+    ids: Any
+    spare_keys: Any
+    spare_ids: Any
+    left: Any
+
+
+def judge(
+    tokens: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    choices: Int[jax.Array, "B N"],
+    row_of: Int[jax.Array, "B N"],
+    scores: Float[jax.Array, "R vocab"],
+    drafted: Float[jax.Array, "B S vocab"],
+    temperature: Float[jax.Array, " B"],
+    seeds: UInt32[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    *,
+    is_block: bool,
+    accept_stream: int,
+    residual_stream: int,
+    interpret: bool = False,
+) -> Int[jax.Array, "B N"]:
+    """As `shared.spec.acceptance.rejection_choices` and `block_choices`, of scores.
+
+    Args:
+      tokens, num_nodes, choices, lengths: As in the specification.
+      row_of: The row of `scores` of each node.
+      scores, drafted: The target's and the drafter's processed logits.
+      temperature, seeds: Of the requests.
+      is_block: A chain is judged as a whole.
+      accept_stream, residual_stream: Of the noise.
+      interpret: Run on a CPU.
+    """
+    B, S, vocab = drafted.shape
+    parts = pl.cdiv(vocab, PART_GROUPS * 2 * PAIRS)
+    chains = Chains(
+        tokens, num_nodes, choices, row_of, scores, drafted, temperature, seeds, lengths
+    )
+
+    launch = functools.partial(_launch, interpret=interpret)
+    ints, floats, sides, places = jnp.int32, jnp.float32, (2, B, S), (B, S, parts)
+    sums = launch(
+        _masses_kernel,
+        chains,
+        [((*sides, parts), ints), ((*sides, parts), floats)],
+        grid=(parts, B * S, 2),
+        num_warps=_WARPS,
+        name="weigh_parts",
+    )
+    joined = launch(
+        functools.partial(_laws_kernel, is_block=is_block),
+        (*chains, *sums),
+        [*3 * [(sides, floats)], ((B, S + 1), floats)],
+        grid=(B,),
+        num_warps=4,
+        name="join_laws",
+    )
+    laws = Laws(*sums, *joined)
+    draws = launch(
+        functools.partial(_draws_kernel, stream=residual_stream),
+        (*chains, *laws),
+        [*4 * [(places, ints)], (places, floats)],
+        grid=(parts, B * S),
+        num_warps=_WARPS,
+        name="draw_residuals",
+    )
+    (decided,) = launch(
+        functools.partial(_decide_kernel, stream=accept_stream, is_block=is_block),
+        (*chains, *laws, *draws),
+        [(choices.shape, ints)],
+        grid=(B,),
+        num_warps=4,
+        name="decide",
+    )
+    return decided
+
+
+def _launch(kernel, given, results, *, grid, num_warps, interpret, name):
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        out_shape=[jax.ShapeDtypeStruct(*result) for result in results],
+        compiler_params=pltriton.CompilerParams(num_warps=num_warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*given)
+
+
+def _taken(refs, *kinds):
+    """References as records, in this order, and those that are left."""
+    groups = []
+    for kind in kinds:
+        groups.append(kind(*refs[: len(kind._fields)]))
+        refs = refs[len(kind._fields) :]
+    return *groups, refs
+
+
+def _is_judged(chains, request, level):
+    """Whether a row has a temperature, and its chain a draft at a level."""
+    return (level + 1 < chains.num_nodes[request]) & (chains.temperature[request] > 0)
+
+
+def _masses_kernel(*refs):
+    """One program per part, level and side."""
+    chains, (peaks_ref, masses_ref) = _taken(refs, Chains)
+    part, place, side = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    levels, vocab = peaks_ref.shape[2], chains.scores.shape[1]
+    request, level = lax.div(place, levels), lax.rem(place, levels)
+
+    @pl.when(_is_judged(chains, request, level))
+    def _():
+        _, ids = ids_of(part * PART_GROUPS + lax.iota(jnp.int32, PART_GROUPS))
+        inside = ids < vocab
+        target = chains.scores.at[chains.row_of[request, level], ids]
+        draft_at = chains.drafted.at[request, level, ids]
+        x = lax.cond(
+            side == 0,
+            lambda: pltriton.load(target, mask=inside, other=0.0),
+            lambda: pltriton.load(draft_at, mask=inside, other=0.0),
+        )
+        peak = jnp.max(jnp.where(inside, key_of(x), LOWEST))
+        high, low = halves_of(jnp.where(inside, weight_of(x, score_of(peak), 1.0), 0.0))
+        peaks_ref[side, request, level, part] = peak
+        sum = carried(jnp.int32(0), high.sum(), low.sum())
+        masses_ref[side, request, level, part] = number_of(sum)
+
+
+def _laws_kernel(*refs, is_block):
+    """One program per request, whose levels are its lanes."""
+    chains, (peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref) = _taken(
+        refs, Chains
+    )
+    laws = Laws(peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref)
+    request, levels = pl.program_id(0), peaks_ref.shape[2]
+    level = lax.iota(jnp.int32, pl.next_power_of_2(levels))
+    is_judged = _is_judged(chains, request, level) & (level < levels)
+    target = _law_of(chains, laws, request, level, is_judged, 0)
+    drafter = _law_of(chains, laws, request, level, is_judged, 1)
+    ratio = target / jnp.where(drafter > 0, drafter, 1e-30)
+    weights_ref[request, 0] = jnp.float32(1)
+
+    def step(number, weight):
+        if is_block:
+            # A lane is read by a sum of whole numbers, which has all its bits.
+            bits = lax.bitcast_convert_type(ratio, jnp.int32)
+            bits = jnp.where(level == number, bits, 0).sum()
+            weight = jnp.minimum(weight * lax.bitcast_convert_type(bits, jnp.float32), 1.0)
+        weights_ref[request, number + 1] = weight
+        return weight
+
+    lax.fori_loop(0, levels, step, jnp.float32(1))
+
+
+def _law_of(chains, laws, request, level, is_judged, side):
+    """Stores the law of each level on one side; the probability of its draft."""
+    levels, parts = laws.peaks.shape[2:]
+    part = lax.iota(jnp.int32, pl.next_power_of_2(parts))[None, :]
+    inside = is_judged[:, None] & (part < parts)
+    # A level that is not there gets a place outside, for the interpreter.
+    level_at = jnp.where(is_judged, level, levels)
+    read = (side, request, jnp.minimum(level, levels - 1)[:, None], jnp.minimum(part, parts - 1))
+    peaks = pltriton.load(laws.peaks.at[read], mask=inside, other=LOWEST)
+    masses = pltriton.load(laws.masses.at[read], mask=inside, other=0.0)
+    key = peaks.max(axis=1)
+    highest = score_of(key)
+    # In units of 64 the sum of all tokens fits in whole numbers.
+    terms = masses * weight_of(score_of(peaks), highest[:, None], 1.0) * (1.0 / 64)
+    high, low = halves_of(jnp.where(inside, terms, 0.0))
+    total = number_of(carried(jnp.zeros_like(level), high.sum(axis=1), low.sum(axis=1))) * 64
+    is_law = (key > KEY_OF_NOTHING) & (key < KEY_OF_INFINITY)
+    total = jnp.where(is_law, total, 0.0)
+    place = jnp.minimum(level, levels - 1)
+    draft = pltriton.load(chains.tokens.at[request, place + 1], mask=is_judged, other=0)
+    if side == 0:
+        row = pltriton.load(chains.row_of.at[request, place], mask=is_judged, other=0)
+        at = chains.scores.at[row, draft]
+    else:
+        at = chains.drafted.at[request, place, draft]
+    x = pltriton.load(at, mask=is_judged, other=0.0)
+    probability = _probability(x, draft, draft, highest, total)
+    for ref, value in (
+        (laws.highest, highest),
+        (laws.total, total),
+        (laws.of_draft, probability),
+    ):
+        pltriton.store(ref.at[side, request, level_at], value, mask=is_judged)
+    return probability
+
+
+def _probability(x, ids, draft, highest, total):
+    """What a law makes of scores; one that is none makes the draft certain."""
+    is_law = total > 0
+    probability = weight_of(x, highest, 1.0) / jnp.where(is_law, total, 1.0)
+    return jnp.where(is_law, probability, (ids == draft).astype(jnp.float32))
+
+
+def _draws_kernel(*refs, stream):
+    """One program per part and level."""
+    chains, laws, outputs = _taken(refs, Chains, Laws)
+    draws = Draws(*outputs)
+    part, place = pl.program_id(0), pl.program_id(1)
+    levels, vocab = laws.peaks.shape[2], chains.scores.shape[1]
+    request, level = lax.div(place, levels), lax.rem(place, levels)
+
+    @pl.when(_is_judged(chains, request, level))
+    def _():
+        pairs, ids = ids_of(part * PART_GROUPS + lax.iota(jnp.int32, PART_GROUPS))
+        inside = ids < vocab
+        draft, row = chains.tokens[request, level + 1], chains.row_of[request, level]
+        x = pltriton.load(chains.scores.at[row, ids], mask=inside, other=0.0)
+        y = pltriton.load(chains.drafted.at[request, level, ids], mask=inside, other=0.0)
+        p, q = (
+            _probability(
+                *(
+                    z,
+                    ids,
+                    draft,
+                    laws.highest[side, request, level],
+                    laws.total[side, request, level],
+                )
+            )
+            for side, z in enumerate((x, y))
+        )
+        residual = laws.weights[request, level] * p - q
+        is_left = inside & (residual >= _SMALLEST)
+        key = (chains.seeds[request], chains.lengths[request].astype(jnp.uint32))
+        noise = noise_of_words(words_of(*key, jnp.uint32(stream), pairs))
+        drawn = log(jnp.where(is_left, residual, 1.0)) + noise
+        at = (request, level, part)
+        best = first_token(jnp.where(is_left, key_of(drawn), LOWEST), ids)
+        draws.keys[at], draws.ids[at] = best
+        spare = first_token(jnp.where(inside, key_of(x + noise), LOWEST), ids)
+        draws.spare_keys[at], draws.spare_ids[at] = spare
+        high, low = halves_of(jnp.where(is_left, residual, 0.0))
+        draws.left[at] = number_of(carried(jnp.int32(0), high.sum(), low.sum()))
+
+
+def _decide_kernel(*refs, stream, is_block):
+    """One program per request, whose levels are its lanes."""
+    chains, laws, draws, (decided_ref,) = _taken(refs, Chains, Laws, Draws)
+    request, (levels, parts) = pl.program_id(0), draws.left.shape[1:]
+    level = lax.iota(jnp.int32, pl.next_power_of_2(levels))
+    is_level, place = level < levels, jnp.minimum(level, levels - 1)
+    is_judged = _is_judged(chains, request, level) & is_level
+    part = lax.iota(jnp.int32, pl.next_power_of_2(parts))[None, :]
+    inside, part = is_judged[:, None] & (part < parts), jnp.minimum(part, parts - 1)
+    counter = level.astype(jnp.uint32)
+    key = (chains.seeds[request], chains.lengths[request].astype(jnp.uint32))
+    words, _ = threefry(*key, counter, jnp.zeros_like(counter) + jnp.uint32(stream))
+    chance = uniform_of(words)
+    if is_block:
+        is_last = level + 2 >= chains.num_nodes[request]
+        after = jnp.minimum(level + 1, levels - 1)[:, None]
+        has_next = inside & ~is_last[:, None]
+        left = pltriton.load(draws.left.at[request, after, part], mask=has_next, other=0.0)
+        high, low = halves_of(left)
+        left = number_of(carried(jnp.zeros_like(level), high.sum(axis=1), low.sum(axis=1)))
+        weight = pltriton.load(laws.weights.at[request, place + 1], mask=is_level, other=0.0)
+        total = left + 1 - weight
+        share = jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), 1.0)
+        passes = is_judged & (chance < jnp.where(is_last, weight, share))
+        # A draft is accepted where a prefix passes that reaches it.
+        is_accepted = level <= jnp.max(jnp.where(passes, level, -1))
+    else:
+        target, drafter = (
+            pltriton.load(laws.of_draft.at[side, request, place], mask=is_judged, other=0.0)
+            for side in range(2)
+        )
+        is_accepted = chance * drafter < target
+    at = (request, place[:, None], part)
+    best, drawn = _best(draws.keys.at[at], draws.ids.at[at], inside)
+    _, spare = _best(draws.spare_keys.at[at], draws.spare_ids.at[at], inside)
+    drawn = jnp.minimum(jnp.where(best > LOWEST, drawn, spare), chains.scores.shape[1] - 1)
+    draft = pltriton.load(chains.tokens.at[request, place + 1], mask=is_level, other=0)
+    choice = pltriton.load(chains.choices.at[request, place], mask=is_level, other=0)
+    choice = jnp.where(is_judged, jnp.where(is_accepted, draft, drawn), choice)
+    # A level that is not there gets a place outside, for the interpreter.
+    level_at = jnp.where(is_level, level, levels + 1)
+    pltriton.store(decided_ref.at[request, level_at], choice, mask=is_level)
+    decided_ref[request, levels] = chains.choices[request, levels]
+
+
+def _best(keys_at, ids_at, inside):
+    """The best token of each level's parts."""
+    keys = pltriton.load(keys_at, mask=inside, other=LOWEST)
+    ids = pltriton.load(ids_at, mask=inside, other=HIGHEST)
+    best = keys.max(axis=1)
+    return best, jnp.where(keys == best[:, None], ids, HIGHEST).min(axis=1)

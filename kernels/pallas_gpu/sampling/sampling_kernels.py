@@ -1,0 +1,254 @@
+"""The kernels of `sampling`, for Pallas: of tiles, of the border of the support, and of rows."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels.pallas_gpu.sampling.gumbel_noise import log, noise_of_words
+from kernels.pallas_gpu.sampling.lm_head_epilogue import (
+    NOTHING,
+    SCORES,
+    Leaves,
+    asked_of,
+    best_left,
+    is_left_bad,
+)
+from kernels.pallas_gpu.sampling.logits_processing import (
+    HIGHEST,
+    KEY_OF_NOTHING,
+    LOWEST,
+    PAIRS,
+    Inputs,
+    has_bad,
+    ids_of,
+    in_order,
+    is_own,
+    key_of,
+    score_of,
+    scores_of,
+    sharpness_of,
+    store_groups,
+    total_of,
+    wish_of,
+    words_at,
+)
+from kernels.pallas_gpu.sampling.threshold_bracket import guess
+from kernels.pallas_gpu.sampling.topk import (
+    Partials,
+    choose_in_tiles,
+    is_last,
+    load_row,
+    places,
+    store_bad,
+    store_scores,
+    store_token,
+    store_winners,
+    tokens_of_best,
+)
+from kernels.pallas_gpu.sampling.topk_topp import (
+    NOTES,
+    Memory,
+    Source,
+    bounds_of,
+    find_border,
+    list_near,
+)
+
+NUM_INPUTS = len(Inputs._fields)
+
+
+def tiles_kernel(*refs, num_left, **how):
+    """One program per tile and row: its best tokens, or what its groups hold before any noise.
+
+    Where the head has left what a row asks for, there is nothing to look at, and programs are fewer
+    than tiles.
+    """
+    inputs, leaves = Inputs(*refs[:NUM_INPUTS]), _leaves_of(refs, num_left)
+    num_partials = 5 if how["is_scored"] else 4
+    *outputs, bad_ref = refs[-num_partials - 1 :]
+    share, row, programs = pl.program_id(0), pl.program_id(1), pl.num_programs(0)
+    partials = Partials(*outputs)
+
+    @pl.when(share == 0)
+    def _():
+        partials.notes[row, :] = jnp.zeros((NOTES,), jnp.int32)
+
+    def look_at(number, _):
+        tile = share + number * programs
+        _look_at(tile, row, inputs, partials, bad_ref, **how)
+
+    if leaves is None:
+        look_at(0, None)
+        return
+    of_program = lax.div(bad_ref.shape[1] - share + programs - 1, jnp.int32(programs))
+    is_asked = jnp.asarray(asked_of(leaves, row) == SCORES, jnp.int32)
+    lax.fori_loop(0, of_program * is_asked, look_at, None)
+
+
+def _leaves_of(refs, num_left):
+    return Leaves(*refs[NUM_INPUTS : NUM_INPUTS + num_left]) if num_left else None
+
+
+def _look_at(tile, row, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored):
+    wish = wish_of(inputs, row, sizes)
+    how = {"groups": groups, "sizes": sizes, "width": width, "tau": tau, "is_scored": is_scored}
+    look = functools.partial(_look_at_own, tile, row, wish, inputs, partials, bad_ref, **how)
+    if not sizes.share:
+        look()
+        return
+    first = tile * (groups * 2 * PAIRS) - inputs.first[0]
+    has_own = (first < sizes.share) & (first > -groups * 2 * PAIRS) | wish.is_filtered
+    pl.when(has_own)(look)
+
+    @pl.when(~has_own)
+    def _():
+        bad_ref[row, tile] = 0
+        for rank in range(width):
+            for part, value in enumerate((LOWEST, HIGHEST)):
+                partials.winners[part, row, tile * width + rank] = value
+
+
+def _look_at_own(
+    tile, row, wish, inputs, partials, bad_ref, *, groups, sizes, width, tau, is_scored
+):
+    group = tile * groups + lax.iota(jnp.int32, groups)
+    pairs, ids = ids_of(group)
+    raw, x = scores_of(ids, inputs, row, wish, sizes)
+    bad_ref[row, tile] = has_bad(raw).astype(jnp.int32)
+    at = places(group, row, partials.peaks, partials.masses)
+
+    @pl.when(wish.is_filtered)
+    def _():
+        store_groups(*at, x, jnp.where(ids < sizes.vocab, key_of(x), LOWEST), 1.0)
+
+    @pl.when(~wish.is_filtered)
+    def _():
+        named = (pairs, ids, inputs, sizes)
+        noisy = lax.cond(
+            wish.temperature > 0,
+            lambda: x + noise_of_words(words_at(wish.noise, *named)),
+            lambda: x,
+        )
+        keys = jnp.where(is_own(ids, inputs, wish, sizes), key_of(noisy), LOWEST)
+        if tau is not None:
+            store_groups(*at, noisy, keys, sharpness_of(wish.temperature, tau))
+        if is_scored:
+            store_scores(partials.scores, x, ids, inputs, row, sizes)
+        store_winners(partials.winners, row, tile, keys, ids, width)
+
+
+def border_kernel(*refs, sizes, tiles, interpret):
+    """One program per share of a row with a filter; the last to arrive finds the border."""
+    inputs = Inputs(*refs[:-5])
+    _, peaks_ref, masses_ref, notes_ref, near_ref = refs[-5:]
+    share, row = pl.program_id(0), pl.program_id(1)
+    wish = wish_of(inputs, row, sizes)
+
+    @pl.when(wish.is_filtered)
+    def _():
+        peaks, masses = load_row(peaks_ref, (row,), LOWEST), load_row(masses_ref, (row,), 0.0)
+        source = Source(inputs, row, wish, sizes, interpret)
+        memory = Memory(peaks_ref, near_ref, notes_ref, tiles.at_once)
+        bounds = bounds_of(peaks, masses, source)
+
+        def share_work():
+            low, high = guess(peaks, masses, bounds, source, tiles.sampled)
+            is_flat = (peaks >= low).astype(jnp.int32).sum() * 2 > peaks_ref.shape[1]
+            list_near(low, high, bounds.highest, is_flat, share, source, memory)
+            return low, high
+
+        is_on = bounds.high > KEY_OF_NOTHING
+        low, high = lax.cond(is_on, share_work, lambda: (bounds.low, bounds.high))
+
+        @pl.when(is_last(notes_ref, row, 5, interpret))
+        def _():
+            border, limit = find_border(low, high, bounds, source, memory)
+            notes_ref[row, 0], notes_ref[row, 1] = border, limit
+            notes_ref[row, 2] = key_of(bounds.highest)
+
+
+def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left):
+    """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
+
+    One of a row's programs joins the tiles, the last to arrive where all have something to do.
+    """
+    inputs, num_partials = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
+    bad_ref, best, *outputs = refs[NUM_INPUTS + num_left + num_partials :]
+    partials = Partials(*outputs)
+    share, row = pl.program_id(0), pl.program_id(1)
+    wish = wish_of(inputs, row, sizes)
+    sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
+    num_tiles = bad_ref.shape[1]
+
+    def choose():
+        source = Source(inputs, row, wish, sizes, interpret)
+        return choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, groups)
+
+    joins = lax.cond(wish.is_filtered, choose, lambda: share == 0)
+    leaves = _leaves_of(refs, num_left)
+    asks = asked_of(leaves, row)
+    if leaves is not None:
+
+        @pl.when(joins & (asks != SCORES))
+        def _():
+            store_bad(best, row, is_left_bad(leaves, row))
+
+        @pl.when(joins & (asks == NOTHING))
+        def _():
+            key, winner = best_left(leaves, row)
+            winner += inputs.first[0] if sizes.share else 0
+            store_token(best, row, 0, key, winner, 0.0, 0.0, 1.0, inputs, sizes, None)
+
+        if tau is None or sizes.share:
+            joins &= asks != NOTHING
+        else:
+
+            @pl.when(joins & (asks != SCORES))
+            def _():
+                _rank_left(row, inputs, partials, leaves, best, sizes, width, tau)
+
+            joins &= asks == SCORES
+
+    @pl.when(joins)
+    def _():
+        @pl.when(asks == SCORES)
+        def _():
+            store_bad(best, row, jnp.max(load_row(bad_ref, (row,), 0)))
+
+        # Volatile, past the cache of the multiprocessor: other programs have written them.
+        load = functools.partial(load_row, volatile=not interpret)
+        keys, ids = (
+            load(partials.winners, (0, row), LOWEST),
+            load(partials.winners, (1, row), HIGHEST),
+        )
+        highest, norm = score_of(jnp.max(keys)), 0.0
+        if tau is not None and not sizes.share:
+            peaks, masses = (
+                load(partials.peaks, (row,), LOWEST),
+                load(partials.masses, (row,), 0.0),
+            )
+            norm = log(total_of(peaks, masses, highest, sharpness))
+
+        def store(rank, key, winner):
+            of_row = (highest, norm, sharpness, inputs, sizes, tau)
+            store_token(best, row, rank, key, winner, *of_row)
+
+        in_order(keys, ids, width, store)
+
+
+def _rank_left(row, inputs, partials, leaves, best, sizes, width, tau):
+    """Stores the best tokens of a row without noise, which are in the groups of the best peaks."""
+    peaks = load_row(partials.peaks, (row,), LOWEST)
+    masses = load_row(partials.masses, (row,), 0.0)
+    highest = score_of(jnp.max(peaks))
+    of_row = (highest, log(total_of(peaks, masses, highest, 1.0)), 1.0, inputs, sizes, tau)
+
+    def store(rank, key, winner):
+        store_token(best, row, rank, key, winner, *of_row)
+
+    if width == 1:
+        store(0, *best_left(leaves, row))
+    else:
+        in_order(*tokens_of_best(peaks, row, inputs, sizes, width), width, store)

@@ -1,0 +1,100 @@
+"""Guesses of two scores around the border of a row's support, for Pallas.
+
+They rest on the best token of each group and on a sample of the row, and are right nearly always.
+They decide nothing but the time, so nothing here need have the same bits in the other language.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from kernels.pallas_gpu.sampling.logits_processing import (
+    LOWEST,
+    key_of,
+    score_of,
+    scores_of,
+    weight_of,
+)
+
+_RUN = 8  # tokens of a sample that lie side by side: 32 bytes
+_STEPS = 13
+_SIGMAS = 4.0
+_ROUNDING = 1e-5  # far more than the sums err by
+
+
+class _Sample(NamedTuple):
+    """Scores and weights of tokens from all over the vocabulary, and for how many each stands."""
+
+    x: Any
+    weights: Any
+    scale: Any
+
+
+def guess(peaks, masses, bounds, source, sampled):
+    """Two keys between which the border lies.
+
+    Above a border that is too low too many groups have their best token, or too much weight; above
+    one that is high enough all groups together weigh too little. Where that says nothing, because
+    all tokens are about as likely, the sample says how much lies below a border: it is made of
+    many tokens, none of them heavier than the border's own, so its error is known.
+
+    Args:
+      peaks, masses: Of all groups, see `store_groups`.
+      bounds: Of `bounds_of`.
+      source: Of the scores.
+      sampled: Tokens of the sample, at most.
+    """
+    best = score_of(peaks)
+    best_weight = jnp.where(peaks > LOWEST, weight_of(best, bounds.highest, 1.0), 0.0)
+    whole = best_weight * masses
+    sample = _sample(source, bounds, sampled)
+    tail = jnp.maximum(bounds.total - bounds.weight, 0.0)
+    # No token of the sample lies below the floor, and the border seldom does.
+    floor = jnp.min(jnp.where(sample.x > -jnp.inf, sample.x, bounds.highest))
+    floor = jnp.maximum(floor, score_of(bounds.low))
+
+    def step(_, spans):
+        below, above, low, under, over, high = spans
+        middle = (below + above) * 0.5
+        _, most_below, fewest, _ = _estimate(middle, sample, bounds, tail)
+        is_peak = best > middle
+        is_low = is_peak.astype(jnp.int32).sum() >= bounds.most
+        is_low |= (fewest >= bounds.most.astype(jnp.float32)) | (most_below < tail)
+        is_low |= jnp.where(is_peak, best_weight, 0.0).sum() > bounds.weight * (1 + _ROUNDING)
+        low = jnp.where(is_low, key_of(middle) + 1, low)
+        below, above = jnp.where(is_low, middle, below), jnp.where(is_low, above, middle)
+
+        middle = (under + over) * 0.5
+        least, _, _, largest = _estimate(middle, sample, bounds, tail)
+        is_high = jnp.where(best > middle, whole, 0.0).sum() < bounds.weight * (1 - _ROUNDING)
+        is_high = (is_high | (least > tail)) & (largest < bounds.most.astype(jnp.float32))
+        high = jnp.where(is_high, key_of(middle), high)
+        under, over = jnp.where(is_high, under, middle), jnp.where(is_high, middle, over)
+        return below, above, low, under, over, high
+
+    spans = (floor, bounds.highest, bounds.low, floor, bounds.highest, bounds.high)
+    _, _, low, _, _, high = lax.fori_loop(0, _STEPS, step, spans)
+    return jnp.minimum(jnp.maximum(low, bounds.low), high), high
+
+
+def _sample(source, bounds, sampled):
+    vocab, lane = source.sizes.vocab, lax.iota(jnp.int32, sampled)
+    ids = lax.div(lane, _RUN) * (_RUN * pl.cdiv(vocab, sampled)) + lax.rem(lane, _RUN)
+    _, x = scores_of(ids, source.inputs, source.row, source.wish, source.sizes)
+    is_token = ids < vocab
+    x = jnp.where(is_token, x, -jnp.inf)
+    scale = vocab / is_token.astype(jnp.int32).sum().astype(jnp.float32)
+    return _Sample(x, weight_of(x, bounds.highest, 1.0), scale)
+
+
+def _estimate(border, sample, bounds, tail):
+    """The least and the most weight below a border, and the least and the most tokens above it."""
+    x, weights, scale = sample
+    below = scale * jnp.where(x <= border, weights, 0.0).sum()
+    error = _SIGMAS * jnp.sqrt((scale - 1) * weight_of(border, bounds.highest, 1.0) * tail)
+    error += _ROUNDING * 0.2 * bounds.total
+    above = scale * (x > border).astype(jnp.int32).sum().astype(jnp.float32)
+    spread = _SIGMAS * jnp.sqrt((scale - 1) * bounds.most.astype(jnp.float32))
+    return below - error, below + error, above - spread, above + spread

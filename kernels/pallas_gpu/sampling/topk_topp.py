@@ -1,0 +1,307 @@
+"""The border of a row's support, without a sort, for Pallas.
+
+The border is the smallest score that has fewer than `top_k` tokens and less than `top_p` above it.
+Programs that share a row guess two scores around it (`guess`), weigh what lies above both, and list
+the few tokens between them; the last to arrive checks the guess and finds the border in the list,
+by halving. Where the guess was wrong or the list too long, it looks through all tokens instead: a
+guess decides nothing but the time.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from kernels.pallas_gpu.sampling.gumbel_noise import log
+from kernels.pallas_gpu.sampling.logits_processing import (
+    HIGHEST,
+    KEY_OF_NOTHING,
+    LOWEST,
+    PAIRS,
+    Inputs,
+    Sizes,
+    Wish,
+    add_halves,
+    carried,
+    halves_of,
+    key_of,
+    no_sum,
+    number_of,
+    score_of,
+    scores_of,
+    total_of,
+    weight_of,
+)
+
+NOTES = 8
+"""Words that programs leave each other about a row: how many tokens lie above the guesses and, in
+three words, their weight; how many are listed; and how many programs have arrived in each of two
+kernels. Then, in place of the first: the border, the id from which tokens at the border do not
+stay, and the key of the highest score."""
+
+_TINY = 1e-30
+
+
+class Source(NamedTuple):
+    """Where a row's scores come from.
+
+    Attributes:
+      interpret: One thread does all.
+    """
+
+    inputs: Inputs
+    row: Any
+    wish: Wish
+    sizes: Sizes
+    interpret: bool
+
+
+class Memory(NamedTuple):
+    """What the programs of a row share.
+
+    Attributes:
+      peaks: The largest keys of groups.
+      near: Keys and ids of tokens near the border.
+      notes: See `NOTES`.
+      at_once: Groups of a step.
+    """
+
+    peaks: Any
+    near: Any
+    notes: Any
+    at_once: int
+
+
+class Bounds(NamedTuple):
+    """How many tokens and how much weight are too many above a border, and keys around it.
+
+    Attributes:
+      highest, total: The highest score, and how likely all tokens are beside it.
+      low, high: The lowest and the highest key that the border can have.
+    """
+
+    most: Any
+    weight: Any
+    highest: Any
+    total: Any
+    low: Any
+    high: Any
+
+
+class Known(NamedTuple):
+    """What a row's programs have found out about tokens around the border.
+
+    Attributes:
+      is_listed: Whether the list holds all that matters.
+      count, sum: Of what lies above it, and its weight.
+      keys, units, rest: Of the list, and what its tokens weigh.
+    """
+
+    is_listed: Any
+    count: Any
+    sum: Any
+    keys: Any
+    units: Any
+    rest: Any
+
+
+def bounds_of(peaks, masses, source):
+    """The bounds of a row; `peaks` and `masses` are those of all groups, see `store_groups`."""
+    vocab, request = source.sizes.vocab, source.wish.request
+    highest = score_of(jnp.max(peaks))
+    total = total_of(peaks, masses, highest, 1.0)
+    top_p, top_k = source.inputs.top_p[request], source.inputs.top_k[request]
+    most = jnp.where(top_k >= vocab, HIGHEST, jnp.maximum(top_k, 1))
+    # The first token stays whatever `top_p` says, so its bound lies above the weight before it.
+    weight = jnp.where(top_p < 1, jnp.maximum(top_p, _TINY) * total, jnp.inf)
+    # So far below the highest score all the rest weighs less than what `top_p` leaves out.
+    depth = log(vocab / jnp.maximum((1 - top_p) * total, _TINY)) + 1
+    high = key_of(highest)
+    low = jnp.where(top_p < 1, key_of(highest - jnp.maximum(depth, 0.0)), KEY_OF_NOTHING)
+    is_off = (top_k >= vocab) & (top_p >= 1)
+    high = jnp.where(is_off, KEY_OF_NOTHING, high)
+    return Bounds(most, weight, highest, total, jnp.minimum(low, high), high)
+
+
+def list_near(low, high, highest, is_flat, share, source, memory):
+    """Lists a program's tokens from one key to another, and adds up those above; order is free.
+
+    Args:
+      low, high: The keys.
+      highest: The highest score.
+      is_flat: Most groups have a token from the lower key on: none is worth a look ahead.
+      share: Which of the row's programs it is.
+      source: Of the scores.
+      memory: Of the row.
+    """
+    lanes, programs = memory.at_once * 2 * PAIRS, pl.num_programs(0)
+    vocab, row, listed = source.sizes.vocab, source.row, memory.near.shape[2]
+
+    def add(chunk, sums):
+        count, units, rest, start = sums
+        ids, x, keys = _scores(chunk, lanes, source)
+        is_above = keys > high
+        weights = jnp.where(is_above, weight_of(x, highest, 1.0), 0.0)
+        more, more_rest = halves_of(weights)
+        is_near = ((keys >= low) & (keys <= high) & (keys > KEY_OF_NOTHING)).astype(jnp.int32)
+        num_near = is_near.sum()
+
+        def store():
+            first = start
+            if programs > 1:
+                first = pltriton.atomic_add(memory.notes, (row, jnp.int32(4)), num_near)
+            place = first + lax.cumsum(is_near, axis=0) - 1
+            has_room = (is_near > 0) & (place < listed)
+            place = jnp.where(has_room, place, listed)  # outside for the interpreter
+            pltriton.store(memory.near.at[row, 0, place], keys, mask=has_room)
+            pltriton.store(memory.near.at[row, 1, place], ids, mask=has_room)
+            return start + num_near
+
+        start = lax.cond(num_near > 0, store, lambda: start)
+        return count + is_above.astype(jnp.int32), units + more, rest + more_rest, start
+
+    def step(number, sums):
+        chunk = share + number * programs
+        peak = lax.cond(is_flat, lambda: low, lambda: _peak_of(chunk, source, memory))
+        return lax.cond(peak >= low, lambda: add(chunk, sums), lambda: sums)
+
+    none = jnp.zeros((lanes,), jnp.int32)
+    steps = lax.div(pl.cdiv(vocab, lanes) - share + programs - 1, jnp.int32(programs))
+    count, units, rest, start = lax.fori_loop(0, steps, step, (none, none, none, jnp.int32(0)))
+    if programs == 1:
+        memory.notes[row, 4] = start
+    high_units = (units & 32767).sum() + (rest >> 15).sum()
+    weight = carried((units >> 15).sum(), high_units, (rest & 32767).sum())
+    for number, word in enumerate((count.sum(), *weight)):
+        pltriton.atomic_add(memory.notes, (row, jnp.int32(number)), word)
+
+
+def _scores(chunk, lanes, source):
+    """Ids, scores and keys of some tokens."""
+    ids = chunk * lanes + lax.iota(jnp.int32, lanes)
+    _, x = scores_of(ids, source.inputs, source.row, source.wish, source.sizes)
+    return ids, x, jnp.where(ids < source.sizes.vocab, key_of(x), LOWEST)
+
+
+def _peak_of(chunk, source, memory):
+    """The largest key of some groups."""
+    group = chunk * memory.at_once + lax.iota(jnp.int32, memory.at_once)
+    at = memory.peaks.at[source.row, group]
+    return jnp.max(pltriton.load(at, mask=group < memory.peaks.shape[1], other=LOWEST))
+
+
+def find_border(low, high, bounds, source, memory):
+    """The key of the border, and the id from which tokens at the border do not stay.
+
+    Args:
+      low, high: The guesses, between which all tokens are listed.
+      bounds: Of `bounds_of`.
+      source: Of the scores.
+      memory: Of the row.
+    """
+    # Volatile, past the cache of the multiprocessor: other programs have written them.
+    load, row = partial(pltriton.load, volatile=not source.interpret), source.row
+    count, *weight, num_listed = (load(memory.notes.at[row, jnp.int32(j)]) for j in range(5))
+    place = lax.iota(jnp.int32, memory.near.shape[2])
+    keys = load(memory.near.at[row, 0, place], mask=place < num_listed, other=LOWEST)
+    halves = halves_of(weight_of(score_of(keys), bounds.highest, 1.0))
+    has_room = num_listed <= len(place)
+    known = Known(has_room, count, carried(*weight), keys, *halves)
+    tally = partial(_tally, bounds=bounds, source=source, memory=memory)
+
+    def is_too_low(border, known):
+        count, above, _ = tally(border, None, known)
+        return (count >= bounds.most) | (above >= bounds.weight)
+
+    is_right = has_room & ((high == bounds.high) | ~is_too_low(high, known))
+    is_right &= (low == bounds.low) | is_too_low(low - 1, known)
+    known = known._replace(is_listed=is_right)
+
+    def halve(span):
+        low, high = span
+        middle = (low & high) + ((low ^ high) >> 1)
+        is_below = is_too_low(middle, known)
+        return jnp.where(is_below, middle + 1, low), jnp.where(is_below, high, middle)
+
+    low, high = jnp.where(is_right, low, bounds.low), jnp.where(is_right, high, bounds.high)
+    border = lax.while_loop(lambda span: span[0] < span[1], halve, (low, high))[0]
+    return border, _limit(border, bounds, source, partial(tally, known=known))
+
+
+def _limit(border, bounds, source, tally):
+    """The id from which tokens at the border do not stay, for want of room."""
+    border_weight = weight_of(score_of(border), bounds.highest, 1.0)
+    vocab = jnp.int32(source.sizes.vocab)
+    count, above, ties = tally(border, None)
+
+    def has_room(earlier):
+        enough = above + earlier.astype(jnp.float32) * border_weight < bounds.weight
+        return (count <= bounds.most - 1 - earlier) & enough
+
+    def halve(span):
+        low, high = span
+        middle = (low + high) >> 1
+        fits = has_room(tally(border, middle)[2])
+        return jnp.where(fits, middle + 1, low), jnp.where(fits, high, middle)
+
+    low = jnp.where(has_room(ties - 1), vocab, 0)
+    return lax.while_loop(lambda span: span[0] < span[1], halve, (low, vocab))[0]
+
+
+def _tally(border, limit, known, bounds, source, memory):
+    """Counts and weighs the tokens above a border, until they are too many.
+
+    Returns:
+      Their count and their weight, and how many lie at the border, with an id below the limit if
+      there is one.
+    """
+
+    def of_list():
+        is_above, is_tie = known.keys > border, known.keys == border
+        whole, units, rest = known.sum
+        units += jnp.where(is_above, known.units, 0).sum()
+        rest += jnp.where(is_above, known.rest, 0).sum()
+
+        if limit is not None:
+            place = lax.iota(jnp.int32, memory.near.shape[2])
+            at = memory.near.at[source.row, 1, place]
+            ids = pltriton.load(at, mask=is_tie, other=0, volatile=not source.interpret)
+            is_tie &= ids < limit
+        count = known.count + is_above.astype(jnp.int32).sum()
+        return count, number_of(carried(whole, units, rest)), is_tie.astype(jnp.int32).sum()
+
+    def of_all():
+        return _tally_all(border, limit, bounds, source, memory)
+
+    return lax.cond(known.is_listed, of_list, of_all)
+
+
+def _tally_all(border, limit, bounds, source, memory):
+    """As `_tally`, from the scores of the groups that have some at the border or above."""
+    lanes = memory.at_once * 2 * PAIRS
+
+    def goes_on(tally):
+        chunk, count, _, sum = tally
+        is_left = chunk * lanes < source.sizes.vocab
+        return is_left & (count < bounds.most) & (number_of(sum) < bounds.weight)
+
+    def add(chunk, count, ties, sum):
+        ids, x, keys = _scores(chunk, lanes, source)
+        is_above = keys > border
+        count += is_above.astype(jnp.int32).sum()
+        is_tie = (keys == border) & (ids < (source.sizes.vocab if limit is None else limit))
+        ties += is_tie.astype(jnp.int32).sum()
+        weights = jnp.where(is_above, weight_of(x, bounds.highest, 1.0), 0.0)
+        return count, ties, add_halves(sum, weights)
+
+    def step(tally):
+        chunk, *sums = tally
+        is_read = _peak_of(chunk, source, memory) >= border
+        return chunk + 1, *lax.cond(is_read, add, lambda _, *sums: sums, chunk, *sums)
+
+    zero = jnp.int32(0)
+    _, count, ties, sum = lax.while_loop(goes_on, step, (zero, zero, zero, no_sum()))
+    return count, number_of(sum), ties

@@ -1,0 +1,281 @@
+"""How what ranks' parts of the vocabulary leave of rows becomes what whole rows give, for Pallas.
+
+A row's best tokens are the best of what all parts leave of it, and its mass the sum of theirs, in
+whole units. Of rows with a filter all scores are gathered: no part knows the border of the support.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int, Int32
+
+from kernels.pallas_gpu.collectives.all_gather import Gather, load_words, store_words
+from kernels.pallas_gpu.collectives.flag_protocol import (
+    BLOCK_UNITS,
+    BLOCK_WARPS,
+    MOST_BLOCKS,
+    Link,
+    has_come,
+    put_words,
+    raise_flags,
+    take_words,
+)
+from kernels.pallas_gpu.sampling.gumbel_noise import log
+from kernels.pallas_gpu.sampling.logits_processing import (
+    HIGHEST,
+    LOWEST,
+    PAIRS,
+    add_halves,
+    carried,
+    in_order,
+    no_sum,
+    number_of,
+    score_of,
+    sharpness_of,
+    terms_of,
+)
+
+GROUP = 2 * PAIRS
+
+
+def filtered(
+    sampling: Any, request: Int[jax.Array, " named"], rows: int, nodes: int, vocab: int
+) -> Int32[jax.Array, " R_and_1"]:
+    """The rows with a filter, in order; the last word is how many there are.
+
+    XLA makes kernels of it.
+
+    Args:
+      sampling, request: As of `sampling.choose`.
+      rows: How many there are at all.
+      nodes: Rows of a request; 0: `request` names it.
+      vocab: Tokens of all ranks.
+    """
+    cuts = (sampling.top_p < 1) | (sampling.top_k < vocab) | (sampling.min_p > 0)
+    row = jnp.arange(rows, dtype=jnp.int32)
+    is_one = (cuts & (sampling.temperature > 0))[row // nodes if nodes else request]
+    # Of few rows all are compared with all: a scan or a scatter would be kernels of their own.
+    place = (is_one & (row < row[:, None])).sum(axis=1, dtype=jnp.int32)
+    is_there = is_one & (place == row[:, None])
+    found = jnp.where(is_there, row, 0).sum(axis=1, dtype=jnp.int32)
+    return jnp.concatenate([found, is_one.sum(dtype=jnp.int32)[None]])
+
+
+def gathered_rows(
+    values: Float[jax.Array, "R share"],
+    rows: Int32[jax.Array, " R_and_1"],
+    gathers: Sequence[Gather],
+) -> Float[jax.Array, "R places"]:
+    """The columns of all ranks side by side, of some rows; others are undefined.
+
+    Args:
+      values: This rank's columns, in float32.
+      rows: Which, as `filtered` gives them, the same on all ranks.
+      gathers: Of the step, among which the rows are divided.
+
+    Raises:
+      ValueError: A call would have more bytes than a mailbox takes.
+    """
+    (R, share), boxes = values.shape, gathers[0].boxes
+    most = pl.cdiv(R, len(gathers))
+    if 4 * most * share + 8 > boxes.block_bytes:
+        raise ValueError(
+            f"a rank may send {boxes.block_bytes} bytes in a call, got {4 * most * share}"
+        )
+    out: list[Any] = []
+    for number, gather in enumerate(gathers):
+        out = pl.pallas_call(
+            functools.partial(_gather_kernel, boxes=boxes, first=number * most, most=most),
+            grid=(min(pl.cdiv(most * share, BLOCK_UNITS), MOST_BLOCKS),),
+            out_shape=(jax.ShapeDtypeStruct((R, boxes.ranks * share), values.dtype),),
+            input_output_aliases={3: 0} if out else {},
+            compiler_params=pltriton.CompilerParams(num_warps=BLOCK_WARPS, num_stages=1),
+            name="gathered_rows",
+        )(values, rows, gather.place, *out)
+    return out[0]
+
+
+def _gather_kernel(own_ref, rows_ref, place_ref, *outs, boxes, first, most):
+    """A program's part of the rows: stores it in all mailboxes, and copies that of each other."""
+    out_ref, (R, share) = outs[-1], own_ref.shape
+    programs = min(pl.cdiv(most * share, BLOCK_UNITS), MOST_BLOCKS)
+    link, block = Link.read(place_ref, boxes, programs), pl.program_id(0)
+    count = jnp.minimum(jnp.maximum(rows_ref[R] - first, 0), most)
+    steps = lax.div(count * share + programs * BLOCK_UNITS - 1, jnp.int32(programs * BLOCK_UNITS))
+    base = boxes.blocks_at + (link.number & 1) * (boxes.ranks * boxes.block_bytes)
+
+    def places(step):
+        place = (step * programs + block) * BLOCK_UNITS + lax.iota(jnp.int32, BLOCK_UNITS)
+        is_one = place < count * share
+        at = jnp.minimum(first + lax.div(place, share), R)
+        row = pltriton.load(rows_ref.at[at], mask=is_one, other=0)
+        return place, row, lax.rem(place, share), is_one
+
+    def put(step, kept):
+        place, row, word, is_one = places(step)
+        bits = load_words(own_ref, row, word, is_one)
+        bits = put_words(bits, base + link.rank * boxes.block_bytes, place, is_one, link)
+        store_words(out_ref, row, link.rank * share + word, bits, is_one)
+        return kept | bits
+
+    kept = lax.fori_loop(0, steps, put, jnp.zeros((BLOCK_UNITS,), jnp.int32))
+    flag = boxes.flags_at + block * (boxes.ranks * 4)
+    after = raise_flags(flag, kept, link)
+    link = link.counted()
+    for distance in range(1, boxes.ranks):
+        peer = link.rank ^ distance
+        is_here = has_come(peer, flag, after, link)
+
+        def take(step, done, peer=peer, is_here=is_here):
+            place, row, word, is_one = places(step)
+            at = base + peer * boxes.block_bytes
+            bits = take_words(at, place, jnp.where(is_one, is_here, 0), link)
+            store_words(out_ref, row, peer * share + word, bits, is_one)
+            return done
+
+        lax.fori_loop(0, steps, take, 0)
+
+
+def totals(
+    left: Int32[jax.Array, "R words_of_all"],
+    peaks: Int32[jax.Array, "R groups"],
+    masses: Float[jax.Array, "R groups"],
+    temperature: Float[jax.Array, " B"],
+    first: Int32[jax.Array, "1"],
+    *,
+    share: int,
+    ranks: int,
+    width: int,
+    tau: float,
+    nodes: int,
+    interpret: bool = False,
+) -> Int32[jax.Array, "R 3"]:
+    """What a rank's groups weigh beside a row's best token, in whole units of three sizes.
+
+    Args:
+      left: What all ranks leave, see `join`.
+      peaks, masses: Of `sampling.leave`.
+      temperature: Of the requests.
+      first, share: The first token of this rank's places, and how many those are.
+      ranks: How many there are.
+      width: Tokens of a row.
+      tau: Softness of the weights where there is noise.
+      nodes: Rows of a request.
+      interpret: Run on a CPU.
+    """
+    how = {"groups": share // GROUP, "ranks": ranks, "width": width, "tau": tau, "nodes": nodes}
+    return pl.pallas_call(
+        functools.partial(_totals_kernel, **how),
+        grid=(len(left),),
+        out_shape=jax.ShapeDtypeStruct((len(left), 3), jnp.int32),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="totals_of_parts",
+    )(left, peaks, masses, temperature, first)
+
+
+def _totals_kernel(
+    left_ref, peaks_ref, masses_ref, temperature_ref, first_ref, found_ref, *, groups, ranks, width,
+    tau, nodes,
+):  # fmt: skip
+    row, most = pl.program_id(0), peaks_ref.shape[1]
+    keys, _ = _left_of(left_ref, row, ranks, width)
+    own = lax.iota(jnp.int32, pl.next_power_of_2(groups))
+    group = lax.div(first_ref[0], GROUP) + own
+    inside = (own < groups) & (group < most)
+    at = jnp.where(inside, group, most)  # outside for the interpreter
+    peaks = pltriton.load(peaks_ref.at[row, at], mask=inside, other=LOWEST)
+    masses = pltriton.load(masses_ref.at[row, at], mask=inside, other=0.0)
+    sharpness = sharpness_of(temperature_ref[lax.div(row, nodes)], tau)
+    terms = terms_of(peaks, masses, score_of(jnp.max(keys)), sharpness)
+    for place, word in enumerate(add_halves(no_sum(), terms)):
+        found_ref[row, place] = word
+
+
+def join(
+    left: Int32[jax.Array, "R words_of_all"],
+    totals: Int32[jax.Array, "R totals_of_all"] | None,
+    temperature: Float[jax.Array, " B"],
+    columns: Int[jax.Array, " vocab"] | None,
+    *,
+    vocab: int,
+    ranks: int,
+    width: int,
+    tau: float | None,
+    nodes: int,
+    interpret: bool = False,
+) -> tuple[Int32[jax.Array, "R width"], Float[jax.Array, "R width"], Bool[jax.Array, " R"]]:
+    """A row's best tokens of those that all parts leave, their weights, and whether all is finite.
+
+    Args:
+      left: Of each rank the keys of a row's best tokens, their ids, and whether some logit is not
+        finite; rows that all ranks have whole may come from each.
+      totals: Of each rank, as `totals` gives them; None: weights are not asked for.
+      temperature: Of the requests.
+      columns: The target's tokens, where a drafter numbers its own.
+      vocab: Tokens of all ranks.
+      ranks, width, tau, nodes: See `totals`; without those `tau` and `nodes` say nothing.
+      interpret: Run on a CPU.
+    """
+    R, how = len(left), {"ranks": ranks, "width": width, "tau": tau, "nodes": nodes}
+    array = jax.ShapeDtypeStruct
+    ids, weights, is_finite = pl.pallas_call(
+        functools.partial(_join_kernel, vocab=vocab, **how),
+        grid=(R,),
+        out_shape=(
+            array((R, width), jnp.int32),
+            array((R, width), jnp.float32),
+            array((R,), jnp.int32),
+        ),
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="join_parts",
+    )(left, totals, temperature, columns)
+    return ids, weights, is_finite != 0
+
+
+def _join_kernel(
+    left_ref, totals_ref, temperature_ref, columns_ref, ids_ref, weights_ref, finite_ref, *, vocab,
+    ranks, width, tau, nodes,
+):  # fmt: skip
+    row, rank = pl.program_id(0), lax.iota(jnp.int32, pl.next_power_of_2(ranks))
+    keys, ids = _left_of(left_ref, row, ranks, width)
+    words = 2 * width + 1
+
+    def of_ranks(ref, size, place):
+        at = jnp.where(rank < ranks, rank * size + place, ref.shape[1])
+        return pltriton.load(ref.at[row, at], mask=rank < ranks, other=0)
+
+    finite_ref[row] = 1 - jnp.max(of_ranks(left_ref, words, 2 * width))
+    highest, norm, sharpness = score_of(jnp.max(keys)), 0.0, 1.0
+    if totals_ref is not None:
+        total = carried(*(of_ranks(totals_ref, 3, place).sum() for place in range(3)))
+        norm = log(number_of(total) * (2 * PAIRS))
+        sharpness = sharpness_of(temperature_ref[lax.div(row, nodes)], tau)
+
+    def store(place, key, winner):
+        token = jnp.minimum(winner, vocab - 1)
+        ids_ref[row, place] = token if columns_ref is None else columns_ref[token]
+        if totals_ref is not None:
+            weights_ref[row, place] = (score_of(key) - highest) * sharpness - norm
+
+    in_order(keys, ids, width, store)
+
+
+def _left_of(left_ref, row, ranks, width):
+    """Keys and ids of what all ranks leave of a row."""
+    place = lax.iota(jnp.int32, pl.next_power_of_2(ranks * width))
+    inside = place < ranks * width
+    at = lax.div(place, width) * (2 * width + 1) + lax.rem(place, width)
+    outside = left_ref.shape[1]
+    keys = pltriton.load(
+        left_ref.at[row, jnp.where(inside, at, outside)], mask=inside, other=LOWEST
+    )
+    at = jnp.where(inside, at + width, outside)
+    return keys, pltriton.load(left_ref.at[row, at], mask=inside, other=HIGHEST)

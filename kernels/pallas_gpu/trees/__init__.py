@@ -1,0 +1,1 @@
+"""Draft trees: n-gram lookup, tree building, verify budget, slot state."""

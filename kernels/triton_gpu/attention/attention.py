@@ -1,0 +1,391 @@
+"""Attention of flat rows over paged KV, in Triton.
+
+A program sums the positions of one block of rows of one request and one key head. Tiles, splits
+and spans lie at fixed positions, so the order of a row's sums depends on nothing but where the row
+stands: not on the batch, not on how many rows its request has. What must stay equal in the Pallas
+twin is listed in `kernels/__init__.py`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.kernel_limits import MOST_NODES
+from kernels.tiles import AttentionTiles
+from kernels.triton_gpu.attention.attention_layer_sm90 import takes
+from kernels.triton_gpu.attention.attention_sm90 import attend_described
+from kernels.triton_gpu.attention.head_dim_padding import (
+    columns_of,
+    in_head,
+    load_head,
+    store_head,
+)
+from kernels.triton_gpu.attention.qk_norm_rope_kv_write import Heads, Pool
+from kernels.triton_gpu.gemm.linear import launching
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
+
+
+class Order(NamedTuple):
+    """What is settled of the sums before a kernel runs; `nodes` is the width of the window."""
+
+    span: int
+    split: int
+    tile: int
+    ones: int
+    nodes: int
+
+
+class Rows(NamedTuple):
+    """Where the rows of requests begin, and what each sees."""
+
+    starts: Any
+    first: Any
+    until: Any
+    window: Any
+
+
+class Sums(NamedTuple):
+    """Sums over some positions: of the weighted values, the highest score, of the weights."""
+
+    value: Any
+    peak: Any
+    total: Any
+
+
+class Seen(NamedTuple):
+    """What a program reads: its head's positions, its request's pages, and what its rows see.
+
+    Attributes:
+      scale: Of scores, by which 2 is raised.
+    """
+
+    k: Any
+    v: Any
+    table: Any
+    columns: Any
+    window: Any
+    first: Any
+    until: Any
+    scale: Any
+
+
+def attend(
+    q: Float[Tensor, "R Hq D"],
+    gate: Float[Tensor, "R outputs"] | None,
+    kv: Float[Tensor, "L 2 P page Hk D"],
+    layer: int,
+    page_table: Int[Tensor, "B table"],
+    row_starts: Int[Tensor, " B1"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    *,
+    max_rows: int,
+    span: int,
+    split: int,
+    tile: int,
+    scale: float,
+    tiles: AttentionTiles,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As `shared.spec.attention.attend`, for rows that lie together request by request.
+
+    A block of rows is one program's, however long the context, so nothing is kept on the way.
+
+    Args:
+      q: Queries; D is one of `kernels.kernel_limits.HEAD_SIZES`.
+      gate: The projection that the queries come from, if each has its gate there behind it.
+      kv, layer: The pools of all layers, and which is read.
+      page_table, first, until, window: As in the specification.
+      row_starts: First flat row of each request, and the end; rows past it are padding.
+      max_rows: Most rows that a request can have.
+      span, split, tile: Positions of each: the order of the sums.
+      scale: What scores are multiplied by.
+      tiles: How the work is cut otherwise.
+
+    Raises:
+      ValueError: The pools are not contiguous.
+    """
+    if not kv.is_contiguous():
+        raise ValueError("the pools must be contiguous")
+    if tiles.described and takes(kv, tile) and window.shape[1] <= MOST_NODES:
+        rows = (page_table, row_starts, first, until, window)
+        order = {"max_rows": max_rows, "span": span, "split": split, "scale": scale}
+        return attend_described(q, gate, kv, layer, *rows, **order, tiles=tiles)
+    q, table, first, until, window = (x.contiguous() for x in (q, page_table, first, until, window))
+    (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
+    out, nodes = q.new_empty((R, Hq * D)), window.shape[1]
+    blocks = triton.cdiv(max_rows * (Hq // Hk), tiles.lanes)
+    _attend_kernel[(Hk, blocks, B)](
+        *(q, q if gate is None else gate, out),
+        Pool(k=kv[layer, 0], v=kv[layer, 1], table=table),
+        Rows(starts=row_starts, first=first, until=until, window=window if nodes else until),
+        num_rows=R,
+        num_requests=B,
+        columns=columns,
+        scale=scale * LOG2_E.value,
+        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gate is not None),
+        order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=nodes),
+        lanes=tiles.lanes,
+        unroll=min(tiles.unroll, split // tile),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **launching(q),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "columns"])
+def _attend_kernel(
+    q_at, gate_at, out_at, pool, rows, num_rows, num_requests, columns, scale,
+    heads: tl.constexpr, order: tl.constexpr, lanes: tl.constexpr, unroll: tl.constexpr,
+    is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per key head, block of rows and request."""
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    q_heads: tl.constexpr = heads.q_heads
+    k_heads: tl.constexpr = heads.k_heads
+    D: tl.constexpr = heads.D
+    group: tl.constexpr = q_heads // k_heads
+    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    blocks = tl.num_programs(1)
+    head, block, request = tl.program_id(0), blocks - 1 - tl.program_id(1), tl.program_id(2)
+    turn, turns = request * blocks + block, num_requests * blocks
+    padding = tl.load(rows.starts + num_requests)
+    clear_padding(padding + turn, out_at, num_rows, turns, head, group, k_heads, D)
+    start, stop = tl.load(rows.starts + request), tl.load(rows.starts + request + 1)
+    if start + block * lanes // group >= stop:
+        return
+    lane = block * lanes + tl.arange(0, lanes)
+    row, q_head = start + lane // group, head * group + lane % group
+    lane_row = tl.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
+    first, until = tl.load(rows.first + lane_row), tl.load(rows.until + lane_row)
+    low = tl.min(tl.minimum(first, until))
+    high = tl.minimum(tl.max(until) + order.nodes, columns * heads.page)
+    place = lane_row.to(tl.int64) * q_heads + q_head
+    q = load_head(q_at + place[:, None] * D + columns_of(D)[None, :], D)
+    seen = Seen(
+        k=pool.k + head * D,
+        v=pool.v + head * D,
+        table=pool.table + request * columns,
+        columns=columns,
+        window=rows.window + lane_row[:, None] * order.nodes,
+        first=first,
+        until=until,
+        scale=scale,
+    )
+    sums = _sum_positions(q, seen, low, high, heads, order, unroll)
+    gate_place = lane_row.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
+    finish(sums, gate_at, gate_place, out_at, place, row < stop, D, heads.gated)
+
+
+@triton.jit
+def clear_padding(
+    begin, out_at, num_rows, turns, head, group: tl.constexpr, k_heads: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Writes 0 for a key head's queries of every `turns`th row from `begin` on."""
+    column = columns_of(D)
+    zeros = tl.zeros(column.shape, out_at.dtype.element_ty)
+    for row in range(begin, num_rows, turns):
+        for member in tl.static_range(group):
+            place = (row * k_heads + head.to(tl.int64)) * group + member
+            store_head(out_at + place * D + column, zeros, D)
+
+
+@triton.jit
+def _sum_positions(
+    q, seen, low, high, heads: tl.constexpr, order: tl.constexpr, unroll: tl.constexpr
+):  # fmt: skip
+    """Sums the positions from low to high: tiles to splits, these to spans, spans to a whole."""
+    lanes: tl.constexpr = q.shape[0]
+    D: tl.constexpr = heads.D
+    tile: tl.constexpr = order.tile
+    tiles: tl.constexpr = order.split // tile
+    each: tl.constexpr = order.span // tile
+    whole_sums = no_sums(lanes, D)
+    begin = low // tile
+    end = tl.where(low < high, tl.cdiv(high, tile), begin)
+    # The splits that every row sees whole need no mask.
+    whole = tl.cdiv(tl.max(seen.first), order.split) * tiles
+    whole = tl.minimum(tl.maximum(whole, begin), end)
+    partly = tl.minimum(tl.maximum(tl.min(seen.until) // order.split * tiles, whole), end)
+    # A loop of its own: what is summed over spans need not be at hand within one.
+    for number in tl.range(low // order.span, tl.cdiv(high, order.span), num_stages=1):
+        start, stop = number * each, tl.minimum((number + 1) * each, end)
+        sums = no_sums(lanes, D)
+        first, until = tl.maximum(start, begin), tl.minimum(whole, stop)
+        sums = _add_tiles(q, seen, first, until, end, high, sums, heads, order)
+        first_step = tl.cdiv(tl.maximum(start, whole), unroll)
+        page = page_of(seen.table, seen.columns, first_step * unroll, heads.page, tile)
+        split_sums = no_split(lanes, D, order.ones)
+        for i in range(first_step, tl.minimum(partly, stop) // unroll):
+            for j in tl.static_range(unroll):
+                _, offset, page = offsets(
+                    seen.table, seen.columns, page, i * unroll + j, tile, heads
+                )
+                split_sums = add_whole(
+                    q, seen.k + offset, seen.v + offset, seen.scale, split_sums, D
+                )
+            # A step that is a split is known when it is compiled.
+            is_end = True
+            if unroll < tiles:
+                is_end = (i + 1) * unroll % tiles == 0
+            if is_end:
+                sums = fold_split(sums, split_sums)
+                split_sums = no_split(lanes, D, order.ones)
+        first = tl.maximum(start, partly)
+        sums = _add_tiles(q, seen, first, stop, end, high, sums, heads, order)
+        whole_sums = fold(whole_sums, sums)
+    return whole_sums
+
+
+@triton.jit
+def _add_tiles(
+    q, seen, begin, stop, end, high, sums, heads: tl.constexpr, order: tl.constexpr
+):  # fmt: skip
+    """Adds tiles of which some row does not see all to the sums of a span, split by split."""
+    lanes: tl.constexpr = q.shape[0]
+    split_sums = no_split(lanes, heads.D, order.ones)
+    for i in tl.range(begin, stop, num_stages=1):
+        split_sums = _add_masked(q, seen, i, high, split_sums, heads, order)
+        if ((i + 1) * order.tile % order.split == 0) | (i + 1 == end):
+            sums = fold_split(sums, split_sums)
+            split_sums = no_split(lanes, heads.D, order.ones)
+    return sums
+
+
+@triton.jit
+def page_of(table_at, columns, i, page: tl.constexpr, tile: tl.constexpr):
+    """The page in which a tile begins."""
+    return tl.load(table_at + tl.minimum(i * tile // page, columns - 1))
+
+
+@triton.jit
+def offsets(table_at, columns, number, i, tile: tl.constexpr, heads: tl.constexpr):
+    """A tile's positions and where they lie in a pool, and the page of the next tile.
+
+    A page of whole tiles is asked for one tile ahead, so that its keys need not wait for it.
+    """
+    D: tl.constexpr = heads.D
+    page: tl.constexpr = heads.page
+    position = i * tile + tl.arange(0, tile)
+    if page % tile == 0:
+        pages = number
+        number = page_of(table_at, columns, i + 1, page, tile)
+    else:
+        pages = tl.load(table_at + tl.minimum(position // page, columns - 1))
+    offset = ((pages.to(tl.int64) * page + position % page) * (heads.k_heads * D))[:, None]
+    return position, offset + columns_of(D)[None, :], number
+
+
+@triton.jit
+def no_sums(lanes: tl.constexpr, D: tl.constexpr):
+    """The sums over no position."""
+    peak = tl.full((lanes,), NEGATIVE, tl.float32)
+    block: tl.constexpr = triton.next_power_of_2(D)
+    values, total = tl.zeros((lanes, block), tl.float32), tl.zeros((lanes,), tl.float32)
+    return Sums(value=values, peak=peak, total=total)
+
+
+@triton.jit
+def no_split(lanes: tl.constexpr, D: tl.constexpr, ones: tl.constexpr):
+    """The same of a split, whose weights are in columns."""
+    sums = no_sums(lanes, D)
+    return Sums(value=sums.value, peak=sums.peak, total=tl.zeros((lanes, ones), tl.float32))
+
+
+@triton.jit
+def add_whole(q, k_at, v_at, scale, sums, D: tl.constexpr):
+    """Adds a tile that every row sees whole."""
+    k, v = load_head(k_at, D), load_head(v_at, D)
+    # "ieee": float32 stays float32, no tf32
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
+    return add_tile(sums, highest, weights, v)
+
+
+@triton.jit
+def _add_masked(q, seen, i, high, sums, heads: tl.constexpr, order: tl.constexpr):
+    """Adds a tile of which some row does not see all."""
+    D: tl.constexpr = heads.D
+    page: tl.constexpr = heads.page
+    tile: tl.constexpr = order.tile
+    position = i * tile + tl.arange(0, tile)
+    inside = position < high
+    number = tl.load(seen.table + position // page, mask=inside, other=0)
+    offset = ((number.to(tl.int64) * page + position % page) * (heads.k_heads * D))[:, None]
+    offset += columns_of(D)[None, :]
+    keep, values = in_head(inside[:, None], D), sums.value
+    highest, weights = sums.peak, tl.zeros((sums.peak.shape[0], tile), q.dtype)
+    v = tl.zeros((tile, q.shape[1]), q.dtype)
+    # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
+    # Triton would choose how the matrix unit reads it, and so the order of its sums.
+    if i * tile < high:
+        k = tl.load(seen.k + offset, mask=keep, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * seen.scale
+        sees = position[None, :] >= seen.first[:, None]
+        sees &= position[None, :] < seen.until[:, None]
+        if order.nodes > 0:
+            node = position[None, :] - seen.until[:, None]
+            in_window = (node >= 0) & (node < order.nodes)
+            sees |= tl.load(seen.window + node, mask=in_window, other=0).to(tl.int32) != 0
+        scores = tl.where(sees, scores, NEGATIVE)
+        highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
+        weights = tl.where(sees, tl.exp2(scores - highest[:, None]), 0.0).to(q.dtype)
+        # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
+        v = tl.load(seen.v + offset, mask=keep, other=0.0)
+        spoiled = tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1)  # [tile]
+        v = tl.where(spoiled[:, None] == 0, v, tl.zeros_like(v))
+        harmed = tl.max(tl.where(sees, spoiled[None, :], 0), axis=1)  # [lanes]
+        values = tl.where(harmed[:, None] == 0, values, float("nan"))
+    sums = Sums(value=values, peak=sums.peak, total=sums.total)
+    return add_tile(sums, highest, weights, v)
+
+
+@triton.jit
+def add_tile(sums, highest, weights, v):
+    """Adds the weighted values of a tile, and the weights."""
+    decay = tl.exp2(sums.peak - highest)[:, None]
+    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
+    units = tl.full((v.shape[0], sums.total.shape[1]), 1.0, v.dtype)
+    total = sums.total * decay + tl.dot(weights, units, input_precision="ieee")
+    values = sums.value * decay + tl.dot(weights, v, input_precision="ieee")
+    return Sums(value=values, peak=highest, total=total)
+
+
+@triton.jit
+def fold_split(sums, split):
+    """Adds the sums over a split, whose weights are in columns, to those over its span."""
+    total = tl.max(split.total, axis=1)
+    return fold(sums, Sums(value=split.value, peak=split.peak, total=total))
+
+
+@triton.jit
+def fold(sums, more):
+    """Adds the sums over some positions to those over the positions before."""
+    highest = tl.maximum(sums.peak, more.peak)
+    ours, theirs = tl.exp2(sums.peak - highest), tl.exp2(more.peak - highest)
+    values = sums.value * ours[:, None] + more.value * theirs[:, None]
+    return Sums(value=values, peak=highest, total=sums.total * ours + more.total * theirs)
+
+
+@triton.jit
+def finish(
+    sums, gate_at, gate_place, out_at, place, is_lane, D: tl.constexpr, gated: tl.constexpr
+):  # fmt: skip
+    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    column, keep = columns_of(D)[None, :], in_head(is_lane[:, None], D)
+    out = sums.value / tl.maximum(sums.total, 1e-30)[:, None]
+    if gated:
+        gate = tl.load(gate_at + gate_place[:, None] + column, mask=keep, other=0.0)
+        out = out / (1.0 + tl.exp2(gate.to(tl.float32) * -LOG2_E))
+    tl.store(out_at + place[:, None] * D + column, out.to(out_at.dtype.element_ty), mask=keep)

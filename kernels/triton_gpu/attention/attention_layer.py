@@ -1,0 +1,441 @@
+"""An attention layer between its two products, in one Triton kernel, where rows are few.
+
+The programs of a request and key head share its positions. Each writes the new keys and values of
+its own positions before it reads them; the last to arrive combines what all have summed. The order
+of the sums is that of `attend`, so a row has the same bits however many rows and programs there
+are. What tells the rows' positions is read before the kernel before has ended, which must not have
+written it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.tiles import DecodeAttentionTiles
+from kernels.triton_gpu.attention.attention import (
+    LOG2_E,
+    NEGATIVE,
+    Order,
+    Seen,
+    Sums,
+    add_tile,
+    add_whole,
+    clear_padding,
+    finish,
+    fold_split,
+    no_split,
+    no_sums,
+    offsets,
+    page_of,
+)
+from kernels.triton_gpu.attention.attention_layer_sm90 import mix_described, takes
+from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head, load_head
+from kernels.triton_gpu.attention.qk_norm_rope_kv_write import (
+    Heads,
+    Pool,
+    Turning,
+    fetch,
+    is_bad_line,
+    projected_of,
+    turn,
+    write_pair,
+)
+from kernels.triton_gpu.attention.row_bounds import bounds_of, is_in, pack, sees
+from kernels.triton_gpu.attention.split_kv import Parts, combine, store_unit
+from kernels.triton_gpu.gemm.linear import launching
+
+
+class Requests(NamedTuple):
+    """The bounds of each, and counters of the programs that have arrived."""
+
+    bounds: Any
+    arrivals: Any
+
+
+class Rows(NamedTuple):
+    """Where the rows of requests begin, where each is written, and what it sees."""
+
+    starts: Any
+    places: Any
+    is_real: Any
+    first: Any
+    until: Any
+    window: Any
+
+
+class New(NamedTuple):
+    """Places of a request's new rows, and which of them have a value that is no number."""
+
+    places: Any
+    is_bad: Any
+
+
+class Units(NamedTuple):
+    """Where a program keeps its sums.
+
+    Attributes:
+      parts: Of all programs.
+      place: Of each lane in the first unit.
+      is_lane: Which lanes are not spare.
+      base: Number of the first unit.
+      stride: Places from one unit to the next.
+      length: Positions of a unit.
+      is_alone: Whether the program has all units, and stores none.
+    """
+
+    parts: Any
+    place: Any
+    is_lane: Any
+    base: Any
+    stride: Any
+    length: Any
+    is_alone: Any
+
+
+class Cut(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+      lanes, blocks: Pairs of a program, and the programs that share those of a key head.
+      splits: Fewest splits of a program.
+      unroll: Units that are combined at once.
+      new_rows: Most rows of a request, or more.
+      counters: Of a request.
+      is_placed: Whether new keys and values are written already.
+      may_span: Whether sums may be kept by span.
+    """
+
+    lanes: int
+    blocks: int
+    splits: int
+    unroll: int
+    new_rows: int
+    counters: int
+    is_placed: bool
+    may_span: bool
+
+
+def mix(
+    projected: Float[Tensor, "R outputs"],
+    q_norm: Float[Tensor, " D"] | None,
+    k_norm: Float[Tensor, " D"] | None,
+    cos: Float[Tensor, "R half"],
+    sin: Float[Tensor, "R half"],
+    kv: Float[Tensor, "L 2 P page Hk D"],
+    layer: int,
+    bounds: Int[Tensor, "B bounds"],
+    arrivals: Int[Tensor, "B counters"],
+    page_table: Int[Tensor, "B table"],
+    row_starts: Int[Tensor, " B1"],
+    places: Int[Tensor, " R"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    is_real: Bool[Tensor, " R"],
+    q: Float[Tensor, "R Hq D"] | None = None,
+    *,
+    gated: bool,
+    eps: float,
+    digits: int,
+    max_rows: int,
+    span: int,
+    split: int,
+    tile: int,
+    most_parts: int,
+    scale: float,
+    tiles: DecodeAttentionTiles,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As `shared.spec.attention_layer.mix`, for rows that lie together request by request.
+
+    Args:
+      projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
+      gated, eps, digits: The same.
+      q: Of `place`, which has written the new keys and values too; None: that is done here.
+      bounds, arrivals: Of `reach`; the second is zeros again afterwards.
+      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. Where
+        there is a window, all rows of a request have the same `until`.
+      most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
+      tiles: How the work is cut otherwise.
+
+    Raises:
+      ValueError: The pools are not contiguous.
+    """
+    if not kv.is_contiguous():
+        raise ValueError("the pools must be contiguous")
+    if tiles.described and q is not None and takes(kv, tile):
+        return mix_described(
+            q,
+            projected if gated else None,
+            kv,
+            layer,
+            bounds=bounds,
+            arrivals=arrivals,
+            page_table=page_table,
+            row_starts=row_starts,
+            first=first,
+            until=until,
+            window=window,
+            max_rows=max_rows,
+            span=span,
+            split=split,
+            scale=scale,
+            tiles=tiles,
+        )
+    read = (projected, cos, sin, page_table, row_starts, places, first, until, window, is_real)
+    projected, cos, sin, page_table, row_starts, places, *read = (x.contiguous() for x in read)
+    first, until, window, is_real = read
+    R, (page, Hk, D) = len(projected), kv.shape[3:]
+    B, columns = page_table.shape
+    Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
+    pairs = max_rows * (Hq // Hk)
+    lanes = min(tiles.lanes, max(16, triton.next_power_of_2(pairs)))
+    blocks = triton.cdiv(pairs, lanes)
+    splits = triton.cdiv(columns * page, split)
+    parts = max(min(splits, most_parts), triton.cdiv(columns * page, span))
+    sums = projected.new_empty((parts, R, Hq, D), dtype=torch.float32)
+    peaks, totals = projected.new_empty((2, parts, R, Hq), dtype=torch.float32)
+    out = projected.new_empty((R, Hq * D))
+    programs = min(tiles.programs, triton.cdiv(splits, tiles.splits))
+    _mix_kernel[(blocks * Hk, B, programs)](
+        projected_of(projected, q_norm, k_norm, cos, sin, eps),
+        Pool(k=kv[layer, 0], v=kv[layer, 1], table=page_table),
+        Requests(bounds=bounds, arrivals=arrivals),
+        Rows(
+            starts=row_starts,
+            places=places,
+            is_real=is_real,
+            first=first,
+            until=until,
+            window=window if window.shape[1] else until,
+        ),
+        *(projected if q is None else q, out),
+        Parts(sums=sums, peaks=peaks, totals=totals),
+        num_rows=R,
+        num_requests=B,
+        columns=columns,
+        scale=scale * LOG2_E.value,
+        most_parts=most_parts,
+        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        turning=Turning(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),
+        order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=window.shape[1]),
+        cut=Cut(
+            lanes=lanes,
+            blocks=blocks,
+            splits=tiles.splits,
+            unroll=max(1, min(8, 16 * 128 * 8 // (lanes * triton.next_power_of_2(D)))),
+            new_rows=triton.next_power_of_2(max_rows),
+            counters=arrivals.shape[1],
+            is_placed=q is not None,
+            may_span=splits > most_parts,
+        ),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        maxnreg=tiles.registers or None,
+        **launching(projected),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "most_parts"])
+def _mix_kernel(
+    projected, pool, requests, rows, q_at, out_at, parts, num_rows, num_requests, columns, scale,
+    most_parts, heads: tl.constexpr, turning: tl.constexpr, order: tl.constexpr, cut: tl.constexpr,
+    is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per block of lanes of a key head, request, and share of the positions."""
+    q_heads: tl.constexpr = heads.q_heads
+    k_heads: tl.constexpr = heads.k_heads
+    D: tl.constexpr = heads.D
+    gated: tl.constexpr = heads.gated
+    lanes: tl.constexpr = cut.lanes
+    new_rows: tl.constexpr = cut.new_rows
+    split: tl.constexpr = order.split
+    group: tl.constexpr = q_heads // k_heads
+    width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
+    head, block = tl.program_id(0) // cut.blocks, tl.program_id(0) % cut.blocks
+    request, share = tl.program_id(1), tl.program_id(2)
+    bounds = bounds_of(requests.bounds, request)
+    start, stop = tl.load(rows.starts + request), tl.load(rows.starts + request + 1)
+    num_real = tl.load(rows.starts + num_requests)
+    high = tl.minimum(bounds.seen_until + order.nodes, columns * heads.page)
+    by_span, unit = False, split
+    if cut.may_span:
+        by_span = tl.cdiv(high, split) - bounds.low // split > most_parts
+        unit = tl.where(by_span, order.span, split)
+    begin = tl.minimum(bounds.low, bounds.new_from) // unit
+    end = tl.cdiv(tl.maximum(high, bounds.new_until), unit)
+    end = tl.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
+    fewest = tl.where(by_span, 1, cut.splits)
+    each = tl.cdiv(end - begin, tl.minimum(tl.num_programs(2), tl.cdiv(end - begin, fewest)))
+    sharing = tl.where(start + block * lanes // group < stop, tl.cdiv(end - begin, each), 0)
+    # A program that has a whole request of one span to itself keeps its sums.
+    is_alone = False
+    if cut.splits > 1:
+        per_span = order.span // unit
+        is_alone = (each == end - begin) & (begin // per_span == (end - 1) // per_span)
+    if (share > 0) & (share >= sharing):
+        return
+    share_begin = (begin + share * each) * unit
+    share_end = share_begin + each * unit  # of the next program
+    from_position, to_position = tl.maximum(bounds.low, share_begin), tl.minimum(high, share_end)
+    own_pool = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
+    number = page_of(own_pool.table, columns, from_position // order.tile, heads.page, order.tile)
+    lane = block * lanes + tl.arange(0, lanes)
+    row, q_head = start + lane // group, head * group + lane % group
+    lane_row = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
+    first, until = tl.load(rows.first + lane_row), tl.load(rows.until + lane_row)
+    new = start + tl.arange(0, new_rows)
+    is_new = new < stop
+    place = tl.load(rows.places + new, mask=is_new, other=0)
+    is_new &= tl.load(rows.is_real + new, mask=is_new, other=0).to(tl.int32) != 0
+
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    if (share == 0) & (block == 0):
+        clear_padding(num_real + request, out_at, num_rows, num_requests, head, group, k_heads, D)
+    if share >= sharing:
+        return
+    # Where programs are few, before what some of them do first; else registers are scarce.
+    is_early: tl.constexpr = cut.splits == 1 and not cut.is_placed
+    head_place = lane_row.to(tl.int64) * width + q_head * ((1 + gated) * D)
+    if is_early:
+        fetched = fetch(
+            projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
+        )
+    if not cut.is_placed:  # noqa: SIM102 - settled when it is compiled
+        if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
+            is_written = is_new & (place >= share_begin) & (place < share_end)
+            offset = new.to(tl.int64) * width
+            write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
+            tl.debug_barrier()  # they are read by other threads than wrote them
+    place_of_lane = lane_row.to(tl.int64) * q_heads + q_head
+    if cut.is_placed:
+        q = load_head(q_at + place_of_lane[:, None] * D + columns_of(D)[None, :], D)
+    else:
+        if not is_early:
+            fetched = fetch(
+                projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
+            )
+        q = turn(fetched, projected.eps, heads, turning).to(projected.rows.dtype.element_ty)
+    window = pack(rows.window, lane_row, order.nodes)
+    is_bad = tl.zeros((new_rows,), tl.int1)
+    if new_rows > 1:
+        at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
+        is_bad = is_bad_line(projected.rows, at, is_new, D)
+    seen = Seen(
+        k=pool.k + head * D,
+        v=pool.v + head * D,
+        table=own_pool.table,
+        columns=columns,
+        window=window,
+        first=first,
+        until=until,
+        scale=scale,
+    )
+    new_places = New(places=place, is_bad=is_bad)
+    units = Units(
+        parts=parts,
+        place=place_of_lane,
+        is_lane=row < stop,
+        base=bounds.low // unit,
+        stride=num_rows * q_heads,
+        length=unit,
+        is_alone=is_alone,
+    )
+    may_gather: tl.constexpr = cut.may_span or cut.splits > 1
+    sums = _sum_share(
+        q, seen, new_places, bounds, number, from_position, to_position, units, heads, order,
+        may_gather,
+    )  # fmt: skip
+    is_last = is_alone
+    if not is_alone:
+        tl.debug_barrier()
+        counter = requests.arrivals + request * cut.counters + tl.program_id(0)
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
+        if is_last:
+            tl.store(counter, 0)
+            stop_unit = tl.where(bounds.low < high, tl.cdiv(high, unit), units.base)
+            per_span = tl.where(by_span, 1 << 20, order.span // split)
+            sums = combine(
+                parts, place_of_lane, units.base, stop_unit, per_span, units.stride, lanes, D,
+                cut.unroll,
+            )  # fmt: skip
+    if is_last:
+        if new_rows > 1:
+            sees_bad = sees(place, first, until, window, order.nodes) & is_bad[None, :]
+            is_harmed = tl.max(sees_bad.to(tl.int32), axis=1) > 0
+            values = tl.where(is_harmed[:, None], float("nan"), sums.value)
+            sums = Sums(value=values, peak=sums.peak, total=sums.total)
+        finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)
+
+
+@triton.jit
+def _sum_share(
+    q, seen, new, bounds, number, low, high, units, heads: tl.constexpr, order: tl.constexpr,
+    may_gather: tl.constexpr,
+):  # fmt: skip
+    """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
+
+    A unit is a split, or a span. Gives the sums that are not stored. What no row sees is not read.
+    """
+    lanes: tl.constexpr = q.shape[0]
+    D: tl.constexpr = heads.D
+    tile: tl.constexpr = order.tile
+    sums, u_sums = no_split(lanes, D, order.ones), no_sums(lanes, D)
+    begin = low // tile
+    end = tl.where(low < high, tl.cdiv(high, tile), begin)
+    # Tiles that every lane sees whole, and of which nothing is new, need no mask.
+    whole = tl.minimum(tl.minimum(tl.min(seen.until), bounds.new_from) // tile, end)
+    whole = tl.where(tl.max(seen.first) <= begin * tile, tl.maximum(whole, begin), begin)
+    for i in range(begin, whole):
+        position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
+        sums = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, sums, D)
+        sums, u_sums = _close(i, end, sums, u_sums, units, D, order, may_gather)
+    for i in range(whole, end):
+        position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
+        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
+        if order.nodes > 0:
+            node = position - bounds.seen_until
+            is_read |= is_in(seen.window.any_low, seen.window.any_high, node, order.nodes)
+        if new.is_bad.shape[0] > 1:
+            is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
+            is_read &= tl.max(is_one.to(tl.int32), axis=1) == 0
+        keep = in_head(is_read[:, None], D)
+        k = tl.load(seen.k + offset, mask=keep, other=0.0)
+        v = tl.load(seen.v + offset, mask=keep, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * seen.scale
+        is_seen = sees(position, seen.first, seen.until, seen.window, order.nodes)
+        scores = tl.where(is_seen, scores, NEGATIVE)
+        highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
+        weights = tl.where(is_seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
+        sums = add_tile(sums, highest, weights, v)
+        sums, u_sums = _close(i, end, sums, u_sums, units, D, order, may_gather)
+    return u_sums
+
+
+@triton.jit
+def _close(
+    i, end, sums, u_sums, units, D: tl.constexpr, order: tl.constexpr, may_gather: tl.constexpr
+):  # fmt: skip
+    """After the last tile of a split adds it to its unit, and after the last split stores that."""
+    lanes: tl.constexpr = sums.peak.shape[0]
+    after, is_last = (i + 1) * order.tile, i + 1 == end
+    if (after % order.split == 0) | is_last:
+        at = (i * order.tile // units.length - units.base) * units.stride + units.place
+        if may_gather:
+            u_sums = fold_split(u_sums, sums)
+            if ((after % units.length == 0) | is_last) & (not units.is_alone):
+                store_unit(units.parts, at, u_sums, units.is_lane, D)
+                u_sums = no_sums(lanes, D)
+        else:
+            total = tl.max(sums.total, axis=1)
+            done = Sums(value=sums.value, peak=sums.peak, total=total)
+            store_unit(units.parts, at, done, units.is_lane, D)
+        sums = no_split(lanes, D, order.ones)
+    return sums, u_sums

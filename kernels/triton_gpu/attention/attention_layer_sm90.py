@@ -1,0 +1,214 @@
+"""The attention of `mix` by a Hopper's wide matrix unit and tensor descriptors (TMA), in Gluon.
+
+A program has up to 64 pairs of a row and a query head, which are the 64 rows that the matrix units
+of a warpgroup take at once. One warp more copies tiles of keys and values ahead. Tiles, splits and
+spans are those of `mix`, added in its order, so that the bits are its bits. The queries are made,
+and the keys and values written, by `place`.
+
+The sums over a span of 2,048 positions stay in registers; programs leave each other no less, so
+that a long request is shared out by whole spans.
+"""
+
+import torch
+import triton
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
+
+from kernels.tiles import DecodeAttentionTiles
+from kernels.triton_gpu.attention.qk_norm_rope_kv_write import Heads
+from kernels.triton_gpu.attention.verify_sm90_loads import (
+    Seen,
+    clear_padding,
+    copy_tiles,
+    pairs_of,
+    queries_of,
+    shared_memory,
+)
+from kernels.triton_gpu.attention.verify_sm90_mainloop import (
+    LANES,
+    LOG2_E,
+    ONES,
+    TILE,
+    WARPS,
+    Block,
+    Cut,
+    Left,
+    Share,
+    Stored,
+    attend_pairs,
+    lines_of,
+)
+from kernels.triton_gpu.gemm.linear import launching
+from kernels.triton_gpu.gemm.linear_sm90 import is_on_hopper
+from shared.spec.attention_layer import BOUNDS
+
+COLUMNS = gl.constexpr(128)
+"""Most columns of the values of a program; a larger head has several."""
+_BOUNDS = gl.constexpr(BOUNDS)
+COPYING_REGISTERS = gl.constexpr(24)
+_REGISTERS = 168
+"""Of a thread, so that a multiprocessor has room for one program and no more.
+
+With 128 it has room for two, whose registers are all it has: where one's warps then hand theirs to
+the others, these wait forever.
+"""
+
+
+def takes(kv: Float[Tensor, "L 2 P page Hk D"], tile: int) -> bool:
+    """Whether `mix_described` can be called: with bfloat16, whole tiles in a page, and on a Hopper.
+
+    Args:
+      kv: The pools.
+      tile: Positions of one.
+    """
+    page, _, D = kv.shape[3:]
+    is_whole = page % TILE.value == 0 and tile == TILE.value
+    return is_whole and D in (64, 128, 256) and kv.dtype == torch.bfloat16 and is_on_hopper()
+
+
+def mix_described(
+    q: Float[Tensor, "R Hq D"],
+    gate: Float[Tensor, "R outputs"] | None,
+    kv: Float[Tensor, "L 2 P page Hk D"],
+    layer: int,
+    bounds: Int[Tensor, "B bounds"],
+    arrivals: Int[Tensor, "B counters"],
+    page_table: Int[Tensor, "B table"],
+    row_starts: Int[Tensor, " B1"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    *,
+    max_rows: int,
+    span: int,
+    split: int,
+    scale: float,
+    tiles: DecodeAttentionTiles,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As `mix.mix` behind `place`, of arrays that `takes` accepts.
+
+    Args:
+      q: Of `place`, which has written the new keys and values.
+      gate: The projection that the queries come from, if each has its gate there behind it.
+      kv, layer, bounds, arrivals, page_table, row_starts, first, until, window: See `mix.mix`.
+      max_rows, span, split, scale, tiles: The same.
+    """
+    read = (q, page_table, row_starts, first, until, window)
+    q, table, starts, first, until, window = (x.contiguous() for x in read)
+    gate, gated = q if gate is None else gate.contiguous(), gate is not None
+    (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
+    blocks = triton.cdiv(max_rows * (Hq // Hk), LANES.value)
+    width, spans = min(D, COLUMNS.value), triton.cdiv(columns * page, span)
+    parts = D // width
+    out = q.new_empty((R, Hq * D))
+    sums = q.new_empty((spans, R, Hq, D), dtype=torch.float32)
+    peaks, totals = q.new_empty((2, spans, R, Hq), dtype=torch.float32)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    keys, values = (x.view(-1, Hk * D) for x in kv[layer])
+    _mix_described_kernel[(Hk * blocks * parts, B, min(tiles.programs, spans))](
+        q,
+        TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
+        TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
+        table,
+        Seen(starts=starts, first=first, until=until, window=window if window.shape[1] else until),
+        bounds,
+        *(out, gate),
+        Left(arrivals=arrivals, sums=sums, peaks=peaks, totals=totals),
+        num_rows=R,
+        num_requests=B,
+        columns=columns,
+        counters=arrivals.shape[1],
+        scale=scale * LOG2_E.value,
+        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        cut=Cut(
+            groups=1,
+            blocks=blocks,
+            parts=parts,
+            width=width,
+            copied=1,
+            stages=tiles.stages,
+            nodes=window.shape[1],
+            span=span,
+            split=split,
+            lines=gate.shape[1],
+        ),
+        num_warps=WARPS.value,
+        maxnreg=_REGISTERS,
+        **launching(q),
+    )
+    return out
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_requests", "columns", "counters"])
+def _mix_described_kernel(
+    q_at, k_of, v_of, table_at, seen, bounds_at, out_at, gate_at, left, num_rows, num_requests,
+    columns, counters, scale, heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
+):  # fmt: skip
+    """One program per block of pairs and part of a key head's values, request, and share."""
+    group: gl.constexpr = heads.q_heads // heads.k_heads
+    request, share = gl.program_id(1), gl.program_id(2)
+    number = gl.program_id(0) // cut.parts
+    block = Block(
+        request=request,
+        head=number // cut.blocks,
+        number=number % cut.blocks,
+        part=gl.program_id(0) % cut.parts,
+    )
+    bounds_at += request * _BOUNDS
+    low, seen_from = gl.load(bounds_at), gl.load(bounds_at + 1)
+    seen_until, new_from = gl.load(bounds_at + 2), gl.load(bounds_at + 3)
+    start, stop = gl.load(seen.starts + request), gl.load(seen.starts + request + 1)
+    num_real = gl.load(seen.starts + num_requests)
+    has_rows = start + block.number * LANES // group < stop
+    high = gl.minimum(seen_until + cut.nodes, columns * heads.page)
+    base = low // cut.span
+    spans = gl.maximum(gl.cdiv(high, cut.span) - base, 1)
+    each = gl.cdiv(spans, gl.minimum(gl.num_programs(2), spans))
+    sharing = gl.where(has_rows, gl.cdiv(spans, each), 0)
+    begin = gl.maximum(low, (base + share * each) * cut.span) // TILE
+    end = gl.cdiv(gl.minimum(high, (base + (share + 1) * each) * cut.span), TILE)
+    end = gl.where((low < high) & (share < sharing), gl.maximum(end, begin), begin)
+
+    pairs = pairs_of(block, seen, heads, cut)
+    queries, ones, ring = shared_memory(k_of, v_of, 1, heads, cut)
+    if is_launched:
+        gdc_wait()
+    if (share == 0) & (block.number == 0) & (block.part == 0):
+        clear_padding(out_at, num_real + request, num_rows, num_requests, block.head, heads)
+    queries.index(0).store(queries_of(q_at, block, seen, heads))
+    ones.store(gl.full((ONES, TILE), 1.0, gl.bfloat16, layout=lines_of(TILE)))
+    fence_async_shared()
+    own = Share(
+        begin=begin,
+        end=end,
+        whole_from=gl.max(pairs.first, 0),
+        whole_until=gl.minimum(gl.min(pairs.until, 0), new_from),
+        old_from=seen_from,
+        old_until=gl.minimum(seen_until, new_from),
+        base=base,
+        units=gl.where(low < high, spans, 0),
+        is_alone=spans == 1,
+        sharing=gl.where(share < sharing, sharing, 0),
+    )
+    stored = Stored(out=out_at, gate=gate_at, starts=seen.starts)
+    gl.warp_specialize(
+        [
+            (
+                attend_pairs,
+                (queries.index(0), ones, ring, block, pairs, own, stored, left, num_rows, counters,
+                 scale, heads, cut, is_launched),
+            ),
+            (
+                copy_tiles,
+                (k_of, v_of, ring, table_at + request * columns, columns, begin, end,
+                 block.head * heads.D, block.part * cut.width, heads, cut),
+            ),
+        ],
+        [1],
+        [COPYING_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""The attention of `attention` by a Hopper's wide matrix unit and tensor descriptors, in Gluon.
+
+A program has two warpgroups that multiply, each 64 pairs of a row and a query head of one key
+head, or the two halves of a large one's values. What a warp of its own copies is for both. Tiles,
+splits and spans are those of `attention`, added in its order, so that the bits are its bits.
+"""
+
+import triton
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
+
+from kernels.tiles import AttentionTiles
+from kernels.triton_gpu.attention.attention_layer_sm90 import COLUMNS, COPYING_REGISTERS
+from kernels.triton_gpu.attention.qk_norm_rope_kv_write import Heads
+from kernels.triton_gpu.attention.verify_sm90_loads import (
+    Seen,
+    clear_padding,
+    copy_tiles,
+    pairs_of,
+    queries_of,
+    shared_memory,
+)
+from kernels.triton_gpu.attention.verify_sm90_mainloop import (
+    LANES,
+    LOG2_E,
+    ONES,
+    TILE,
+    WARPS,
+    Block,
+    Cut,
+    Share,
+    Stored,
+    finish,
+    fold,
+    lines_of,
+    no_sums,
+    sum_span,
+)
+from kernels.triton_gpu.gemm.linear import launching
+
+GROUPS = gl.constexpr(2)
+"""Warpgroups of a program that multiply."""
+_REGISTERS = 168
+"""Of a thread of three warpgroups; those that multiply take what the one that copies leaves."""
+_MULTIPLYING_REGISTERS = gl.constexpr(240)
+
+
+def attend_described(
+    q: Float[Tensor, "R Hq D"],
+    gate: Float[Tensor, "R outputs"] | None,
+    kv: Float[Tensor, "L 2 P page Hk D"],
+    layer: int,
+    page_table: Int[Tensor, "B table"],
+    row_starts: Int[Tensor, " B1"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    *,
+    max_rows: int,
+    span: int,
+    split: int,
+    scale: float,
+    tiles: AttentionTiles,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As `attention.attend`, of arrays that `mix_described.takes` accepts and a narrow window.
+
+    Args:
+      q, gate, kv, layer, page_table, row_starts, first, until, window: See `attend`.
+      max_rows, span, split, scale, tiles: The same.
+    """
+    read = (q, page_table, row_starts, first, until, window)
+    q, table, starts, first, until, window = (x.contiguous() for x in read)
+    gate, gated = q if gate is None else gate.contiguous(), gate is not None
+    (R, Hq, D), (page, Hk), (B, columns) = q.shape, kv.shape[3:5], table.shape
+    width = min(D, COLUMNS.value)
+    parts = D // width
+    out, own = q.new_empty((R, Hq * D)), LANES.value * GROUPS.value // parts
+    programs = triton.cdiv(max_rows * (Hq // Hk), own)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    keys, values = (x.view(-1, Hk * D) for x in kv[layer])
+    _attend_described_kernel[(Hk, programs, B)](
+        q,
+        TensorDescriptor.from_tensor(keys, [TILE.value, D], layout),
+        TensorDescriptor.from_tensor(values, [TILE.value, width], layout),
+        table,
+        Seen(starts=starts, first=first, until=until, window=window if window.shape[1] else until),
+        *(out, gate),
+        num_rows=R,
+        num_requests=B,
+        columns=columns,
+        scale=scale * LOG2_E.value,
+        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        cut=Cut(
+            groups=GROUPS.value,
+            blocks=programs * GROUPS.value // parts,
+            parts=parts,
+            width=width,
+            copied=parts,
+            stages=tiles.described,
+            nodes=window.shape[1],
+            span=span,
+            split=split,
+            lines=gate.shape[1],
+        ),
+        num_warps=WARPS.value,
+        maxnreg=_REGISTERS,
+        **launching(q),
+    )
+    return out
+
+
+@gluon.jit(do_not_specialize=["num_rows", "num_requests", "columns"])
+def _attend_described_kernel(
+    q_at, k_of, v_of, table_at, seen, out_at, gate_at, num_rows, num_requests, columns, scale,
+    heads: gl.constexpr, cut: gl.constexpr, is_launched: gl.constexpr,
+):  # fmt: skip
+    """One program per key head, two blocks of pairs or one of a large head, and request."""
+    group: gl.constexpr = heads.q_heads // heads.k_heads
+    blocks: gl.constexpr = cut.groups // cut.parts
+    pairs: gl.constexpr = blocks * LANES
+    # The last rows see the most: their programs, which take longest, begin first, of all heads.
+    programs = gl.num_programs(1)
+    head, number, request = gl.program_id(0), programs - 1 - gl.program_id(1), gl.program_id(2)
+    if is_launched:  # what follows is not called early, as it would wait where tiles are added
+        gdc_wait()
+    padding = gl.load(seen.starts + num_requests) + request * programs + number
+    clear_padding(out_at, padding, num_rows, num_requests * programs, head, heads)
+    start, stop = gl.load(seen.starts + request), gl.load(seen.starts + request + 1)
+    if start + number * pairs // group >= stop:
+        return
+    queries, ones, ring = shared_memory(k_of, v_of, blocks, heads, cut)
+    lane = number * pairs + gl.arange(0, pairs, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
+    row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
+    first, until = gl.load(seen.first + row), gl.load(seen.until + row)
+    low = gl.min(gl.minimum(first, until), 0)
+    high = gl.minimum(gl.max(until, 0) + cut.nodes, columns * heads.page)
+    begin = low // TILE
+    end = gl.where(low < high, gl.cdiv(high, TILE), begin)
+    for i in gl.static_range(blocks):
+        block = Block(request=request, head=head, number=number * blocks + i, part=0)
+        queries.index(i).store(queries_of(q_at, block, seen, heads))
+    ones.store(gl.full((ONES, TILE), 1.0, gl.bfloat16, layout=lines_of(TILE)))
+    fence_async_shared()
+    stored = Stored(out=out_at, gate=gate_at, starts=seen.starts)
+    gl.warp_specialize(
+        [
+            (
+                _attend_block,
+                (queries, ones, ring, seen, stored, request, head, number, begin, end, scale, 0,
+                 heads, cut),
+            ),
+            (
+                _attend_block,
+                (queries, ones, ring, seen, stored, request, head, number, begin, end, scale, 1,
+                 heads, cut),
+            ),
+            (
+                copy_tiles,
+                (k_of, v_of, ring, table_at + request * columns, columns, begin, end,
+                 head * heads.D, 0, heads, cut),
+            ),
+        ],
+        [WARPS, 1],
+        [_MULTIPLYING_REGISTERS, COPYING_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _attend_block(
+    queries, ones, ring, seen, stored, request, head, number, begin, end, scale,
+    which: gl.constexpr, heads: gl.constexpr, cut: gl.constexpr,
+):  # fmt: skip
+    """Sums what the pairs of a block see, by one of the warpgroups, and writes the result."""
+    blocks: gl.constexpr = cut.groups // cut.parts
+    block = Block(
+        request=request,
+        head=head,
+        number=number * blocks + which % blocks,
+        part=which % cut.parts,
+    )
+    pairs = pairs_of(block, seen, heads, cut)
+    own = Share(
+        begin=begin,
+        end=end,
+        whole_from=gl.max(pairs.first, 0),
+        whole_until=gl.min(pairs.until, 0),
+        old_from=0,
+        old_until=0,
+        base=0,
+        units=0,
+        is_alone=True,
+        sharing=1,
+    )
+    peak, total, sums = no_sums(cut.width)
+    each: gl.constexpr = cut.span // TILE
+    # A loop of its own: what is summed over spans need not be at hand within one.
+    for span in range(begin // each, gl.cdiv(end, each)):
+        first, until = gl.maximum(begin, span * each), gl.minimum(end, (span + 1) * each)
+        more = sum_span(
+            queries.index(which % blocks), ones, ring, pairs, own, first, until, scale, which, cut
+        )
+        peak, total, sums = fold(peak, total, sums, more[0], more[1], more[2])
+    finish(stored, block, total, sums, heads, cut)

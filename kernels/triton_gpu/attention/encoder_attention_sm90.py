@@ -1,0 +1,309 @@
+"""The attention of `attend_all` by a Hopper's wide matrix unit and tensor descriptors, in Gluon.
+
+A program has some warpgroups that multiply, each 64 patches of a head, and a warp more that copies
+tiles of keys and values for all of them. While a warpgroup weighs the scores of a tile, its matrix
+units make those of the next. A tile's sums are those of `attend_all`, added in its order, so that
+the bits are its bits.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from jaxtyping import Float, Int
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
+
+from kernels.tiles import EncoderAttentionTiles
+from kernels.triton_gpu.attention.verify_sm90_mainloop import (
+    LANES,
+    NEGATIVE,
+    TILE,
+    WARPS,
+    lines_of,
+    wide,
+)
+from kernels.triton_gpu.gemm.linear import launching
+from kernels.triton_gpu.gemm.linear_sm90 import copy_tile, is_on_hopper
+
+MAIN, REST, BESIDE = gl.constexpr(64), gl.constexpr(8), gl.constexpr(16)
+"""Columns of the two blocks of a head, and of the second with what stands behind it."""
+_REGISTERS = {2: 168, 3: 128}
+"""Of a thread, of so many warpgroups that multiply and one that has the warp that copies."""
+_MULTIPLYING_REGISTERS = {2: 240, 3: 160}
+_COPYING_REGISTERS = 24
+
+
+class Ring(NamedTuple):
+    """Queries, and tiles of keys and values, in shared memory: both blocks of each.
+
+    Attributes:
+      q, q_rest: Of each warpgroup.
+      k, k_rest, v, v_beside: As many as there are stages.
+      queries_come, come, is_free: Barriers: queries are there, a tile is, and is used up.
+    """
+
+    q: Any
+    q_rest: Any
+    k: Any
+    k_rest: Any
+    v: Any
+    v_beside: Any
+    queries_come: Any
+    come: Any
+    is_free: Any
+
+
+class Weighed(NamedTuple):
+    """A tile's weights, the highest score up to it, and what the sums before it are times."""
+
+    peak: Any
+    weights: Any
+    decay: Any
+
+
+class Cut(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+      heads: How many there are.
+      groups: Warpgroups that multiply.
+      stages: Of the ring.
+      more, copying: Registers of a thread that multiplies, and of one that copies.
+    """
+
+    heads: int
+    groups: int
+    stages: int
+    more: int
+    copying: int
+
+
+def takes(qkv: Float[Tensor, "R columns"], D: int, tile: int) -> bool:
+    """Whether `attend_all_described` can be called: in bfloat16, and on a Hopper.
+
+    Args:
+      D: Columns of a head.
+      tile: Patches that are added at once.
+    """
+    is_whole = MAIN.value + REST.value == D and tile == TILE.value
+    return is_whole and qkv.dtype == torch.bfloat16 and is_on_hopper()
+
+
+def attend_all_described(
+    laid: Float[Tensor, "rows width"],
+    count: Int[Tensor, " 1"],
+    out: Float[Tensor, "R hidden"],
+    *,
+    heads: int,
+    scale: float,
+    tiles: EncoderAttentionTiles,
+) -> None:
+    """As `attend_all`, of arrays that `takes` accepts.
+
+    Args:
+      laid: Of `lay`, with whole tiles of rows and all values.
+      count: See `attend_all`.
+      out: What is written.
+      heads: How many there are.
+      scale: Of scores, by which 2 is raised.
+      tiles: See `attend_all`.
+    """
+    blocks = []
+    for columns in (MAIN.value, BESIDE.value):
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
+        blocks.append(TensorDescriptor.from_tensor(laid, [TILE.value, columns], layout))
+    R, groups = len(out), tiles.groups
+    _attend_all_described_kernel[(triton.cdiv(R, groups * LANES.value), heads)](
+        *(*blocks, out, count, R),
+        scale=scale,
+        cut=Cut(
+            heads=heads,
+            groups=groups,
+            stages=tiles.described,
+            more=_MULTIPLYING_REGISTERS[groups],
+            copying=_COPYING_REGISTERS,
+        ),
+        num_warps=WARPS.value,
+        maxnreg=_REGISTERS[groups],
+        **launching(laid),
+    )
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _attend_all_described_kernel(
+    main_of, beside_of, out_at, count_at, num_rows, scale, cut: gl.constexpr,
+    is_launched: gl.constexpr,
+):  # fmt: skip
+    """One program per some blocks of 64 rows, and head."""
+    groups: gl.constexpr = cut.groups
+    stages: gl.constexpr = cut.stages
+    head, first = gl.program_id(1), gl.program_id(0) * groups * LANES
+    if is_launched:  # what follows is not called early, as it takes all of a multiprocessor
+        gdc_wait()
+    count = gl.load(count_at)
+    if first >= count:
+        for i in gl.static_range(groups):
+            zeros = gl.zeros((LANES, MAIN), gl.float32, layout=wide(MAIN))
+            beside = gl.zeros((LANES, BESIDE), gl.float32, layout=wide(BESIDE))
+            _store_block(out_at, first + i * LANES, num_rows, head, zeros, beside, cut)
+        return
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = Ring(
+        q=gl.allocate_shared_memory(gl.bfloat16, [groups, LANES, MAIN], main_of.layout),
+        q_rest=gl.allocate_shared_memory(gl.bfloat16, [groups, LANES, BESIDE], beside_of.layout),
+        k=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, MAIN], main_of.layout),
+        k_rest=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, BESIDE], beside_of.layout),
+        v=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, MAIN], main_of.layout),
+        v_beside=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, BESIDE], beside_of.layout),
+        queries_come=gl.allocate_shared_memory(gl.int64, [1, 1], barrier),
+        come=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
+        is_free=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
+    )
+    mbarrier.init(ring.queries_come.index(0), count=1)
+    for i in gl.static_range(stages):
+        mbarrier.init(ring.come.index(i), count=1)
+        mbarrier.init(ring.is_free.index(i), count=groups)
+    fence_async_shared()
+    if groups == 2:
+        gl.warp_specialize(
+            [
+                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 0, cut)),
+                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 1, cut)),
+                (_copy, (main_of, beside_of, ring, first, count, head, cut)),
+            ],
+            [WARPS, 1],
+            [cut.more, cut.copying],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 0, cut)),
+                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 1, cut)),
+                (_attend_block, (ring, out_at, first, num_rows, count, scale, head, 2, cut)),
+                (_copy, (main_of, beside_of, ring, first, count, head, cut)),
+            ],
+            [WARPS, WARPS, 1],
+            [cut.more, cut.more, cut.copying],
+        )
+
+
+@gluon.jit
+def _copy(main_of, beside_of, ring, first, count, head, cut: gl.constexpr):
+    """Copies the queries of the warpgroups, and tiles of keys and values, as there is room."""
+    groups: gl.constexpr = cut.groups
+    heads: gl.constexpr = cut.heads
+    rests: gl.constexpr = 3 * heads * MAIN
+    padded: gl.constexpr = MAIN + BESIDE
+    come = ring.queries_come.index(0)
+    mbarrier.expect(come, groups * LANES * padded * 2)
+    for i in gl.static_range(groups):
+        row = first + i * LANES
+        copy_tile(main_of, [row, head * MAIN], come, ring.q.index(i))
+        copy_tile(beside_of, [row, rests + head * BESIDE], come, ring.q_rest.index(i))
+    for i in range(0, gl.cdiv(count, TILE)):
+        slot = i % cut.stages
+        mbarrier.wait(ring.is_free.index(slot), ((i // cut.stages) & 1) ^ 1)
+        come = ring.come.index(slot)
+        mbarrier.expect(come, 2 * TILE * padded * 2)
+        row, key, value = i * TILE, heads + head, 2 * heads + head
+        copy_tile(main_of, [row, key * MAIN], come, ring.k.index(slot))
+        copy_tile(beside_of, [row, rests + key * BESIDE], come, ring.k_rest.index(slot))
+        copy_tile(main_of, [row, value * MAIN], come, ring.v.index(slot))
+        copy_tile(beside_of, [row, rests + value * BESIDE], come, ring.v_beside.index(slot))
+
+
+@gluon.jit
+def _attend_block(
+    ring, out_at, first, num_rows, count, scale, head, which: gl.constexpr, cut: gl.constexpr,
+):  # fmt: skip
+    """Sums all patches for the 64 rows of a warpgroup, and writes the result."""
+    last = gl.cdiv(count, TILE) - 1
+    peak = gl.full((LANES,), NEGATIVE, gl.float32, layout=gl.SliceLayout(1, wide(TILE)))
+    main = gl.zeros((LANES, MAIN), gl.float32, layout=wide(MAIN))
+    beside = gl.zeros((LANES, BESIDE), gl.float32, layout=wide(BESIDE))
+    mbarrier.wait(ring.queries_come.index(0), 0)
+    mbarrier.wait(ring.come.index(0), 0)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(_scores_of(ring, which, 0),))
+    for i in range(0, last):
+        slot = (i + 1) % cut.stages
+        mbarrier.wait(ring.come.index(slot), ((i + 1) // cut.stages) & 1)
+        following = _scores_of(ring, which, slot)
+        weighed = _weighed(scores * scale, peak)
+        peak = weighed.peak
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(following,))
+        main, beside = _with_values(ring, main, beside, weighed, i % cut.stages)
+        mbarrier.arrive(ring.is_free.index(i % cut.stages), count=1)
+    # Behind the last patch stands that one again, with no weight.
+    patch = last * TILE + gl.arange(0, TILE, layout=gl.SliceLayout(0, wide(TILE)))
+    behind = gl.where(patch < count, 0.0, NEGATIVE)
+    weighed = _weighed(scores * scale + behind[None, :], peak)
+    main, beside = _with_values(ring, main, beside, weighed, last % cut.stages)
+    column = gl.arange(0, BESIDE, layout=gl.SliceLayout(0, wide(BESIDE)))
+    total = gl.max(gl.where((column == REST)[None, :], beside, 0.0), axis=1)
+    weight = gl.maximum(total, 1e-30)
+    main = main / gl.convert_layout(weight, gl.SliceLayout(1, wide(MAIN)))[:, None]
+    beside = beside / weight[:, None]
+    _store_block(out_at, first + which * LANES, num_rows, head, main, beside, cut)
+
+
+@gluon.jit
+def _scores_of(ring, which: gl.constexpr, slot):
+    """Of a warpgroup's queries and a tile of keys, under way."""
+    zero = gl.zeros((LANES, TILE), gl.float32, layout=wide(TILE))
+    k, k_rest = ring.k.index(slot), ring.k_rest.index(slot)
+    scores = warpgroup_mma(
+        ring.q.index(which), k.permute((1, 0)), zero, use_acc=False, is_async=True
+    )
+    return warpgroup_mma(ring.q_rest.index(which), k_rest.permute((1, 0)), scores, is_async=True)
+
+
+@gluon.jit
+def _weighed(scores, peak):
+    """The weights of a tile, and what the sums before it are times."""
+    highest = gl.maximum(peak, gl.max(scores, axis=1))
+    weights = gl.exp2(scores - highest[:, None]).to(gl.bfloat16)
+    return Weighed(peak=highest, weights=weights, decay=gl.exp2(peak - highest))
+
+
+@gluon.jit
+def _with_values(ring, main, beside, weighed, slot):
+    """The sums with the values of a tile."""
+    decay = gl.convert_layout(weighed.decay, gl.SliceLayout(1, wide(MAIN)))
+    main = main * decay[:, None]
+    decay = gl.convert_layout(weighed.decay, gl.SliceLayout(1, wide(BESIDE)))
+    beside = beside * decay[:, None]
+    for_main = gl.convert_layout(weighed.weights, gl.DotOperandLayout(0, wide(MAIN), 2))
+    for_beside = gl.convert_layout(weighed.weights, gl.DotOperandLayout(0, wide(BESIDE), 2))
+    main = warpgroup_mma(for_main, ring.v.index(slot), main, is_async=True)
+    beside = warpgroup_mma(for_beside, ring.v_beside.index(slot), beside, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(main, beside))
+
+
+@gluon.jit
+def _store_block(out_at, first, num_rows, head, main, beside, cut: gl.constexpr):
+    """Writes both blocks of 64 rows of a head."""
+    at = out_at + head * (MAIN + REST)
+    _store(at, main, first, num_rows, MAIN, cut)
+    _store(at + MAIN, beside, first, num_rows, REST, cut)
+
+
+@gluon.jit
+def _store(at, x, first, num_rows, columns: gl.constexpr, cut: gl.constexpr):
+    """Writes some columns of 64 rows."""
+    lines: gl.constexpr = lines_of(x.shape[1])
+    hidden: gl.constexpr = cut.heads * (MAIN + REST)
+    row = first + gl.arange(0, LANES, layout=gl.SliceLayout(1, lines))
+    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, lines))
+    keep = (row < num_rows)[:, None] & (column < columns)[None, :]
+    place = row.to(gl.int64)[:, None] * hidden + column[None, :]
+    gl.store(at + place, gl.convert_layout(x.to(gl.bfloat16), lines), mask=keep)

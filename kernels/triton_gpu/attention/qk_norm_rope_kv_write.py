@@ -1,0 +1,265 @@
+"""What a layer does with its heads before attention, in Triton: norm, rotation, writing.
+
+`mix` does it in the kernel that attends; where rows are many, `place` does it before `attend`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.triton_gpu.attention.head_dim_padding import columns_of, in_head, load_head
+from kernels.triton_gpu.gemm.linear import launching
+from kernels.triton_gpu.gemm.sum_of_squares import add_up
+
+_ROWS = 16  # of a program
+
+
+class Heads(NamedTuple):
+    """Sizes of a layer's heads, of which those of keys and of values are as many.
+
+    Attributes:
+      D: Numbers of a head.
+      page: Positions of a page.
+      gated: Whether each query has its gate behind it.
+    """
+
+    q_heads: int
+    k_heads: int
+    D: int
+    page: int
+    gated: bool
+
+
+class Turning(NamedTuple):
+    """How heads are normed and turned; `half` is of the numbers that are turned."""
+
+    half: int
+    has_norms: bool
+    digits: int
+
+
+class Projected(NamedTuple):
+    """What heads are made of: the projection's rows, scales of the norms, and angles."""
+
+    rows: Any
+    q_norm: Any
+    k_norm: Any
+    cos: Any
+    sin: Any
+    eps: Any
+
+
+class Pool(NamedTuple):
+    """The keys and values of a layer, and which of their pages a request has."""
+
+    k: Any
+    v: Any
+    table: Any
+
+
+class Written(NamedTuple):
+    """Whose keys and values rows have, and at which place; padding is not written."""
+
+    request: Any
+    places: Any
+    is_real: Any
+
+
+class Fetched(NamedTuple):
+    """Numbers of heads, those that each is turned with, and what both are multiplied by."""
+
+    x: Any
+    other: Any
+    x_norm: Any
+    other_norm: Any
+    cos: Any
+    sin: Any
+
+
+def place(
+    projected: Float[Tensor, "R outputs"],
+    q_norm: Float[Tensor, " D"] | None,
+    k_norm: Float[Tensor, " D"] | None,
+    cos: Float[Tensor, "R half"],
+    sin: Float[Tensor, "R half"],
+    kv: Float[Tensor, "L 2 P page Hk D"],
+    layer: int,
+    page_table: Int[Tensor, "B table"],
+    request: Int[Tensor, " R"],
+    places: Int[Tensor, " R"],
+    is_real: Bool[Tensor, " R"],
+    *,
+    gated: bool,
+    eps: float,
+    digits: int,
+) -> Float[Tensor, "R Hq D"]:
+    """Writes the rows' keys and values to a layer's pools, and gives the queries to attend with.
+
+    The parts of `shared.spec.attention_layer.mix` before its attention, or `mix_keys`, whose
+    projection has no queries.
+
+    Args:
+      projected: Query heads, each with its gate behind it if `gated`; key heads; value heads.
+      q_norm, k_norm: Scales of the heads' norms, if they have any.
+      cos, sin: Of the rotation at each row.
+      kv, layer: The pools of all layers, and which is written, in place.
+      page_table, request, places, is_real: Where the rows are written; padding is not.
+      gated: Whether queries have gates.
+      eps: Of the norms.
+      digits: Of a unit of the squares: the order of the sums.
+
+    Raises:
+      ValueError: The pools are not contiguous.
+    """
+    if not kv.is_contiguous():
+        raise ValueError("the pools must be contiguous")
+    R, half, (page, k_heads, D) = len(projected), cos.shape[1], kv.shape[3:]
+    projected, cos, sin, table = (x.contiguous() for x in (projected, cos, sin, page_table))
+    q_heads = (projected.shape[1] // D - 2 * k_heads) // (1 + gated)
+    q = projected.new_empty((R, q_heads, D))
+    _place_kernel[(triton.cdiv(R, _ROWS), q_heads + k_heads)](
+        projected_of(projected, q_norm, k_norm, cos, sin, eps),
+        Pool(k=kv[layer, 0], v=kv[layer, 1], table=table),
+        Written(
+            request=request.contiguous(),
+            places=places.contiguous(),
+            is_real=is_real.contiguous(),
+        ),
+        q,
+        num_rows=R,
+        columns=table.shape[1],
+        heads=Heads(q_heads=q_heads, k_heads=k_heads, D=D, page=page, gated=gated),
+        turning=Turning(half=half, has_norms=k_norm is not None, digits=digits),
+        rows=_ROWS,
+        num_warps=4,
+        **launching(projected),
+    )
+    return q
+
+
+def projected_of(
+    projected: Float[Tensor, "R outputs"],
+    q_norm: Float[Tensor, " D"] | None,
+    k_norm: Float[Tensor, " D"] | None,
+    cos: Float[Tensor, "R half"],
+    sin: Float[Tensor, "R half"],
+    eps: float,
+) -> Projected:
+    """For a kernel; where there is no norm, the angles stand for its scales, unread."""
+    return Projected(
+        rows=projected,
+        q_norm=cos if q_norm is None else q_norm,
+        k_norm=cos if k_norm is None else k_norm,
+        cos=cos,
+        sin=sin,
+        eps=eps,
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "columns"])
+def _place_kernel(
+    projected, pool, written, q_at, num_rows, columns, heads: tl.constexpr, turning: tl.constexpr,
+    rows: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per block of rows and head, the query heads first."""
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    D: tl.constexpr = heads.D
+    each: tl.constexpr = (1 + heads.gated) * D
+    row = tl.program_id(0) * rows + tl.arange(0, rows)
+    is_row, head = row < num_rows, tl.program_id(1)
+    offset = row.to(tl.int64) * (heads.q_heads * each + 2 * heads.k_heads * D)
+    if head < heads.q_heads:
+        offset += head * each
+        q = turned(projected, projected.q_norm, offset, row, is_row, heads, turning)
+        at = (row.to(tl.int64) * heads.q_heads + head)[:, None] * D + columns_of(D)[None, :]
+        tl.store(q_at + at, q.to(q_at.dtype.element_ty), mask=in_head(is_row[:, None], D))
+    else:
+        is_real = tl.load(written.is_real + row, mask=is_row, other=0).to(tl.int32) != 0
+        request = tl.load(written.request + row, mask=is_real, other=0)
+        place = tl.load(written.places + row, mask=is_real, other=0)
+        head -= heads.q_heads
+        request_pool = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
+        write_pair(projected, request_pool, offset, row, is_real, place, head, heads, turning)
+
+
+@triton.jit
+def write_pair(
+    projected, pool, offset, row, is_in, place, head, heads: tl.constexpr, turning: tl.constexpr
+):
+    """Writes the key and the value of some rows' key head at their places.
+
+    The pool's table is of the rows' request, and may differ by row.
+    """
+    D: tl.constexpr = heads.D
+    offset = offset + (heads.q_heads * (1 + heads.gated) + head) * D
+    k = turned(projected, projected.k_norm, offset, row, is_in, heads, turning)
+    column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
+    values_at = projected.rows + (offset + heads.k_heads * D)[:, None] + column
+    v = tl.load(values_at, mask=keep, other=0.0)
+    number = tl.load(pool.table + place // heads.page, mask=is_in, other=0).to(tl.int64)
+    at = (number * heads.page + place % heads.page) * heads.k_heads + head
+    at = at[:, None] * D + column
+    tl.store(pool.k + at, k.to(pool.k.dtype.element_ty), mask=keep)
+    tl.store(pool.v + at, v, mask=keep)
+
+
+@triton.jit
+def turned(
+    projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr
+):  # fmt: skip
+    """A head of some rows after its norm and the rotation, [rows, D] in float32."""
+    fetched = fetch(projected, norm_at, offset, row, is_in, heads, turning)
+    return turn(fetched, projected.eps, heads, turning)
+
+
+@triton.jit
+def fetch(
+    projected, norm_at, offset, row, is_in, heads: tl.constexpr, turning: tl.constexpr
+):  # fmt: skip
+    """What `turn` takes; each column is loaded beside the one that it is turned with."""
+    D: tl.constexpr = heads.D
+    half: tl.constexpr = turning.half
+    column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
+    partner = tl.where(column < half, column + half, column - half)
+    partner = tl.where(column < 2 * half, partner, column)
+    x = tl.load(projected.rows + offset[:, None] + column, mask=keep, other=0.0)
+    other = tl.load(projected.rows + offset[:, None] + partner, mask=keep, other=0.0)
+    angle = row.to(tl.int64)[:, None] * half + tl.where(column < half, column, column - half)
+    is_turned = keep & (column < 2 * half)
+    cos = tl.load(projected.cos + angle, mask=is_turned, other=0.0)
+    sin = tl.load(projected.sin + angle, mask=is_turned, other=0.0)
+    x_norm, other_norm = cos, sin  # nothing reads them without norms
+    if turning.has_norms:
+        x_norm, other_norm = load_head(norm_at + column, D), load_head(norm_at + partner, D)
+    return Fetched(x=x, other=other, x_norm=x_norm, other_norm=other_norm, cos=cos, sin=sin)
+
+
+@triton.jit
+def turn(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
+    """See `turned`."""
+    x, other = fetched.x.to(tl.float32), fetched.other.to(tl.float32)
+    if turning.has_norms:
+        mean = add_up(x * x, turning.digits) * (1.0 / heads.D)
+        scale = tl.rsqrt(mean + eps)[:, None]
+        x = x * scale * fetched.x_norm
+        other = other * scale * fetched.other_norm
+    column = columns_of(heads.D)[None, :]
+    turned_x = x * fetched.cos + tl.where(column < turning.half, -other, other) * fetched.sin
+    return tl.where(column < 2 * turning.half, turned_x, x)
+
+
+@triton.jit
+def is_bad_line(projected_at, at, is_new, D: tl.constexpr):
+    """Which new rows have a value that is no number.
+
+    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
+    """
+    keep = in_head(is_new[:, None], D)
+    v = tl.load(projected_at + at[:, None] + columns_of(D)[None, :], mask=keep, other=0)
+    return tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1) > 0

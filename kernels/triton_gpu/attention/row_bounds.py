@@ -1,0 +1,159 @@
+"""What the rows of a request see and write, in few numbers, in Triton.
+
+The bounds of a request are told once for all layers; a window is as many bits.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from kernels.tiles import BLOCKS
+from shared.spec.attention_layer import BOUNDS, Bounds
+
+_BOUNDS = tl.constexpr(BOUNDS)
+
+
+class Window(NamedTuple):
+    """Windows as bits of two numbers: of each lane, and of all lanes together."""
+
+    low: Any
+    high: Any
+    any_low: Any
+    any_high: Any
+
+
+def reach(
+    row_starts: Int[Tensor, " B1"],
+    places: Int[Tensor, " R"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    is_real: Bool[Tensor, " R"],
+    *,
+    max_rows: int,
+    k_heads: int,
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
+    """As `shared.spec.attention_layer.reach`, and zeros to count by.
+
+    Args:
+      row_starts, first, until, max_rows: See `attend`.
+      places, is_real: See `place`.
+      k_heads: Hk.
+    """
+    B = len(row_starts) - 1
+    bounds = row_starts.new_empty((B, BOUNDS), dtype=torch.int32)
+    arrivals = row_starts.new_empty((B, k_heads * BLOCKS), dtype=torch.int32)
+    rows = (x.contiguous() for x in (row_starts, places, first, until, is_real))
+    _reach_kernel[(B,)](
+        *rows,
+        bounds,
+        arrivals,
+        rows=triton.next_power_of_2(max_rows),
+        counters=arrivals.shape[1],
+        lanes=triton.next_power_of_2(arrivals.shape[1]),
+        num_warps=1,
+    )
+    return bounds, arrivals
+
+
+@triton.jit
+def _reach_kernel(
+    starts_at,
+    places_at,
+    first_at,
+    until_at,
+    real_at,
+    bounds_at,
+    arrivals_at,
+    rows: tl.constexpr,
+    counters: tl.constexpr,
+    lanes: tl.constexpr,
+):
+    """One program per request."""
+    request = tl.program_id(0)
+    start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
+    row = start + tl.arange(0, rows)
+    is_row = row < stop
+    most: tl.constexpr = 2**31 - 1
+    first = tl.load(first_at + row, mask=is_row, other=most)
+    until = tl.load(until_at + row, mask=is_row, other=0)
+    place = tl.load(places_at + row, mask=is_row, other=0)
+    is_real = tl.load(real_at + row, mask=is_row, other=0).to(tl.int32) != 0
+    low = tl.min(tl.where(is_row, tl.minimum(first, until), most))
+    is_any = tl.max(is_real.to(tl.int32)) > 0
+    bounds = Bounds(
+        low=tl.where(start < stop, low, 0),
+        seen_from=tl.min(first),
+        seen_until=tl.max(until),
+        new_from=tl.where(is_any, tl.min(tl.where(is_real, place, most)), low),
+        new_until=tl.where(is_any, tl.max(tl.where(is_real, place + 1, 0)), 0),
+    )
+    _store_bounds(bounds_at + request * _BOUNDS, bounds)
+    counter = tl.arange(0, lanes)
+    tl.store(arrivals_at + request * counters + counter, 0 * counter, mask=counter < counters)
+
+
+@triton.jit
+def _store_bounds(at, bounds):
+    tl.store(at, bounds.low)
+    tl.store(at + 1, bounds.seen_from)
+    tl.store(at + 2, bounds.seen_until)
+    tl.store(at + 3, bounds.new_from)
+    tl.store(at + 4, bounds.new_until)
+
+
+@triton.jit
+def bounds_of(bounds_at, request):
+    """What `reach` has found of a request."""
+    at = bounds_at + request * _BOUNDS
+    return Bounds(
+        low=tl.load(at),
+        seen_from=tl.load(at + 1),
+        seen_until=tl.load(at + 2),
+        new_from=tl.load(at + 3),
+        new_until=tl.load(at + 4),
+    )
+
+
+@triton.jit
+def pack(window_at, rows, nodes: tl.constexpr):
+    """Each lane's window as the bits of two numbers, and that of all lanes together."""
+    low, any_low = tl.zeros(rows.shape, tl.int32), 0
+    high, any_high = low, 0
+    if nodes > 0:
+        low, any_low = _pack_word(window_at, rows, 0, nodes)
+    if nodes > 32:
+        high, any_high = _pack_word(window_at, rows, 32, nodes)
+    return Window(low=low, high=high, any_low=any_low, any_high=any_high)
+
+
+@triton.jit
+def _pack_word(window_at, rows, begin: tl.constexpr, nodes: tl.constexpr):
+    bit = tl.arange(0, 32)
+    at = window_at + rows.to(tl.int64)[:, None] * nodes + (begin + bit)[None, :]
+    is_set = tl.load(at, mask=((begin + bit) < nodes)[None, :], other=0).to(tl.int32)
+    word = tl.sum(is_set << bit[None, :], axis=1)
+    return word.to(tl.int32), tl.sum(tl.max(is_set, axis=0) << bit, axis=0).to(tl.int32)
+
+
+@triton.jit
+def sees(position, first, until, window, nodes: tl.constexpr):
+    """Which positions each lane sees, [lanes, positions]."""
+    position = position[None, :]
+    seen = (position >= first[:, None]) & (position < until[:, None])
+    if nodes > 0:
+        node = position - until[:, None]
+        seen |= is_in(window.low[:, None], window.high[:, None], node, nodes)
+    return seen
+
+
+@triton.jit
+def is_in(low, high, node, nodes: tl.constexpr):
+    """Whether a bit is set, and is one."""
+    bits = low
+    if nodes > 32:
+        bits = tl.where(node < 32, low, high)
+    return (((bits >> (node & 31)) & 1) != 0) & (node >= 0) & (node < nodes)

@@ -1,0 +1,149 @@
+"""How pairs and tiles come into registers and shared memory, in Gluon.
+
+Of `mix_described` and `attend_described`: the rings of keys and values, what pairs see, padding.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from kernels.triton_gpu.attention.verify_sm90_mainloop import (
+    LANES,
+    ONES,
+    TILE,
+    WARPS,
+    Pairs,
+    Ring,
+    lines_of,
+    wide,
+)
+from kernels.triton_gpu.gemm.linear_sm90 import copy_tile
+
+
+class Seen(NamedTuple):
+    """What the rows of requests see, and where those of a request begin."""
+
+    starts: Any
+    first: Any
+    until: Any
+    window: Any
+
+
+@gluon.jit
+def pairs_of(block, seen, heads: gl.constexpr, cut: gl.constexpr):
+    """The pairs of a block; spare ones are those of the last row."""
+    group: gl.constexpr = heads.q_heads // heads.k_heads
+    lanes: gl.constexpr = gl.SliceLayout(1, wide(TILE))
+    start = gl.load(seen.starts + block.request)
+    stop = gl.load(seen.starts + block.request + 1)
+    lane = block.number * LANES + gl.arange(0, LANES, layout=lanes)
+    row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
+    return Pairs(
+        place=row * heads.q_heads + block.head * group + lane % group,
+        is_one=start + lane // group < stop,
+        first=gl.load(seen.first + row),
+        until=gl.load(seen.until + row),
+        low=_bits(seen.window, start, stop, block.number, 0, group, cut.nodes, lanes),
+        high=_bits(seen.window, start, stop, block.number, 32, group, cut.nodes, lanes),
+    )
+
+
+@gluon.jit
+def _bits(
+    window_at, start, stop, block, begin: gl.constexpr, group: gl.constexpr, nodes: gl.constexpr,
+    lanes: gl.constexpr,
+):  # fmt: skip
+    """32 nodes of each pair's window as the bits of a number."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 16], [16, 2], [WARPS, 1], [1, 0])
+    if nodes <= begin:
+        return gl.zeros((LANES,), gl.int32, layout=lanes)
+    else:
+        lane = block * LANES + gl.arange(0, LANES, layout=gl.SliceLayout(1, wide))
+        row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
+        bit = gl.arange(0, 32, layout=gl.SliceLayout(0, wide))
+        at = window_at + row.to(gl.int64)[:, None] * nodes + (begin + bit)[None, :]
+        is_set = gl.load(at, mask=(begin + bit < nodes)[None, :], other=0).to(gl.int32)
+        return gl.convert_layout(gl.sum(is_set << bit[None, :], 1), lanes)
+
+
+@gluon.jit
+def queries_of(q_at, block, seen, heads: gl.constexpr):
+    """The queries of a block, as a warpgroup reads lines."""
+    group: gl.constexpr = heads.q_heads // heads.k_heads
+    lines: gl.constexpr = lines_of(heads.D)
+    start = gl.load(seen.starts + block.request)
+    stop = gl.load(seen.starts + block.request + 1)
+    lane = block.number * LANES + gl.arange(0, LANES, layout=gl.SliceLayout(1, lines))
+    row = gl.maximum(gl.minimum(start + lane // group, stop - 1), 0)
+    place = row * heads.q_heads + block.head * group + lane % group
+    column = gl.arange(0, heads.D, layout=gl.SliceLayout(0, lines))
+    return gl.load(q_at + place.to(gl.int64)[:, None] * heads.D + column[None, :])
+
+
+@gluon.jit
+def shared_memory(
+    k_of, v_of, blocks: gl.constexpr, heads: gl.constexpr, cut: gl.constexpr
+):  # fmt: skip
+    """Of a program: the queries of so many blocks, ones, and the ring."""
+    stages: gl.constexpr = cut.stages
+    v_tiles: gl.constexpr = stages * cut.copied + (cut.groups if cut.groups > 1 else 0)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    queries = gl.allocate_shared_memory(gl.bfloat16, [blocks, LANES, heads.D], swizzled)
+    ones = gl.allocate_shared_memory(gl.bfloat16, [ONES, TILE], swizzled)
+    ring = Ring(
+        k_tiles=gl.allocate_shared_memory(gl.bfloat16, [stages, TILE, heads.D], k_of.layout),
+        v_tiles=gl.allocate_shared_memory(gl.bfloat16, [v_tiles, TILE, cut.width], v_of.layout),
+        keys_come=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
+        values_come=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
+        is_free=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
+    )
+    for i in gl.static_range(stages):
+        mbarrier.init(ring.keys_come.index(i), count=1)
+        mbarrier.init(ring.values_come.index(i), count=1)
+        mbarrier.init(ring.is_free.index(i), count=cut.groups)
+    return queries, ones, ring
+
+
+@gluon.jit
+def clear_padding(out_at, begin, num_rows, turns, head, heads: gl.constexpr):
+    """Writes 0 for a key head's queries of every `turns`th row from `begin` on."""
+    size: gl.constexpr = heads.q_heads // heads.k_heads * heads.D
+    line: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    block: gl.constexpr = triton.next_power_of_2(size)
+    column = gl.arange(0, block, layout=line)
+    zeros = gl.zeros((block,), out_at.dtype.element_ty, layout=line)
+    for row in range(begin, num_rows, turns):
+        place = (row * heads.k_heads + head).to(gl.int64) * size
+        gl.store(out_at + place + column, zeros, mask=column < size)
+
+
+@gluon.jit
+def copy_tiles(
+    k_of, v_of, ring, table_at, columns, begin, end, column, v_column, heads: gl.constexpr,
+    cut: gl.constexpr,
+):  # fmt: skip
+    """Copies the tiles of a share, as long as there is room in the ring."""
+    page: gl.constexpr = heads.page
+    copied: gl.constexpr = cut.copied
+    # A descriptor's places have 32 bits; a table can have more.
+    number = gl.load(table_at + gl.minimum(begin * TILE // page, columns - 1)).to(gl.int32)
+    for i in range(begin, end):
+        after = gl.minimum((i + 1) * TILE // page, columns - 1)
+        following = gl.load(table_at + after).to(gl.int32)
+        turn = i - begin
+        slot = turn % cut.stages
+        mbarrier.wait(ring.is_free.index(slot), ((turn // cut.stages) & 1) ^ 1)
+        line = number * page + i * TILE % page
+        come = ring.keys_come.index(slot)
+        mbarrier.expect(come, TILE * heads.D * 2)
+        copy_tile(k_of, [line, column], come, ring.k_tiles.index(slot))
+        come = ring.values_come.index(slot)
+        mbarrier.expect(come, TILE * cut.width * copied * 2)
+        for part in gl.static_range(copied):
+            at = [line, column + v_column + part * cut.width]
+            copy_tile(v_of, at, come, ring.v_tiles.index(slot * copied + part))
+        number = following

@@ -1,0 +1,416 @@
+"""What ranks on the GPUs of one host exchange, in Triton: finished values, never parts of sums."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Int32, Int64, Shaped
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.peer_buffers import (
+    LARGEST_WORDS_BYTES,
+    WORDS,
+    Boxes,
+    constraints,
+    receive_text,
+    send_text,
+)
+from kernels.triton_gpu.collectives.flag_protocol import (
+    BLOCK_UNITS,
+    BLOCK_WARPS,
+    MOST_BLOCKS,
+    has_come,
+    looks_of,
+    raise_flags,
+)
+
+_ADDRESS = 1
+"""Registers of an address."""
+_SEND = tl.constexpr(send_text(_ADDRESS))
+_SEND_KINDS = tl.constexpr(constraints(1, "r", "l", "r", "r", "r"))
+_RECEIVE = {pack: receive_text(_ADDRESS, pack) for pack in (1, 2, 4)}
+_RECEIVE_1 = tl.constexpr(_RECEIVE[1])
+_RECEIVE_2 = tl.constexpr(_RECEIVE[2])
+_RECEIVE_4 = tl.constexpr(_RECEIVE[4])
+
+
+def _receive_kinds(pack: int) -> str:
+    return constraints(pack, *(["l"] * pack), *(["r"] * (5 * pack)))
+
+
+_RECEIVE_KINDS_1 = tl.constexpr(_receive_kinds(1))
+_RECEIVE_KINDS_2 = tl.constexpr(_receive_kinds(2))
+_RECEIVE_KINDS_4 = tl.constexpr(_receive_kinds(4))
+_WORD_WARPS = 4
+
+
+class Mail(NamedTuple):
+    """Where a rank's kernels find the mailboxes.
+
+    Attributes:
+      place: Addresses of the mailboxes by rank, then which rank this is, and how often to look for
+        what does not come; 0 looks do not wait, as where no other rank may have begun.
+      clock: Calls of the steps so far, which `tick` counts.
+      error: What `tick` finds that was missing; see `kernels.peer_buffers.Missing`.
+    """
+
+    place: Int64[Tensor, " ranks_and_2"]
+    clock: Int32[Tensor, "1"]
+    error: Int32[Tensor, "1"]
+
+
+class Box(NamedTuple):
+    """What a kernel knows of the mailboxes.
+
+    Attributes:
+      ranks: See `Boxes`.
+      words: Room for words of a rank in a call.
+      words_at, flags_at, blocks_at, block_bytes: Of a mailbox, in bytes.
+    """
+
+    ranks: int
+    words: int
+    words_at: int
+    flags_at: int
+    blocks_at: int
+    block_bytes: int
+
+    @classmethod
+    def of(cls, boxes: Boxes) -> "Box":
+        """Of mailboxes of these sizes."""
+        return cls(
+            ranks=boxes.ranks,
+            words=WORDS,
+            words_at=boxes.words_at,
+            flags_at=boxes.flags_at,
+            blocks_at=boxes.blocks_at,
+            block_bytes=boxes.block_bytes,
+        )
+
+
+class Gather(NamedTuple):
+    """A gather of a step.
+
+    Attributes:
+      mail: Where the mailboxes are.
+      call: Which gather of a step it is, from 0.
+      boxes: The sizes of the mailboxes.
+    """
+
+    mail: Mail
+    call: int
+    boxes: Boxes
+
+
+class Sizes(NamedTuple):
+    """The two arrays of a call.
+
+    Attributes:
+      box: Of the mailboxes.
+      rows: Of both arrays.
+      share, second_share: Units of a row of each array that a rank has; 0: there is no second.
+      programs, second_programs: Of each array.
+      unit: Bytes of a unit.
+      at_once: Units that a program handles at once.
+    """
+
+    box: Box
+    rows: int
+    share: int
+    second_share: int
+    programs: int
+    second_programs: int
+    unit: int
+    at_once: int
+
+
+def gathered(
+    values: Shaped[Tensor, "R share"],
+    sums: Shaped[Tensor, "R chunks"] | None,
+    mail: Mail,
+    call: int,
+    *,
+    boxes: Boxes,
+    largest_words_bytes: int = LARGEST_WORDS_BYTES,
+) -> tuple[Shaped[Tensor, "R outputs"], Shaped[Tensor, "R chunks_of_all"] | None]:
+    """The columns of all ranks side by side, in the order of ranks; each rank gets the same bits.
+
+    Args:
+      values: This rank's columns.
+      sums: This rank's columns of a second array, as the squares of rows in chunks.
+      mail: Where the mailboxes are.
+      call: Which gather of a step it is, from 0.
+      boxes: The sizes of the mailboxes.
+      largest_words_bytes: Most bytes of `values` that are sent as words.
+
+    Raises:
+      ValueError: A row of an array has no whole words of four bytes, or there are more bytes than a
+        mailbox takes.
+    """
+    arrays = [values] if sums is None else [values, sums]
+    given = [in_words(x) for x in arrays]
+    outs = [x.new_empty((x.shape[0], boxes.ranks * x.shape[1])) for x in arrays]
+    num_words = sum(x.numel() for x in given)
+    is_words = num_words <= WORDS and 4 * given[0].numel() <= largest_words_bytes
+    unit = 4
+    if not is_words:
+        total = sum(4 * x.numel() + 8 for x in given)
+        if total > boxes.block_bytes:
+            raise ValueError(f"a rank may send {boxes.block_bytes} bytes in a call, got {total}")
+        if all(x.shape[1] % 2 == 0 for x in given):
+            given, unit = [x.view(torch.int64) for x in given], 8
+    at_once = 32 * _WORD_WARPS if num_words <= 1 << 14 else 4 * 32 * _WORD_WARPS
+    at_once = at_once if is_words else BLOCK_UNITS
+    programs = [triton.cdiv(x.numel(), at_once) for x in given]
+    if not is_words:
+        programs = [min(n, MOST_BLOCKS) for n in programs]
+    sizes = Sizes(
+        box=Box.of(boxes),
+        rows=values.shape[0],
+        share=given[0].shape[1],
+        second_share=given[1].shape[1] if len(given) > 1 else 0,
+        programs=programs[0],
+        second_programs=programs[1] if len(given) > 1 else 0,
+        unit=unit,
+        at_once=at_once,
+    )
+    kernel = _words_kernel if is_words else _blocks_kernel
+    dtype = torch.int32 if unit == 4 else torch.int64
+    kernel[(sum(programs),)](
+        given[0],
+        outs[0].view(dtype),
+        given[-1],
+        outs[-1].view(dtype),
+        mail.place,
+        mail.clock,
+        call,
+        sizes=sizes,
+        num_warps=_WORD_WARPS if is_words else BLOCK_WARPS,
+        launch_pdl=True,
+    )
+    return outs[0], None if sums is None else outs[1]
+
+
+def in_words(x: Tensor) -> Int32[Tensor, "R words"]:
+    """Rows as words of four bytes.
+
+    Raises:
+      ValueError: They have no whole number of them.
+    """
+    if x.shape[1] * x.element_size() % 4 or not x.is_contiguous():
+        raise ValueError(
+            "rows that ranks gather must lie side by side in whole words of four bytes, got "
+            f"{x.shape[1]} values of {x.element_size()} bytes"
+        )
+    return x.view(torch.int32)
+
+
+def tick(mail: Mail, calls: int) -> None:
+    """Counts the calls of a step, after all of them, and says what was missing so far."""
+    ranks = len(mail.place) - 2
+    _tick_kernel[(1,)](
+        mail.place, mail.clock, mail.error, calls, ranks, num_warps=1, launch_pdl=True
+    )
+
+
+@triton.jit(do_not_specialize=["calls"])
+def _tick_kernel(mail_at, clock_at, error_at, calls, ranks: tl.constexpr):
+    gdc_wait()
+    rank = tl.load(mail_at + ranks).to(tl.int32)
+    own = tl.load(mail_at + rank).to(tl.pointer_type(tl.int32))
+    tl.store(error_at, tl.load(own, volatile=True))
+    tl.store(clock_at, tl.load(clock_at) + calls)
+
+
+@triton.jit
+def number_of(clock_at, call):
+    """Of a call, among all calls of all steps: it begins with 1, and wraps."""
+    return tl.load(clock_at) + call + 1
+
+
+@triton.jit
+def send_words(value, place, is_one, mail_at, rank, number, sizes: tl.constexpr):
+    """Sends words to all other ranks, and gives them back.
+
+    Args:
+      value: This rank's words.
+      place: Of each among those of a rank in this call.
+      is_one: Whether it is one.
+      mail_at: See `Mail.place`.
+      rank: As it says there: read early, it leaves all of it in the cache.
+      sizes: Of the kernel; among them is a `Box`.
+    """
+    ranks: tl.constexpr = sizes.box.ranks
+    place = place * 8 + _first_word(rank, number, sizes)
+    sent = value
+    for distance in tl.static_range(1, ranks):
+        sent = tl.inline_asm_elementwise(
+            _SEND, _SEND_KINDS,
+            [sent, tl.load(mail_at + (rank ^ distance)), place, number, is_one.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return sent
+
+
+@triton.jit
+def receive_words(
+    out_at, step, sent, place, is_one, mail_at, rank, number, call, pack: tl.constexpr,
+    sizes: tl.constexpr,
+):  # fmt: skip
+    """Stores words that all other ranks send, each beside this rank's own.
+
+    Args:
+      out_at: Where a word of rank 0 goes; that of the next rank goes `step` words further.
+      sent: What `send_words` gives.
+      pack: For so many words a thread waits at once; it has as many, or a multiple.
+    """
+    ranks: tl.constexpr = sizes.box.ranks
+    own = tl.load(mail_at + rank)
+    looks = tl.where(is_one, looks_of(mail_at, own, ranks), 0)
+    for distance in tl.static_range(1, ranks):
+        peer = rank ^ distance
+        at = place * 8 + _first_word(peer, number, sizes)
+        got = _received(own, at, number, looks, call * 16 + peer + 1, sent, pack)
+        tl.store(out_at + peer * step, got, mask=is_one)
+
+
+@triton.jit
+def rank_of(mail_at, sizes: tl.constexpr):
+    """Which rank this is."""
+    return tl.load(mail_at + sizes.box.ranks).to(tl.int32)
+
+
+@triton.jit
+def words_of(tile):
+    """A tile as words, [rows, columns] of four bytes or [rows, columns / 2] of two."""
+    if tile.dtype.primitive_bitwidth == 32:
+        words = tile.to(tl.int32, bitcast=True)
+    else:
+        bits = tile.to(tl.int16, bitcast=True)
+        pairs = tl.reshape(bits, (tile.shape[0], tile.shape[1] // 2, 2))
+        low, high = tl.split(pairs)
+        words = (low.to(tl.int32) & 65535) | (high.to(tl.int32) << 16)
+    return words
+
+
+@triton.jit
+def _first_word(rank, number, sizes: tl.constexpr):
+    """Where the words of a rank begin in a mailbox, in bytes."""
+    box_words: tl.constexpr = sizes.box.words * 8
+    return sizes.box.words_at + ((number & 1) * sizes.box.ranks + rank) * box_words
+
+
+@triton.jit
+def _received(box, place, number, looks, code, sent, pack: tl.constexpr):
+    if pack == 4:
+        got = tl.inline_asm_elementwise(
+            _RECEIVE_4, _RECEIVE_KINDS_4, [box, place, number, looks, code, sent],
+            dtype=tl.int32, is_pure=False, pack=4,
+        )  # fmt: skip
+    elif pack == 2:
+        got = tl.inline_asm_elementwise(
+            _RECEIVE_2, _RECEIVE_KINDS_2, [box, place, number, looks, code, sent],
+            dtype=tl.int32, is_pure=False, pack=2,
+        )  # fmt: skip
+    else:
+        got = tl.inline_asm_elementwise(
+            _RECEIVE_1, _RECEIVE_KINDS_1, [box, place, number, looks, code, sent],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return got
+
+
+@triton.jit(do_not_specialize=["call"])
+def _words_kernel(
+    values_at, out_at, sums_at, sums_out_at, mail_at, clock_at, call, sizes: tl.constexpr
+):
+    rank = rank_of(mail_at, sizes)
+    gdc_wait()
+    number = number_of(clock_at, call)
+    block = tl.program_id(0)
+    first: tl.constexpr = sizes.rows * sizes.share
+    if block < sizes.programs:
+        _share_array(values_at, out_at, block, 0, mail_at, rank, number, call, sizes.share, sizes)
+    elif sizes.second_programs > 0:
+        _share_array(
+            sums_at, sums_out_at, block - sizes.programs, first, mail_at, rank, number, call,
+            sizes.second_share, sizes,
+        )  # fmt: skip
+
+
+@triton.jit
+def _share_array(
+    own_at, out_at, block, first: tl.constexpr, mail_at, rank, number, call, share: tl.constexpr,
+    sizes: tl.constexpr,
+):  # fmt: skip
+    place = block * sizes.at_once + tl.arange(0, sizes.at_once)
+    is_one = place < sizes.rows * share
+    value = tl.load(own_at + place, mask=is_one, other=0)
+    sent = send_words(value, first + place, is_one, mail_at, rank, number, sizes)
+    gdc_launch_dependents()
+    at = out_at + (place // share) * (sizes.box.ranks * share) + place % share
+    tl.store(at + rank * share, value, mask=is_one)
+    pack: tl.constexpr = 4 if sizes.at_once >= 512 else 1
+    receive_words(at, share, sent, first + place, is_one, mail_at, rank, number, call, pack, sizes)
+
+
+@triton.jit(do_not_specialize=["call"])
+def _blocks_kernel(
+    values_at, out_at, sums_at, sums_out_at, mail_at, clock_at, call, sizes: tl.constexpr
+):
+    gdc_wait()
+    gdc_launch_dependents()
+    number = number_of(clock_at, call)
+    block = tl.program_id(0)
+    # Units of eight bytes, so that those of the second array lie as those of the first do.
+    first: tl.constexpr = (sizes.rows * sizes.share * sizes.unit + 7) // 8 * 8
+    if block < sizes.programs:
+        _share_blocks(
+            values_at, out_at, block, 0, 0, mail_at, number, call, sizes.share, sizes.programs,
+            sizes,
+        )  # fmt: skip
+    elif sizes.second_programs > 0:
+        _share_blocks(
+            sums_at, sums_out_at, block - sizes.programs, sizes.programs, first, mail_at, number,
+            call, sizes.second_share, sizes.second_programs, sizes,
+        )  # fmt: skip
+
+
+@triton.jit
+def _share_blocks(
+    own_at, out_at, block, first_flag: tl.constexpr, first: tl.constexpr, mail_at, number, call,
+    share: tl.constexpr, programs: tl.constexpr, sizes: tl.constexpr,
+):  # fmt: skip
+    """A program's part of an array: stores it in all mailboxes, and copies that of each other."""
+    ranks: tl.constexpr = sizes.box.ranks
+    block_bytes: tl.constexpr = sizes.box.block_bytes
+    total: tl.constexpr = sizes.rows * share
+    steps: tl.constexpr = (total + programs * sizes.at_once - 1) // (programs * sizes.at_once)
+    rank = tl.load(mail_at + ranks).to(tl.int32)
+    looks = looks_of(mail_at, tl.load(mail_at + rank), ranks)
+    base = sizes.box.blocks_at + (number & 1).to(tl.int64) * (ranks * block_bytes) + first
+    lanes = tl.arange(0, sizes.at_once)
+    for step in range(steps):
+        place = (step * programs + block) * sizes.at_once + lanes
+        is_one = place < total
+        value = tl.load(own_at + place, mask=is_one, other=0)
+        for distance in tl.static_range(1, ranks):
+            box = tl.load(mail_at + (rank ^ distance)) + base + rank * block_bytes
+            tl.store(box.to(tl.pointer_type(own_at.dtype.element_ty)) + place, value, mask=is_one)
+        at = out_at + (place // share) * (ranks * share) + rank * share + place % share
+        tl.store(at, value, mask=is_one)
+    flag = sizes.box.flags_at + (first_flag + block) * (ranks * 4)
+    sent = raise_flags(flag, mail_at, rank, number, ranks)
+    box = tl.load(mail_at + rank)
+    for distance in tl.static_range(1, ranks):
+        peer = rank ^ distance
+        is_here = has_come(peer, flag, box, number, looks, call, sent)
+        landed = (box + base + peer * block_bytes).to(tl.pointer_type(own_at.dtype.element_ty))
+        for step in range(steps):
+            place = (step * programs + block) * sizes.at_once + lanes
+            is_one = place < total
+            got = tl.load(landed + place, mask=is_one & is_here, other=-1, volatile=True)
+            at = out_at + (place // share) * (ranks * share) + peer * share + place % share
+            tl.store(at, got, mask=is_one)

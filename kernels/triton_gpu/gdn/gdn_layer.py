@@ -1,0 +1,307 @@
+"""A gated-delta layer between its two products, in Triton.
+
+A program has some columns of the state of a request and value head. Convolution, norms and gates of
+all nodes are found at once and written, in a launch of their own if tiles say so; then the
+recurrence runs from node to node, down the paths of a tree anew, so that a node has the bits of
+plain decoding. The last of a head's programs to arrive norms what all have read. Sums over keys are
+by halves, as `sum_by_halves`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.tiles import GDNLayerTiles
+from kernels.triton_gpu.attention.attention import clear_padding
+from kernels.triton_gpu.gdn.gdn_rows import (
+    WINDOW,
+    Inputs,
+    States,
+    Weights,
+    check_contiguous,
+    convolved,
+    gated_norm,
+    gates,
+    sizes_of,
+    sum_by_halves,
+    unit,
+)
+from kernels.triton_gpu.gdn.gdn_tree import FirstNode, advanced, kept_of, places_of, visit, walk
+from kernels.triton_gpu.gemm.linear import launching
+
+ROWS = 4
+"""That are normed at once: more would take registers from the recurrence."""
+
+
+class Requests(NamedTuple):
+    """Of a step.
+
+    Attributes:
+      starts: The first row of each, and the end.
+      parents: Of its tree; of chains, anything.
+    """
+
+    slots: Any
+    starts: Any
+    parents: Any
+
+
+class Scratch(NamedTuple):
+    """What programs leave to each other: nodes' queries, what these read, and who is done."""
+
+    q: Any
+    read: Any
+    arrivals: Any
+
+
+class Work(NamedTuple):
+    """What a launch does, and how it is cut.
+
+    Attributes:
+      nodes, lanes: The most of a request, and the power of two that has room for them.
+      rows: That are normed at once.
+      columns: Of the state, of a program.
+      advances: It is plain decoding, and the new state is written.
+      prepares, recurs: Whether nodes' rows are made for the recurrence, and whether that is run.
+    """
+
+    nodes: int
+    lanes: int
+    rows: int
+    columns: int
+    is_chain: bool
+    advances: bool
+    prepares: bool
+    recurs: bool
+
+
+def verify(
+    projected: Float[Tensor, "R outputs"],
+    conv: Float[Tensor, "C 4"],
+    a_log: Float[Tensor, " H"],
+    dt_bias: Float[Tensor, " H"],
+    norm: Float[Tensor, " V"],
+    recurrent: Float[Tensor, "L states H K V"],
+    window: Float[Tensor, "L states 3 C"],
+    layer: int,
+    slots: Int[Tensor, " B"],
+    row_starts: Int[Tensor, " B1"],
+    parents: Int[Tensor, "B N"] | None,
+    kept: Sequence[Float[Tensor, "L B N ..."]],
+    arrivals: Int[Tensor, "B H"],
+    *,
+    eps: float,
+    digits: int,
+    tiles: GDNLayerTiles,
+) -> Float[Tensor, "R values"]:
+    """As `shared.spec.gdn_layer.verify` or `advance`, for rows that lie together by request.
+
+    Args:
+      projected: See `shared.spec.gdn_state.split_inputs`.
+      conv, a_log, dt_bias, norm, eps: Of the layer.
+      recurrent, window, layer: The states of all layers, and which are read.
+      slots: The states of the requests. Those of plain decoding are different ones, but for
+        padding.
+      row_starts: First flat row of each request, and the end; rows past it are padding.
+      parents: The trees; None for chains.
+      kept: What a replay needs is written to these, fields of `Kept`. Where there are inputs only,
+        each request has one node, as in plain decoding, and its recurrent state is advanced.
+      arrivals: Zeros, and zeros again afterwards: here programs count themselves.
+      digits: Of a unit of the squares: the order of their sums.
+      tiles: How the work is cut.
+
+    Raises:
+      ValueError: States are not contiguous.
+    """
+    check_contiguous(recurrent, window, *kept)
+    *fields, inputs = (x[layer] for x in kept)
+    (B, N, _), sizes, new = inputs.shape, sizes_of(recurrent, window), recurrent.new_empty
+    H, K, V = sizes.H, sizes.K, sizes.V
+    projected, slots, row_starts = (x.contiguous() for x in (projected, slots, row_starts))
+    trees = slots if parents is None else parents.contiguous()
+    out = projected.new_empty((len(projected), H * V))
+    scratch = Scratch(q=new((B, N, H, K)), read=new((B, N, H, V)), arrivals=arrivals)
+    main = Work(
+        nodes=N,
+        lanes=triton.next_power_of_2(N),
+        rows=min(triton.next_power_of_2(N), ROWS),
+        columns=min(tiles.columns, V),
+        is_chain=parents is None,
+        advances=not fields,
+        prepares=not tiles.prepare_warps,
+        recurs=True,
+    )
+    launches = [(main, tiles.warps)]
+    if tiles.prepare_warps:
+        prepare = main._replace(columns=V, prepares=True, recurs=False)
+        launches.insert(0, (prepare, tiles.prepare_warps))
+        if main.advances:
+            fields = [new(B * H * size) for size in (K, V, 1, 1)]
+    for work, warps in launches:
+        _verify_kernel[(H * (V // work.columns), B)](
+            projected,
+            out,
+            Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps),
+            States(recurrent=recurrent[layer], window=window[layer]),
+            Requests(slots=slots, starts=row_starts, parents=trees),
+            kept_of(fields, inputs),
+            scratch,
+            num_rows=len(projected),
+            num_requests=B,
+            sizes=sizes,
+            work=work,
+            digits=digits,
+            num_warps=warps,
+            **launching(projected),
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests"])
+def _verify_kernel(
+    projected_at, out_at, weights, states, requests, kept, scratch, num_rows, num_requests,
+    sizes: tl.constexpr, work: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per columns of a value head, and request: what it prepares, what recurs, or both.
+
+    Whatever a program reads again it has written itself, or a launch before has.
+    """
+    H: tl.constexpr = sizes.H
+    K: tl.constexpr = sizes.K
+    V: tl.constexpr = sizes.V
+    columns: tl.constexpr = work.columns
+    parts: tl.constexpr = V // columns
+    group: tl.constexpr = H // sizes.key_heads
+    head, part, request = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
+    key_head = head // group
+    slot = tl.load(requests.slots + request).to(tl.int64)
+    start, stop = tl.load(requests.starts + request), tl.load(requests.starts + request + 1)
+    key, column = tl.arange(0, K), part * columns + tl.arange(0, columns)
+    in_states = (slot * H + head) * (K * V) + key[:, None] * V + column[None, :]
+    state_at = states.recurrent + in_states
+    count = tl.minimum(stop - start, work.nodes)
+    is_only: tl.constexpr = work.prepares and work.recurs and (work.advances or work.lanes == 1)
+    is_early: tl.constexpr = is_only or (work.recurs and work.is_chain and not work.prepares)
+    keeps: tl.constexpr = not (work.advances and work.recurs)
+    if is_early:
+        state = tl.load(state_at)  # no kernel that may still run writes it
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    if work.recurs and part == 0:
+        padding = tl.load(requests.starts + num_requests) + request
+        clear_padding(padding, out_at, num_rows, num_requests, head, 1, H, V)
+    if count == 0:
+        return
+    node = tl.arange(0, work.lanes)
+    is_node = node < count
+    row = start + tl.where(is_node, node, 0)
+    rows_at = projected_at + row.to(tl.int64) * sizes.width
+    parents_at = requests.parents + request * work.nodes
+    number, is_one = (request * work.nodes + node).to(tl.int64), is_node[:, None]
+    at = number * H + head
+    if work.prepares:
+        inputs = Inputs(
+            rows=projected_at + start.to(tl.int64) * sizes.width,
+            window=states.window + slot * (WINDOW * sizes.C),
+            count=count,
+        )
+        places = places_of(node, count, parents_at, work.is_chain)
+        inputs_at = kept.inputs + number[:, None] * sizes.C
+        keeps_key = (head % group == 0) & (part == 0)
+        # Each of a head's programs writes all that it reads again; done with one, it needs
+        # registers.
+        channel = key_head * K
+        raw, q = convolved(inputs, weights.conv, places, channel, K, sizes)
+        if keeps_key:
+            tl.store(inputs_at + channel + key[None, :], raw, mask=is_one)
+        q = unit(q, digits) * (K**-0.5)
+        if not is_only:
+            tl.store(scratch.q + at[:, None] * K + key[None, :], q, mask=is_one)
+        channel = (sizes.key_heads + key_head) * K
+        raw, k = convolved(inputs, weights.conv, places, channel, K, sizes)
+        if keeps_key:
+            tl.store(inputs_at + channel + key[None, :], raw, mask=is_one)
+        k = unit(k, digits)
+        if keeps:
+            tl.store(kept.k + at[:, None] * K + key[None, :], k, mask=is_one)
+        channel = 2 * sizes.key_heads * K + head * V + part * columns
+        raw, v = convolved(inputs, weights.conv, places, channel, columns, sizes)
+        tl.store(inputs_at + channel + tl.arange(0, columns)[None, :], raw, mask=is_one)
+        gate = sizes.C + H * V + head
+        b, a = tl.load(rows_at + gate), tl.load(rows_at + (gate + H))
+        a_log, dt_bias = tl.load(weights.a_log + head), tl.load(weights.dt_bias + head)
+        log_decay, beta = gates(b, a, a_log, dt_bias)
+        if keeps:
+            tl.store(kept.v + at[:, None] * V + column[None, :], v, mask=is_one)
+            tl.store(kept.log_decay + at, log_decay, mask=is_node)
+            tl.store(kept.beta + at, beta, mask=is_node)
+    if not work.recurs:
+        return
+
+    first = (request * work.nodes).to(tl.int64) * H + head
+    read_at = scratch.read + first * V
+    if is_only:
+        is_first = node == 0
+        key_of, v_of = _first(k, is_first[:, None]), _first(v, is_first[:, None])
+        state = advanced(state, key_of, v_of, _first(log_decay, is_first), _first(beta, is_first))
+        tl.store(read_at + column, sum_by_halves(state * _first(q, is_first[:, None])[:, None]))
+    else:
+        if work.prepares:
+            tl.debug_barrier()  # other threads read them than wrote them
+        first_node = FirstNode(
+            q=scratch.q + (first * K + key),
+            k=kept.k + (first * K + key),
+            v=kept.v + (first * V + column),
+            log_decay=kept.log_decay + first,
+            beta=kept.beta + first,
+            read=read_at + column,
+        )
+        if work.is_chain:
+            if not is_early:
+                state = tl.load(state_at)
+            for i in range(0, count):
+                state = visit(state, first_node, i, sizes)
+        else:
+            walk(state_at, parents_at, first_node, node, count, sizes)
+    if work.advances:
+        tl.store(state_at, state)
+    tl.debug_barrier()
+    counter = scratch.arrivals + request * H + head
+    if parts > 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") < parts - 1:
+            return
+        tl.store(counter, 0)
+    _finish(projected_at, out_at, read_at, weights, head, start, count, sizes, work.rows, digits)
+
+
+@triton.jit
+def _finish(
+    projected_at, out_at, read_at, weights, head, start, count, sizes: tl.constexpr,
+    rows: tl.constexpr, digits: tl.constexpr,
+):  # fmt: skip
+    """Norms and gates what a head's nodes have read, some at once."""
+    V: tl.constexpr = sizes.V
+    column, weight = tl.arange(0, V)[None, :], tl.load(weights.norm + tl.arange(0, V))[None, :]
+    first_gate = sizes.C + head * V
+    out_at += head * V
+    for some in range(0, count, rows):
+        node = (some + tl.arange(0, rows)).to(tl.int64)[:, None]
+        is_node = node < count
+        out = tl.load(read_at + node * (sizes.H * V) + column, mask=is_node, other=0.0)
+        row = start + node
+        z = tl.load(projected_at + row * sizes.width + first_gate + column, mask=is_node, other=0.0)
+        out = gated_norm(out, z, weight, weights.eps, digits)
+        at = out_at + row * (sizes.H * V) + column
+        tl.store(at, out.to(out_at.dtype.element_ty), mask=is_node)
+
+
+@triton.jit
+def _first(x, is_first):
+    """What the first node has of all nodes'."""
+    return tl.sum(tl.where(is_first, x, 0.0), 0)

@@ -1,0 +1,424 @@
+"""Prompts through a gated-delta layer between its two products, in chunks of 64 rows, in Triton.
+
+Four kernels. Convolution and norms of all rows; then of all chunks at once the gates, and the
+inverse of the system that says how what a token stores depends on those before it; then the state
+of each request and head is carried from chunk to chunk; and the outputs are normed. What the
+matrix unit multiplies is bfloat16: queries, and the reach of queries to keys, are rounded to it,
+and all that makes the states is cut into two such numbers, so that 16 of its bits count. See
+`kernels/__init__.py` for what must stay equal in the Pallas twin.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.tiles import GDNPrefillTiles
+from kernels.triton_gpu.gdn.gdn_chunk import (
+    CHUNK,
+    NOTHING,
+    SIZE,
+    add_product,
+    inverse_of,
+    parts_of,
+    share_of,
+)
+from kernels.triton_gpu.gdn.gdn_rows import (
+    LOG2_E,
+    WINDOW,
+    Inputs,
+    States,
+    Weights,
+    check_contiguous,
+    convolved,
+    gated_norm,
+    gates,
+    sizes_of,
+    sum_by_halves,
+    unit,
+)
+from kernels.triton_gpu.gemm.linear import launching
+
+
+class Requests(NamedTuple):
+    """Of a step; `starts` has the first row of each, and the end."""
+
+    slots: Any
+    starts: Any
+    save_after: Any
+    save: Any
+
+
+class Chunks(NamedTuple):
+    """What a kernel leaves to the next: of rows, or of the places of chunks."""
+
+    keys: Any
+    v: Any
+    solved: Any
+    reach: Any
+    total: Any
+    read: Any
+
+
+def feed(
+    projected: Float[Tensor, "R outputs"],
+    conv: Float[Tensor, "C 4"],
+    a_log: Float[Tensor, " H"],
+    dt_bias: Float[Tensor, " H"],
+    norm: Float[Tensor, " V"],
+    recurrent: Float[Tensor, "L states H K V"],
+    window: Float[Tensor, "L states 3 C"],
+    saved_recurrent: Float[Tensor, "L snapshots H K V"],
+    saved_window: Float[Tensor, "L snapshots 3 C"],
+    layer: int,
+    slots: Int[Tensor, " B"],
+    row_starts: Int[Tensor, " B1"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+    *,
+    eps: float,
+    digits: int,
+    tiles: GDNPrefillTiles,
+) -> Float[Tensor, "R values"]:
+    """As `shared.spec.gdn_layer.feed`, for rows in bfloat16 that lie together by request.
+
+    Args:
+      projected: See `shared.spec.gdn_state.split_inputs`.
+      conv, a_log, dt_bias, norm, eps: Of the layer.
+      recurrent, window, layer: The states of all layers, and which are read and written.
+      saved_recurrent, saved_window: The snapshots of all layers.
+      slots: The states of the requests, different ones but for requests without rows, whose states
+        stay.
+      row_starts: First flat row of each request, and the end; rows past it are padding.
+      save_after: Rows after which a state is saved: 0, a multiple of 64, or all of the request.
+      save: Which snapshot it is written to; 0: none.
+      digits: Of a unit of the squares: the order of their sums.
+      tiles: How the work is cut.
+
+    Returns:
+      The heads' outputs side by side, zeros for padding.
+
+    Raises:
+      ValueError: States are not contiguous.
+    """
+    check_contiguous(recurrent, window, saved_recurrent, saved_window)
+    R, B, sizes = len(projected), len(slots), sizes_of(recurrent, window)
+    H, V, places = sizes.H, sizes.V, R // CHUNK + B
+    columns, projected = min(tiles.columns, V), projected.contiguous()
+    weights = Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps)
+    states = States(recurrent=recurrent[layer], window=window[layer])
+    requests = Requests(
+        slots=slots.contiguous(),
+        starts=row_starts.contiguous(),
+        save_after=save_after.contiguous(),
+        save=save.contiguous(),
+    )
+    half, single = (
+        partial(torch.empty, dtype=x, device=projected.device)
+        for x in (torch.bfloat16, torch.float32)
+    )
+    chunks = Chunks(
+        keys=half(R, 3 * sizes.key_heads * sizes.K),
+        v=single(R, H, V),
+        solved=half(places, H, 2, CHUNK, CHUNK),
+        reach=half(places, H, CHUNK, CHUNK),
+        total=single(places, H, CHUNK),
+        read=single(R, H, V),
+    )
+    out = projected.new_empty((R, H * V))
+    fixed, lanes = {"sizes": sizes, **launching(projected)}, triton.next_power_of_2(B)
+    _rows_kernel[(2 * sizes.key_heads + H, CHUNK // tiles.rows * places)](
+        *(projected, weights, states, requests, chunks),
+        num_requests=B,
+        lanes=lanes,
+        rows=tiles.rows,
+        digits=digits,
+        num_warps=tiles.row_warps,
+        **fixed,
+    )
+    _prepare_kernel[(H, places)](
+        *(projected, weights, requests, chunks),
+        num_requests=B,
+        lanes=lanes,
+        num_warps=tiles.prepare_warps,
+        **fixed,
+    )
+    _carry_kernel[(V // columns, H, B)](
+        *(projected, states, States(saved_recurrent[layer], saved_window[layer])),
+        *(requests, chunks),
+        columns=columns,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **fixed,
+    )
+    _norm_kernel[(H, triton.cdiv(R, tiles.rows))](
+        *(projected, out, weights, requests, chunks),
+        num_rows=R,
+        num_requests=B,
+        rows=tiles.rows,
+        digits=digits,
+        num_warps=tiles.row_warps,
+        **fixed,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _rows_kernel(
+    projected_at, weights, states, requests, chunks, num_requests, lanes: tl.constexpr,
+    rows: tl.constexpr, sizes: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per some rows of a chunk and head: of queries, of keys or of values."""
+    K: tl.constexpr = sizes.K
+    V: tl.constexpr = sizes.V
+    key_heads: tl.constexpr = sizes.key_heads
+    head, part = tl.program_id(0), tl.program_id(1)
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    chunk, within = part // (SIZE // rows), part % (SIZE // rows) * rows
+    request, start, first, count = _rows_of(requests.starts, chunk, num_requests, lanes)
+    node = first + within + tl.arange(0, rows)
+    if first + within >= count:
+        return
+    start = start.to(tl.int64)
+    slot = tl.load(requests.slots + request).to(tl.int64)
+    inputs = Inputs(
+        rows=projected_at + start * sizes.width,
+        window=states.window + slot * (WINDOW * sizes.C),
+        count=count,
+    )
+    places = (node, node + 1, node + 2, node + 3)
+    keep, row = (node < count)[:, None], start + node[:, None]
+    if head < 2 * key_heads:
+        _key, x = convolved(inputs, weights.conv, places, head * K, K, sizes)
+        x = unit(x, digits)
+        at = chunks.keys + (row * (3 * key_heads) + head) * K + tl.arange(0, K)[None, :]
+        if head < key_heads:
+            tl.store(at, (x * (K**-0.5)).to(tl.bfloat16), mask=keep)
+        else:
+            high, low = parts_of(x)
+            tl.store(at, high, mask=keep)
+            tl.store(at + key_heads * K, low, mask=keep)
+    else:
+        value_head = head - 2 * key_heads
+        channel = 2 * key_heads * K + value_head * V
+        _value, v = convolved(inputs, weights.conv, places, channel, V, sizes)
+        v_at = chunks.v + (row * sizes.H + value_head) * V + tl.arange(0, V)[None, :]
+        tl.store(v_at, v, mask=keep)
+
+
+@triton.jit
+def _rows_of(starts_at, chunk, num_requests, lanes: tl.constexpr):
+    """The request at a place of a chunk, its first row, the chunk's first there, and its count."""
+    lane = tl.arange(0, lanes)
+    is_one = lane < num_requests
+    starts = tl.load(starts_at + lane, mask=is_one, other=0)
+    begins = is_one & (_first_chunk(starts, lane) <= chunk)
+    request = tl.sum(begins.to(tl.int32), 0) - 1
+    start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
+    return request, start, (chunk - _first_chunk(start, request)) * SIZE, stop - start
+
+
+@triton.jit
+def _first_chunk(start, request):
+    """The place of a request's first chunk, which depends on the rows before it alone.
+
+    Places of requests do not overlap: one that is cut anywhere has a chunk more at most.
+    """
+    return start // SIZE + request
+
+
+@triton.jit(do_not_specialize=["num_requests"])
+def _prepare_kernel(
+    projected_at, weights, requests, chunks, num_requests, lanes: tl.constexpr,
+    sizes: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per value head and place of a chunk."""
+    H: tl.constexpr = sizes.H
+    K: tl.constexpr = sizes.K
+    key_heads: tl.constexpr = sizes.key_heads
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    key_head = head // (H // key_heads)
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    _, start, first, count = _rows_of(requests.starts, chunk, num_requests, lanes)
+    if first >= count:
+        return
+    row, column = tl.arange(0, SIZE), tl.arange(0, SIZE)
+    is_row, at = first + row < count, (start + first).to(tl.int64) + row
+    gates_at = projected_at + at * sizes.width + (sizes.C + H * sizes.V + head)
+    b = tl.load(gates_at, mask=is_row, other=0.0)
+    a = tl.load(gates_at + H, mask=is_row, other=0.0)
+    a_log, dt_bias = tl.load(weights.a_log + head), tl.load(weights.dt_bias + head)
+    log_decay, beta = gates(b, a, a_log, dt_bias)
+    # No less than counts, so that the sum keeps its digits after a token that forgets all.
+    log_decay = tl.where(is_row, tl.maximum(log_decay * LOG2_E, NOTHING), 0.0)
+    beta = tl.where(is_row, beta, 0.0)
+    total = sum_by_halves(tl.where(row[:, None] <= column[None, :], log_decay[:, None], 0.0))
+    place = chunk.to(tl.int64) * H + head
+    tl.store(chunks.total + place * SIZE + column, total)
+    # Masked before the power: above the diagonal the difference is positive and would overflow.
+    is_seen = row[:, None] >= column[None, :]
+    decay = share_of(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
+    decay = tl.where(is_seen, decay, 0.0)
+    in_keys = (at[:, None] * (3 * key_heads) + key_head) * K + tl.arange(0, K)[None, :]
+    q, k_high, k_low = _keys(chunks.keys + in_keys, is_row[:, None], key_heads * K)
+    high, low = tl.trans(k_high), tl.trans(k_low)
+    reach = (tl.dot(q, low) + tl.dot(q, high)) * decay
+    square = row[:, None] * SIZE + column[None, :]
+    tl.store(chunks.reach + place * (SIZE * SIZE) + square, reach.to(tl.bfloat16))
+    among = add_product(tl.zeros_like(decay), k_high, k_low, high, low) * decay * beta[:, None]
+    among = tl.where(row[:, None] > column[None, :], among, 0.0)
+    high, low = parts_of(inverse_of(among) * beta[None, :])
+    solved_at = chunks.solved + (place * (2 * SIZE * SIZE) + square)
+    tl.store(solved_at, high)
+    tl.store(solved_at + SIZE * SIZE, low)
+
+
+@triton.jit
+def _keys(at, is_row, apart: tl.constexpr):
+    """The rows of the queries and of both parts of the keys; none past the end of a request."""
+    q = tl.load(at, mask=is_row, other=0.0)
+    high = tl.load(at + apart, mask=is_row, other=0.0)
+    return q, high, tl.load(at + 2 * apart, mask=is_row, other=0.0)
+
+
+@triton.jit
+def _carry_kernel(
+    projected_at, states, snapshots, requests, chunks, sizes: tl.constexpr, columns: tl.constexpr,
+    is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per block of columns of the state, value head and request."""
+    H: tl.constexpr = sizes.H
+    K: tl.constexpr = sizes.K
+    V: tl.constexpr = sizes.V
+    key_heads: tl.constexpr = sizes.key_heads
+    block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key_head = head // (H // key_heads)
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    start, stop = tl.load(requests.starts + request), tl.load(requests.starts + request + 1)
+    slot = tl.load(requests.slots + request).to(tl.int64)
+    save = tl.load(requests.save + request).to(tl.int64)
+    save_after, count = tl.load(requests.save_after + request), stop - start
+    column = block * columns + tl.arange(0, columns)[None, :]
+    in_state = tl.arange(0, K)[:, None] * V + column
+    state_at = states.recurrent + ((slot * H + head) * (K * V) + in_state)
+    saved_state_at = snapshots.recurrent + ((save * H + head) * (K * V) + in_state)
+    state = tl.load(state_at)
+    ends = (save_after % SIZE == 0) | (save_after == count)
+    is_saved = (save != 0) & (save_after >= 0) & (save_after <= count) & ends
+    if is_saved & (save_after == 0):
+        tl.store(saved_state_at, state)
+
+    row = tl.arange(0, SIZE)
+    square = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    place = _first_chunk(start, request).to(tl.int64) * H + head
+    solved_at = chunks.solved + (place * (2 * SIZE * SIZE) + square)
+    reach_at = chunks.reach + (place * (SIZE * SIZE) + square)
+    total_at = chunks.total + place * SIZE
+    at = start.to(tl.int64) + row[:, None]
+    keys_at = chunks.keys + ((at * (3 * key_heads) + key_head) * K + tl.arange(0, K)[None, :])
+    in_values = (at * H + head) * V + column
+    v_at, read_at = chunks.v + in_values, chunks.read + in_values
+    nothing = tl.zeros((SIZE, columns), tl.float32)
+    for i in range(0, tl.cdiv(count, SIZE)):
+        is_row = (row + i * SIZE < count)[:, None]
+        q, k_high, k_low = _keys(keys_at, is_row, key_heads * K)
+        v = tl.load(v_at, mask=is_row, other=0.0)
+        total = tl.load(total_at + row)
+        end = tl.load(total_at + SIZE - 1)
+        carried = share_of(total)[:, None]
+        high, low = parts_of(state)
+        known = add_product(nothing, k_high, k_low, high, low)
+        out = (tl.dot(q, low) + tl.dot(q, high)) * carried
+        solved_high, solved_low = tl.load(solved_at), tl.load(solved_at + SIZE * SIZE)
+        high, low = parts_of(v - known * carried)
+        stored = add_product(nothing, solved_high, solved_low, high, low)
+        high, low = parts_of(stored)
+        reach = tl.load(reach_at)
+        out = out + tl.dot(reach, low) + tl.dot(reach, high)
+        tl.store(read_at, out, mask=is_row)
+        high, low = parts_of(stored * share_of(end - total)[:, None])
+        state = add_product(state * share_of(end), tl.trans(k_high), tl.trans(k_low), high, low)
+        if is_saved & (tl.minimum((i + 1) * SIZE, count) == save_after):
+            tl.store(saved_state_at, state)
+        keys_at += SIZE * 3 * key_heads * K
+        v_at += SIZE * H * V
+        read_at += SIZE * H * V
+        solved_at += 2 * H * SIZE * SIZE
+        reach_at += H * SIZE * SIZE
+        total_at += H * SIZE
+    if (count == 0) & (not is_saved):
+        return
+    if count > 0:
+        tl.store(state_at, state)
+    inputs = Inputs(
+        rows=projected_at + start.to(tl.int64) * sizes.width,
+        window=states.window + slot * (WINDOW * sizes.C),
+        count=count,
+    )
+    saved_at = snapshots.window + save * (WINDOW * sizes.C)
+    channel = 2 * key_heads * K + head * V + block * columns
+    _move_window(inputs, saved_at, save_after, is_saved, channel, columns, sizes)
+    if (head % (H // key_heads) == 0) & (block == 0):
+        channel = key_head * K
+        _move_window(inputs, saved_at, save_after, is_saved, channel, K, sizes)
+        channel = (key_heads + key_head) * K
+        _move_window(inputs, saved_at, save_after, is_saved, channel, K, sizes)
+
+
+@triton.jit
+def _move_window(
+    inputs, saved_at, save_after, is_saved, first, D: tl.constexpr, sizes: tl.constexpr
+):
+    """Writes the windows of some channels after the rows, and after what is saved."""
+    lane, channel = tl.arange(0, 4), first + tl.arange(0, D)[None, :]
+    is_one, at = (lane < WINDOW)[:, None], lane[:, None] * sizes.C + channel
+    if is_saved:
+        saved = _window_after(inputs, save_after, lane, channel, sizes)
+        tl.store(saved_at + at, saved, mask=is_one)
+    new = _window_after(inputs, inputs.count, lane, channel, sizes)
+    tl.debug_barrier()  # other threads may have read where this one writes
+    tl.store(inputs.window + at, new, mask=is_one)
+
+
+@triton.jit
+def _window_after(inputs, taken, lane, channel, sizes: tl.constexpr):
+    """Rows `taken` to `taken + 3` of the old window and a request's rows, one behind the other."""
+    place, is_one = taken + lane, lane < WINDOW
+    is_new, is_old = (is_one & (place >= WINDOW))[:, None], (is_one & (place < WINDOW))[:, None]
+    at = inputs.rows + (place - WINDOW).to(tl.int64)[:, None] * sizes.width + channel
+    new = tl.load(at, mask=is_new, other=0.0)
+    at = inputs.window + place[:, None] * sizes.C + channel
+    return tl.where(is_new, new, tl.load(at, mask=is_old, other=0.0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests"])
+def _norm_kernel(
+    projected_at, out_at, weights, requests, chunks, num_rows, num_requests, sizes: tl.constexpr,
+    rows: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per some rows and value head."""
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    head, row = tl.program_id(0), tl.program_id(1) * rows + tl.arange(0, rows)
+    column = tl.arange(0, sizes.V)[None, :]
+    keep = (row < tl.load(requests.starts + num_requests))[:, None]  # the others are padding
+    at = (row.to(tl.int64) * sizes.H + head)[:, None] * sizes.V + column
+    read = tl.load(chunks.read + at, mask=keep, other=0.0)
+    first = sizes.C + head * sizes.V
+    z_at = projected_at + row.to(tl.int64)[:, None] * sizes.width + first + column
+    z = tl.load(z_at, mask=keep, other=0.0)
+    out = gated_norm(read, z, tl.load(weights.norm + column), weights.eps, digits)
+    out = tl.where(keep, out, 0.0).to(out_at.dtype.element_ty)
+    tl.store(out_at + at, out, mask=(row < num_rows)[:, None])

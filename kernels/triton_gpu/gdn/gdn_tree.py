@@ -1,0 +1,104 @@
+"""How the nodes of a request follow one another in a gated-delta layer, in Triton.
+
+What the convolution of a node reads, and the recurrence along the paths of a tree.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.triton_gpu.gdn.gdn_rows import WINDOW, power, sum_by_halves
+
+
+class Kept(NamedTuple):
+    """What a replay needs of each node: its row of the recurrence, and of the convolution."""
+
+    k: Any
+    v: Any
+    log_decay: Any
+    beta: Any
+    inputs: Any
+
+
+def kept_of(fields: Sequence[Tensor], inputs: Tensor) -> Kept:
+    """Where there are inputs only, they stand for the others too, unread."""
+    k, v, log_decay, beta = fields or [inputs] * 4
+    return Kept(k=k, v=v, log_decay=log_decay, beta=beta, inputs=inputs)
+
+
+class FirstNode(NamedTuple):
+    """Where a program has the numbers of its request's first node; those of the others follow."""
+
+    q: Any
+    k: Any
+    v: Any
+    log_decay: Any
+    beta: Any
+    read: Any
+
+
+@triton.jit
+def places_of(node, count, parents_at, is_chain: tl.constexpr):
+    """Where the four inputs of each node's convolution stand, the oldest first.
+
+    In window and inputs in a row: node i is `WINDOW + i`.
+    """
+    new = node + WINDOW
+    old = _above(new, count, parents_at, is_chain)
+    older = _above(old, count, parents_at, is_chain)
+    return _above(older, count, parents_at, is_chain), older, old, new
+
+
+@triton.jit
+def _above(place, count, parents_at, is_chain: tl.constexpr):
+    above = place - 1
+    if not is_chain:
+        child = place - WINDOW
+        is_child = (child > 0) & (child < count)
+        parent = tl.load(parents_at + child, mask=is_child, other=0)
+        above = tl.where(is_child, parent + WINDOW, above)
+    return above
+
+
+@triton.jit
+def walk(state_at, parents_at, first_node, node, count, sizes: tl.constexpr):
+    """Runs from the old state down to each node that has leaves for children, and visits those."""
+    parent = tl.load(parents_at + node, mask=(node > 0) & (node < count), other=-1)
+    bit = tl.full((), 1, tl.int64) << node.to(tl.int64)
+    is_leaf = tl.max((parent[:, None] == node[None, :]).to(tl.int32), axis=0) == 0
+    for end in range(0, count):
+        leaves = tl.sum(tl.where(is_leaf & (parent == end), bit, 0))
+        if (leaves != 0) | (count == 1):
+            path, above = tl.full((), 1, tl.int64), end
+            while above > 0:
+                path |= tl.full((), 1, tl.int64) << above
+                above = tl.load(parents_at + above)
+            state = tl.load(state_at)
+            for i in range(0, end + 1):
+                if (path >> i) & 1 != 0:
+                    state = visit(state, first_node, i, sizes)
+            for i in range(end + 1, count):
+                if (leaves >> i) & 1 != 0:
+                    visit(state, first_node, i, sizes)
+
+
+@triton.jit
+def visit(state, first_node, i, sizes: tl.constexpr):
+    """The state after a node; writes what its query reads from it."""
+    of_keys, of_values = i * (sizes.H * sizes.K), i * (sizes.H * sizes.V)
+    q, key = tl.load(first_node.q + of_keys), tl.load(first_node.k + of_keys)
+    v, log_decay = tl.load(first_node.v + of_values), tl.load(first_node.log_decay + i * sizes.H)
+    state = advanced(state, key, v, log_decay, tl.load(first_node.beta + i * sizes.H))
+    tl.store(first_node.read + of_values, sum_by_halves(state * q[:, None]))
+    return state
+
+
+@triton.jit
+def advanced(state, key, v, log_decay, beta):
+    """The state after a token."""
+    state = state * power(log_decay)
+    new = (v - sum_by_halves(state * key[:, None])) * beta
+    return state + key[:, None] * new[None, :]

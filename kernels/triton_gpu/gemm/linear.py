@@ -1,0 +1,412 @@
+"""Products of rows with a stored weight, and what stands before and after them, in Triton.
+
+A program has a block of rows and a block of outputs and adds along the inputs in one chain, so that
+a row's bits depend neither on the blocks nor on how many rows there are.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Float32, Int32
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.peer_buffers import is_joined
+from kernels.tiles import LinearTiles
+from kernels.triton_gpu.collectives.all_gather import Box, Gather, gathered, number_of, rank_of
+from kernels.triton_gpu.gemm import linear_sm90
+from kernels.triton_gpu.gemm.fp8_w8a8 import add_blocks, width_of
+from kernels.triton_gpu.gemm.fp8_w8a16 import widened
+from kernels.triton_gpu.gemm.linear_epilogue import (
+    Chunks,
+    Cut,
+    Ends,
+    Sizes,
+    share_result,
+    store_result,
+)
+from kernels.triton_gpu.gemm.moe_gemm_tiles import Stored, add_four, place_in_words
+from kernels.triton_gpu.gemm.sum_of_squares import add_up, squares_of
+from kernels.triton_gpu.sampling.lm_head_epilogue import Asks, Leaves, store_leaves
+from shared.models.fp8 import BLOCK
+from shared.models.fp8_words import shares_of
+from shared.spec.reduction_order import SquaresOrder
+
+_BLOCK, _LOG2_E = tl.constexpr(BLOCK), tl.constexpr(1.4426950408889634)
+_DESCRIBED_BYTES = 16
+"""Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
+
+
+def product(
+    x: Float[Tensor, "R inputs"],
+    weight: Float[Tensor, "stored inputs"] | Int32[Tensor, "stored words"],
+    scales: Float[Tensor, "scales scales_in"] | None,
+    row_scales: Float32[Tensor, "blocks_in R"] | None = None,
+    *,
+    out_type: torch.dtype,
+    squares: Float[Tensor, "R chunks"] | None = None,
+    eps: float = 0.0,
+    is_gated: bool = False,
+    bias: Float[Tensor, " stored"] | None = None,
+    factor: float = 1.0,
+    added: Float[Tensor, "R outputs"] | None = None,
+    norm: Float[Tensor, " outputs"] | None = None,
+    order: SquaresOrder,
+    tiles: LinearTiles,
+    gather: Gather | None = None,
+    asks: Asks | None = None,
+) -> tuple[
+    Float[Tensor, "R outputs"],
+    Float[Tensor, "R outputs"] | None,
+    Float[Tensor, "R chunks_out"] | None,
+    Leaves | None,
+]:
+    """Multiplies each row by a weight, and does what a layer does right before and after it.
+
+    Args:
+      x: The rows; or their codes, as `fp8_activations.quantised` gives them.
+      weight: `[outputs, inputs]`; where it is gated, the gate's rows and then those of up. Or FP8
+        in words of four, with the bits of the widened weight; or codes, where rows are codes.
+      scales: Of FP8; see `shared.models.fp8_words`. Of codes, as they are stored.
+      row_scales: Of rows that are codes.
+      out_type: Of the result.
+      squares: The rows' squares in chunks, where the product is that of their RMS norm; `x` are
+        the rows times the norm's scale then, and the squares those of the rows without it.
+      eps: Of the norm.
+      is_gated: Whether the result is silu(gate) * up.
+      bias: What is added to each row of the product, before it is gated.
+      factor: What the result is multiplied by, if it is not gated.
+      added: What is added to the result; its squares in chunks are returned as well.
+      norm: The scale of the norm through which the sum is read next.
+      order: How squares are summed.
+      tiles: How the work is cut.
+      gather: How ranks exchange their outputs, of which the weight has a rank's.
+      asks: Of a head, as `leaves.asking` gives it: the result, which is float32, is there for
+        blocks of rows of which one asks, and undefined elsewhere.
+
+    Returns:
+      The result; where something was added, the result times `norm`, if there is one, and its
+      squares in chunks; of a head, what blocks leave. Gathered, all is that of all ranks, but for
+      the result where something was added: it is this rank's, and the second is what is read next,
+      with a norm or without.
+    """
+    (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
+    is_quantised = row_scales is not None
+    if scales is not None and tiles.widens and not is_quantised:
+        weight, scales = widened(weight, scales, **launching(x)), None
+    is_wide = asks is None and linear_sm90.takes(
+        x, weight, is_gated=is_gated, is_added=added is not None, tiles=tiles
+    )
+    tiles = tiles if is_wide else tiles.narrowed
+    rows = tiles.rows if is_wide else min(tiles.rows, max(16, triton.next_power_of_2(R)))
+    if is_quantised:
+        rows = tiles.rows_of_codes(rows)
+        depth = tiles.depth_of_codes(K)
+    else:
+        depth = tiles.depth_of(K) if scales is None else tiles.depth
+    row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
+    chunks = 0 if squares is None else squares.shape[1]
+    out = torch.empty((R, N), dtype=out_type, device=x.device)
+    scaled = sums = every = all_sums = None
+    leaves = None if asks is None else Leaves.of(asks, N, tiles.columns)
+    out_chunks = 0 if added is None else triton.cdiv(N, order.chunk)
+    joins = (
+        gather is not None
+        and not (tiles.persistent or is_wide)
+        and is_joined(R, N, out.element_size(), out_chunks)
+    )
+    if gather is not None and joins:
+        every = out.new_empty((R, gather.boxes.ranks * N))
+        shape = (R, gather.boxes.ranks * out_chunks)
+        all_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if added is not None:
+        scaled = None if norm is None else torch.empty_like(out)
+        sums = torch.empty((R, out_chunks), dtype=torch.float32, device=x.device)
+    is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
+    x_at, weight_at = x, weight
+    if is_described and not is_wide:
+        lanes = BLOCK if is_quantised else depth
+        x_at = TensorDescriptor.from_tensor(x, [rows, lanes])
+        block = [width_of(rows, tiles.columns, is_quantised, is_gated), lanes]
+        if is_gated and not is_quantised:  # a block of the gate and that of up beside it are one
+            weight_at, block = weight.view(2, N, K), [2, *block]
+        weight_at = TensorDescriptor.from_tensor(weight_at, block)
+    blocks = row_blocks * column_blocks
+    # Triton 3.6 cannot flatten a loop at whose end some blocks store their scores and others not.
+    is_persistent = tiles.persistent and asks is None or is_wide
+    programs = min(blocks, _multiprocessors(x.device)) if is_persistent else blocks
+    ends = Ends(
+        # A pointer must be there, also where nothing reads it.
+        squares=x if squares is None else squares,
+        bias=x if bias is None else bias,
+        added=out if added is None else added,
+        norm=out if norm is None else norm,
+        out=out,
+        scaled=out if scaled is None else scaled,
+        sums=out if sums is None else sums,
+        eps=eps,
+        **(dict.fromkeys(Leaves._fields, out) if leaves is None else leaves._asdict()),
+        all_words=out if every is None else every.view(torch.int32),
+        all_sums=out if all_sums is None else all_sums.view(torch.int32),
+        mail=out if gather is None else gather.mail.place,
+        clock=out if gather is None else gather.mail.clock,
+        call=0 if gather is None else gather.call,
+    )
+    how: dict[str, Any] = {
+        "sizes": Sizes(
+            N=N,
+            K=K,
+            shares=None
+            if scales is None or is_quantised
+            else shares_of(weight.shape, scales.shape),
+            is_quantised=is_quantised,
+            is_interpreted=not launching(x)["is_launched"],
+            is_biased=bias is not None,
+            is_gated=is_gated,
+            is_added=added is not None,
+            is_scaled=scaled is not None,
+            factor=factor,
+            leaves=0 if leaves is None else column_blocks,
+            box=Box.of(gather.boxes) if gather is not None and joins else None,
+            pack=_pack(rows * tiles.columns * out.element_size() // 4, tiles.warps),
+        ),
+        "squares": Chunks(
+            count=chunks,
+            spread=triton.next_power_of_2(max(chunks, 1)),
+            length=order.chunk,
+            digits=order.digits,
+            digits_of_chunks=order.digits_of_chunks,
+        ),
+        "cut": Cut(
+            rows=rows,
+            columns=tiles.columns,
+            depth=depth,
+            stages=tiles.stages,
+            is_swapped=tiles.swapped,
+            is_described=is_described,
+            is_persistent=is_persistent,
+            has_all_rows=rows * row_blocks == R,
+        ),
+        **launching(x),
+    }
+    if is_wide:
+        given = (x, weight, ends, row_blocks, blocks)
+        linear_sm90.launch(*given, programs=programs, warps=tiles.warps, **how)
+    else:
+        _product_kernel[(programs,)](
+            x_at,
+            weight_at,
+            x if scales is None else scales,
+            x if row_scales is None else row_scales,
+            ends,
+            R,
+            row_blocks,
+            blocks,
+            num_warps=tiles.warps,
+            **how,
+        )
+    if gather is None:
+        return out, scaled, sums, leaves
+    if every is None:
+        every, all_sums = gathered(
+            out if scaled is None else scaled, sums, gather.mail, gather.call, boxes=gather.boxes
+        )
+    return (every, None, None, None) if added is None else (out, every, all_sums, None)
+
+
+def _pack(words: int, warps: int) -> int:
+    return max(1, min(4, words // (32 * warps)))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """As many programs as run at once; some, where a program is interpreted."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launching(x: Tensor) -> dict[str, bool]:
+    """How a kernel is compiled and launched; the interpreter of Triton launches nothing.
+
+    Nothing is fused: equal bits in Pallas. A kernel may be launched while the one before it ends,
+    so each waits before it reads or writes what another kernel knows.
+    """
+    if not x.is_cuda:
+        return {"is_launched": False}
+    return {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
+
+
+@triton.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
+def _product_kernel(
+    x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks, blocks,
+    sizes: tl.constexpr, squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per block of outputs and block of rows, or one that has several in turn.
+
+    Then the next block is copied while what the last has summed is finished and written.
+    """
+    if cut.is_persistent:
+        if is_launched:
+            gdc_wait()
+        for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
+            _product_block(
+                number, x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
+                sizes, squares, cut, False,
+            )  # fmt: skip
+    else:
+        _product_block(
+            tl.program_id(0), x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
+            sizes, squares, cut, is_launched,
+        )  # fmt: skip
+
+
+@triton.jit
+def _product_block(
+    number, x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
+    sizes: tl.constexpr, squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """A block of outputs and rows, the rows first: they share the weight."""
+    N: tl.constexpr = sizes.N
+    K: tl.constexpr = sizes.K
+    is_gated: tl.constexpr = sizes.is_gated
+    rows: tl.constexpr = cut.rows
+    columns: tl.constexpr = cut.columns
+    depth: tl.constexpr = cut.depth
+    is_swapped: tl.constexpr = cut.is_swapped
+    is_described: tl.constexpr = cut.is_described
+    # Programs that run together share a block of the weight; the rows are in the cache anyway.
+    first_row = (number % row_blocks) * rows
+    block = number // row_blocks
+    row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
+    step = tl.arange(0, _BLOCK if sizes.is_quantised else depth)
+    is_row, is_column = row < num_rows, column < N
+    # Blocks of gate and up that come as one are multiplied as one: the rows are read once.
+    is_in_words: tl.constexpr = sizes.shares is not None
+    is_joined: tl.constexpr = is_gated and not sizes.is_quantised and (is_described or is_in_words)
+    single: tl.constexpr = width_of(rows, columns, sizes.is_quantised, is_gated)
+    width: tl.constexpr = 2 * columns if is_joined else single
+    has_all: tl.constexpr = N % columns == 0
+    if is_in_words:
+        x_at += row.to(tl.int64)[:, None] * K
+        lane = tl.arange(0, width)
+        output = block * columns + lane % columns
+        is_output = output < N
+        output += lane // columns * N
+        stored, scale = Stored(weights=weight_at, scales=scales_at), output // sizes.shares.outputs
+        of_weight = place_in_words(stored, output, scale, is_output, has_all, sizes)
+    elif not is_described:
+        x_at += row.to(tl.int64)[:, None] * K + step[None, :]
+        stored = block * columns + tl.arange(0, single)
+        weight_at += stored.to(tl.int64)[:, None] * K + step[None, :]
+    if is_launched:
+        gdc_wait()
+    if sizes.box is not None:
+        rank, number_of_call = rank_of(ends.mail, sizes), number_of(ends.clock, ends.call)
+    is_inside = is_row[:, None] & is_column[None, :]
+    place = row.to(tl.int64)[:, None] * N + column[None, :]
+    # Asked for before the loop where they are few, so that nothing waits for them after it.
+    is_early: tl.constexpr = rows <= 32
+    if is_early and squares.count > 0:
+        terms = squares_of(ends.squares, row, is_row, squares)
+    if is_early and sizes.is_added:
+        added = tl.load(ends.added + place, mask=is_inside, other=0.0)
+    norm = column
+    if is_early and sizes.is_scaled:
+        norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
+
+    acc = tl.zeros((width, rows) if is_swapped else (rows, width), tl.float32)
+    up = acc
+    for at in tl.range(0, K, depth, num_stages=cut.stages):
+        if is_in_words:
+            acc = add_four(acc, of_weight, x_at, at, is_row, is_output, has_all, sizes, is_launched)
+        elif sizes.is_quantised:
+            acc, up = add_blocks(
+                acc, up, x_at, weight_at, scales_at, row_scales_at, at, first_row, block * columns,
+                num_rows, sizes, cut,
+            )  # fmt: skip
+        elif is_described:
+            x = x_at.load([first_row, at])
+            if is_joined:
+                weight = tl.reshape(weight_at.load([0, block * columns, at]), (width, depth))
+            else:
+                weight = weight_at.load([block * columns, at])
+            acc = _add_product(acc, x, weight, is_swapped)
+        else:
+            inside = step[None, :] < K - at
+            x = _tile(x_at, is_row, inside, cut.has_all_rows, K % depth == 0)
+            weight = _tile(weight_at, is_column, inside, N % columns == 0, K % depth == 0)
+            acc = _add_product(acc, x, weight, is_swapped)
+            if is_gated:
+                weight = _tile(
+                    weight_at + N * K, is_column, inside, N % columns == 0, K % depth == 0
+                )
+                up = _add_product(up, x, weight, is_swapped)
+        if not (is_in_words or is_described):
+            x_at += depth
+            weight_at += depth
+    if is_launched and not is_described:  # with descriptors it measured slower
+        gdc_launch_dependents()
+    if is_swapped:
+        acc = tl.trans(acc)
+        up = tl.trans(up)
+    if is_joined:
+        halves = tl.permute(tl.reshape(acc, (rows, 2, columns)), (0, 2, 1))
+        acc, up = tl.split(halves)
+    elif single < columns:
+        acc = tl.reshape(tl.permute(tl.join(acc, up), (0, 2, 1)), (rows, columns))
+
+    if squares.count > 0:
+        if not is_early:
+            terms = squares_of(ends.squares, row, is_row, squares)
+        scale = tl.rsqrt(add_up(terms, squares.digits_of_chunks) * (1.0 / K) + ends.eps)
+        acc = acc * scale[:, None]
+        up = up * scale[:, None]
+    if sizes.is_biased:
+        acc += tl.load(ends.bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if is_gated:
+            up += tl.load(ends.bias + N + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    if is_gated:
+        acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
+    if sizes.factor != 1.0:
+        acc = acc * sizes.factor
+    if sizes.is_added:
+        if not is_early:
+            added = tl.load(ends.added + place, mask=is_inside, other=0.0)
+        acc += added.to(tl.float32)
+    out = acc.to(ends.out.dtype.element_ty)
+    if sizes.is_scaled and not is_early:
+        norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
+    if sizes.leaves > 0:
+        store_leaves(out, ends, row, column, block, num_rows, sizes)
+    elif sizes.box is None:
+        store_result(out, norm, ends, row, column, block, num_rows, sizes, squares)
+    else:
+        share_result(
+            out, norm, ends, row, column, block, num_rows, rank, number_of_call, sizes, squares
+        )
+
+
+@triton.jit
+def _tile(at, is_one, inside, has_all: tl.constexpr, has_all_steps: tl.constexpr):
+    """A tile of rows or of a weight, zero where there is none."""
+    if has_all and has_all_steps:
+        tile = tl.load(at)
+    elif has_all_steps:
+        tile = tl.load(at, mask=is_one[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=is_one[:, None] & inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _add_product(acc, x, weight, is_swapped: tl.constexpr):
+    if is_swapped:  # the outputs are the wide side of the matrix unit, the rows its narrow one
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc

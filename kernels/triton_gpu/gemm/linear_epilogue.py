@@ -1,0 +1,177 @@
+"""What a product of `linear` is given, and what becomes of its result, in Triton."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.collectives.all_gather import Box, receive_words, send_words, words_of
+from kernels.triton_gpu.gemm.sum_of_squares import chunks_of
+from shared.models.fp8_words import Shares
+
+
+class Ends(NamedTuple):
+    """What is read before and after the sums, and what is written.
+
+    Attributes:
+      squares: Of the rows, in chunks, for their norm.
+      bias: What is added to each row.
+      added, norm: What is added to the result, and what multiplies it for its next reader.
+      out, scaled, sums: The result, the same times `norm`, and its squares in chunks.
+      eps: Of the norm.
+      asks, warmth, tokens, keys, ids, bad, peaks, masses: See `leaves.Leaves`.
+      all_words, all_sums: What the ranks have of the result, or of what is `scaled`, and of `sums`.
+      mail, clock, call: See `ranks.Gather`.
+    """
+
+    squares: Any
+    bias: Any
+    added: Any
+    norm: Any
+    out: Any
+    scaled: Any
+    sums: Any
+    eps: Any
+    asks: Any
+    warmth: Any
+    tokens: Any
+    keys: Any
+    ids: Any
+    bad: Any
+    peaks: Any
+    masses: Any
+    all_words: Any
+    all_sums: Any
+    mail: Any
+    clock: Any
+    call: Any
+
+
+class Sizes(NamedTuple):
+    """What is multiplied: outputs, inputs, and what is done with the sums.
+
+    Attributes:
+      shares: Of a weight that is FP8 in words of four; None: it is numbers, or codes.
+      is_quantised: Whether the weight is codes, as rows are then.
+      is_interpreted: Whether no GPU runs the kernel.
+      is_biased, is_gated, is_added, is_scaled: Whether it is.
+      factor: Of a result that is not gated.
+      leaves: Blocks of outputs that leave the best of each row; 0: the result is stored.
+      box: Of the mailboxes through which the result is gathered; None: it is not, or afterwards.
+      pack: Words of a block, for which a thread waits at once.
+    """
+
+    N: int
+    K: int
+    shares: Shares | None
+    is_quantised: bool
+    is_interpreted: bool
+    is_biased: bool
+    is_gated: bool
+    is_added: bool
+    is_scaled: bool
+    factor: float
+    leaves: int
+    box: Box | None
+    pack: int
+
+
+class Chunks(NamedTuple):
+    """How squares are summed.
+
+    Attributes:
+      count, spread: Chunks of a row of inputs, 0 without a norm, and lanes that read them.
+      length: Outputs of a chunk of the result.
+      digits, digits_of_chunks: Of the integers that squares, and sums of chunks, are added as.
+    """
+
+    count: int
+    spread: int
+    length: int
+    digits: int
+    digits_of_chunks: int
+
+
+class Cut(NamedTuple):
+    """How the work is cut, and whether every block of rows is full."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    is_swapped: bool
+    is_described: bool
+    is_persistent: bool
+    has_all_rows: bool
+
+
+@triton.jit
+def store_result(
+    out, norm, ends, row, column, block, num_rows, sizes: tl.constexpr, squares: tl.constexpr
+):
+    """Stores a block of the result, what its next reader reads, and its squares in chunks."""
+    N: tl.constexpr = sizes.N
+    place = row.to(tl.int64)[:, None] * N + column[None, :]
+    is_row, is_column = row < num_rows, column < N
+    is_inside = is_row[:, None] & is_column[None, :]
+    tl.store(ends.out + place, out, mask=is_inside)
+    if sizes.is_scaled:
+        read = (out.to(tl.float32) * norm[None, :]).to(out.dtype)
+        tl.store(ends.scaled + place, read, mask=is_inside)
+    if sizes.is_added:
+        chunks: tl.constexpr = (N + squares.length - 1) // squares.length
+        part = block * (out.shape[1] // squares.length) + tl.arange(
+            0, out.shape[1] // squares.length
+        )
+        at = ends.sums + row.to(tl.int64)[:, None] * chunks + part[None, :]
+        is_part = is_row[:, None] & (part < chunks)[None, :]
+        tl.store(at, chunks_of(out, is_column, squares), mask=is_part)
+
+
+@triton.jit
+def share_result(
+    out, norm, ends, row, column, block, num_rows, rank, number, sizes: tl.constexpr,
+    squares: tl.constexpr,
+):  # fmt: skip
+    """As `store_result`, but what is read next, and the squares, are those of all ranks.
+
+    Programs of the same number have the same block on each rank, and run at the same time. What the
+    others wait for is sent first.
+    """
+    N: tl.constexpr = sizes.N
+    ranks: tl.constexpr = sizes.box.ranks
+    is_row, is_column = row < num_rows, column < N
+    read = out
+    if sizes.is_scaled:
+        read = (out.to(tl.float32) * norm[None, :]).to(out.dtype)
+    words = words_of(read)
+    width: tl.constexpr = words.shape[1]
+    in_row: tl.constexpr = N * width // out.shape[1]
+    word = block * width + tl.arange(0, width)
+    is_word = is_row[:, None] & (word < in_row)[None, :]
+    at_word = row[:, None] * in_row + word[None, :]
+    sent = send_words(words, at_word, is_word, ends.mail, rank, number, sizes)
+    if sizes.is_added:
+        chunks: tl.constexpr = (N + squares.length - 1) // squares.length
+        part = block * (out.shape[1] // squares.length) + tl.arange(
+            0, out.shape[1] // squares.length
+        )
+        is_part = is_row[:, None] & (part < chunks)[None, :]
+        sums = chunks_of(out, is_column, squares).to(tl.int32, bitcast=True)
+        at_sum = num_rows * in_row + row[:, None] * chunks + part[None, :]
+        sent_sums = send_words(sums, at_sum, is_part, ends.mail, rank, number, sizes)
+        place = row.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(ends.out + place, out, mask=is_row[:, None] & is_column[None, :])
+        sums_at = ends.all_sums + row[:, None] * (ranks * chunks) + part[None, :]
+        tl.store(sums_at + rank * chunks, sums, mask=is_part)
+    out_at = ends.all_words + row[:, None] * (ranks * in_row) + word[None, :]
+    tl.store(out_at + rank * in_row, words, mask=is_word)
+    receive_words(
+        out_at, in_row, sent, at_word, is_word, ends.mail, rank, number, ends.call, sizes.pack,
+        sizes=sizes,
+    )  # fmt: skip
+    if sizes.is_added:
+        receive_words(
+            sums_at, chunks, sent_sums, at_sum, is_part, ends.mail, rank, number, ends.call, 1,
+            sizes=sizes,
+        )  # fmt: skip

@@ -1,0 +1,334 @@
+"""Products in tiles of 192 columns of the weight, in Gluon.
+
+A tile is two products with one block of rows, of 128 and of 64 columns; plain Triton has none but
+powers of two. One warp more than multiply copies blocks by tensor descriptors (TMA) ahead of the
+others. There are as many programs as the GPU has multiprocessors. A program takes one block of the
+result after the other, so that the first copies for a block go on while the one before is stored.
+
+A sum is one chain of products along the inputs, and what follows is computed as in `linear`, so the
+bits are those of that kernel.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
+
+from kernels.tiles import LinearTiles
+from kernels.triton_gpu.gemm.linear_epilogue import Chunks, Cut, Ends, Sizes
+
+WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
+"""Columns of the weight of the two products."""
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LINE = 64
+"""Inputs of a line of shared memory, which descriptors fill."""
+_COPYING_REGISTERS = gl.constexpr(24)
+
+# A name that is another from one version of Triton to the next.
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+
+
+class Ring(NamedTuple):
+    """Blocks in shared memory, and the barriers that tell how far both sides are.
+
+    Attributes:
+      rows, wide, narrow: Of the rows, and of the weight for each product.
+      full, free: Barriers: the blocks of a place have come, and are multiplied.
+    """
+
+    rows: Any
+    wide: Any
+    narrow: Any
+    full: Any
+    free: Any
+
+
+@cache
+def is_on_hopper() -> bool:
+    """Whether the GPU is one, whose matrix units no other has."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+def takes(
+    x: Float[Tensor, "R inputs"],
+    weight: Float[Tensor, "stored inputs"],
+    *,
+    is_gated: bool,
+    is_added: bool,
+    tiles: LinearTiles,
+) -> bool:
+    """Whether `launch` can be called: for tiles of 192 columns, bfloat16 and descriptors."""
+    is_half = x.dtype == weight.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
+    is_wide = tiles.columns * (2 if is_gated else 1) == WIDE.value + NARROW.value
+    is_deep = tiles.depth_of(x.shape[1]) >= _LINE
+    is_taken = is_wide and is_half and is_deep and not (is_gated and is_added)
+    return is_taken and is_on_hopper()
+
+
+def launch(
+    x: Float[Tensor, "R inputs"],
+    weight: Float[Tensor, "stored inputs"],
+    ends: Ends,
+    row_blocks: int,
+    blocks: int,
+    *,
+    programs: int,
+    sizes: Sizes,
+    squares: Chunks,
+    cut: Cut,
+    warps: int,
+    **launching: bool,
+) -> None:
+    """Multiplies arrays that `takes` accepts, and writes what `ends` says.
+
+    Args:
+      row_blocks, blocks: Blocks of the result in a column, and in all.
+      programs: That take them in turn.
+      sizes, squares, cut: As of the kernel of `linear`.
+      warps: That multiply.
+    """
+
+    def described(array: Tensor, *shape: int) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
+        return TensorDescriptor.from_tensor(array, list(shape), layout)
+
+    if sizes.is_gated:  # a block of the gate and that of up beside it are one
+        weight = weight.view(2, sizes.N, sizes.K)
+        parts = [(2, size.value // 2, cut.depth) for size in (WIDE, NARROW)]
+    else:
+        parts = [(size.value, cut.depth) for size in (WIDE, NARROW)]
+    _described_kernel[(programs,)](
+        described(x, cut.rows, cut.depth),
+        *(described(weight, *shape) for shape in parts),
+        ends,
+        len(x),
+        row_blocks,
+        blocks,
+        sizes=sizes,
+        squares=squares,
+        cut=cut,
+        warps=warps,
+        num_warps=warps,
+        **launching,
+    )
+
+
+@gluon.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
+def _described_kernel(
+    x_of, wide_of, narrow_of, ends, num_rows, row_blocks, blocks, sizes: gl.constexpr,
+    squares: gl.constexpr, cut: gl.constexpr, warps: gl.constexpr, is_launched: gl.constexpr,
+):  # fmt: skip
+    """A program that takes blocks of outputs and rows in turn, the rows first."""
+    stages: gl.constexpr = cut.stages
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    ring = Ring(
+        rows=gl.allocate_shared_memory(x_of.dtype, [stages] + x_of.block_type.shape, x_of.layout),
+        wide=gl.allocate_shared_memory(
+            wide_of.dtype, [stages] + wide_of.block_type.shape, wide_of.layout
+        ),
+        narrow=gl.allocate_shared_memory(
+            narrow_of.dtype, [stages] + narrow_of.block_type.shape, narrow_of.layout
+        ),
+        full=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
+        free=gl.allocate_shared_memory(gl.int64, [stages, 1], barrier),
+    )
+    for i in gl.static_range(stages):
+        mbarrier.init(ring.full.index(i), count=1)
+        mbarrier.init(ring.free.index(i), count=1)
+    fence_async_shared()
+    if is_launched:
+        gdc_wait()
+    gl.warp_specialize(
+        [
+            (_multiply, (ring, ends, num_rows, row_blocks, blocks, sizes, squares, cut, warps)),
+            (_copy, (x_of, wide_of, narrow_of, ring, row_blocks, blocks, sizes, cut)),
+        ],
+        [1],
+        [_COPYING_REGISTERS],
+    )
+
+
+@gluon.jit
+def _copy(
+    x_of, wide_of, narrow_of, ring, row_blocks, blocks, sizes: gl.constexpr, cut: gl.constexpr
+):
+    """Copies all that blocks of the result are the products of; what lies outside is zero."""
+    second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
+    count: gl.constexpr = (cut.rows + WIDE + NARROW) * cut.depth * 2
+    done = 0
+    for number in range(gl.program_id(0), blocks, gl.num_programs(0)):
+        row = number % row_blocks * cut.rows
+        column = number // row_blocks * cut.columns
+        for at in range(0, sizes.K, cut.depth):
+            slot = done % cut.stages
+            mbarrier.wait(ring.free.index(slot), ((done // cut.stages) & 1) ^ 1)
+            full = ring.full.index(slot)
+            mbarrier.expect(full, count)
+            copy_tile(x_of, [row, at], full, ring.rows.index(slot))
+            if sizes.is_gated:
+                copy_tile(wide_of, [0, column, at], full, ring.wide.index(slot))
+                copy_tile(narrow_of, [0, column + second, at], full, ring.narrow.index(slot))
+            else:
+                copy_tile(wide_of, [column, at], full, ring.wide.index(slot))
+                copy_tile(narrow_of, [column + second, at], full, ring.narrow.index(slot))
+            done += 1
+
+
+@gluon.jit
+def _multiply(
+    ring, ends, num_rows, row_blocks, blocks, sizes: gl.constexpr, squares: gl.constexpr,
+    cut: gl.constexpr, warps: gl.constexpr,
+):  # fmt: skip
+    """Adds the blocks of the ring, and finishes and stores the sums."""
+    rows: gl.constexpr = cut.rows
+    depth: gl.constexpr = cut.depth
+    second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
+    of_row = gl.program_id(0) % row_blocks * rows
+    scale = of_row
+    if squares.count > 0:  # while the first blocks are copied
+        scale = _scale_of(ends, of_row, num_rows, sizes, squares, rows, warps)
+    done = 0
+    for number in range(gl.program_id(0), blocks, gl.num_programs(0)):
+        row = number % row_blocks * rows
+        column = number // row_blocks * cut.columns
+        if squares.count > 0:
+            if row != of_row:
+                scale = _scale_of(ends, row, num_rows, sizes, squares, rows, warps)
+            of_row = row
+        sums = gl.zeros((rows, WIDE), gl.float32, _sums_layout(WIDE, warps))
+        more = gl.zeros((rows, NARROW), gl.float32, _sums_layout(NARROW, warps))
+        for at in range(0, sizes.K, depth):
+            slot = done % cut.stages
+            mbarrier.wait(ring.full.index(slot), (done // cut.stages) & 1)
+            x = ring.rows.index(slot)
+            wide = ring.wide.index(slot)
+            narrow = ring.narrow.index(slot)
+            if sizes.is_gated:
+                wide = wide.reshape((WIDE, depth))
+                narrow = narrow.reshape((NARROW, depth))
+            sums = warpgroup_mma(x, wide.permute((1, 0)), sums, is_async=True)
+            more = warpgroup_mma(x, narrow.permute((1, 0)), more, is_async=True)
+            sums, more = warpgroup_mma_wait(num_outstanding=2, deps=(sums, more))
+            # The two products of the step before are done.
+            before = ring.free.index((done + cut.stages - 1) % cut.stages)
+            mbarrier.arrive(before, count=1, pred=at > 0)
+            done += 1
+        sums, more = warpgroup_mma_wait(num_outstanding=0, deps=(sums, more))
+        mbarrier.arrive(ring.free.index((done + cut.stages - 1) % cut.stages), count=1)
+        _store(sums, scale, ends, row, column, num_rows, sizes, squares, warps)
+        _store(more, scale, ends, row, column + second, num_rows, sizes, squares, warps)
+
+
+@gluon.jit
+def _store(
+    acc, scale, ends, first_row, first_column, num_rows, sizes: gl.constexpr,
+    squares: gl.constexpr, warps: gl.constexpr,
+):  # fmt: skip
+    """Does what follows a product, and stores it with what its next reader reads."""
+    N: gl.constexpr = sizes.N
+    rows: gl.constexpr = acc.shape[0]
+    width: gl.constexpr = acc.shape[1]
+    columns: gl.constexpr = width // 2 if sizes.is_gated else width
+    layout: gl.constexpr = acc.type.layout
+    if squares.count > 0:
+        acc = acc * gl.convert_layout(scale, gl.SliceLayout(1, layout))[:, None]
+    if sizes.is_biased:
+        lane = gl.arange(0, width, layout=gl.SliceLayout(0, layout))
+        output = first_column + lane % columns
+        bias = gl.load(ends.bias + output + lane // columns * N, mask=output < N, other=0.0)
+        acc += bias.to(gl.float32)[None, :]
+    if sizes.is_gated:
+        gate, up = gl.split(gl.permute(gl.reshape(acc, (rows, 2, columns)), (0, 2, 1)))
+        acc = gate / (1.0 + gl.exp2(-gate * _LOG2_E)) * up
+    if sizes.factor != 1.0:
+        acc = acc * sizes.factor
+    lines: gl.constexpr = _lines_layout(columns, warps)
+    row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, lines))
+    column = first_column + gl.arange(0, columns, layout=gl.SliceLayout(0, lines))
+    is_row, is_column = row < num_rows, column < N
+    is_inside = is_row[:, None] & is_column[None, :]
+    place = row.to(gl.int64)[:, None] * N + column[None, :]
+    if sizes.is_added:
+        added = gl.load(ends.added + place, mask=is_inside, other=0.0)
+        acc += gl.convert_layout(added, acc.type.layout).to(gl.float32)
+    out = gl.convert_layout(acc.to(ends.out.dtype.element_ty), lines)
+    gl.store(ends.out + place, out, mask=is_inside)
+    if sizes.is_scaled:
+        norm = gl.load(ends.norm + column, mask=is_column, other=0.0)
+        read = (out.to(gl.float32) * norm[None, :]).to(out.dtype)
+        gl.store(ends.scaled + place, read, mask=is_inside)
+    if sizes.is_added:
+        parts: gl.constexpr = columns // squares.length
+        chunks: gl.constexpr = (N + squares.length - 1) // squares.length
+        terms = out.to(gl.float32)
+        terms = gl.where(is_column[None, :], terms * terms, 0.0)
+        terms = gl.reshape(terms, (rows * parts, squares.length))
+        of_parts: gl.constexpr = gl.BlockedLayout([1, parts], [32, 1], [warps, 1], [1, 0])
+        sums = gl.reshape(_add_up(terms, squares.digits), (rows, parts))
+        row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, of_parts))
+        part = gl.arange(0, parts, layout=gl.SliceLayout(0, of_parts))
+        part += first_column // squares.length
+        at = ends.sums + row.to(gl.int64)[:, None] * chunks + part[None, :]
+        is_part = (row < num_rows)[:, None] & (part < chunks)[None, :]
+        gl.store(at, gl.convert_layout(sums, of_parts), mask=is_part)
+
+
+@gluon.jit
+def _scale_of(
+    ends, first_row, num_rows, sizes: gl.constexpr, squares: gl.constexpr, rows: gl.constexpr,
+    warps: gl.constexpr,
+):  # fmt: skip
+    """The scale of the norm of each row."""
+    layout: gl.constexpr = _squares_layout(squares.spread, warps)
+    row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
+    chunk = gl.arange(0, squares.spread, layout=gl.SliceLayout(0, layout))
+    at = ends.squares + row.to(gl.int64)[:, None] * squares.count + chunk[None, :]
+    is_one = (row < num_rows)[:, None] & (chunk < squares.count)[None, :]
+    total = _add_up(gl.load(at, mask=is_one, other=0.0), squares.digits_of_chunks)
+    return gl.rsqrt(total * (1.0 / sizes.K) + ends.eps)
+
+
+@gluon.jit
+def _add_up(terms, digits: gl.constexpr):
+    """As `squares.add_up`."""
+    largest = gl.max(terms, 1).to(gl.int32, bitcast=True)
+    exponent = gl.minimum(gl.maximum(largest >> 23, digits + 1), 254)
+    unit = ((digits + 254 - exponent) << 23).to(gl.float32, bitcast=True)
+    units = gl.floor(terms * unit[:, None] + 0.5).to(gl.int32)
+    return gl.sum(units, 1).to(gl.float32) * ((exponent - digits) << 23).to(
+        gl.float32, bitcast=True
+    )
+
+
+@gluon.constexpr_function
+def _sums_layout(columns, warps):
+    """How the matrix units leave sums, of 16 rows or more a warp."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _lines_layout(columns, warps):
+    """How warps write rows of so many numbers, eight by a thread."""
+    threads = columns // 8
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _squares_layout(chunks, warps):
+    """How warps read rows of so many squares, up to four by a thread."""
+    each = min(chunks, 4)
+    threads = min(chunks // each, 8)
+    return gl.BlockedLayout([1, each], [32 // threads, threads], [warps, 1], [1, 0])

@@ -1,0 +1,163 @@
+"""Tiles of the products of experts: whose rows they have, and steps along the chain, in Triton."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.gemm.fp8_w8a16 import four
+from shared.models.fp8_words import FP8_BLOCK, Shares
+
+_BLOCK = tl.constexpr(FP8_BLOCK)
+
+
+class Stored(NamedTuple):
+    """The weights of experts, and their scales, if they are FP8 in words of four.
+
+    Of some outputs, `place_of` gives where both begin; a scale that is an output's alone is read.
+    """
+
+    weights: Any
+    scales: Any
+
+
+class Sizes(NamedTuple):
+    """Outputs and inputs of an expert's product; slots of a row.
+
+    Attributes:
+      shares: Of weights that are FP8 in words of four; None: they are numbers.
+      is_scaled: Whether the next norm has a scale.
+    """
+
+    N: int
+    K: int
+    slots: int
+    shares: Shares | None
+    is_scaled: bool
+
+
+class Cut(NamedTuple):
+    """How a product is cut; lanes of a tile, and whether tiles are those of lists."""
+
+    lanes: int
+    columns: int
+    depth: int
+    stages: int
+    is_grouped: bool
+
+
+class Tile(NamedTuple):
+    """The expert of a tile, how many slots it has, and which."""
+
+    expert: Any
+    count: Any
+    slots: Any
+
+
+@triton.jit
+def tile_of(number, ids_at, lists, cut: tl.constexpr):
+    """A tile of a list; without lists, each slot is a tile."""
+    lane = tl.arange(0, cut.lanes)
+    if cut.is_grouped:
+        expert, count = tl.load(lists.experts + number), tl.load(lists.counts + number)
+        at = lists.slots + tl.load(lists.firsts + number) + lane
+        slots = tl.load(at, mask=lane < count, other=0)
+        expert = tl.where(count > 0, expert, 0)
+    else:
+        expert = tl.load(ids_at + number)
+        count = tl.where(expert >= 0, 1, 0)
+        slots = number + lane * 0
+    return Tile(expert=expert, count=count, slots=slots)
+
+
+@triton.jit
+def product_of(
+    x_at, is_slot, stored, expert, outputs: tl.constexpr, output, is_output, has_all: tl.constexpr,
+    sizes: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """The product of some slots, [lanes, 1] pointers, with outputs of an expert, [outputs, lanes].
+
+    The weight is the wide side of the matrix unit.
+    """
+    K: tl.constexpr = sizes.K
+    of_weight = place_of(stored, expert, outputs, output, is_output, has_all, sizes)
+    wide: tl.constexpr = output.shape[0]
+    lanes: tl.constexpr = cut.lanes
+    acc = tl.zeros((wide, lanes), tl.float32)
+    for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
+        if sizes.shares is not None:
+            acc = add_four(
+                acc, of_weight, x_at, at, is_slot, is_output, has_all, sizes, is_launched
+            )
+        else:
+            x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
+            weight = part_of(of_weight.weights, at, is_output, has_all, K, cut.depth)
+            acc = tl.dot(weight, x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def place_of(
+    stored, expert, outputs: tl.constexpr, output, is_output, has_all: tl.constexpr,
+    sizes: tl.constexpr,
+):  # fmt: skip
+    """Where some outputs of an expert begin, [outputs, 1] pointers, and their scales."""
+    expert = expert.to(tl.int64)
+    if sizes.shares is not None:
+        share: tl.constexpr = sizes.shares.outputs
+        scale = expert * (outputs // share) + output // share
+        place = place_in_words(stored, expert * outputs + output, scale, is_output, has_all, sizes)
+    else:
+        weights = stored.weights + ((expert * outputs + output) * sizes.K)[:, None]
+        place = Stored(weights=weights, scales=stored.scales)
+    return place
+
+
+@triton.jit
+def place_in_words(stored, output, scale, is_output, has_all: tl.constexpr, sizes: tl.constexpr):
+    """Where some outputs of FP8 begin, and their scales, which are numbered along the outputs."""
+    weights = stored.weights + (output.to(tl.int64) * (sizes.K // 4))[:, None]
+    scales = stored.scales + (scale * sizes.shares.scales_in)[:, None]
+    if sizes.shares.scales_in == 1:
+        scales = _scale_at(scales, is_output, has_all)
+    return Stored(weights=weights, scales=scales)
+
+
+@triton.jit
+def _scale_at(at, is_output, has_all: tl.constexpr):
+    return tl.load(at) if has_all else tl.load(at, mask=is_output[:, None], other=0.0)
+
+
+@triton.jit
+def part_of(at, step, is_one, has_all: tl.constexpr, K: tl.constexpr, depth: tl.constexpr):
+    """A step of some rows or outputs, which begin at [rows, 1] pointers; zero where none is."""
+    inputs = step + tl.arange(0, depth)
+    at += inputs[None, :]
+    if has_all and K % depth == 0:
+        part = tl.load(at)
+    elif K % depth == 0:
+        part = tl.load(at, mask=is_one[:, None], other=0.0)
+    else:
+        part = tl.load(at, mask=is_one[:, None] & (inputs < K)[None, :], other=0.0)
+    return part
+
+
+@triton.jit
+def add_four(
+    acc, of_weight, x_at, step, is_row, is_column, has_all: tl.constexpr, sizes: tl.constexpr,
+    is_launched: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of a block of inputs with an FP8 weight, in the order of the inputs."""
+    x0 = tl.trans(part_of(x_at, step, is_row, False, 32, 32))
+    x1 = tl.trans(part_of(x_at, step + 32, is_row, False, 32, 32))
+    x2 = tl.trans(part_of(x_at, step + 64, is_row, False, 32, 32))
+    x3 = tl.trans(part_of(x_at, step + 96, is_row, False, 32, 32))
+    words = part_of(of_weight.weights, step // 4, is_column, has_all, 32, 32)
+    scale = of_weight.scales
+    if sizes.shares.scales_in > 1:
+        scale = _scale_at(scale + step // _BLOCK, is_column, has_all)
+    w0, w1, w2, w3 = four(words, scale, is_launched)
+    acc = tl.dot(w0.to(x0.dtype), x0, acc, input_precision="ieee")
+    acc = tl.dot(w1.to(x0.dtype), x1, acc, input_precision="ieee")
+    acc = tl.dot(w2.to(x0.dtype), x2, acc, input_precision="ieee")
+    return tl.dot(w3.to(x0.dtype), x3, acc, input_precision="ieee")

@@ -1,0 +1,389 @@
+"""A block of experts in three Triton kernels, or in five where rows are many.
+
+`route` chooses; then come the product of gate and up, and that of down. Where rows are few, each
+slot of a row is a tile of those products, and the program that brings a row's last slot adds them.
+Where rows are many, rows of one expert share a tile, `group` lists them, and a kernel of its own
+adds. Both ways a slot is added along the inputs in one chain and a row's slots are added in their
+order, so that a row's bits depend neither on the rows beside it nor on the way.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.routing import Routing
+from kernels.tiles import ExpertsTiles
+from kernels.triton_gpu.gemm.linear import launching
+from kernels.triton_gpu.gemm.moe_gemm_tiles import (
+    Cut,
+    Sizes,
+    Stored,
+    product_of,
+    tile_of,
+)
+from kernels.triton_gpu.gemm.sum_of_squares import add_up
+from kernels.triton_gpu.moe.moe_align import Lists, group, most_tiles
+from kernels.triton_gpu.moe.router import LOG2_E, Chosen, Chunks, route, scale_of
+from shared.models.fp8_words import FP8_BLOCK, shares_of
+from shared.spec.reduction_order import RouterOrder, SquaresOrder
+
+
+class Stream(NamedTuple):
+    """Rows, the rows times the next norm's scale, and their squares in chunks."""
+
+    rows: Any
+    scaled: Any
+    squares: Any
+
+
+class Ends(NamedTuple):
+    """What rows are added to, the weights of their slots, and the scale of the next norm."""
+
+    rows: Any
+    weights: Any
+    norm: Any
+
+
+class Sums(NamedTuple):
+    """Columns of a chunk of squares, and the digits of their units."""
+
+    length: int
+    digits: int
+
+
+def experts(
+    rows: Float[Tensor, "R columns"],
+    scaled: Float[Tensor, "R hidden"],
+    squares: Float[Tensor, "R chunks"],
+    router: Float[Tensor, "outputs hidden"],
+    bias: Float[Tensor, " experts"] | None,
+    gate_up: Tensor,
+    gate_up_scales: Float[Tensor, "stored scales scales_in"] | None,
+    down: Tensor,
+    down_scales: Float[Tensor, "stored scales scales_in"] | None,
+    next_norm: Float[Tensor, " columns"] | None,
+    live: Int[Tensor, " 1"],
+    arrivals: Int[Tensor, " counters"],
+    *,
+    gathered: Callable[[Tensor], Tensor],
+    eps: float,
+    routing: Routing,
+    order: RouterOrder,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+) -> Stream:
+    """Adds to each row what its experts make of it.
+
+    Of several ranks each has inner columns of every expert and columns of the stream: the rows that
+    are added to, the outputs of down and the next norm are its share, and so is what this gives.
+
+    Args:
+      rows: Of the residual stream.
+      scaled, squares, router, bias, live, arrivals, eps, order, squares_order: See `route`;
+        arrivals as many as `arrivals_of_experts` says.
+      gate_up: `[stored, 2 inner, hidden]`, of each expert the gate's rows and then those of up; or
+        FP8 in words of four, `[stored, 2 inner, hidden / 4]`.
+      gate_up_scales: Of FP8; see `shared.models.fp8_words`.
+      down, down_scales: `[stored, hidden, inner]` in the same way.
+      next_norm: The scale of the norm behind the block; None where that is in a weight.
+      gathered: Gives a rank's inner columns of all slots with those of the others; what one rank
+        has as it is.
+      routing: How rows choose; the shared expert is the last that is stored.
+      tiles: How the work is cut.
+
+    Returns:
+      The new rows; the same times the next norm's scale, or themselves where there is none; and
+      their squares. What they hold behind the real rows is no result.
+    """
+    chosen = route(
+        scaled,
+        squares,
+        router,
+        bias,
+        live,
+        arrivals,
+        eps=eps,
+        routing=routing,
+        order=order,
+        squares_order=squares_order,
+        tiles=tiles,
+    )
+    lists = group(chosen.ids, arrivals, routing=routing, tiles=tiles) if tiles.grouped else None
+    inner = gated_product(
+        scaled,
+        squares,
+        Stored(gate_up, gate_up_scales),
+        chosen.ids,
+        lists,
+        eps=eps,
+        routing=routing,
+        squares_order=squares_order,
+        tiles=tiles,
+    )
+    return added_product(
+        gathered(inner),
+        Stored(down, down_scales),
+        chosen,
+        lists,
+        rows,
+        next_norm,
+        arrivals,
+        routing=routing,
+        squares_order=squares_order,
+        tiles=tiles,
+    )
+
+
+def gated_product(
+    scaled: Float[Tensor, "R hidden"],
+    squares: Float[Tensor, "R chunks"],
+    gate_up: Stored,
+    ids: Int[Tensor, "R slots"],
+    lists: Lists | None,
+    *,
+    eps: float,
+    routing: Routing,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+) -> Float[Tensor, "all_slots inner"]:
+    """silu(gate) * up of every slot, by its expert and of its row's norm.
+
+    Args:
+      lists: Of `group`, where tiles are grouped.
+    """
+    (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // 2
+    chunks = squares.shape[1]
+    cut = Cut(tiles.slots, tiles.columns, tiles.depth, tiles.stages, tiles.grouped)
+    sizes = _sizes(gate_up, N, hidden, routing, cut, is_scaled=False)
+    inner = scaled.new_empty((R * routing.slots, N))
+    _gated_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.columns),)](
+        scaled,
+        squares,
+        _stored(gate_up),
+        ids,
+        _lists(lists, ids),
+        inner,
+        eps,
+        sizes=sizes,
+        chunks=Chunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
+        cut=cut,
+        num_warps=tiles.warps,
+        **launching(scaled),
+    )
+    return inner
+
+
+def added_product(
+    inner: Float[Tensor, "all_slots inner"],
+    down: Stored,
+    chosen: Chosen,
+    lists: Lists | None,
+    rows: Float[Tensor, "R hidden"],
+    next_norm: Float[Tensor, " hidden"] | None,
+    arrivals: Int[Tensor, " counters"],
+    *,
+    routing: Routing,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+) -> Stream:
+    """Adds the product of down of all slots of a row, each times its weight, to the row."""
+    (R, N), K = rows.shape, inner.shape[1]
+    cut = Cut(tiles.slots, tiles.down_columns, tiles.down_depth, tiles.down_stages, tiles.grouped)
+    sizes = _sizes(down, N, K, routing, cut, is_scaled=next_norm is not None)
+    chunks = triton.cdiv(N, squares_order.chunk)
+    parts = torch.empty((R * routing.slots, N), dtype=torch.float32, device=rows.device)
+    out = torch.empty_like(rows)
+    stream = Stream(
+        rows=out,
+        scaled=out if next_norm is None else torch.empty_like(rows),
+        squares=parts.new_empty((R, chunks)),
+    )
+    ends = Ends(
+        rows=rows,
+        weights=chosen.weights,
+        norm=parts if next_norm is None else next_norm,
+    )
+    sums = Sums(length=squares_order.chunk, digits=squares_order.digits)
+    _down_kernel[(_tiles(R, routing, tiles) * triton.cdiv(N, tiles.down_columns),)](
+        inner,
+        _stored(down),
+        chosen.ids,
+        _lists(lists, chosen.ids),
+        parts,
+        arrivals,
+        ends,
+        stream,
+        sizes=sizes,
+        sums=sums,
+        cut=cut,
+        num_warps=tiles.down_warps,
+        **launching(rows),
+    )
+    if tiles.grouped:
+        _sum_kernel[(R * triton.cdiv(N, tiles.sum_columns),)](
+            parts,
+            chosen.ids,
+            ends,
+            stream,
+            sizes=sizes,
+            sums=sums,
+            columns=tiles.sum_columns,
+            num_warps=tiles.sum_warps,
+            **launching(rows),
+        )
+    return stream
+
+
+def _tiles(rows: int, routing: Routing, tiles: ExpertsTiles) -> int:
+    return most_tiles(rows, routing, tiles.slots) if tiles.grouped else rows * routing.slots
+
+
+def _lists(lists: Lists | None, ids: Tensor) -> Lists:
+    """A pointer must be there, also where nothing reads it."""
+    return Lists(slots=ids, experts=ids, firsts=ids, counts=ids) if lists is None else lists
+
+
+def _stored(stored: Stored) -> Stored:
+    return stored if stored.scales is not None else Stored(stored.weights, stored.weights)
+
+
+def _sizes(
+    stored: Stored, outputs: int, inputs: int, routing: Routing, cut: Cut, *, is_scaled: bool
+) -> Sizes:
+    """Of a product.
+
+    Raises:
+      ValueError: The weights are FP8, and a step is not a block of them.
+    """
+    is_fp8 = stored.scales is not None
+    if is_fp8 and cut.depth != FP8_BLOCK:
+        raise ValueError(f"the depth of FP8 must be its block of {FP8_BLOCK}, got {cut.depth}")
+    shares = shares_of(stored.weights.shape, stored.scales.shape) if is_fp8 else None
+    return Sizes(outputs, inputs, routing.slots, shares, is_scaled)
+
+
+@triton.jit
+def _gated_kernel(
+    x_at, squares_at, gate_up, ids_at, lists, inner_at, eps, sizes: tl.constexpr,
+    chunks: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per tile and block of outputs, whose rows of gate and of up are one matrix.
+
+    So few rows suffice for the wide side of the matrix unit, and there are twice as many programs.
+    """
+    N: tl.constexpr = sizes.N
+    blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
+    if is_launched:
+        gdc_wait()
+    tile = tile_of(tl.program_id(0) // blocks, ids_at, lists, cut)
+    if tile.count == 0:
+        return
+    is_slot = tl.arange(0, cut.lanes) < tile.count
+    row = tile.slots // sizes.slots
+    scale = scale_of(squares_at, row, is_slot, eps, sizes.K, chunks)
+    first, both = tl.program_id(0) % blocks * cut.columns, tl.arange(0, 2 * cut.columns)
+    column = first + both % cut.columns
+    output = column + both // cut.columns * N
+    x_at += row.to(tl.int64)[:, None] * sizes.K
+    has_all: tl.constexpr = N % cut.columns == 0
+    acc = product_of(
+        x_at, is_slot, gate_up, tile.expert, 2 * N, output, column < N, has_all, sizes, cut,
+        is_launched,
+    )  # fmt: skip
+    if is_launched:
+        gdc_launch_dependents()
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, cut.columns, cut.lanes)), (2, 1, 0)))
+    gate, up = gate * scale[:, None], up * scale[:, None]
+    out = gate / (1.0 + tl.exp2(-gate * LOG2_E)) * up
+    column = first + tl.arange(0, cut.columns)
+    place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
+    keep = is_slot[:, None] & (column < N)[None, :]
+    tl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def _down_kernel(
+    x_at, down, ids_at, lists, parts_at, arrivals_at, ends, stream, sizes: tl.constexpr,
+    sums: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """As `_gated_kernel`; where slots are tiles, who brings a row's last one adds the row's."""
+    N: tl.constexpr = sizes.N
+    blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
+    number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if is_launched:
+        gdc_wait()
+    tile = tile_of(number, ids_at, lists, cut)
+    if tile.count == 0:
+        return
+    is_slot = tl.arange(0, cut.lanes) < tile.count
+    column = block * cut.columns + tl.arange(0, cut.columns)
+    is_column = column < N
+    has_all: tl.constexpr = N % cut.columns == 0
+    x_at += tile.slots.to(tl.int64)[:, None] * sizes.K
+    acc = product_of(
+        x_at, is_slot, down, tile.expert, N, column, is_column, has_all, sizes, cut, is_launched
+    )
+    if is_launched:
+        gdc_launch_dependents()
+    place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
+    keep = is_slot[:, None] & is_column[None, :]
+    tl.store(parts_at + place, tl.trans(acc), mask=keep)
+    if not cut.is_grouped:
+        tl.debug_barrier()
+        row = number // sizes.slots
+        counter = arrivals_at + row * blocks + block
+        if tl.atomic_add(counter, 1, sem="acq_rel") == sizes.slots - 1:
+            tl.store(counter, 0)
+            _add_slots(parts_at, ends, stream, row, column, block, sizes, sums)
+
+
+@triton.jit
+def _sum_kernel(
+    parts_at, ids_at, ends, stream, sizes: tl.constexpr, sums: tl.constexpr,
+    columns: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per row and block of outputs."""
+    blocks: tl.constexpr = (sizes.N + columns - 1) // columns
+    row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    if tl.load(ids_at + row * sizes.slots) >= 0:
+        column = block * columns + tl.arange(0, columns)
+        _add_slots(parts_at, ends, stream, row, column, block, sizes, sums)
+
+
+@triton.jit
+def _add_slots(parts_at, ends, stream, row, column, block, sizes: tl.constexpr, sums: tl.constexpr):
+    """Adds the slots of a row in their order, each a rounded product, and ends the row."""
+    N: tl.constexpr = sizes.N
+    columns: tl.constexpr = column.shape[0]
+    chunks: tl.constexpr = (N + sums.length - 1) // sums.length
+    parts: tl.constexpr = columns // sums.length
+    is_column = column < N
+    slots: tl.constexpr = sizes.slots
+    first, total = row * slots, tl.zeros((columns,), tl.float32)
+    for slot in tl.static_range(slots):
+        at = parts_at + (first + slot).to(tl.int64) * N + column
+        # Past the multiprocessor's cache: other programs have written them.
+        part = tl.load(at, mask=is_column, other=0.0, cache_modifier=".cg")
+        total += part * tl.load(ends.weights + first + slot)
+    place = row.to(tl.int64) * N + column
+    before = tl.load(ends.rows + place, mask=is_column, other=0.0)
+    out = (total + before.to(tl.float32)).to(stream.rows.dtype.element_ty)
+    tl.store(stream.rows + place, out, mask=is_column)
+    out = out.to(tl.float32)
+    if sizes.is_scaled:
+        norm = tl.load(ends.norm + column, mask=is_column, other=0.0).to(tl.float32)
+        scaled = (out * norm).to(stream.scaled.dtype.element_ty)
+        tl.store(stream.scaled + place, scaled, mask=is_column)
+    squares = tl.where(is_column, out * out, 0.0)
+    squares = add_up(tl.reshape(squares, (parts, sums.length)), sums.digits)
+    chunk = block * parts + tl.arange(0, parts)
+    tl.store(stream.squares + row.to(tl.int64) * chunks + chunk, squares, mask=chunk < chunks)

@@ -1,0 +1,143 @@
+"""The lists of each expert's slots, in Triton."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.routing import Routing
+from kernels.tiles import ExpertsTiles
+from kernels.triton_gpu.gemm.linear import launching
+
+
+class Lists(NamedTuple):
+    """The slots of each expert, cut into tiles.
+
+    Attributes:
+      slots: Of each expert, by ascending row; `rows` places for each.
+      experts, firsts, counts: Of each tile, its first place in the slots and how many it has, which
+        is 0 behind the last tile.
+    """
+
+    slots: Any
+    experts: Any
+    firsts: Any
+    counts: Any
+
+
+class Grouping(NamedTuple):
+    """Stored experts, slots of a row, lanes of both, rows read at once, and slots of a tile."""
+
+    stored: int
+    spread: int
+    slots: int
+    lanes: int
+    rows: int
+    tile: int
+
+
+def group(
+    ids: Int[Tensor, "R slots"],
+    arrivals: Int[Tensor, " counters"],
+    *,
+    routing: Routing,
+    tiles: ExpertsTiles,
+) -> Lists:
+    """Lists the slots of each expert and cuts them into tiles.
+
+    Args:
+      ids: Of `route`.
+      arrivals: As there.
+      routing: How rows have chosen.
+      tiles: How the work is cut.
+    """
+    R = len(ids)
+    most = most_tiles(R, routing, tiles.slots)
+    empty = torch.Tensor.new_empty
+    lists = Lists(
+        slots=empty(ids, (routing.stored, R)),
+        experts=empty(ids, (most,)),
+        firsts=empty(ids, (most,)),
+        counts=empty(ids, (most,)),
+    )
+    _group_kernel[(routing.stored,)](
+        ids,
+        empty(ids, (routing.stored,)),
+        arrivals,
+        lists,
+        R,
+        most,
+        grouping=Grouping(
+            stored=routing.stored,
+            spread=triton.next_power_of_2(routing.stored),
+            slots=routing.slots,
+            lanes=triton.next_power_of_2(routing.slots),
+            rows=min(tiles.group_rows, triton.next_power_of_2(R)),
+            tile=tiles.slots,
+        ),
+        num_warps=4,
+        **launching(ids),
+    )
+    return lists
+
+
+def most_tiles(rows: int, routing: Routing, slots: int) -> int:
+    """Tiles that cannot be too few: each expert may have one that is not full."""
+    chosen = rows * routing.top
+    tiles = min(chosen, routing.experts + chosen // slots)
+    return tiles + (triton.cdiv(rows, slots) if routing.is_shared else 0)
+
+
+@triton.jit(do_not_specialize=["num_rows", "most_tiles"])
+def _group_kernel(
+    ids_at, counts_at, arrivals_at, lists, num_rows, most_tiles, grouping: tl.constexpr,
+    is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per expert, which lists its slots; the last to arrive cuts all lists."""
+    expert, lane = tl.program_id(0), tl.arange(0, grouping.lanes)
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    count = 0
+    for first in range(0, num_rows, grouping.rows):
+        row = first + tl.arange(0, grouping.rows)
+        slot = row[:, None] * grouping.slots + lane[None, :]
+        keep = (row < num_rows)[:, None] & (lane < grouping.slots)[None, :]
+        is_one = tl.load(ids_at + slot, mask=keep, other=-1) == expert
+        has_one = tl.max(is_one.to(tl.int32), 1)
+        place = expert * num_rows + count + tl.cumsum(has_one, 0) - has_one
+        slot = tl.max(tl.where(is_one, slot, 0), 1)
+        tl.store(lists.slots + place, slot, mask=has_one > 0)
+        count += tl.sum(has_one, 0)
+    tl.store(counts_at + expert, count)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_at, 1, sem="acq_rel") == grouping.stored - 1:
+        tl.store(arrivals_at, 0)
+        _cut(counts_at, lists, num_rows, most_tiles, grouping)
+
+
+@triton.jit
+def _cut(counts_at, lists, num_rows, most_tiles, grouping: tl.constexpr):
+    """Cuts the lists into tiles, those of the last expert first: if it is shared, it has most."""
+    tile: tl.constexpr = grouping.tile
+    place = tl.arange(0, grouping.spread)
+    expert = tl.where(place == 0, grouping.stored - 1, place - 1)
+    is_expert = place < grouping.stored
+    count = tl.load(counts_at + expert, mask=is_expert, other=0, cache_modifier=".cg")
+    tiles = (count + tile - 1) // tile
+    end = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    for number in range(0, (num_rows + tile - 1) // tile):
+        at, keep = end - tiles + number, number < tiles
+        tl.store(lists.experts + at, expert, mask=keep)
+        tl.store(lists.firsts + at, expert * num_rows + number * tile, mask=keep)
+        tl.store(lists.counts + at, tl.minimum(count - number * tile, tile), mask=keep)
+    spread: tl.constexpr = grouping.spread
+    nothing = tl.zeros((spread,), tl.int32)
+    for first in range(0, most_tiles, spread):
+        at = first + place
+        tl.store(lists.counts + at, nothing, mask=(at >= total) & (at < most_tiles))

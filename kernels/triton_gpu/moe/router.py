@@ -1,0 +1,374 @@
+"""The choice of experts of each row, in Triton."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.routing import Routing
+from kernels.tiles import ExpertsTiles
+from kernels.triton_gpu.gemm.linear import launching
+from kernels.triton_gpu.gemm.sum_of_squares import add_up
+from shared.spec.reduction_order import RouterOrder, SquaresOrder
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-(2**31))
+_OUTPUTS = 16
+"""Logits of a program: as few as a matrix unit takes, so that there are many programs."""
+
+
+class Chosen(NamedTuple):
+    """The experts of each row by ascending number, the shared one last, and their weights.
+
+    A row behind the real ones has -1 in every slot.
+    """
+
+    ids: Any
+    weights: Any
+
+
+class Read(NamedTuple):
+    """What logits are made of; the squares are those of the rows before their scale."""
+
+    scaled: Any
+    squares: Any
+    router: Any
+    bias: Any
+    live: Any
+    eps: Any
+
+
+class Kept(NamedTuple):
+    """What programs leave each other: sums of segments, and how many have arrived."""
+
+    parts: Any
+    arrivals: Any
+
+
+class Chunks(NamedTuple):
+    """The chunks of a row's squares, lanes that read them, and the digits of their units."""
+
+    count: int
+    spread: int
+    digits: int
+
+
+class Choice(NamedTuple):
+    """As `Routing`; lanes of a row's experts and of those that it chooses; digits of weights."""
+
+    experts: int
+    top: int
+    groups: int
+    top_groups: int
+    slots: int
+    outputs: int
+    is_sigmoid: bool
+    is_renormalised: bool
+    factor: float
+    is_shared: bool
+    is_gated: bool
+    is_biased: bool
+    spread: int
+    lanes: int
+    digits: int
+
+
+class Cut(NamedTuple):
+    """How logits are cut: inputs, those of a segment and of a step, and the rows of a program."""
+
+    hidden: int
+    segment: int
+    segments: int
+    depth: int
+    rows: int
+    outputs: int
+    stages: int
+
+
+def route(
+    scaled: Float[Tensor, "R hidden"],
+    squares: Float[Tensor, "R chunks"],
+    router: Float[Tensor, "outputs hidden"],
+    bias: Float[Tensor, " experts"] | None,
+    live: Int[Tensor, " 1"],
+    arrivals: Int[Tensor, " counters"],
+    *,
+    eps: float,
+    routing: Routing,
+    order: RouterOrder,
+    squares_order: SquaresOrder,
+    tiles: ExpertsTiles,
+) -> Chosen:
+    """Chooses the experts of each row: the highest scores, and of equal ones the lower number.
+
+    Args:
+      scaled: The rows times the scale of their norm; what the norm divides by is left out.
+      squares: The rows' squares in chunks, for that.
+      router: The experts' rows, and behind them that of the shared expert's gate, if it has one.
+      bias: What is added to an expert's score where it is chosen by it, and not to its weight.
+      live: How many rows are real; those behind them choose nothing and are not read.
+      arrivals: Zeros, which they are again afterwards, a counter for each row or more.
+      eps: Of the norm.
+      routing: How scores choose and weigh.
+      order, squares_order: How logits, weights and squares are summed.
+      tiles: How the work is cut.
+    """
+    (R, hidden), chunks = scaled.shape, squares.shape[1]
+    rows = min(tiles.router_rows, triton.next_power_of_2(R))
+    blocks, columns = triton.cdiv(R, rows), triton.cdiv(routing.outputs, _OUTPUTS)
+    parts = squares.new_empty((order.segments, R, routing.outputs))
+    ids = torch.empty((R, routing.slots), dtype=torch.int32, device=scaled.device)
+    weights = squares.new_empty((R, routing.slots))
+    _route_kernel[(blocks * columns * order.segments,)](
+        Read(
+            scaled=scaled,
+            squares=squares,
+            router=router,
+            bias=squares if bias is None else bias,
+            live=live,
+            eps=eps,
+        ),
+        Kept(parts=parts, arrivals=arrivals),
+        Chosen(ids=ids, weights=weights),
+        R,
+        blocks,
+        chunks=Chunks(chunks, triton.next_power_of_2(chunks), squares_order.digits_of_chunks),
+        choice=Choice(
+            experts=routing.experts,
+            top=routing.top,
+            groups=routing.groups,
+            top_groups=routing.top_groups,
+            slots=routing.slots,
+            outputs=routing.outputs,
+            is_sigmoid=routing.is_sigmoid,
+            is_renormalised=routing.is_renormalised,
+            factor=routing.factor,
+            is_shared=routing.is_shared,
+            is_gated=routing.is_gated,
+            is_biased=bias is not None,
+            spread=triton.next_power_of_2(routing.experts),
+            lanes=triton.next_power_of_2(routing.top),
+            digits=order.digits,
+        ),
+        cut=Cut(
+            hidden=hidden,
+            segment=order.segment(hidden),
+            segments=order.segments,
+            depth=tiles.router_depth,
+            rows=rows,
+            outputs=_OUTPUTS,
+            stages=tiles.router_stages,
+        ),
+        num_warps=tiles.router_warps,
+        **launching(scaled),
+    )
+    return Chosen(ids=ids, weights=weights)
+
+
+@triton.jit(do_not_specialize=["num_rows", "blocks"])
+def _route_kernel(
+    read, kept, chosen, num_rows, blocks, chunks: tl.constexpr, choice: tl.constexpr,
+    cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """One program per block of rows, block of logits and segment; the last of a block chooses."""
+    number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if is_launched:
+        gdc_wait()
+    live = tl.minimum(tl.load(read.live), num_rows)
+    if block * cut.rows < live:
+        _route_block(
+            read, kept, chosen, number, block, live, num_rows, chunks, choice, cut, is_launched
+        )
+    elif number == 0:
+        _choose_nothing(chosen, block, num_rows, choice, cut.rows)
+
+
+@triton.jit
+def _route_block(
+    read, kept, chosen, number, block, live, num_rows, chunks: tl.constexpr, choice: tl.constexpr,
+    cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """The part of one program, of a block with real rows."""
+    hidden: tl.constexpr = cut.hidden
+    rows: tl.constexpr = cut.rows
+    outputs: tl.constexpr = choice.outputs
+    columns: tl.constexpr = (outputs + cut.outputs - 1) // cut.outputs
+    lanes: tl.constexpr = rows if rows > 16 else 16
+    has_all: tl.constexpr = cut.segment % cut.depth == 0 and cut.segment * cut.segments == hidden
+    segment = number // columns
+    column = number % columns * cut.outputs + tl.arange(0, cut.outputs)
+    lane = tl.arange(0, lanes)
+    row = block * rows + lane
+    step = segment * cut.segment + tl.arange(0, cut.depth)
+    end = (segment + 1) * cut.segment
+    is_row, is_column = (lane < rows) & (row < live), column < outputs
+    x_at = read.scaled + row.to(tl.int64)[:, None] * hidden + step[None, :]
+    weight_at = read.router + column[:, None] * hidden + step[None, :]
+    width: tl.constexpr = cut.outputs
+    acc = tl.zeros((width, lanes), tl.float32)
+    for at in tl.range(0, cut.segment, cut.depth, num_stages=cut.stages):
+        if has_all:
+            x = tl.load(x_at + at, mask=is_row[:, None], other=0.0)
+            weight = tl.load(weight_at + at, mask=is_column[:, None], other=0.0)
+        else:
+            inside = ((step + at < end) & (step + at < hidden))[None, :]
+            x = tl.load(x_at + at, mask=is_row[:, None] & inside, other=0.0)
+            weight = tl.load(weight_at + at, mask=is_column[:, None] & inside, other=0.0)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if is_launched:
+        gdc_launch_dependents()
+    at = (segment * num_rows + row.to(tl.int64))[:, None] * outputs + column[None, :]
+    tl.store(kept.parts + at, tl.trans(acc), mask=is_row[:, None] & is_column[None, :])
+    tl.debug_barrier()
+    counter = kept.arrivals + block
+    if tl.atomic_add(counter, 1, sem="acq_rel") == columns * cut.segments - 1:
+        tl.store(counter, 0)
+        _choose(read, kept, chosen, block, live, num_rows, chunks, choice, cut)
+
+
+@triton.jit
+def _choose_nothing(chosen, block, num_rows, choice: tl.constexpr, rows: tl.constexpr):
+    """Of rows that are not real."""
+    lanes: tl.constexpr = 2 * choice.lanes
+    row, slot = block * rows + tl.arange(0, rows), tl.arange(0, lanes)
+    at = row[:, None] * choice.slots + slot[None, :]
+    nothing = tl.zeros((rows, lanes), tl.int32) - 1
+    is_slot = (row < num_rows)[:, None] & (slot < choice.slots)[None, :]
+    tl.store(chosen.ids + at, nothing, mask=is_slot)
+
+
+@triton.jit
+def _choose(
+    read, kept, chosen, block, live, num_rows, chunks: tl.constexpr, choice: tl.constexpr,
+    cut: tl.constexpr,
+):  # fmt: skip
+    """Chooses for a block of rows, whose logits all have been found."""
+    rows: tl.constexpr = cut.rows
+    top: tl.constexpr = choice.top
+    row, expert = block * rows + tl.arange(0, rows), tl.arange(0, choice.spread)
+    is_row, is_live, is_expert = row < num_rows, row < live, expert < choice.experts
+    scale = scale_of(read.squares, row, is_live, read.eps, cut.hidden, chunks)
+    spread: tl.constexpr = choice.spread
+    lanes: tl.constexpr = choice.lanes
+    logits = tl.zeros((rows, spread), tl.float32)
+    gate = tl.zeros((rows,), tl.float32)
+    keep = is_live[:, None] & is_expert[None, :]
+    segments: tl.constexpr = cut.segments
+    for segment in tl.static_range(segments):
+        at = kept.parts + (segment * num_rows + row.to(tl.int64)) * choice.outputs
+        # Past the multiprocessor's cache: other programs have written them.
+        logits += tl.load(at[:, None] + expert[None, :], mask=keep, other=0.0, cache_modifier=".cg")
+        if choice.is_gated:
+            gate += tl.load(at + choice.experts, mask=is_live, other=0.0, cache_modifier=".cg")
+    scores = logits * scale[:, None] + 0.0  # there is one zero
+    if choice.is_sigmoid:
+        scores = 1.0 / (1.0 + tl.exp2(-scores * LOG2_E))
+    keys = scores
+    if choice.is_biased:
+        bias = tl.load(read.bias + expert, mask=is_expert, other=0.0).to(tl.float32)
+        keys = scores + bias[None, :] + 0.0
+    keys = tl.where(is_expert[None, :], _sortable(keys), _LOWEST)
+    if choice.groups > 1:
+        keys = _within_groups(keys, expert, choice)
+
+    lane = tl.arange(0, choice.lanes)[None, :]
+    ids = tl.zeros((rows, lanes), tl.int32) + spread
+    values = tl.zeros((rows, lanes), tl.float32)
+    for number in range(top):
+        highest = tl.max(keys, 1)
+        best = tl.min(tl.where(keys == highest[:, None], expert[None, :], choice.spread), 1)
+        is_best = expert[None, :] == best[:, None]
+        value = tl.sum(tl.where(is_best, scores, 0.0), 1)
+        keys = tl.where(is_best, _LOWEST, keys)
+        ids = tl.where(lane == number, best[:, None], ids)
+        values = tl.where(lane == number, value[:, None], values)
+    # In how many places of a row a lower number stands is the place of a number.
+    place = tl.sum((ids[:, None, :] < ids[:, :, None]).to(tl.int32), 2)
+    weights = _weights(values, scores, lane < top, is_expert, choice)
+    at = row[:, None] * choice.slots + place
+    keep = is_row[:, None] & (lane < top)
+    tl.store(chosen.ids + at, tl.where(is_live[:, None], ids, -1), mask=keep)
+    tl.store(chosen.weights + at, weights, mask=keep)
+    if choice.is_shared:
+        weight = tl.zeros((rows,), tl.float32) + 1.0
+        if choice.is_gated:
+            weight = 1.0 / (1.0 + tl.exp2(-(gate * scale) * LOG2_E))
+        at = row * choice.slots + top
+        tl.store(chosen.ids + at, tl.where(is_live, choice.experts, -1), mask=is_row)
+        tl.store(chosen.weights + at, weight, mask=is_row)
+
+
+@triton.jit
+def _sortable(x):
+    """Whole numbers in the order of floats, none of them the lowest; what is no number is first."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), _LOWEST + 1)
+
+
+@triton.jit
+def _within_groups(keys, expert, choice: tl.constexpr):
+    """Leaves a row the keys of those groups whose two highest have the highest sum."""
+    group = expert // (choice.experts // choice.groups)
+    groups: tl.constexpr = choice.groups
+    lanes: tl.constexpr = triton.next_power_of_2(groups)
+    lane = tl.arange(0, lanes)[None, :]
+    sums = tl.zeros((keys.shape[0], lanes), tl.int32) + _LOWEST
+    for number in range(groups):
+        own = tl.where((group == number)[None, :], keys, _LOWEST)
+        first = tl.max(own, 1)
+        best = tl.min(tl.where(own == first[:, None], expert[None, :], choice.spread), 1)
+        second = tl.max(tl.where(expert[None, :] == best[:, None], _LOWEST, own), 1)
+        both = _sortable(_float_of(first) + _float_of(second) + 0.0)
+        sums = tl.where(lane == number, both[:, None], sums)
+    left = keys * 0 + _LOWEST
+    for _ in range(choice.top_groups):
+        highest = tl.max(sums, 1)
+        best = tl.min(tl.where(sums == highest[:, None], lane, choice.groups), 1)
+        left = tl.where(group[None, :] == best[:, None], keys, left)
+        sums = tl.where(lane == best[:, None], _LOWEST, sums)
+    return left
+
+
+@triton.jit
+def _float_of(key):
+    """Of a sortable whole number."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weights(values, scores, is_chosen, is_expert, choice: tl.constexpr):
+    """What the chosen are weighted with; the first of them has the highest score.
+
+    Sums are those of whole numbers of units, so that no order decides them.
+    """
+    if choice.is_sigmoid:
+        weights = tl.where(is_chosen, values, 0.0)
+        if choice.is_renormalised:
+            weights = weights / (add_up(weights, choice.digits) + 1e-20)[:, None]
+    else:
+        is_first = tl.arange(0, choice.lanes)[None, :] == 0
+        highest = tl.sum(tl.where(is_first, values, 0.0), 1)[:, None]
+        weights = tl.where(is_chosen, tl.exp2((values - highest) * LOG2_E), 0.0)
+        if choice.is_renormalised:
+            total = add_up(weights, choice.digits)
+        else:
+            terms = tl.exp2((scores - highest) * LOG2_E)
+            total = add_up(tl.where(is_expert[None, :], terms, 0.0), choice.digits)
+        weights = weights / total[:, None]
+    if choice.factor != 1.0:
+        weights = weights * choice.factor
+    return weights
+
+
+@triton.jit
+def scale_of(squares_at, row, is_row, eps, hidden: tl.constexpr, chunks: tl.constexpr):
+    """What the norm of some rows multiplies them by."""
+    chunk = tl.arange(0, chunks.spread)
+    mask = is_row[:, None] & (chunk < chunks.count)[None, :]
+    at = squares_at + row.to(tl.int64)[:, None] * chunks.count + chunk[None, :]
+    squares = tl.load(at, mask=mask, other=0.0)
+    return tl.rsqrt(add_up(squares, chunks.digits) * (1.0 / hidden) + eps)

@@ -1,0 +1,362 @@
+"""The rules that judge sampled drafts, in Triton.
+
+Four kernels. The first weighs parts of the vocabulary under the target's and the drafter's scores;
+the second joins the parts to a law for each level; the third draws, in each part, what would stand
+for a rejected draft; the fourth accepts, and joins the draws. Only levels that a chain has, of rows
+with a temperature, are worked on.
+
+Weights are summed as whole numbers, see `scores`. What must stay equal in the Pallas twin is listed
+in `kernels/__init__.py`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kernels.triton_gpu.sampling.gumbel_noise import (
+    log,
+    noise_of_words,
+    threefry,
+    uniform_of,
+    words_of,
+)
+from kernels.triton_gpu.sampling.logits_processing import (
+    HIGHEST,
+    KEY_OF_INFINITY,
+    KEY_OF_NOTHING,
+    LOWEST,
+    PAIRS,
+    carried,
+    first_token,
+    halves_of,
+    ids_of,
+    key_of,
+    no_sum,
+    number_of,
+    score_of,
+    weight_of,
+)
+
+PART_GROUPS = 64  # groups of tokens that are weighed together
+_PART_GROUPS = tl.constexpr(PART_GROUPS)
+_WARPS = 8
+_SMALLEST = tl.constexpr(2.0**-126)  # probability that has a logarithm
+
+
+class Chains(NamedTuple):
+    """What is judged: of each request, its chain, its parameters and the scores of both models.
+
+    Attributes:
+      choices: The target's own.
+      row_of: The row of `scores` of each node.
+      scores, drafted: Processed, of the target's rows and of each level of the drafter.
+    """
+
+    tokens: Any
+    num_nodes: Any
+    choices: Any
+    row_of: Any
+    scores: Any
+    drafted: Any
+    temperature: Any
+    seeds: Any
+    lengths: Any
+
+
+class Laws(NamedTuple):
+    """The laws of each level: first the target's, then the drafter's.
+
+    Attributes:
+      peaks, masses: The largest key of each part, and how likely the part is beside it.
+      highest, total: The highest score, and how likely all tokens are beside it; 0: it is no law.
+      of_draft: The probability of the level's draft.
+      weights: By which the target's law is multiplied before the drafter's is taken from it; of
+        each node.
+    """
+
+    peaks: Any
+    masses: Any
+    highest: Any
+    total: Any
+    of_draft: Any
+    weights: Any
+
+
+class Draws(NamedTuple):
+    """What each part of a level would have in place of the draft.
+
+    Attributes:
+      keys, ids: The best token of what the drafter left over.
+      spare_keys, spare_ids: The best token of the target's law, for a level that has nothing left.
+      left: How likely what is left over is.
+    """
+
+    keys: Any
+    ids: Any
+    spare_keys: Any
+    spare_ids: Any
+    left: Any
+
+
+class Lengths(NamedTuple):
+    """Sizes of the arrays: the levels S of a chain and its nodes, tokens, and parts of these."""
+
+    levels: int
+    nodes: int
+    vocab: int
+    parts: int
+    level_lanes: int
+    part_lanes: int
+
+
+def judge(
+    tokens: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    choices: Int[Tensor, "B N"],
+    row_of: Int[Tensor, "B N"],
+    scores: Float[Tensor, "R vocab"],
+    drafted: Float[Tensor, "B S vocab"],
+    temperature: Float[Tensor, " B"],
+    seeds: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    *,
+    is_block: bool,
+    accept_stream: int,
+    residual_stream: int,
+) -> Int[Tensor, "B N"]:
+    """As `shared.spec.acceptance.rejection_choices` and `block_choices`, of scores.
+
+    Args:
+      tokens, num_nodes, choices, lengths: As in the specification.
+      row_of: The row of `scores` of each node.
+      scores, drafted: The target's and the drafter's processed logits.
+      temperature, seeds: Of the requests.
+      is_block: A chain is judged as a whole.
+      accept_stream, residual_stream: Of the noise.
+    """
+    (B, S, vocab), new = drafted.shape, drafted.new_empty
+    parts = triton.cdiv(vocab, PART_GROUPS * 2 * PAIRS.value)
+    ints: dict[str, Any] = {"dtype": torch.int32}
+    chains = Chains(
+        tokens, num_nodes, choices, row_of, scores, drafted, temperature, seeds, lengths
+    )
+    chains = Chains(*(x.contiguous() for x in chains))
+    laws = Laws(
+        peaks=new(2, B, S, parts, **ints),
+        masses=new(2, B, S, parts),
+        highest=new(2, B, S),
+        total=new(2, B, S),
+        of_draft=new(2, B, S),
+        weights=new(B, S + 1),
+    )
+    draws = Draws(
+        keys=new(B, S, parts, **ints),
+        ids=new(B, S, parts, **ints),
+        spare_keys=new(B, S, parts, **ints),
+        spare_ids=new(B, S, parts, **ints),
+        left=new(B, S, parts),
+    )
+    lanes = triton.next_power_of_2(S), triton.next_power_of_2(parts)
+    fixed = {"sizes": Lengths(S, S + 1, vocab, parts, *lanes), "enable_fp_fusion": False}
+    decided = torch.empty_like(chains.choices)
+    _masses_kernel[(parts, B * S, 2)](chains, laws, num_warps=_WARPS, **fixed)
+    _laws_kernel[(B,)](chains, laws, is_block=is_block, num_warps=4, **fixed)
+    _draws_kernel[(parts, B * S)](
+        chains, laws, draws, word=residual_stream, num_warps=_WARPS, **fixed
+    )
+    _decide_kernel[(B,)](
+        *(chains, laws, draws, decided),
+        word=accept_stream,  # Triton has a use of its own for the name
+        is_block=is_block,
+        num_warps=4,
+        **fixed,
+    )
+    return decided
+
+
+@triton.jit
+def _is_judged(chains, request, level):
+    """Whether a row has a temperature, and its chain a draft at a level."""
+    is_sampled = tl.load(chains.temperature + request) > 0
+    return level + 1 < tl.where(is_sampled, tl.load(chains.num_nodes + request), 0)
+
+
+@triton.jit
+def _row_at(chains, place, side, sizes: tl.constexpr):
+    """Where a level's scores begin: the target's, or on the other side the drafter's."""
+    request, level = place // sizes.levels, place % sizes.levels
+    at = chains.drafted + place.to(tl.int64) * sizes.vocab
+    if side == 0:
+        row = tl.load(chains.row_of + request * sizes.nodes + level).to(tl.int64)
+        at = chains.scores + row * sizes.vocab
+    return at
+
+
+@triton.jit
+def _masses_kernel(chains, laws, sizes: tl.constexpr):
+    """One program per part, level and side."""
+    part, place, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if _is_judged(chains, place // sizes.levels, place % sizes.levels):
+        pairs, ids = ids_of(part * _PART_GROUPS + tl.arange(0, _PART_GROUPS))
+        inside = ids < sizes.vocab
+        x = tl.load(_row_at(chains, place, side, sizes) + ids, mask=inside, other=0.0)
+        peak = tl.max(tl.where(inside, key_of(x), LOWEST))
+        weights = tl.where(inside, weight_of(x, score_of(peak), 1.0), 0.0)
+        high, low = halves_of(weights)
+        whole, _, _ = no_sum()
+        at = (side * tl.num_programs(1) + place) * sizes.parts + part
+        tl.store(laws.peaks + at, peak)
+        tl.store(laws.masses + at, number_of(carried(whole, tl.sum(high), tl.sum(low))))
+
+
+@triton.jit
+def _laws_kernel(chains, laws, is_block: tl.constexpr, sizes: tl.constexpr):
+    """One program per request, whose levels are its lanes."""
+    request, level = tl.program_id(0), tl.arange(0, sizes.level_lanes)
+    is_judged = _is_judged(chains, request, level) & (level < sizes.levels)
+    target = _law_of(chains, laws, request, level, is_judged, 0, sizes)
+    drafter = _law_of(chains, laws, request, level, is_judged, 1, sizes)
+    ratio = target / tl.where(drafter > 0, drafter, 1e-30)
+    weight = tl.full((), 1.0, tl.float32)
+    weights_at = laws.weights + request * sizes.nodes
+    tl.store(weights_at, weight)
+    for step in range(sizes.levels):
+        if is_block:
+            # A lane is read by a sum of whole numbers, which has all its bits.
+            bits = tl.where(level == step, ratio.to(tl.int32, bitcast=True), 0)
+            chance = tl.sum(bits).to(tl.float32, bitcast=True)
+            weight = tl.minimum(weight * chance, 1.0)
+        tl.store(weights_at + step + 1, weight)
+
+
+@triton.jit
+def _law_of(chains, laws, request, level, is_judged, side: tl.constexpr, sizes: tl.constexpr):
+    """Stores the law of each level on one side; the probability of its draft."""
+    part = tl.arange(0, sizes.part_lanes)[None, :]
+    place = request * sizes.levels + level
+    law = side * tl.num_programs(0) * sizes.levels + place
+    inside = is_judged[:, None] & (part < sizes.parts)
+    peaks = tl.load(laws.peaks + law[:, None] * sizes.parts + part, mask=inside, other=LOWEST)
+    masses = tl.load(laws.masses + law[:, None] * sizes.parts + part, mask=inside, other=0.0)
+    key = tl.max(peaks, 1)
+    highest = score_of(key)
+    # In units of 64 the sum of all tokens fits in whole numbers.
+    terms = masses * weight_of(score_of(peaks), highest[:, None], 1.0) * (1.0 / 64)
+    high, low = halves_of(tl.where(inside, terms, 0.0))
+    total = number_of(carried(level * 0, tl.sum(high, 1), tl.sum(low, 1))) * 64
+    is_law = (key > KEY_OF_NOTHING) & (key < KEY_OF_INFINITY)
+    total = tl.where(is_law, total, 0.0)
+    drafts_at = chains.tokens + request * sizes.nodes + 1
+    draft = tl.load(drafts_at + level, mask=is_judged, other=0)
+    row = place.to(tl.int64)
+    if side == 0:
+        row = tl.load(chains.row_of + request * sizes.nodes + level, mask=is_judged, other=0)
+    scores_at = chains.scores if side == 0 else chains.drafted
+    x = tl.load(scores_at + row.to(tl.int64) * sizes.vocab + draft, mask=is_judged, other=0.0)
+    probability = _probability(x, draft, draft, highest, total)
+    tl.store(laws.highest + law, highest, mask=is_judged)
+    tl.store(laws.total + law, total, mask=is_judged)
+    tl.store(laws.of_draft + law, probability, mask=is_judged)
+    return probability
+
+
+@triton.jit
+def _probability(x, ids, draft, highest, total):
+    """What a law makes of scores; one that is none makes the draft certain."""
+    is_law = total > 0
+    probability = weight_of(x, highest, 1.0) / tl.where(is_law, total, 1.0)
+    return tl.where(is_law, probability, tl.where(ids == draft, 1.0, 0.0))
+
+
+@triton.jit
+def _draws_kernel(chains, laws, draws, word: tl.constexpr, sizes: tl.constexpr):
+    """One program per part and level."""
+    part, place = tl.program_id(0), tl.program_id(1)
+    request, level, others = place // sizes.levels, place % sizes.levels, tl.num_programs(1)
+    if _is_judged(chains, request, level):
+        pairs, ids = ids_of(part * _PART_GROUPS + tl.arange(0, _PART_GROUPS))
+        inside = ids < sizes.vocab
+        node = request * sizes.nodes + level
+        draft = tl.load(chains.tokens + node + 1)
+        x = tl.load(_row_at(chains, place, 0, sizes) + ids, mask=inside, other=0.0)
+        y = tl.load(_row_at(chains, place, 1, sizes) + ids, mask=inside, other=0.0)
+        highest, total = tl.load(laws.highest + place), tl.load(laws.total + place)
+        p = _probability(x, ids, draft, highest, total)
+        highest, total = (
+            tl.load(laws.highest + others + place),
+            tl.load(laws.total + others + place),
+        )
+        q = _probability(y, ids, draft, highest, total)
+        residual = tl.load(laws.weights + node) * p - q
+        is_left = inside & (residual >= _SMALLEST)
+        seed = tl.load(chains.seeds + request).to(tl.uint32, bitcast=True)
+        position = tl.load(chains.lengths + request).to(tl.uint32)
+        noise = noise_of_words(words_of(seed, position, word, pairs))
+        drawn = log(tl.where(is_left, residual, 1.0)) + noise
+        at = place * sizes.parts + part
+        key, winner = first_token(tl.where(is_left, key_of(drawn), LOWEST), ids)
+        tl.store(draws.keys + at, key)
+        tl.store(draws.ids + at, winner)
+        key, winner = first_token(tl.where(inside, key_of(x + noise), LOWEST), ids)
+        tl.store(draws.spare_keys + at, key)
+        tl.store(draws.spare_ids + at, winner)
+        high, low = halves_of(tl.where(is_left, residual, 0.0))
+        whole, _, _ = no_sum()
+        tl.store(draws.left + at, number_of(carried(whole, tl.sum(high), tl.sum(low))))
+
+
+@triton.jit
+def _decide_kernel(
+    chains, laws, draws, decided_at, word: tl.constexpr, is_block: tl.constexpr, sizes: tl.constexpr
+):
+    """One program per request, whose levels are its lanes."""
+    request, level = tl.program_id(0), tl.arange(0, sizes.level_lanes)
+    node, is_level = request * sizes.nodes + level, level < sizes.levels
+    place = request * sizes.levels + level
+    is_judged = _is_judged(chains, request, level) & is_level
+    part = tl.arange(0, sizes.part_lanes)[None, :]
+    inside = is_judged[:, None] & (part < sizes.parts)
+    at = place[:, None] * sizes.parts + part
+    counter = level.to(tl.uint32)
+    seed = tl.load(chains.seeds + request).to(tl.uint32, bitcast=True)
+    position = tl.load(chains.lengths + request).to(tl.uint32)
+    words, _ = threefry(seed, position, counter, counter * 0 + word)
+    chance = uniform_of(words)
+    if is_block:
+        is_last = level + 2 >= tl.load(chains.num_nodes + request)
+        has_next = inside & (~is_last)[:, None]
+        left = tl.load(draws.left + at + sizes.parts, mask=has_next, other=0.0)
+        high, low = halves_of(left)
+        left = number_of(carried(level * 0, tl.sum(high, 1), tl.sum(low, 1)))
+        weight = tl.load(laws.weights + node + 1, mask=is_level, other=0.0)
+        total = left + 1 - weight
+        share = tl.where(total > 0, left / tl.where(total > 0, total, 1.0), 1.0)
+        passes = is_judged & (chance < tl.where(is_last, weight, share))
+        # A draft is accepted where a prefix passes that reaches it.
+        is_accepted = level <= tl.max(tl.where(passes, level, -1))
+    else:
+        target = tl.load(laws.of_draft + place, mask=is_judged, other=0.0)
+        drafters_at = laws.of_draft + tl.num_programs(0) * sizes.levels
+        is_accepted = chance * tl.load(drafters_at + place, mask=is_judged, other=0.0) < target
+    key, drawn = _best(draws.keys + at, draws.ids + at, inside)
+    _, spare = _best(draws.spare_keys + at, draws.spare_ids + at, inside)
+    drawn = tl.minimum(tl.where(key > LOWEST, drawn, spare), sizes.vocab - 1)
+    draft = tl.load(chains.tokens + node + 1, mask=is_level, other=0)
+    choice = tl.load(chains.choices + node, mask=is_level, other=0)
+    choice = tl.where(is_judged, tl.where(is_accepted, draft, drawn), choice)
+    tl.store(decided_at + node, choice, mask=is_level)
+    last = request * sizes.nodes + sizes.levels
+    tl.store(decided_at + last, tl.load(chains.choices + last))
+
+
+@triton.jit
+def _best(keys_at, ids_at, inside):
+    """The best token of each level's parts."""
+    keys = tl.load(keys_at, mask=inside, other=LOWEST)
+    ids = tl.load(ids_at, mask=inside, other=HIGHEST)
+    best = tl.max(keys, 1)
+    return best, tl.min(tl.where(keys == best[:, None], ids, HIGHEST), 1)

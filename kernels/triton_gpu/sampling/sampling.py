@@ -1,0 +1,289 @@
+"""The choice of tokens from logits, in Triton.
+
+Three kernels. The first looks at tiles of the vocabulary, all at once: it finds the best tokens of
+a tile or, where a row has a filter, what its groups of tokens hold. The second finds the border of
+the support of rows with a filter (`support`). The third finds the best tokens of their tiles, and
+joins the tiles of all rows. What a row does not ask for it does not pay for.
+
+Scores are compared as whole numbers in their order (`key_of`), and sums are of whole numbers, so
+the results depend on no order and no tile. What must stay equal in the Pallas twin is listed in
+`kernels/__init__.py`.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from jaxtyping import Bool, Float, Int, Int32
+from torch import Tensor
+
+from kernels.tiles import SamplingTiles
+from kernels.triton_gpu.sampling.lm_head_epilogue import Leaves
+from kernels.triton_gpu.sampling.logits_processing import PAIRS, Part, inputs_of, sizes_of
+from kernels.triton_gpu.sampling.sampling_kernels import (
+    border_kernel,
+    rows_kernel,
+    tiles_kernel,
+)
+from kernels.triton_gpu.sampling.topk import Best, Partials
+from kernels.triton_gpu.sampling.topk_topp import NOTES
+
+GROUP = 2 * PAIRS.value
+SHARED = 4
+"""Beside what a head has left a row has so many times more programs that look at tiles than those
+that its tiles have where it has a filter."""
+
+
+def choose(
+    logits: Float[Tensor, "R vocab"],
+    seen: Any,
+    positions: Int[Tensor, " R"],
+    sampling: Any,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    *,
+    stream: int,
+    tiles: SamplingTiles,
+    leaves: Leaves | None = None,
+) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"]]:
+    """As `shared.spec.sampling.choose`.
+
+    Args:
+      logits, seen, positions, sampling, request, allowed: As in the specification.
+      stream: Of the noise.
+      tiles: How the work is cut.
+      leaves: What the product with the head has left of rows whose logits are not there.
+    """
+    best, *_ = _ranked(
+        *(logits, seen, positions, sampling, request, allowed),
+        keys=positions,
+        stream=stream,
+        width=1,
+        is_scored=False,
+        columns=None,
+        tau=None,
+        nodes=0,
+        tiles=tiles,
+        leaves=leaves,
+    )
+    return best.ids[:, 0], best.is_finite
+
+
+def score(
+    logits: Float[Tensor, "R vocab"],
+    seen: Any,
+    positions: Int[Tensor, " R"],
+    sampling: Any,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    *,
+    stream: int,
+    tiles: SamplingTiles,
+) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"], Float[Tensor, "R vocab"]]:
+    """As `choose`, and `shared.spec.sampling.processed` of the same arguments."""
+    best, scores, _ = _ranked(
+        *(logits, seen, positions, sampling, request, allowed),
+        keys=positions,
+        stream=stream,
+        width=1,
+        is_scored=True,
+        columns=None,
+        tau=None,
+        nodes=0,
+        tiles=tiles,
+    )
+    return best.ids[:, 0], best.is_finite, scores
+
+
+def rank(
+    logits: Float[Tensor, "B k vocab"],
+    seen: Any,
+    positions: Int[Tensor, " B"],
+    sampling: Any,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+    is_sampled: bool,
+    columns: Int[Tensor, " vocab"] | None,
+    *,
+    tau: float,
+    tiles: SamplingTiles,
+    leaves: Leaves | None = None,
+) -> tuple[
+    Int[Tensor, "B k width"], Float[Tensor, "B k width"], Float[Tensor, "R target_vocab"] | None
+]:
+    """As `shared.spec.sampling.rank`.
+
+    Args:
+      logits, seen, positions, sampling, keys, stream, width, is_sampled, columns: As in the
+        specification.
+      tau: Softness of the weights where there is noise.
+      tiles: How the work is cut.
+      leaves: What the product with the head has left of rows that may lack their logits; of
+        `leaves.asking` with this width, and with the scores of rows with a temperature.
+    """
+    B, k, _ = logits.shape
+    best, scores, _ = _ranked(
+        *(logits.flatten(0, 1), seen, positions, sampling, positions, None),
+        keys=keys,
+        stream=stream,
+        width=width,
+        is_scored=is_sampled,
+        columns=columns,
+        tau=tau,
+        nodes=k,
+        tiles=tiles,
+        leaves=leaves,
+    )
+    found = best.ids.view(B, k, width), best.weights.view(B, k, width)
+    return *found, scores if is_sampled else None
+
+
+def leave(
+    logits: Float[Tensor, "R share"],
+    seen: Any,
+    positions: Int[Tensor, " named"],
+    sampling: Any,
+    request: Int[Tensor, " named"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    keys: Int[Tensor, " named"],
+    columns: Int[Tensor, " vocab"] | None,
+    part: Part,
+    *,
+    stream: int,
+    width: int,
+    tau: float | None,
+    nodes: int,
+    tiles: SamplingTiles,
+    leaves: Leaves | None = None,
+) -> tuple[Int32[Tensor, "R words"], Int32[Tensor, "R groups"], Float[Tensor, "R groups"]]:
+    """What a rank's part of the vocabulary leaves of rows, for `vocabulary.join`.
+
+    Args:
+      logits: Of this rank's tokens.
+      seen, positions, sampling, request, allowed, keys, columns: As of `choose` and `rank`.
+      part: Which tokens those are, and the scores of all for rows with a filter.
+      stream: Of the noise.
+      width: Tokens of a row.
+      tau: Softness of the weights where there is noise; None: they are not asked for.
+      nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
+      tiles: How the work is cut.
+      leaves: Of a head that was asked for a part, see `leaves.asking`.
+
+    Returns:
+      Keys and ids of a row's best tokens among those, or among all where it has a filter, and 1
+      where some logit is not finite; then the peaks and masses of all groups, of which those of
+      others are undefined, if weights are asked for.
+    """
+    best, _, partials = _ranked(
+        *(logits, seen, positions, sampling, request, allowed),
+        keys=keys,
+        stream=stream,
+        width=width,
+        is_scored=False,
+        columns=columns,
+        tau=tau,
+        nodes=nodes,
+        tiles=tiles,
+        leaves=leaves,
+        part=part,
+    )
+    return best.left, partials.peaks, partials.masses
+
+
+def _ranked(
+    logits: Float[Tensor, "R vocab"],
+    seen: Any,
+    positions: Int[Tensor, " named"],
+    sampling: Any,
+    request: Int[Tensor, " named"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    *,
+    keys: Int[Tensor, " named"],
+    stream: int,
+    width: int,
+    is_scored: bool,
+    columns: Int[Tensor, " vocab"] | None,
+    tau: float | None,
+    nodes: int,
+    tiles: SamplingTiles,
+    leaves: Leaves | None = None,
+    part: Part | None = None,
+) -> tuple[Best, Float[Tensor, "R target_vocab"], Partials]:
+    """The best tokens of each row, its scores, and what its groups hold.
+
+    Args:
+      is_scored: The scores are asked for; else nothing is written there.
+      tau: None: there are no weights.
+      nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
+    """
+    (R, vocab), params, new = logits.shape, sampling, logits.new_empty
+    of_ranks = {}
+    if part is not None:
+        of_ranks, vocab = {"ranks": part.ranks, "share": vocab}, part.vocab
+    # Of a part, and where tokens are ranked, rows with a temperature are looked at as a whole.
+    held = leaves if part is None else None
+    groups = triton.cdiv(vocab, GROUP)
+    num_tiles = triton.cdiv(groups, tiles.groups)
+    ints: dict[str, Any] = {"dtype": torch.int32}
+    scores = logits if not is_scored else new(R, seen.counts.shape[1])
+    if is_scored and columns is not None:
+        scores.fill_(-torch.inf)  # of tokens that the drafter does not have
+    partials = Partials(
+        peaks=new(R, groups, **ints) if held is None else held.peaks,
+        masses=new(R, groups) if held is None else held.masses,
+        winners=new(R, num_tiles, width, **ints),
+        winner_ids=new(R, num_tiles, width, **ints),
+        bad=new(R, num_tiles, **ints),
+        notes=new(R, NOTES.value, **ints),
+        scores=scores,
+    )
+    best = Best(
+        ids=new(R, width, **ints),
+        weights=new(R, width),
+        is_finite=new(R, dtype=torch.bool),
+        left=new(R, 0 if part is None else 2 * width + 1, **ints),
+    )
+    rows = (logits, seen, positions, params, request, allowed, columns, keys, stream, part)
+    inputs = inputs_of(*rows)
+    num_leaves = 0 if leaves is None else leaves.keys.shape[1]
+    given = Leaves(*[partials.bad] * len(Leaves._fields)) if leaves is None else leaves
+    fixed = {
+        "sizes": sizes_of(
+            vocab, seen, params, allowed, nodes, columns, held is not None, **of_ranks
+        ),
+        "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
+    }
+    chosen = {"width": width, "tau": tau, "is_scored": is_scored, "num_leaves": num_leaves}
+    group_lanes = triton.next_power_of_2(groups)
+    # Of rows whose scores a head has left out no tile is looked at.
+    at_once = num_tiles if leaves is None else min(num_tiles, SHARED * tiles.programs)
+    tiles_kernel[(at_once, R)](
+        *(inputs, partials, given),
+        num_tiles=num_tiles,
+        groups=tiles.groups,
+        num_warps=tiles.warps,
+        **fixed,
+        **chosen,
+    )
+    border_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
+        *(inputs, partials, new(R, 2, tiles.listed, **ints)),
+        group_lanes=group_lanes,
+        at_once=tiles.at_once,
+        sampled=tiles.sampled,
+        listed=tiles.listed,
+        num_warps=tiles.row_warps,
+        **fixed,
+    )
+    rows_kernel[(min(tiles.programs, num_tiles), R)](
+        *(inputs, partials, given, best),
+        num_tiles=num_tiles,
+        tile_lanes=triton.next_power_of_2(num_tiles * width),
+        leaf_lanes=triton.next_power_of_2(num_leaves),
+        group_lanes=group_lanes,
+        groups=tiles.groups,
+        num_warps=tiles.warps,
+        **fixed,
+        **chosen,
+    )
+    return best, scores, partials

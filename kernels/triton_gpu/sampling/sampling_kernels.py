@@ -1,0 +1,309 @@
+"""The kernels of `sampling`, in Triton: of tiles, of the border of the support, and of rows."""
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.sampling.gumbel_noise import log, noise_of_words
+from kernels.triton_gpu.sampling.lm_head_epilogue import (
+    NOTHING,
+    SCORES,
+    asked_of,
+    best_left,
+    is_left_bad,
+)
+from kernels.triton_gpu.sampling.logits_processing import (
+    HIGHEST,
+    KEY_OF_NOTHING,
+    LOWEST,
+    PAIRS,
+    first_token,
+    has_bad,
+    ids_of,
+    is_own,
+    key_of,
+    next_token,
+    score_of,
+    scores_of,
+    sharpness_of,
+    store_groups,
+    total_of,
+    wish_of,
+    words_at,
+)
+from kernels.triton_gpu.sampling.threshold_bracket import guess
+from kernels.triton_gpu.sampling.topk import (
+    Support,
+    choose_in_tile,
+    row_of,
+    store_bad,
+    store_first,
+    store_scores,
+    store_token,
+    tokens_of_best,
+)
+from kernels.triton_gpu.sampling.topk_topp import (
+    NOTES,
+    Memory,
+    Source,
+    bounds_of,
+    find_border,
+    list_near,
+)
+
+
+@triton.jit
+def tiles_kernel(
+    inputs,
+    partials,
+    leaves,
+    num_tiles: tl.constexpr,
+    groups: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+    is_scored: tl.constexpr,
+    num_leaves: tl.constexpr,
+):
+    """One program per tile and row: its best tokens, or what its groups hold before any noise.
+
+    Where the head has left what a row asks for, there is nothing to look at, and programs are fewer
+    than tiles.
+    """
+    share, row = tl.program_id(0), tl.program_id(1)
+    partials = row_of(partials, row, num_tiles, width, sizes)
+    if share == 0:
+        note = tl.arange(0, NOTES)
+        tl.store(partials.notes + note, note * 0)
+    if num_leaves == 0:
+        _look_at(share, row, inputs, partials, groups, sizes, width, tau, is_scored)
+    elif asked_of(leaves, row, num_leaves) == SCORES:
+        for tile in range(share, num_tiles, tl.num_programs(0)):
+            _look_at(tile, row, inputs, partials, groups, sizes, width, tau, is_scored)
+
+
+@triton.jit
+def _look_at(
+    tile,
+    row,
+    inputs,
+    partials,
+    groups: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+    is_scored: tl.constexpr,
+):
+    wish = wish_of(inputs, row, sizes)
+    has_own = True
+    if sizes.share > 0:
+        first = tile * (groups * 2 * PAIRS) - inputs.first
+        has_own = (first < sizes.share) & (first > -groups * 2 * PAIRS) | wish.is_filtered
+    if has_own:
+        _look_at_own(tile, row, wish, inputs, partials, groups, sizes, width, tau, is_scored)
+    else:
+        tl.store(partials.bad + tile, 0)
+        for rank in range(width):
+            tl.store(partials.winners + tile * width + rank, LOWEST)
+            tl.store(partials.winner_ids + tile * width + rank, HIGHEST)
+
+
+@triton.jit
+def _look_at_own(
+    tile,
+    row,
+    wish,
+    inputs,
+    partials,
+    groups: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+    is_scored: tl.constexpr,
+):
+    group = tile * groups + tl.arange(0, groups)
+    pairs, ids = ids_of(group)
+    raw, x = scores_of(ids, inputs, row, wish, sizes)
+    tl.store(partials.bad + tile, has_bad(raw).to(tl.int32))
+    places = (
+        partials.peaks + group,
+        partials.masses + group,
+        group < tl.cdiv(sizes.vocab, 2 * PAIRS),
+    )
+    if wish.is_filtered:
+        keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
+        store_groups(*places, x, keys, 1.0)
+    else:
+        if is_scored:
+            store_scores(partials, x, ids, inputs, sizes)
+        if wish.temperature > 0:
+            x = x + noise_of_words(words_at(wish.noise, pairs, ids, inputs, sizes))
+        keys = tl.where(is_own(ids, inputs, wish, sizes), key_of(x), LOWEST)
+        if tau is not None:
+            store_groups(*places, x, keys, sharpness_of(wish.temperature, tau))
+        store_first(partials, tile, keys, ids, width)
+
+
+@triton.jit
+def border_kernel(
+    inputs,
+    partials,
+    near_at,
+    group_lanes: tl.constexpr,
+    at_once: tl.constexpr,
+    sampled: tl.constexpr,
+    listed: tl.constexpr,
+    sizes: tl.constexpr,
+):
+    """One program per share of a row with a filter; the last to arrive finds the border."""
+    share, row = tl.program_id(0), tl.program_id(1)
+    source = Source(inputs, row, wish_of(inputs, row, sizes))
+    if source.wish.is_filtered:
+        num_groups = tl.cdiv(sizes.vocab, 2 * PAIRS)
+        first, group = row * num_groups, tl.arange(0, group_lanes)
+        peaks = tl.load(partials.peaks + first + group, mask=group < num_groups, other=LOWEST)
+        masses = tl.load(partials.masses + first + group, mask=group < num_groups, other=0.0)
+        bounds = bounds_of(peaks, masses, source, sizes)
+        memory = Memory(
+            peaks=partials.peaks + first,
+            near=near_at + row * (2 * listed),
+            notes=partials.notes + row * NOTES,
+        )
+        low, high = bounds.low, bounds.high
+        if high > KEY_OF_NOTHING:
+            low, high = guess(peaks, masses, bounds, source, sampled, sizes)
+            is_flat = tl.sum((peaks >= low).to(tl.int32)) * 2 > num_groups
+            list_near(
+                *(low, high, bounds.highest, is_flat, share, source, memory),
+                *(at_once, listed, sizes),
+            )
+        tl.debug_barrier()  # all of this program's words are in memory
+        if tl.atomic_add(memory.notes + 5, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            border, limit = find_border(low, high, bounds, source, memory, at_once, listed, sizes)
+            tl.store(memory.notes, border)
+            tl.store(memory.notes + 1, limit)
+            tl.store(memory.notes + 2, key_of(bounds.highest))
+
+
+@triton.jit
+def rows_kernel(
+    inputs,
+    partials,
+    leaves,
+    best,
+    num_tiles: tl.constexpr,
+    tile_lanes: tl.constexpr,
+    leaf_lanes: tl.constexpr,
+    group_lanes: tl.constexpr,
+    groups: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+    is_scored: tl.constexpr,
+    num_leaves: tl.constexpr,
+):
+    """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
+
+    One of a row's programs joins the tiles, the last to arrive where all have something to do.
+    """
+    share, row = tl.program_id(0), tl.program_id(1)
+    partials, wish = row_of(partials, row, num_tiles, width, sizes), wish_of(inputs, row, sizes)
+    sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
+    is_last = share == 0
+    if num_leaves > 0:
+        asks = asked_of(leaves, row, num_leaves)
+        if (asks != SCORES) & is_last:
+            store_bad(best, row, is_left_bad(leaves, row, num_leaves, leaf_lanes), width, sizes)
+        if (asks == NOTHING) & is_last:
+            key, winner = best_left(leaves, row, num_leaves, leaf_lanes)
+            if sizes.share > 0:
+                winner += inputs.first
+            store_token(best, row, 0, key, winner, 0.0, 0.0, 1.0, inputs, width, sizes, None)
+        if tau is None or sizes.share > 0:
+            is_last = is_last & (asks != NOTHING)
+        else:
+            if (asks != SCORES) & is_last:
+                _rank_left(
+                    *(row, inputs, partials, leaves, best),
+                    *(leaf_lanes, group_lanes, sizes, width, tau, num_leaves),
+                )
+            is_last = is_last & (asks == SCORES)
+    if wish.is_filtered:
+        support = Support(
+            border=tl.load(partials.notes),
+            limit=tl.load(partials.notes + 1),
+            highest=score_of(tl.load(partials.notes + 2)),
+            smallest=tl.load(inputs.min_p + wish.request),
+        )
+        source = Source(inputs, row, wish)
+        first = key_of(support.highest - 3)  # the first token stays, and no noise lies below -3
+        for tile in range(share, num_tiles, tl.num_programs(0)):
+            key = choose_in_tile(
+                *(tile, first, support, source, sharpness, partials),
+                *(groups, sizes, width, tau, is_scored),
+            )
+            first = tl.maximum(first, key)
+        tl.debug_barrier()  # all of this program's words are in memory
+        arrived = tl.atomic_add(partials.notes + 6, 1, sem="acq_rel")
+        is_last = arrived == tl.num_programs(0) - 1
+    if is_last:
+        place = tl.arange(0, tile_lanes)
+        if asked_of(leaves, row, num_leaves) == SCORES:
+            bad = tl.load(partials.bad + place, mask=place < num_tiles, other=0)
+            store_bad(best, row, tl.max(bad), width, sizes)
+        inside = place < num_tiles * width
+        # Volatile, past the cache of the multiprocessor: other programs have written them.
+        keys = tl.load(partials.winners + place, mask=inside, other=LOWEST, volatile=True)
+        ids = tl.load(partials.winner_ids + place, mask=inside, other=HIGHEST, volatile=True)
+        highest, norm = score_of(tl.max(keys)), 0.0
+        if (tau is not None) and (sizes.share == 0):
+            group = tl.arange(0, group_lanes)
+            inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
+            peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST, volatile=True)
+            masses = tl.load(partials.masses + group, mask=inside, other=0.0, volatile=True)
+            norm = log(total_of(peaks, masses, highest, sharpness))
+        key, winner = first_token(keys, ids)
+        store_token(
+            *(best, row, 0, key, winner, highest, norm, sharpness, inputs, width, sizes, tau)
+        )
+        for rank in range(1, width):
+            key, winner = next_token(keys, ids, key, winner)
+            store_token(
+                *(best, row, rank, key, winner, highest, norm, sharpness, inputs),
+                *(width, sizes, tau),
+            )
+
+
+@triton.jit
+def _rank_left(
+    row,
+    inputs,
+    partials,
+    leaves,
+    best,
+    leaf_lanes: tl.constexpr,
+    group_lanes: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+    num_leaves: tl.constexpr,
+):
+    """Stores the best tokens of a row without noise, which are in the groups of the best peaks."""
+    group = tl.arange(0, group_lanes)
+    inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
+    peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)
+    masses = tl.load(partials.masses + group, mask=inside, other=0.0)
+    highest = score_of(tl.max(peaks))
+    norm = log(total_of(peaks, masses, highest, 1.0))
+    if width == 1:
+        key, winner = best_left(leaves, row, num_leaves, leaf_lanes)
+        store_token(best, row, 0, key, winner, highest, norm, 1.0, inputs, width, sizes, tau)
+    else:
+        keys, ids = tokens_of_best(peaks, group, row, inputs, sizes, width)
+        key, winner = first_token(keys, ids)
+        store_token(best, row, 0, key, winner, highest, norm, 1.0, inputs, width, sizes, tau)
+        for rank in range(1, width):
+            key, winner = next_token(keys, ids, key, winner)
+            store_token(
+                *(best, row, rank, key, winner, highest, norm, 1.0, inputs),
+                *(width, sizes, tau),
+            )

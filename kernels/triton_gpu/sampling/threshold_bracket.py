@@ -1,0 +1,113 @@
+"""Guesses of two scores around the border of a row's support, in Triton.
+
+They rest on the best token of each group and on a sample of the row, and are right nearly always.
+They decide nothing but the time, so nothing here need have the same bits in the other language.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.sampling.logits_processing import (
+    LOWEST,
+    key_of,
+    score_of,
+    scores_of,
+    sums_of,
+    weight_of,
+)
+
+_RUN = tl.constexpr(8)  # tokens of a sample that lie side by side: 32 bytes
+_STEPS = tl.constexpr(13)
+_SIGMAS = tl.constexpr(4.0)
+_ROUNDING = tl.constexpr(1e-5)  # far more than the sums err by
+
+
+class _Sample(NamedTuple):
+    """Scores and weights of tokens from all over the vocabulary."""
+
+    x: Any
+    weights: Any
+
+
+@triton.jit
+def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.constexpr):
+    """Two keys between which the border lies.
+
+    Above a border that is too low too many groups have their best token, or too much weight; above
+    one that is high enough all groups together weigh too little. Where that says nothing, because
+    all tokens are about as likely, the sample says how much lies below a border: it is made of
+    many tokens, none of them heavier than the border's own, so its error is known.
+
+    Args:
+      peaks, masses: Of all groups, see `store_groups`.
+      bounds: Of `bounds_of`.
+      source: Of the scores.
+      sampled: Tokens of the sample, at most.
+    """
+    weight, highest = bounds.weight, bounds.highest
+    low, high = bounds.low, bounds.high
+    best = score_of(peaks)
+    best_weight = tl.where(peaks > LOWEST, weight_of(best, highest, 1.0), 0.0)
+    whole = best_weight * masses
+    sample, scale = _sample(source, bounds, sampled, sizes)
+    tail = tl.maximum(bounds.total - weight, 0.0)
+    # No token of the sample lies below the floor, and the border seldom does.
+    floor = tl.min(tl.where(sample.x > -float("inf"), sample.x, highest))
+    floor = tl.maximum(floor, score_of(bounds.low))
+    below, above = floor, highest  # of the border that is too low
+    under, over = floor, highest  # of the one that is high enough
+    for _ in range(_STEPS):
+        lower, upper = (below + above) * 0.5, (under + over) * 0.5
+        is_peak = best > lower
+        num_peaks, peak_weight, whole_weight, _ = sums_of(
+            is_peak.to(tl.float32),
+            tl.where(is_peak, best_weight, 0.0),
+            tl.where(best > upper, whole, 0.0),
+            best_weight,
+        )
+        below_lower, above_lower, below_upper, above_upper = sums_of(
+            tl.where(sample.x <= lower, sample.weights, 0.0),
+            (sample.x > lower).to(tl.float32),
+            tl.where(sample.x <= upper, sample.weights, 0.0),
+            (sample.x > upper).to(tl.float32),
+        )
+        _, most_below, fewest, _ = _estimate(lower, below_lower, above_lower, scale, bounds, tail)
+        is_low = (num_peaks >= bounds.most) | (fewest >= bounds.most) | (most_below < tail)
+        is_low |= peak_weight > weight * (1 + _ROUNDING)
+        low = tl.where(is_low, key_of(lower) + 1, low)
+        below, above = tl.where(is_low, lower, below), tl.where(is_low, above, lower)
+
+        least, _, _, largest = _estimate(upper, below_upper, above_upper, scale, bounds, tail)
+        is_high = (whole_weight < weight * (1 - _ROUNDING)) | (least > tail)
+        is_high &= largest < bounds.most
+        high = tl.where(is_high, key_of(upper), high)
+        under, over = tl.where(is_high, under, upper), tl.where(is_high, upper, over)
+    return tl.minimum(tl.maximum(low, bounds.low), high), high
+
+
+@triton.jit
+def _sample(source, bounds, sampled: tl.constexpr, sizes: tl.constexpr):
+    """A sample of a row, and for how many tokens each of it stands."""
+    lane = tl.arange(0, sampled)
+    ids = lane // _RUN * (_RUN * tl.cdiv(sizes.vocab, sampled)) + lane % _RUN
+    raw, x = scores_of(ids, source.inputs, source.row, source.wish, sizes)
+    is_token = ids < sizes.vocab
+    x = tl.where(is_token, x, -float("inf"))
+    scale = sizes.vocab / tl.sum(is_token.to(tl.int32)).to(tl.float32)
+    return _Sample(x, weight_of(x, bounds.highest, 1.0)), scale
+
+
+@triton.jit
+def _estimate(border, below, above, scale, bounds, tail):
+    """The least and the most weight below a border, and the least and the most tokens above it.
+
+    Args:
+      below, above: The weight of the sample up to the border, and its tokens above it.
+    """
+    below, above = scale * below, scale * above
+    error = _SIGMAS * tl.sqrt((scale - 1) * weight_of(border, bounds.highest, 1.0) * tail)
+    error += _ROUNDING * 0.2 * bounds.total
+    spread = _SIGMAS * tl.sqrt((scale - 1) * bounds.most.to(tl.float32))
+    return below - error, below + error, above - spread, above + spread

@@ -1,0 +1,218 @@
+"""The best tokens of tiles and of rows, in Triton; see `sampling`, whose kernels these make up."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.sampling.gumbel_noise import MOST_NOISE, most_noise, noise_of_words
+from kernels.triton_gpu.sampling.logits_processing import (
+    HIGHEST,
+    LOWEST,
+    PAIRS,
+    first_token,
+    ids_of,
+    key_of,
+    next_token,
+    score_of,
+    scores_of,
+    store_groups,
+    tokens_of,
+    weight_of,
+    words_at,
+)
+from kernels.triton_gpu.sampling.topk_topp import NOTES
+
+
+class Partials(NamedTuple):
+    """What the kernels find of each row.
+
+    Attributes:
+      peaks, masses: Of groups, see `store_groups`.
+      winners, winner_ids: Keys and ids of the best tokens of tiles.
+      bad: Whether some logits of tiles are not finite.
+      notes: See `support`.
+      scores: Processed, of the target's tokens, if they are asked for.
+    """
+
+    peaks: Any
+    masses: Any
+    winners: Any
+    winner_ids: Any
+    bad: Any
+    notes: Any
+    scores: Any
+
+
+class Best(NamedTuple):
+    """Of each row: its best tokens, their weights, and whether its logits are finite.
+
+    Attributes:
+      left: Of a rank's part, instead of the others: see `vocabulary.join`.
+    """
+
+    ids: Any
+    weights: Any
+    is_finite: Any
+    left: Any
+
+
+class Support(NamedTuple):
+    """Which tokens of a row stay.
+
+    Attributes:
+      border: The key of the smallest score; of tokens that have it, those with an id below `limit`.
+      highest: The highest score.
+      smallest: How likely a token must be beside it.
+    """
+
+    border: Any
+    limit: Any
+    highest: Any
+    smallest: Any
+
+
+@triton.jit
+def row_of(partials, row, num_tiles, width: tl.constexpr, sizes: tl.constexpr):
+    """The partial results of one row."""
+    first_group = row * tl.cdiv(sizes.vocab, 2 * PAIRS)
+    first = row * num_tiles * width
+    return Partials(
+        peaks=partials.peaks + first_group,
+        masses=partials.masses + first_group,
+        winners=partials.winners + first,
+        winner_ids=partials.winner_ids + first,
+        bad=partials.bad + row * num_tiles,
+        notes=partials.notes + row * NOTES,
+        scores=partials.scores + row.to(tl.int64) * sizes.target_vocab,
+    )
+
+
+@triton.jit
+def store_scores(partials, x, ids, inputs, sizes: tl.constexpr):
+    """Stores processed scores of a row in the places of the target's tokens."""
+    tl.store(partials.scores + tokens_of(ids, inputs, sizes), x, mask=ids < sizes.vocab)
+
+
+@triton.jit
+def choose_in_tile(
+    tile,
+    best,
+    support,
+    source,
+    sharpness,
+    partials,
+    groups: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+    is_scored: tl.constexpr,
+):
+    """Stores a tile's best tokens of a support, with noise, and what its groups hold then.
+
+    Args:
+      tile: Number of it.
+      best: A key; where weights are not asked for, tokens below it are not either.
+      support: Of the row.
+      source: Of the scores.
+      sharpness: Of the weights.
+      partials: Of the row; what groups hold and the best tokens of tiles, to be replaced.
+      is_scored: The scores of the support are stored, without noise.
+
+    Returns:
+      The best token's key.
+    """
+    inputs, border, highest = source.inputs, support.border, support.highest
+    group = tile * groups + tl.arange(0, groups)
+    inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
+    peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)
+    may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
+    if tau is None and not is_scored:  # no noise takes a token of a group past the best one
+        may_stay &= score_of(peaks) + MOST_NOISE >= score_of(best)
+    pairs, ids = ids_of(group)
+    keys = tl.full((groups, PAIRS, 2), LOWEST, tl.int32)
+    x = tl.full((groups, PAIRS, 2), -float("inf"), tl.float32)
+    # Where fewer stay than are asked for, the excluded tokens of the first tile follow.
+    if (tl.max(may_stay.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
+        raw, x = scores_of(ids, inputs, source.row, source.wish, sizes)
+        token_keys = key_of(x)
+        stays = (token_keys > border) | ((token_keys == border) & (ids < support.limit))
+        if support.smallest > 0:
+            stays &= weight_of(x, highest, 1.0) >= support.smallest
+        x = tl.where(stays, x, -float("inf"))
+        words = words_at(source.wish.noise, pairs, ids, inputs, sizes)
+        may_win = tau is not None
+        if tau is None:
+            may_win = tl.max(x + most_noise(words)) >= score_of(best)
+        if may_win:
+            keys = tl.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)
+    if is_scored:
+        store_scores(partials, x, ids, inputs, sizes)
+    if tau is not None:
+        tl.debug_barrier()  # the keys of groups have been read
+        places = partials.peaks + group, partials.masses + group, inside
+        store_groups(*places, score_of(keys), keys, sharpness)
+    return store_first(partials, tile, keys, ids, width)
+
+
+@triton.jit
+def store_first(partials, tile, keys, ids, width: tl.constexpr):
+    """Stores the best tokens of a tile of a row; gives the first one's key."""
+    keys_at, ids_at = partials.winners + tile * width, partials.winner_ids + tile * width
+    first, winner = first_token(keys, ids)
+    tl.store(keys_at, first)
+    tl.store(ids_at, winner)
+    key = first
+    for rank in range(1, width):
+        key, winner = next_token(keys, ids, key, winner)
+        tl.store(keys_at + rank, key)
+        tl.store(ids_at + rank, winner)
+    return first
+
+
+@triton.jit
+def tokens_of_best(peaks, group, row, inputs, sizes: tl.constexpr, width: tl.constexpr):
+    """Keys and ids of all tokens of a row's best groups, as many as are ranked."""
+    place, spread = tl.arange(0, _power(width)), tl.arange(0, 2 * PAIRS)
+    key, winner = first_token(peaks, group)
+    chosen = tl.where(place == 0, winner, HIGHEST)
+    for rank in range(1, width):
+        key, winner = next_token(peaks, group, key, winner)
+        chosen = tl.where(place == rank, winner, chosen)
+    is_one = (place < width) & (chosen < tl.cdiv(sizes.vocab, 2 * PAIRS))
+    ids = tl.where(is_one, chosen, 0)[:, None] * (2 * PAIRS) + spread[None, :]
+    inside = is_one[:, None] & (ids < sizes.vocab)
+    at = inputs.logits + row.to(tl.int64) * sizes.vocab + ids
+    return tl.where(inside, key_of(tl.load(at, mask=inside, other=0.0)), LOWEST), ids
+
+
+@triton.constexpr_function
+def _power(count):
+    """The power of two that has room for so many."""
+    return triton.next_power_of_2(count)
+
+
+@triton.jit
+def store_token(
+    best, row, rank, key, winner, highest, norm, sharpness, inputs, width: tl.constexpr,
+    sizes: tl.constexpr, tau: tl.constexpr,
+):  # fmt: skip
+    """Stores one token of a row, and its weight; or its key, where others have better ones."""
+    if sizes.share > 0:
+        at = best.left + row * (2 * width + 1) + rank
+        tl.store(at, key)
+        tl.store(at + width, winner)
+    else:
+        at = row * width + rank
+        tl.store(best.ids + at, tokens_of(tl.minimum(winner, sizes.vocab - 1), inputs, sizes))
+        if tau is not None:
+            tl.store(best.weights + at, (score_of(key) - highest) * sharpness - norm)
+
+
+@triton.jit
+def store_bad(best, row, is_bad, width: tl.constexpr, sizes: tl.constexpr):
+    """Stores whether some logits of a row are not finite."""
+    if sizes.share > 0:
+        tl.store(best.left + row * (2 * width + 1) + 2 * width, is_bad)
+    else:
+        tl.store(best.is_finite + row, is_bad == 0)

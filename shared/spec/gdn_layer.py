@@ -1,0 +1,145 @@
+"""GDN (gated DeltaNet) layer between its two projections, on the states of request slots.
+
+The operations are those of `shared.spec.gdn_state`, with states addressed by slot. A verify step
+reads the states and stores the inputs for state replay. Plain decoding advances the recurrent
+states at once, but not the convolution windows. A commit applies the accepted path to both.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from shared.models.layers import GatedDeltaConfig
+from shared.spec.gdn_state import (
+    DeltaState,
+    DeltaWeights,
+    Kept,
+    mix_chunks,
+    mix_step,
+    mix_tree,
+    path_window,
+    replay,
+)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Layout of the nodes of a step's trees.
+
+    Attributes:
+      parents: The trees; None in a backend if all are chains.
+      row_starts: First flat row of each request, and the end.
+      row_of: Row of each node.
+      request, node: Request and node of each row.
+    """
+
+    parents: Int[np.ndarray, "B N"]
+    row_starts: Int[np.ndarray, " B1"]
+    row_of: Int[np.ndarray, "B N"]
+    request: Int[np.ndarray, " R"]
+    node: Int[np.ndarray, " R"]
+
+
+def take(states: DeltaState, index: Int[np.ndarray, " B"]) -> DeltaState:
+    """Reads the states of some slots or snapshots."""
+    return DeltaState(states.recurrent[:, index], states.window[:, index])
+
+
+def put(states: DeltaState, index: Int[np.ndarray, " B"], rows: DeltaState) -> DeltaState:
+    """Writes the states of some slots or snapshots."""
+    recurrent, window = states.recurrent.copy(), states.window.copy()
+    recurrent[:, index], window[:, index] = rows.recurrent, rows.window
+    return DeltaState(recurrent, window)
+
+
+def feed(
+    inputs: Float[np.ndarray, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[np.ndarray, " B"],
+    row_starts: Int[np.ndarray, " B1"],
+) -> tuple[Float[np.ndarray, "R values"], DeltaState]:
+    """GDN prefill: applies `mamba_state.mix_chunks` to one layer.
+
+    Args:
+      inputs: Output of the input projection.
+      weights, sizes: Weights and config of the layer.
+      states: States of all layers and slots.
+      layer: Index of the layer.
+      slots: Slots of the requests.
+      row_starts: First flat row of each request, and the end.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, *new = mix_chunks(inputs, weights, sizes, *held, row_starts)
+    recurrent, window = states.recurrent.copy(), states.window.copy()
+    recurrent[layer, slots], window[layer, slots] = new
+    return out, DeltaState(recurrent, window)
+
+
+def verify(
+    inputs: Float[np.ndarray, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[np.ndarray, " B"],
+    nodes: Nodes,
+) -> tuple[Float[np.ndarray, "R values"], Kept]:
+    """GDN tree verification: applies `mamba_state.mix_tree` to one layer; see `feed`."""
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
+    return mix_tree(inputs, weights, sizes, *held, *where)
+
+
+def advance(
+    inputs: Float[np.ndarray, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[np.ndarray, " B"],
+) -> tuple[Float[np.ndarray, "R values"], DeltaState]:
+    """GDN decode: applies `mamba_state.mix_step` to one layer; `commit` updates the convolution
+    windows.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, new, _ = mix_step(inputs, weights, sizes, *held)
+    recurrent = states.recurrent.copy()
+    recurrent[layer, slots] = new
+    return out, DeltaState(recurrent, states.window)
+
+
+def commit(
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[np.ndarray, "L B one C"],
+    slots: Int[np.ndarray, " B"],
+    path: Int[np.ndarray, "B W"],
+    counts: Int[np.ndarray, " B"],
+    save_after: Int[np.ndarray, " B"],
+    save: Int[np.ndarray, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    """State commit: applies `mamba_state.replay` to all layers, or only the windows of advanced
+    states.
+
+    Args:
+      states, snapshots: States of all slots, and all snapshots.
+      kept: Replay inputs of a verify step; for advanced states, the convolution inputs.
+      slots: Slots of the requests.
+      path, counts, save_after: See `mamba_state.replay`.
+      save: Snapshot to write for each request; 0 for none.
+    """
+    before = take(states, slots)
+    passed = (save_after >= 1) & (save_after <= counts) & (save != 0)
+    if isinstance(kept, Kept):
+        new, saved, _ = replay(before, kept, path, counts, save_after)
+    else:
+        lengths = (counts, np.where(passed, save_after, 0))
+        new, saved = (
+            DeltaState(before.recurrent, path_window(before.window, kept, x)) for x in lengths
+        )
+    taken = take(saved, np.flatnonzero(passed))
+    return put(states, slots, new), put(snapshots, save[passed], taken)

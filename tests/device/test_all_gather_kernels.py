@@ -1,0 +1,102 @@
+"""Gathers of ranks on the GPUs of one host: each rank gets the bits of all, or says who is missing.
+
+More ranks than GPUs share them, in torch as processes.
+"""
+
+import jax
+import pytest
+import torch
+
+from kernels.peer_buffers import Boxes, Missing
+from tests.support.gpu_ranks import in_processes
+from tests.support.rank_steps_on_gpus import BACKENDS, MODELS, run_part
+from tests.support.ranks_on_gpus import (
+    gathers_of_jax,
+    gathers_of_torch,
+    missing_of_jax,
+    missing_of_torch,
+    products_of_jax,
+    products_of_torch,
+)
+from tests.support.rows_on_gpus import rows_of_jax, rows_of_torch
+
+GPUS = torch.cuda.device_count()
+on_two_gpus = pytest.mark.skipif(GPUS < 2, reason="ranks exchange between two GPUs or more")
+DEVICES = len(jax.devices()) if jax.default_backend() == "gpu" else 1
+
+
+@on_two_gpus
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_torch_gathers_the_columns_of_all_ranks(ranks: int, is_captured: bool) -> None:
+    found = in_processes(ranks, gathers_of_torch, 3 if ranks > GPUS else 12, is_captured)
+    assert not [wrong for each in found for wrong in each]
+
+
+@on_two_gpus
+@pytest.mark.parametrize("ranks", [n for n in (2, 4, 8) if n <= max(DEVICES, 2)])
+def test_jax_gathers_the_columns_of_all_ranks(ranks: int) -> None:
+    assert not gathers_of_jax(ranks, 12)
+
+
+@on_two_gpus
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torch_gathers_the_rows_that_are_listed(ranks: int) -> None:
+    found = in_processes(ranks, rows_of_torch, 3 if ranks > GPUS else 8)
+    assert not [wrong for each in found for wrong in each]
+
+
+@on_two_gpus
+def test_jax_gathers_the_rows_that_are_listed() -> None:
+    assert not rows_of_jax(2, 8)
+
+
+@on_two_gpus
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_products_of_torch_give_all_ranks_the_bits_of_one_gpu(ranks: int) -> None:
+    found = in_processes(ranks, products_of_torch, 3 if ranks > GPUS else 8)
+    assert not [wrong for each in found for wrong in each]
+
+
+@on_two_gpus
+def test_products_of_jax_give_all_ranks_the_bits_of_one_gpu() -> None:
+    assert not products_of_jax(2, 8)
+
+
+@on_two_gpus
+def test_torch_says_which_rank_is_missing_and_where() -> None:
+    (first, is_no_number), (last, _) = in_processes(2, missing_of_torch, 1 << 16)
+    assert first == Missing(rank=1, call=1)
+    assert is_no_number
+    assert last is None
+
+
+@on_two_gpus
+def test_jax_says_which_rank_is_missing_and_where() -> None:
+    assert missing_of_jax(2, 1 << 16) == [Missing(rank=1, call=3), None]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"),
+    [
+        ((3, 256), "ranks on GPUs must be 2, 4 or 8, got 3"),
+        ((2, 100), "block_bytes must be a multiple of 256, got 100"),
+        ((8, 1 << 27), "a mailbox must have less than 2 GiB, got"),
+    ],
+)
+def test_mailboxes_of_other_sizes_are_refused(sizes: tuple[int, int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        Boxes(*sizes)
+
+
+def test_an_error_word_says_the_rank_and_the_call() -> None:
+    assert Missing.read(0) is None
+    assert Missing.read(145 * 16 + 7 + 1) == Missing(rank=7, call=145)
+
+
+@on_two_gpus
+@pytest.mark.parametrize(("name", "is_joined"), [*((n, False) for n in MODELS), ("dense", True)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_have_the_bits_of_one_gpu(backend: str, name: str, is_joined: bool) -> None:
+    said = run_part(backend, name, is_joined=is_joined)
+    assert said[0].isdigit(), said

@@ -1,0 +1,387 @@
+"""The kernels of gated-delta layers and of replays: on a GPU for real, elsewhere interpreted.
+
+And that a node has the bits of plain decoding, whatever tree it stands in.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_impl.ops.gdn.gdn_layer
+import torch_impl.ops.gdn.gdn_layer
+from shared.models.layers import GatedDeltaConfig
+from shared.spec import gdn_state as spec
+from tests.support.cases.gdn.gdn_layer import TABLE
+from tests.support.gdn_layer_kernels import (
+    APART,
+    CASES,
+    CUT,
+    HOW,
+    KERNEL_OF,
+    LAYER,
+    MIX,
+    WHOLE,
+    commit,
+    found,
+    make,
+    mix,
+    replay_case,
+    replayed,
+    specified,
+)
+from tests.support.kernels import (
+    INTERPRET,
+    KERNELS,
+    bind_kernels,
+    in_languages,
+    in_pallas,
+    share_arithmetic,
+)
+from tests.support.op_case import OpCase, as_list
+from tests.support.op_sides import SIDES
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+# The order of sums differs, and each exp2 errs by some 1e-7.
+FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
+# Results have 8 bits; all before them is float32.
+HALF = {"rtol": 2**-8, "atol": 1e-5}
+each_language = pytest.mark.parametrize("language", KERNELS)
+SMALL_CASES = [case for case in TABLE if not case.is_large]
+each_case = pytest.mark.parametrize("case", SMALL_CASES, ids=str)
+# Of Pallas: plain decoding, trees, and chains in the other sizes and precision.
+COMPILED = ("plain decoding", "trees", "chains of up to 4, own keys, in half precision")
+
+
+def these(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("language", "name"), in_languages(names, COMPILED))
+
+
+@these(*CASES)
+def test_a_layer_is_mixed_as_the_specification(name: str, language: str) -> None:
+    case, got = CASES[name], found(language, name)
+    out, kept = specified(case)
+    np.testing.assert_allclose(got.out, out, **(HALF if case.half else FLOAT32))
+    assert not got.out[case.row_starts[-1] :].any()
+    written = kept if case.has_fields else kept[-1:]
+    is_node = np.arange(case.nodes) < case.counts[:, None]
+    for mine, want in zip(got.kept, written, strict=True):
+        np.testing.assert_allclose(mine[LAYER][is_node], want[is_node], **FLOAT32)
+        assert np.isnan(mine[LAYER][~is_node]).all()
+        assert np.isnan(mine[1 - LAYER]).all()
+    np.testing.assert_array_equal(got.kept[-1][LAYER][is_node], kept[-1][is_node])
+    if case.has_fields:
+        # The smallest decay is some 1e-6: no tolerance but that of its digits.
+        gates = (got.kept[2][LAYER][is_node], kept[2][is_node])
+        np.testing.assert_allclose(*gates, rtol=1e-5)
+        np.testing.assert_array_equal(got.recurrent, case.recurrent)
+
+
+@each_language
+def test_plain_decoding_advances_the_states_and_a_replay_their_windows(language: str) -> None:
+    case, got = CASES["plain decoding"], found(language, "plain decoding")
+    is_run = case.counts > 0
+    slots = case.slots[is_run]
+    held = (case.recurrent[LAYER, slots], case.window[LAYER, slots])
+    rows = case.projected[: is_run.sum()]
+    out, recurrent, window = spec.mix_step(rows, case.weights, case.sizes, *held)
+    np.testing.assert_allclose(got.out[: len(rows)], out, **FLOAT32)
+    want = case.recurrent.copy()
+    want[LAYER, slots] = recurrent
+    np.testing.assert_allclose(got.recurrent, want, **FLOAT32)
+    path = np.zeros((len(case.slots), 1))
+    states = (got.recurrent, case.window, got.kept)
+    after, moved = commit(language, case, states, path, case.counts)
+    np.testing.assert_array_equal(after, got.recurrent)
+    want = case.window.copy()
+    want[LAYER, slots] = window
+    np.testing.assert_array_equal(moved[LAYER], want[LAYER])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@these("chains of up to 5", "trees")
+def test_what_is_no_number_in_one_request_leaves_the_others_bits(name: str, language: str) -> None:
+    case, want = CASES[name], found(language, name)
+    projected = case.projected.copy()
+    projected[: case.counts[0]] = np.nan
+    recurrent, window = case.recurrent.copy(), case.window.copy()
+    recurrent[LAYER, case.slots[0]] = window[LAYER, case.slots[0]] = np.nan
+    got = mix(language, replace(case, projected=projected, recurrent=recurrent, window=window))
+    assert np.isnan(got.out[: case.counts[0]]).all()
+    np.testing.assert_array_equal(got.out[case.counts[0] :], want.out[case.counts[0] :])
+    for mine, theirs in zip(got.kept, want.kept, strict=True):
+        np.testing.assert_array_equal(mine[:, 1:], theirs[:, 1:])
+
+
+@these("chains of up to 5", "trees", "plain decoding")
+def test_rows_bits_do_not_depend_on_the_other_requests(name: str, language: str) -> None:
+    case, together = CASES[name], found(language, name)
+    order = np.random.default_rng(3).permutation(len(case.counts))
+    starts = case.row_starts
+    rows = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
+    rows = np.append(rows, np.arange(starts[-1], len(case.projected)))
+    parents = None if case.parents is None else case.parents[order]
+    others = {"slots": case.slots[order], "counts": case.counts[order], "parents": parents}
+    got = mix(language, replace(case, projected=case.projected[rows], **others))
+    np.testing.assert_array_equal(got.out, together.out[rows])
+    np.testing.assert_array_equal(got.recurrent, together.recurrent)
+    for mine, theirs in zip(got.kept, together.kept, strict=True):
+        np.testing.assert_array_equal(mine, theirs[:, order])
+
+
+# A tree has paths that are chains.
+CHAIN_OF_A_TREE = pytest.param(False, marks=pytest.mark.matrix if INTERPRET else ())
+
+
+def paths_of(parents: Sequence[int]) -> list[list[int]]:
+    """The path to each leaf of a tree."""
+    paths = []
+    for leaf in set(range(len(parents))) - set(parents[1:]):
+        path = [leaf]
+        while path[0] > 0:
+            path.insert(0, parents[path[0]])
+        paths.append(path)
+    return paths
+
+
+@each_language
+@pytest.mark.parametrize("is_tree", [CHAIN_OF_A_TREE, True], ids=["chain", "tree"])
+def test_a_path_and_its_replay_have_the_bits_of_plain_decoding(is_tree: bool, language: str):
+    parents = [0, 0, 1, 1, 2, 0, 5] if is_tree else [0, 0, 1, 2, 3]
+    tree = make([len(parents)], 7, parents=[parents] if is_tree else None, padding=0)
+    paths = paths_of(parents) if is_tree else [[0, 1, 2, 3, 4], [0, 1, 2], [0]]
+    verified = mix(language, tree)
+    # A slot for each path, with the state of the one that was verified.
+    B, W = len(paths), 5
+    # XLA takes the root of a single number otherwise on a CPU.
+    room = 2 if INTERPRET and language == "pallas" else 1
+    plain = make([1] * B, room, has_fields=False, padding=0)
+    plain = replace(plain, weights=tree.weights)
+    states = [plain.recurrent, plain.window]
+    for mine, own in zip(states, (tree.recurrent, tree.window), strict=True):
+        mine[LAYER, plain.slots] = own[LAYER, tree.slots]
+    padded = np.array([path + [0] * (W - len(path)) for path in paths])
+    of_paths = [np.repeat(x, B, axis=1) for x in verified.kept]
+    lengths = [len(path) for path in paths]
+    replayed = commit(language, plain, (*states, of_paths), padded, lengths)
+    for depth in range(W):
+        runs = [number for number in range(B) if depth < lengths[number]]
+        rows = tree.projected[padded[:, depth]]
+        counts = np.array([number in runs for number in range(B)], int)
+        projected = np.concatenate([rows[runs], np.zeros_like(rows[len(runs) :])])
+        case = replace(
+            plain, projected=projected, recurrent=states[0], window=states[1], counts=counts
+        )
+        got = mix(language, case)
+        np.testing.assert_array_equal(
+            got.out[: len(runs)], verified.out[padded[runs, depth]], err_msg=f"at depth {depth}"
+        )
+        advanced = (got.recurrent, states[1], got.kept)
+        states = commit(language, case, advanced, np.zeros((B, 1)), counts)
+    np.testing.assert_array_equal(replayed[0], states[0])
+    np.testing.assert_array_equal(replayed[1][LAYER], states[1][LAYER])
+
+
+@each_language
+def test_a_replay_is_that_of_the_specification_and_writes_nothing_else(language: str) -> None:
+    given = replay_case()
+    held = spec.DeltaState(given.recurrent[:, given.slots], given.window[:, given.slots])
+    paths = (given.path, given.counts, given.save_after)
+    new, saved, passed = spec.replay(held, spec.Kept(*given.kept), *paths)
+    passed &= given.save > 0
+    np.testing.assert_array_equal(passed, [True, True, False, False, False, False])
+    want = [x.copy() for x in given[:4]]
+    for place, states, where in ((0, new, given.slots), (2, saved, given.save)):
+        rows = np.flatnonzero(passed if states is saved else given.counts > 0)
+        want[place][:, where[rows]] = states.recurrent[:, rows]
+        want[place + 1][:, where[rows]] = states.window[:, rows]
+    for x in given.kept:  # of the request that takes no node
+        x[:, 3] = np.nan
+    got = replayed(language, given)
+    for mine, theirs, before in zip(got, want, given[:4], strict=True):
+        np.testing.assert_allclose(mine, theirs, **FLOAT32)
+        stays = (theirs == before).all(axis=(0, *range(2, before.ndim)))
+        assert stays.sum() == before.shape[1] - (5 if before.shape[1] == 8 else 2)
+        np.testing.assert_array_equal(mine[:, stays], before[:, stays])
+    for place in (1, 3):
+        np.testing.assert_array_equal(got[place], want[place])
+
+
+@each_language
+def test_of_states_that_have_advanced_a_replay_saves_as_they_are(language: str) -> None:
+    case = replay_case()
+    one = {"path": case.path[:, :1], "counts": np.minimum(case.counts, 1)}
+    kept = [case.kept[-1][:, :, :1]]
+    given = case._replace(**one, kept=kept, save_after=np.array([1, 0, 2, 1, 1, 1], np.int32))
+    recurrent, window, saved_recurrent, saved_window = replayed(language, given)
+    np.testing.assert_array_equal(recurrent, given.recurrent)
+    want = given.window.copy()
+    moved = given.slots[given.counts > 0]
+    want[:, moved, :2] = given.window[:, moved, 1:]
+    want[:, moved, 2] = kept[0][:, given.counts > 0, 0]
+    np.testing.assert_array_equal(window, want)
+    for got, before, own in (
+        (saved_recurrent, given.saved_recurrent, recurrent),
+        (saved_window, given.saved_window, window),
+    ):
+        want = before.copy()
+        want[:, [3, 2]] = own[:, given.slots[[0, 5]]]
+        np.testing.assert_array_equal(got, want)
+
+
+def sum_by_halves(x: np.ndarray) -> np.ndarray:
+    """Sums the last axis but one."""
+    while x.shape[-2] > 1:
+        half = x.shape[-2] // 2
+        x = x[..., :half, :] + x[..., half:, :]
+    return x[..., 0, :]
+
+
+CUT_OTHERWISE = {
+    "chains of up to 4, own keys, in half precision": WHOLE,
+    **dict.fromkeys(("plain decoding", "chains of up to 5", "trees"), APART),
+    "nodes of one, own keys": APART,
+}
+
+
+@these(*CUT_OTHERWISE)
+def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name: str, language: str) -> None:
+    cut, other = found(language, name), mix(language, CASES[name], CUT_OTHERWISE[name])
+    mine, theirs = ((x.out, x.recurrent, *x.kept) for x in (cut, other))
+    for ours, others in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(ours, others)
+
+
+@each_language
+def test_the_sums_over_keys_are_by_halves(language: str) -> None:
+    given = replay_case()
+    k, v, log_decay, beta, _ = given.kept
+    log_decay[:] = 0  # other powers of 2 have bits of their own on each machine
+    request, steps = 0, given.counts[0]
+    state = given.recurrent[:, given.slots[request]]
+    other = state
+    for node in given.path[request, :steps]:
+        key, share = k[:, request, node, :, :, None], beta[:, request, node, :, None]
+        value = v[:, request, node]
+        state = state + key * ((value - sum_by_halves(state * key)) * share)[:, :, None]
+        in_a_row = np.add.accumulate(other * key, axis=2)[:, :, -1]
+        other = other + key * ((value - in_a_row) * share)[:, :, None]
+    got = replayed(language, given)[0][:, given.slots[request]]
+    np.testing.assert_array_equal(got, state)
+    assert (state != other).any()
+
+
+@pytest.fixture
+def one_arithmetic(monkeypatch) -> None:
+    share_arithmetic(monkeypatch)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize("name", in_pallas([x for x in CASES if not CASES[x].half], COMPILED))
+def test_the_languages_have_the_same_bits(name: str, one_arithmetic) -> None:
+    ours, theirs = found("pallas", name), mix("triton", CASES[name])
+    np.testing.assert_array_equal(ours.out, theirs.out)
+    np.testing.assert_array_equal(ours.recurrent, theirs.recurrent)
+    for mine, other in zip(ours.kept, theirs.kept, strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+def test_a_replay_has_the_same_bits_in_the_languages(one_arithmetic) -> None:
+    given = replay_case()
+    for ours, theirs in zip(*(replayed(name, given) for name in KERNELS), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+SIZES = GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, value_size=128)
+
+
+def shapes(N: int, has_fields: bool) -> dict:
+    """Of a model's layers, as `verify` takes them."""
+    L, B, H, K, V, C = 3, 2, SIZES.num_value_heads, SIZES.key_size, SIZES.value_size, SIZES.channels
+    of = jax.ShapeDtypeStruct
+    half, single, ints = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32, jnp.int32))
+    fields = ((H, K), (H, V), (H,), (H,)) if has_fields else ()
+    return {
+        "projected": half((B * N, C + H * V + 2 * H)),
+        "conv": half((C, 4)),
+        **{name: single((H,)) for name in ("a_log", "dt_bias")},
+        "norm": single((V,)),
+        "recurrent": single((L, 4, H, K, V)),
+        "window": half((L, 4, spec.WINDOW, C)),
+        **{"layer": ints((1,)), "slots": ints((B,)), "row_starts": ints((B + 1,))},
+        "kept": [*(single((L, B, N, *shape)) for shape in fields), half((L, B, N, C))],
+        "arrivals": ints((B, H)),
+    }
+
+
+@pytest.mark.parametrize(("N", "W"), [(1, 1), (4, 4), (6, 6), (16, 6), (64, 4)])
+def test_pallas_lowers_for_a_gpu(N: int, W: int) -> None:
+    # The interpreter takes operations and sizes that the lowering refuses.
+    kernels, (given, ints) = KERNEL_OF["pallas"], (shapes(N, N > 1), jnp.int32)
+    tree = jax.ShapeDtypeStruct((2, N), ints)
+    rows = dict.fromkeys(("slots", "counts", "save_after", "save"), given["slots"])
+    states = {name: given[name] for name in ("recurrent", "window")}
+    saved = {f"saved_{name}": x for name, x in states.items()}
+    path = {"path": jax.ShapeDtypeStruct((2, W), ints), "kept": given["kept"]}
+    programs = [(kernels["commit"], HOW, states | saved | rows | path, 1)]
+    for parents, (tiles, launches) in product((None, tree)[: 1 + (N > 1)], ((CUT, 1), (APART, 2))):
+        arrays = given | {"parents": parents}
+        programs.append((kernels["verify"], MIX | {"tiles": tiles}, arrays, launches))
+    for kernel, how, arrays, launches in programs:
+        program = jax.jit(partial(kernel, **how)).trace(**arrays)
+        lowered = program.lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("__gpu$xla.gpu.triton") == launches
+
+
+def test_the_languages_have_one_signature() -> None:
+    for kernel in ("verify", "commit"):
+        names = [list(inspect.signature(own[kernel]).parameters) for own in KERNEL_OF.values()]
+        assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple[Callable, list]:
+    """The operation that has the kernels, as on a GPU, and what it is called with."""
+    impl = {"pallas": jax_impl, "triton": torch_impl}[language]
+    bind_kernels(monkeypatch, impl.ops, KERNELS[language])
+    ops = impl.ops.delta_mix
+    kernel, plain = (getattr(ops, f"{kind}_{case.function}") for kind in ("kernel", "plain"))
+    side = SIDES[{"pallas": "jax", "triton": "torch"}[language]]()
+    operation = partial(kernel, impl.ops.KERNELS)
+    if language == "pallas":
+        operation = impl.ops.kernel_or_plain(kernel, plain)
+    return operation, side.placed(case, case.arguments(0))
+
+
+@each_case
+def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(case: OpCase, monkeypatch) -> None:
+    operation, (first, *others) = bound(monkeypatch, "pallas", case)
+    traced = jax.jit(lambda first: operation(first, *others)).trace(first)
+    launched = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
+        for platform in ("cpu", "cuda")
+    }
+    assert launched == {"cpu": 0, "cuda": 1}
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@each_case
+def test_torch_runs_the_kernel_on_a_gpu(case: OpCase, monkeypatch) -> None:
+    operation, placed = bound(monkeypatch, "triton", case)
+    found = operation(*placed)
+    got = [np.asarray(x.cpu()) for x in as_list(found)]
+    if case.function == "commit":  # the sinks take what nobody reads
+        wanted = case.specified(case.arguments(0), None)
+        pairs = [(x[:, 1:], y[:, 1:]) for x, y in zip(got, wanted, strict=True)]
+    else:
+        wanted = case.specified(case.arguments(0), np.arange(len(got[0])))
+        pairs = list(zip(got, wanted, strict=True))
+    for x, y in pairs:
+        np.testing.assert_allclose(x, y, **FLOAT32)

@@ -1,0 +1,71 @@
+"""What an attention layer does between its products: the parts of it, and both backends' plain."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.spec import attention_layer as spec
+from shared.spec import layers
+from tests.support.cases.attention.attention_layer import CASES, MixCase, arguments, specified
+from tests.support.implementations import Implementation, each_implementation
+
+# Float32 on both sides, sums over a hundred keys in another order.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+NAMES = [name for name, case in CASES.items() if not case.half]
+
+
+def real(case: MixCase) -> np.ndarray:
+    return np.flatnonzero(case.rows.is_real)
+
+
+def test_the_gate_multiplies_what_the_heads_give() -> None:
+    case = CASES["gate, part of the heads turned"]
+    heads, D = case.heads, case.heads.head_size
+    queries = case.qkv.shape[1] - 2 * heads.num_kv_heads * D
+    pairs = case.qkv[:, :queries].reshape(len(case.qkv), -1, 2, D)
+    plain = np.concatenate([pairs[:, :, 0].reshape(len(pairs), -1), case.qkv[:, queries:]], axis=1)
+    ungated = replace(case, qkv=plain, heads=replace(heads, gated=False))
+    gate = layers.sigmoid(pairs[:, :, 1]).reshape(len(pairs), -1)
+    np.testing.assert_allclose(specified(case)[0], specified(ungated)[0] * gate, **TOLERANCE)
+
+
+def test_columns_behind_the_rotation_pass_through() -> None:
+    case = CASES["gate, part of the heads turned"]
+    turned, D = 2 * case.angles.cos.shape[1], case.heads.head_size
+    still = replace(case, angles=spec.Angles(0 * case.angles.cos + 1, 0 * case.angles.sin))
+    (_, keys, _), (_, others, _) = specified(case), specified(still)
+    assert 0 < turned < D
+    np.testing.assert_array_equal(keys[..., turned:], others[..., turned:])
+    assert (keys[..., :turned] != others[..., :turned]).any()
+
+
+@each_implementation
+@pytest.mark.parametrize("name", NAMES)
+def test_implementations_mix_as_the_specification(
+    name: str, implementation: Implementation
+) -> None:
+    case = CASES[name]
+    given = arguments(case)
+    names = ("qkv", "heads", "norms", "angles", "rows", "kv", "layer")
+    got = implementation("attention_layer").mix(*(given[name] for name in names))
+    got = got[0] if isinstance(got, tuple) else got
+    np.testing.assert_allclose(got[real(case)], specified(case)[0][real(case)], **TOLERANCE)
+
+
+@each_implementation
+def test_implementations_write_the_keys_of_rows_that_nothing_queries(
+    implementation: Implementation,
+) -> None:
+    case = CASES["chains"]
+    given, (_, k_pages, v_pages) = arguments(case), specified(case)
+    keys = case.qkv[:, -2 * case.heads.num_kv_heads * case.heads.head_size :]
+    rows, pools = given["rows"], given["kv"].pools
+    ops = implementation("attention_layer")
+    got = ops.mix_keys(keys, case.heads, case.norms, case.angles, rows, pools, 0)
+    if got is not None:  # torch writes in place, in a copy that only it sees
+        written = np.stack([k_pages, v_pages])[:, 1:]
+        np.testing.assert_allclose(got[0, :, 1:], written, **TOLERANCE)
+    where = (case.k_pages, case.v_pages)
+    wanted = spec.mix_keys(keys, case.heads, case.norms, case.angles, case.rows, *where)
+    np.testing.assert_array_equal(wanted, (k_pages, v_pages))

@@ -1,0 +1,247 @@
+"""The state of gated-delta layers: an accepted path leaves what plain decoding leaves."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shared.models.layers import GatedDeltaConfig
+from shared.spec import gated_delta, layers
+from shared.spec import gdn_state as spec
+from tests.support.implementations import Implementation, each_implementation
+
+L, B, N, H, K, V, C = 2, 3, 6, 2, 4, 3, 5
+PARENTS = np.array([[0, 0, 0, 1, 2, 4], [0, 0, 1, 2, 3, 4], [0, 0, 0, 0, 0, 0]])
+PATHS = np.array([[0, 2, 4, 5], [0, 1, 2, 3], [0, 3, 3, 3]])
+COUNTS = np.array([4, 2, 1])
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def state_and_kept(seed: int) -> tuple[spec.DeltaState, spec.Kept]:
+    rng = np.random.default_rng(seed)
+    state = spec.DeltaState(normal(rng, L, B, H, K, V), normal(rng, L, B, spec.WINDOW, C))
+    kept = spec.Kept(
+        k=layers.l2norm(normal(rng, L, B, N, H, K)),
+        v=normal(rng, L, B, N, H, V),
+        log_decay=-np.abs(normal(rng, L, B, N, H)),
+        beta=layers.sigmoid(normal(rng, L, B, N, H)),
+        inputs=normal(rng, L, B, N, C),
+    )
+    return state, kept
+
+
+def in_steps(
+    state: spec.DeltaState, kept: spec.Kept, row: int, nodes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """State and window of one row after these nodes, token by token as plain decoding has them."""
+    recurrent, window = state.recurrent[:, row], state.window[:, row]
+    for node in nodes:
+        parts = (x[:, row, node] for x in (kept.k, kept.k, kept.v, kept.log_decay, kept.beta))
+        recurrent, _ = gated_delta.step(recurrent, *parts)
+        window = np.concatenate([window[:, 1:], kept.inputs[:, row, node][:, None]], axis=1)
+    return recurrent, window
+
+
+def test_replay_of_a_path_has_the_bits_of_plain_decoding() -> None:
+    state, kept = state_and_kept(0)
+    after, _, _ = spec.replay(state, kept, PATHS, COUNTS, np.zeros(B, int))
+    for row in range(B):
+        recurrent, window = in_steps(state, kept, row, PATHS[row, : COUNTS[row]])
+        np.testing.assert_array_equal(after.recurrent[:, row], recurrent)
+        np.testing.assert_array_equal(after.window[:, row], window)
+
+
+def test_a_step_with_no_accepted_draft_still_advances_by_the_newest_token() -> None:
+    state, kept = state_and_kept(1)
+    after, _, _ = spec.replay(state, kept, PATHS, np.ones(B, int), np.zeros(B, int))
+    for row in range(B):
+        recurrent, window = in_steps(state, kept, row, np.array([0]))
+        np.testing.assert_array_equal(after.recurrent[:, row], recurrent)
+        np.testing.assert_array_equal(after.window[:, row], window)
+
+
+def test_a_failed_row_keeps_its_state_and_its_nan_stays_out() -> None:
+    state, kept = state_and_kept(2)
+    kept.v[:, 1] = kept.inputs[:, 1] = np.nan
+    after, _, _ = spec.replay(state, kept, PATHS, np.array([4, 0, 1]), np.zeros(B, int))
+    np.testing.assert_array_equal(after.recurrent[:, 1], state.recurrent[:, 1])
+    np.testing.assert_array_equal(after.window[:, 1], state.window[:, 1])
+    assert np.isfinite(after.recurrent).all()
+
+
+@pytest.mark.parametrize("save_after", [[1, 2, 1], [3, 1, 0], [4, 3, 2], [0, 0, -7]])
+def test_a_snapshot_is_taken_exactly_at_its_position_if_the_step_passes_it(
+    save_after: list[int],
+) -> None:
+    state, kept = state_and_kept(3)
+    after, saved, passed = spec.replay(state, kept, PATHS, COUNTS, np.array(save_after))
+    unsaved, _, _ = spec.replay(state, kept, PATHS, COUNTS, np.zeros(B, int))
+    np.testing.assert_array_equal(after.recurrent, unsaved.recurrent)
+    np.testing.assert_array_equal(after.window, unsaved.window)
+    for row in range(B):
+        assert passed[row] == (1 <= save_after[row] <= COUNTS[row])
+        if passed[row]:
+            recurrent, window = in_steps(state, kept, row, PATHS[row, : save_after[row]])
+            np.testing.assert_array_equal(saved.recurrent[:, row], recurrent)
+            np.testing.assert_array_equal(saved.window[:, row], window)
+
+
+def test_each_node_of_a_tree_reads_the_inputs_of_its_own_path() -> None:
+    state, kept = state_and_kept(4)
+    windows = spec.tree_windows(state.window[0], kept.inputs[0], PARENTS)
+    for row in range(B):
+        for node in range(N):
+            path = [node]
+            while path[-1]:
+                path.append(PARENTS[row, path[-1]])
+            _, window = in_steps(state, kept, row, np.array(path[:0:-1], int))
+            np.testing.assert_array_equal(windows[row, node], window[0])
+
+
+def test_a_chain_is_a_tree_and_its_last_window_is_carried_on() -> None:
+    state, kept = state_and_kept(5)
+    window, inputs = state.window[0, 0], kept.inputs[0, 0]
+    windows = spec.chain_windows(window, inputs)
+    chain = np.maximum(np.arange(N) - 1, 0)[None]
+    as_tree = spec.tree_windows(window[None], inputs[None], chain)[0]
+    np.testing.assert_array_equal(windows[:-1], as_tree)
+    np.testing.assert_array_equal(windows[-1], inputs[-3:])
+    np.testing.assert_array_equal(spec.chain_windows(window, inputs[:0])[-1], window)
+
+
+def test_the_convolution_is_causal_and_has_width_four() -> None:
+    rng = np.random.default_rng(6)
+    inputs, weight = normal(rng, 12, C), normal(rng, C, 4)
+    windows = spec.chain_windows(np.zeros((3, C), np.float32), inputs)[:-1]
+    got = spec.conv(windows, inputs, weight)
+    for channel in range(C):
+        whole = np.convolve(inputs[:, channel], weight[channel, ::-1])[:12]
+        # Four products in another order.
+        np.testing.assert_allclose(got[:, channel], layers.silu(whole), rtol=1e-5, atol=1e-6)
+
+
+# Float32 on both sides: the orders of short sums differ.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@each_implementation
+def test_implementations_replay_as_the_specification(implementation: Implementation) -> None:
+    state, kept = state_and_kept(5)
+    kept.k[:, 2, 4:] = np.nan  # nodes off the path
+    for counts in (COUNTS, np.array([0, 4, 1])):
+        args = (state, kept, PATHS, counts, np.array([2, 0, 1]))
+        (new, saved, passed), want = implementation("gdn_state").replay(*args), spec.replay(*args)
+        np.testing.assert_array_equal(passed, want[2])
+        np.testing.assert_allclose(new.recurrent, want[0].recurrent, **CLOSE)
+        np.testing.assert_array_equal(new.window, want[0].window)
+        np.testing.assert_allclose(
+            saved.recurrent[:, passed], want[1].recurrent[:, passed], **CLOSE
+        )
+        np.testing.assert_array_equal(saved.window[:, passed], want[1].window[:, passed])
+
+
+@each_implementation
+def test_implementations_have_the_windows_of_the_specification(
+    implementation: Implementation,
+) -> None:
+    ops, (state, kept) = implementation("gdn_state"), state_and_kept(6)
+    args, chain = (state.window[0], kept.inputs[0]), np.array([[0, 0, 1, 2, 3, 4]] * B)
+    np.testing.assert_array_equal(
+        ops.tree_windows(*args, PARENTS), spec.tree_windows(*args, PARENTS)
+    )
+    np.testing.assert_array_equal(ops.tree_windows(*args, None), spec.tree_windows(*args, chain))
+    weight = normal(np.random.default_rng(7), C, 4)
+    windows = spec.tree_windows(*args, PARENTS)
+    got, want = (f(windows, kept.inputs[0], weight) for f in (ops.conv, spec.conv))
+    np.testing.assert_allclose(got, want, **CLOSE)
+
+
+@each_implementation
+def test_implementations_have_the_windows_of_prompts_of_any_length(
+    implementation: Implementation,
+) -> None:
+    ops, rng, counts = implementation("gdn_state"), np.random.default_rng(8), [2, 0, 1, 7]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    window, inputs = normal(rng, 4, spec.WINDOW, C), normal(rng, sum(counts), C)
+    request = np.repeat(np.arange(4), counts)
+    places = np.arange(sum(counts)) - starts[request]
+    before = ops.chain_windows(window, inputs, request, places)
+    after = ops.chain_end(window, inputs, starts, np.array(counts))
+    for b, (first, stop) in enumerate(itertools.pairwise(starts)):
+        want = spec.chain_windows(window[b], inputs[first:stop])
+        np.testing.assert_array_equal(before[first:stop], want[:-1])
+        np.testing.assert_array_equal(after[b], want[-1])
+
+
+SIZES = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=4, value_size=3)
+
+
+def layer(seed: int) -> tuple[spec.DeltaWeights, tuple[np.ndarray, np.ndarray]]:
+    """One layer's weights, and the states and windows of B requests before it."""
+    rng, heads = np.random.default_rng(seed), SIZES.num_value_heads
+    weights = spec.DeltaWeights(
+        conv=normal(rng, SIZES.channels, 4),
+        a_log=normal(rng, heads),
+        dt_bias=normal(rng, heads),
+        norm=1 + normal(rng, SIZES.value_size) / 4,
+        eps=1e-6,
+    )
+    recurrent = normal(rng, B, heads, SIZES.key_size, SIZES.value_size)
+    return weights, (recurrent, normal(rng, B, spec.WINDOW, SIZES.channels))
+
+
+def projected(seed: int, rows: int) -> np.ndarray:
+    heads = SIZES.num_value_heads
+    outputs = SIZES.channels + heads * SIZES.value_size + 2 * heads
+    return normal(np.random.default_rng(seed), rows, outputs)
+
+
+def all_close(got: tuple, want: tuple) -> None:
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, **CLOSE)
+
+
+@each_implementation
+def test_implementations_mix_one_token_as_the_specification(implementation: Implementation) -> None:
+    weights, state = layer(9)
+    args = (projected(10, B), weights, SIZES, *state)
+    all_close(implementation("gdn_state").mix_step(*args), spec.mix_step(*args))
+
+
+@each_implementation
+@pytest.mark.parametrize("parents", [PARENTS, None], ids=["trees", "chains"])
+def test_implementations_mix_trees_as_the_specification(
+    parents: np.ndarray | None, implementation: Implementation
+) -> None:
+    weights, state = layer(11)
+    row = np.random.default_rng(12).permutation(B * N)  # the nodes stand in any rows
+    request, node = np.divmod(row, N)
+    row_of = np.argsort(row).reshape(B, N)
+    before = (projected(13, B * N), weights, SIZES, *state)
+    chains = np.array([[0, 0, 1, 2, 3, 4]] * B)
+    where = (row_of, request, node)
+    got, kept = implementation("gdn_state").mix_tree(*before, parents, *where)
+    want = spec.mix_tree(*before, chains if parents is None else parents, *where)
+    np.testing.assert_allclose(got, want[0], **CLOSE)
+    names = ("k", "v", "log_decay", "beta", "inputs")
+    all_close(*(tuple(getattr(x, name) for name in names) for x in (kept, want[1])))
+
+
+@each_implementation
+def test_implementations_mix_prompts_as_the_specification(implementation: Implementation) -> None:
+    """Requests of many rows and of few; a snapshot is the state of a shorter prompt."""
+    weights, state = layer(14)
+    counts, save_after = np.array([70, 1, 3]), np.array([64, 5, 3])
+    row_starts, request = np.concatenate([[0], np.cumsum(counts)]), np.repeat(np.arange(B), counts)
+    before = (weights, SIZES, *state)
+    inputs = projected(15, len(request))
+    out, *new, saved = implementation("gdn_state").mix_chunks(
+        inputs, *before, row_starts, request, save_after
+    )
+    all_close((out, *new), spec.mix_chunks(inputs, *before, row_starts))
+    _, *want = spec.mix_chunks(inputs[:66], *before, np.array([0, 64, 65, 66]))
+    all_close([x[0] for x in saved], [x[0] for x in want])
+    all_close([x[2] for x in saved], [x[2] for x in new])

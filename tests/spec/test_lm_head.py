@@ -1,0 +1,39 @@
+"""Both backends choose from a projection as from its scores, whatever rows ask for."""
+
+import numpy as np
+import pytest
+
+from shared.spec import lm_head as spec
+from tests.support.cases.sampling.lm_head import TABLE
+from tests.support.op_sides import SIDES
+
+CASE, RANKED = (case for case in TABLE if not case.is_large)
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_children_of_a_projection_are_those_of_the_specification(name: str) -> None:
+    side, arguments = SIDES[name](), RANKED.arguments(seed=4)
+    ids, weights = side.run(side.operation(RANKED), side.placed(RANKED, arguments))
+    want = spec.ranked(**arguments)
+    np.testing.assert_array_equal(ids, want.ids)
+    # Logarithms of two libraries, and masses that are rounded to units.
+    np.testing.assert_allclose(weights, want.weights, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_a_choice_from_a_projection_is_that_of_the_specification(name: str) -> None:
+    side, arguments = SIDES[name](), CASE.arguments(seed=4)
+    got = side.run(side.operation(CASE), side.placed(CASE, arguments))
+    for found, want in zip(got, CASE.specified(arguments, None), strict=True):
+        np.testing.assert_array_equal(found, want)
+
+
+def test_rows_ask_for_scores_where_more_than_the_best_of_them_decides() -> None:
+    """A row that does not ask is chosen as the best of its scores, and one that asks otherwise."""
+    arguments = CASE.arguments(seed=4)
+    given = {name: arguments[name] for name in ("seen", "positions", "request")}
+    asks = spec.asking(params=arguments["params"], **given)
+    chosen, scores = spec.joined(**arguments), spec.scores(arguments["projection"])
+    assert not asks[8:].any()
+    assert asks[:8].sum() == 8
+    np.testing.assert_array_equal(chosen.ids[~asks], scores.argmax(axis=1)[~asks])

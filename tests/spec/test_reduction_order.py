@@ -1,0 +1,33 @@
+"""The orders of sums: cuts that a kernel can keep, at positions that depend on nothing."""
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from shared.spec.reduction_order import ATTENTION
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"split": 96}, "split must be a multiple of tile 64, got 96"),
+        ({"split": 32}, "split must be a multiple of tile 64, got 32"),
+        ({"span": 200}, "span must be a multiple of split 128, got 200"),
+        ({"span": 64}, "span must be a multiple of split 128, got 64"),
+        ({"tile": 48}, "tile must be a power of two from 16, got 48"),
+        ({"tile_float32": 8}, "tile_float32 must be a power of two from 16, got 8"),
+    ],
+)
+def test_a_cut_that_does_not_come_out_even_is_refused(changed: dict, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        replace(ATTENTION, **changed)
+
+
+def test_no_one_changes_an_order() -> None:
+    with pytest.raises(FrozenInstanceError):
+        ATTENTION.split = 256
+
+
+def test_the_tile_follows_the_type_alone() -> None:
+    tiles = {size: ATTENTION.sizes_for(size)["tile"] for size in (2, 4)}
+    assert tiles == {2: 64, 4: 16}

@@ -1,0 +1,1 @@
+"""Attention: prefill, decode and verification, and the vision encoder."""

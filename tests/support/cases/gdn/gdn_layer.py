@@ -1,0 +1,223 @@
+"""Cases of `delta_mix`: projections of chains and trees, and the states that they start from."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shared.models.layers import GatedDeltaConfig
+from shared.spec import draft_tree
+from shared.spec import gdn_layer as spec
+from shared.spec.gdn_state import WINDOW, DeltaState, DeltaWeights, Kept
+from tests.support.op_case import Arguments, OpCase, as_list
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """As the backends' own: `parents` is None where all trees are chains."""
+
+    parents: np.ndarray | None
+    row_starts: np.ndarray
+    row_of: np.ndarray
+    request: np.ndarray
+    node: np.ndarray
+
+    @property
+    def specified(self) -> spec.Nodes:
+        """As the specification has them."""
+        parents = self.parents
+        if parents is None:
+            parents = parents_of(*self.row_of.shape)
+        return spec.Nodes(parents, self.row_starts, self.row_of, self.request, self.node)
+
+
+@dataclass(frozen=True)
+class VerifyScratch:
+    """As the backends' own."""
+
+    kept: Kept | np.ndarray
+    arrivals: np.ndarray
+
+
+def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> DeltaWeights:
+    heads = sizes.num_value_heads
+    return DeltaWeights(
+        conv=rng.standard_normal((sizes.channels, 4), np.float32) / 2,
+        a_log=rng.uniform(-2, 2, heads).astype(np.float32),
+        dt_bias=rng.uniform(-3, 1, heads).astype(np.float32),
+        norm=(1 + rng.standard_normal(sizes.value_size, np.float32) / 4).astype(np.float32),
+        eps=EPS,
+    )
+
+
+def states_of(
+    rng: np.random.Generator, sizes: GatedDeltaConfig, layers: int, count: int
+) -> DeltaState:
+    """States of some slots, of the size that decoding leaves them in."""
+    heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
+    recurrent = rng.standard_normal((layers, count, *heads), np.float32) / 8
+    return DeltaState(
+        recurrent, rng.standard_normal((layers, count, WINDOW, sizes.channels), np.float32)
+    )
+
+
+def parents_of(B: int, N: int, rng: np.random.Generator | None = None) -> np.ndarray:
+    """Random trees; chains without a generator."""
+    if rng is None:
+        return np.tile(np.maximum(np.arange(N) - 1, 0), (B, 1)).astype(np.int32)
+    drawn = [[int(rng.integers(max(node, 1))) for node in range(N)] for _ in range(B)]
+    return np.array(drawn, np.int32)
+
+
+def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray | None) -> Nodes:
+    """The flat rows of the trees, and behind them padding."""
+    row_starts, request, node, _ = draft_tree.flatten(num_nodes, rows)
+    row_of = draft_tree.flat_rows(row_starts, num_nodes, nodes)
+    return Nodes(parents, row_starts, row_of, request, node)
+
+
+def verify_scratch(states: DeltaState, B: int, N: int) -> Kept:
+    """What nothing has been kept in."""
+    (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
+    shapes = ((H, K), (H, V), (H,), (H,), (C,))
+    return Kept(*(np.zeros((L, B, N, *shape), np.float32) for shape in shapes))
+
+
+def arguments(
+    seed: int, *, B: int, N: int, sizes: GatedDeltaConfig, is_chain: bool, layers: int = 2
+) -> Arguments:
+    """B trees of N nodes in one layer of some."""
+    rng = np.random.default_rng(seed)
+    states = states_of(rng, sizes, layers, B + 2)
+    heads = sizes.num_value_heads
+    width = sizes.channels + heads * (sizes.value_size + 2)
+    advances = N == 1
+    kept, parents = verify_scratch(states, B, N), None if is_chain else parents_of(B, N, rng)
+    return {
+        "inputs": rng.standard_normal((B * N, width), np.float32),
+        "weights": weights_of(rng, sizes),
+        "sizes": sizes,
+        "states": states,
+        "layer": layers - 1,
+        "slots": (1 + rng.permutation(B + 1)[:B]).astype(np.int32),
+        "nodes": nodes_of(np.full(B, N, np.int32), N, B * N, parents),
+        "scratch": VerifyScratch(kept.inputs if advances else kept, np.zeros((B, heads), np.int32)),
+    }
+
+
+def commit_arguments(
+    seed: int, *, B: int, N: int, sizes: GatedDeltaConfig, layers: int
+) -> Arguments:
+    """Paths of all lengths down chains of which all layers have kept something."""
+    rng = np.random.default_rng(seed)
+    states = states_of(rng, sizes, layers, B + 2)
+    (L, _, H, K, V), C = states.recurrent.shape, sizes.channels
+    k = rng.standard_normal((L, B, N, H, K), np.float32)
+    counts = rng.integers(1, N + 1, B).astype(np.int32)
+    return {
+        "states": states,
+        "snapshots": states_of(rng, sizes, layers, B + 1),
+        "kept": Kept(
+            k=k / np.linalg.norm(k, axis=-1, keepdims=True),
+            v=rng.standard_normal((L, B, N, H, V), np.float32),
+            log_decay=-rng.uniform(0, 1, (L, B, N, H)).astype(np.float32),
+            beta=rng.uniform(0, 1, (L, B, N, H)).astype(np.float32),
+            inputs=rng.standard_normal((L, B, N, C), np.float32),
+        ),
+        "slots": (1 + rng.permutation(B + 1)[:B]).astype(np.int32),
+        "path": np.tile(np.arange(N, dtype=np.int32), (B, 1)),
+        "counts": counts,
+        "save_after": counts,
+        "save": 1 + np.arange(B, dtype=np.int32),
+    }
+
+
+def _specified(function: str, arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
+    """The outputs of some rows."""
+    names = ("inputs", "weights", "sizes", "states", "layer", "slots")
+    given = [arguments[name] for name in names]
+    if function == "verify":
+        given.append(arguments["nodes"].specified)
+    return [as_list(getattr(spec, function)(*given))[0][chosen]]
+
+
+def _bytes(arguments: Arguments, item_bytes: int) -> int:
+    """The states, once or twice; the rows, and what is kept of them."""
+    states, slots, rows = arguments["states"], arguments["slots"], arguments["inputs"]
+    memory = arguments["scratch"].kept
+    advances = isinstance(memory, np.ndarray)
+    held = (1 + advances) * states.recurrent[0, 0].nbytes + states.window[0, 0].nbytes
+    kept = sum(x[0].nbytes for x in as_list(memory))
+    return len(slots) * held + 2 * rows.size * item_bytes + kept
+
+
+def _commit_bytes(arguments: Arguments, item_bytes: int) -> int:
+    """States read and written once and saved once, and what was kept."""
+    states, slots = arguments["states"], arguments["slots"]
+    per_slot = sum(x[:, 0].nbytes for x in (states.recurrent, states.window))
+    return 3 * per_slot * len(slots) + sum(x.nbytes for x in as_list(arguments["kept"]))
+
+
+def _op_case(
+    name: str, make: Callable[[int], Arguments], function: str, dtype: str, is_large: bool
+) -> OpCase:
+    return OpCase(
+        op="gdn_layer",
+        function=function,
+        name=name,
+        make=make,
+        dtype=dtype,
+        wide=("weights", "states", "scratch"),
+        in_place=("states", "scratch"),
+        is_large=is_large,
+        real_rows=lambda arguments: np.arange(len(arguments["inputs"])),
+        specify=partial(_specified, function),
+        num_bytes=_bytes,
+    )
+
+
+def _commit_case(name: str, is_large: bool, **sizes: Any) -> OpCase:
+    return OpCase(
+        op="gdn_layer",
+        function="commit",
+        name=name,
+        make=partial(commit_arguments, **sizes),
+        in_place=("states", "snapshots"),
+        is_large=is_large,
+        num_bytes=_commit_bytes,
+    )
+
+
+SMALL = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=16, value_size=32)
+MODEL = GatedDeltaConfig(num_key_heads=16, num_value_heads=32, key_size=128, value_size=128)
+"""Heads of Qwen3.5-9B."""
+
+
+def _cases() -> list[OpCase]:
+    made = []
+    for B, N, sizes, is_chain in (
+        *((3, 1, SMALL, True), (3, 4, SMALL, True), (3, 6, SMALL, False)),
+        *((B, N, MODEL, True) for N in (1, 4) for B in (1, 8, 32)),
+        *((B, 16, MODEL, False) for B in (1, 8, 32)),
+        (1, 40, MODEL, False),
+    ):
+        function, kind = "advance" if N == 1 else "verify", "chain" if is_chain else "tree"
+        make = partial(arguments, B=B, N=N, sizes=sizes, is_chain=is_chain)
+        is_large = sizes is MODEL
+        dtype = "bfloat16" if is_large else "float32"
+        made.append(_op_case(f"{B} x {kind} of {N}", make, function, dtype, is_large))
+    return made
+
+
+TABLE = [
+    *_cases(),
+    _commit_case("3 x paths of 4", False, B=3, N=4, sizes=SMALL, layers=2),
+    *(
+        _commit_case(f"{B} x paths of 4, 24 layers", True, B=B, N=4, sizes=MODEL, layers=24)
+        for B in (1, 8)
+    ),
+]

@@ -1,0 +1,145 @@
+"""Cases of `experts.added_experts`: small and odd ones, and blocks of Qwen3.5-35B-A3B and 30B-A3B.
+
+The large ones have a quarter of those models' experts: what a kernel does with one is the same.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from shared.models.fp8 import Granularity
+from shared.models.layers import ExpertsConfig
+from shared.spec.experts import Experts
+from shared.spec.linear import Matrix, Stream
+from tests.support.cases.gemm.linear import FP8, in_fp8
+from tests.support.op_case import Arguments, OpCase
+
+EPS = 1e-6
+
+
+def config_of(*, num_experts: int, num_chosen: int, intermediate: int, shared: bool, **how: object):
+    """Experts with softmax weights, renormalised; the shared one has a gate."""
+    usual = {
+        "scores": "softmax",
+        "has_score_bias": False,
+        "num_groups": 1,
+        "num_chosen_groups": 1,
+        "is_renormalised": True,
+        "routed_factor": 1.0,
+    }
+    return ExpertsConfig(
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        intermediate=intermediate,
+        shared_intermediate=intermediate if shared else 0,
+        shared_is_gated=shared,
+        **(usual | how),
+    )
+
+
+def _matrix(rng: np.random.Generator, *shape: int) -> Matrix:
+    """Random numbers, repeated in a large one: drawing 200 million of them would take a while."""
+    drawn = rng.standard_normal(min(int(np.prod(shape)), 2**20 - 3), np.float32)
+    return Matrix(np.resize(drawn / np.float32(shape[-1] ** 0.5), shape))
+
+
+def added_arguments(
+    seed: int,
+    *,
+    R: int,
+    hidden: int,
+    config: ExpertsConfig,
+    granularity: Granularity | None = None,
+) -> Arguments:
+    """Rows of a stream, the experts of a layer, and the scale of the norm that reads the sum.
+
+    The rows are larger than what is added, so that an expert that only just is or is not chosen
+    does not decide the error.
+
+    Args:
+      granularity: Of the scales of matrices in FP8; None: they are numbers.
+    """
+    rng, inner = np.random.default_rng(seed), config.intermediate
+    norms = 1 + rng.standard_normal((2, hidden), np.float32) / 4
+    bias = rng.standard_normal(config.num_experts, np.float32) if config.has_score_bias else None
+    router = _matrix(rng, config.num_scored, hidden)
+    matrices = [
+        _matrix(rng, config.num_stacked, *x) for x in ((2 * inner, hidden), (hidden, inner))
+    ]
+    if granularity is not None:
+        matrices = [in_fp8(matrix.values, granularity) for matrix in matrices]
+    weights = Experts(
+        router=router,
+        gate_up=matrices[0],
+        down=matrices[1],
+        score_bias=bias,
+        shared_gate_up=None,
+        shared_down=None,
+    )
+    return {
+        "stream": Stream(3 * rng.standard_normal((R, hidden), np.float32), norms[0]),
+        "eps": EPS,
+        "config": config,
+        "weights": weights,
+        "norm": norms[1],
+    }
+
+
+SMALL = config_of(num_experts=8, num_chosen=3, intermediate=32, shared=True)
+GROUPS = config_of(
+    num_experts=12,
+    num_chosen=4,
+    intermediate=48,
+    shared=False,
+    scores="sigmoid",
+    has_score_bias=True,
+    num_groups=3,
+    num_chosen_groups=2,
+    routed_factor=2.5,
+)
+LARGE = {
+    "64 of 512 and one": config_of(num_experts=64, num_chosen=8, intermediate=512, shared=True),
+    "32 of 768": config_of(num_experts=32, num_chosen=8, intermediate=768, shared=False),
+}
+TABLE = [
+    OpCase(
+        op="experts",
+        function="added_experts",
+        name=name,
+        make=partial(added_arguments, R=R, hidden=64, config=config),
+        wide=("norm",),
+    )
+    for name, R, config in (("three rows", 3, SMALL), ("groups, many rows", 37, GROUPS))
+]
+TABLE += [
+    OpCase(
+        op="experts",
+        function="added_experts",
+        name=f"{name}, {R} rows",
+        make=partial(added_arguments, R=R, hidden=2048, config=config),
+        dtype="bfloat16",
+        wide=("norm",),
+        is_large=True,
+    )
+    for name, config in LARGE.items()
+    for R in (1, 4, 8, 32, 128, 512)
+]
+TABLE += [
+    OpCase(
+        op="experts",
+        function="added_experts",
+        name=f"{kind} 32 of 768, {R} rows",
+        make=partial(
+            added_arguments,
+            R=R,
+            hidden=2048,
+            config=LARGE["32 of 768"],
+            granularity=granularity,
+        ),
+        dtype="bfloat16",
+        wide=("norm",),
+        is_large=True,
+    )
+    for kind, granularity in FP8.items()
+    for R in (1, 32, 512)
+]

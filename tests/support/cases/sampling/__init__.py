@@ -1,0 +1,1 @@
+"""Sampling: LM head, filters, acceptance of draft tokens, logprobs."""

@@ -1,0 +1,221 @@
+"""Prompts through gated-delta layers by the kernels of both languages, on random requests."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+from jax.experimental.pallas import triton as pltriton
+
+from kernels.tiles import GDNPrefillTiles
+from shared.models.layers import GatedDeltaConfig
+from shared.spec import gdn_layer as spec
+from shared.spec.gdn_state import WINDOW, DeltaState, DeltaWeights
+from shared.spec.reduction_order import SQUARES
+from tests.support.gdn_layer_kernels import EPS, LAYER, LAYERS, OWN_KEYS, SHARED_KEYS, WEIGHTS
+from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
+
+TILES = GDNPrefillTiles(columns=32, warps=4, stages=2, prepare_warps=4, rows=64, row_warps=4)
+STATES = ("recurrent", "window", "saved_recurrent", "saved_window")
+HALVES = ("projected", "conv", "window", "saved_window")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests with prompts; outside the layer and the slots of the requests there are no numbers.
+
+    Attributes:
+      lengths: Rows of each request.
+    """
+
+    sizes: GatedDeltaConfig
+    lengths: np.ndarray
+    projected: np.ndarray
+    weights: DeltaWeights
+    recurrent: np.ndarray
+    window: np.ndarray
+    saved_recurrent: np.ndarray
+    saved_window: np.ndarray
+    slots: np.ndarray
+    save_after: np.ndarray
+    save: np.ndarray
+
+    @property
+    def row_starts(self) -> np.ndarray:
+        """First flat row of each request, and the end."""
+        return np.append(0, np.cumsum(self.lengths)).astype(np.int32)
+
+    def rows(self, request: int) -> slice:
+        return slice(*self.row_starts[request : request + 2])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays by the kernels' names."""
+        names = ("projected", *STATES, "slots", "row_starts", "save_after", "save")
+        own = {name: getattr(self, name) for name in names}
+        return own | {name: getattr(self.weights, name) for name in WEIGHTS}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the kernels leave."""
+
+    out: np.ndarray
+    recurrent: np.ndarray
+    window: np.ndarray
+    saved_recurrent: np.ndarray
+    saved_window: np.ndarray
+
+
+def in_half(x: np.ndarray) -> np.ndarray:
+    """The numbers that bfloat16 has."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def make(
+    lengths: Sequence[int],
+    sizes: GatedDeltaConfig = SHARED_KEYS,
+    *,
+    saves: Sequence[tuple[int, int]] = (),
+    padding: int = 3,
+    alike: float = 0.0,
+    most_gate: float = 14,
+    seed: int = 0,
+) -> Case:
+    """Random prompts.
+
+    Args:
+      saves: After how many rows a state is saved, and where, for each request.
+      alike: How much of a key all rows share, up to 1: neighbours' keys of real prompts are alike.
+      most_gate: Of a head, on which the log of its decay depends linearly; 14 is some 1e-6 a token.
+    """
+    rng = np.random.default_rng(seed)
+    (H, K, V), C = (sizes.num_value_heads, sizes.key_size, sizes.value_size), sizes.channels
+    B = len(lengths)
+    slots = (1 + rng.permutation(B + 1)[:B]).astype(np.int32)
+    recurrent, saved_recurrent = np.full((2, LAYERS, B + 2, H, K, V), np.nan, np.float32)
+    window, saved_window = np.full((2, LAYERS, B + 2, WINDOW, C), np.nan, np.float32)
+    recurrent[LAYER, slots] = rng.standard_normal((B, H, K, V)) / 4
+    window[LAYER, slots] = in_half(rng.standard_normal((B, WINDOW, C)))
+    R = sum(lengths) + padding
+    projected = rng.standard_normal((R, C + H * V + 2 * H)).astype(np.float32)
+    keys = slice(sizes.num_key_heads * K, 2 * sizes.num_key_heads * K)
+    projected[:, keys] += alike * (2 * projected[:1, keys] - projected[:, keys])
+    weights = DeltaWeights(
+        conv=in_half(rng.standard_normal((C, 4))),
+        a_log=rng.uniform(-1, 0, H).astype(np.float32),
+        # The first head's decays are nearly 1.
+        dt_bias=np.linspace(-11, most_gate, H, dtype=np.float32),
+        norm=rng.standard_normal(V).astype(np.float32),
+        eps=EPS,
+    )
+    saves = [*saves, *[(0, 0)] * (B - len(saves))]
+    return Case(
+        sizes=sizes,
+        lengths=np.array(lengths, np.int32),
+        projected=in_half(projected),
+        weights=weights,
+        recurrent=recurrent,
+        window=window,
+        saved_recurrent=saved_recurrent,
+        saved_window=saved_window,
+        slots=slots,
+        save_after=np.array([after for after, _ in saves], np.int32),
+        save=np.array([place for _, place in saves], np.int32),
+    )
+
+
+RAGGED = (70, 1, 0, 130, 64, 2)
+SAVES = ((64, 3), (1, 5), (0, 2), (128, 0), (64, 1))
+CASES = {
+    "ragged": make(RAGGED, saves=SAVES),
+    "keys that are alike": make(RAGGED, saves=SAVES, alike=0.9),
+    "tokens that forget all": make(RAGGED, saves=SAVES, most_gate=500),
+    "own keys": make((65, 20), OWN_KEYS, saves=((65, 1), (0, 2))),
+    "a long prompt": make((512,), saves=((256, 1),), padding=0),
+}
+
+
+def feed(language: str, case: Case, tiles: GDNPrefillTiles = TILES) -> Found:
+    """What the kernels of a language make of a case."""
+    return {"pallas": _in_pallas, "triton": _in_triton}[language](case, tiles)
+
+
+@cache
+def found(language: str, name: str) -> Found:
+    """Of a case that several tests look at."""
+    return feed(language, CASES[name])
+
+
+@cache
+def pallas_program(tiles: GDNPrefillTiles, dot: Callable) -> Callable:
+    """The kernels as one program, traced with a product of matrices that tests may replace."""
+    assert dot is pltriton.dot
+    how = {"eps": EPS, "digits": SQUARES.digits, "tiles": tiles, "interpret": INTERPRET}
+    kernel = partial(KERNELS["pallas"]["gdn_prefill"].feed, **how)
+    return jax.jit(lambda **given: kernel(**given), compiler_options=AS_WRITTEN)
+
+
+def _in_pallas(case: Case, tiles: GDNPrefillTiles) -> Found:
+    own = case.arrays()
+    # Weights of all layers.
+    own |= {k: np.stack([np.full_like(own[k], np.nan), own[k]]) for k in WEIGHTS}
+    given = {k: jnp.asarray(x, jnp.bfloat16 if k in HALVES else None) for k, x in own.items()}
+    got = pallas_program(tiles, pltriton.dot)(layer=jnp.full(1, LAYER, jnp.int32), **given)
+    return Found(*(np.asarray(x, np.float32) for x in got))
+
+
+def _in_triton(case: Case, tiles: GDNPrefillTiles) -> Found:
+    device = "cuda" if ON_GPU else "cpu"
+    given = {k: torch.tensor(x, device=device) for k, x in case.arrays().items()}
+    given |= {k: given[k].to(torch.bfloat16) for k in HALVES}
+    how = {"eps": EPS, "digits": SQUARES.digits, "tiles": tiles}
+    out = KERNELS["triton"]["gdn_prefill"].feed(layer=LAYER, **given, **how)
+    return Found(*(x.float().cpu().numpy() for x in (out, *(given[name] for name in STATES))))
+
+
+def specified(case: Case) -> Found:
+    """What the specification says: zeros for padding, and snapshots where they are asked for."""
+    starts = case.row_starts
+    recurrent, window, saved_recurrent, saved_window = (getattr(case, x).copy() for x in STATES)
+    out = np.zeros((len(case.projected), case.sizes.num_value_heads * case.sizes.value_size))
+    states = DeltaState(case.recurrent, case.window)
+    for request, slot in enumerate(case.slots):
+        whole, save = case.lengths[request], case.save[request]
+        for count in {case.save_after[request], whole} if save else {whole}:
+            rows = case.projected[starts[request] :][:count]
+            given = (
+                rows,
+                case.weights,
+                case.sizes,
+                states,
+                LAYER,
+                slot[None],
+                np.array([0, count]),
+            )
+            got, after = spec.feed(*given) if count else (out[:0], states)
+            if count == whole:
+                out[case.rows(request)] = got
+                recurrent[LAYER, slot] = after.recurrent[LAYER, slot]
+                window[LAYER, slot] = after.window[LAYER, slot]
+            if save and count == case.save_after[request]:
+                saved_recurrent[LAYER, save] = after.recurrent[LAYER, slot]
+                saved_window[LAYER, save] = after.window[LAYER, slot]
+    return Found(out, recurrent, window, saved_recurrent, saved_window)
+
+
+def alone(case: Case, request: int, rows: slice = slice(None)) -> Case:
+    """Some rows of one request of a case, which come first; of the others there are none.
+
+    All others' rows are padding, so that one compiled program takes what a test compares.
+    """
+    place = np.arange(len(case.projected))
+    own = place[case.rows(request)][rows]
+    lengths = np.zeros_like(case.lengths)
+    lengths[request] = len(own)
+    order = np.concatenate([own, np.setdiff1d(place, own)])
+    save = np.zeros_like(case.save)
+    return replace(case, lengths=lengths, projected=case.projected[order], save=save)

@@ -1,0 +1,303 @@
+"""As `shared.spec.attention_layer`, in torch; pools are written in place.
+
+On a GPU `attention_layer` and `mix_keys` are kernels; see `torch_impl.ops`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kernels.kernel_limits import MOST_NODES
+from kernels.tiles import MOST_LANES
+from shared.boundary.ranks import Ranks
+from shared.boundary.workspace import MOST_PARTS
+from shared.spec.attention_layer import Heads
+from shared.spec.reduction_order import ATTENTION, SQUARES
+from torch_impl.ops import Kernels, kernel_or_plain
+from torch_impl.ops.attention.attention import Rows, attend, write
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.gemm import layers
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """As the specification's."""
+
+    q: Float[Tensor, " queries"]
+    k: Float[Tensor, " keys"]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Angles:
+    """As the specification's."""
+
+    cos: Float[Tensor, "R half"]
+    sin: Float[Tensor, "R half"]
+
+
+def _no_bounds(
+    rows: Rows, num_kv_heads: int
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
+    """Of rows that are too many for the kernel of `attention_layer`, or where there is none."""
+    nothing = rows.page_table.new_empty((len(rows.page_table), 0), dtype=torch.int32)
+    return nothing, nothing
+
+
+def plain_reach(
+    rows: Rows, num_kv_heads: int
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
+    """What the kernel of `attention_layer` asks of rows, once for all layers; plain operations ask
+    nothing.
+    """
+    return _no_bounds(rows, num_kv_heads)
+
+
+def kernel_reach(
+    kernels: Kernels, rows: Rows, num_kv_heads: int
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
+    """As `plain_reach`, where rows may be few enough for that kernel."""
+    if rows.most_rows > MOST_LANES:
+        return _no_bounds(rows, num_kv_heads)
+    given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
+    return kernels.row_bounds.reach(*given, max_rows=rows.most_rows, k_heads=num_kv_heads)
+
+
+reach = kernel_or_plain(kernel_reach, plain_reach)
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """The pools of a stack of attention layers, for the layers of one pass over some rows.
+
+    Attributes:
+      pools: Keys and values of each layer.
+      bounds: Of what the rows of a request see and write; a kernel's alone.
+      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+    """
+
+    pools: Float[Tensor, "L 2 pages page Hk D"]
+    bounds: Int[Tensor, "B bounds"]
+    arrivals: Int[Tensor, "B counters"]
+
+    @classmethod
+    def of(cls, pools: Float[Tensor, "L 2 pages page Hk D"], rows: Rows) -> "PagedKV":
+        """For a pass over the rows."""
+        return cls(pools, *reach(rows, pools.shape[4]))
+
+
+def plain_mix(
+    qkv: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: PagedKV,
+    layer: int,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As the specification, in place in the pools of one layer."""
+    q, k, v, gate = _heads_of(qkv, heads)
+    if norms is not None:
+        q = layers.rms_norm(q, norms.q, norms.eps)
+        k = layers.rms_norm(k, norms.k, norms.eps)
+    q = layers.apply_rotary(q, angles.cos, angles.sin)
+    k = layers.apply_rotary(k, angles.cos, angles.sin)
+    pools = kv.pools[layer]
+    _write_pair(pools, rows, k, v)
+    out = attend(
+        q,
+        pools[0],
+        pools[1],
+        rows.page_table,
+        rows.request,
+        rows.row_starts,
+        rows.first,
+        rows.until,
+        rows.window,
+        rows.most_rows,
+        heads.scale,
+    )
+    if gate is not None:
+        out = out * layers.sigmoid(gate)
+    return out.flatten(1)
+
+
+def kernel_mix(
+    kernels: Kernels,
+    qkv: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: PagedKV,
+    layer: int,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As `plain_mix`, by one kernel where rows are few, else by two."""
+    item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
+    group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
+    pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
+    if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
+        q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
+        gate = qkv if heads.gated else None
+        tiles = kernels.tiles.attention.of(**sizes)
+        pool, table = (kv.pools, layer), (rows.page_table, rows.row_starts)
+        return kernels.attention.attend(
+            q,
+            gate,
+            *pool,
+            *table,
+            *sees,
+            max_rows=rows.most_rows,
+            scale=heads.scale,
+            tiles=tiles,
+            **order,
+        )
+    requests = len(rows.page_table)
+    tiles = kernels.tiles.attention_layer.of(**sizes, requests=requests)
+    q = None
+    if tiles.placed or tiles.described:
+        q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
+    return kernels.attention_layer.mix(
+        qkv,
+        *((None, None) if norms is None else (norms.q, norms.k)),
+        angles.cos,
+        angles.sin,
+        kv.pools,
+        layer,
+        bounds=kv.bounds,
+        arrivals=kv.arrivals,
+        page_table=rows.page_table,
+        row_starts=rows.row_starts,
+        places=rows.places,
+        first=rows.first,
+        until=rows.until,
+        window=rows.window,
+        is_real=rows.is_real,
+        q=q,
+        gated=heads.gated,
+        eps=0.0 if norms is None else norms.eps,
+        digits=SQUARES.digits,
+        max_rows=rows.most_rows,
+        most_parts=MOST_PARTS,
+        scale=heads.scale,
+        tiles=tiles,
+        **order,
+    )
+
+
+mix = kernel_or_plain(kernel_mix, plain_mix)
+
+
+def normed_rows(
+    qkv: Float[Tensor, "R outputs"], heads: Heads, norms: HeadNorms, group: Ranks
+) -> Float[Tensor, "R outputs"]:
+    """As the specification.
+
+    Args:
+      group: The ranks that have the heads between them; the norms are of all heads.
+    """
+    keys = heads.num_kv_heads * heads.head_size
+    q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
+    num_copies = keys * group.count // len(norms.k)
+    q = layers.rms_norm(all_gather.gathered(group, q), norms.q, norms.eps)
+    k = layers.rms_norm(all_gather.gathered_keys(group, k, num_copies), norms.k, norms.eps)
+    own = all_gather.own(group, q), all_gather.own_keys(group, k, num_copies)
+    return torch.cat([*own, v], dim=1)
+
+
+def grown_rows(
+    qkv: Float[Tensor, "R outputs"], heads: Heads, growth: Float[Tensor, " R"]
+) -> Float[Tensor, "R outputs"]:
+    keys = 2 * heads.num_kv_heads * heads.head_size
+    q, kv = qkv.split([qkv.shape[1] - keys, keys], dim=1)
+    return torch.cat([(q * growth[:, None]).to(qkv.dtype), kv], dim=1)
+
+
+def plain_mix_keys(
+    projected: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: Float[Tensor, "L 2 pages page Hk D"],
+    layer: int,
+) -> None:
+    """As the specification, in place in the pools of one layer of `kv`."""
+    k, v = projected.unflatten(1, (2, -1, heads.head_size)).unbind(1)
+    k = layers.rms_norm(k, norms.k, norms.eps)
+    _write_pair(kv[layer], rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+
+
+def kernel_mix_keys(
+    kernels: Kernels,
+    projected: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: Float[Tensor, "L 2 pages page Hk D"],
+    layer: int,
+) -> None:
+    _place(kernels, projected, heads, norms, angles, rows, kv, layer)
+
+
+mix_keys = kernel_or_plain(kernel_mix_keys, plain_mix_keys)
+
+
+def _place(
+    kernels: Kernels,
+    projected: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: Float[Tensor, "L 2 pages page Hk D"],
+    layer: int,
+) -> Float[Tensor, "R Hq D"]:
+    """Writes the rows' keys and values by a kernel, which gives the queries to attend with."""
+    return kernels.qk_norm_rope_kv_write.place(
+        projected,
+        *((None, None) if norms is None else (norms.q, norms.k)),
+        angles.cos,
+        angles.sin,
+        kv,
+        layer,
+        rows.page_table,
+        rows.request,
+        rows.places,
+        rows.is_real,
+        gated=heads.gated,
+        eps=0.0 if norms is None else norms.eps,
+        digits=SQUARES.digits,
+    )
+
+
+def _write_pair(
+    pools: Float[Tensor, "2 pages page Hk D"],
+    rows: Rows,
+    k: Float[Tensor, "R Hk D"],
+    v: Float[Tensor, "R Hk D"],
+) -> None:
+    for pool, values in zip(pools, (k, v), strict=True):
+        write(pool, rows.page_table, rows.request, rows.places, rows.is_real, values)
+
+
+def _heads_of(
+    qkv: Float[Tensor, "R outputs"], heads: Heads
+) -> tuple[
+    Float[Tensor, "R Hq D"],
+    Float[Tensor, "R Hk D"],
+    Float[Tensor, "R Hk D"],
+    Float[Tensor, "R Hq D"] | None,
+]:
+    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    D, keys = heads.head_size, heads.num_kv_heads * heads.head_size
+    q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
+    k, v = k.unflatten(1, (-1, D)), v.unflatten(1, (-1, D))
+    if not heads.gated:
+        return q.unflatten(1, (-1, D)), k, v, None
+    pairs = q.unflatten(1, (-1, 2, D))  # per head its query rows, then its gate rows
+    return pairs[:, :, 0], k, v, pairs[:, :, 1]

@@ -1,0 +1,1 @@
+"""Gated delta net: prefill, decode, tree verification, state commit."""

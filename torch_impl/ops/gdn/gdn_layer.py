@@ -1,0 +1,297 @@
+"""As `shared.spec.gdn_layer`, in torch; the states of the slots are written in place.
+
+On a GPU these are kernels, of prompts in bfloat16; see `torch_impl.ops`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shared.models.layers import GatedDeltaConfig
+from shared.spec.reduction_order import SQUARES
+from torch_impl.ops import Kernels, any_row, is_bfloat16, kernel_or_plain
+from torch_impl.ops.gdn.gdn_state import (
+    DeltaState,
+    DeltaWeights,
+    Kept,
+    mix_chunks,
+    mix_step,
+    mix_tree,
+    path_window,
+    replay,
+)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where the nodes of a step's trees stand.
+
+    Attributes:
+      parents: None where all trees are chains.
+      row_starts: First flat row of each request, and the end.
+      row_of: The row of each node.
+      request, node: Of each row.
+    """
+
+    parents: Int[Tensor, "B N"] | None
+    row_starts: Int[Tensor, " B1"]
+    row_of: Int[Tensor, "B N"]
+    request: Int[Tensor, " R"]
+    node: Int[Tensor, " R"]
+
+
+@dataclass(frozen=True)
+class VerifyScratch:
+    """Memory for what a step keeps of its nodes until the commit.
+
+    Attributes:
+      kept: Of all nodes; of plain decoding, which advances the states, the inputs alone.
+      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+    """
+
+    kept: Kept | Float[Tensor, "L B one C"]
+    arrivals: Int[Tensor, "B H"]
+
+
+def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
+    """For so many nodes of each request."""
+    (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
+    inputs = states.window.new_empty((L, requests, nodes, C))
+    arrivals = states.recurrent.new_zeros((requests, H), dtype=torch.int32)
+    if advances:
+        return VerifyScratch(inputs, arrivals)
+    shapes = ((H, K), (H, V), (H,), (H,))
+    k, v, log_decay, beta = (
+        states.recurrent.new_empty((L, requests, nodes, *shape)) for shape in shapes
+    )
+    return VerifyScratch(Kept(k, v, log_decay, beta, inputs), arrivals)
+
+
+def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
+    """The states of some slots or snapshots."""
+    return DeltaState(states.recurrent[:, index], states.window[:, index])
+
+
+def put(states: DeltaState, index: Int[Tensor, " B"], rows: DeltaState) -> None:
+    """Replaces the states of some slots or snapshots."""
+    states.recurrent[:, index] = rows.recurrent
+    states.window[:, index] = rows.window
+
+
+def followed(states: DeltaState, inputs: Float[Tensor, "L B one C"]) -> DeltaState:
+    """Advanced states with the windows that belong to them."""
+    return DeltaState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
+
+
+def plain_feed(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    snapshots: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    row_starts: Int[Tensor, " B1"],
+    request: Int[Tensor, " R"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+) -> Float[Tensor, "R values"]:
+    """`mix_chunks` of a layer's states in their slots.
+
+    Args:
+      states, snapshots: Of all slots, and all snapshots.
+      save: Which snapshot the state after `save_after` rows is written to; 0: none.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, *new, saved = mix_chunks(inputs, weights, sizes, *held, row_starts, request, save_after)
+    states.recurrent[layer, slots], states.window[layer, slots] = new
+    if snapshots.recurrent.shape[1] > 1:  # the first is a sink
+        snapshots.recurrent[layer, save], snapshots.window[layer, save] = saved
+    return out
+
+
+def kernel_feed(
+    kernels: Kernels,
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    snapshots: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    row_starts: Int[Tensor, " B1"],
+    request: Int[Tensor, " R"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+) -> Float[Tensor, "R values"]:
+    return kernels.gdn_prefill.feed(
+        inputs,
+        conv=weights.conv,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        norm=weights.norm,
+        recurrent=states.recurrent,
+        window=states.window,
+        saved_recurrent=snapshots.recurrent,
+        saved_window=snapshots.window,
+        layer=layer,
+        slots=slots,
+        row_starts=row_starts,
+        save_after=save_after,
+        save=save,
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.gdn_prefill.of(requests=len(slots)),
+    )
+
+
+feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
+
+
+def plain_verify(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    nodes: Nodes,
+    scratch: VerifyScratch,
+) -> Float[Tensor, "R values"]:
+    """`mix_tree` of a layer's states in their slots, which stay as they are.
+
+    Args:
+      states: Of all slots and layers.
+      slots: Of the requests.
+      scratch: What a replay needs is written there.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
+    out, kept_nodes = mix_tree(inputs, weights, sizes, *held, *where)
+    for memory, new in zip(_arrays_of(scratch.kept), _arrays_of(kept_nodes), strict=True):
+        memory[layer] = new[0]
+    return out
+
+
+def kernel_verify(
+    kernels: Kernels,
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    nodes: Nodes,
+    scratch: VerifyScratch,
+) -> Float[Tensor, "R values"]:
+    """As `plain_verify`, and as `plain_advance` where the scratch is of plain decoding."""
+    B, N = nodes.row_of.shape
+    return kernels.gdn_layer.verify(
+        inputs,
+        conv=weights.conv,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        norm=weights.norm,
+        recurrent=states.recurrent,
+        window=states.window,
+        layer=layer,
+        slots=slots,
+        row_starts=nodes.row_starts,
+        parents=nodes.parents,
+        kept=_arrays_of(scratch.kept),
+        arrivals=scratch.arrivals,
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.gdn_layer.of(nodes=N, requests=B),
+    )
+
+
+verify = kernel_or_plain(kernel_verify, plain_verify)
+
+
+def plain_advance(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    nodes: Nodes,
+    scratch: VerifyScratch,
+) -> Float[Tensor, "R values"]:
+    """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
+
+    Args:
+      nodes: One of each request, in its row.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, states.recurrent[layer, slots], _ = mix_step(inputs, weights, sizes, *held)
+    (memory,) = _arrays_of(scratch.kept)
+    memory[layer, :, 0] = inputs[:, : sizes.channels]
+    return out
+
+
+kernel_advance = kernel_verify
+advance = kernel_or_plain(kernel_advance, plain_advance)
+
+
+def plain_commit(
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[Tensor, "L B one C"],
+    slots: Int[Tensor, " B"],
+    path: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    """`replay` of the slots' states; of those that have advanced only the windows follow.
+
+    Args:
+      states, snapshots: Of all slots, and all snapshots.
+      save: Which snapshot a request's is written to; 0: none.
+    """
+    is_saved = (save_after >= 1) & (save_after <= counts) & (save != 0)
+    if isinstance(kept, Kept):
+        new, saved, _ = replay(take(states, slots), kept, path, counts, save_after)
+        put(states, slots, new)
+        saved_window = saved.window
+    else:
+        saved, window = None, states.window[:, slots]
+        states.window[:, slots] = path_window(window, kept, counts)
+        saved_window = path_window(window, kept, torch.where(is_saved, counts, 0))
+    if any_row(is_saved):
+        recurrent = states.recurrent[:, slots] if saved is None else saved.recurrent
+        places = torch.where(is_saved, save, 0)  # the others' is the sink
+        put(snapshots, places, DeltaState(recurrent, saved_window))
+    return states, snapshots
+
+
+def kernel_commit(
+    kernels: Kernels,
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[Tensor, "L B one C"],
+    slots: Int[Tensor, " B"],
+    path: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    kernels.gdn_commit.commit(
+        *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
+        *(_arrays_of(kept), slots, path, counts, save_after, save),
+        tiles=kernels.tiles.gdn_layer.of(nodes=path.shape[1], requests=len(slots)),
+    )
+    return states, snapshots
+
+
+commit = kernel_or_plain(kernel_commit, plain_commit)
+
+
+def _arrays_of(kept: Kept | Tensor) -> tuple[Tensor, ...]:
+    if isinstance(kept, Tensor):
+        return (kept,)
+    return kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs

@@ -1,0 +1,254 @@
+"""As `shared.spec.gdn_state`, in torch."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shared.models.layers import GatedDeltaConfig
+from shared.spec.gated_delta import CHUNK
+from shared.spec.gdn_state import WINDOW
+from torch_impl.ops import any_row, at_most
+from torch_impl.ops.gdn import gated_delta
+from torch_impl.ops.gemm import layers
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """As the specification's."""
+
+    recurrent: Float[Tensor, "L B H K V"]
+    window: Float[Tensor, "L B 3 C"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """As the specification's."""
+
+    k: Float[Tensor, "L B N H K"]
+    v: Float[Tensor, "L B N H V"]
+    log_decay: Float[Tensor, "L B N H"]
+    beta: Float[Tensor, "L B N H"]
+    inputs: Float[Tensor, "L B N C"]
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """As the specification's."""
+
+    conv: Float[Tensor, "C 4"]
+    a_log: Float[Tensor, " H"]
+    dt_bias: Float[Tensor, " H"]
+    norm: Float[Tensor, " V"]
+    eps: float
+
+
+def conv(
+    windows: Float[Tensor, "*rows 3 C"],
+    inputs: Float[Tensor, "*rows C"],
+    weight: Float[Tensor, "C 4"],
+) -> Float[Tensor, "*rows C"]:
+    """As the specification, float32 from here on."""
+    total, *products = (
+        x.float() * weight[:, i].float() for i, x in enumerate((*windows.unbind(dim=-2), inputs))
+    )
+    for product in products:
+        total += product
+    return layers.silu(total)
+
+
+def chain_windows(
+    window: Float[Tensor, "B 3 C"],
+    inputs: Float[Tensor, "T C"],
+    request: Int[Tensor, " T"],
+    places: Int[Tensor, " T"],
+) -> Float[Tensor, "T 3 C"]:
+    """The window before each token of many requests.
+
+    Args:
+      window: Each request's last inputs before its tokens.
+      inputs: The tokens' inputs, one request behind the other.
+      request: The request of each token.
+      places: Which of its request's tokens it is.
+    """
+    T = len(inputs)
+    back = torch.arange(WINDOW, 0, -1, dtype=torch.int32, device=inputs.device)
+    number = torch.arange(T, dtype=torch.int32, device=inputs.device)
+    from_inputs = inputs[(number[:, None] - back).clamp(min=0)]
+    place = places[:, None] - back  # below 0: in the old window
+    from_window = window[request[:, None], (place + WINDOW).clamp(0, WINDOW - 1)]
+    return torch.where((place >= 0)[:, :, None], from_inputs, from_window)
+
+
+def chain_end(
+    window: Float[Tensor, "B 3 C"],
+    inputs: Float[Tensor, "T C"],
+    row_starts: Int[Tensor, " B1"],
+    taken: Int[Tensor, " B"],
+) -> Float[Tensor, "B 3 C"]:
+    """The window after the first `taken` tokens of each of many requests."""
+    place = taken[:, None] + torch.arange(-WINDOW, 0, dtype=torch.int32, device=taken.device)
+    from_inputs = inputs[(row_starts[:-1, None] + place).clamp(0, len(inputs) - 1)]
+    request = torch.arange(len(window), device=window.device)[:, None]
+    from_window = window[request, (place + WINDOW).clamp(0, WINDOW - 1)]
+    return torch.where((place >= 0)[:, :, None], from_inputs, from_window)
+
+
+def tree_windows(
+    window: Float[Tensor, "B 3 C"],
+    inputs: Float[Tensor, "B N C"],
+    parents: Int[Tensor, "B N"] | None,
+) -> Float[Tensor, "B N 3 C"]:
+    """As the specification; None for the parents of a chain."""
+    if parents is None:
+        return torch.cat([window, inputs[:, :-1]], dim=1).unfold(1, WINDOW, 1).mT
+    # Places in window and inputs in a row: node i is WINDOW + i, what is before the root is old.
+    root = torch.full_like(parents[:, :1], WINDOW - 1)
+    above = torch.cat([root, parents[:, 1:] + WINDOW], dim=1).long()
+    place, taps = above, [above]
+    for _ in range(WINDOW - 1):
+        node = (place - WINDOW).clamp(min=0)
+        place = torch.where(place >= WINDOW, above.gather(1, node), place - 1)
+        taps.append(place)
+    rows = torch.arange(len(window), device=window.device)[:, None, None]
+    return torch.cat([window, inputs], dim=1)[rows, torch.stack(taps[::-1], dim=2)]
+
+
+def path_window(
+    window: Float[Tensor, "L B 3 C"], inputs: Float[Tensor, "L B W C"], taken: Int[Tensor, " B"]
+) -> Float[Tensor, "L B 3 C"]:
+    rows = torch.cat([window, inputs], dim=2)
+    index = taken[:, None] + torch.arange(WINDOW, dtype=torch.int32, device=taken.device)
+    return rows[:, torch.arange(len(taken), device=taken.device)[:, None], index]
+
+
+def replay(
+    state: DeltaState,
+    kept: Kept,
+    path: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    save_after: Int[Tensor, " B"],
+) -> tuple[DeltaState, DeltaState, Bool[Tensor, " B"]]:
+    path = path[:, : at_most(counts.max(), path.shape[1], 1)]
+    rows = torch.arange(len(path), device=path.device)[:, None]
+    k, v, log_decay, beta, inputs = (
+        x[:, rows, path] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)
+    )
+    recurrent = saved = state.recurrent
+    for i in range(path.shape[1]):
+        # Past its count a row's token changes nothing: no decay, key and beta 0, value 0.
+        is_real = i < counts[:, None]
+        token = (x[:, :, i] for x in (k, v, log_decay, beta))
+        token = (torch.where(is_real.view(-1, *[1] * (x.ndim - 2)), x, 0) for x in token)
+        recurrent = gated_delta.update(recurrent, *token)
+        if any_row(is_saved := save_after == i + 1):
+            saved = torch.where(is_saved[None, :, None, None, None], recurrent, saved)
+    passed = (save_after >= 1) & (save_after <= counts)
+    save_window = path_window(state.window, inputs, torch.where(passed, save_after, 0))
+    new_window = path_window(state.window, inputs, counts)
+    return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
+
+
+def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """Whether a prefill of `num_tokens` tokens has a chunk that ends after `save_after` of them."""
+    is_border = (save_after % CHUNK == 0) | (save_after == num_tokens)
+    return (save_after > 0) & (save_after <= num_tokens) & is_border
+
+
+def mix_chunks(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[Tensor, "B H K V"],
+    window: Float[Tensor, "B 3 C"],
+    row_starts: Int[Tensor, " B1"],
+    request: Int[Tensor, " R"],
+    save_after: Int[Tensor, " B"],
+) -> tuple[
+    Float[Tensor, "R values"],
+    Float[Tensor, "B H K V"],
+    Float[Tensor, "B 3 C"],
+    tuple[Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]],
+]:
+    """As the specification, and the state after some of the rows too.
+
+    Args:
+      request: The request of each row.
+      save_after: Rows after which the state is asked for; see `gated_delta.chunked`.
+
+    Returns:
+      The heads' outputs side by side, the state after the rows, and that after `save_after`.
+    """
+    channels, z, b, a = split_inputs(inputs, sizes)
+    place = torch.arange(len(request), dtype=torch.int32, device=request.device)
+    windows = chain_windows(window, channels, request, place - row_starts[request])
+    heads = _heads_of(conv(windows, channels, weights.conv), sizes)
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    new, out, saved = gated_delta.chunked(recurrent, *heads, *gates, row_starts, save_after)
+    taken = row_starts[1:] - row_starts[:-1]
+    end = chain_end(window, channels, row_starts, taken)
+    saved_taken = torch.minimum(save_after.clamp(min=0), taken)
+    saved_end = chain_end(window, channels, row_starts, saved_taken)
+    return _normed(out, z, weights), new, end, (saved, saved_end)
+
+
+def mix_tree(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[Tensor, "B H K V"],
+    window: Float[Tensor, "B 3 C"],
+    parents: Int[Tensor, "B N"] | None,
+    row_of: Int[Tensor, "B N"],
+    request: Int[Tensor, " R"],
+    node: Int[Tensor, " R"],
+) -> tuple[Float[Tensor, "R values"], Kept]:
+    """As the specification; None for the parents of chains."""
+    channels, z, b, a = split_inputs(inputs, sizes)
+    before = channels[row_of]  # [B, N, C]
+    windows = tree_windows(window, before, parents)
+    flat = conv(windows.flatten(0, 1), before.flatten(0, 1), weights.conv)
+    q, k, v = (part.unflatten(0, row_of.shape) for part in _heads_of(flat, sizes))
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    log_decay, beta = (gate[row_of] for gate in gates)
+    out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
+    kept = Kept(*(x[None] for x in (k, v, log_decay, beta, before)))
+    return _normed(out[request, node], z, weights), kept
+
+
+def mix_step(
+    inputs: Float[Tensor, "B outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[Tensor, "B H K V"],
+    window: Float[Tensor, "B 3 C"],
+) -> tuple[Float[Tensor, "B values"], Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]]:
+    channels, z, b, a = split_inputs(inputs, sizes)
+    heads = _heads_of(conv(window, channels, weights.conv), sizes)
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    new, out = gated_delta.step(recurrent, *heads, *gates)
+    end = torch.cat([window[:, 1:], channels[:, None]], dim=1)
+    return _normed(out, z, weights), new, end
+
+
+def split_inputs(
+    inputs: Float[Tensor, "R outputs"], sizes: GatedDeltaConfig
+) -> tuple[
+    Float[Tensor, "R C"], Float[Tensor, "R H V"], Float[Tensor, "R H"], Float[Tensor, "R H"]
+]:
+    heads, size = sizes.num_value_heads, sizes.value_size
+    channels, z, b, a = inputs.split([sizes.channels, heads * size, heads, heads], dim=1)
+    return channels, z.unflatten(1, (heads, size)), b, a
+
+
+def _heads_of(
+    channels: Float[Tensor, "R C"], sizes: GatedDeltaConfig
+) -> tuple[Float[Tensor, "R H K"], Float[Tensor, "R H K"], Float[Tensor, "R H V"]]:
+    return gated_delta.split(channels, sizes.num_key_heads, sizes.num_value_heads, sizes.key_size)
+
+
+def _normed(
+    out: Float[Tensor, "R H V"], z: Float[Tensor, "R H V"], weights: DeltaWeights
+) -> Float[Tensor, "R values"]:
+    return gated_delta.gated_norm(out, z, weights.norm, weights.eps).flatten(1)

@@ -1,0 +1,218 @@
+"""As `shared.spec.layers`, in torch; norms and rotary angles are float32 whatever the model is.
+
+On a GPU norms, GELUs and blends of bfloat16 are kernels; see `torch_impl.ops`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from shared.spec.reduction_order import SQUARES
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+
+PIECE = 32
+"""Outputs of a product that a CPU makes at a time."""
+_LANES = 32
+"""A multiple of the numbers that a CPU works on at once, twice."""
+
+
+def linear(
+    x: Float[Tensor, "R inputs"], weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, "R outputs"]:
+    """The products of rows with each output's weights.
+
+    A library for CPUs sums in an order that follows from the number of outputs. In pieces of one
+    size, the last filled up, an output has the same bits whatever stands beside it, and so on any
+    number of ranks. It takes no longer than all at once.
+    """
+    if x.is_cuda:
+        return functional.linear(x, weight)
+    whole = len(weight) // PIECE * PIECE
+    parts = []
+    if whole:
+        parts.append(_by_pieces(x, weight[:whole]))
+    if rest := len(weight) - whole:
+        last = functional.pad(weight[whole:], (0, 0, 0, PIECE - rest))
+        parts.append(_by_pieces(x, last)[:, :rest])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _by_pieces(
+    x: Float[Tensor, "R inputs"], weight: Float[Tensor, "outputs inputs"]
+) -> Float[Tensor, "R outputs"]:
+    pieces = weight.view(-1, PIECE, x.shape[1])
+    out = torch.bmm(x.expand(len(pieces), *x.shape), pieces.mT)
+    return out.view(1, -1) if len(x) == 1 else out.transpose(0, 1).flatten(1)
+
+
+def _lane_by_lane(
+    function: Callable[[Tensor], Tensor], x: Float[Tensor, "..."]
+) -> Float[Tensor, "..."]:
+    """A function of each number, whose bits do not depend on where the number stands.
+
+    Some functions of torch are other ones for what is left behind whole registers of a CPU. It is
+    given whole ones for each of its threads.
+    """
+    if x.is_cuda:
+        return function(x)
+    spare = -x.numel() % (_LANES * torch.get_num_threads())
+    if not spare:
+        return function(x.contiguous())
+    return function(functional.pad(x.flatten(), (0, spare)))[: x.numel()].view(x.shape)
+
+
+def sigmoid(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return _lane_by_lane(torch.sigmoid, x)
+
+
+def softplus(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """As the specification, at all sizes of `x`; torch's own would switch to `x` at 20."""
+    return _lane_by_lane(lambda x: torch.logaddexp(x, torch.zeros_like(x)), x)
+
+
+def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return _lane_by_lane(functional.silu, x)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """As the specification's."""
+
+    pool: Float[Tensor, "rows hidden"]
+    sources: Int[Tensor, " R"]
+
+
+def embedded(
+    table: Float[Tensor, "vocab hidden"],
+    tokens: Int[Tensor, " R"],
+    shown: Shown | None,
+    factor: float = 1.0,
+) -> Float[Tensor, "R hidden"]:
+    own = table[tokens] if factor == 1 else table[tokens] * factor
+    if shown is None:
+        return own
+    return torch.where(shown.sources[:, None] > 0, shown.pool[shown.sources], own)
+
+
+def plain_rms_norm(
+    x: Float[Tensor, "... size"], weight: Float[Tensor, " size"] | None, eps: float
+) -> Float[Tensor, "... size"]:
+    """As the specification; `weight` is float32, the result has the type of `x`."""
+    return functional.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def kernel_rms_norm(
+    kernels: Kernels,
+    x: Float[Tensor, "... size"],
+    weight: Float[Tensor, " size"] | None,
+    eps: float,
+) -> Float[Tensor, "... size"]:
+    rows = x.reshape(-1, x.shape[-1])
+    return kernels.layers.rms_norm(rows, weight, eps, order=SQUARES).view(x.shape)
+
+
+rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
+
+
+def plain_layer_norm(
+    x: Float[Tensor, "... size"],
+    weight: Float[Tensor, " size"],
+    bias: Float[Tensor, " size"],
+    eps: float,
+) -> Float[Tensor, "... size"]:
+    """As the specification; `weight` and `bias` are float32, the result has the type of `x`."""
+    return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def kernel_layer_norm(
+    kernels: Kernels,
+    x: Float[Tensor, "... size"],
+    weight: Float[Tensor, " size"],
+    bias: Float[Tensor, " size"],
+    eps: float,
+) -> Float[Tensor, "... size"]:
+    rows = x.reshape(-1, x.shape[-1])
+    return kernels.layers.layer_norm(rows, weight, bias, eps, order=SQUARES).reshape(x.shape)
+
+
+layer_norm = kernel_or_plain(kernel_layer_norm, plain_layer_norm, is_bfloat16)
+
+
+def plain_gelu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return _lane_by_lane(functional.gelu, x.float()).to(x.dtype)
+
+
+def kernel_gelu(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return kernels.layers.gelu(x)
+
+
+gelu = kernel_or_plain(kernel_gelu, plain_gelu, is_bfloat16)
+
+
+def plain_gelu_tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return _lane_by_lane(partial(functional.gelu, approximate="tanh"), x.float()).to(x.dtype)
+
+
+def kernel_gelu_tanh(kernels: Kernels, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    return kernels.layers.gelu_tanh(x)
+
+
+gelu_tanh = kernel_or_plain(kernel_gelu_tanh, plain_gelu_tanh, is_bfloat16)
+
+
+def plain_blended(
+    table: Float[Tensor, "places hidden"],
+    corners: Int[Tensor, "R 4"],
+    shares: Float[Tensor, "R 4"],
+) -> Float[Tensor, "R hidden"]:
+    return (table[corners].float() * shares[..., None]).sum(dim=1).to(table.dtype)
+
+
+def kernel_blended(
+    kernels: Kernels,
+    table: Float[Tensor, "places hidden"],
+    corners: Int[Tensor, "R 4"],
+    shares: Float[Tensor, "R 4"],
+) -> Float[Tensor, "R hidden"]:
+    return kernels.layers.blended(table, corners, shares)
+
+
+blended = kernel_or_plain(kernel_blended, plain_blended, is_bfloat16)
+
+
+def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
+    return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
+
+
+def summed(x: Float[Tensor, "... size"]) -> Float[Tensor, "... 1"]:
+    """The sum over the last axis, whose order is one for any number of rows."""
+    return x.sum(dim=-1, keepdim=True)
+
+
+def rotary_angles(
+    positions: Int[Tensor, "R ..."], frequencies: Float[Tensor, " half"], factor: float
+) -> tuple[Float[Tensor, "R half"], Float[Tensor, "R half"]]:
+    """As the specification, from its frequencies and its attention factor."""
+    angles = positions.view(len(positions), -1) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
+
+
+def query_growth(positions: Int[Tensor, " R"], beta: float, context: int) -> Float[Tensor, " R"]:
+    return 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
+
+
+def apply_rotary(
+    x: Float[Tensor, "R H D"], cos: Float[Tensor, "R half"], sin: Float[Tensor, "R half"]
+) -> Float[Tensor, "R H D"]:
+    """As the specification; float32 inside, the result has the type of `x`."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat([*(part.to(x.dtype) for part in turned), rest], dim=-1)

@@ -1,0 +1,349 @@
+"""As `shared.spec.linear`, in torch.
+
+On a GPU the products of bfloat16 are kernels; see `torch_impl.ops`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float8e4m3fn, Int, Int32
+from torch import Tensor
+
+from shared.boundary.ranks import ALONE, Ranks
+from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_scale
+from shared.spec.reduction_order import SQUARES
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.gemm import fp8_activations, layers
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """As the specification's."""
+
+    values: (
+        Float[Tensor, "*experts outputs inputs"]
+        | Int32[Tensor, "*experts outputs words"]
+        | Float8e4m3fn[Tensor, "*experts outputs inputs"]
+    )
+    bias: Float[Tensor, " outputs"] | None = None
+    scales: Float[Tensor, "*experts scales scales_in"] | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        return self.values.shape[-2]
+
+    @property
+    def quantises(self) -> bool:
+        return self.values.dtype == torch.float8_e4m3fn
+
+    @property
+    def item_bytes(self) -> int:
+        """Of a number as it is stored."""
+        return self.values.element_size() if self.scales is None else 1
+
+    def rows(self, first: int) -> "Matrix":
+        bias, scales = self.bias, self.scales
+        if scales is not None:
+            scales = scales[first_scale(first, self.num_outputs, len(scales)) :]
+        return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
+
+    def of_expert(self, expert: int) -> "Matrix":
+        scales = None if self.scales is None else self.scales[expert]
+        return Matrix(self.values[expert], scales=scales)
+
+
+def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
+    if matrix.scales is None:
+        return matrix.values
+    scales = matrix.scales.float() / SCALE_FACTOR
+    if scales.shape[-2] != matrix.num_outputs:  # of blocks
+        scales = scales.repeat_interleave(FP8_BLOCK, -1).repeat_interleave(FP8_BLOCK, -2)
+    blocks = matrix.values.contiguous().view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
+    codes = blocks.transpose(-1, -2).flatten(-3)
+    return (codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """As the specification's, and who makes it.
+
+    Attributes:
+      group: The ranks of which each makes its share of the columns; all of them have whole rows, or
+        each its columns of them, and whole `scaled` and `squares`.
+    """
+
+    rows: Float[Tensor, "R columns"]
+    norm: Float[Tensor, " hidden"] | None = None
+    scaled: Float[Tensor, "R hidden"] | None = None
+    squares: Float[Tensor, "R chunks"] | None = None
+    count: Int[Tensor, " 1"] | None = None
+    arrivals: Int[Tensor, " counters"] | None = None
+    group: Ranks = ALONE
+
+    @property
+    def is_share(self) -> bool:
+        """Whether `rows` are this rank's columns."""
+        return self.scaled is not None and self.scaled.shape != self.rows.shape
+
+    @property
+    def factors(self) -> Float[Tensor, "R hidden"]:
+        """What products with kernels multiply: the rows times the scale of their norm."""
+        return self.rows if self.scaled is None else self.scaled
+
+    def followed(
+        self,
+        rows: Float[Tensor, "R columns"],
+        norm: Float[Tensor, " hidden"] | None = None,
+        scaled: Float[Tensor, "R hidden"] | None = None,
+        squares: Float[Tensor, "R chunks"] | None = None,
+    ) -> "Stream":
+        return replace(self, rows=rows, norm=norm, scaled=scaled, squares=squares)
+
+    @property
+    def own(self) -> Float[Tensor, "R share"]:
+        """This rank's columns of the rows."""
+        return self.rows if self.is_share else all_gather.own(self.group, self.rows)
+
+    @property
+    def whole(self) -> Float[Tensor, "R hidden"]:
+        """The rows with the columns of all ranks."""
+        return all_gather.gathered(self.group, self.rows) if self.is_share else self.rows
+
+
+def plain_stream(
+    rows: Float[Tensor, "R hidden"],
+    norm: Float[Tensor, " hidden"] | None = None,
+    count: Int[Tensor, " 1"] | None = None,
+    group: Ranks = ALONE,
+) -> Stream:
+    return Stream(rows, norm, count=count, group=group)
+
+
+def kernel_stream(
+    kernels: Kernels,
+    rows: Float[Tensor, "R hidden"],
+    norm: Float[Tensor, " hidden"] | None = None,
+    count: Int[Tensor, " 1"] | None = None,
+    group: Ranks = ALONE,
+) -> Stream:
+    scaled, squares = kernels.layers.beside(rows, norm, order=SQUARES)
+    return Stream(all_gather.kept(group, rows, norm), norm, scaled, squares, count, group=group)
+
+
+stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
+
+
+def plain_product(
+    x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[Tensor, "R outputs"]:
+    weight = weight.rows(first)
+    if weight.quantises:
+        return _of_codes(x, weight).to(x.dtype)
+    out = layers.linear(x, widened(weight).to(x.dtype))
+    return out if weight.bias is None else out + weight.bias
+
+
+def kernel_product(
+    kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[Tensor, "R outputs"]:
+    return _multiplied(kernels, x, weight.rows(first)).rows
+
+
+product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
+
+
+def plain_product_float32(
+    x: Float[Tensor, "R inputs"], weight: Matrix, factor: float = 1.0
+) -> Float[Tensor, "R outputs"]:
+    """As the specification: the sums, which are float32, are not rounded to the type of `x`."""
+    if weight.quantises:
+        return _times(_of_codes(x, weight), factor)
+    values = widened(weight)
+    if x.is_cuda:
+        sums = torch.mm(x, values.t(), out_dtype=torch.float32)
+    else:  # a CPU has no such product
+        sums = layers.linear(x.float(), values.float())
+    return _times(sums if weight.bias is None else sums + weight.bias, factor)
+
+
+def kernel_product_float32(
+    kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix, factor: float = 1.0
+) -> Float[Tensor, "R outputs"]:
+    return _multiplied(kernels, x, weight, factor=factor, out_type=torch.float32).rows
+
+
+product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32, is_bfloat16)
+
+
+def plain_normed_product(
+    stream: Stream, eps: float | None, weight: Matrix
+) -> Float[Tensor, "R outputs"]:
+    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, stream.norm, eps)
+    return product(rows, weight)
+
+
+def kernel_normed_product(
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
+) -> Float[Tensor, "R outputs"]:
+    return _normed(kernels, stream, eps, weight, is_gated=False)
+
+
+normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
+
+
+def plain_added_product(
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Float[Tensor, " hidden"] | None = None,
+) -> Stream:
+    own = stream.own + _times(product(x, weight), factor)
+    return stream.followed(all_gather.gathered(stream.group, own), norm)
+
+
+def kernel_added_product(
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Float[Tensor, " hidden"] | None = None,
+) -> Stream:
+    group, own = stream.group, stream.own.contiguous()
+    gather = group.on_device.next() if all_gather.gathers_beside(group, own) else None
+    scale = all_gather.norm_beside(group, own, norm)
+    how = {"factor": factor, "added": own, "norm": scale, "gather": gather}
+    return ended(kernels, stream, _multiplied(kernels, x, weight, **how), norm)
+
+
+def ended(
+    kernels: Kernels, stream: Stream, added: Any, norm: Float[Tensor, " hidden"] | None
+) -> Stream:
+    """What follows a stream to which a kernel has added.
+
+    Args:
+      added: This rank's columns; where `gathers_beside`, with what stands beside those of all.
+    """
+    group, rows = stream.group, added.rows
+    if not (group.is_alone or all_gather.gathers_beside(group, rows)):
+        rows = all_gather.gathered(group, rows)
+        begun = kernel_stream(kernels, rows, norm)
+        return stream.followed(rows, norm, begun.scaled, begun.squares)
+    if norm is None:
+        rows = rows if group.is_alone else added.scaled
+        return stream.followed(rows, squares=added.squares)
+    return stream.followed(rows, norm, added.scaled, added.squares)
+
+
+added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
+
+
+def added_norm(
+    x: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"], eps: float, stream: Stream
+) -> Stream:
+    return stream.followed(stream.whole + layers.rms_norm(x, norm, eps))
+
+
+def plain_gated_product(
+    stream: Stream, eps: float | None, weight: Matrix
+) -> Float[Tensor, "R intermediate"]:
+    gate, up = normed_product(stream, eps, weight).chunk(2, dim=-1)
+    return all_gather.gathered(stream.group, layers.silu(gate) * up)
+
+
+def kernel_gated_product(
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
+) -> Float[Tensor, "R intermediate"]:
+    exchange, factors, share = stream.group.on_device, stream.factors, weight.num_outputs // 2
+    if exchange is not None and exchange.fits(len(factors), share, factors.element_size()):
+        return _normed(kernels, stream, eps, weight, is_gated=True, gather=exchange.next())
+    return all_gather.gathered(stream.group, _normed(kernels, stream, eps, weight, is_gated=True))
+
+
+gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
+
+
+def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
+    """The products of quantised rows in float32, with the bias."""
+    assert weight.scales is not None  # of codes
+    scales = weight.scales.repeat_interleave(weight.num_outputs // len(weight.scales), 0)
+    rows = fp8_activations.quantised(x)
+    sums = fp8_activations.product(rows, weight.values, scales)
+    return sums if weight.bias is None else sums + weight.bias.float()
+
+
+def completed(kernels: Kernels, stream: Stream) -> Stream:
+    """A stream as a kernel begins it, if none has."""
+    if stream.squares is not None:
+        return stream
+    begun = kernel_stream(kernels, stream.whole, stream.norm)
+    return stream.followed(begun.rows, begun.norm, begun.scaled, begun.squares)
+
+
+def _times(x: Float[Tensor, "R outputs"], factor: float) -> Float[Tensor, "R outputs"]:
+    return x if factor == 1 else x * factor
+
+
+def _normed(
+    kernels: Kernels,
+    stream: Stream,
+    eps: float | None,
+    weight: Matrix,
+    is_gated: bool,
+    gather: Any = None,
+) -> Float[Tensor, "R outputs"]:
+    """The product of rows that are normed or, without `eps`, of the rows as they are."""
+    if eps is None:
+        return _multiplied(kernels, stream.whole, weight, is_gated=is_gated, gather=gather).rows
+    stream = completed(kernels, stream)
+    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated, "gather": gather}
+    return _multiplied(kernels, stream.factors, weight, **how).rows
+
+
+def _multiplied(
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    *,
+    norm: Float[Tensor, " outputs"] | None = None,
+    **how: Any,
+) -> Stream:
+    out, scaled, sums, _ = kernel_products(kernels, x, weight, norm=norm, **how)
+    return Stream(out, norm, scaled, sums)
+
+
+def kernel_products(
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    *,
+    out_type: torch.dtype | None = None,
+    is_gated: bool = False,
+    **how: Any,
+) -> tuple[Any, ...]:
+    """What `kernels.linear.product` gives, by the tiles of such a product."""
+    tables, row_scales = kernels.tiles, None
+    tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
+        item_bytes=weight.item_bytes,
+        rows=len(x),
+        outputs=weight.num_outputs // (2 if is_gated else 1),
+        gated=int(is_gated),
+    )
+    out_type = out_type or x.dtype
+    if weight.quantises:
+        x, row_scales = kernels.fp8_activations.quantised(x)
+    return kernels.linear.product(
+        x.contiguous(),
+        weight.values,
+        weight.scales,
+        row_scales,
+        out_type=out_type,
+        is_gated=is_gated,
+        bias=weight.bias,
+        order=SQUARES,
+        tiles=tiles,
+        **how,
+    )

@@ -1,0 +1,209 @@
+"""As `shared.spec.experts`, in torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+
+from kernels.kernel_limits import arrivals_of_experts
+from kernels.routing import routing_of
+from shared.boundary.ranks import ALONE, Ranks
+from shared.models.layers import ExpertsConfig
+from shared.spec.reduction_order import ROUTER, SQUARES
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.gemm import layers, linear
+from torch_impl.ops.gemm.linear import Matrix, Stream
+
+
+@dataclass(frozen=True)
+class Experts:
+    """As the specification's."""
+
+    router: Matrix
+    gate_up: Matrix
+    down: Matrix
+    score_bias: Float[Tensor, " experts"] | None
+    shared_gate_up: Matrix | None
+    shared_down: Matrix | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """As the specification's."""
+
+    ids: Int[Tensor, "R chosen"]
+    weights: Float32[Tensor, "R chosen"]
+
+
+def choose(
+    logits: Float32[Tensor, "R experts"],
+    config: ExpertsConfig,
+    bias: Float32[Tensor, " experts"] | None,
+) -> Chosen:
+    scores = torch.sigmoid(logits) if config.scores == "sigmoid" else logits
+    ranked = scores if bias is None else scores + bias
+    ranked = torch.where(ranked.isnan(), -torch.inf, ranked)
+    if config.num_groups > 1:
+        ranked = torch.where(_in_best_groups(ranked, config), ranked, -torch.inf)
+    ids = _best(ranked, config.num_chosen).sort(dim=1).values
+    of_chosen = scores.gather(1, ids)
+    if config.scores == "softmax":
+        among = of_chosen if config.is_renormalised else logits
+        largest = among.amax(dim=1, keepdim=True)
+        total = _summed(torch.exp(among - largest))
+        weights = torch.exp(of_chosen - largest) / total
+    elif config.is_renormalised:
+        weights = of_chosen / (_summed(of_chosen) + 1e-20)
+    else:
+        weights = of_chosen
+    return Chosen(ids.int(), weights * config.routed_factor)
+
+
+def _in_best_groups(
+    ranked: Float32[Tensor, "R experts"], config: ExpertsConfig
+) -> Bool[Tensor, "R experts"]:
+    grouped = ranked.unflatten(1, (config.num_groups, config.group_size))
+    sums = grouped.sort(dim=-1).values[..., -2:].sum(dim=-1)
+    best = _best(sums, config.num_chosen_groups)
+    is_in = torch.zeros_like(sums, dtype=torch.bool).scatter(1, best, True)
+    return is_in.repeat_interleave(config.group_size, dim=1)
+
+
+def _best(ranked: Float32[Tensor, "R some"], count: int) -> Int[Tensor, "R count"]:
+    """The columns of the largest, of equals the first: `topk` may take any."""
+    return ranked.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _summed(x: Float32[Tensor, "R some"]) -> Float32[Tensor, "R 1"]:
+    return x.cumsum(dim=1)[:, -1:]
+
+
+def experts(
+    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
+) -> Float32[Tensor, "R share"]:
+    """As the specification; an expert that a row chose runs over all, so that none sees another.
+
+    Args:
+      group: The ranks that have a share of each expert; what this gives are a rank's columns.
+    """
+    logits = linear.product_float32(x, weights.router)
+    chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
+    width = weights.down.num_outputs
+    out = torch.zeros((len(x), width), dtype=torch.float32, device=x.device)
+    for expert in _in_use(chosen, config):
+        is_chosen = chosen.ids == expert
+        share = torch.where(is_chosen, chosen.weights, 0).sum(dim=1, keepdim=True)
+        more = out + share * _of_expert(x, weights, expert, group)
+        out = torch.where(is_chosen.any(dim=1, keepdim=True), more, out)
+    if config.shared_intermediate:
+        shared = _shared(x, config, weights, group)
+        if config.shared_is_gated:
+            shared = layers.sigmoid(logits[:, config.num_experts :]) * shared
+        out = out + shared
+    return out
+
+
+def _in_use(chosen: Chosen, config: ExpertsConfig) -> Iterable[int]:
+    """The experts that any row chose, where reading them is free; else all."""
+    if chosen.ids.is_cuda:
+        return range(config.num_experts)
+    return chosen.ids.unique().tolist()
+
+
+def _of_expert(
+    x: Float[Tensor, "R hidden"], weights: Experts, expert: int, group: Ranks
+) -> Float32[Tensor, "R share"]:
+    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert), group)
+
+
+def _shared(
+    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks
+) -> Float32[Tensor, "R share"]:
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return _of_expert(x, weights, config.num_experts, group)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down, group)
+
+
+def _mlp(
+    x: Float[Tensor, "R hidden"], gate_up: Matrix, down: Matrix, group: Ranks
+) -> Float32[Tensor, "R share"]:
+    gate, up = linear.product_float32(x, gate_up).chunk(2, dim=-1)
+    inner = all_gather.gathered(group, (layers.silu(gate) * up).to(x.dtype))
+    return linear.product_float32(inner, down)
+
+
+def plain_counted(stream: Stream) -> Stream:
+    return stream
+
+
+def kernel_counted(kernels: Kernels, stream: Stream) -> Stream:
+    own = stream.own
+    size = arrivals_of_experts(*own.shape)
+    arrivals = torch.zeros(size, dtype=torch.int32, device=own.device)
+    return replace(stream, arrivals=arrivals)
+
+
+counted = kernel_or_plain(kernel_counted, plain_counted, is_bfloat16)
+
+
+def plain_added_experts(
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Float[Tensor, " hidden"] | None = None,
+) -> Stream:
+    rows = stream.whole
+    added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights, stream.group)
+    own = (all_gather.own(stream.group, rows) + added).to(rows.dtype)
+    return stream.followed(all_gather.gathered(stream.group, own), norm)
+
+
+def kernel_added_experts(
+    kernels: Kernels,
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Float[Tensor, " hidden"] | None = None,
+) -> Stream:
+    stream, group = linear.completed(kernels, stream), stream.group
+    own = stream.own.contiguous()
+    if stream.arrivals is None:  # the pass is a part alone
+        stream = kernel_counted(kernels, stream)
+    count = stream.count
+    if count is None:
+        count = torch.full((1,), len(own), dtype=torch.int32, device=own.device)
+    gate_up, down = weights.gate_up, weights.down
+    sizes = {"rows": len(own), "inner": config.intermediate}
+    added = kernels.experts.experts(
+        rows=own,
+        scaled=stream.factors,
+        squares=stream.squares,
+        router=weights.router.values,
+        bias=weights.score_bias,
+        gate_up=gate_up.values,
+        gate_up_scales=gate_up.scales,
+        down=down.values,
+        down_scales=down.scales,
+        next_norm=all_gather.norm_beside(group, own, norm),
+        live=count,
+        arrivals=stream.arrivals,
+        gathered=partial(all_gather.gathered, group),
+        eps=eps,
+        routing=routing_of(config),
+        order=ROUTER,
+        squares_order=SQUARES,
+        tiles=kernels.tiles.experts.of(item_bytes=gate_up.item_bytes, **sizes),
+    )
+    if all_gather.gathers_beside(group, own):
+        scaled, squares = group.on_device.gathered_beside(added.scaled, added.squares)
+        added = Stream(added.rows, norm, scaled, squares)
+    return linear.ended(kernels, stream, added, norm)
+
+
+added_experts = kernel_or_plain(kernel_added_experts, plain_added_experts, is_bfloat16)

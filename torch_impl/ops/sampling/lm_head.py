@@ -1,0 +1,194 @@
+"""As `shared.spec.lm_head`, in torch.
+
+On a GPU the product leaves what a choice needs of each block of its outputs, and stores the scores
+of blocks of rows of which one asks for more than its best token; see `torch_impl.ops`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shared.spec.gumbel_noise import TARGET_STREAM
+from shared.spec.sampling import DRAFT_TAU
+from torch_impl import ops
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from torch_impl.ops.gemm.linear import Matrix, kernel_products, product_float32
+from torch_impl.ops.sampling import sampling
+from torch_impl.ops.sampling.sampling import Chosen, Ranked, Sampling, Seen
+from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary, num_tokens_of
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Rows and a head, not multiplied yet; fields as in the specification."""
+
+    rows: Float[Tensor, "R hidden"]
+    weight: Matrix
+    factor: float = 1.0
+
+
+def scores(projection: Projection) -> Float[Tensor, "R share"]:
+    """The scores of the tokens that this rank has, float32."""
+    return product_float32(projection.rows, projection.weight, projection.factor)
+
+
+def plain_choose(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    params: Sampling,
+    request: Int[Tensor, " R"],
+    vocabulary: Vocabulary = ALL,
+) -> Chosen:
+    """As the specification, without a mask; of several ranks each has a part of the head."""
+    return sampling.choose(scores(projection), seen, positions, params, request, None, vocabulary)
+
+
+def kernel_joined(
+    kernels: Kernels,
+    projection: Projection,
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    params: Sampling,
+    request: Int[Tensor, " R"],
+    vocabulary: Vocabulary = ALL,
+) -> Chosen:
+    """As `plain_choose`."""
+    rows, weight, is_alone = projection.rows, projection.weight, vocabulary.group.is_alone
+    tokens = weight.num_outputs if is_alone else num_tokens_of(vocabulary)
+    how = {"num_tokens": tokens, "is_warm_whole": not is_alone}
+    asks = kernels.lm_head_epilogue.asking(seen, positions, params, request, **how)
+    how = {"factor": projection.factor, "out_type": torch.float32, "asks": asks}
+    logits, _, _, left = kernel_products(kernels, rows, weight, **how)
+    given = (logits, seen, positions, params, request, None)
+    if not is_alone:
+        return sampling.choose_parts(kernels, *given, vocabulary, left)
+    chosen = kernels.sampling.choose(
+        *given,
+        stream=TARGET_STREAM,
+        tiles=kernels.tiles.sampling.of(rows=len(rows)),
+        leaves=left,
+    )
+    return Chosen(*chosen)
+
+
+joined = kernel_or_plain(kernel_joined, plain_choose, is_bfloat16)
+
+
+def _pays(rows: Float[Tensor, "R hidden"]) -> bool:
+    """Whether a table of the GPU says that a choice joined with the head is faster."""
+    assert ops.KERNELS is not None  # else nobody asks
+    return is_bfloat16(rows) and ops.KERNELS.tiles.lm_head_epilogue.of(rows=len(rows)).joined
+
+
+_choose_from = kernel_or_plain(kernel_joined, plain_choose, _pays)
+
+
+def choose(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    params: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Chosen:
+    """As the specification; with a mask from the scores."""
+    given = (seen, positions, params, request)
+    if allowed is None:
+        return _choose_from(projection, *given, vocabulary)
+    return sampling.choose(scores(projection), *given, allowed, vocabulary)
+
+
+def plain_ranked(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    params: Sampling,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+    columns: Int[Tensor, " size"] | None,
+) -> Ranked:
+    """As the specification, of a whole head."""
+    return rank_apart(projection, seen, positions, params, keys, stream, width, False, columns)
+
+
+def kernel_ranked(
+    kernels: Kernels,
+    projection: Projection,
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    params: Sampling,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+    columns: Int[Tensor, " size"] | None,
+) -> Ranked:
+    """As `plain_ranked`."""
+    rows, weight, k = projection.rows, projection.weight, len(projection.rows) // len(positions)
+    how = {"num_tokens": weight.num_outputs, "nodes": k, "width": width, "is_warm_whole": True}
+    asks = kernels.lm_head_epilogue.asking(seen, positions, params, positions, **how)
+    how = {"factor": projection.factor, "out_type": torch.float32, "asks": asks}
+    logits, _, _, left = kernel_products(kernels, rows, weight, **how)
+    ranked = kernels.sampling.rank(
+        logits.reshape(len(positions), k, -1),
+        *(seen, positions, params, keys, stream, width, False, columns),
+        tau=DRAFT_TAU,
+        tiles=kernels.tiles.sampling.of(rows=len(rows)),
+        leaves=left,
+    )
+    return Ranked(*ranked)
+
+
+ranked = kernel_or_plain(kernel_ranked, plain_ranked, is_bfloat16)
+
+
+def _ranking_pays(rows: Float[Tensor, "R hidden"]) -> bool:
+    """Whether a table of the GPU says that a ranking joined with the head is faster."""
+    assert ops.KERNELS is not None  # else nobody asks
+    return is_bfloat16(rows) and ops.KERNELS.tiles.lm_head_epilogue.of(rows=len(rows)).ranked
+
+
+_rank_from = kernel_or_plain(kernel_ranked, plain_ranked, _ranking_pays)
+
+
+def rank(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    params: Sampling,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+    is_sampled: bool,
+    columns: Int[Tensor, " size"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Ranked:
+    """As the specification; of a rank's part of a head, and where a law is asked for, apart."""
+    given = (projection, seen, positions, params, keys, stream, width)
+    is_other = columns is None and projection.weight.num_outputs != seen.counts.shape[1]
+    if is_sampled or is_other or not vocabulary.group.is_alone:
+        return rank_apart(*given, is_sampled, columns, vocabulary)
+    return _rank_from(*given, columns)
+
+
+def rank_apart(
+    projection: Projection,
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    params: Sampling,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+    is_sampled: bool,
+    columns: Int[Tensor, " size"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Ranked:
+    """As `rank`, from the scores."""
+    logits = scores(projection)
+    by_node = logits.reshape(len(positions), -1, logits.shape[1])
+    how = (keys, stream, width, is_sampled, columns, vocabulary)
+    return sampling.rank(by_node, seen, positions, params, *how)

@@ -1,0 +1,440 @@
+"""As `shared.spec.sampling`, in torch; what no row needs is skipped where that can be known.
+
+On a GPU `choose` and `rank` are kernels; see `torch_impl.ops`.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shared.spec.gumbel_noise import TARGET_STREAM
+from shared.spec.sampling import DRAFT_TAU
+from torch_impl.ops import Kernels, any_row, kernel_or_plain
+from torch_impl.ops.collectives import all_gather
+from torch_impl.ops.sampling.gumbel_noise import gumbel
+from torch_impl.ops.sampling.vocab_parallel import (
+    ALL,
+    Vocabulary,
+    all_of,
+    best_of,
+    first_of,
+    is_parted,
+    log_probabilities,
+    moved,
+    norm,
+    over_tokens,
+    spread,
+    support,
+    whole,
+)
+from torch_impl.ops.trees import draft_tree
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The parameters of each row; the fields are those of the specification.
+
+    `seed` holds the bits of the unsigned seed.
+    """
+
+    temperature: Float[Tensor, " B"]
+    top_p: Float[Tensor, " B"]
+    top_k: Int[Tensor, " B"]
+    min_p: Float[Tensor, " B"]
+    seed: Int[Tensor, " B"]
+    presence: Float[Tensor, " B"]
+    frequency: Float[Tensor, " B"]
+    repetition: Float[Tensor, " B"]
+    prompt_length: Int[Tensor, " B"]
+    min_length: Int[Tensor, " B"]
+    max_drafts: Int[Tensor, " B"]
+    stop_ids: Int[Tensor, "B M"]
+    bias_ids: Int[Tensor, "B K"]
+    bias_values: Float[Tensor, "B K"]
+    calibration: Float[Tensor, "B S_max"]
+
+    def rows(self, index: Int[Tensor, " R"]) -> "Sampling":
+        """The parameters of the rows that `index` names, which may repeat."""
+        return Sampling(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
+
+    @property
+    def unasked(self) -> "Sampling":
+        """Of rows that ask for nothing: their best token is the one with the highest logit."""
+        ask = ("temperature", "presence", "frequency", "min_length", "bias_values")
+        nothing = {name: torch.zeros_like(getattr(self, name)) for name in ask}
+        return replace(self, **nothing, repetition=torch.ones_like(self.repetition))
+
+    @property
+    def has_penalty(self) -> Bool[Tensor, " B"]:
+        """Rows whose logits depend on what was seen."""
+        return (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What stands in the text before each row's choice; fields as in the specification."""
+
+    counts: Int[Tensor, "slots vocab"]
+    slots: Int[Tensor, " R"]
+    path: Int[Tensor, "R path"]
+    on_path: Bool[Tensor, "R path"]
+
+
+def seen_alone(counts: Int[Tensor, "slots vocab"], slots: Int[Tensor, " R"]) -> Seen:
+    nothing = slots.new_zeros(len(slots), 0)
+    return Seen(counts, slots, nothing, nothing.bool())
+
+
+def seen_in_trees(
+    counts: Int[Tensor, "slots vocab"],
+    slots: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B N"],
+    parents: Int[Tensor, "B N"],
+    request: Int[Tensor, " R"],
+    node: Int[Tensor, " R"],
+    is_chain: bool = False,
+) -> Seen:
+    """As the specification; on a chain all nodes before one are its ancestors."""
+    if tokens.shape[1] == 1:
+        return seen_alone(counts, slots[request])
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    on_path = place <= node[:, None] if is_chain else draft_tree.ancestors(parents)[request, node]
+    return Seen(counts, slots[request], tokens[request], on_path & (place > 0))
+
+
+def seen_rows(seen: Seen) -> Int[Tensor, "R vocab"]:
+    return seen.counts[seen.slots].scatter_add_(1, seen.path.long(), 2 * seen.on_path.int())
+
+
+def penalized(
+    logits: Float[Tensor, "R vocab"], seen: Int[Tensor, "R vocab"], sampling: Sampling
+) -> Float[Tensor, "R vocab"]:
+    repetition = sampling.repetition[:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(seen > 0, repeated, logits)
+    counts = seen >> 1
+    logits = logits - sampling.presence[:, None] * (counts > 0)
+    return logits - sampling.frequency[:, None] * counts
+
+
+def processed(
+    logits: Float[Tensor, "R vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Float[Tensor, "R vocab"]:
+    """As the specification; of several ranks, of the tokens of one, the others excluded."""
+    logits = _edited(logits, seen, positions, sampling, request, allowed)
+    return _supported(logits, sampling, request, vocabulary)
+
+
+def _edited(
+    logits: Float[Tensor, "R vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+) -> Float[Tensor, "R vocab"]:
+    """What is done to each token by itself, before the division by the temperature."""
+    if any_row(sampling.has_penalty):
+        logits = penalized(logits, seen_rows(seen), sampling.rows(request))
+    if any_row(sampling.bias_values != 0):
+        ids, values = sampling.bias_ids.long()[request], sampling.bias_values[request]
+        logits = logits.scatter_add(1, ids, values)
+    too_short = positions < sampling.min_length[request]
+    if any_row(too_short):
+        logits = _without_stops(logits, sampling.stop_ids[request], too_short)
+    return logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+
+
+def _without_stops(
+    logits: Float[Tensor, "R vocab"], stop_ids: Int[Tensor, "R M"], too_short: Bool[Tensor, " R"]
+) -> Float[Tensor, "R vocab"]:
+    is_stop = torch.zeros_like(logits, dtype=torch.bool)
+    is_stop.scatter_(1, stop_ids.long(), too_short[:, None].expand_as(stop_ids))
+    return logits.masked_fill(is_stop, -torch.inf)
+
+
+def _supported(
+    logits: Float[Tensor, "R vocab"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    vocabulary: Vocabulary,
+) -> Float[Tensor, "R vocab"]:
+    """Logits over the temperature; what is not of the support is excluded."""
+    sampled, top_k, top_p = sampling.temperature > 0, sampling.top_k, sampling.top_p
+    if not any_row(sampled):
+        return logits
+    scaled = logits / torch.where(sampled, sampling.temperature, 1)[request, None]
+    filters = (top_k < scaled.shape[1]) | (top_p < 1) | (sampling.min_p > 0)
+    if not any_row(filters & sampled):
+        return scaled
+    keep = support(scaled, top_k[request], top_p[request], sampling.min_p[request], vocabulary)
+    return scaled.masked_fill(~keep & sampled[request, None], -torch.inf)
+
+
+def perturbed(
+    processed: Float[Tensor, "R vocab"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    keys: Int[Tensor, " R"],
+    stream: int,
+) -> Float[Tensor, "R vocab"]:
+    warm = sampling.temperature > 0
+    if not any_row(warm):
+        return processed
+    noise = _noise(sampling.seed, request, keys, processed.shape[1], stream)
+    return processed + torch.where(warm[request, None], noise, 0)
+
+
+def _noise(
+    seeds: Int[Tensor, " B"],
+    request: Int[Tensor, " R"],
+    keys: Int[Tensor, " R"],
+    vocab: int,
+    stream: int,
+) -> Float[Tensor, "R vocab"]:
+    """The noise of rows; nodes of one depth share theirs, which a CPU makes only once."""
+    if keys.is_cuda:
+        return gumbel(seeds[request], keys, vocab, stream)
+    (owners, named), row = torch.stack([request.int(), keys]).unique(dim=1, return_inverse=True)
+    return gumbel(seeds[owners], named, vocab, stream)[row]
+
+
+def perturbed_alike(
+    processed: Float[Tensor, "B k vocab"], sampling: Sampling, keys: Int[Tensor, " B"], stream: int
+) -> Float[Tensor, "B k vocab"]:
+    """As `perturbed`, where the k rows of a request share one row of noise."""
+    warm = sampling.temperature > 0
+    if not any_row(warm):
+        return processed
+    noise = gumbel(sampling.seed, keys, processed.shape[2], stream)
+    return processed + torch.where(warm[:, None], noise, 0)[:, None]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The target's tokens; fields as in the specification."""
+
+    ids: Int[Tensor, " R"]
+    is_finite: Bool[Tensor, " R"]
+
+
+def plain_choose(
+    logits: Float[Tensor, "R share"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Chosen:
+    """As the specification, of whole logits or of a rank's part of them."""
+    scores = spread(logits, vocabulary)
+    scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
+    noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
+    return Chosen(best(noisy, vocabulary), is_finite(logits, vocabulary))
+
+
+def kernel_choose(
+    kernels: Kernels,
+    logits: Float[Tensor, "R share"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Chosen:
+    """As `plain_choose`."""
+    given = (seen, positions, sampling, request, allowed)
+    if is_parted(vocabulary, len(logits)):
+        return choose_parts(kernels, logits, *given, vocabulary)
+    chosen = kernels.sampling.choose(
+        *(whole(logits, vocabulary), *given),
+        stream=TARGET_STREAM,
+        tiles=kernels.tiles.sampling.of(rows=len(logits)),
+    )
+    return Chosen(*chosen)
+
+
+def of_parts(
+    kernels: Kernels,
+    logits: Float[Tensor, "R share"],
+    seen: Seen,
+    positions: Int[Tensor, " named"],
+    sampling: Sampling,
+    request: Int[Tensor, " named"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    keys: Int[Tensor, " named"],
+    columns: Int[Tensor, " size"] | None,
+    vocabulary: Vocabulary,
+    **how: Any,
+) -> tuple[Int[Tensor, "R width"], Float[Tensor, "R width"], Bool[Tensor, " R"]]:
+    """What `kernels.vocab_parallel.join` makes of what all ranks' parts of the vocabulary leave.
+
+    Args:
+      logits, seen, positions, sampling, request, allowed, keys, columns: Of `sampling.leave`.
+      how: The stream of the noise, and `width`, `tau`, `nodes` and `leaves` as there.
+    """
+    group, size = vocabulary.group, vocabulary.size
+    rows = kernels.vocab_parallel.filtered(sampling, request, len(logits), how["nodes"], size)
+    every = all_gather.gathered_rows(group, logits, rows)
+    part = kernels.sampling.Part(size, group.count, first_of(vocabulary), every)
+    left, *held = kernels.sampling.leave(
+        *(logits, seen, positions, sampling, request, allowed, keys, columns, part),
+        tiles=kernels.tiles.sampling.of(rows=len(logits)),
+        **how,
+    )
+    left, totals = all_gather.gathered(group, left), None
+    same = {"ranks": group.count} | {name: how[name] for name in ("width", "tau", "nodes")}
+    if how["tau"] is not None:
+        of_groups = (left, *held, sampling.temperature, part.first)
+        totals = kernels.vocab_parallel.totals(*of_groups, share=vocabulary.share, **same)
+        totals = all_gather.gathered(group, totals)
+    joined = (left, totals, sampling.temperature, columns)
+    return kernels.vocab_parallel.join(*joined, vocab=size, **same)
+
+
+def choose_parts(
+    kernels: Kernels,
+    logits: Float[Tensor, "R share"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    vocabulary: Vocabulary,
+    leaves: Any = None,
+) -> Chosen:
+    """As `plain_choose` of several ranks; `leaves` are of the head that has given the logits."""
+    given = (logits, seen, positions, sampling, request, allowed, positions, None, vocabulary)
+    how = {"stream": TARGET_STREAM, "width": 1, "tau": None, "nodes": 0, "leaves": leaves}
+    ids, _, is_finite = of_parts(kernels, *given, **how)
+    return Chosen(ids[:, 0], is_finite)
+
+
+choose = kernel_or_plain(kernel_choose, plain_choose)
+
+
+def is_finite(logits: Float[Tensor, "R share"], vocabulary: Vocabulary = ALL) -> Bool[Tensor, " R"]:
+    return all_of(logits.isfinite().all(dim=1), vocabulary)
+
+
+def best(perturbed: Float[Tensor, "R vocab"], vocabulary: Vocabulary = ALL) -> Int[Tensor, " R"]:
+    """The first maximum of each row, which is the one that `torch.argmax` gives."""
+    return best_of(perturbed, 1, vocabulary)[1][:, 0]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Candidates for the children of nodes; fields as in the specification."""
+
+    ids: Int[Tensor, "B k width"]
+    weights: Float[Tensor, "B k width"]
+    processed: Float[Tensor, "R vocab"] | None
+
+
+def plain_rank(
+    logits: Float[Tensor, "B k share"],
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    sampling: Sampling,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+    is_sampled: bool,
+    columns: Int[Tensor, " size"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Ranked:
+    """As the specification, of whole logits or of a rank's part of a head's.
+
+    What drafts are sampled from is this rank's part of the target's vocabulary.
+    """
+    (B, k, _), vocab = logits.shape, seen.counts.shape[1]
+    request = torch.arange(B, device=logits.device).repeat_interleave(k)
+    tokens = over_tokens(spread(logits.flatten(0, 1), vocabulary), columns, vocab)
+    edited = _edited(tokens, seen, positions[request], sampling, request, None)
+    edited = edited if columns is None else edited[:, columns]
+    scores = _supported(edited, sampling, request, vocabulary)
+    by_node = over_tokens(scores, columns, vocab).unflatten(0, (B, k))
+    noisy = perturbed_alike(by_node, sampling, keys, stream).flatten(0, 1)
+    noisy = noisy if columns is None else noisy[:, columns]
+    values, ids = best_of(noisy, width, vocabulary)
+    warmth = sampling.temperature[request]
+    weights = draft_weights(noisy, values, warmth, DRAFT_TAU, vocabulary)
+    ids = ids if columns is None else columns[ids]
+    target = Vocabulary(vocab, vocabulary.group)
+    kept = moved(scores, columns, vocabulary, target) if is_sampled else None
+    return Ranked(ids.view(B, k, width), weights.view(B, k, width), kept)
+
+
+def kernel_rank(
+    kernels: Kernels,
+    logits: Float[Tensor, "B k share"],
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    sampling: Sampling,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+    is_sampled: bool,
+    columns: Int[Tensor, " size"] | None,
+    vocabulary: Vocabulary = ALL,
+) -> Ranked:
+    """As `plain_rank`; what drafts are sampled from is whole.
+
+    Logits are gathered where a law is asked for or the drafter has a vocabulary of another size.
+    """
+    (B, k, _), target = logits.shape, seen.counts.shape[1]
+    is_whole = is_sampled or (columns is None and vocabulary.size != target)
+    if is_parted(vocabulary, B * k) and not is_whole:
+        own = logits.flatten(0, 1).contiguous()
+        given = (own, seen, positions, sampling, positions, None, keys, columns, vocabulary)
+        how = {"stream": stream, "width": width, "tau": DRAFT_TAU, "nodes": k}
+        ids, weights, _ = of_parts(kernels, *given, **how)
+        return Ranked(ids.view(B, k, width), weights.view(B, k, width), None)
+    tokens = whole(logits, vocabulary)
+    if columns is None:
+        tokens = over_tokens(tokens, None, target)
+    ranked = kernels.sampling.rank(
+        *(tokens, seen, positions, sampling, keys, stream, width, is_sampled, columns),
+        tau=DRAFT_TAU,
+        tiles=kernels.tiles.sampling.of(rows=B * k),
+    )
+    return Ranked(*ranked)
+
+
+rank = kernel_or_plain(kernel_rank, plain_rank)
+
+
+def draft_weights(
+    perturbed: Float[Tensor, "R size"],
+    some: Float[Tensor, "R some"],
+    temperature: Float[Tensor, " R"],
+    tau: float,
+    vocabulary: Vocabulary = ALL,
+) -> Float[Tensor, "R some"]:
+    """As the specification, of some of the scores."""
+    softness = torch.where(temperature > 0, tau, 1.0)[:, None]
+    return log_probabilities(some / softness, norm(perturbed / softness, vocabulary))
+
+
+def log_softmax(
+    logits: Float[Tensor, "R vocab"], vocabulary: Vocabulary = ALL
+) -> Float[Tensor, "R vocab"]:
+    return log_probabilities(logits, norm(logits, vocabulary))
+
+
+def probabilities(
+    processed: Float[Tensor, "R vocab"], vocabulary: Vocabulary = ALL
+) -> Float[Tensor, "R vocab"]:
+    highest, total = norm(processed, vocabulary)
+    return (processed - highest[:, None]).exp() / total[:, None]
