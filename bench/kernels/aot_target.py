@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
@@ -33,6 +32,7 @@ from jax_impl import ops, platform
 from jax_impl.backend import JaxBackend
 from jax_impl.ops.collectives.all_gather import AXIS
 from jax_impl.together import Together
+from kernels.rooms import module_in
 from shared.boundary.program import Extra, Program, Work
 from shared.options.command_line import parse
 from shared.process.device import Device
@@ -149,7 +149,7 @@ def compiled_case(gpu: AbsentGpu, case: OpCase) -> Compiled | None:
 
     Arrays are made for their shapes alone, and the arguments that are none are the program's own.
     """
-    module = import_module(f"jax_impl.ops.{case.op}")
+    module = module_in("jax_impl.ops", case.op)
     operation, made = getattr(module, case.function), case.make(0)
     placed = [
         mapped(made[name], leaf=partial(_shape, gpu, case.dtype_of(name)), module=module)

@@ -113,12 +113,14 @@ def test_a_case_is_measured_with_the_tiles_that_the_command_names(
     short: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bind_kernels(monkeypatch, ops := import_module("jax_impl.ops"), {})
-    line = 'mix --sides jax --cases two --tiles {} {"stages":7,"splits":9}'
+    line = 'attention_layer --sides jax --cases two --tiles {} {"stages":7,"splits":9}'
     options = op.options().parse_args(line.split())
     seen = []
 
     def run(*given: object) -> list[np.ndarray]:
-        tiles = ops.KERNELS.tiles.mix.of(item_bytes=4, rows=16, requests=1, head_size=16)
+        tiles = ops.KERNELS.tiles.attention_layer.of(
+            item_bytes=4, rows=16, requests=1, head_size=16
+        )
         seen.append((tiles.stages, tiles.splits))
         return [np.zeros((1, 1))]
 
@@ -136,7 +138,7 @@ def test_a_case_is_measured_with_the_tiles_that_the_command_names(
     assert "stages 7  splits 9" in capsys.readouterr().out
     monkeypatch.setattr(ops, "KERNELS", None)
     options.tiles = options.tiles[1:]
-    with pytest.raises(ValueError, match="mix has no tiles on CPU"):
+    with pytest.raises(ValueError, match="attention_layer has no tiles on CPU"):
         op.run(options, "")
 
 

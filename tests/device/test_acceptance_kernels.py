@@ -70,7 +70,7 @@ def test_the_plain_operations_follow_as_the_specification(name: str, ops) -> Non
     arguments = CASES[name].arguments(3)
     make = jnp.asarray if ops is jax_impl.ops else torch.tensor
     given = given_of(arguments, make)
-    got = ops.acceptance.plain_follow(**given, is_chain=arguments["is_chain"])
+    got = ops.sampling.acceptance.plain_follow(**given, is_chain=arguments["is_chain"])
     want = vars(spec.follow(**given_of(arguments, np.asarray)))
     for field, wanted in want.items():
         np.testing.assert_array_equal(np.asarray(getattr(got, field)), wanted)

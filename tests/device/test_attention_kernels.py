@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.pallas_gpu.attention.attention import attention as pallas
+from kernels.pallas_gpu.attention import attention as pallas
 from kernels.tiles import MEASURED, AttentionTiles, Tiles
 from shared.drafts.block import BlockConfig
 from shared.spec.dflash import block_rows

@@ -279,7 +279,11 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
 
 
 def test_the_kernels_have_one_signature() -> None:
-    for module, kernel in (("attention", "attend"), ("heads", "place"), ("mix", "mix")):
+    for module, kernel in (
+        ("attention", "attend"),
+        ("qk_norm_rope_kv_write", "place"),
+        ("attention_layer", "mix"),
+    ):
         names = [
             list(inspect.signature(getattr(modules[module], kernel)).parameters)
             for modules in KERNELS.values()
@@ -290,22 +294,26 @@ def test_the_kernels_have_one_signature() -> None:
 def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object], **mix: bool) -> Callable:
     """The op as it is bound where there is a GPU."""
     bind_kernels(monkeypatch, ops, modules, **mix)
-    return ops.kernel_or_plain(ops.mix.kernel_mix, ops.mix.plain_mix)
+    return ops.kernel_or_plain(
+        ops.attention.attention_layer.kernel_mix, ops.attention.attention_layer.plain_mix
+    )
 
 
 def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
     fields = ("request", "positions", *("places", "first", "until"))
     fields += ("window", "is_real", "page_table")
-    rows = ops.attention.Rows(
+    rows = ops.attention.attention.Rows(
         **{name: make(getattr(case.rows, name)) for name in fields},
         row_starts=make(case.row_starts),
         most_rows=case.most_rows,
     )
-    norms = case.norms and ops.mix.HeadNorms(make(case.norms.q), make(case.norms.k), EPS)
-    heads = ops.mix.Heads(**vars(case.heads))
-    angles = ops.mix.Angles(make(case.angles.cos), make(case.angles.sin))
+    norms = case.norms and ops.attention.attention_layer.HeadNorms(
+        make(case.norms.q), make(case.norms.k), EPS
+    )
+    heads = ops.attention.attention_layer.Heads(**vars(case.heads))
+    angles = ops.attention.attention_layer.Angles(make(case.angles.cos), make(case.angles.sin))
     given = (pools_of(case), *(arrays_of(case)[name] for name in ("bounds", "arrivals")))
-    pools = ops.mix.PagedKV(*map(make, given))
+    pools = ops.attention.attention_layer.PagedKV(*map(make, given))
     return [make(case.qkv), heads, norms, angles, rows, pools, 1]
 
 
@@ -350,7 +358,7 @@ def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> N
         assert "pallas_call" not in str(traced(op, FEW).jaxpr)
         assert jax_impl.ops.kernel_names() == []
     assert "pallas_call" in str(traced(op, FEW).jaxpr)
-    assert "mix" in jax_impl.ops.kernel_names()
+    assert "attention_layer" in jax_impl.ops.kernel_names()
 
 
 def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:

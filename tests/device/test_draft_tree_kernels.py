@@ -42,7 +42,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def kernel_of(language: str, function: str) -> Callable[..., Any]:
-    module = "flat_nodes" if function == "flat_nodes" else "draft_tree"
+    module = "flatten_tree" if function == "flat_nodes" else "draft_tree"
     return getattr(KERNELS[language][module], function)
 
 
@@ -153,7 +153,8 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
 ) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     of = "attention" if function == "flat_nodes" else "draft_tree"
-    ops = getattr(jax_impl.ops, of)
+    rooms = {"attention": jax_impl.ops.attention.attention}
+    ops = rooms.get(of, jax_impl.ops.trees.draft_tree)
     bound = (getattr(ops, f"{kind}_{function}") for kind in ("kernel", "plain"))
     operation = jax_impl.ops.kernel_or_plain(*bound)
     made = {name: mapped(x, leaf=to_jax, module=ops) for name, x in made.items()}

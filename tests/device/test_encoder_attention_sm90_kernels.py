@@ -124,7 +124,7 @@ def test_pictures_one_after_the_other_do_not_see_each_other(on_hopper: str) -> N
 def laid_of(module: ModuleType, given: dict[str, np.ndarray], rows: int) -> np.ndarray:
     """What both kernels of `encoder_attention` read, in float32."""
     sizes = module.sizes_of(2, D)
-    if module is KERNELS.get("triton", {}).get("attend_all"):
+    if module is KERNELS.get("triton", {}).get("encoder_attention"):
         arrays = {x: torch.from_numpy(y).to("cuda" if ON_GPU else "cpu") for x, y in given.items()}
         return module.lay(**arrays, rows=rows, sizes=sizes).cpu().numpy()
     lay = partial(module.lay, rows=rows, sizes=sizes, interpret=INTERPRET)

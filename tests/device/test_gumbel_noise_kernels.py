@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.pallas_gpu.sampling.sampling import gumbel_noise as pallas_noise
+from kernels.pallas_gpu.sampling import gumbel_noise as pallas_noise
 from shared.spec import gumbel_noise as spec
 from tests.support.implementations import to_torch
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, triton_interpreter

@@ -12,7 +12,7 @@ import pytest
 
 import jax_impl.ops.sampling.acceptance
 import torch_impl.ops.sampling.acceptance
-from kernels.pallas_gpu.sampling.sampling import rejection as pallas
+from kernels.pallas_gpu.sampling import rejection as pallas
 from shared.spec import acceptance as spec
 from shared.spec import sampling
 from shared.spec.gumbel_noise import ACCEPT_STREAM, RESIDUAL_STREAM

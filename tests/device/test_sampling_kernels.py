@@ -19,7 +19,7 @@ import torch
 
 import jax_impl.ops.sampling.sampling
 import torch_impl.ops.sampling.sampling
-from kernels.pallas_gpu.sampling.sampling import sampling as pallas
+from kernels.pallas_gpu.sampling import sampling as pallas
 from kernels.tiles import MEASURED, SamplingTiles, Tiles
 from shared.options.adaptive import MOST_WIDTH
 from shared.spec import sampling as spec
@@ -324,9 +324,9 @@ def test_the_languages_have_one_signature() -> None:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        *(("scores", name) for name in ("Inputs", "Sizes", "Wish")),
+        *(("logits_processing", name) for name in ("Inputs", "Sizes", "Wish")),
         *(("support", name) for name in ("Source", "Memory", "Bounds", "Known")),
-        ("winners", "Support"),
+        ("topk", "Support"),
     ],
 )
 def test_what_kernels_hand_on_has_one_name_in_both_languages(module: str, name: str) -> None:
@@ -388,7 +388,7 @@ def test_every_ranking_is_the_kernels_on_a_gpu(ops, monkeypatch) -> None:
     logits = np.zeros((1, 2, 16), np.float32)
     seen = SimpleNamespace(counts=np.zeros((1, 16), np.int32))
     given = (logits, seen, *(None,) * 4)
-    call: Callable = partial(ops.sampling.kernel_rank, ops.KERNELS, *given)
+    call: Callable = partial(ops.sampling.sampling.kernel_rank, ops.KERNELS, *given)
     assert call(MOST_WIDTH, False, "columns").ids == "ids"
     assert call(1, True, None).processed == "scores"
     assert asked_for == [(MOST_WIDTH, False, "columns"), (1, True, None)]

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels.pallas_gpu.attention.attention import attention_layer_sm90
+from kernels.pallas_gpu.attention import attention_layer_sm90
 
 
 @pytest.mark.parametrize(

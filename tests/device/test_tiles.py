@@ -112,32 +112,32 @@ def test_a_wrong_line_is_refused_with_its_place(
 
 def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
     for name in ("programs", "splits", "stages"):
-        write(tmp_path, MEASURED, [LINE], mix=[MIX | {name: 0}])
-        with pytest.raises(ValueError, match=f"mix, line 1: {name} must be at least 1, got 0"):
+        write(tmp_path, MEASURED, [LINE], attention_layer=[MIX | {name: 0}])
+        with pytest.raises(ValueError, match=f"layer, line 1: {name} must be at least 1"):
             Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
 def test_tiles_that_a_pictures_kernel_cannot_have_are_refused(tmp_path: Path) -> None:
     picture = {"at_most": {}, "lanes": 64, "warps": 4, "stages": 2, "described": 2, "groups": 2}
-    write(tmp_path, MEASURED, [LINE], attend_all=[picture])
+    write(tmp_path, MEASURED, [LINE], encoder_attention=[picture])
     assert Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path).encoder_attention
     for wrong, told in (
         ({"described": 1}, "described .* 0, 2, .*, got 1"),
         ({"groups": 4}, "got 4"),
     ):
-        write(tmp_path, MEASURED, [LINE], attend_all=[picture | wrong])
-        with pytest.raises(ValueError, match=f"attend_all, line 1: .*{told}"):
+        write(tmp_path, MEASURED, [LINE], encoder_attention=[picture | wrong])
+        with pytest.raises(ValueError, match=f"encoder_attention, line 1: .*{told}"):
             Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
 def test_a_table_of_no_kernel_and_a_kernel_without_one_are_refused(tmp_path: Path) -> None:
     write(tmp_path, MEASURED, [LINE], softmax=[LINE])
-    with pytest.raises(ValueError, match=r"tables must be \['attend_all', .*\], got .*'softmax'"):
+    with pytest.raises(ValueError, match=r"tables must be \['attention', .*\], got .*'softmax'"):
         Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
 def test_tiles_are_those_of_kernels() -> None:
-    kernels = {path.stem for path in (FOLDER.parent / "triton_gpu").glob("*.py")}
+    kernels = {path.stem for path in (FOLDER.parent / "triton_gpu").rglob("*.py")}
     assert CLASSES.keys() <= kernels
 
 

@@ -178,7 +178,7 @@ def test_scores_are_cut_to_the_targets_vocabulary_and_minus_infinity_beyond_the_
 def over_target(framework: str) -> Callable[[np.ndarray, int], np.ndarray]:
     if framework == "reference":
         return standalone.over_target
-    ops = Implementation(framework)("vocabulary")
+    ops = Implementation(framework)("vocab_parallel")
     return lambda logits, vocab: ops.over_tokens(logits, None, vocab)
 
 
