@@ -36,4 +36,5 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(capsys):
     trace.flush()
     trace.flush()
     told = capsys.readouterr().err
-    assert told == f"the trace {FULL} ends here: No space left on device; serving goes on\n"
+    fault = "No space left on device; tracing ends, serving continues"
+    assert told == f"cannot write the trace {FULL}: {fault}\n"

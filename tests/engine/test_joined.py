@@ -333,5 +333,5 @@ def test_measured_seconds_are_followed(backend):
 
 def test_programs_without_copies_or_of_another_size_are_refused(backend):
     index = NgramIndex(NgramConfig(), nodes=5, depth=4, vocab=backend.capacity.vocab, chain=False)
-    with pytest.raises(ValueError, match="with trees of 5 copies"):
+    with pytest.raises(ValueError, match="with 5 n-gram nodes"):
         JoinedController(backend.capacity, index, SHARE, {})

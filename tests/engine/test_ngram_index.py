@@ -391,7 +391,7 @@ def test_a_removed_corpus_drafts_no_more_and_its_name_is_free():
     assert tree_of(index, one)[0] == [0, 2, 3, 1]
     index.remove_corpus("it")
     assert tree_of(index, one)[0] == [0, 1]
-    with pytest.raises(Refusal, match="there is no corpus 'it'"):
+    with pytest.raises(Refusal, match="corpus 'it' not found"):
         index.remove_corpus("it")
     index.add_corpus("it", corpus_of([1, 5]))
     assert index.corpora == {"it": 2}

@@ -92,7 +92,7 @@ def test_without_a_key_of_the_server_the_routes_are_closed():
             "documents",
             "--speculative-ngram-external-corpus-max-tokens",
         ),
-        (REMOVE, {"corpus_id": "a"}, "corpus_id", "there is no corpus"),
+        (REMOVE, {"corpus_id": "a"}, "corpus_id", "not found"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_its_field(route, body, param, words, server):

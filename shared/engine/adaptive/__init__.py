@@ -1,1 +1,3 @@
-"""A draft shape for every step: what each costs, how much of it is accepted, and so which."""
+"""Adaptive speculation: chooses the draft shape of each step from measured costs and acceptance
+rates.
+"""

@@ -1,14 +1,14 @@
-"""How many drafts a request is expected to accept, from its own steps and those of all requests.
+"""Acceptance model: predicts the accepted draft tokens of each request.
 
-The log odds of a request's drafts are those of all requests (`population.py`) plus an offset of its
-own, the same at every depth and in every family of shapes. The offset is believed to be a normal
-distribution; its variance between requests is learnt from the requests that ended. A step moves
-both beliefs, each by as much as it is uncertain: where requests differ, an unusual one is known
-soon, and where all are alike, chance is not taken for a difference. Depths below a rejected draft,
-or below the tier's last, were not observed and change nothing.
+The log odds of acceptance of a request's draft tokens are those of all requests (`population.py`)
+plus the request's offset, which is the same at all depths and for all families of shapes. The
+offset has a normal distribution, whose variance between requests is learned from finished requests.
+A step updates both estimates in proportion to their uncertainty. If requests differ, an unusual one
+is recognised soon; if all are alike, noise is not taken for a difference. Depths below a rejected
+draft token, or below the tier's last level, are unobserved and change nothing.
 
-Deep drafts are better than the mean over all requests: a request whose first drafts were accepted
-is more likely a good one.
+Deep draft tokens have a higher rate than the mean over all requests: a request whose first draft
+tokens were accepted is more likely to have a high rate.
 """
 
 from __future__ import annotations
@@ -25,22 +25,20 @@ from shared.engine.adaptive.trials import Forecast, TierArrays, trial_variances
 from shared.engine.compiled import compiled
 
 OWN_WALK = 0.003
-"""The part of what was learnt of a request that is lost in a step."""
+"""Fraction of the estimate of a request's offset that is forgotten per step."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step of each tier is expected to give, over all its rows.
+    """Predicted result of a step of each tier, over all its rows.
 
     Attributes:
-      tokens: Where every row drafts.
-      next_tokens: In the next step, in which rows whose last step was off draft nothing.
-      trial_gain: For a tier and another one, the standard deviation, in tokens a second, by which
-        what a trial of the first shows of all requests would change what is believed of the
-        difference of their speeds; 0 where the first can never be as fast as the other is believed
-        to be.
-      trial_lifetime_steps: Steps for which a trial is of use; after these everything is as
-        uncertain again as before it.
+      tokens: Tokens if every row drafts.
+      next_tokens: Tokens in the next step, in which rows whose last step was plain draft nothing.
+      trial_gain: `trial_gain[a][b]`: how far a trial of tier a is expected to move the estimate of
+        speed(a) - speed(b), as a standard deviation in tokens/s; 0 if a can never be as fast as b
+        is estimated to be.
+      trial_lifetime_steps: Steps after which the information from a trial is forgotten.
     """
 
     tokens: list[float]
@@ -63,28 +61,30 @@ def _learn(
     sums: Float64[np.ndarray, "6 D"],
     moves: Float64[np.ndarray, " B"],
 ) -> None:
-    """Ages the beliefs of requests by a step, and learns from their drafts.
+    """Ages the offsets of requests by one step, and updates them from their draft tokens.
 
     Args:
-      drafted: Depths that were drafted for each row.
-      log_odds, slopes, variances: Of the family, as `Population` has them.
-      shared_variance: Of what is uncertain of all depths alike.
-      request_variance: Of log odds between requests.
-      estimates: Offset of each request, its variance, and its covariance with the uncertainty
-        that all depths share.
-      sums: Zeros; filled with what `Population.learn` takes.
-      moves: Filled: how far each row moves what is believed of all.
+      rows: Rows of the requests in `estimates`.
+      drafted: Drafted depths of each row.
+      accepted: Accepted draft tokens of each row.
+      log_odds, slopes, variances: Values of the family, see `Population`.
+      shared_variance: Variance of the log odds that all depths share.
+      request_variance: Variance of log odds between requests.
+      estimates: Offset of each request, its variance, and its covariance with the log odds that all
+        depths share.
+      sums: Zeros; filled with the input of `Population.learn`.
+      moves: Filled with the shift of the shared log odds by each row.
     """
     for i in range(len(rows)):
         offset, variance, between = estimates[rows[i]]
         offset *= 1 - OWN_WALK / 2
         between *= 1 - OWN_WALK / 2
         variance += OWN_WALK * (request_variance - variance)
-        # What is uncertain of both together, and what each has in common with that.
+        # Total variance, and the covariance of each part with it.
         of_row, of_all, moved = variance + between, max(shared_variance + between, 0.0), 0.0
         both = max(of_row, 0.0) + of_all
-        share = of_all / shared_variance  # by how much log odds of the row move with those of all
-        # What is left of it once those are known.
+        share = of_all / shared_variance  # change per change of the shared log odds
+        # Remaining variance once the shared log odds are known.
         apart = max(variance - between**2 / shared_variance, 0.0)
         for d in range(min(accepted[i] + 1, drafted[i])):
             won = 1.0 if d < accepted[i] else 0.0
@@ -119,11 +119,14 @@ def _follow(
     after: float,
     estimates: Float64[np.ndarray, "requests 3"],
 ) -> None:
-    """Moves rows by what the others showed of all, as only the sum of offset and all is observed.
+    """Adjusts rows to the information that other rows gave, because only the sum of offset and
+    shared log odds is observed.
 
     Args:
-      moves: How far a row alone moved what is believed of all.
-      moved, before, after: How far all rows did, and the variance of it before and after.
+      rows: Rows of the requests.
+      moves: Shift of the shared log odds by each row alone.
+      moved, before, after: Shift by all rows, and the variance before and after it.
+      estimates: See `_learn`.
     """
     for i in range(len(rows)):
         estimates[rows[i], 0] += estimates[rows[i], 2] / before * (moved - moves[i])
@@ -138,7 +141,7 @@ def _forecast(
     variance: float,
     rate: Float64[np.ndarray, " D"],
 ) -> None:
-    """Fills the rate of each depth, given that all before it were accepted."""
+    """Fills the acceptance rate of each depth, given that all earlier ones were accepted."""
     for d in range(len(rate)):
         a = slopes[d]
         known = damping(a * a * variance)
@@ -152,7 +155,7 @@ def _forecast(
 def _best(
     survivals: Float64[np.ndarray, "B D"], drafted: Int64[np.ndarray, " B"], count: int
 ) -> float:
-    """The sum of the `count` best drafts of a batch of chains."""
+    """Returns the sum of the `count` best draft nodes of a batch of chains."""
     values, size = np.empty(drafted.sum()), 0
     for i in range(len(drafted)):
         values[size : size + drafted[i]] = survivals[i, : drafted[i]]
@@ -172,11 +175,16 @@ def _expect(
     tiers: TierArrays,
     expected: Forecast,
 ) -> None:
-    """Fills what is expected.
+    """Fills the forecast.
 
     Args:
-      most: Largest useful number of drafts of each row.
+      rows: Rows of the requests.
+      most: Maximum useful draft tokens of each row.
+      is_after_off: True for rows whose last step was plain.
       estimates: Same as in `_learn`.
+      log_odds, slopes, shared_variance: See `_learn`.
+      tiers: The tiers.
+      expected: Filled.
     """
     (F, D), B = log_odds.shape, len(rows)
     for i in range(B):
@@ -204,13 +212,13 @@ def _expect(
 
 
 class Acceptance:
-    """What is believed of every request that runs, and of all together.
+    """Acceptance estimates of all running requests, and of all requests together.
 
     Args:
-      tiers: Those that are chosen from.
+      tiers: The tiers to choose from.
 
     Attributes:
-      population: The beliefs of all requests.
+      population: Estimates over all requests.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -226,7 +234,7 @@ class Acceptance:
         self._free: list[int] = []
 
     def rows_of(self, request_ids: Sequence[int]) -> Int64[np.ndarray, " B"]:
-        """The rows in which the evidence of requests stands; one that is new gets an empty one."""
+        """Returns the rows with the estimates of requests; a new request gets a new row."""
         row_of = self._rows
         rows = [row_of[i] if i in row_of else self._new_row(i) for i in request_ids]
         return np.array(rows, np.int64)
@@ -242,11 +250,11 @@ class Acceptance:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request has a row."""
+        """True if no request has a row."""
         return not self._rows
 
     def forget(self, request_id: int) -> None:
-        """Frees the row of a request that ended; what it showed of all stays."""
+        """Frees the row of a request that ended; its effect on the population stays."""
         if (row := self._rows.pop(request_id, None)) is not None:
             self._free.append(row)
             self.population.ended(*self._estimates[row, :2].tolist())
@@ -258,13 +266,13 @@ class Acceptance:
         drafted: Int64[np.ndarray, " B"],
         accepted: Int64[np.ndarray, " B"],
     ) -> None:
-        """Learns from a step.
+        """Updates the estimates from a step.
 
         Args:
-          rows: Of `rows_of`.
-          tier: That was run; a plain step shows nothing, and only ages beliefs.
-          drafted: Depths that were drafted for each row; 0 shows nothing of it.
-          accepted: Drafts that were accepted.
+          rows: Result of `rows_of`.
+          tier: Tier of the step; a plain step only ages the estimates.
+          drafted: Drafted depths of each row; 0 gives no information.
+          accepted: Accepted draft tokens.
         """
         family, known = self._families[tier], self.population
         sums, moves = np.zeros((6, known.log_odds.shape[1])), np.empty(len(rows))
@@ -278,7 +286,7 @@ class Acceptance:
         _follow(rows, moves, moved, before, known.shared_variance, self._estimates)
 
     def warm_up(self) -> None:
-        """Compiles what learns and expects, so that no step waits for it; nothing is learnt."""
+        """Compiles the loops in advance; changes no estimate."""
         other, none = Acceptance(self._tiers), np.zeros(1, np.int64)
         rows = other.rows_of([0])
         other.learn(rows, 0, none, none)
@@ -301,18 +309,19 @@ class Acceptance:
         batch: int,
         seconds: Sequence[float],
     ) -> tuple[Expected, Float64[np.ndarray, "B D"]]:
-        """What a step of each tier is expected to give.
+        """Predicts the result of a step of each tier.
 
         Args:
-          rows: Of `rows_of`.
-          most: Drafts that each row has use for.
-          is_after_off: Rows whose last step was off: they draft nothing in their next one.
+          rows: Result of `rows_of`.
+          most: Maximum useful draft tokens of each row.
+          is_after_off: True for rows whose last step was plain: they draft nothing in their next
+            one.
           batch: Rows of the programs.
-          seconds: Of a step of each tier.
+          seconds: Time of a step of each tier.
 
         Returns:
-          For the batch what is expected, and for each row and depth the chance that a draft of a
-          chain is accepted with all before it.
+          The prediction for the batch; and for each row and depth, the probability that a draft
+          token of a chain is accepted with all earlier ones.
         """
         count, known, B = len(self._depths), self.population, len(rows)
         F, D = known.log_odds.shape

@@ -1,6 +1,6 @@
-"""Which tier a step takes: small policies over what each would give and cost.
+"""Policies that choose the tier of a step from predicted tokens and measured costs.
 
-A policy sees a `Situation` and nothing else, so it can be scored on a recorded one.
+A policy reads only a `Situation`, so it can be evaluated on recorded ones.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from shared.engine.adaptive.trials import TRIAL_STEPS
 
 @dataclass(frozen=True)
 class Situation:
-    """What is known before a step. Lists go by tier, of which the first is off.
+    """Input of a policy before a step. Lists are indexed by tier; tier 0 is plain decoding.
 
     Attributes:
-      seconds: Of a step; None where nothing was measured.
-      expected: Tokens of a step.
+      seconds: Time of a step; None if not measured.
+      expected: Predicted tokens of a step.
       num_rows: Requests of the step.
-      after_off: The share of them whose last step was off; they draft nothing in their next one,
-        whatever its tier, as the drafter has yet to see their newest tokens.
-      steps_ahead: Steps that the choice is for: as long as requests last and rates hold.
+      after_off: Fraction of them whose last step was plain. They draft nothing in their next step,
+        whatever its tier, because the drafter has not processed their newest tokens.
+      steps_ahead: Steps for which the choice applies: as long as requests last and rates are valid.
     """
 
     seconds: list[float] | None
@@ -37,34 +37,36 @@ class Policy(Protocol):
     """Chooses tiers."""
 
     def choose(self, situation: Situation) -> int:
-        """The tier of the next step."""
+        """Returns the tier of the next step."""
         ...
 
 
 @dataclass(frozen=True)
 class Static:
-    """Always the same tier."""
+    """Policy with a fixed tier."""
 
     tier: int
 
     def choose(self, situation: Situation) -> int:
-        """The one tier, whatever the situation."""
+        """Returns the fixed tier."""
         return self.tier
 
 
 class BestValue:
-    """The tier whose next few steps are worth most, in tokens.
+    """Policy that chooses the tier whose next steps have the highest value in tokens.
 
-    Three things count: the tokens of these steps, those of the rest of the time ahead at the best
-    speed that is believed of any tier, and a bonus for a trial. A tier that has rarely run may be
-    faster than it is believed to be: the bonus is the speed that we expect to gain if a trial shows
-    it, for as long as the trial stays of use. So a tier is tried where that is worth more than the
-    trial costs, and on no timer. Going off makes the next step of a draft shape draft nothing; that
-    is counted too, so that the choice goes back and forth only where it pays.
+    The value has three terms: the tokens of these steps, the tokens of the remaining time at the
+    best estimated speed, and a bonus for a trial. A rarely used tier may be faster than estimated.
+    The bonus is the expected gain in speed if a trial shows that, over the time for which the
+    information is valid. A tier is therefore tried if that is worth more than the trial costs, not
+    by a timer. After plain decoding, the next step with a draft shape drafts nothing; this cost is
+    included, so that the choice changes only if it pays.
     """
 
     def choose(self, situation: Situation) -> int:
-        """The tier with the highest value; without measured seconds, that with the most tokens."""
+        """Returns the tier with the highest value; without measured times, the one with the most
+        tokens.
+        """
         seconds, tokens = situation.seconds, situation.expected.tokens
         if seconds is None:
             return tokens.index(max(tokens))
@@ -73,7 +75,7 @@ class BestValue:
 
     def _value(self, situation: Situation, seconds: list[float], tier: int) -> float:
         expected = situation.expected
-        # The same for all tiers, and long enough for the first steps of any.
+        # Equal for all tiers, and longer than the trial steps of any.
         window = max(situation.steps_ahead * seconds[0], 2 * TRIAL_STEPS * max(seconds))
         rest = window - TRIAL_STEPS * seconds[tier]
         first = (TRIAL_STEPS - 1) * expected.tokens[tier] + expected.next_tokens[tier]
@@ -89,16 +91,18 @@ class BestValue:
 
 
 def _switch_loss(situation: Situation, first: int, then: int) -> float:
-    """Tokens that a step without drafts costs, where one tier is run first and another then."""
+    """Returns the tokens lost by a step without draft tokens if tier `first` is followed by tier
+    `then`.
+    """
     tokens, off = situation.expected.tokens, 0
     if then == off:
-        # The rows that could draft now give that up, whenever they go off.
+        # Rows that can draft now lose that when they switch to plain steps.
         return (1 - situation.after_off) * (max(tokens) - situation.num_rows)
     return tokens[then] - situation.num_rows if first == off else 0.0
 
 
 def mean_of_best(mean: float, error: float, other: float) -> float:
-    """The expected maximum of a normal number and a known one."""
+    """Returns the expected maximum of a normally distributed value and a constant."""
     if error <= 0:
         return max(mean, other)
     z = (mean - other) / error

@@ -1,4 +1,4 @@
-"""The controller that takes, for each step, the tier with the most expected tokens a second."""
+"""Adaptive controller: uses the tier with the most expected tokens per second in each step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from shared.engine.request import Request
 from shared.engine.rows import Rows
 
 MOST_STEPS_AHEAD = 25
-"""Going off or back must pay within so many steps: for longer rates are not trusted to hold."""
+"""Maximum steps within which a switch must pay; acceptance rates are not assumed to stay valid
+longer."""
 
 
 class _Flight(NamedTuple):
-    """A decode step on its way.
+    """A decode step in flight.
 
     Attributes:
       batch, tier: Its program.
-      is_whole: Whether it costs what its tier does. After off rows verify their root alone, and
-        read fewer experts.
-      hopes: Drafts of a chain that each row is expected to accept, for the trace.
+      is_whole: True if its time is that of its tier. Rows after a plain step verify only their
+        root, and read fewer experts.
+      hopes: Expected accepted draft tokens of a chain, per row, for the trace.
     """
 
     batch: int
@@ -41,21 +42,22 @@ class _Flight(NamedTuple):
 
 
 class AdaptiveController:
-    """Drafts with the device's drafter, in each step with the tier that a policy chooses.
+    """Drafts with the device's drafter, with the tier that a policy chooses for each step.
 
     Args:
-      capacity: The backend's; its decode programs that draft, and the plain ones, are the tiers.
-      policy: Chooses.
-      table: Measured seconds of a step for each batch bucket, by tier; see `Costs`. Empty: nothing
-        is known of them, and the widest tier is taken.
-      trace: Where every step is written down; None: nowhere.
-      has_experts: Rows choose among experts, so that a step costs less where some do not draft.
+      capacity: Limits of the backend; its decode programs, with and without drafting, are the
+        tiers.
+      policy: The policy.
+      table: Measured seconds of a step for each batch bucket, by tier; see `Costs`. If empty, the
+        widest tier is used.
+      trace: Trace file of all steps; None for none.
+      has_experts: True for an MoE model, in which a step costs less if some rows do not draft.
 
     Attributes:
-      has_experts: As above.
-      shapes: What is chosen from.
-      costs: What each tier costs now.
-      acceptance: What was learnt of requests.
+      has_experts: See above.
+      shapes: Tiers and their shapes.
+      costs: Current cost of each tier.
+      acceptance: Acceptance estimates of requests.
 
     Raises:
       ValueError: See `Shapes.of`.
@@ -77,8 +79,8 @@ class AdaptiveController:
         self.max_rows = self.shapes.batches[-1]
         self.has_experts, self._policy = has_experts, policy
         self._trace = trace
-        self._planned = self.max_rows, 0  # batch bucket and tier of the rows that were given last
-        self._hopes: dict[int, float] = {}  # drafts of a chain that each row is expected to accept
+        self._planned = self.max_rows, 0  # batch bucket and tier of the last returned rows
+        self._hopes: dict[int, float] = {}  # expected accepted tokens of a chain, per request
         self._flights: deque[_Flight] = deque()
         self._after_off: set[int] = set()
         self._chosen, self.steps = 0, Counter[int]()
@@ -86,11 +88,11 @@ class AdaptiveController:
 
     @property
     def waits(self) -> bool:
-        """A row goes on from what the device holds."""
+        """Always False: rows continue from the device's state."""
         return False
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Every ready request that has room, with the tier that the policy chooses."""
+        """Returns all ready requests that have pages, with the tier that the policy chooses."""
         batch = self.shapes.bucket(len(ready))
         situation, survivals = self.situation(ready)
         self._planned = batch, self._policy.choose(situation)
@@ -109,7 +111,9 @@ class AdaptiveController:
         return Rows.decode(requests, shape, calibration=np.log(kept).astype(np.float32))
 
     def situation(self, ready: Sequence[Request]) -> tuple[Situation, Float64[np.ndarray, "B D"]]:
-        """What is known before a step of these requests, and how their chains survive by depth."""
+        """Returns the policy's input for these requests, and their chains' acceptance probability
+        by depth.
+        """
         rows = self.acceptance.rows_of([request.request_id for request in ready])
         left = np.array([most_left(request) for request in ready])
         capacity = [request.sampling.max_draft_tokens for request in ready]
@@ -130,13 +134,13 @@ class AdaptiveController:
         return situation, survivals
 
     def submitted(self, rows: Rows) -> None:
-        """Notes the tier, and that rows of a plain step draft nothing in their next one."""
+        """Records the tier, and that rows of a plain step draft nothing in their next one."""
         ids = [request.request_id for request in rows.requests]
         if rows.work is Work.DRAFT:
             return
         if rows.work is not Work.DECODE or rows.masks is not None:
-            # The drafter is fed: of a request that resumes, or that decodes with a grammar beside
-            # it, whose steps are somebody else's choice.
+            # Draft extend has run: for a resumed request, or for steps with a grammar, whose shape
+            # another controller chooses.
             self._after_off.difference_update(ids)
             return
         batch, self._chosen = self._planned
@@ -148,7 +152,9 @@ class AdaptiveController:
         self._after_off.update(ids) if is_off else self._after_off.difference_update(ids)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """Learns what the step took, and what its drafts showed of requests that still run."""
+        """Updates costs from the step's time, and acceptance from draft tokens of running
+        requests.
+        """
         if rows.work is not Work.DECODE or rows.masks is not None:
             return
         batch, tier, is_whole, hopes = self._flights.popleft()
@@ -160,33 +166,35 @@ class AdaptiveController:
         accepted = result.counts[alive].astype(np.int64) - 1
         deepest = self.shapes.tiers[tier].depth
         drafted = np.minimum(result.num_nodes[alive] - 1, deepest).astype(np.int64)
-        drafted[accepted < 0] = 0  # a row that failed shows nothing
+        drafted[accepted < 0] = 0  # a failed row gives no information
         places = self.acceptance.rows_of([rows.requests[i].request_id for i in alive])
         self.acceptance.learn(places, tier, drafted, accepted)
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """The step's result has said it."""
+        """Does nothing: `learned` has processed the tokens."""
 
     def ended(self, request: Request) -> None:
-        """Forgets the request; what it showed of all stays."""
+        """Drops the request's estimates; its effect on the population stays."""
         self.acceptance.forget(request.request_id)
         self._after_off.discard(request.request_id)
         if self._trace is not None and self.acceptance.is_empty:
             self._trace.flush()
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """Nothing is kept of a request that ended."""
+        """Does nothing: no data is kept of a finished request."""
 
 
 def most_left(request: Request) -> int:
-    """Most tokens that a request can still use once the steps in flight have ended; at least 1."""
+    """Returns the maximum tokens that a request can use after the steps in flight; at least 1."""
     return max(request.sampling.max_tokens - len(request.output) - request.least_growth, 1)
 
 
 def gauges_of(
     shapes: Shapes, steps: Mapping[int, int], costs: Costs, chosen: Callable[[], int]
 ) -> Gauges:
-    """What `/metrics` shows of the tiers: steps and seconds of each, and nodes of the last."""
+    """Returns the gauges of the tiers: steps and seconds of each, and draft nodes of the last
+    one.
+    """
 
     def seconds(batch: int, tier: int) -> float:
         known = costs.of(batch, batch)

@@ -1,14 +1,15 @@
-"""Seconds of a decode step, by its requests and tier: measured at the start, then followed.
+"""Step costs: time of a decode step by number of requests and tier, measured at startup and
+tracked.
 
-A program's rows take as long in a dense model whether they are requests or padding. In a mixture of
-experts padding reads no experts, and each request that comes in reads some more: there a bucket is
-measured with its fewest requests too, and between two such numbers seconds lie on a line.
+In a dense model a program takes the same time for requests and padding rows. In an MoE model
+padding reads no experts and each further request reads more. A bucket is therefore also measured
+with its fewest requests, and times between two measurements are interpolated linearly.
 
-For each bucket a Kalman filter follows by how much each tier takes longer than at the start. Most
-changes move all tiers: by the same time, as contexts grow, or by the same share, as a clock falls.
-So a tier that runs also tells of those that do not. Each tier has an error of its own too, which
-only its own steps show. Steps that wait for each other share the host's time between them; plain
-steps that do not wait show nothing of it, and the start did not measure all of it.
+For each bucket a Kalman filter tracks the change of each tier's time since startup. Most changes
+affect all tiers: by the same time, as contexts grow, or by the same fraction, as a clock rate
+falls. A tier that runs therefore also updates the others. Each tier has its own error too, which
+only its own steps show. Tiers that wait for the previous step share the host's time, which plain
+steps with overlap do not show and the startup measures only in part.
 """
 
 from __future__ import annotations
@@ -18,33 +19,37 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 OWN_ERROR = 0.1
-"""Standard deviation of a tier's own error in the table, as a share of a plain step."""
+"""Standard deviation of a tier's own error in the table, as a fraction of a plain step."""
 
 SHARED_WALK, OWN_WALK = 0.007, 0.001
-"""Standard deviation of a step's change: of all tiers, by time and by share, and of one."""
+"""Standard deviation of the change per step: of all tiers, by time and by fraction, and of one
+tier."""
 
 WAITING_ERROR, WAITING_WALK = 0.3, 0.01
-"""The same of the tiers that wait together, at the start and by step, where one does not."""
+"""The same for tiers that wait for the previous step, at startup and per step, if one does not
+wait."""
 
 NOISE = 0.1
-"""Standard deviation of one measured step, as a share of it."""
+"""Standard deviation of one measured step, as a fraction of its time."""
 
 MOST_SIGMAS = 2.5
-"""A step that differs by more counts as one that differs by so much: one slow step says little."""
+"""Maximum deviation in standard deviations; larger ones are clipped, because single slow steps are
+outliers."""
 
 LEAST_SHARE = 0.3
-"""A step is never believed to take less than this share of its seconds at the start."""
+"""Lower bound of the estimated time of a step, as a fraction of its time at startup."""
 
 
 class _Bucket:
-    """One batch bucket.
+    """Costs of one batch bucket.
 
     Args:
-      table: Seconds at the start by tier, for each number of requests that was measured, ascending;
-        the last fills the bucket.
+      table: Seconds at startup by tier, for each measured number of requests, ascending; the last
+        fills the bucket.
+      last_waits: See `Costs`.
 
     Attributes:
-      sizes: These numbers.
+      sizes: The measured numbers of requests.
     """
 
     def __init__(self, table: Mapping[int, Sequence[float]], last_waits: bool) -> None:
@@ -77,14 +82,14 @@ class _Bucket:
 
 
 class Costs:
-    """What a step costs.
+    """Costs of steps.
 
     Args:
-      table: Seconds at the start for each batch bucket, by tier; empty where nothing was measured.
-        Other numbers of requests may stand beside them, and tell of the bucket that holds them.
+      table: Seconds at startup for each batch bucket, by tier; empty if not measured. It may
+        contain other numbers of requests too, which belong to the bucket that holds them.
       batches: The buckets, ascending.
-      last_waits: Whether the last of them waits for the step before as the others do. Where nothing
-        waits for the host, all do alike.
+      last_waits: True if the last tier waits for the previous step like the others. If no tier
+        waits for the host, all are alike.
     """
 
     def __init__(
@@ -98,16 +103,18 @@ class Costs:
 
     @property
     def table(self) -> Mapping[int, Sequence[float]]:
-        """Seconds as they are believed now, for each number of requests measured, by tier."""
+        """Current estimate of the seconds for each measured number of requests, by tier."""
         return {n: each.seconds(n) for each in self._buckets.values() for n in each.sizes}
 
     def of(self, batch: int, num_rows: int) -> list[float] | None:
-        """Seconds of each tier with so many requests in a batch bucket; None: not known."""
+        """Returns the seconds of each tier for a number of requests in a bucket; None if
+        unknown.
+        """
         bucket = self._buckets.get(batch)
         return None if bucket is None else bucket.seconds(num_rows)
 
     def observe(self, batch: int, num_rows: int, tier: int, seconds: float | None) -> None:
-        """A step of so many requests took so long; None says nothing."""
+        """Updates the costs from the time of a step; None is ignored."""
         bucket = self._buckets.get(batch)
         if bucket is not None and seconds is not None and seconds > 0:
             bucket.observe(num_rows, tier, seconds)

@@ -1,15 +1,14 @@
-"""How often the draft of a depth is accepted, given those before it, over all requests.
+"""Acceptance rate by depth over all requests: a normal distribution over drifting log odds.
 
-What is believed is one normal distribution over numbers that drift: for each depth the log odds of
-a chain's draft, and for each family of trees and depth how far its log odds are from a guess.
-The guess is that where a single candidate misses with probability m, a level of a tree misses as a
-number of independent ones would (`Tier.independent_candidates`). So whatever runs tells of
-everything as far as they vary together: of the depths beside it, and of a tree through its chain.
-A tree that hardly ever misses tells little of its chain, as its own log odds hardly depend on a
-draft more or less.
+The state contains, for each depth, the log odds of a chain's draft token, and for each family of
+trees and depth the difference of its log odds from a guess. The guess: if a single candidate misses
+with probability m, a level of a tree misses like a number of independent candidates
+(`Tier.independent_candidates`). Any observation therefore updates everything correlated with it:
+neighbouring depths, and a tree through its chain. A tree that rarely misses gives little
+information about its chain, because its log odds hardly depend on it.
 
-What is not tried keeps the value that was believed last, and gets as uncertain again as before
-anything was seen: nothing is reset by a timer.
+A depth or family that is not tried keeps its last estimate, and its uncertainty grows back to the
+initial value. Nothing is reset by a timer.
 """
 
 from __future__ import annotations
@@ -22,43 +21,45 @@ from jaxtyping import Float64
 from shared.engine.compiled import compiled
 
 FIRST_DEPTH, DEEPER = 2.0, 1.0
-"""Variance of log odds before anything was seen: of the first depth, and from depth to depth."""
+"""Initial variance of log odds: of the first depth, and of the increment per depth."""
 
 FAMILY, FAMILY_DEEPER = 0.25, 0.05
-"""The same of how far a family of trees is from its guess."""
+"""The same for the difference of a family of trees from its guess."""
 
 WALK, FAMILY_WALK = 0.001, 0.0002
-"""The share of what was learnt that is lost in a step, of chains and of families."""
+"""Fraction of the information that is forgotten per step, for chains and for families."""
 
 REQUEST_VARIANCE, REQUEST_VARIANCE_COUNT = 1.0, 4.0
-"""Variance of log odds between requests before any ended, and as how many requests it counts."""
+"""Initial variance of log odds between requests, and the number of requests that it counts as."""
 
 MOST_REQUESTS = 50.0
-"""Requests of the past that tell how far requests differ."""
+"""Number of past requests over which the variance between requests is averaged."""
 
 MOST_LOG_ODDS = 7.0
-"""Bound of log odds, either way."""
+"""Bound of log odds in both directions."""
 
 DAMPING = np.pi / 8
-"""The mean of a logistic function over a normal distribution of variance v is about that of its
-mean divided by (1 + v * DAMPING) ** 0.5."""
+"""The mean of a logistic function over a normal distribution with variance v is about the logistic
+function of mean / (1 + v * DAMPING) ** 0.5."""
 
 
 @compiled
 def chance(log_odds: float) -> float:
-    """The probability p of log odds log(p / (1 - p))."""
+    """Returns the probability p of log odds log(p / (1 - p))."""
     return 1 / (1 + np.exp(-log_odds))
 
 
 @compiled
 def damping(variance: float) -> float:
-    """What log odds of this variance shrink by in the mean probability; 1 if they were known."""
+    """Returns the factor by which log odds of this variance shrink in the mean probability."""
     return 1 / np.sqrt(1 + DAMPING * variance)
 
 
 @compiled
 def _linked(log_odds: float, candidates: float) -> tuple[float, float]:
-    """Log odds of a level of so many independent candidates, and the slope by those of one."""
+    """Returns the log odds of a level of `candidates` independent candidates, and the slope by
+    those of one.
+    """
     if candidates == 1:
         return log_odds, 1.0
     hit = chance(log_odds)
@@ -95,10 +96,13 @@ def _summarise(
 def _moved(
     log_odds: float, known: float, variance: float, trials: float, won: float
 ) -> tuple[float, float]:
-    """By how much the most likely log odds move, and the information on them in these trials.
+    """Returns the shift to the most likely log odds, and the information from these trials.
 
     Args:
-      known: `damping` of what sets the single trials apart.
+      log_odds: Log odds before.
+      known: `damping` of the differences between single trials.
+      variance: Variance of the log odds.
+      trials, won: Number of trials and successes.
     """
     moved, information = 0.0, 0.0
     for _ in range(20):
@@ -120,12 +124,16 @@ def _learn(
     mean: Float64[np.ndarray, " n"],
     covariance: Float64[np.ndarray, "n n"],
 ) -> None:
-    """Counts what a step showed, one depth after the other, as each tells of those below it.
+    """Updates the distribution from a step, depth by depth, because each one affects the later
+    ones.
 
     Args:
-      sums: Over drafts by depth: of the shares by which a row moves with all, of their squares, and
-        by these shares of successes, chances that were foreseen, `damping` of rows, and by how
-        much the chance's log odds follow from what the row showed above.
+      family: Family of the step's tier.
+      sums: Sums over draft tokens by depth: of the fractions by which a row moves with all, of
+        their squares, and weighted by these: successes, predicted probabilities, `damping` of rows,
+        and the shift of the log odds by the row's earlier depths.
+      slopes: See `Population`.
+      mean, covariance: The distribution; updated.
     """
     D, before = sums.shape[1], mean.copy()
     column = np.empty(len(mean))
@@ -135,7 +143,7 @@ def _learn(
             break
         won, foreseen, known, shifted = sums[2:, d] / total
         place, slope = family * D + d, slopes[family, d]
-        rest = squares / total - 1  # as offsets of rows go against what all depths share
+        rest = squares / total - 1  # offsets of rows counteract the shared log odds
         for j in range(len(mean)):
             column[j] = slope * (covariance[j, d] + rest * covariance[j, 0])
         already = slope * (mean[d] - before[d] + rest * (mean[0] - before[0])) - shifted
@@ -146,7 +154,7 @@ def _learn(
         variance = slope * (column[d] + rest * column[0]) + (column[place] if family > 0 else 0.0)
         p = min(max(foreseen, 1e-4), 1 - 1e-4)
         now = np.log(p / (1 - p)) / known + already
-        trials = total * total / squares  # as many rows that move alike tell as much
+        trials = total * total / squares  # effective number of independent trials
         moved, information = _moved(now, known, variance, trials, trials * won)
         for j in range(len(mean)):
             mean[j] += column[j] * moved / variance
@@ -158,17 +166,18 @@ def _learn(
 
 
 class Population:
-    """The beliefs of all requests together.
+    """Estimates over all requests.
 
     Args:
-      candidates: How many a level of each family is worth; the first are chains, with 1.
+      candidates: Independent candidates of a level of each family; the first family are chains,
+        with 1.
       depth: D, levels of the deepest tier.
 
     Attributes:
-      log_odds, slopes, variances: [F, D] of a draft of a request that is as most are: log odds, by
-        how much they move with those of a chain, and their variance.
-      covariance: Of all that is believed: the log odds of chains by depth, then for each other
-        family by how far it is from its guess.
+      log_odds, slopes, variances: [F, D] of a draft token of an average request: log odds, their
+        derivative by those of a chain, and their variance.
+      covariance: Covariance of the state: log odds of chains by depth, then for each other family
+        the difference from its guess.
       request_variance: Variance of log odds between requests.
     """
 
@@ -192,25 +201,25 @@ class Population:
 
     @property
     def shared_variance(self) -> float:
-        """Variance of the log odds of the first depth of a chain, which all depths share."""
+        """Variance of the log odds of a chain's first depth, which all depths share."""
         return float(self.covariance[0, 0])
 
     def age(self) -> None:
-        """Makes everything a little less certain, as it may have changed in a step."""
+        """Increases the uncertainty by one step of drift."""
         self._mean *= self._kept
         self.covariance *= self._kept_both
         self.covariance += self._new
         self._summarise()
 
     def learn(self, family: int, sums: Float64[np.ndarray, "6 D"]) -> float:
-        """Learns from a step, as `_learn` takes it; how far it moved what all depths share."""
+        """Updates the estimates from a step; returns the shift of the shared log odds."""
         before = self._mean[0]
         _learn(family, sums, self.slopes, self._mean, self.covariance)
         self._summarise()
         return float(self._mean[0] - before)
 
     def ended(self, offset: float, variance: float) -> None:
-        """Learns how far requests differ from the offset of one that ended."""
+        """Updates the variance between requests from the offset of a finished one."""
         self._requests = min(self._requests + 1, MOST_REQUESTS)
         self.request_variance += (offset**2 + variance - self.request_variance) / self._requests
 

@@ -1,4 +1,6 @@
-"""Tiers: the draft shapes that a controller chooses from, whatever the batch."""
+"""Tiers: the draft shapes that an adaptive controller chooses from, independent of the batch
+size.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,11 @@ _NAME = re.compile(r"none|off|S(\d+)(?:k(\d+)N(\d+))?(?:R([\d.]+))?")
 
 @dataclass(frozen=True, order=True)
 class Tier:
-    """What the decode programs of one draft shape have in common, in batches of any size.
+    """Draft shape shared by decode programs of all batch sizes.
 
     Attributes:
       nodes, depth, width: N, S and k of the tree; 1, 0 and 0 for plain decoding.
-      share: R / (B N), the part of all nodes that has verify rows.
+      share: R / (B N), the fraction of all nodes that has verify rows.
     """
 
     nodes: int
@@ -33,15 +35,15 @@ class Tier:
 
     @classmethod
     def of(cls, shape: TreeShape, batch: int) -> Tier:
-        """The tier of a program's shape."""
+        """Returns the tier of a program's shape."""
         return cls(*shape.tree, shape.rows / (batch * shape.nodes))
 
     @classmethod
     def parse(cls, name: str) -> Tier:
-        """The tier of a name, as `str` gives it.
+        """Parses a name in the format of `str`.
 
         Raises:
-          ValueError: It is none.
+          ValueError: The name is invalid.
         """
         parts = _NAME.fullmatch(name)
         if parts is None:
@@ -54,27 +56,29 @@ class Tier:
 
     @property
     def tree(self) -> tuple[int, int, int]:
-        """N, S and k, as `TreeShape.tree`."""
+        """N, S and k, same as `TreeShape.tree`."""
         return self.nodes, self.depth, self.width
 
     def shape(self, batch: int) -> TreeShape:
-        """The shape in a batch bucket; each request has the row of its root at least."""
+        """Returns the shape in a batch bucket; each request has at least the row of its root."""
         rows = max(batch, round(batch * self.nodes * self.share))
         return TreeShape(*self.tree, rows)
 
     @property
     def is_off(self) -> bool:
-        """Whether it drafts nothing."""
+        """True for plain decoding."""
         return self.nodes == 1
 
     @property
     def family(self) -> tuple[float, ...]:
-        """Tiers of one family accept the same drafts as deep as both verify: all chains do."""
+        """Family of the tier: tiers of one family accept the same tokens up to the common depth, as
+        all chains do.
+        """
         return () if self.width <= 1 else (*self.tree, self.share)
 
     @property
     def independent_candidates(self) -> float:
-        """How many independent candidates a level is worth; 1 of a chain."""
+        """Number of independent candidates that a level is equivalent to; 1 for a chain."""
         if self.width <= 1:
             return 1.0
         per_level = (self.nodes - 1) * self.share / self.depth
@@ -89,12 +93,12 @@ class Tier:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shape of each tier in each batch bucket.
+    """Shape of each tier in each batch bucket.
 
     Attributes:
       batches: Rows of the buckets, ascending.
       tiers: Plain decoding first, then by nodes.
-      by_size: For each batch and tier the shape.
+      by_size: Shape of each batch and tier.
     """
 
     batches: tuple[int, ...]
@@ -103,13 +107,14 @@ class Shapes:
 
     @classmethod
     def of(cls, capacity: Capacity, *, host_draft: bool) -> Shapes:
-        """Those of a backend's decode programs.
+        """Returns the shapes of a backend's decode programs.
 
         Args:
-          host_draft: Takes the programs that take the host's trees, or those that draft.
+          capacity: Limits and programs of the backend.
+          host_draft: True for programs with host-built trees, False for programs that draft.
 
         Raises:
-          ValueError: Nothing drafts, or a bucket has not all trees.
+          ValueError: No program drafts, or a bucket lacks a tree.
         """
         shapes_of: dict[int, set[TreeShape]] = {}
         for program in capacity.unmasked_programs:
@@ -118,7 +123,7 @@ class Shapes:
                 shapes_of.setdefault(program.batch, set()).add(program.shape)
         batches = tuple(sorted(shapes_of))
         if len({frozenset(shape.tree for shape in shapes) for shapes in shapes_of.values()}) > 1:
-            raise ValueError(f"the batches {batches} do not have the same draft shapes")
+            raise ValueError(f"all batches ({batches}) must have the same draft shapes")
         widest = sorted(shapes_of[batches[-1]], key=_order)
         tiers = tuple(Tier.of(shape, batches[-1]) for shape in widest)
         if len(tiers) < 2 or not tiers[0].is_off:
@@ -133,12 +138,14 @@ class Shapes:
         return cls(batches, tiers, by_size)
 
     def bucket(self, num_rows: int) -> int:
-        """The smallest batch that holds so many requests."""
+        """Returns the smallest batch bucket for a number of requests."""
         return next(batch for batch in self.batches if batch >= num_rows)
 
 
 def _nearest(shapes: Collection[TreeShape], tier: Tier, batch: int) -> TreeShape:
-    """A tier's shape in a batch; tiers that differ by their rows may share one in a small batch."""
+    """Returns a tier's shape in a batch; tiers that differ only in rows may share one in a small
+    batch.
+    """
     rows = batch * tier.nodes * tier.share
     alike = sorted((shape for shape in shapes if shape.tree == tier.tree), key=_order)
     return min(alike, key=lambda shape: abs(shape.rows - rows))
@@ -149,7 +156,9 @@ def _order(shape: TreeShape) -> tuple[int, ...]:
 
 
 def families_of(tiers: Sequence[Tier]) -> tuple[list[int], list[float]]:
-    """The number of each tier's family, and how many candidates a level of each family is worth."""
+    """Returns the family index of each tier, and the independent candidates per level of each
+    family.
+    """
     names = sorted({tier.family for tier in tiers})
     candidates = {tier.family: tier.independent_candidates for tier in tiers}
     return [names.index(tier.family) for tier in tiers], [candidates[name] for name in names]

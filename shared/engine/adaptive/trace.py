@@ -1,8 +1,8 @@
-"""A line for each decode step: what was chosen, and what came of it.
+"""Trace of the adaptive controller: one JSON line per decode step with the choice and its result.
 
-The first line of a file names the tiers and what their steps cost at the start. Lines are written
-when results arrive, while the device runs the next step, into the file's buffer. Where a line
-cannot be written, as on a full disk, the trace says so and ends; serving goes on.
+The first line of a file contains the tiers and their costs at startup. Lines are written to a
+buffered file when results arrive, while the device runs the next step. If writing fails, as on a
+full disk, the trace ends with a message and serving continues.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ BUFFER_BYTES = 1 << 16
 
 
 class Trace:
-    """Writes down the steps of a controller.
+    """Writes the steps of a controller to a file.
 
     Args:
-      path: The file; what it holds is replaced.
-      tiers: Names of the tiers, off first.
-      table: Seconds of a step at the start for each batch bucket, by tier.
+      path: The file, which is overwritten.
+      tiers: Names of the tiers, plain decoding first.
+      table: Seconds of a step at startup for each batch bucket, by tier.
 
     Raises:
-      OSError: The file cannot be made.
+      OSError: The file cannot be created.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Trace:
         """Writes a decode step.
 
         Args:
-          batch, tier: Its batch bucket, and the number of its tier.
-          hopes: The evidence: for each row, the drafts that were expected to be accepted if all
-            that could be were verified.
-          seconds: That it took; None where that is not known.
+          batch, tier: Its batch bucket, and the index of its tier.
+          rows, result: Rows and result of the step.
+          hopes: Per row, the expected accepted draft tokens if all candidates were verified.
+          seconds: Time of the step; None if unknown.
         """
         count = len(rows.requests)
         self._write(
@@ -65,14 +65,14 @@ class Trace:
                 "tier": tier,
                 "requests": [request.request_id for request in rows.requests],
                 "drafted": (result.num_nodes[:count] - 1).tolist(),
-                "accepted": (result.counts[:count] - 1).tolist(),  # -1 of a row that failed
+                "accepted": (result.counts[:count] - 1).tolist(),  # -1 for a failed row
                 "evidence": [round(hope, 3) for hope in hopes],
                 "seconds": seconds,
             }
         )
 
     def flush(self) -> None:
-        """Writes what is left in the buffer."""
+        """Flushes the file's buffer."""
         self._guard(lambda file: file.flush())
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -83,6 +83,9 @@ class Trace:
             if self._file is not None:
                 action(self._file)
         except OSError as error:
-            self._file = None  # its buffer cannot be written either
-            message = f"the trace {self._path} ends here: {error.strerror}; serving goes on"
+            self._file = None  # its buffer cannot be flushed either
+            message = (
+                f"cannot write the trace {self._path}: {error.strerror}; tracing ends, serving "
+                "continues"
+            )
             print(message, file=sys.stderr, flush=True)

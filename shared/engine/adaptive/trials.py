@@ -1,9 +1,9 @@
-"""What a trial of a tier would tell of all requests: how far beliefs of speeds would move.
+"""Value of exploration: expected change of the speed estimates by a trial of a tier.
 
-A trial is a few steps of a tier. What it will show is not known, but how much it will narrow the
-beliefs is: each depth that is shown takes from the covariance of everything that varies with it.
-What it takes from the variance of the difference of two speeds is the variance of what will then be
-believed of that difference.
+A trial is a few steps of a tier. Its outcome is unknown, but the reduction of uncertainty is known:
+each observed depth reduces the covariance of everything correlated with it. The variance that a
+trial removes from the difference of two speeds is the variance of the later estimate of that
+difference (law of total variance).
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from jaxtyping import Bool, Float64, Int64
 from shared.engine.compiled import compiled
 
 TRIAL_STEPS = 3
-"""Steps until a tier that is tried has shown something: the first after off drafts nothing, and
-results come a step late."""
+"""Steps until a trial of a tier has given information: the first step after plain decoding drafts
+nothing, and results arrive one step late."""
 
 
 class Forecast(NamedTuple):
-    """What is expected of the rows' drafts, by row, family and depth.
+    """Predicted acceptance by row, family and depth.
 
     Attributes:
-      rates: The chance that a draft is accepted, given all before it.
-      reached: The chance that all drafts before a depth are accepted; one more than depths.
-      tokens: Of the batch by tier: where every row drafts, and in the next step.
+      rates: Probability that a draft token is accepted, given all earlier ones.
+      reached: Probability that all draft tokens before a depth are accepted; one more entry than
+        depths.
+      tokens: Tokens of the batch by tier: if every row drafts, and in the next step.
     """
 
     rates: Float64[np.ndarray, "B F D"]
@@ -35,12 +36,12 @@ class Forecast(NamedTuple):
 
 
 class TierArrays(NamedTuple):
-    """The tiers, as arrays.
+    """Tiers as arrays.
 
     Attributes:
-      families: The number of each tier's family.
-      depths: Drafts of its longest path.
-      budgets: Drafts of the batch that a tier of chains verifies, the best; -1: all.
+      families: Family index of each tier.
+      depths: Draft tokens of its longest path.
+      budgets: Number of the batch's best draft tokens that a tier of chains verifies; -1 for all.
     """
 
     families: Int64[np.ndarray, " tiers"]
@@ -59,24 +60,26 @@ def trial_variances(
     narrowed: Float64[np.ndarray, "tiers tiers"],
     learnt: Float64[np.ndarray, " tiers"],
 ) -> None:
-    """Fills what a trial of each tier would take from variances.
+    """Fills the variances that a trial of each tier would remove.
 
     Args:
-      most: Drafts that a row has use for.
-      seconds: Of a step.
-      slopes, covariance: Of `Population`.
-      narrowed: Filled: of the difference between the tier's speed and each other one's, in (tokens
-        a second) squared; 0 where the tier can never be as fast as the other is believed to be.
-      learnt: Filled: of the log odds of the first depth, which all depths share.
+      expected: The forecast.
+      most: Maximum useful draft tokens of each row.
+      seconds: Time of a step by tier.
+      slopes, covariance: See `Population`.
+      tiers: The tiers.
+      narrowed: Filled: variance of the difference between the tier's speed and each other one's, in
+        (tokens/s)^2; 0 if the tier can never be as fast as the other is estimated to be.
+      learnt: Filled: variance of the log odds of the first depth, which all depths share.
     """
     F, D = slopes.shape
     count = len(seconds)
-    gradients = np.zeros((count + 1, F * D))  # of speeds, by the log odds that are believed
-    gradients[count, 0] = 1.0  # last: of what all depths share
+    gradients = np.zeros((count + 1, F * D))  # of speeds, by the estimated log odds
+    gradients[count, 0] = 1.0  # last: the shared log odds
     information, fastest = np.zeros((F, D)), np.zeros(count)
     _add_rows(expected, most, seconds, slopes, tiers, gradients, information, fastest)
     narrowed[:], learnt[:] = 0.0, 0.0
-    # Covariances of each depth's log odds with those of the others, and with the gradients.
+    # Covariances of each depth's log odds with those of other depths, and with the gradients.
     shared = np.empty((D, D + count + 1))
     column = np.empty(covariance.shape[1])
     for f in range(F):
@@ -94,7 +97,7 @@ def trial_variances(
     for t in range(count):
         for other in range(count):
             if fastest[t] <= expected.tokens[0, other] / seconds[other]:
-                narrowed[t, other] = 0.0  # whatever the trial showed
+                narrowed[t, other] = 0.0  # whatever the outcome of the trial
 
 
 @compiled
@@ -108,7 +111,9 @@ def _add_rows(
     information: Float64[np.ndarray, "F D"],
     fastest: Float64[np.ndarray, " tiers"],
 ) -> None:
-    """Adds up, over rows, how speeds depend on log odds, what trials show, and the most speed."""
+    """Sums over rows: derivatives of speeds by log odds, information of trials, and maximum
+    speeds.
+    """
     D = slopes.shape[1]
     for i in range(len(most)):
         rate, reached = expected.rates[i], expected.reached[i]
@@ -118,7 +123,7 @@ def _add_rows(
         for t in range(len(seconds)):
             f, deepest = tiers.families[t], min(tiers.depths[t], most[i])
             fastest[t] += (1 + deepest) / seconds[t]
-            below = 0.0  # drafts that are accepted at this depth and below it
+            below = 0.0  # accepted tokens at this depth and deeper
             for d in range(deepest - 1, -1, -1):
                 below += reached[f, d + 1]
                 part = below * (1 - rate[f, d]) / seconds[t]
@@ -136,7 +141,7 @@ def _add_family(
     is_family: Bool[np.ndarray, " tiers"],
     depths: Int64[np.ndarray, " tiers"],
 ) -> None:
-    """Adds what trials of one family's tiers tell, one depth after the other, to each its own."""
+    """Adds the information of trials of one family's tiers, depth by depth."""
     D, count = len(information), len(narrowed)
     for d in range(D):
         taken = information[d] / (1 + information[d] * shared[d, d])

@@ -1,1 +1,3 @@
-"""Drafts from text that was seen: a trie, suffix automata of corpora, and trees from both."""
+"""N-gram drafting on the host: a trie of seen tokens, suffix automata of corpora, and draft
+trees.
+"""

@@ -1,19 +1,19 @@
-"""NGRAM that drafts as many nodes as pay, or none.
+"""Adaptive NGRAM: verifies as many n-gram draft nodes as pay, or disables drafting.
 
-The host has every row's tree, and the chance of each node, before it plans a step. So it verifies
-the best nodes of the batch, in the program that gives the most tokens a second.
+The host has every row's tree and the estimated acceptance probability of each node before it plans
+a step. It verifies the best nodes of the batch in the program with the most tokens per second.
 
-A tree needs the newest token of its text, so a drafting step waits for the step before. Where the
-best trees are not worth that wait, the controller goes to *sleep*: plain steps follow each other
-without waiting, as without a drafter. While asleep it makes trees every few steps, as the device
-runs, and wakes when they are worth it. Poor trees are borne for a while before it falls asleep, and
-the time that they lose is made up by fewer looks (`shared.engine.ngram.sleep`). No trial steps are
-needed.
+A tree needs the newest token of its request, so a drafting step waits for the previous step. If the
+best trees are not worth that wait, the controller disables drafting: plain steps then overlap as
+without a drafter. While disabled it builds trees every few steps as the device runs (a probe), and
+enables drafting when they are worth it. It tolerates poor trees for a while before it disables
+drafting, and compensates the lost time by fewer probes (`shared.engine.ngram.sleep`). No trial
+steps are needed.
 
-Entering texts into the index takes the host's time. Where the host waits for the device, that is
-free. Where the device waits for the host, as with a small model, only looks enter texts while the
-controller is asleep, so that they are paid for like the rest of a look; what no look came to by the
-end of a request is left out.
+Inserting tokens into the index takes host time. That is free if the host waits for the device. If
+the device waits for the host, as with a small model, only probes insert tokens while drafting is
+disabled, so that their cost is budgeted like the rest of a probe. Tokens that no probe has inserted
+by the end of a request are dropped.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from shared.spec.draft_tree import TreeShape
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the programs of a batch bucket verify, by tier.
+    """Sizes of the programs of a batch bucket, by tier.
 
     Attributes:
-      nodes, budgets: Most nodes of a row with its root, and of all rows, roots apart.
-      scratch: Most positions that a step of any of them writes past a row's length.
+      nodes, budgets: Maximum nodes of a row with its root, and of all rows without roots.
+      scratch: Maximum positions past a row's length that a step of any tier writes.
     """
 
     nodes: Int64[np.ndarray, " tiers"]
@@ -58,7 +58,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shapes: Shapes, batch: int) -> Sizes:
-        """The sizes of the tiers in a batch bucket."""
+        """Returns the sizes of the tiers in a batch bucket."""
         by_tier = [shapes.by_size[batch, tier] for tier in range(len(shapes.tiers))]
         nodes, budgets = ([s.nodes for s in by_tier], [s.rows - batch for s in by_tier])
         return cls(np.array(nodes), np.array(budgets), max(shape.scratch for shape in by_tier))
@@ -66,7 +66,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Made:
-    """Trees, and the row of each request in them, until it is known how the texts go on."""
+    """Trees, and the row of each request in them, until the following tokens are known."""
 
     trees: Trees
     row_of: dict[int, int]
@@ -74,12 +74,13 @@ class Made:
 
 @dataclass(frozen=True)
 class Flight:
-    """A decode step on its way.
+    """A decode step in flight.
 
     Attributes:
       batch, tier: Its program.
-      follows: Whether it was planned asleep, and so did not wait for the step before.
-      hopes: Drafts of its whole tree that each request is expected to accept, for the trace.
+      follows: True if it was planned with drafting disabled, and so did not wait for the previous
+        step.
+      hopes: Expected accepted draft tokens of each request's whole tree, for the trace.
     """
 
     batch: int
@@ -90,11 +91,13 @@ class Flight:
 
 @dataclass(frozen=True)
 class Landing:
-    """A decode step that has ended, and the trees made for its texts before it ended.
+    """A finished decode step, and the trees built for its requests before it ended.
 
     Attributes:
-      seconds: That it took, host included; None where that is not known.
-      asleep: The median step asleep, where this one was the last of those that it is taken of.
+      flight, rows, result: The step, its rows and its result.
+      seconds: Its time including the host; None if unknown.
+      asleep: Median time of plain steps with drafting disabled, if this one completes a group.
+      made: Trees for its requests, or None.
     """
 
     flight: Flight
@@ -108,17 +111,18 @@ class Landing:
 class AdaptiveNgramController:
     """Drafts the nodes of the index's trees that pay.
 
-    It learns from a step after the next one has been submitted, so that no step waits for that.
+    It processes the result of a step after the next one has been submitted, so that no step waits
+    for it.
 
     Args:
-      capacity: The backend's; its programs that take the host's trees, and the plain ones, are the
+      capacity: Limits of the backend; its programs with host-built trees, and plain ones, are the
         tiers.
-      index: Of seen texts; its trees are as large as the largest tier.
-      table: Measured seconds of a step for each batch bucket, as `Costs` takes them: of each tier,
-        where each step waits for the one before, and last of plain steps that do not wait. Empty
-        where nothing was measured: then every node of the trees is verified.
-      clock: Tells the time.
-      trace: Where every step is written down; None: nowhere.
+      index: N-gram index; its trees have the size of the largest tier.
+      table: Measured seconds of a step for each batch bucket, see `Costs`: of each tier, where each
+        step waits for the previous one, and last of plain steps that do not wait. If empty, all
+        nodes of the trees are verified.
+      clock: Returns the time.
+      trace: Trace file of all steps; None for none.
 
     Raises:
       ValueError: See `Shapes.of`.
@@ -143,7 +147,7 @@ class AdaptiveNgramController:
         self._submitted_at, self._is_host_late = 0.0, False
         self._decoded_last: list[Request] = []
         self._planned, self._follows = (self.max_rows, 0), False
-        self._hopes: dict[int, float] = {}  # of requests that run, where there is a trace
+        self._hopes: dict[int, float] = {}  # per running request, only with a trace
         self._flights, self._landings = deque[Flight](), deque[Landing]()
         self._made: Made | None = None
         self._trace = trace
@@ -157,11 +161,11 @@ class AdaptiveNgramController:
 
     @property
     def waits(self) -> bool:
-        """Whether tokens that its next trees need are still on their way."""
+        """True if tokens for its next trees are not available yet."""
         return not self.is_asleep and not all(r.is_settled for r in self._decoded_last)
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Every ready request that has room; while awake, those whose tokens are known."""
+        """Returns all ready requests that have pages; while drafting, those with known tokens."""
         self._follows = self.is_asleep
         if self.is_asleep:
             self._planned = self.shapes.bucket(len(ready)), self._asleep
@@ -174,7 +178,7 @@ class AdaptiveNgramController:
         if not requests:
             self._decoded_last = []
             return None
-        # A tree is made only for a row that has room: the text it was made from is then learnt.
+        # A tree is built only for a row with pages, because the index then inserts its tokens.
         tier, trees = self._choose(requests, batch)
         self._planned = batch, self._asleep if self.is_asleep else tier
         return self._rows(requests, None if self.is_asleep else trees)
@@ -191,7 +195,7 @@ class AdaptiveNgramController:
         return self.shapes.by_size[batch, tier]
 
     def _choose(self, requests: Sequence[Request], batch: int) -> tuple[int, Trees | None]:
-        """The tier, and the trees cut to it; None of a plain step."""
+        """Returns the tier, and the trees pruned to it; None for a plain step."""
         trees, ids = self.index.trees(requests), [request.request_id for request in requests]
         self._made = Made(trees, dict(zip(ids, range(len(ids)), strict=True)))
         most = np.array([most_left(request) - 1 for request in requests])
@@ -209,7 +213,9 @@ class AdaptiveNgramController:
     def _best(
         self, trees: Trees, weights: Float64[np.ndarray, "B N"], batch: int
     ) -> tuple[int, Trees]:
-        """The tier that gives the most tokens a second, and what it verifies of the trees."""
+        """Returns the tier with the most tokens per second, and the nodes of the trees that it
+        verifies.
+        """
         sizes, (count, N) = self._sizes[batch], weights.shape
         seconds = self.costs.of(batch, count)
         costs = np.array([1.0] * self._asleep if seconds is None else seconds[: self._asleep])
@@ -222,7 +228,7 @@ class AdaptiveNgramController:
         return tier, cut
 
     def submitted(self, rows: Rows) -> None:
-        """Learns from steps and texts while the device runs."""
+        """Processes results and tokens while the device runs."""
         self._learn_behind(rows)
         self._submitted_at = self._clock()
 
@@ -244,24 +250,24 @@ class AdaptiveNgramController:
             self.index.learn()
             return
         seconds = self.costs.of(batch, len(rows.requests))
-        assert seconds is not None, "without measured seconds it never sleeps"
+        assert seconds is not None, "without measured times drafting is never disabled"
         if self.sleep.is_due(seconds[self._asleep]):
             self._look(rows.requests, batch)
 
     @property
     def _enters_at_once(self) -> bool:
-        """Whether texts enter the index when they are seen, not with the next look."""
+        """True if tokens are inserted into the index at once, not with the next probe."""
         return not (self.is_asleep and self._is_host_late)
 
     def _look(self, requests: Sequence[Request], batch: int) -> None:
-        """Makes trees while a step asleep runs, and wakes if they pay."""
+        """Probe: builds trees while a plain step runs, and enables drafting if they pay."""
         began = self._clock()
         self._choose(requests, batch)
         self.index.learn()
         self.sleep.looked(self._clock() - began)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """Notes when a step ended, for what it took; the next one need not wait for the rest."""
+        """Records the time of a step; the rest is processed after the next submission."""
         now, last, self._last = self._clock(), self._last, None
         if not _is_own(rows):
             return
@@ -269,7 +275,7 @@ class AdaptiveNgramController:
         if flight.follows:
             self._is_host_late = now - self._submitted_at < LEAST_LOOK_SECONDS
         seconds, self._last = None if last is None else now - last, now
-        # Not of the step that fell asleep: it waited for the one before.
+        # Excludes the step that disabled drafting, which waited for the previous one.
         asleep = self.sleep.stepped(flight.batch, seconds) if flight.follows else None
         made, self._made = self._made, None
         tells = not flight.follows or asleep is not None or made is not None
@@ -277,7 +283,9 @@ class AdaptiveNgramController:
             self._landings.append(Landing(flight, rows, result, seconds, asleep, made))
 
     def _learn(self) -> None:
-        """Learns what steps took, and whether trees were right about the texts that followed."""
+        """Updates costs from step times, and acceptance estimates from the tokens that followed
+        trees.
+        """
         while self._landings:
             landing = self._landings.popleft()
             flight, rows, result = landing.flight, landing.rows, landing.result
@@ -295,7 +303,7 @@ class AdaptiveNgramController:
                 self._score(landing.made, rows.requests, result)
 
     def _gain(self, landing: Landing) -> float:
-        """Seconds that the step saved, against plain steps asleep for as many tokens."""
+        """Returns the seconds saved by the step, compared with plain steps for the same tokens."""
         count = len(landing.rows.requests)
         seconds = self.costs.of(landing.flight.batch, count)
         if seconds is None or landing.seconds is None:
@@ -312,11 +320,11 @@ class AdaptiveNgramController:
             self.evidence.learn(made.trees, trees, result.tokens[texts], result.counts[texts])
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """Notes new tokens of a text."""
+        """Adds new output tokens of a request."""
         self.index.see(request, tokens)
 
     def ended(self, request: Request) -> None:
-        """Keeps the text, and lets go of the request."""
+        """Keeps the output of a finished request."""
         self.index.end(request, is_learnt=self._enters_at_once)
         if self._trace is not None:
             self._learn()
@@ -325,10 +333,12 @@ class AdaptiveNgramController:
                 self._trace.flush()
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """Forgets what does not belong to the text."""
+        """Removes tokens that do not belong to the output."""
         self.index.cut(request_id, num_tokens)
 
 
 def _is_own(rows: Rows) -> bool:
-    """Whether the controller chose them: with a grammar among them another one did."""
+    """Returns True if this controller chose the rows; rows with a grammar are another
+    controller's.
+    """
     return rows.work is Work.DECODE and rows.masks is None

@@ -1,4 +1,6 @@
-"""The drafter NGRAM as the engine's controller: trees from seen text, plain steps without them."""
+"""NGRAM controller: verifies draft trees of the host's n-gram index; plain steps if nothing
+matches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from shared.spec.draft_tree import TreeShape
 
 
 def index_gauges(index: NgramIndex) -> Gauges:
-    """What `/metrics` shows of an index."""
+    """Returns the gauges of an index."""
     return {
         'ngram_lookups_total{result="hit"}': lambda: index.num_rows - index.num_empty_rows,
         'ngram_lookups_total{result="miss"}': lambda: index.num_empty_rows,
@@ -26,23 +28,23 @@ def index_gauges(index: NgramIndex) -> Gauges:
 
 
 def rows_with(requests: list[Request], shape: TreeShape, trees: Trees) -> Rows:
-    """The rows of a step that verifies trees of an index."""
+    """Returns the rows of a step that verifies trees of an index."""
     origin = partial(corpus_nodes, trees)
     return Rows.decode(requests, shape, drafts=host_draft_of(trees), corpus_nodes=origin)
 
 
 class NgramController:
-    """Drafts each request's tree from what the index has seen; where nothing matches, none.
+    """Drafts each request's tree from the n-gram index; plain decoding where nothing matches.
 
-    A tree goes on from a request's newest token, so the whole batch waits for the decode step
-    before it. Prompts do not wait.
+    A tree continues a request's newest token, so the whole batch waits for the previous decode
+    step. Prefills do not wait.
 
     Args:
-      capacity: The backend's.
-      index: What was seen; its trees have the shape of a program that takes the host's.
+      capacity: Limits and programs of the backend.
+      index: N-gram index; its trees have the shape of a program with host-built trees.
 
     Raises:
-      ValueError: The backend has no plain decode program, or none that takes the index's trees.
+      ValueError: The backend has no plain decode program, or none for the index's trees.
     """
 
     def __init__(self, capacity: Capacity, index: NgramIndex) -> None:
@@ -53,8 +55,8 @@ class NgramController:
         self._plain = shapes_by_batch(capacity, host_draft=False, is_wanted=lambda s: s.is_plain)
         if not (self._trees and self._plain):
             raise ValueError(
-                f"no decode programs for trees of the host's, {nodes} nodes and {depth} deep, and "
-                "for rows without one"
+                f"NGRAM requires decode programs for host-built trees ({nodes} nodes, depth "
+                f"{depth}) and for plain steps"
             )
         self.index = index
         self._decoded_last: list[Request] = []
@@ -63,11 +65,13 @@ class NgramController:
 
     @property
     def waits(self) -> bool:
-        """Whether tokens of the decode step before are still on their way."""
+        """True if tokens of the previous decode step are not available yet."""
         return not all(request.is_settled for request in self._decoded_last)
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Every ready request whose tokens are known, once those of the step before are."""
+        """Returns all ready requests with known tokens, once those of the previous step are
+        known.
+        """
         known = [request for request in ready if request.is_settled]
         if not known or self.waits:
             return None
@@ -75,29 +79,29 @@ class NgramController:
         self._decoded_last = requests
         if not requests:
             return None
-        # A tree is made only for a row that has room: the text it was made from is then learnt.
+        # A tree is built only for a row with pages, because the index then inserts its tokens.
         trees = self.index.trees(requests)
         if trees.num_nodes.max() == 1:
             return Rows.decode(requests, smallest_that_holds(self._plain, len(requests)))
         return rows_with(requests, smallest_that_holds(self._trees, len(requests)), trees)
 
     def submitted(self, rows: Rows) -> None:
-        """Enters prompts and outputs into the index while the device runs."""
+        """Inserts prompts and outputs into the index while the device runs."""
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
         self.index.learn()
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """The next trees follow from the texts alone."""
+        """Does nothing: the next trees depend on tokens only."""
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """Notes new tokens of a text."""
+        """Adds new output tokens of a request."""
         self.index.see(request, tokens)
 
     def ended(self, request: Request) -> None:
-        """Keeps the text, and lets go of the request."""
+        """Inserts the output of a finished request."""
         self.index.end(request, is_learnt=True)
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """Forgets what does not belong to the text."""
+        """Removes tokens that do not belong to the output."""
         self.index.cut(request_id, num_tokens)

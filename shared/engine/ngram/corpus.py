@@ -1,9 +1,8 @@
-"""The suffix automaton of an external corpus, and how texts are followed through it.
+"""Suffix automaton of an external corpus, and matching of requests against it.
 
-The automaton knows every run of tokens of the corpus. Following a text token by token it always
-stands at the longest end of the text that occurs in the corpus, and knows where that occurs first;
-what comes next there is the draft. Documents are separated, so that no draft runs from one into the
-next.
+The automaton contains every substring of the corpus. Advanced token by token, it holds the longest
+suffix of a sequence that occurs in the corpus, and the position of its first occurrence. The tokens
+after that position are the draft. Documents are separated, so that no draft crosses documents.
 
 Source: Blumer et al. 1985, The smallest automaton recognizing the subwords of a text.
 """
@@ -19,22 +18,23 @@ from shared.engine.compiled import compiled
 
 SEPARATOR = -1
 LENGTH, LINK, END, EDGE = range(4)
-"""Columns of a state: tokens of its longest run, the state of the longest end of that run which
-occurs elsewhere, where the run first ends, and its newest edge."""
+"""Columns of a state: length of its longest substring, suffix link, position of the first end, and
+its newest edge."""
 
 SOURCE, LABEL, TARGET, SIBLING, CHAIN = range(5)
-"""Columns of an edge: its state, its token, where it leads, the state's edge before it, and the
-next edge of its hash bucket. Edge 0 is none."""
+"""Columns of an edge: source state, token, target state, the state's previous edge, and the next
+edge of its hash bucket. Edge 0 means none."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A corpus and its automaton, about 100 bytes a token.
+    """A corpus and its automaton, about 100 bytes per token.
 
     Attributes:
-      tokens: Its documents, each with `SEPARATOR` after it.
+      tokens: Its documents, each followed by `SEPARATOR`.
       states, edges: See the columns above; state 0 is the start.
-      buckets: First edge of each hash bucket, by state and token; a power of two.
+      buckets: First edge of each hash bucket, by state and token; the number of buckets is a power
+        of two.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -44,8 +44,10 @@ class Corpus:
 
     @classmethod
     def build(cls, tokens: Int32[np.ndarray, " T"]) -> Corpus:
-        """The automaton of documents with their separators; takes about a second a million."""
-        tokens = np.array(tokens, np.int32)  # loops are compiled anew for what is read-only
+        """Builds the automaton of documents with separators; takes about one second per million
+        tokens.
+        """
+        tokens = np.array(tokens, np.int32)  # numba compiles loops again for read-only arrays
         most = max(1, len(tokens))
         states = np.zeros((2 * most, 4), np.int32)
         edges = np.zeros((3 * most + 1, 5), np.int32)
@@ -55,7 +57,7 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens without the separators."""
+        """Number of tokens without separators."""
         return int((self.tokens != SEPARATOR).sum())
 
 
@@ -88,7 +90,7 @@ def _connect(
     token: int,
     target: int,
 ) -> int:
-    """Writes a new edge; returns the number of the next one."""
+    """Writes a new edge; returns the index of the next one."""
     at = _bucket(state, token, buckets)
     edges[edge, SOURCE], edges[edge, LABEL], edges[edge, TARGET] = state, token, target
     edges[edge, SIBLING], edges[edge, CHAIN] = states[state, EDGE], buckets[at]
@@ -103,7 +105,7 @@ def build(
     edges: Int32[np.ndarray, "edges columns"],
     buckets: Int32[np.ndarray, " buckets"],
 ) -> tuple[int, int]:
-    """Fills the automaton token by token; returns how many states and edges it has."""
+    """Fills the automaton token by token; returns the numbers of states and edges."""
     last, num_states, num_edges = 0, 1, 1
     states[0, LINK] = -1
     for place in range(len(tokens)):
@@ -124,7 +126,7 @@ def build(
         if states[target, LENGTH] == states[state, LENGTH] + 1:
             states[new, LINK] = target
             continue
-        # The target is also reached by longer runs, which end in fewer places: split it.
+        # The target also represents longer substrings with fewer occurrences: split it.
         clone = num_states
         num_states += 1
         states[clone] = states[target]
@@ -156,12 +158,13 @@ def follow(
     tokens: Int32[np.ndarray, " T"],
     starts: Int32[np.ndarray, " n+1"],
 ) -> None:
-    """Follows texts through the automaton by their new tokens.
+    """Advances sequences in the automaton by their new tokens.
 
     Args:
-      at: [texts, 2] state of each text, and how many of its newest tokens it matches.
+      states, edges, buckets: The automaton.
+      at: [texts, 2] state of each sequence, and the length of its match.
       texts: [n] rows of `at`.
-      tokens, starts: Tokens of all n texts one after the other, and where each begins, and the end.
+      tokens, starts: New tokens of all n sequences, concatenated; start of each, and the end.
     """
     for index in range(len(texts)):
         state, length = at[texts[index], 0], at[texts[index], 1]
@@ -186,14 +189,15 @@ def continuations(
     sizes: Int32[np.ndarray, " n"],
     matched: Int32[np.ndarray, " n"],
 ) -> None:
-    """What follows each text where its match first occurs.
+    """Fills the tokens that follow each sequence's match at its first occurrence.
 
     Args:
       corpus: Tokens of the corpus.
-      at, texts: As in `follow`.
-      paths: [n, S] is filled with at most S tokens of each text's continuation.
-      sizes: [n] is filled with how many there are.
-      matched: [n] is filled with the length of the match.
+      states: States of the automaton.
+      at, texts: See `follow`.
+      paths: [n, S] filled with at most S tokens of each continuation.
+      sizes: [n] filled with their number.
+      matched: [n] filled with the length of the match.
     """
     for index in range(len(texts)):
         state, length = at[texts[index], 0], at[texts[index], 1]

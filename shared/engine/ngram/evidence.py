@@ -1,9 +1,9 @@
-"""The chance that a node of a tree from seen text is accepted.
+"""Estimated acceptance probability of nodes in n-gram draft trees.
 
-Nodes are of a few kinds (`tree.KINDS`): by the length of the match they come from, how often it was
-seen, and how many siblings come before them. The rate of a kind is how often its nodes were right
-where their parent was, over all requests. The text that followed decides that, so nodes that no
-step verified count too, and no trial steps are needed.
+Nodes have a kind (`tree.KINDS`): by the length of their match, its frequency, and the number of
+earlier siblings. The rate of a kind is the fraction of its nodes that were right, given that their
+parent was, over all requests. It is measured with the tokens that followed, so unverified nodes
+count too, and no trial steps are needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.engine.compiled import compiled
 from shared.engine.ngram.tree import COUNTS, ELDERS, KINDS, MATCHES, Trees, roots_of
 
 MEMORY = 32.0
-"""Steps with a kind of node that its rate remembers; older ones fade."""
+"""Steps with a kind of node over which its rate is averaged exponentially."""
 
 PRIOR_TRIES = 1.0
 
@@ -31,7 +31,7 @@ def _score(
     tried: Float64[np.ndarray, " kinds"],
     won: Float64[np.ndarray, " kinds"],
 ) -> None:
-    """Follows each text down its tree, and counts, by kind, children met and children right."""
+    """Walks each sequence down its tree, and counts children met and children right by kind."""
     now = np.zeros((2, len(tried)))
     for i in range(len(row_of)):
         row, node = row_of[i], 0
@@ -61,7 +61,9 @@ def _weigh(
     most: Int64[np.ndarray, " B"],
     weights: Float64[np.ndarray, "B N"],
 ) -> None:
-    """Fills the chance that each node is accepted; 0 for padding and drafts a row cannot use."""
+    """Fills the acceptance probability of each node; 0 for padding and nodes that a row cannot
+    use.
+    """
     depth = np.zeros(weights.shape[1], np.int64)
     for row in range(len(most)):
         weights[row, 0] = 1.0
@@ -80,9 +82,10 @@ def _take(
     budget: int,
     taken: Bool[np.ndarray, "B N"],
 ) -> float:
-    """Marks the best nodes, at most `nodes` of a row with its root; the sum of their weights.
+    """Marks the best nodes, at most `nodes` per row with its root; returns the sum of their
+    weights.
 
-    A node is never better than its parent and comes after it, so what is taken is a tree.
+    A node is never better than its parent and comes after it, so the result is a tree.
     """
     B, N = weights.shape
     sizes, total, left = np.ones(B, np.int64), 0.0, budget
@@ -100,7 +103,7 @@ def _take(
 
 @compiled
 def _cut(trees: Trees, taken: Bool[np.ndarray, "B N"], kept: Trees) -> None:
-    """Copies the taken nodes, in their order."""
+    """Copies the marked nodes, in their order."""
     for row in range(len(taken)):
         place, size = np.zeros(taken.shape[1], np.int64), 1
         for node in range(1, trees.num_nodes[row]):
@@ -123,17 +126,18 @@ def select(
     gains: Float64[np.ndarray, " sizes"],
     kept: Trees,
 ) -> int:
-    """Finds the size of a step with the most tokens for its cost, and cuts the trees to it.
+    """Selects the size of a step with the most tokens per cost, and prunes the trees to it.
 
     Args:
-      weights: Of each node, the chance that it is accepted.
-      nodes, budgets: Most nodes of a row with its root, and of all rows, roots apart.
-      costs: Of a step.
-      gains: Filled: the drafts that each size is expected to have accepted.
-      kept: Trees of roots alone; filled with the best nodes of the chosen size.
+      trees: The trees.
+      weights: Acceptance probability of each node.
+      nodes, budgets: Maximum nodes of a row with its root, and of all rows without roots, by size.
+      costs: Cost of a step, by size.
+      gains: Filled: expected accepted draft tokens, by size.
+      kept: Trees with roots only; filled with the best nodes of the selected size.
 
     Returns:
-      The size.
+      The index of the size.
     """
     order = np.argsort(-weights.ravel(), kind="mergesort")
     taken = np.zeros((len(nodes), *weights.shape), np.bool_)
@@ -148,22 +152,22 @@ def select(
 
 
 class Evidence:
-    """The rate of each kind of node.
+    """Acceptance rate of each kind of node.
 
     Attributes:
-      rates: How often a node of each kind is right where its parent is.
+      rates: Fraction of nodes of each kind that are right, given that their parent is.
     """
 
     def __init__(self) -> None:
         elders = np.arange(KINDS) % ELDERS
         length = np.arange(KINDS) // (COUNTS * ELDERS)
-        # Before anything was seen: a longer match is right more often, a later sibling less.
+        # Prior: a longer match is right more often, a later sibling less often.
         self._prior = (0.3 + 0.6 * length / (MATCHES - 1)) * 0.3**elders
         self.tried, self._won = np.zeros((2, KINDS))
         self.rates = self._prior
 
     def warm_up(self) -> None:
-        """Compiles what weighs trees, takes of them and learns, so that no step waits for it."""
+        """Compiles the loops in advance."""
         other, roots = Evidence(), roots_of(1, 1)
         zero, one = np.zeros(1, np.int64), np.ones(1)
         other.learn(roots, zero, roots.tokens, roots.num_nodes)
@@ -177,21 +181,23 @@ class Evidence:
         texts: Int32[np.ndarray, "B W"],
         counts: Int32[np.ndarray, " B"],
     ) -> None:
-        """Learns how texts went on after trees were made for them.
+        """Updates the rates from tokens that followed the trees.
 
         Args:
-          row_of: The tree of each text.
-          texts, counts: The tokens that followed, and how many.
+          trees: The trees.
+          row_of: Tree of each sequence.
+          texts, counts: Tokens that followed, and their number.
         """
         _score(trees, row_of, texts, counts, self.tried, self._won)
         won = self._won + PRIOR_TRIES * self._prior
         self.rates = np.minimum(won / (self.tried + PRIOR_TRIES), MOST_RATE)
 
     def weights(self, trees: Trees, most: Int64[np.ndarray, " B"]) -> Float64[np.ndarray, "B N"]:
-        """The chance that each node is accepted, with all above it.
+        """Returns the probability that each node is accepted, with all its ancestors.
 
         Args:
-          most: Drafts on a path that each row has use for.
+          trees: The trees.
+          most: Maximum useful draft tokens on a path, per row.
         """
         expected = np.zeros(trees.tokens.shape)
         _weigh(trees, self.rates, most, expected)

@@ -1,8 +1,8 @@
-"""What requests have said so far, and the draft trees that follow from it.
+"""N-gram index of all requests on the host, and the draft trees that it yields.
 
-Every prompt token handed to the device and every committed token enters a trie, below the root of
-its request's scope: its tenant, or the request alone. A request never reads another scope. External
-corpora are followed beside it. How far each text matches is kept and moved on by its new tokens, so
+Every submitted prompt token and every committed token enters a trie, below the root of its
+request's scope: its tenant, or the request itself. A request never reads another scope. External
+corpora are matched in parallel. The match state of each request is advanced by its new tokens, so
 no context is read twice.
 """
 
@@ -26,26 +26,26 @@ from shared.engine.request import Refusal, Request, SamplingParams
 from shared.options.ngram import FREQUENCY, REQUEST, NgramConfig
 
 SWEPT_SCOPES = 2
-"""Scopes that a new one looks at in turn, to drop those whose text was all evicted. Two are enough
-that no more scopes are empty than are not, and looking at all would stall the engine."""
+"""Scopes that are checked when a new one is created, to drop empty ones. Two are enough to keep
+empty scopes in the minority; checking all would stall the engine."""
 
 
 MOST_ENDED_TOKENS = 1 << 18
-"""Texts of ended requests are kept for a late cut as long as they have no more tokens than this."""
+"""Maximum total tokens of finished requests whose output can still be truncated."""
 
 
 Tokens = tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " T"], Int32[np.ndarray, " n+1"]]
-"""Rows of texts, their new tokens one after the other, and where each begins, and the end."""
+"""Rows of sequences, their new tokens concatenated, and the start of each, and the end."""
 
 
 @dataclass(eq=False)
 class Text:
-    """A request's text as the index knows it.
+    """State of a request in the index.
 
     Attributes:
       row: Its row of anchors.
-      scope: Whose text it is.
-      length: Tokens seen.
+      scope: Its scope.
+      length: Tokens received.
     """
 
     row: int
@@ -55,7 +55,7 @@ class Text:
 
 @dataclass(eq=False)
 class Scope:
-    """A root of the trie, and the texts below it that may still grow."""
+    """A root of the trie, and the number of running requests below it."""
 
     root: int
     born: int
@@ -64,13 +64,12 @@ class Scope:
 
 @dataclass(eq=False)
 class Ended:
-    """The text of a request that ended, as long as it may still be cut.
+    """Output of a finished request that may still be truncated.
 
     Attributes:
-      name, scope: Whose text it is.
-      tokens: Its output as far as it was learnt, behind as much of the prompt as an n-gram may
-        reach back.
-      num_before: How many of them are the prompt's.
+      name, scope: Its scope.
+      tokens: Its inserted output, preceded by as much of the prompt as an n-gram may contain.
+      num_before: Number of prompt tokens in them.
     """
 
     name: str
@@ -80,7 +79,7 @@ class Ended:
 
 
 def _batch(texts: Sequence[tuple[int, Sequence[int]]]) -> Tokens:
-    """Rows and their new tokens as arrays."""
+    """Returns rows and their new tokens as arrays."""
     rows = np.array([row for row, _ in texts], np.int32)
     tokens = np.array([token for _, new in texts for token in new], np.int32)
     ends = np.array([0, *accumulate(len(new) for _, new in texts)], np.int32)
@@ -88,7 +87,7 @@ def _batch(texts: Sequence[tuple[int, Sequence[int]]]) -> Tokens:
 
 
 def host_draft_of(trees: tree.Trees) -> HostDraft:
-    """Trees as a plan brings them."""
+    """Converts trees to the inputs of a plan."""
     return HostDraft(
         tokens=trees.tokens,
         parents=trees.parents,
@@ -98,26 +97,26 @@ def host_draft_of(trees: tree.Trees) -> HostDraft:
 
 
 class NgramIndex:
-    """Drafts for requests from seen text.
+    """Drafts from tokens of earlier requests and corpora.
 
     Args:
-      config: What is remembered, and how trees grow.
-      nodes: N, nodes of a tree with its root.
+      config: Settings of the index and of tree growth.
+      nodes: N, nodes of a tree including its root.
       depth: S, levels below the root.
-      vocab: Tokens of the target's vocabulary.
-      chain: Every tree is a chain, as some rules of acceptance need it.
-      ahead: Tokens by which a text may have gone on when its tree is verified: what bounds its
-        drafts counts from there.
-      path: Nodes of the path that a tree begins with, however long the n-grams are; 0: it begins
-        with none. See `tree.go_on`.
+      vocab: Vocabulary size of the target.
+      chain: True if every tree must be a chain, as some accept rules require.
+      ahead: Maximum tokens by which a sequence may have grown when its tree is verified; limits of
+        draft tokens count from there.
+      path: Nodes of the path that a tree starts with, which may be longer than any n-gram; 0 for
+        none. See `tree.go_on`.
 
     Attributes:
       nodes, depth: N and S.
-      num_rows: Trees made so far.
-      num_empty_rows: Those of them for which nothing matched.
-      texts: The text of each request that has not ended.
-      trie, scopes: The n-grams of all texts, and the root of each scope's.
-      ended, num_ended_tokens: Texts that may still be cut, by request, and their tokens.
+      num_rows: Number of trees built.
+      num_empty_rows: Number of those without a match.
+      texts: State of each running request.
+      trie, scopes: N-grams of all sequences, and the root of each scope.
+      ended, num_ended_tokens: Outputs that may still be truncated, by request, and their tokens.
     """
 
     def __init__(
@@ -157,9 +156,9 @@ class NgramIndex:
         self.num_empty_rows = 0
 
     def warm_up(self) -> None:
-        """Compiles what drafts, and takes the memory of the trie's buckets: no step waits for them.
+        """Compiles the loops in advance, and allocates the trie's buckets.
 
-        The loops run on an index that is thrown away.
+        The loops run on a temporary index.
         """
         self.trie.buckets.fill(0)
         index = NgramIndex(
@@ -189,13 +188,13 @@ class NgramIndex:
 
     @property
     def num_ngrams(self) -> int:
-        """N-grams that are remembered so far."""
+        """Number of n-grams in the index."""
         return self.trie.num_nodes - len(self.scopes)
 
     def see_prompt(self, request: Request, end: int) -> None:
-        """Takes in the context of a request up to position `end`, as far as it is new.
+        """Adds the context of a request up to position `end`, as far as it is new.
 
-        The text goes on behind a picture as if there were none: a run of one token is no text.
+        Image tokens are skipped: a run of one repeated token is no text.
         """
         text = self._text(request)
         if end > text.length:
@@ -204,17 +203,17 @@ class NgramIndex:
             text.length = end
 
     def see(self, request: Request, tokens: Sequence[int]) -> None:
-        """Takes in tokens that were committed to a request's output."""
+        """Adds tokens that were committed to a request's output."""
         text = self._text(request)
         text.length += len(tokens)
         self._unread.setdefault(text.row, []).extend(tokens)
 
     def learn(self) -> None:
-        """Enters prompts into the trie, and those outputs that trees were made from.
+        """Inserts prompts into the trie, and the outputs from which trees have been built.
 
-        A tree does not wait for its own text's newest tokens, it follows them through what is
-        there; so the engine learns while the device runs. An output enters only after its request's
-        next tree or end: however steps of other requests fall between, a tree finds the same.
+        A tree does not require its own request's newest tokens in the trie, so inserting happens
+        while the device runs. An output is inserted only after its request's next tree or its end.
+        A tree therefore does not depend on how steps of other requests interleave.
         """
         if len(self._drafted_from[0]):
             self._enter(self._drafted_from)
@@ -236,14 +235,15 @@ class NgramIndex:
         extend(trie.nodes, trie.buckets, trie.head, self._anchors, *tokens)
 
     def _take_unread(self, rows: Iterable[int]) -> Tokens:
-        """The unread tokens of texts, which count as read from now on."""
+        """Returns and clears the unprocessed tokens of sequences."""
         return _batch([(row, self._unread.pop(row)) for row in rows if row in self._unread])
 
     def end(self, request: Request, *, is_learnt: bool) -> None:
-        """Lets go of a request that ended; what it said stays, but in a scope of its own.
+        """Removes a finished request; its tokens stay, except in a scope of its own.
 
         Args:
-          is_learnt: Whether what is not in the trie yet enters it; else that is left out.
+          request: The request.
+          is_learnt: True to insert tokens that are not in the trie yet; False to drop them.
         """
         text = self.texts.pop(request.request_id, None)
         if text is None:
@@ -280,14 +280,14 @@ class NgramIndex:
         return ended
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """Forgets all but the first tokens of an ended request's output.
+        """Removes all but the first tokens of a finished request's output from the trie.
 
-        A stop string is found later than its tokens were taken in, maybe when the request had ended
-        by itself. The texts of the latest ended requests are known, of earlier ones nothing is cut.
+        A stop string is found after its tokens were inserted, possibly after the request has ended
+        by itself. The latest finished outputs are stored for that; earlier ones are not truncated.
 
         Args:
-          request_id: Its text was ended with `end`.
-          num_tokens: How many tokens of its output belong to its text.
+          request_id: A request that was ended with `end`.
+          num_tokens: Number of tokens that belong to its output.
         """
         ended, trie = self._forget_ended(request_id), self.trie
         if ended is None or self.scopes.get(ended.name) is not ended.scope:
@@ -329,7 +329,7 @@ class NgramIndex:
         for name in tuple(islice(self.scopes, SWEPT_SCOPES)):
             scope = self.scopes[name]
             if scope.num_texts or self.trie.nodes[scope.root, FIRST]:
-                self.scopes.move_to_end(name)  # its turn comes after the others'
+                self.scopes.move_to_end(name)  # checked again after the others
             else:
                 self.trie.drop(scope.root)
                 del self.scopes[name]
@@ -337,15 +337,15 @@ class NgramIndex:
     # Trees
 
     def draft(self, requests: Sequence[Request]) -> HostDraft:
-        """The draft trees of requests; one node, the root, where nothing matches."""
+        """Returns the draft trees of requests; the root alone without a match."""
         return host_draft_of(self.trees(requests))
 
     def ends(self, requests: Sequence[Request]) -> Int32[np.ndarray, " B"]:
-        """The position of each text's last token that is known."""
+        """Returns the position of each request's last known token."""
         return np.array([self._text(request).length - 1 for request in requests], np.int32)
 
     def trees(self, requests: Sequence[Request]) -> tree.Trees:
-        """The draft trees of requests, and what speaks for each node."""
+        """Returns the draft trees of requests, with the kind of each node."""
         B, N = len(requests), self.nodes
         rows = np.array([self._text(request).row for request in requests], np.int32)
         self.learn()
@@ -370,7 +370,9 @@ class NgramIndex:
         return trees
 
     def _continuations(self, rows: Int32[np.ndarray, " B"]) -> tree.Continuations:
-        """What each corpus has after each text: tokens, how many, and the length of the match."""
+        """Returns each corpus's continuation of each sequence: tokens, their number, and the length
+        of the match.
+        """
         B, C = len(rows), len(self._corpora)
         paths = np.zeros((B, C, self.depth), np.int32)
         lengths, matched = np.zeros((B, C), np.int32), np.zeros((B, C), np.int32)
@@ -385,15 +387,15 @@ class NgramIndex:
 
     @property
     def corpora(self) -> dict[str, int]:
-        """Tokens of each corpus, by name, in the order in which they were added."""
+        """Tokens of each corpus by name, in the order of insertion."""
         return {name: corpus.num_tokens for name, corpus in self._corpora.items()}
 
     def check_corpus(self, name: str, tokens: Int32[np.ndarray, " T"]) -> None:
-        """Refuses a corpus that cannot be added.
+        """Checks that a corpus can be added.
 
         Args:
-          name: What it will be called.
-          tokens: Its documents, each with a separator after it.
+          name: Name of the corpus.
+          tokens: Its documents, each followed by a separator.
 
         Raises:
           Refusal: Names the field at fault.
@@ -403,11 +405,11 @@ class NgramIndex:
         if not self._config.sam_budget:
             raise Refusal(
                 "corpus_id",
-                "external corpora need draft nodes; start the server with "
+                "external corpora require draft nodes; start the server with "
                 "--speculative-ngram-external-sam-budget",
             )
         if name in held:
-            raise Refusal("corpus_id", f"there is a corpus {name!r:.200} already; remove it first")
+            raise Refusal("corpus_id", f"corpus {name!r:.200} already exists; remove it first")
         if not len(words):
             raise Refusal("documents", "documents must have at least one token")
         check_ids("documents", (int(words.min()), int(words.max())), self._vocab)
@@ -420,21 +422,21 @@ class NgramIndex:
             )
 
     def add_corpus(self, name: str, corpus: Corpus) -> None:
-        """Drafts from a corpus from now on; texts are followed in it from their next token on.
+        """Adds a corpus; sequences are matched in it from their next token on.
 
         Raises:
-          Refusal: As `check_corpus`.
+          Refusal: See `check_corpus`.
         """
         self.check_corpus(name, corpus.tokens)
         self._corpora[name] = corpus
         self._in_corpora[name] = np.zeros((len(self._anchors), 2), np.int32)
 
     def remove_corpus(self, name: str) -> None:
-        """Drafts from a corpus no more.
+        """Removes a corpus.
 
         Raises:
-          Refusal: There is none of this name.
+          Refusal: There is none with this name.
         """
         if name not in self._corpora:
-            raise Refusal("corpus_id", f"there is no corpus {name!r:.200}")
+            raise Refusal("corpus_id", f"corpus {name!r:.200} not found")
         del self._corpora[name], self._in_corpora[name]

@@ -1,13 +1,13 @@
-"""Two sources in one tree: the device's drafter, joined by copies of seen text where these pay.
+"""Merged drafting: extends the trees of a model-based drafter with n-gram drafts if the gain covers
+their cost.
 
-Unlike NGRAM alone, nothing waits: a step's copies are made of the text that is known when the step
-is planned, while the one before runs. They reach as far ahead as the steps in flight may get, and
-the device finds the place where the text stands by then (`shared.spec.merge_drafts`). Each step is
-of the
-kind that is expected to give the most tokens for what it costs: the drafter's own, in the program
-that it has without copies; both sources in one tree; or copies alone, where the drafter drafts
-nothing, which spares its passes, but is fed as ever. Where the seconds of steps were measured they
-are the cost, and plain steps are another kind: then nothing is drafted while nothing pays.
+Unlike NGRAM alone, no step waits. The n-gram drafts of a step are built from the tokens known when
+it is planned, while the previous step runs. They extend as far ahead as the steps in flight may
+get, and the device aligns them to the newest token (`shared.spec.merge_drafts`). Each step is of
+the kind with the most expected tokens for its cost: the drafter alone, merged drafts, or n-gram
+drafts alone. In the last kind the drafter drafts nothing, which saves its passes, but draft extend
+runs as always. If step times were measured, they are the cost, and plain steps are a fourth kind,
+used while nothing pays.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.merge_drafts import Copies
 
 ROW_COST = 1 / 256
-"""Of a step's time, what a verify row more takes where the weights of a model are read for few: of
-Qwen3-8B on an H200 a step of 32 rows takes 5.0 ms, of 96 rows 6.3 (`bench/results`)."""
+"""Cost of a verify row as a fraction of a step's time, for small batches limited by weight reads:
+with Qwen3-8B on an H200 a step of 32 rows takes 5.0 ms, of 96 rows 6.3 ms (`bench/results`)."""
 
 
 KINDS = "model", "merged", "ngram"
-"""Of decode steps: the drafter's own, both sources in one tree, and copies alone."""
+"""Kinds of decode steps: the drafter alone, merged drafts, and n-gram drafts alone."""
 
 OFF = "none"
-"""Of plain steps, in which the drafter is not fed: so its next step has no drafts."""
+"""Kind of plain steps, which skip draft extend: the drafter's next step has no draft tokens."""
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A decode step on its way.
+    """A decode step in flight.
 
     Attributes:
-      trees: The copies that were made for it, whether they were verified or not.
-      known: Tokens of output of each request when they were made.
-      kind: Of the step.
+      trees: N-gram drafts built for it, verified or not.
+      known: Output tokens of each request when they were built.
+      kind: Kind of the step.
     """
 
     trees: Trees
@@ -64,21 +64,22 @@ class _Flight:
 
 
 class JoinedController:
-    """Drafts on the device, and joins copies of what the index has seen.
+    """Drafts on the device, and merges n-gram drafts of the index.
 
     Args:
-      capacity: The backend's.
-      index: What was seen; its trees have the nodes of the programs that take copies.
-      draft_share: What the drafter's passes take of the time of a step that drafts nothing.
-      table: Measured seconds of a step for each batch bucket, by tier; see `Costs`. Empty: nothing
-        was measured, and no step is plain.
+      capacity: Limits and programs of the backend.
+      index: N-gram index; its trees have the nodes of the programs that merge n-gram drafts.
+      draft_share: Time of the drafter's passes as a fraction of a step without drafting.
+      table: Measured seconds of a step for each batch bucket, by tier; see `Costs`. If empty, no
+        step is plain.
 
     Attributes:
-      index, draft_share: As above.
-      pause: Of steps with drafts.
-      measured: Seconds of steps; None where nothing was measured.
-      evidence, worth: What was learnt of copies, and of the drafter.
-      steps, drafts, accepted: Steps of each kind, and drafts of each source with those accepted.
+      index, draft_share: See above.
+      pause: Backoff of drafting.
+      measured: Times of steps; None if not measured.
+      evidence, worth: Acceptance estimates of n-gram drafts, and of the drafter.
+      steps, drafts, accepted: Steps of each kind, and draft tokens of each source, proposed and
+        accepted.
 
     Raises:
       ValueError: The backend lacks decode programs of one of the `KINDS`.
@@ -100,8 +101,8 @@ class JoinedController:
         copied = shapes(lambda s: s.copied == index.nodes and s.drafter.is_plain)
         if not (joined and drafted and copied):
             raise ValueError(
-                f"no decode programs for what is drafted, with trees of {index.nodes} copies, "
-                "without them, and for these alone"
+                "merged drafting requires decode programs for the drafter alone, for merged "
+                f"trees with {index.nodes} n-gram nodes, and for n-gram drafts alone"
             )
         widest = next(iter(joined.values()))
         self._shapes: dict[str, dict[int, TreeShape]] = {
@@ -122,7 +123,7 @@ class JoinedController:
         self.gauges: Gauges = {**index_gauges(index), **_gauges(self)}
 
     def warm_up(self) -> None:
-        """Compiles what no step shall wait for."""
+        """Compiles the loops in advance."""
         self.index.warm_up()
         self.evidence.warm_up()
         none = np.zeros((1, 1), np.int32)
@@ -131,11 +132,11 @@ class JoinedController:
 
     @property
     def waits(self) -> bool:
-        """A row goes on from what the device holds."""
+        """Always False: rows continue from the device's state."""
         return False
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Every ready request that has room, with the copies of the batch if they pay."""
+        """Returns all ready requests that have pages, with n-gram drafts if they pay."""
         widest = smallest_that_holds(self._shapes["merged"], len(ready))
         requests = reserve(ready, widest.scratch)
         if not requests:
@@ -163,10 +164,11 @@ class JoinedController:
         )
 
     def kind_of(self, tokens: Mapping[str, float], num_requests: int) -> str:
-        """The kind of step that gives the most for its cost, of equals the first.
+        """Returns the kind of step with the most tokens for its cost; ties go to the first.
 
         Args:
-          tokens: That a request is expected to get in a step of each kind.
+          tokens: Expected tokens per request in a step of each kind.
+          num_requests: Requests of the step.
         """
 
         if (measured := self.measured) is not None:
@@ -180,9 +182,11 @@ class JoinedController:
         return max(KINDS, key=speed)
 
     def _kind_by(self, seconds: Mapping[str, float], tokens: Mapping[str, float]) -> str:
-        """The kind with the most tokens a second; plain while that is no kind that drafts."""
+        """Returns the kind with the most tokens per second; plain steps while no other kind is
+        faster.
+        """
         is_paused = self.pause.left > 0
-        # What the drafter is worth shows nowhere in a pause; what copies are does.
+        # During a pause only the n-gram drafts can still be evaluated.
         kinds = ("ngram",) if is_paused else KINDS
         best = max(kinds, key=lambda kind: tokens[kind] / seconds[kind])
         if tokens[best] / seconds[best] > 1 / seconds[OFF]:
@@ -195,36 +199,37 @@ class JoinedController:
         return OFF
 
     def _ahead(self, request: Request) -> int:
-        """Tokens that the steps in flight must add, so that its copies are of use behind them.
+        """Returns the tokens that the steps in flight must add for the n-gram drafts to be useful
+        after them.
 
-        A step that verifies copies ends where they end, or at a token that they have not: then the
-        text has left them. A step of the drafter's adds what it mostly gives.
+        A step that verifies n-gram drafts ends at their end, or at a token that they do not
+        contain; then they no longer match. A step of the drafter adds its expected tokens.
         """
         if request.most_growth <= 1:
             return request.most_growth
-        steps = request.least_growth  # each adds one at least
+        steps = request.least_growth  # each adds at least one
         kinds = [flight.kind for flight in self._flights][-steps:]
         reach = self._reach
         return max(1, sum(reach[kind] for kind in kinds))
 
     @property
     def _reach(self) -> dict[str, int]:
-        """The same of a step of each kind."""
+        """Tokens that a step of each kind must add for that."""
         whole = self.worth.depth + 1
         return {"model": round(self.worth.alone), "merged": whole, "ngram": whole, OFF: 1}
 
     def submitted(self, rows: Rows) -> None:
-        """Enters prompts and outputs into the index while the device runs."""
+        """Inserts prompts and outputs into the index while the device runs."""
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
         self.index.learn()
         if _is_own(rows):
-            assert self._planned is not None  # it gave the rows
+            assert self._planned is not None  # set by `rows_for`
             self._flights.append(self._planned)
             self.steps[self._planned.kind] += 1
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """Learns how texts went on, and what the drafter was worth."""
+        """Updates the acceptance estimates of n-gram drafts and of the drafter."""
         if not _is_own(rows):
             return
         flight = self._flights.popleft()
@@ -254,24 +259,24 @@ class JoinedController:
         self.accepted.update(origins[node - 1] for node in path)
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """Notes new tokens of a text."""
+        """Adds new output tokens of a request."""
         self.index.see(request, tokens)
 
     def ended(self, request: Request) -> None:
-        """Keeps the text, and lets go of the request."""
+        """Inserts the output of a finished request."""
         self.index.end(request, is_learnt=True)
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """Forgets what does not belong to the text."""
+        """Removes tokens that do not belong to the output."""
         self.index.cut(request_id, num_tokens)
 
 
 class Measured:
-    """Seconds of steps by kind, measured at the start and followed.
+    """Times of steps by kind, measured at startup and tracked.
 
     Args:
-      costs: By tier.
-      tiers: For each batch bucket the tier of each kind.
+      costs: Costs by tier.
+      tiers: For each batch bucket, the tier of each kind.
     """
 
     def __init__(self, costs: Costs, tiers: Mapping[int, Mapping[str, int]]) -> None:
@@ -284,10 +289,11 @@ class Measured:
         shapes: Mapping[str, Mapping[int, TreeShape]],
         table: Mapping[int, Sequence[float]],
     ) -> Measured:
-        """Of a backend's programs.
+        """Creates the times of a backend's programs.
 
         Args:
-          shapes: For each kind those of all batch buckets.
+          capacity: Limits and programs of the backend.
+          shapes: Shapes of all batch buckets, by kind.
           table: See `JoinedController`.
         """
         found = Shapes.of(capacity, host_draft=False)
@@ -297,14 +303,14 @@ class Measured:
         return cls(Costs(table, found.batches, last_waits=True), tiers)
 
     def seconds(self, num_requests: int) -> dict[str, float]:
-        """Of a step of so many requests, by kind."""
+        """Returns the seconds of a step of `num_requests` requests, by kind."""
         batch = self._bucket(num_requests)
         by_tier = self._costs.of(batch, num_requests)
-        assert by_tier is not None  # each bucket was measured
+        assert by_tier is not None  # all buckets were measured
         return {kind: by_tier[tier] for kind, tier in self._tiers[batch].items()}
 
     def observe(self, num_requests: int, kind: str, seconds: float | None) -> None:
-        """A step took so long; None says nothing."""
+        """Updates the times from a step; None is ignored."""
         batch = self._bucket(num_requests)
         self._costs.observe(batch, num_requests, self._tiers[batch][kind], seconds)
 
@@ -313,7 +319,9 @@ class Measured:
 
 
 def _gauges(controller: JoinedController) -> dict[str, Callable[[], float]]:
-    """What `/metrics` shows: steps of each kind, and drafts of each source with those accepted."""
+    """Returns the gauges: steps of each kind, and proposed and accepted draft tokens of each
+    source.
+    """
     gauges: dict[str, Callable[[], float]] = {}
     for kind in (*KINDS, OFF):
         name = f'spec_decode_merged_steps_total{{source="{kind}"}}'
@@ -326,5 +334,7 @@ def _gauges(controller: JoinedController) -> dict[str, Callable[[], float]]:
 
 
 def _is_own(rows: Rows) -> bool:
-    """Whether the controller chose them: with a grammar among them another one did."""
+    """Returns True if this controller chose the rows; rows with a grammar are another
+    controller's.
+    """
     return rows.work is Work.DECODE and rows.masks is None

@@ -1,6 +1,7 @@
-"""When an NGRAM controller falls asleep, and how often it then sees whether to draft again.
+"""Probe schedule of adaptive NGRAM: when drafting is disabled, and how often it is probed.
 
-Making trees and weighing them without drafting is a *look*. Looks take time, so they have a budget.
+A probe builds and scores draft trees without verifying them. The time spent on probes is limited by
+a budget.
 """
 
 from __future__ import annotations
@@ -8,37 +9,41 @@ from __future__ import annotations
 import statistics
 
 LOOK_SHARE, LEAST_LOOK_SECONDS = 0.02, 5e-5
-"""The share of the time asleep that looks may take, and the least that one is taken to last."""
+"""Fraction of the time with drafting disabled that probes may take, and the minimum assumed
+duration of one."""
 
 GAIN_SHARE = 0.2
-"""The share of the time saved by drafts that goes to more looks."""
+"""Fraction of the time saved by drafts that is added to the probe budget."""
 
 MOST_LOOKS, MOST_DEBT = 32, 4
-"""The budget never holds more than this many looks, nor owes more."""
+"""Bounds of the budget, positive and negative, in probes."""
 
 PATIENCE = 4
-"""What to fall asleep and wake again costs, in times that a plain step waits: so much may be lost
-on poor trees, and be expected to be lost until a good one, before it falls asleep."""
+"""Cost of disabling and enabling drafting, in multiples of a plain step's wait: the loss on poor
+trees, past and expected until the next good one, that is tolerated before drafting is disabled."""
 
 MEMORY = 16
-"""Trees over which it is learnt what a poor one loses, and how soon a good one follows."""
+"""Trees over which the loss of poor ones, and the frequency of good ones after them, are
+averaged."""
 
 SMOOTHING = 0.1
-"""Weight of the newest look in the running mean of what one takes."""
+"""Weight of the newest probe in the running mean of their duration."""
 
 MEDIAN_OF = 8
-"""Steps asleep of whose times the median is taken: a single one says little."""
+"""Plain steps per median of their times, because single times are noisy."""
 
 
 class Sleep:
-    """The budget of looks, the patience with poor trees, and what steps asleep take.
+    """Probe budget, tolerance of poor trees, and times of plain steps with drafting disabled.
 
-    A look follows a step asleep as soon as the budget covers it. The budget grows by a small share
-    of the time asleep and by a larger share of the time that drafts save, so that looks are
-    frequent where drafts pay. The time that drafting steps lose is taken from it.
+    A probe follows a plain step as soon as the budget covers it. The budget grows by a small
+    fraction of the time with drafting disabled, and by a larger fraction of the time that drafts
+    save, so that probes are frequent where drafts pay. The time that drafting steps lose is
+    subtracted.
 
-    To fall asleep and wake again costs waits, and what the trees in between would have saved. So a
-    poor tree is borne where the next good one is near, as it was after those before.
+    Disabling and enabling drafting costs waits, and the savings of the trees in between. A poor
+    tree is therefore tolerated if a good one is likely to follow soon, judged by earlier poor
+    trees.
     """
 
     def __init__(self) -> None:
@@ -49,11 +54,12 @@ class Sleep:
         self._times: dict[int, list[float]] = {}
 
     def pays(self, saved: float, wait: float, is_asleep: bool) -> bool:
-        """Whether to draft now.
+        """Returns True if drafting should be enabled now.
 
         Args:
-          saved: What the step that drafts best is expected to save, in plain steps asleep.
-          wait: By how much a plain step that waits takes longer, in the same.
+          saved: Expected saving of the best drafting step, in plain steps without waiting.
+          wait: Additional time of a plain step that waits, in the same unit.
+          is_asleep: True if drafting is disabled.
         """
         is_good, most = saved > 0, PATIENCE * max(wait, 0.0)
         if self._after_poor:
@@ -67,37 +73,38 @@ class Sleep:
         return self._patience > 0 and self._loss < most * self._good_after_poor
 
     def is_due(self, step_s: float) -> bool:
-        """Adds a step asleep of `step_s` to the budget; whether that now covers a look."""
+        """Adds a plain step of `step_s` to the budget; returns True if it covers a probe now."""
         self._add(LOOK_SHARE * step_s)
         return self._budget_s >= self._look_s
 
     def gained(self, seconds: float) -> None:
         """Credits the time that a drafting step saved; negative if it was slower.
 
-        What drafts lose is a debt that their gains repay in full, before a share of them counts.
+        Losses are a debt that gains repay in full, before a fraction of them counts.
         """
         repaid = min(max(-self._budget_s, 0.0), seconds)
         self._add(repaid + GAIN_SHARE * (seconds - repaid))
 
     def _add(self, seconds: float) -> None:
-        """Within bounds; a long poor text may not keep it from ever looking again.
+        """Changes the budget within bounds, so that a long poor output cannot prevent probes
+        forever.
 
-        What a look itself took is owed in full, however much that was.
+        The time of a probe itself is subtracted in full.
         """
         most, least = MOST_LOOKS * self._look_s, -MOST_DEBT * self._look_s
         self._budget_s = min(max(self._budget_s + seconds, min(self._budget_s, least)), most)
 
     def looked(self, took_s: float) -> None:
-        """Takes a look of so long from the budget."""
+        """Subtracts the time of a probe from the budget."""
         took_s = max(took_s, LEAST_LOOK_SECONDS)
         self._budget_s -= took_s
         self._look_s += SMOOTHING * (took_s - self._look_s)
 
     def stepped(self, batch: int, seconds: float | None) -> float | None:
-        """Notes what a step asleep of a batch bucket took; None is ignored.
+        """Records the time of a plain step of a batch bucket; None is ignored.
 
         Returns:
-          The median of the last ones of the bucket, once there are `MEDIAN_OF` new ones.
+          The median of the last `MEDIAN_OF` steps of the bucket, once there are as many new ones.
         """
         if seconds is None:
             return None

@@ -1,8 +1,9 @@
-"""Draft trees from what came after a text's newest tokens before, as compiled loops.
+"""Growth of n-gram draft trees from the trie and the corpora, as compiled loops.
 
-A tree takes the paths of the matching corpora first, each up to its share, then the trie's
-continuations, anchor by anchor with the longest match first, and what is left goes to the corpus
-that matches longest. A continuation that the tree already has costs no node, so siblings differ.
+A tree first takes the paths of the matching corpora, each up to its share. Then it takes the trie's
+continuations, anchor by anchor with the longest match first. Remaining nodes go to the corpus with
+the longest match. A continuation that is already in the tree costs no node, so siblings have
+different tokens.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from shared.engine.compiled import compiled
 from shared.engine.ngram.trie import BORN, COUNT, FIRST, NEXT, TOKEN, Buckets, Nodes, find
 
 SCANNED_CHILDREN = 64
-"""Newest children of a node that are weighed by how often they were seen."""
+"""Newest children of a node that are ranked by frequency."""
 
 
 MATCHES, COUNTS, ELDERS = 6, 4, 3
 KINDS = MATCHES * COUNTS * ELDERS
-"""What speaks for a node: the length of the match (1, 2, 3, to 7, to 15, longer), how often it was
-seen (a corpus does not say, once, to 3 times, more), and the children before it (0, 1, more)."""
+"""Number of kinds of nodes: by length of the match (1, 2, 3, to 7, to 15, longer), frequency
+(unknown for a corpus, 1, to 3, more), and earlier siblings (0, 1, more)."""
 
 
 class Growth(NamedTuple):
-    """How trees grow.
+    """Parameters of tree growth.
 
     Attributes:
       corpus_nodes: Nodes that the corpora share.
-      by_frequency: Weighs children by how often they were seen instead of how lately.
-      min_breadth, max_breadth: Children of an anchor of the longest and the shortest match.
+      by_frequency: True to rank children by frequency instead of recency.
+      min_breadth, max_breadth: Children of an anchor of the longest and of the shortest match.
       depth: S, levels below the root.
-      chain: Every tree is to be a chain.
+      chain: True if every tree must be a chain.
     """
 
     corpus_nodes: int
@@ -45,11 +46,11 @@ class Growth(NamedTuple):
 
 
 class Continuations(NamedTuple):
-    """What C corpora have after each of n texts.
+    """Continuations of n sequences in C corpora.
 
     Attributes:
       paths: [n, C, S] tokens.
-      lengths: [n, C] how many.
+      lengths: [n, C] number of tokens.
       matched: [n, C] length of the match.
     """
 
@@ -59,10 +60,11 @@ class Continuations(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Trees of n texts, as in `HostDraft`; node 0 is the root.
+    """Trees of n sequences, see `HostDraft`; node 0 is the root.
 
     Attributes:
-      evidence: What speaks for each node, below `KINDS`; 0 of a root.
+      tokens, parents, num_nodes: The trees.
+      evidence: Kind of each node, below `KINDS`; 0 for a root.
     """
 
     tokens: Int32[np.ndarray, "n N"]
@@ -72,19 +74,19 @@ class Trees(NamedTuple):
 
 
 def roots_of(count: int, nodes: int) -> Trees:
-    """Trees of a root each, with room for so many nodes."""
+    """Returns trees with only a root, with room for `nodes` nodes."""
     tokens, parents, evidence = np.zeros((3, count, nodes), np.int32)
     return Trees(tokens, parents, np.ones(count, np.int32), evidence)
 
 
 def corpus_nodes(trees: Trees, row: int) -> list[int]:
-    """The nodes of a row's tree that come from an external corpus."""
+    """Returns the nodes of a row's tree that come from an external corpus."""
     kinds = trees.evidence[row, 1 : trees.num_nodes[row]] // ELDERS % COUNTS
     return (1 + np.flatnonzero(kinds == 0)).tolist()
 
 
 class _Tree(NamedTuple):
-    """The tree of one text while it grows to at most `limit` nodes."""
+    """Tree of one sequence, which grows to at most `limit` nodes."""
 
     tokens: Int32[np.ndarray, " N"]
     parents: Int32[np.ndarray, " N"]
@@ -96,7 +98,7 @@ class _Tree(NamedTuple):
 
 @compiled
 def _child_of(tree: _Tree, size: int, parent: int, token: int) -> int:
-    """The node below `parent` with `token`, or 0."""
+    """Returns the node below `parent` with `token`, or 0."""
     for node in range(parent + 1, size):
         if tree.parents[node] == parent and tree.tokens[node] == token:
             return node
@@ -105,12 +107,12 @@ def _child_of(tree: _Tree, size: int, parent: int, token: int) -> int:
 
 @compiled
 def _kind(matched: int, times: int, elders: int) -> int:
-    """What speaks for a node, as a number below `KINDS`.
+    """Returns the kind of a node, below `KINDS`.
 
     Args:
-      matched: Length of the match that it continues, with the path to its parent.
-      times: How often it was seen there; 0 of a corpus, which counts nothing.
-      elders: Children that its parent has before it.
+      matched: Length of the match that it continues, including the path to its parent.
+      times: Its frequency there; 0 for a corpus, which has no counts.
+      elders: Earlier children of its parent.
     """
     length = 0
     while length < MATCHES - 1 and matched > 1:
@@ -121,7 +123,7 @@ def _kind(matched: int, times: int, elders: int) -> int:
 
 @compiled
 def _add(tree: _Tree, size: int, parent: int, token: int, matched: int, times: int) -> int:
-    """The new node `size` below `parent`; 0 where a chain would branch."""
+    """Adds node `size` below `parent`; returns 0 if a chain would branch."""
     if tree.chain and parent != size - 1:
         return 0
     elders = 0
@@ -160,7 +162,8 @@ def _add_corpora(
     lengths: Int32[np.ndarray, " C"],
     matched: Int32[np.ndarray, " C"],
 ) -> tuple[int, int]:
-    """Gives each corpus that matches well its share of `most` nodes, the longest match first.
+    """Adds the path of each well-matching corpus, up to its share of `most` nodes, longest match
+    first.
 
     The shares are equal; a match less than half as long as the longest gets none.
 
@@ -197,7 +200,7 @@ def _add_by_recency(
     match: int,
     queue: Int64[np.ndarray, "entries 3"],
 ) -> int:
-    """Level by level the newest children, fewer of them on each; returns the new size."""
+    """Adds the newest children level by level, fewer on each level; returns the new size."""
     queue[0, 0], queue[0, 1], queue[0, 2] = anchor, 0, 0
     first, last = 0, 1
     while first < last and size < tree.limit:
@@ -210,7 +213,8 @@ def _add_by_recency(
         while child and left and size < tree.limit:
             node = _child_of(tree, size, parent, nodes[child, TOKEN])
             if node == 0:
-                # What was forgotten is still on the way to what was not; no corpus says it.
+                # A removed n-gram may remain as an inner node; at least 1, because 0 means a
+                # corpus.
                 times = max(1, nodes[child, COUNT])
                 node = _add(tree, size, parent, nodes[child, TOKEN], match + level, times)
                 if node == 0:
@@ -235,12 +239,12 @@ def _push_children(
     weights: Float64[np.ndarray, " entries"],
     last: int,
 ) -> int:
-    """Puts the most frequent children of a trie node among the candidates."""
+    """Adds the most frequent children of a trie node to the candidates."""
     first, total, child = last, 0.0, nodes[source, FIRST]
     for _ in range(SCANNED_CHILDREN):
         if child == 0:
             break
-        # Kept in falling order of counts; among equals the newer one stays before.
+        # Sorted by descending count; of equal counts the newer one is first.
         count, at = nodes[child, COUNT], last
         while at > first and nodes[heap[at - 1, 0], COUNT] < count:
             at -= 1
@@ -268,7 +272,7 @@ def _add_by_frequency(
     heap: Int64[np.ndarray, "entries 3"],
     weights: Float64[np.ndarray, " entries"],
 ) -> int:
-    """The most probable continuation first, whatever its level; returns the new size."""
+    """Adds the most probable continuations first, whatever their level; returns the new size."""
     last = _push_children(nodes, anchor, 0, 1, 1.0, breadth, heap, weights, 0)
     while size < tree.limit:
         best = -1
@@ -303,14 +307,15 @@ def go_on(
     growth: Growth,
     trees: Trees,
 ) -> None:
-    """Begins each tree with one path that takes what it has itself for text, so that it goes on.
+    """Starts each tree with one path that treats its own tokens as part of the sequence.
 
-    Each token is the newest child of the longest match, or the most frequent one, and moves the
-    match on. So a path is longer than any n-gram that is remembered.
+    Each token is the newest (or the most frequent) child of the longest match, and advances the
+    match. A path can therefore be longer than any stored n-gram.
 
     Args:
+      nodes, buckets, anchors, texts, growth: See `draft`.
       most: [n] nodes of each path.
-      trees: Roots alone, to which the paths are added; the other arguments are those of `draft`.
+      trees: Trees with roots only, to which the paths are added.
     """
     D = anchors.shape[1]
     at, moved = np.empty((D, 2), np.int64), np.empty((D, 2), np.int64)
@@ -350,7 +355,7 @@ def go_on(
 
 @compiled
 def _most_frequent(nodes: Nodes, first: int) -> int:
-    """The child of a node that was seen most often, of equals the newest; `first` is the newest."""
+    """Returns the most frequent child of a node, of equals the newest; `first` is the newest."""
     best, child = first, first
     for _ in range(SCANNED_CHILDREN):
         if child == 0:
@@ -371,14 +376,14 @@ def draft(
     growth: Growth,
     trees: Trees,
 ) -> None:
-    """Fills the trees of n texts.
+    """Fills the trees of n sequences.
 
     Args:
-      nodes, anchors, texts: As in `trie.extend`.
-      limits: [n] most nodes of each tree with its root.
-      continuations: Of the corpora.
-      growth: The same for all trees.
-      trees: Roots, or what they begin with; filled.
+      nodes, anchors, texts: See `trie.extend`.
+      limits: [n] maximum nodes of each tree including its root.
+      continuations: Continuations in the corpora.
+      growth: Parameters of all trees.
+      trees: Trees with roots, or with their first paths; filled.
     """
     D, N = anchors.shape[1], trees.tokens.shape[1]
     fall = (growth.max_breadth - growth.min_breadth) / max(1, D - 1)

@@ -1,17 +1,17 @@
-"""A trie of the n-grams of seen texts, as compiled loops over flat arrays.
+"""Trie of n-grams with LRU eviction, as compiled loops over flat arrays.
 
-A node stands for the tokens on the way from its scope's root to it: an n-gram that was seen. A text
-of which a token is added passes through one node per n-gram that ends with this token, and its
-*anchors* are the nodes of its newest 0, 1, .. D - 1 tokens: the children of an anchor are what came
-after those tokens before. Several scopes (tenants, or single requests) live in one array, each
-below a root of its own, and share its room; a walk from a root never leaves its scope.
+A node represents the tokens on the path from its scope's root: an n-gram. Adding a token to a
+sequence visits one node per n-gram that ends with it. The *anchors* of a sequence are the nodes of
+its newest 0, 1, .. D - 1 tokens; the children of an anchor are the tokens that followed these
+before. Several scopes (tenants, or single requests) share one array, each below its own root; a
+walk from a root never leaves its scope.
 
-Siblings are listed in the order of insertion, the newest first: a child that a text passes again
-comes to the front. The list decides every tie, so the same texts in the same order give the same
-drafts on any build. When the array is full the leaf that was passed longest ago goes.
+Siblings are listed by recency, newest first: a child that is visited again moves to the front. This
+list decides all ties, so the same sequences in the same order give the same drafts on any build. If
+the array is full, the least recently visited leaf is evicted.
 
-Node 0 is none. A freed node is born again with another number in `BORN`, so that a stale anchor is
-known.
+Node 0 means none. A freed node gets another number in `BORN` when it is reused, so that stale
+anchors are detected.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxtyping import Int32, Int64
 from shared.engine.compiled import compiled
 
 TOKEN, PARENT, FIRST, PREV, NEXT, COUNT, OLDER, NEWER, CHAIN, BORN = range(10)
-"""Columns of a node: its token and parent, first child, siblings, times passed, neighbours in the
-order of eviction (leaves only), next node of its hash bucket, and number of births."""
+"""Columns of a node: token and parent, first child, siblings, number of visits, neighbours in
+eviction order (leaves only), next node of its hash bucket, and number of reuses."""
 
 NUM_COLUMNS = 10
 USED, FREE, LIVE, OLDEST, NEWEST, READ = range(6)
 """Entries of the head: rows ever used, first free row, live nodes, ends of the eviction order, and
-what `_read_ahead` found, which means nothing."""
+the unused result of `_read_ahead`."""
 
 NUM_HEADS = 6
 
@@ -41,11 +41,11 @@ Head = Int64[np.ndarray, " heads"]
 
 @dataclass
 class Trie:
-    """The arrays of a trie.
+    """Arrays of a trie.
 
     Attributes:
-      nodes: One row a node, see the columns above.
-      buckets: First node of each hash bucket, by parent and token; a power of two.
+      nodes: One row per node, see the columns above.
+      buckets: First node of each hash bucket, by parent and token; the number is a power of two.
       head: See its entries above.
     """
 
@@ -55,11 +55,12 @@ class Trie:
 
     @classmethod
     def empty(cls, capacity: int) -> Trie:
-        """A trie with rows for `capacity` - 1 nodes.
+        """Returns a trie with rows for `capacity` - 1 nodes.
 
-        The arrays have their full size from the start, and never move: they are zeros that the
-        system gives memory page by page, as rows are used. An array that grew would be copied while
-        every stream waits, and its buckets filled anew: a second at some millions of nodes.
+        The arrays have their full size from the start and never move. They are zeros, for which the
+        system allocates memory page by page as rows are used. Growing an array would stall all
+        requests while it is copied and its buckets are filled again: about one second for some
+        millions of nodes.
         """
         head = np.zeros(NUM_HEADS, np.int64)
         head[USED] = 1
@@ -68,11 +69,11 @@ class Trie:
 
     @property
     def num_nodes(self) -> int:
-        """Live nodes, the roots included."""
+        """Live nodes, including the roots."""
         return int(self.head[LIVE])
 
     def new_root(self) -> int:
-        """A root without children; 0 where there is no room."""
+        """Returns a new root without children; 0 if there is no room."""
         return int(new_root(self.nodes, self.buckets, self.head))
 
     def drop(self, root: int) -> None:
@@ -89,7 +90,7 @@ def _bucket(parent: int, token: int, buckets: Buckets) -> int:
 
 @compiled
 def find(nodes: Nodes, buckets: Buckets, parent: int, token: int) -> int:
-    """The child of `parent` with `token`, or 0."""
+    """Returns the child of `parent` with `token`, or 0."""
     node = buckets[_bucket(parent, token, buckets)]
     while node and (nodes[node, PARENT] != parent or nodes[node, TOKEN] != token):
         node = nodes[node, CHAIN]
@@ -162,7 +163,7 @@ def _free(nodes: Nodes, head: Head, node: int) -> None:
 
 @compiled
 def _delete(nodes: Nodes, buckets: Buckets, head: Head, node: int) -> None:
-    """Removes a leaf; a parent that becomes one was passed no later, so it is the oldest."""
+    """Removes a leaf; a parent that becomes a leaf was visited no later, so it is the oldest."""
     parent = nodes[node, PARENT]
     at = _bucket(parent, nodes[node, TOKEN], buckets)
     if buckets[at] == node:
@@ -181,7 +182,9 @@ def _delete(nodes: Nodes, buckets: Buckets, head: Head, node: int) -> None:
 
 @compiled
 def _allocate(nodes: Nodes, buckets: Buckets, head: Head) -> int:
-    """A free row, if need be that of the leaf passed longest ago; 0 where there is none."""
+    """Returns a free row, evicting the least recently visited leaf if needed; 0 if there is
+    none.
+    """
     if head[FREE] == 0 and head[USED] == len(nodes) and head[OLDEST]:
         _delete(nodes, buckets, head, head[OLDEST])
     node = head[FREE]
@@ -199,7 +202,7 @@ def _allocate(nodes: Nodes, buckets: Buckets, head: Head) -> int:
 
 @compiled
 def new_root(nodes: Nodes, buckets: Buckets, head: Head) -> int:
-    """A row without a parent, outside of the order of eviction."""
+    """Returns a row without a parent, outside of the eviction order."""
     node = _allocate(nodes, buckets, head)
     if node:
         nodes[node, TOKEN] = -1
@@ -222,7 +225,7 @@ def drop(nodes: Nodes, buckets: Buckets, head: Head, root: int) -> None:
 
 @compiled
 def _pass(nodes: Nodes, buckets: Buckets, head: Head, parent: int, token: int) -> int:
-    """Notes that a text went from `parent` to `token`; returns the child, 0 without room."""
+    """Records a visit from `parent` to `token`; returns the child, 0 if there is no room."""
     node = find(nodes, buckets, parent, token)
     if node:
         _leave_siblings(nodes, node)
@@ -233,7 +236,7 @@ def _pass(nodes: Nodes, buckets: Buckets, head: Head, parent: int, token: int) -
             _join_as_newest(nodes, head, node)
         return node
     was_leaf = nodes[parent, FIRST] == 0 and nodes[parent, PARENT] != 0
-    if was_leaf:  # from here on it cannot be evicted
+    if was_leaf:  # it must not be evicted from here on
         _leave_order(nodes, head, parent)
     node = _allocate(nodes, buckets, head)
     if node == 0:
@@ -241,7 +244,7 @@ def _pass(nodes: Nodes, buckets: Buckets, head: Head, parent: int, token: int) -
             _join_as_newest(nodes, head, parent)
         return 0
     if not was_leaf and nodes[parent, FIRST] == 0 and nodes[parent, PARENT]:
-        _leave_order(nodes, head, parent)  # its only child was evicted for the new one
+        _leave_order(nodes, head, parent)  # its only child was evicted for the new node
     nodes[node, TOKEN], nodes[node, PARENT], nodes[node, COUNT] = token, parent, 1
     at = _bucket(parent, token, buckets)
     nodes[node, CHAIN] = buckets[at]
@@ -253,10 +256,11 @@ def _pass(nodes: Nodes, buckets: Buckets, head: Head, parent: int, token: int) -
 
 @compiled
 def _read_ahead(nodes: Nodes, buckets: Buckets, at: Int32[np.ndarray, "D 2"], token: int) -> int:
-    """Reads what passing a token at every anchor will read; what is told keeps the reads alive.
+    """Prefetches what visiting a token at every anchor will read; the result prevents its removal
+    by the compiler.
 
-    Each read misses the processor's caches. Those of different anchors do not depend on each other,
-    so here they overlap, while in `_pass` one waits for the other: half of the time of `extend`.
+    Each read misses the CPU caches. The reads of different anchors are independent, so they overlap
+    here, whereas in `_pass` each waits for the previous one: half of the time of `extend`.
     """
     total = 0
     for depth in range(len(at)):
@@ -279,12 +283,13 @@ def extend(
     tokens: Int32[np.ndarray, " T"],
     starts: Int32[np.ndarray, " n+1"],
 ) -> None:
-    """Adds tokens to texts and moves their anchors on.
+    """Adds tokens to sequences and advances their anchors.
 
     Args:
-      anchors: [texts, D, 2] node and birth of each text's newest 0..D-1 tokens.
+      nodes, buckets, head: The trie.
+      anchors: [texts, D, 2] node and birth number of each sequence's newest 0..D-1 tokens.
       texts: [n] rows of `anchors`.
-      tokens, starts: Tokens of all n texts one after the other, and where each begins, and the end.
+      tokens, starts: New tokens of all n sequences, concatenated; start of each, and the end.
     """
     D = anchors.shape[1]
     for index in range(len(texts)):
@@ -308,7 +313,7 @@ def advance(
     tokens: Int32[np.ndarray, " T"],
     starts: Int32[np.ndarray, " n+1"],
 ) -> None:
-    """Moves anchors on by new tokens as `extend` does, but adds nothing: unseen n-grams are 0."""
+    """Advances anchors by new tokens like `extend`, without adding: unknown n-grams are 0."""
     D = anchors.shape[1]
     for index in range(len(texts)):
         at = anchors[texts[index]]
@@ -330,7 +335,7 @@ def forget(
     keep: int,
     D: int,
 ) -> None:
-    """Takes back the n-grams of `text` that end at `keep` or later, the latest first."""
+    """Removes the n-grams of `text` that end at `keep` or later, latest first."""
     for end in range(len(text) - 1, keep - 1, -1):
         for start in range(max(0, end - D + 1), end + 1):
             node = root

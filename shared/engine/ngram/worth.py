@@ -1,4 +1,4 @@
-"""What the drafts of two sources were worth lately, and so whether copies pay beside a drafter."""
+"""Acceptance of the model-based drafter by depth, and the expected tokens of merged drafts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shared.engine.compiled import compiled
 from shared.engine.ngram.tree import Trees
 
 MEMORY = 1 / 64
-"""The part of what is known of a depth that a draft of it replaces."""
+"""Weight of a new observation in the rate of a depth."""
 
 PRIOR_RATE = 0.7
-"""How often a draft is accepted where its parent is, before anything was seen."""
+"""Initial acceptance rate of a draft token, given that its parent is accepted."""
 
 
 @compiled
 def _best_by_level(
     trees: Trees, chances: Float64[np.ndarray, "B N"], best: Float64[np.ndarray, "B N"]
 ) -> None:
-    """Fills the best chance of each level; zeros beyond the last."""
+    """Fills the highest probability of each level; zeros beyond the last."""
     levels = np.zeros(chances.shape[1], np.int64)
     for row in range(len(chances)):
         for node in range(int(trees.num_nodes[row])):
@@ -30,19 +30,20 @@ def _best_by_level(
 
 
 FEW = 2.0
-"""Drafts of a depth for which what is believed of it counts, where it is held for old."""
+"""Number of observations that an estimate counts as after its confidence has been reduced."""
 
 
 class Worth:
-    """How far the drafter's paths were accepted lately.
+    """Recent acceptance rates of the drafter.
 
     Args:
       drafted_depth: Levels that the drafter drafts.
       depth: Levels of a tree.
 
     Attributes:
-      depth: As above.
-      rates: How often the drafter's draft of each level is accepted where its parent is.
+      depth: See above.
+      rates: Acceptance rate of the drafter's token at each level, given that its parent is
+        accepted.
     """
 
     def __init__(self, drafted_depth: int, depth: int) -> None:
@@ -51,22 +52,22 @@ class Worth:
         self.depth = depth
 
     def doubt(self) -> None:
-        """Holds what is known of the drafter for old: a few drafts may say the contrary."""
+        """Reduces the confidence in the rates, so that a few observations can change them."""
         self.rates[:], self._seen[:] = np.maximum(self.rates, PRIOR_RATE), FEW
 
     @property
     def survivals(self) -> Float64[np.ndarray, " depth"]:
-        """How often a path of the drafter is accepted as far as each level of a tree."""
+        """Probability that a path of the drafter is accepted up to each level of a tree."""
         reached = np.zeros(self.depth)
         reached[: len(self.rates)] = np.cumprod(self.rates)
         return reached
 
     def learn(self, drafted: int, by_drafter: int) -> None:
-        """Learns from a row of a step.
+        """Updates the rates from a row of a step.
 
         Args:
-          drafted: Levels that the drafter's nodes reach; 0 shows nothing of it.
-          by_drafter: Levels of the accepted path whose nodes are the drafter's, from the root on.
+          drafted: Levels that the drafter's nodes reach; 0 gives no information.
+          by_drafter: Levels of the accepted path, from the root on, whose nodes are the drafter's.
         """
         for level in range(min(by_drafter + 1, drafted)):
             won = 1.0 if level < by_drafter else 0.0
@@ -75,20 +76,21 @@ class Worth:
 
     @property
     def alone(self) -> float:
-        """Tokens that a step of the drafter gives a request."""
+        """Expected tokens of a step of the drafter per request."""
         return 1 + float(self.survivals.sum())
 
     def tokens_of(
         self, trees: Trees, chances: Float64[np.ndarray, "B N"], ahead: Int64[np.ndarray, " B"]
     ) -> tuple[float, float, float]:
-        """Tokens that a step is expected to give a request, on average over a batch.
+        """Returns the expected tokens of a step per request, averaged over a batch.
 
         Args:
-          trees, chances: The copies, and how often a text goes on as far as each.
-          ahead: Tokens by which each text is expected to have gone on by then.
+          trees, chances: N-gram drafts, and the probability that a sequence continues up to each
+            node.
+          ahead: Tokens by which each sequence is expected to have grown by then.
 
         Returns:
-          Of the drafter's own step, of one of both sources, and of copies alone.
+          Tokens with the drafter alone, with merged drafts, and with n-gram drafts alone.
         """
         best = np.zeros(chances.shape)
         _best_by_level(trees, chances, best)
@@ -104,15 +106,16 @@ class Worth:
 def drafter_levels(
     parents: Sequence[int], drafted: Sequence[bool], path: Sequence[int]
 ) -> tuple[int, int]:
-    """What a tree shows of the drafter.
+    """Returns the levels of a tree that the drafter reached, and those it contributed to the
+    accepted path.
 
     Args:
-      parents, drafted: Of the nodes behind the root, and whether the drafter grew each.
+      parents, drafted: Parents of the nodes after the root, and True for nodes of the drafter.
       path: The accepted nodes.
 
     Returns:
-      Levels that the drafter's nodes reach, and how many of the accepted path's, from the root on,
-      are its own.
+      Levels that the drafter's nodes reach; number of nodes of the accepted path, from the root on,
+      that are the drafter's.
     """
     levels = [0]
     for parent in parents:
