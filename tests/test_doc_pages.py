@@ -36,6 +36,7 @@ def pages(patterns: tuple[str, ...]) -> list[str]:
 
 
 PAGES = sorted({*pages(USER_PAGES + INTERNALS + FIGURES)})
+KERNEL_FOLDERS = sorted({path.parent.name for path in ROOT.glob("kernels/triton_gpu/*/*.py")})
 INVARIANTS = [name for name in PAGES if name.startswith("invariants/")]
 
 
@@ -117,6 +118,14 @@ def test_invariants_index_links_every_page() -> None:
         r"^\| \[[^\]]+\]\((invariants/\w+\.md)\)", read("invariants.md"), re.MULTILINE
     )
     assert sorted(linked) == INVARIANTS
+
+
+@pytest.mark.parametrize("folder", KERNEL_FOLDERS)
+def test_kernel_page_lists_every_file_of_its_folder(folder: str) -> None:
+    cells = re.findall(r"^\| ([^|]*) \|", read(f"kernels/{folder}.md"), re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"(\w+)\.py`", cell)}
+    files = (ROOT / "kernels").glob(f"*_gpu/{folder}/*.py")
+    assert {path.stem for path in files} - {"__init__"} == listed - {"peer_buffers"}
 
 
 def test_agreement_tables_equal_results() -> None:

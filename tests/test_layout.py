@@ -160,9 +160,10 @@ def test_kernels_import_plain_data_of_shared():
     assert {name.rpartition(".")[0] for name in named if name[:7] == "shared."} == KERNEL_IMPORTS
 
 
-def test_import_table_of_architecture_page_is_current():
-    page = import_table.PAGE.read_text(encoding="utf-8")
-    assert page == import_table.with_table(page), "run python -m docs.make.import_table"
+@pytest.mark.parametrize("table", import_table.TABLES, ids=lambda table: table.page)
+def test_import_tables_of_pages_are_current(table):
+    page = (ROOT / table.page).read_text(encoding="utf-8")
+    assert page == table.written_into(page), "run python -m docs.make.import_table"
 
 
 def test_a_start_without_grammars_imports_no_library_of_theirs():
