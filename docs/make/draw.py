@@ -79,7 +79,7 @@ def _step_parts() -> Iterator[str]:
     yield _labelled(end + 14, 30, 110, 90, "host", ("retire n", "accepted", "tokens"))
     yield _labelled(end, 200, 124, 90, "device", ("step n + 1", "starts at once,", "no host wait"))
     yield _arrow(155, 120, _DEVICE_FROM + 8, 198)
-    yield _text(120, 165, "StepPlan", "small muted")
+    yield _text(120, 165, "StepPlan n", "small muted")
     yield _arrow(600, 120, end + 6, 198)
     yield _text(560, 165, "StepPlan n + 1", "small muted")
     yield _arrow(end - 6, 198, end + 60, 122)
