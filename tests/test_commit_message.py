@@ -44,7 +44,7 @@ def told(tmp_path, monkeypatch):
 def test_a_change_of_kernels_or_figures_without_a_reason_is_refused(told, file, rest):
     said = told(file, SUBJECT + rest)
     assert said is not None
-    assert said.startswith(f"{file} changes: the commit's message needs a body")
+    assert said.startswith(f"{file} changes: the commit message needs a body")
 
 
 @pytest.mark.parametrize(
