@@ -59,7 +59,7 @@ def medians(told: str) -> Watched:
     return {"sm_mhz": list(clocks), "watts": list(powers)}
 
 
-def told_card(found: Watched) -> str:
+def format_card(found: Watched) -> str:
     """For a terminal: the slowest clock, and the power of all."""
     if not found:
         return f"{'-':>6}{'-':>6}"

@@ -27,7 +27,7 @@ from bench.kernels.compiled import (
 )
 from bench.kernels.items import RANKS, STEP_HEADER, Found, Item, Step, case_of
 from bench.kernels.starts import Start, chosen
-from bench.kernels.workers import told
+from bench.kernels.workers import format_error
 from shared.options.flags import ConfigError
 
 BRIEF = 1
@@ -103,7 +103,7 @@ def _start(start: Start, scratch: Path, compiles: bool, is_brief: bool) -> Found
             calls += len(fresh)
             faults += _faults_of_calls(gpu, fresh, name)
         except Exception as error:  # of whatever kind: the other programs are still to be lowered
-            faults.append(f"{name} cannot be lowered: {told(error)}")
+            faults.append(f"{name} cannot be lowered: {format_error(error)}")
     seconds = time.monotonic() - began
     line = f"{start}: {len(programs)} programs, {calls} new kernels, {seconds:.1f} s"
     return Found(faults=tuple(faults), line=line, programs=len(programs), calls=calls)
@@ -117,7 +117,7 @@ def _faults_of_calls(gpu: AbsentGpu, calls: list[Call], name: str) -> Iterator[s
         compile_calls(gpu, calls)
     except Exception as error:  # of whatever kind
         if len(calls) == 1:
-            yield f"a kernel of {name} cannot be compiled: {told(error)}"
+            yield f"a kernel of {name} cannot be compiled: {format_error(error)}"
             return
         for call in calls:
             yield from _faults_of_calls(gpu, [call], f"{name} ({call.name})")

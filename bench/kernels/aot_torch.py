@@ -30,7 +30,7 @@ from bench.kernels.aot import HEADER, add_bounds, line_of
 from bench.kernels.aot_cuda import AbsentStart, Compiler, absent_cuda
 from bench.kernels.items import Found, Item, case_of, items_of
 from bench.kernels.starts import Start, chosen
-from bench.kernels.workers import Bounded, Done, shared_out, told
+from bench.kernels.workers import Bounded, Done, format_error, shared_out
 from shared.options.flags import ConfigError
 from tests.support.op_case import OpCase
 
@@ -116,7 +116,7 @@ def _start(start: Start, scratch: Path, is_brief: bool) -> Found:
         try:
             made.step(program)
         except Exception as error:  # of whatever kind: the other programs are still to be read
-            faults.append(f"{start}, {program}: {told(error)}")
+            faults.append(f"{start}, {program}: {format_error(error)}")
     return Found(faults=tuple(faults), programs=len(programs))
 
 
@@ -131,7 +131,7 @@ def results(options: argparse.Namespace, scratch: Path) -> Iterator[Done]:
         try:
             yield Done(item, work(item), None, 0.0)
         except Exception as error:  # of whatever kind: the others are still to be compiled
-            yield Done(item, None, told(error), 0.0)
+            yield Done(item, None, format_error(error), 0.0)
     if items.left:
         raise TimeoutError(f"{items.left} items were not begun within {options.total_s:.0f} s")
 

@@ -205,15 +205,15 @@ def faults_of_order(thunks: Sequence[Thunk], step: str) -> Iterator[str]:
     """What keeps a step from being one command buffer, a sentence each."""
     tops = [thunk for thunk in thunks if not thunk.depth]
     if [thunk.kind for thunk in tops] != ["kCommandBuffer"]:
-        beside = _told([thunk for thunk in tops if thunk.kind != "kCommandBuffer"])
+        beside = _format_thunks([thunk for thunk in tops if thunk.kind != "kCommandBuffer"])
         buffers = len(tops) - sum(thunk.kind != "kCommandBuffer" for thunk in tops)
         yield f"{step} is not one command buffer: it has {buffers}, and beside them {beside}"
     other = [thunk for thunk in thunks if thunk.depth and thunk.kind not in IN_BUFFER]
     if other:
-        yield f"{step} has in its command buffer {_told(other)}"
+        yield f"{step} has in its command buffer {_format_thunks(other)}"
 
 
-def _told(thunks: Sequence[Thunk]) -> str:
+def _format_thunks(thunks: Sequence[Thunk]) -> str:
     return _listed([" ".join(filter(None, (thunk.kind, thunk.name))) for thunk in thunks])
 
 

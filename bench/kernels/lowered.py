@@ -19,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bench.kernels.starts import DEMO, Start
-from bench.kernels.workers import told
+from bench.kernels.workers import format_error
 from shared.boundary.program import Extra, Program, Work
 
 STARTS = (Start(DEMO / "target", "NEXTN"), Start(DEMO / "target", "EAGLE3"))
@@ -68,7 +68,7 @@ def main() -> int:
                     text = made.lowered(program).as_text()
                     found = f"{sum(text.count(f'@{name}') for name in compiling.CALLS)} kernels"
                 except Exception as error:  # of whatever kind: the others are still to be lowered
-                    faults, found = faults + 1, f"FAULT: {told(error)}"
+                    faults, found = faults + 1, f"FAULT: {format_error(error)}"
                 print(f"{start}, {program}: {found}", flush=True)
     print(f"lowered in {time.monotonic() - began:.0f} s, {faults} faults")
     return int(faults > 0)

@@ -157,11 +157,11 @@ def _serve(work: Callable[[Any], Any], link: Connection) -> None:
         try:
             answer = (work(item), None)
         except Exception as error:  # of whatever kind: the other items are still to be done
-            answer = (None, told(error))
+            answer = (None, format_error(error))
         link.send(answer)
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """The first cause of an error, in one line."""
     while error.__cause__ is not None and type(error.__cause__).__name__ != _PLACE:
         error = error.__cause__

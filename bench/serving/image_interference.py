@@ -180,7 +180,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def told(waits: list[float]) -> dict[str, float]:
+def summary_of(waits: list[float]) -> dict[str, float]:
     """Of waits, in milliseconds."""
     return {
         "events": float(len(waits)),
@@ -198,7 +198,7 @@ def main(arguments: list[str]) -> int:
     except NoServer as error:
         print(error, file=sys.stderr)
         return 2
-    rows = {name: told(found) for name, found in waits.items()}
+    rows = {name: summary_of(found) for name, found in waits.items()}
     table = Table("", *next(iter(rows.values())))
     for name, row in rows.items():
         table.add_row(name, *(f"{value:.1f}" for value in row.values()))

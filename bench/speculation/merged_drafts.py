@@ -241,7 +241,7 @@ def serve(
         }
         line["texts"] = hash_of([outcome.tokens for outcome in outcomes])
         lines.append(line)
-        print(f"{backend:6}{draft!s:14} batch {batch} {kind:9}{_told(line)}", flush=True)
+        print(f"{backend:6}{draft!s:14} batch {batch} {kind:9}{_format_line(line)}", flush=True)
     served.engine.close()
     return lines
 
@@ -269,7 +269,7 @@ def hash_of(texts: Sequence[Sequence[int]]) -> int:
     return hash(tuple(map(tuple, texts))) & 0xFFFFFFFF  # of whole numbers: the same in every run
 
 
-def _told(line: Line) -> str:
+def _format_line(line: Line) -> str:
     simulated = ", ".join(f"{name} {n:.0f}/s" for name, n in line["simulated_tokens_per_s"].items())
     return f"{line['tokens_per_step']:7.3f} tokens a step; {simulated}"
 

@@ -71,7 +71,7 @@ def ratio(a: list[Figures], b: list[Figures], name: str) -> Figures:
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
-def told_ratio(part: Figures) -> str:
+def format_ratio(part: Figures) -> str:
     """A ratio for a terminal."""
     return f"{part['median']:.4f} ({part['low']:.4f} to {part['high']:.4f})"
 
@@ -143,7 +143,7 @@ def table_of(found: dict[str, Any]) -> str:
             f"{side['tokens_per_s']:.1f} tokens/s, length {side['accept_length']:.3f}{told}"
         )
     for name, told in (("ms", "step"), ("tokens_per_s", "tokens/s")):
-        lines.append(f"B/A {told}: {told_ratio(found['b_to_a'][name])}")
+        lines.append(f"B/A {told}: {format_ratio(found['b_to_a'][name])}")
     return "\n".join(lines)
 
 

@@ -140,7 +140,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             side.release()
             found["sides"][backend]["products"][prompt] = watched
             told = f"products of {prompt} tokens: {1e3 * products[prompt]:.2f} ms, MHz and watts"
-            print(f"{told}{gpu_clock.told_card(watched)}", flush=True)
+            print(f"{told}{gpu_clock.format_card(watched)}", flush=True)
         print(HEADER)
         for draft in drafts:
             for own in _launches(backend, side.is_gpu):
@@ -179,7 +179,7 @@ def line_of(line: Line) -> str:
         f"{line['backend']:6}{line['drafts']:26}{launch:>14}{line['prompt']:8}{line['ms']:9.2f}"
         f"{line['ms_low']:8.2f}{line['ms_high']:8.2f}{line['products_ms']:10.2f}"
         f"{line['products_ms'] / line['ms']:7.0%}{line['tokens_per_s']:10.0f}"
-        f"{gpu_clock.told_card(line['card'])}  "
+        f"{gpu_clock.format_card(line['card'])}  "
         f"{'same' if line['is_same'] else 'ANOTHER'}"
     )
 

@@ -138,7 +138,7 @@ def line_of(line: Line) -> str:
         f"{line['ms']:9.3f}{line['ms_low']:8.3f}{line['ms_high']:8.3f}{line['tokens_per_s']:10.1f}"
         f"{line['accept_length']:8.3f}{line['limit_ms']:8.3f}{line['products_ms']:9.3f}"
         f"{line['share_of_both']:7.1%}{kernels}{idle}"
-        f"{gpu_clock.told_card(line['card'])}  {' '.join([told, *notes])}"
+        f"{gpu_clock.format_card(line['card'])}  {' '.join([told, *notes])}"
     )
 
 

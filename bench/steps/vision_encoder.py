@@ -169,19 +169,19 @@ def run(options: argparse.Namespace, command: str) -> Line:
             first = known.setdefault(tokens, rows)
             line["equal_share"] = None if first is rows else round(float(np.mean(first == rows)), 4)
             found["lines"].append(line)
-            print(told(line), flush=True)
+            print(format_line(line), flush=True)
             if options.out:
                 write_results(options.out, found)
     return found
 
 
-def told(line: Line) -> str:
+def format_line(line: Line) -> str:
     """A line for a terminal."""
     equal = line["equal_share"]
     return (
         f"{line['backend']:6}{line['tokens']:6} tokens {line['ms']:9.3f} ms "
         f"({line['ms_low']:.3f} to {line['ms_high']:.3f}), products {line['products_ms']:.3f} ms"
-        f"{gpu_clock.told_card(line['card'])}" + ("" if equal is None else f", equal {equal:.2%}")
+        f"{gpu_clock.format_card(line['card'])}" + ("" if equal is None else f", equal {equal:.2%}")
     )
 
 

@@ -146,7 +146,7 @@ def measure(served: Served, tokens: int, rounds: int, output: int) -> Line:
     return line
 
 
-def told(line: Line) -> str:
+def format_line(line: Line) -> str:
     """A line for a terminal."""
     first, step = (
         [f"{line[f'{what}_{name}_ms']:.2f}" for name in ("new", "kept", "text")]
@@ -156,7 +156,7 @@ def told(line: Line) -> str:
         f"{line['backend']:6}{line['tokens']:6} tokens: first {first[0]} ms, {first[1]} where the "
         f"picture is kept, {first[2]} of text; a step {step[0]} ms, {step[1]}, {step[2]}; "
         f"a stream's longest gap {line['gap_longest_ms']:.2f}, median {line['gap_median_ms']:.2f}"
-        f"{gpu_clock.told_card(line['card'])}"
+        f"{gpu_clock.format_card(line['card'])}"
     )
 
 
@@ -184,7 +184,7 @@ def run(options: argparse.Namespace, command: str) -> Line:
                 line = {"backend": backend}
                 line |= measure(served, tokens, options.rounds, options.output)
                 found["lines"].append(line)
-                print(told(line), flush=True)
+                print(format_line(line), flush=True)
                 if options.out:
                     write_results(options.out, found)
             planned, peak = served.memory.total_bytes, peak_bytes(backend)

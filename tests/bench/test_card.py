@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.common.gpu_clock import HEADER, medians, told_card, watched
+from bench.common.gpu_clock import HEADER, format_card, medians, watched
 
 TOLD = "0, 1980, 350.25\n1, 1700, 690\n0, 1785, 701.5\n0, 1800, 699.5\n1, [N/A], 1\n0, 17"
 
@@ -16,8 +16,8 @@ def test_every_card_has_its_medians_and_what_is_no_number_is_left_out():
 
 
 def test_a_line_tells_the_slowest_clock_and_the_power_of_all():
-    assert told_card(medians(TOLD)).split() == ["1700", "1390"]
-    assert len(told_card(medians(TOLD))) == len(told_card({})) == len(HEADER)
+    assert format_card(medians(TOLD)).split() == ["1700", "1390"]
+    assert len(format_card(medians(TOLD))) == len(format_card({})) == len(HEADER)
 
 
 def test_cards_are_watched_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
