@@ -1,4 +1,4 @@
-"""A drafter and its settings as one word: `none`, `NEXTN:S=3`, `EAGLE3:S=5,k=4,N=16`."""
+"""Drafter settings in one word: `none`, `NEXTN:S=3`, `EAGLE3:S=5,k=4,N=16`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,17 +72,17 @@ class Draft:
 
     @property
     def of_files(self) -> str:
-        """What drafts, without the copies of seen text that join."""
+        """The drafter alone, without merged n-gram drafts."""
         return self.algorithm.removesuffix(WITH_COPIES)
 
     @property
     def remembers(self) -> bool:
-        """Whether it drafts from texts that the engine has served before."""
+        """Whether it drafts from outputs of earlier requests."""
         return self.algorithm.endswith("NGRAM")
 
     @property
     def has_own_corpus(self) -> bool:
-        """Whether it drafts from what the model said in another run."""
+        """Whether it drafts from the model's outputs of another run."""
         return dict(self.settings).get("corpus") == "own"
 
     @property
@@ -126,7 +126,7 @@ def named_folder(text: str) -> tuple[str, Path]:
 
 
 def folders_beside(model: Path) -> dict[str, Path]:
-    """Where the drafters of a model are looked for: `eagle3` beside its folder, and so on."""
+    """Returns the default folders of drafters: `eagle3` beside the model's folder, and so on."""
     return {name: model.resolve().parent / name.lower() for name in WITH_FOLDER}
 
 

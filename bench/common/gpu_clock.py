@@ -1,7 +1,7 @@
-"""What a card does while something is timed: the clock of its multiprocessors, and its power.
+"""Clock and power of a GPU while something is timed.
 
-A card that reaches its limit of power lowers its clock, so times of long products say little
-without both. They are asked of `nvidia-smi`, which ships with the driver and holds up no kernel.
+A GPU at its power limit lowers its clock, so times of long products need both numbers beside them.
+They come from `nvidia-smi`, which ships with the driver and delays no kernel.
 """
 
 import statistics
@@ -42,7 +42,7 @@ def _begun() -> subprocess.Popen[str] | None:
 
 
 def medians(told: str) -> Watched:
-    """Of lines `index, MHz, watts`; lines cut off and values that are no number are left out."""
+    """Returns medians of lines `index, MHz, watts`; skips incomplete lines and invalid numbers."""
     seen: dict[int, list[tuple[float, float]]] = {}
     for line in told.splitlines():
         try:

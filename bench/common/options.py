@@ -1,4 +1,4 @@
-"""What is measured, and the options that say it."""
+"""Measurement settings of the drafter benches, and their command-line options."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ MAX_TOKENS = 384  # more than twice the longest answer of the data
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is measured.
+    """Settings of a measurement.
 
     Attributes:
       folders: Of the drafters that have files of their own, by algorithm.
@@ -42,7 +42,9 @@ def add_options(parser: argparse.ArgumentParser, drafts: Sequence[str], count: i
     """The options of both commands; see `settings_of`."""
     parser.add_argument("--model", type=Path, help="folder of the checkpoint")
     parser.add_argument("--backend", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="refuse to run anywhere else")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="required device; an error on another one"
+    )
     parser.add_argument(
         "--drafts",
         nargs="+",
@@ -56,21 +58,23 @@ def add_options(parser: argparse.ArgumentParser, drafts: Sequence[str], count: i
         nargs="*",
         default=[],
         metavar="ALGORITHM=DIR",
-        help=f"where drafters lie (default: folders beside the model: {', '.join(WITH_FOLDER)})",
+        help=f"folders of drafters (default: beside the model: {', '.join(WITH_FOLDER)})",
     )
-    parser.add_argument("--kinds", default="problems,copying", help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", default="problems,copying", help=f"kinds of tasks, of {', '.join(KINDS)}"
+    )
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--count", type=int, default=count, help="tasks of each kind")
-    parser.add_argument("--seed", type=int, default=0, help="of the tasks")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
     parser.add_argument("--batch", type=int, help="requests at once (default: 8, on a GPU 64)")
-    parser.add_argument("--repeat", type=int, default=1, help="take the fastest of so many runs")
+    parser.add_argument("--repeat", type=int, default=1, help="number of runs; the fastest counts")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--out", type=Path, help="JSON file, written after every line")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """What the options say.
+    """Returns the settings of parsed options.
 
     Raises:
       ValueError: One of them is wrong; one sentence.

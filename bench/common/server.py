@@ -1,4 +1,4 @@
-"""A running server, as commands name it, and the sentence for what it does not answer."""
+"""Address of a running server on the command line, and the error for a missing response."""
 
 import argparse
 from typing import Any
@@ -17,11 +17,13 @@ def server_options(parser: argparse.ArgumentParser) -> None:
     address = {"type": plain_url, "metavar": "URL"}
     parser.add_argument("--base-url", **address, help=f"address of the server (default: {URL})")
     parser.add_argument("--url", **address, dest="base_url", help=HIDDEN)
-    parser.add_argument("--host", default="127.0.0.1", help="in place of --base-url")
-    parser.add_argument("--port", type=int, default=8000, help="in place of --base-url")
+    parser.add_argument("--host", default="127.0.0.1", help="alternative to --base-url")
+    parser.add_argument("--port", type=int, default=8000, help="alternative to --base-url")
     parser.add_argument("--api-key", help="sent as a bearer token")
-    parser.add_argument("--model", help="default: the first that the server names")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds without a word")
+    parser.add_argument("--model", help="model name (default: the first of /v1/models)")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds without data before a request fails"
+    )
 
 
 def prompt_count(parser: Any, default: int, help: str | None = None) -> None:

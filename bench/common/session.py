@@ -1,7 +1,7 @@
-"""One drafter on one backend: rounds of a batch of requests, whose decode steps are timed.
+"""Session of one drafter on one backend: rounds of a batch whose decode steps are timed.
 
-A round serves a whole batch from prompt to end. Only steps count in which every row decodes, but
-for the first few. Every round has the same requests, so its text is the same.
+A round serves a whole batch from prompt to end. It counts the steps in which every row decodes,
+without the first few. All rounds have the same requests, so their outputs are equal.
 """
 
 import resource
@@ -33,7 +33,7 @@ PROMPT_SEED = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is served.
+    """Batch of requests to serve.
 
     Attributes:
       batch: Requests at once.
@@ -175,7 +175,7 @@ class Session:
         return Round(texts, stamps[0] - began, step_s, grown)
 
     def activity(self, load: Load, steps: int) -> Activity:
-        """What the GPU does in a step."""
+        """Returns the GPU activity of a step."""
         few, many = (traced(self.backend, self._steps(load, n)) for n in (steps, 2 * steps))
         return many.per_step(few, steps)
 

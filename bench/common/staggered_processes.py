@@ -1,8 +1,8 @@
-"""Works that are made ready side by side, each in a process of its own, and go on one at a time.
+"""Processes that start side by side and are measured one after the other.
 
-A start takes most of a short measurement, and most of a start is compiling: several take little
-longer than one, where there are processors enough. What is timed runs alone, and each process ends
-before the next one's turn.
+Startup takes most of a short measurement, and compiling takes most of startup. With enough CPU
+cores several starts take little longer than one. Timed work runs alone, and each process ends
+before the next one continues.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing import Any
 from tests.support.spawned import Spawned
 
 Wait = Callable[[], None]
-"""What a work calls when it is ready: it returns when the work's turn has come."""
+"""Called by a process that is ready: it returns when the turn of the process has come."""
 
 
 def in_turns(

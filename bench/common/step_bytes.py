@@ -1,12 +1,12 @@
-"""Bytes that a decode step must at least move and numbers that it must multiply: its limits.
+"""Lower bounds of a decode step: bytes that it must move, and multiplications.
 
-Weights are read once for each pass over them, the embedding only where it is the LM head. The KV of
-every row is read once a layer and pass, a recurrent state read and written once, and once more
-where drafts are replayed. Of experts are read as many as rows choose on average that choose evenly
-and apart from each other. What a step writes of KV, and activations, are left out: they are small.
+Weights are read once per pass over them; the embedding counts only if it is the LM head. The KV of
+every row is read once per layer and pass. A recurrent state is read and written once, and once more
+if accepted drafts are replayed. The number of experts read is the mean for rows that choose evenly
+and independently. KV writes and activations are omitted, as they are small.
 
-Every row of a pass is multiplied with each number of its weights, and its queries with all keys and
-values. Padding is left out, and what norms and recurrent states multiply: it is small too.
+Every row of a pass is multiplied with all weights, and its queries with all keys and values.
+Padding, norms and recurrent states are omitted.
 """
 
 from math import prod
@@ -72,7 +72,7 @@ def _attended(config: ModelConfig) -> int:
 
 
 def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
-    """Of the device's drafter: each level is a pass, but of a block, which has one for all.
+    """Returns the bytes of the drafter: each level is a pass; a block takes one pass in all.
 
     What a DSPARK head has for its choices is read for each of them. Of the S passes of an EAGLE
     kind one extends it, which also proposes the first level.
@@ -92,7 +92,7 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
 
 
 def _draft_weights(blueprint: Blueprint) -> tuple[list[Parameter], bool]:
-    """What a pass of the device's drafter reads, and whether its embedding is its LM head."""
+    """Returns the weights that a drafter pass reads, and whether its embedding is its LM head."""
     drafts = blueprint.drafts
     if drafts.kind == MTP:
         every = parameters(blueprint.config, True)
@@ -130,7 +130,7 @@ def _weight_bytes(
 
 
 def _read_share(config: ModelConfig, rows: int) -> float:
-    """Of the experts in a stack, those that any of the rows reads; a shared one is always read."""
+    """Returns the share of a stack's experts that rows read; a shared expert is always read."""
     sizes = config.experts
     if sizes is None:
         return 1.0

@@ -1,4 +1,4 @@
-"""The progress of a command that waits for a server, on stderr."""
+"""Progress of a command that waits for a server, on stderr."""
 
 import threading
 import time

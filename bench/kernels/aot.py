@@ -1,18 +1,16 @@
-"""Compiles what JAX runs on an H200 where there is none, and says what would be wrong with it.
+"""Compiles the JAX kernels, steps and starts for an H200 without a GPU, and reports faults.
 
     python -m bench.kernels.aot
     python -m bench.kernels.aot --only delta_mix EAGLE3
 
-First come the kernels, in the cases of a real model's size that the tests of their operations have:
-none may spill registers or want more shared memory than a block can have. Then come whole steps of
-decoding and of prompts, as a server with default flags would prepare them: each must be one command
-buffer in which XLA itself copies nothing of size, must sort nothing, and may work on no more memory
-than the plan has for it. Last come the starts of all models that are shipped, with what drafts for
-them, on 1, 2, 4 and 8 ranks: their programs are lowered, and each kernel in them is compiled once.
-Of a model the first layers are taken, since the others are equal. Nothing is timed: without a
-device nothing can be.
+Kernels come first, in the large cases of their operations' tests. A kernel may not spill registers
+or exceed the shared memory of a block. Whole decode and prefill steps follow, as a server with
+default flags prepares them. Each must be one command buffer without large copies by XLA, without a
+sort, and within the memory of its plan. Last are the starts of all shipped models with their
+drafters on 1, 2, 4 and 8 ranks: their programs are lowered, and each kernel is compiled once. Only
+the first layers of a model are used, since the others are equal. Nothing is timed.
 
-This is for an environment of its own, which `make aot` makes.
+The environment is a separate one, made by `make aot`.
 """
 
 import argparse
@@ -33,7 +31,7 @@ HEADER = f"{'kernel':22}{'case':48}{'registers':>10}{'spilled':>9}{'shared':>9}{
 
 
 class Report:
-    """What is found, printed as it comes.
+    """Results, printed as they come.
 
     Attributes:
       faults: What is wrong, a sentence each.
@@ -115,9 +113,9 @@ def line_of(kernel: Kernel, case: str, seconds: float | None) -> str:
 
 
 def options() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    told = "texts that the names of items have: a module of ops, a model, a drafter, `start`"
+    told = "text in the names of items: a module of ops, a model, a drafter, `start`"
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=told)
     add_bounds(parser)
     return parser
@@ -127,9 +125,11 @@ def add_bounds(parser: argparse.ArgumentParser) -> None:
     """Flags that bound what a run takes."""
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=int, default=cores, help="processes that compile at once")
-    parser.add_argument("--limit-s", type=float, default=1200.0, help="seconds of one item at most")
     parser.add_argument(
-        "--total-s", type=float, default=7200.0, help="seconds after which no item is begun"
+        "--limit-s", type=float, default=1200.0, help="time limit of one item in seconds"
+    )
+    parser.add_argument(
+        "--total-s", type=float, default=7200.0, help="seconds after which no item starts"
     )
 
 

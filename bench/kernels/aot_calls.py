@@ -1,8 +1,8 @@
-"""Kernels of lowered programs, compiled once each for a GPU that is not here.
+"""Kernels of lowered programs, each compiled once for an absent GPU.
 
-The kernels of a program are calls that need nothing of what is around them. So a program is lowered
-as a whole, which finds what Pallas does not take, and of its calls only those are compiled that no
-program before had.
+A kernel in a program is a call that needs nothing from its surroundings. A program is lowered as a
+whole, which finds what Pallas rejects. Then only the calls that no earlier program had are
+compiled.
 """
 
 import re
@@ -46,7 +46,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """As its source gives it."""
+        """Name of the kernel in its source."""
         named = re.search(r'\bname = "(\w+)"', self.attributes)
         return named[1] if named else self.target
 

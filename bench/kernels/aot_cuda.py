@@ -1,4 +1,4 @@
-"""torch on a GPU that is not here: its tensors have no memory, and its kernels do not run."""
+"""CUDA in torch for an absent GPU: tensors without memory, and kernels that do not run."""
 
 import os
 import tempfile

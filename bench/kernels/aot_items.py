@@ -1,4 +1,4 @@
-"""The work on each of `bench.kernels.items` in JAX, in a process that has many of them in turn."""
+"""Compilation of `bench.kernels.items` in JAX, several in one process."""
 
 import os
 import time
@@ -51,7 +51,7 @@ def examined(item: Item, *, compiles: bool = True, is_brief: bool = False) -> Fo
 
 @cache
 def gpus(count: int) -> AbsentGpu:
-    """As many GPUs that are not here."""
+    """Returns the given number of absent GPUs."""
     return AbsentGpu(DESCRIPTION, count)
 
 

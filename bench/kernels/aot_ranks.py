@@ -1,4 +1,4 @@
-"""A layer's products on ranks that are GPUs which are not here, in JAX, with their gathers."""
+"""GEMMs of a layer with their all-gathers in JAX, on ranks of absent GPUs."""
 
 from functools import partial
 from typing import Any
@@ -18,12 +18,12 @@ from kernels.tiles import MEASURED, Tiles
 from shared.spec.reduction_order import SQUARES
 
 HIDDEN, INNER = 4096, 12288
-"""Of Qwen3-8B."""
+"""Sizes of Qwen3-8B."""
 BLOCK_BYTES = 1 << 26
 
 
 def lowered_layer(count: int, rows: int) -> Lowered:
-    """What follows attention in a layer, one program for so many ranks and rows."""
+    """Lowers a layer after attention as one program, for a number of ranks and rows."""
     described = topologies.get_topology_desc(
         "absent",
         "cuda",

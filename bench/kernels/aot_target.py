@@ -1,7 +1,7 @@
-"""Programs of JAX compiled for a GPU that is not here.
+"""JAX programs compiled for an absent GPU.
 
-The CUDA plugin of jax compiles for whatever GPU a description says, and wants neither a driver nor
-a device for it. Nothing that it compiles so can run, and nothing is tuned by timing.
+The CUDA plugin of JAX compiles for the GPU of a description, without driver or device. The result
+cannot run, and nothing is autotuned.
 """
 
 import inspect
@@ -44,12 +44,12 @@ SHAPES = Path(__file__).parents[1] / "shapes"
 DESCRIPTION = Path(__file__).parents[1] / "targets" / "nvidia_h200.txtpb"
 ARCHITECTURE = "sm_90a"
 CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu")
-"""What kernels of Pallas are in a program's text."""
+"""Calls of Pallas kernels in the text of a program."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA made of a program.
+    """Output of XLA for a program.
 
     Attributes:
       kernels: All of them, XLA's own too, each once.
@@ -281,7 +281,7 @@ def _number(text: str, name: str) -> int:
 
 
 def _assembled(source: Path) -> str:
-    """What ptxas says of a file."""
+    """Returns the report of ptxas on a file."""
     line = [_ptxas(), "-v", f"-arch={ARCHITECTURE}", source, "-o", source.with_suffix(".cubin")]
     return run(line, capture_output=True, text=True, check=True).stderr
 

@@ -1,13 +1,12 @@
-"""Compiles what torch runs on an H200 where there is none, by the Triton that is installed.
+"""Compiles the torch kernels for an H200 without a GPU, with the installed Triton.
 
     python -m bench.kernels.aot_torch
     python -m bench.kernels.aot_torch --only mix linear --whole
 
-Every kernel in the cases of a real model's size that the tests of the operations have, and every
-kernel of the starts of `bench.kernels.aot`, with the tiles of an H200. Without `--whole` only
-Triton's own representation is made of a kernel, in a tenth of a second: what its language refuses
-is seen. With it the kernel is compiled, and its registers, what it spills and its shared memory are
-told, of which it may want no more than there is. Nothing is timed: without a device nothing can be.
+Covers every kernel in the large cases of the operations' tests and in the starts of
+`bench.kernels.aot`, with the tile configs of an H200. Without `--whole` only Triton's IR is made,
+in a tenth of a second, which finds errors of the language. With it the kernel is compiled, and its
+registers, spills and shared memory are checked. Nothing is timed.
 """
 
 import argparse
@@ -46,7 +45,7 @@ class Zeros:
         self._rng = rng
 
     def standard_normal(self, size: Any = None, dtype: Any = np.float64) -> np.ndarray:
-        """Of the shape and type that are asked for."""
+        """Returns zeros of the requested shape and type."""
         return np.zeros(() if size is None else size, dtype)
 
     def __getattr__(self, name: str) -> Any:
@@ -99,7 +98,7 @@ def examined(item: Item, *, is_whole: bool, is_brief: bool = False) -> tuple[Fou
 
 
 def found_of(item: Item, *, is_whole: bool, is_brief: bool) -> Found:
-    """As `examined`, with the number of new kernels."""
+    """Same as `examined`, with the number of new kernels."""
     found, new = examined(item, is_whole=is_whole, is_brief=is_brief)
     return replace(found, calls=len(new))
 
@@ -140,9 +139,9 @@ def main() -> int:
     """Prints what is compiled; the exit code is 1 where something cannot be."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="as of `bench.kernels.aot`"
+        "--only", nargs="+", default=[], metavar="NAME", help="same as in `bench.kernels.aot`"
     )
-    parser.add_argument("--whole", action="store_true", help="compile to the end")
+    parser.add_argument("--whole", action="store_true", help="compile to machine code")
     add_bounds(parser)
     options = parser.parse_args()
     names, faults, programs = list[str](), 0, 0

@@ -1,6 +1,6 @@
-"""What XLA and ptxas say of compiled programs, read from their texts, and what is wrong with it.
+"""Faults of compiled programs, read from the output of XLA and ptxas.
 
-Nothing here needs either of them.
+This module needs neither of them.
 """
 
 import re
@@ -15,10 +15,10 @@ from tests.support.lowered import BROKEN_BY, operations
 MOST_SHARED_BYTES = 227 * 1024
 """Shared memory that a block of an H200 can have."""
 LEAST_HELD_BYTES = 2**20
-"""Of an array that a step is given; a smaller one is no weight, pool or state of note."""
+"""Bytes of an array argument; a smaller one is no weight, pool or state of note."""
 
 KERNELS_IN_BUFFER = {"kCustomKernel", "kCustomCall"}
-"""Of Triton, and of Mosaic GPU: what else would be called breaks a buffer, see `BROKEN_BY`."""
+"""Call targets of Triton and Mosaic GPU; other calls break a command buffer, see `BROKEN_BY`."""
 IN_BUFFER = KERNELS_IN_BUFFER | {"kKernel", "kCopy", "kMemset32BitValue", "kMemzero"}
 """Thunks that a command buffer of a step has; a small copy may be one of them."""
 
@@ -177,7 +177,7 @@ def kernel_names(folder: Path) -> set[str]:
 
 
 def faults_of_kernel(kernel: Kernel, case: str) -> Iterator[str]:
-    """What is wrong with a kernel of a case, a sentence each."""
+    """Yields the faults of a kernel in a case, one sentence each."""
     known = excuse(kernel, case)
     most = known.most_bytes if known else 0
     if kernel.spilled_bytes > most:
@@ -189,20 +189,20 @@ def faults_of_kernel(kernel: Kernel, case: str) -> Iterator[str]:
 
 
 def excuse(kernel: Kernel, case: str) -> Excuse | None:
-    """What is known of a kernel that spills."""
+    """Returns the known spill of a kernel, if any."""
     if not kernel.spilled_bytes:
         return None
     return next((x for x in EXCUSES if x.kernel == kernel.source and case in x.cases), None)
 
 
 def faults_of_operations(text: str, step: str) -> Iterator[str]:
-    """What a step must not have before anything is compiled, by its StableHLO; as a sentence."""
+    """Yields operations that a step must not have before it is compiled, by its StableHLO."""
     if broken := operations(text) & BROKEN_BY:
         yield f"{step} has operations that break a command buffer: {', '.join(sorted(broken))}"
 
 
 def faults_of_order(thunks: Sequence[Thunk], step: str) -> Iterator[str]:
-    """What keeps a step from being one command buffer, a sentence each."""
+    """Yields reasons why a step is not one command buffer, one sentence each."""
     tops = [thunk for thunk in thunks if not thunk.depth]
     if [thunk.kind for thunk in tops] != ["kCommandBuffer"]:
         beside = _format_thunks([thunk for thunk in tops if thunk.kind != "kCommandBuffer"])
@@ -223,13 +223,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def faults_of_copies(text: str, most_bytes: int, step: str) -> Iterator[str]:
-    """Which copies of weights, pools or states a step hides, as a sentence."""
+    """Yields the copies of weights, pools or states in a step, as a sentence."""
     large = {name: size for name, size in copied_by_xla(text).items() if size > most_bytes}
     if large:
         yield f"{step} copies {sum(large.values())} bytes in {_listed(list(large))}"
 
 
 def faults_of_memory(temp_bytes: int, planned_bytes: int, step: str) -> Iterator[str]:
-    """Whether a step takes more than the memory plan has for it, as a sentence."""
+    """Yields a sentence if a step takes more memory than its plan."""
     if temp_bytes > planned_bytes:
         yield f"{step} works on {temp_bytes} bytes, and the memory plan has {planned_bytes}"

@@ -1,12 +1,11 @@
-"""Starts of models of many sizes on this machine's GPU, in both backends, and their texts compared.
+"""Starts models of many sizes on this machine's GPU in both backends and compares outputs.
 
     python -m bench.kernels.gpu_starts --shipped --random 20 --out bench/results/starts.json
 
-Each start is a process of its own with made-up weights, and with the first layers of a model, as
-those of `bench.kernels.aot`: it makes the programs of the fewest and the most rows ready, and
-serves a few prompts. A line says whether torch and JAX have given the same tokens; the exit code is
-1 where they have not, or where something does not start. Random models are those of
-`bench.kernels.random_configs`.
+Each start is a process with dummy weights and the first layers of a model, as in
+`bench.kernels.aot`. It prepares the programs of the fewest and the most rows and serves a few
+prompts. A line reports whether torch and JAX return the same tokens. The exit code is 1 if outputs
+differ or a start fails. Random models are those of `bench.kernels.random_configs`.
 """
 
 import argparse
@@ -114,8 +113,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shipped", action="store_true", help="all models of the repository")
     parser.add_argument("--random", type=int, default=0, help="random models")
-    parser.add_argument("--brief", action="store_true", help="programs of the most rows alone")
-    parser.add_argument("--only", nargs="+", default=[""], help="texts that names have")
+    parser.add_argument("--brief", action="store_true", help="only the programs of the most rows")
+    parser.add_argument("--only", nargs="+", default=[""], help="text in the name of a start")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=list(BACKENDS))
     parser.add_argument("--out", type=Path, help="JSON file")
     add_bounds(parser)

@@ -99,7 +99,7 @@ class Item:
 
     @property
     def case(self) -> str:
-        """As `known_spills` names it: a case by itself, without its operation."""
+        """Name of the case in `known_spills`, without its operation."""
         return self.name.partition(", ")[2] if self.kind == "case" else self.name
 
 

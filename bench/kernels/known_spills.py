@@ -1,7 +1,7 @@
-"""Kernels that spill registers on an H200 and are left as they are, each for a reason.
+"""Kernels that spill registers on an H200, with the reason for each.
 
-What spills beyond this is a fault of `bench.kernels.aot`, and so is a line here that nothing needs.
-The bytes are those of ptxas 13.5.
+Other spills are faults of `bench.kernels.aot`, and so are unused lines here. Bytes are those of
+ptxas 13.5.
 """
 
 from dataclasses import dataclass

@@ -1,15 +1,14 @@
-"""Times the head of a model joined with the choice of tokens, beside both one after the other.
+"""Times the LM head fused with token sampling, next to both one after the other.
 
     python -m bench.kernels.lm_head
     python -m bench.kernels.lm_head --rows 32 512 --sides torch --temperature 0.8
     python -m bench.kernels.lm_head --widths 1 4
 
-The head is that of Qwen3-8B, 4,096 inputs and 151,936 tokens. A line says, for a framework and a
-number of rows, the microseconds of the product and the choice apart, of both joined, and whether
-all tokens are equal. With widths the best so many children of nodes are ranked with their weights,
-as drafters do, one node a row. The exit code is 1 where some are not equal. In the end it says
-whether the tokens of both frameworks are. A GPU is warmed up until its clock is the one that its
-power allows.
+The head is that of Qwen3-8B, 4,096 inputs and 151,936 tokens. A line has the microseconds of GEMM
+and sampling, of the fused kernel, and whether all tokens are equal, for a framework and a number of
+rows. With `--widths` the best children of nodes are ranked with their weights, as drafters do, one
+node per row. The exit code is 1 if tokens differ. The last line compares the tokens of both
+frameworks. A GPU is warmed up until its clock settles at its power limit.
 """
 
 import argparse
@@ -62,7 +61,7 @@ def head() -> Any:
 
 
 def arguments_of(rows: int, temperature: float, is_ranked: bool) -> dict[str, Any]:
-    """Of `projection.joined`, or the first of `projection.ranked`."""
+    """Returns the arguments of `projection.joined`, or the first ones of `projection.ranked`."""
     made = greedy_arguments(0, R=rows, K=INPUTS, N=64, temperature=temperature)
     seen, positions = made["seen"], made["positions"]
     params = replace(made["params"], top_k=np.full(rows, TOKENS, np.int32))
@@ -105,12 +104,14 @@ def measure(side: Side, rows: int, temperature: float, width: int) -> tuple[np.n
 
 
 def options() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128, 256, 512])
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--widths", nargs="+", type=int, default=[0], help="0: one is chosen")
-    parser.add_argument("--temperature", type=float, default=0.0, help="of all rows")
+    parser.add_argument(
+        "--widths", nargs="+", type=int, default=[0], help="children per node; 0 samples one token"
+    )
+    parser.add_argument("--temperature", type=float, default=0.0, help="temperature of all rows")
     return parser
 
 

@@ -1,10 +1,10 @@
-"""Lowers programs of the demo model for an H200, with a jax that knows of no GPU.
+"""Lowers programs of the demo model for an H200, with a JAX without CUDA.
 
     python -m bench.kernels.lowered
 
-A kernel that Pallas cannot lower ends the start of a server on a GPU, which no test on a CPU sees.
-Here jax 0.11 alone is needed, none of CUDA's packages: `make lowered` installs it, and CI runs it.
-What lowers may still not compile; `bench.kernels.aot` tries that, and all models.
+A kernel that Pallas cannot lower ends the startup of a server on a GPU, which no CPU test detects.
+This needs only jax 0.11: `make lowered` installs it, and CI runs it. A lowered program may still
+fail to compile; `bench.kernels.aot` compiles it, for all models.
 """
 
 import os

@@ -1,18 +1,18 @@
-"""Checks and times an operation on both sides, over the cases of its tests.
+"""Checks and times an operation in both backends, over the cases of its tests.
 
     python -m bench.kernels.op mix --out bench/results/op_mix.json
 
-Every case is compared with the specification and then timed, over inputs that rotate, so that no
-call finds its own in a GPU's cache. Beside the time stands the bytes limit: what a call must read
-and write, at the rate that a large copy reaches on the same device. On a GPU an operation is the
-kernel that `ops` has bound, and every case runs; elsewhere it is plain, and small cases run. Each
-line is printed, and the file written, as soon as it is known.
+Every case is compared with the specification and then timed over rotating inputs, so that no call
+finds its own in the GPU's cache. The bytes limit is the time of the bytes that a call must read and
+write at the rate of a large copy on the same device. On a GPU an operation is its bound kernel, and
+every case runs; on a CPU it is the reference implementation, and small cases run. Each line is
+printed and written as soon as it is known.
 
     python -m bench.kernels.op mix --cases "32 x" \
         --tiles '{}' '{"stages": 2}' '{"stages": 2, "splits": 4}'
 
-finds tiles for a GPU (`kernels/tiles.py`): the cases whose name has the text, with those of the
-GPU's file and with some of them replaced.
+searches tile configs for a GPU (`kernels/tiles.py`): the cases whose name contains the text, with
+the tiles of the GPU's file and with some of them replaced.
 """
 
 import argparse
@@ -45,7 +45,7 @@ Line = dict[str, Any]
 
 
 class Report:
-    """What is found, printed and written as it comes.
+    """Results, printed and written as they come.
 
     Attributes:
       found: All of it, as the file has it.
@@ -78,7 +78,7 @@ class Report:
         self.say(line_of(line))
 
     def may_begin(self, side: Side, case: OpCase) -> bool:
-        """Whether there is time for another case; the report says what was left out."""
+        """Returns whether there is time for another case, and records a skipped one."""
         if time.monotonic() < self._until:
             return True
         self.found["left_out"].append(f"{side.name}: {case}")
@@ -134,7 +134,7 @@ def _seconds(side: Side, case: OpCase, num_bytes: int) -> list[float]:
 
 
 def _hash(case: OpCase, arguments: dict[str, Any], results: Sequence[np.ndarray]) -> str:
-    """Of the bits of the results' rows that mean anything."""
+    """Returns a digest of the bits of all meaningful rows of the results."""
     rows = slice(None) if case.real_rows is None else case.real_rows(arguments)
     return hashlib.sha256(b"".join(x[rows].tobytes() for x in results)).hexdigest()[:16]
 
@@ -174,17 +174,17 @@ def _cases(arguments: argparse.Namespace, side: Side) -> list[OpCase]:
 
 
 def options() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=tables(), help="a table of `tests/support/cases`")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--sizes", nargs="+", choices=("small", "large"))
-    parser.add_argument("--cases", default="", help="text that the names of all have")
+    parser.add_argument("--cases", default="", help="text in the names of the cases")
     changes = "JSON: tiles that replace those of the GPU's file"
     parser.add_argument("--tiles", nargs="+", type=json.loads, default=[{}], help=changes)
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
-    parser.add_argument("--seconds", type=float, default=300, help="begin no case after that long")
+    parser.add_argument("--seconds", type=float, default=300, help="start no case after this time")
     return parser
 
 

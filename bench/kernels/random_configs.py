@@ -1,13 +1,13 @@
-"""Starts of models of random sizes that can be served.
+"""Starts random models, to check that every accepted size can be served.
 
     python -m bench.kernels.random_configs --language jax --count 200
     python -m bench.kernels.random_configs --language torch --count 200
 
-Random are families, heads and their sizes, widths, vocabularies, experts, gated-delta heads, FP8,
-what drafts, and how many requests run at once. Each is started for an H200 that is not here, as by
-`bench.kernels.aot` and `bench.kernels.aot_torch`, in whose environments this runs: programs of
-every kind of work are lowered, and with `--compile` each kernel in them is compiled once. A seed
-gives the same models everywhere. The exit code is 1 where one does not start.
+Random are the family, heads and their sizes, widths, vocabularies, experts, GDN heads, FP8, the
+drafter and the batch size. Each model is started for an absent H200, as in `bench.kernels.aot` and
+`bench.kernels.aot_torch`, in their environments. Programs of every kind are lowered, and with
+`--compile` each kernel is compiled once. A seed gives the same models everywhere. The exit code is
+1 if a model does not start.
 """
 
 import argparse
@@ -224,10 +224,10 @@ def main() -> int:
     """Prints what does not start; the exit code is 1 where anything does not."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--language", choices=("jax", "torch"), required=True)
-    parser.add_argument("--count", type=int, default=COUNT, help="models")
+    parser.add_argument("--count", type=int, default=COUNT, help="number of models")
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--compile", action="store_true", help="compile each kernel once")
-    parser.add_argument("--brief", action="store_true", help="programs of the most rows alone")
+    parser.add_argument("--brief", action="store_true", help="only the programs of the most rows")
     parser.add_argument("--out", type=Path, help="JSON file")
     add_bounds(parser)
     options = parser.parse_args()

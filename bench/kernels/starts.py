@@ -1,4 +1,4 @@
-"""Starts of a server that are made for GPUs which are not here, and the programs of one."""
+"""Server starts for absent GPUs, and the programs of each."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -242,8 +242,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("side", choices=(*SIDES, "compare"))
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="two, for compare")
-    parser.add_argument("--out", type=Path, help="where the counts are written")
-    parser.add_argument("--only", nargs="+", default=STARTS, help="starts with one of these texts")
+    parser.add_argument("--out", type=Path, help="JSON file of the counts")
+    parser.add_argument("--only", nargs="+", default=STARTS, help="text in the name of a start")
     options = parser.parse_args()
     if options.side == "compare":
         found = [*differences(*(json.loads(path.read_text()) for path in options.files))]

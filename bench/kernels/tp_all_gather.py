@@ -1,15 +1,14 @@
-"""Times gathers of ranks on the GPUs of one host, and the products of a layer that they part.
+"""Times all-gathers between the GPUs of a host, and the GEMMs of a layer between them.
 
     python -m bench.kernels.tp_all_gather --out bench/results/ranks.json
     python -m bench.kernels.tp_all_gather --parts layer --languages torch --rows 1 8 --ranks 2
     python -m bench.kernels.tp_all_gather --parts choices --rows 1 8 32 128 512 --ranks 2
 
-Ranks are processes in torch and devices of one process in JAX, each with a GPU of its own. First
-come gathers alone, in one graph or program, with words and with blocks; then the four products of a
-layer of Qwen3-8B: by one GPU, by ranks with gathers as kernels of their own, and by ranks whose
-products gather. Weights are those of several layers in turn, more than a cache holds. A line also
-says whether what was gathered is right. Each is printed, and the file written, as soon as it is
-known; a part that fails is a line too. All GPUs that are used should be idle.
+Ranks are processes in torch and devices of one process in JAX, with a GPU each. The all-gathers
+alone come first, in one graph or program, by the LL protocol and by blocks. Then come the four
+GEMMs of a layer of Qwen3-8B: on one GPU, on ranks with separate gather kernels, and on ranks whose
+GEMMs gather. Weights of several layers rotate, more than a cache holds. A line also reports whether
+the gathered values are right. A part that fails is a line too. All GPUs should be idle.
 """
 
 import argparse
@@ -95,7 +94,7 @@ def gathers_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
 
 
 def gathers_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
-    """As `gathers_in_torch`, in one program for all devices, queued."""
+    """Same as `gathers_in_torch`, in one program for all devices, queued."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
     sharding, gathers = (
         import_module("jax.sharding"),
@@ -170,10 +169,12 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], metavar="N")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), metavar="R")
     parser.add_argument(
-        "--parts", nargs="+", default=["gathers", "layer"], help="or choices, tiles"
+        "--parts", nargs="+", default=["gathers", "layer"], help="gathers, layer, choices or tiles"
     )
     parser.add_argument("--languages", nargs="+", default=["torch", "jax"])
-    parser.add_argument("--seconds", type=float, default=200.0, help="of a part between meetings")
+    parser.add_argument(
+        "--seconds", type=float, default=200.0, help="time limit of a part in seconds"
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     gpus, rows = torch.cuda.device_count(), tuple(options.rows)

@@ -1,4 +1,4 @@
-"""Products of a layer that gathers of ranks part, for `bench.kernels.tp_all_gather`."""
+"""Tensor-parallel GEMMs of a layer with all-gathers, for `bench.kernels.tp_all_gather`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ def note(found: list[Line], line: Line, rank: Rank) -> None:
 
 @dataclass(frozen=True)
 class Timed:
-    """How a step of several gathers is timed.
+    """Timing of a step of several gathers.
 
     Attributes:
       rank: Of the process.

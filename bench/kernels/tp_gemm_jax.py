@@ -1,4 +1,4 @@
-"""Products of a layer that gathers of ranks part, in JAX, for `bench.kernels.tp_all_gather`."""
+"""Tensor-parallel GEMMs of a layer in JAX, for `bench.kernels.tp_all_gather`."""
 
 import time
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from tests.support.ranks_on_gpus import joined
 
 
 def layer_in_jax(process: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
-    """As `layer_in_torch`, in one program for all devices, queued; no product alone."""
+    """Same as `layer_in_torch`, in one queued program for all devices; no GEMM alone."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
     gathers, linear = import_module("kernels.pallas_gpu.collectives.all_gather"), _linear_of_jax()
     sharding, mailboxes = (

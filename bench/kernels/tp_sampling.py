@@ -1,8 +1,8 @@
 """Token sampling from vocab-parallel logits, for `bench.kernels.tp_all_gather`.
 
-The head is that of Qwen3-8B. Three ways: all logits are gathered and each rank chooses from whole
-rows; parts of the vocabulary are gathered as what they leave; and the same where the product with
-the head leaves it. Rows ask for their best token, or are warm, or have a filter.
+The LM head is that of Qwen3-8B. Three ways are compared: gather all logits and sample from whole
+rows; gather the partial results of vocabulary shards; and the same from the LM-head epilogue. Rows
+are greedy, have a temperature, or have a filter.
 """
 
 import time
@@ -40,7 +40,7 @@ class _Exchange(DeviceMailboxes):
 
 
 def kinds(R: int) -> dict[str, Any]:
-    """What rows are chosen by, by what they ask for."""
+    """Returns sampling parameters by kind of request."""
     warm = np.full(R, 0.8, np.float32)
     return {
         "greedy": asked(R, TOKENS),
@@ -50,7 +50,7 @@ def kinds(R: int) -> dict[str, Any]:
 
 
 def given_of(R: int, params: Any) -> list[Any]:
-    """What was seen, positions, what is asked for, and whose rows they are."""
+    """Returns token counts, positions, sampling parameters, and the request of each row."""
     rows, path = np.arange(R, dtype=np.int32), np.zeros((R, 0), np.int32)
     seen = Seen(np.zeros((2, TOKENS), np.int32), np.ones(R, np.int32), path, path > 0)
     return [seen, rows + 100, params, rows]
@@ -120,7 +120,7 @@ def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
 
 
 def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
-    """As `choices_in_torch`, several in one program for all devices, queued."""
+    """Same as `choices_in_torch`, several in one queued program for all devices."""
     jax, jnp, sharding = (import_module(name) for name in ("jax", "jax.numpy", "jax.sharding"))
     ops, mailboxes_of = import_module("jax_impl.ops"), import_module("jax_impl.mailboxes")
     names = ("linear", "lm_head", "sampling", "vocab_parallel")

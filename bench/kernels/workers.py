@@ -1,4 +1,4 @@
-"""Work that is shared out among processes, each item within a time limit."""
+"""Items shared among processes, each within a time limit."""
 
 import multiprocessing
 import time

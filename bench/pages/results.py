@@ -170,7 +170,7 @@ def _place(key: Key) -> tuple[Any, ...]:
 
 
 def is_one_revision(one: Line, other: Line) -> bool:
-    """Whether two lines come from the same sources: one file, or one clean revision."""
+    """Returns whether two lines come from one file or from one clean revision."""
     if one["file"] == other["file"]:
         return True
     return one["revision"] == other["revision"] and "+" not in one["revision"]

@@ -1,11 +1,11 @@
-"""Held-out accuracy of the shipped model, and what each drafter accepts.
+"""Held-out accuracy of the shipped model, and the acceptance of each drafter.
 
     python -m bench.quality.accuracy --model models/demo/target --backend torch jax --out FILE.json
     python -m bench.quality.accuracy --table FILE.json... --into models/demo/README.md
 
-The engine runs in this process, at temperature 0 and 1, with the same seeds for every drafter: the
-exit code is 1 where a drafter changed a text. The second form renders the table of some files and
-puts it between the markers `<!-- accuracy -->` and `<!-- /accuracy -->` of a document.
+The engine runs in this process, at temperature 0 and 1, with the same seeds for every drafter. The
+exit code is 1 if a drafter changes an output. The second form renders the table of some files
+between the markers `<!-- accuracy -->` and `<!-- /accuracy -->` of a document.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.quality.accuracy")
     add_options(parser, DRAFTS, COUNT)
     parser.add_argument("--table", nargs="+", type=Path, help="render these files instead")
-    parser.add_argument("--into", type=Path, help="the document that gets the table")
+    parser.add_argument("--into", type=Path, help="document to insert the table into")
     args = parser.parse_args()
     try:
         if args.table:

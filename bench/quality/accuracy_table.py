@@ -62,7 +62,7 @@ def _values(mine: list[Row], kinds: list[str]) -> list[str]:
 
 
 def notes(files: Sequence[File]) -> Iterator[str]:
-    """How it was measured, what was excused and what was refused."""
+    """Yields tasks, equality of outputs, unsupported settings, and commands."""
     counts = _in_order(f"{row['count']} {row['kind']}" for file in files for row in file["rows"])
     yield f"Tasks: {', '.join(counts)}. Texts: {_texts(files)}."
     for refusal in _in_order(

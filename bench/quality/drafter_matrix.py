@@ -1,4 +1,4 @@
-"""Drafters over the demo model's held-out tasks: acceptance, accuracy, speed, and equal texts."""
+"""Drafters on held-out tasks of the demo model: acceptance, accuracy, speed, equal outputs."""
 
 import argparse
 import copy
@@ -35,7 +35,7 @@ class Measurement:
 
     Attributes:
       rows: A line for each backend, drafter, temperature and kind.
-      refusals: A line for each backend and drafter that was refused.
+      refusals: A line for each unsupported combination of backend and drafter.
       texts: What was compared.
 
     Raises:
@@ -89,7 +89,7 @@ class Measurement:
         except ValueError as error:
             line = {"backend": backend, "algorithm": str(draft), "refused": str(error)}
             self.refusals.append(line)
-            print(f"refused: {backend}, {draft}: {error}", flush=True)
+            print(f"unsupported: {backend}, {draft}: {error}", flush=True)
             self._report(self)
             return None
 
@@ -100,7 +100,7 @@ class Measurement:
         return start(backend, flags, batch=batch, context=context, radix_cache=False)
 
     def _outputs_before(self, backend: str, tasks: Tasks) -> list[list[int]]:
-        """What the model said to the tasks in another run; see `own_corpus`."""
+        """Returns the outputs of the tasks in another run; see `self_corpus`."""
         if tasks.kind not in self._other_outputs:
             plain, most = self._started(backend, Draft.parse(PLAIN)), self.settings.max_tokens
             found = self_corpus.other_outputs(plain, tasks.prompts, most)
@@ -194,7 +194,7 @@ def _close(served: Served | None) -> None:
 
 
 def _machine(backend: str, device: str | None) -> str:
-    """Where a backend runs, for the reader; only its framework is imported."""
+    """Returns a description of the backend's machine; imports only its framework."""
     if backend == "torch":
         import torch
 
@@ -235,12 +235,12 @@ def line_of(row: Row) -> str:
 
 
 def verdict(measurement: Measurement) -> int:
-    """Prints what was compared and refused; the exit code is 1 where a text changed."""
+    """Prints compared outputs and unsupported settings; the exit code is 1 if an output changed."""
     texts = measurement.texts
-    print(f"{len(measurement.refusals)} refused; {texts.tokens} tokens compared, ", end="")
+    print(f"{len(measurement.refusals)} unsupported; {texts.tokens} tokens compared, ", end="")
     print(f"{texts.excused} texts excused as near ties, {texts.wrong} changed", flush=True)
     if not measurement.rows:
-        print("NOTHING WAS MEASURED: every drafter was refused", file=sys.stderr)
+        print("NOTHING WAS MEASURED: every drafter is unsupported", file=sys.stderr)
         return 1
     if not texts.are_equal:
         print("THE TEXTS ARE NOT EQUAL: a drafter changed what the model says", file=sys.stderr)

@@ -1,12 +1,12 @@
-"""The score of the shipped tasks by lm-evaluation-harness, for every drafter and backend.
+"""Scores of the shipped tasks by lm-evaluation-harness, for every drafter and backend.
 
     python -m bench.quality.lm_eval_runner --backend torch jax --drafts none NGRAM NEXTN EAGLE3 \
         --limit 64 --lm-eval .venv-lm/bin/lm_eval --out FILE
 
-Each server is started in turn and asked by the harness's own client of completions, many requests
-at once. The harness is no dependency of the project: `--lm-eval` names its command, of an
-environment of its own (bench/lm_eval/README.md). A drafter must not change what is said: the exit
-code is 1 where a score or an answer differs from the first server's.
+Each server is started in turn and receives many requests at once from the harness's completions
+client. The harness is not a dependency: `--lm-eval` is its command, in an environment of its own
+(bench/lm_eval/README.md). The exit code is 1 if a score or an output differs from the first
+server's.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def score(server: Server, folder: Path, kind: str, options: argparse.Namespace) 
 
 
 def _tokenizing(kind: str, model: Path) -> dict[str, object]:
-    """Who makes tokens: the server, but where the harness has to know where an answer begins."""
+    """Returns the harness's tokenizer settings: the server's, unless it must find prompt ends."""
     if kind not in SCORED:
         return {"tokenizer_backend": None, "tokenized_requests": False}
     return {"tokenizer_backend": "huggingface", "tokenizer": model.resolve()}
@@ -161,7 +161,7 @@ def line_of(line: Line) -> str:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command takes."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.quality.lm_eval_runner", description=(__doc__ or "").splitlines()[0]
     )
@@ -176,7 +176,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--max-concurrency", type=int, default=64, help="requests at once")
     add("--concurrent", dest="max_concurrency", type=int, default=HIDDEN, help=HIDDEN)
     add("--num-prompts", dest="limit", type=int, default=HIDDEN, help=HIDDEN)
-    add("--flags", default="", help="more flags of the servers, in one word")
+    add("--flags", default="", help="more server flags, as one quoted word")
     add("--out", type=Path, help="JSON file")
     return parser.parse_args(arguments)
 

@@ -1,15 +1,15 @@
-"""Whether the logits behind every token have the same bits in torch and in JAX.
+"""Compares the bits of all logits between torch and JAX.
 
     python -m bench.quality.logit_bits --model models/demo/target --dtype bfloat16 --count 100
     python -m bench.quality.logit_bits --model models/demo/target --families granite mistral
     python -m bench.quality.logit_bits --model models/demo/target --tp-size 2
 
-The tasks of `bench.quality.accuracy`, each by itself and without drafts. The numbers that a token
-is chosen from give one of 32 bits: the sum of their bits as whole numbers, each times an odd one of
-its place, which no order of adding changes. Where both backends have gone the same way these are
-compared; the exit code is 1 where two differ. With families, random checkpoints of them are asked
-instead of the model, whose tokenizer they get. With several ranks, on as many GPUs, each backend is
-also compared with itself on so many.
+The tasks of `bench.quality.accuracy` run one by one without drafts. Each row of logits gives a
+32-bit checksum: the sum of its bit patterns as integers, each times an odd number that depends on
+its place, so the order of additions does not matter. Checksums are compared while both backends
+have the same tokens. The exit code is 1 if two differ. With `--families` random checkpoints replace
+the model, with its tokenizer. With `--tp-size` each backend is also compared with itself on that
+number of GPUs.
 """
 
 import argparse
@@ -55,7 +55,7 @@ WIDER_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size"
 others'."""
 
 RANK = "bench.quality.recorded_rank"
-"""What processes of other ranks run."""
+"""Entry point of the other ranks' processes."""
 
 FAMILIES = (*DENSE, *EXPERTS)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -125,16 +125,18 @@ def compared(ours: list[tuple[list[int], Sums]], theirs: list[tuple[list[int], S
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
-    """What the command takes."""
+    """Returns the parsed command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--kinds", default="problems,copying", help=f"of {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", default="problems,copying", help=f"kinds of tasks, of {', '.join(KINDS)}"
+    )
     parser.add_argument("--count", type=int, default=100, help="tasks of each kind")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[], metavar="NAME",
                         help=f"random checkpoints instead, of {', '.join(FAMILIES)}")  # fmt: skip
-    parser.add_argument("--tp-size", type=int, default=1, help="ranks, a GPU each")
-    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
+    parser.add_argument("--tp-size", type=int, default=1, help="GPUs")
+    parser.add_argument("--flags", default="", help="more server flags, as one quoted word")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(words)
 
@@ -162,7 +164,7 @@ def main() -> int:
 
 
 def differing(model: Path, options: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
-    """What `compared` gives of each kind; the report is told what ran where."""
+    """Returns `compared` of each kind, and adds versions and devices to the report."""
     sums, found = {}, {}
     for backend, make in SIDES.items():
         side = make()

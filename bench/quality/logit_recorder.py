@@ -1,8 +1,8 @@
-"""Notes sums of the bits that tokens are chosen from: `bench.quality.logit_bits`.
+"""Records checksums of logits, for `bench.quality.logit_bits`.
 
-A sum is of the bits of a row's logits as whole numbers, each times an odd number of its place in
-the vocabulary, modulo 2^32. So what parts of a row give adds up to what the whole row gives, and
-each rank notes its own part: no logits are gathered for it.
+A checksum is the sum of the bit patterns of a row as integers, each times an odd number of its
+place in the vocabulary, modulo 2^32. The checksums of shards add up to that of the row, so each
+rank records its own shard and no logits are gathered.
 """
 
 import json
@@ -45,7 +45,7 @@ def torch_sum(logits: Any, first: int = 0, size: int = 0) -> Any:
 
 
 def jax_sum(logits: Any, first: Any = 0, size: int = 0) -> Any:
-    """As `torch_sum`, of uint32."""
+    """Same as `torch_sum`, of uint32."""
     jax = import_module("jax")
     numpy, uint32 = jax.numpy, "uint32"
     bits = jax.lax.bitcast_convert_type(logits.astype("float32"), numpy.uint32)
@@ -114,7 +114,7 @@ def leave(read: Callable[[], list[Sums]]) -> None:
 
 
 def left(folder: Path) -> list[Sums]:
-    """What the processes of other ranks have left."""
+    """Returns the checksums that the other ranks' processes wrote."""
     return [sums for path in folder.iterdir() for sums in json.loads(path.read_text("utf-8"))]
 
 

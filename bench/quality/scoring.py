@@ -1,8 +1,8 @@
-"""How a run is judged: right answers, accepted drafts, and texts that no drafter may change.
+"""Scores of a run: right answers, accepted drafts, and outputs that no drafter may change.
 
-By the match rule every drafter must give the first one's texts, at any temperature and on either
-backend. A text that differs is held against the specification (`tests/support/equality.py`):
-only a near tie is excused.
+With exact matching every drafter must return the outputs of the first one, at any temperature and
+on either backend. A different output is compared with the specification
+(`tests/support/equality.py`): only a near tie is excused.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class Texts:
     def compare(
         self, row: Row, requests: Sequence[Request], outputs: list[list[int]]
     ) -> tuple[int, int]:
-        """How many texts differ from the first ones by near ties, and how many without excuse.
+        """Returns the number of outputs that differ by near ties, and by other faults.
 
         A row that keeps no text, only its law, is not compared.
         """
@@ -72,7 +72,7 @@ class Texts:
 
     @property
     def are_equal(self) -> bool:
-        """Whether no text is wrong and near ties are as rare as they must be."""
+        """Whether no output is wrong and near ties are rare enough."""
         return not self.wrong and self.excused <= max(1, MOST_EXCUSED * self.tokens)
 
 

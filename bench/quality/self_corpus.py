@@ -1,8 +1,8 @@
-"""A corpus of what the model itself said: to be drafted from when the same prompts come again.
+"""Corpus of the model's own outputs, for drafting when the same prompts return.
 
-It stands for a service whose users ask the same things again. The corpus is made by plain decoding
-at temperature 1 with seeds that the measured runs do not have, so it holds other samples of the
-same answers - as far as the model has others - and no prompt.
+It models a service whose users repeat questions. Plain decoding makes it at temperature 1 with
+seeds that measured runs do not use. So it contains other samples of the same answers, as far as the
+model has others, and no prompt.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ OTHER_CHOICE = 1
 def other_outputs(
     served: Served, prompts: Sequence[tuple[int, ...]], max_tokens: int
 ) -> list[list[int]]:
-    """What a server without drafts says to the prompts, with other seeds than the measured ones."""
+    """Returns outputs of a server without drafts, with other seeds than the measured ones."""
     requests = [
         Request(
             request_id=index,

@@ -1,10 +1,10 @@
-"""Every drafter in several shapes on both backends: acceptance, speed, and one text.
+"""Every drafter in several shapes on both backends: acceptance, speed, equal outputs.
 
     python -m bench.quality.spec_matrix --model models/demo/target --out FILE.json
     python -m bench.quality.spec_matrix --table FILE.json...
 
-Prints the tables, and writes them beside the JSON file. The exit code is 1 where a
-cell's text is not plain decoding's.
+Prints the tables and writes them next to the JSON file. The exit code is 1 if the output of a cell
+differs from plain decoding.
 """
 
 import argparse

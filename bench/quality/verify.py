@@ -1,14 +1,14 @@
-"""Whether a running server's texts are those of plain decoding, token by token.
+"""Compares the outputs of a running server with plain decoding, token by token.
 
     python -m bench.quality.verify
     python -m bench.quality.verify --num-prompts 50 --against http://127.0.0.1:8001
 
-The server is that of `make serve`, unless `--base-url` names another. Each prompt is asked as it is
-served, several at a time, and then plainly: alone, without drafts, and as a tenant of its own,
-which finds nothing in the prefix cache. With `--against`, a second server is asked instead, as it
-serves. Prompts are held-out tasks of the model that ships, or lines of `--prompts`: JSON objects
-with `messages` or `prompt`, and other fields of a request. The exit code is 1 where a text differs;
-under a rule of rejection sampled ones do, by its law.
+The server is that of `make serve` unless `--base-url` names another. Each prompt is sent as it is,
+several at a time. Then it is sent alone, without drafts and in a cache namespace of its own, so
+that the prefix cache has no hit. With `--against` a second server replaces the plain requests.
+Prompts are held-out tasks of the shipped model, or lines of `--prompts`: JSON objects with
+`messages` or `prompt` and other request fields. The exit code is 1 if an output differs. With
+rejection sampling, sampled outputs differ by design.
 """
 
 import argparse
@@ -55,7 +55,7 @@ class NotAnswered(Exception):
 
 @dataclass(frozen=True)
 class Text:
-    """What a server answered.
+    """Output of a server.
 
     Attributes:
       tokens: Of the output.
@@ -73,7 +73,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two texts first differ.
+    """First difference of two outputs.
 
     Attributes:
       prompt: Its number.
@@ -91,13 +91,13 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was compared, in the order of the prompts."""
+    """Compared outputs, in the order of the prompts."""
 
     served: list[Text]
     divergences: list[Divergence]
 
     def to_json(self) -> dict[str, Any]:
-        """As `--out` holds it."""
+        """Returns the contents of the `--out` file."""
         steps = sum(text.verify_steps for text in self.served)
         accepted = sum(text.accepted for text in self.served)
         return {
@@ -189,7 +189,7 @@ def plainly(body: Body) -> Body:
 
 
 def first_difference(prompt: int, served: Text, other: Text) -> Divergence | None:
-    """Where two texts of a prompt part; None where they do not."""
+    """Returns the first difference of two outputs of a prompt, or None."""
     pairs = zip(served.tokens, other.tokens, strict=False)
     shorter = min(len(served.tokens), len(other.tokens))
     at = next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
@@ -253,7 +253,7 @@ def read_prompts(path: Path) -> list[Body]:
 
 
 def render(verdict: Verdict, other: str) -> str:
-    """What was found, as tables."""
+    """Renders the result as tables."""
     told = verdict.to_json()
     names = ("checked", "equal", "tokens", "accept_length")
     lines = [
@@ -278,15 +278,15 @@ def parser() -> argparse.ArgumentParser:
         "--against",
         type=plain_url,
         metavar="URL",
-        help="another server that must give the same texts",
+        help="another server that must return the same outputs",
     )
     which = made.add_mutually_exclusive_group()
     which.add_argument("--prompts", type=Path, help="JSONL file")
     prompt_count(which, COUNT, "of held-out tasks")
-    made.add_argument("--seed", type=int, default=0, help="of the held-out tasks")
+    made.add_argument("--seed", type=int, default=0, help="seed of the held-out tasks")
     made.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
     made.add_argument("--temperature", type=float, default=0.0)
-    made.add_argument("--max-concurrency", type=int, default=CONCURRENCY, help="prompts at a time")
+    made.add_argument("--max-concurrency", type=int, default=CONCURRENCY, help="prompts at once")
     made.add_argument(
         "--concurrency", dest="max_concurrency", type=int, default=HIDDEN, help=HIDDEN
     )

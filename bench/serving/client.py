@@ -1,7 +1,7 @@
-"""A client that measures: requests over HTTP, whole or streamed, and when each part arrived.
+"""Measuring HTTP client: whole or streamed requests, with the arrival time of each part.
 
-It speaks OpenAI's API, so it measures other engines too. What only this project's server tells,
-how many drafts each verify step accepted, is missing there.
+It uses the OpenAI API, so it measures other engines too. The number of accepted drafts per verify
+step is only available from this project's server.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class NoServer(Exception):
 
 @dataclass
 class Reply:
-    """What came back for one request.
+    """Response to one request.
 
     Attributes:
       begun_s: When it was sent, in seconds of the run's clock.

@@ -1,4 +1,4 @@
-"""The numbers of a run as a page of its own: tables and plots, and nothing of any other host."""
+"""HTML report of a run: tables and plots, without resources of other hosts."""
 
 import io
 import re
@@ -110,7 +110,7 @@ def course(axes: Axes, replies: Replies) -> None:
 
 
 def under_way(axes: Axes, replies: Replies) -> None:
-    """How many requests wait for the rest of their answer at each time."""
+    """Returns the number of unfinished requests at each time."""
     begun = sorted(reply.begun_s for reply in replies)
     ended = sorted(reply.begun_s + reply.ended_s for reply in replies)
     moments = np.sort([*begun, *ended])

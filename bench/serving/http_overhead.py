@@ -1,21 +1,20 @@
-"""What HTTP costs: the same requests through a server and through the engine alone, in turn.
+"""Throughput over HTTP relative to the engine alone, measured in turn.
 
     python -m bench.serving.http_overhead --backend torch --drafts NEXTN --rounds 7 --out FILE
 
-A round serves all requests at once, `--batch` of them together: once by the engine in this process,
-as `bench.steps.decode_steps` does, and once as clients do, streamed over HTTP from a server on this
-machine; `--streams` of them are open at once there, or all.
-Which goes first changes from round to round. Told is the median of the rounds' shares, and the
-lowest and the highest. Both must give the same number of tokens, and none has a prefix cache.
+A round serves all requests, `--batch` of them at a time: once by the engine in this process, as in
+`bench.steps.decode_steps`, and once streamed over HTTP from a server on this machine. `--streams`
+limits the open streams. The order changes between rounds. The result is the median of the rounds'
+shares, with the lowest and the highest. Both sides must return the same number of tokens, and
+neither has a prefix cache.
 
-A machine that does other work takes time from either. So the seconds in which an engine's thread
-was ready and waited for a processor are told and taken off; `wall` is the share with them, `best`
-that of the fastest rounds, which were disturbed least, and `steps` how many steps the server takes
-for each of the engine alone. Beside them stand the processor's seconds of engine, HTTP server and
-client. Both engines have a server's
-programs, which are the same. On a GPU they hold memory at once: give `--flags
-"--mem-fraction-static 0.4"`. A shape without weights is served with `--words models/demo/target`
-and `--flags "--load-format dummy"`. The exit code is 1 where the median is below `--least`.
+Other work on the machine takes time from either side. So the seconds in which an engine's thread
+was ready and waited for a core are reported and subtracted. `wall` is the share with them, `best`
+that of the fastest rounds, and `steps` the server's number of steps relative to the engine's. CPU
+seconds of engine, HTTP server and client are reported too. Both engines have the programs of a
+server. On a GPU they hold memory at the same time: use `--flags "--mem-fraction-static 0.4"`. A
+shape without weights is served with `--words models/demo/target` and `--flags "--load-format
+dummy"`. The exit code is 1 if the median is below `--least`.
 """
 
 import argparse
@@ -151,7 +150,7 @@ class OverHttp:
 
 
 class Clocks:
-    """What processes have of the machine from now on.
+    """CPU time of processes from now on.
 
     Args:
       pids: By name; the thread that a process began with is the engine's in "engine".
@@ -258,7 +257,7 @@ def _measure(
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command takes."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.serving.http_overhead", description=(__doc__ or "").splitlines()[0]
     )
@@ -269,14 +268,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
     add("--words", type=Path, metavar="DIR", help="a model's tokenizer, for a shape without one")
     add("--batch", type=int, default=32, help="requests served at once")
-    add("--streams", type=int, help="most that are open at once; default: all requests")
+    add("--streams", type=int, help="maximum of open streams (default: all requests)")
     add("--num-prompts", type=int, default=64)
     add("--dataset-name", choices=[n for n in NAMES if n != RANDOM], default="problems")
-    add("--max-tokens", type=int, default=64, help="of each answer, which has just so many")
+    add("--max-tokens", type=int, default=64, help="exact number of tokens of each output")
     add("--seed", type=int, default=0)
     add("--rounds", type=int, default=5)
-    add("--least", type=float, default=0.95, help="of the median share")
-    add("--flags", default="", help="more flags of both, in one word")
+    add("--least", type=float, default=0.95, help="lowest median share for exit code 0")
+    add("--flags", default="", help="more flags of both engines, as one quoted word")
     add("--out", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
     names = ("rounds", "num_prompts", "batch", "max_tokens", "streams")

@@ -1,14 +1,13 @@
-"""What odd pictures cost those who have sent none: the gaps of a stream beside them.
+"""Gaps of a stream while other clients send images of unusual sizes and faults.
 
     python -m bench.serving.image_interference --rounds 5 --out gaps.json
 
-Asks a running server whose model sees for a stream, alone and while 12 odd pictures are sent again
-and again, all at once. Told are the longest gap between two events of the stream, the longest that
-is not among the highest hundredth and the median; the same of the waits for a stream's first event;
-and how each picture was answered. Another process sends the pictures, whose bodies are megabytes:
-where it writes one, no event of the stream waits to be read. Good pictures have the size that the
-server tells under `/capabilities`, so that they are decoded and encoded. The exit code is 1 where a
-picture was answered with another status than it should, and 2 where nothing was measured.
+Requests a stream from a running server with a vision-language model, alone and while 12 images are
+sent repeatedly, all at once. Reported are the longest gap between two events of the stream, the
+longest below the highest hundredth, and the median; the same for the time to the first event; and
+the response to each image. Another process sends the images, whose bodies are megabytes. Valid
+images have the size that the server reports under `/capabilities`, so that they are decoded and
+encoded. The exit code is 1 if an image gets an unexpected status, and 2 if nothing was measured.
 """
 
 import argparse
@@ -50,7 +49,7 @@ Odd = dict[str, tuple[list[str], str]]
 
 @dataclass(frozen=True)
 class Sender:
-    """Who sends odd pictures, in a process of its own.
+    """Process that sends images.
 
     Attributes:
       url, key, timeout_s: As of `Client`.
@@ -125,7 +124,7 @@ def asking(model: str, urls: list[str], max_tokens: int) -> Ask:
 async def waits_beside(
     client: Client, ask: Ask, others: Awaitable[object]
 ) -> tuple[list[float], list[float]]:
-    """What a stream waits that runs again until others have ended, or once, in milliseconds.
+    """Returns the waits of a stream in milliseconds, once or until other work has ended.
 
     Returns:
       Between two events, and for the first.
@@ -168,20 +167,20 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], 
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command takes."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.serving.image_interference",
         description=(__doc__ or "").splitlines()[0],
     )
     server_options(parser)
-    parser.add_argument("--rounds", type=int, default=5, help="how often the pictures are sent")
-    parser.add_argument("--max-tokens", type=int, default=200, help="of the stream, which goes on")
-    parser.add_argument("--out", type=Path, help="where the numbers are written as JSON")
+    parser.add_argument("--rounds", type=int, default=5, help="how often the images are sent")
+    parser.add_argument("--max-tokens", type=int, default=200, help="tokens of the stream")
+    parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(arguments)
 
 
 def summary_of(waits: list[float]) -> dict[str, float]:
-    """Of waits, in milliseconds."""
+    """Returns longest, almost longest and median wait in milliseconds."""
     return {
         "events": float(len(waits)),
         "median_ms": float(np.median(waits)),

@@ -1,7 +1,7 @@
-"""What the replies of a run add up to, as benches of SGLang and vLLM count it.
+"""Metrics of a run, counted as in the benches of SGLang and vLLM.
 
-TTFT is the time until the first event that says something, E2E until the end, ITL the time between
-two such events (one may carry several tokens), TPOT the rest after the first event by token.
+TTFT is the time to the first event with text, E2E the time to the end, ITL the time between two
+such events (one may contain several tokens), TPOT the time per token after the first event.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ TIMES = {
     "tpot_ms": "Time per output token (TPOT)",
     "e2e_ms": "End-to-end latency (E2E)",
 }
-"""What is timed, with its words for a reader."""
+"""Timed metrics, with their names for a reader."""
 
 Counters = tuple[float, float] | None
 
@@ -75,7 +75,7 @@ def summary(run: Run, streams: bool, before: Counters, after: Counters) -> dict[
 
 
 def _errors(replies: Sequence[Reply]) -> dict[str, dict[str, Any]]:
-    """How many of each kind there are, and what the first one says."""
+    """Returns the number of errors of each kind, with the first message."""
     counts = Counter(reply.error for reply in replies if reply.error)
     first = {reply.error: reply.reason for reply in reversed(replies) if reply.error}
     return {kind: {"count": n, "first": first[kind]} for kind, n in counts.most_common()}

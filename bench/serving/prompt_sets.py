@@ -1,4 +1,4 @@
-"""What clients ask: the tasks that ship with the project, or random tokens."""
+"""Prompt sets: the tasks that ship with the project, or random tokens."""
 
 import random
 from collections.abc import Iterator, Mapping

@@ -1,12 +1,12 @@
-"""Requests to a running server as its users would send them: latencies, throughput, acceptance.
+"""Load test of a running server: latencies, throughput, acceptance.
 
     python -m bench.serving --dataset-name problems --num-prompts 100 --request-rate 4 \
         --out run.json --html run.html
 
-The server is any that speaks OpenAI's API. Flags are spelled as in the benches of SGLang and vLLM,
-and `bench/serving/metrics.py` says what is counted how. The prompts ship with the project: held-out
-word problems, copying, code and chats, or random tokens of chosen lengths. The exit code is 1 where
-a request failed, and 2 where nothing was asked.
+The server is any with the OpenAI API. Flags are spelled as in the benches of SGLang and vLLM, and
+`bench/serving/metrics.py` defines the metrics. The prompts ship with the project: held-out word
+problems, copying, code and chats, or random tokens of chosen lengths. The exit code is 1 if a
+request failed, and 2 if none was sent.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command takes."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.serving", description=(__doc__ or "").splitlines()[0]
     )
@@ -48,20 +48,32 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--dataset-name", choices=NAMES, default=MIX, help=f"default: {MIX}")
     prompt_count(parser, 100)
-    add("--random-input-len", type=int, default=512, help="tokens of a prompt of random ones")
-    add("--random-output-len", type=int, default=128, help="tokens of its answer")
+    add("--random-input-len", type=int, default=512, help="tokens of a random prompt")
+    add(
+        "--random-output-len", type=int, default=128, help="tokens of the output of a random prompt"
+    )
     add("--random-range-ratio", type=float, default=1.0, help="shortest length over longest")
-    add("--random-vocab", type=int, default=1000, help="ids of random tokens are below it")
-    add("--max-tokens", type=int, default=384, help="of an answer that is not random")
+    add("--random-vocab", type=int, default=1000, help="number of random token ids")
+    add("--max-tokens", type=int, default=384, help="maximum tokens of other outputs")
     add("--temperature", type=float, default=0.0)
-    add("--request-rate", type=float, default=math.inf, help="a second (default: all at once)")
-    add("--max-concurrency", type=int, help="most requests under way (default: any number)")
-    add("--seed", type=int, default=0, help="of prompts, times of arrival and answers")
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        help="requests per second (default: all at once)",
+    )
+    add("--max-concurrency", type=int, help="maximum of concurrent requests (default: no limit)")
+    add("--seed", type=int, default=0, help="seed of prompts, arrival times and outputs")
     add("--stream", action=argparse.BooleanOptionalAction, default=True)
-    add("--warmup-requests", type=int, default=1, help="sent before, and not counted")
+    add(
+        "--warmup-requests",
+        type=int,
+        default=1,
+        help="requests before the measurement, not counted",
+    )
     add("--extra-request-body", type=json_object, default={}, metavar="JSON")
     add("--out", type=Path, help="JSON file of all numbers, request by request")
-    add("--html", type=Path, help="page with plots")
+    add("--html", type=Path, help="HTML report with plots")
     options = parser.parse_args(arguments)
     if options.request_rate <= 0 or options.num_prompts < 1 or (options.max_concurrency or 1) < 1:
         parser.error("--request-rate, --num-prompts and --max-concurrency must be above 0")
@@ -119,7 +131,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def lines(run: Run) -> dict[str, Any]:
-    """What is told of each request."""
+    """Returns the metrics of each request."""
     return {"requests": [asdict(reply) for reply in run.replies]}
 
 

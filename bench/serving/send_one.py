@@ -2,9 +2,9 @@
 
     python -m bench.serving.send_one --max-tokens 256
 
-As SGLang's `send_one` it says how fast one request is served; `bench.serving` serves many. The
-prompt is one of the shipped word problems, or what `--prompt` says. Rounds after the first may find
-the prompt in the server's prefix cache; the last one is told.
+Measures the speed of one request, as SGLang's `send_one`; `bench.serving` sends many. The prompt is
+one of the shipped word problems or that of `--prompt`. Rounds after the first may hit the prefix
+cache; the last round is reported.
 """
 
 import argparse
@@ -24,19 +24,19 @@ from bench.serving.table import length_of
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """What the command takes."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.serving.send_one", description=(__doc__ or "").splitlines()[0]
     )
     server_options(parser)
     sets = [name for name in NAMES if name != RANDOM]
-    parser.add_argument("--prompt", help="a message of the user")
+    parser.add_argument("--prompt", help="user message")
     parser.add_argument("--dataset-name", choices=sets, default="problems")
     parser.add_argument("--max-tokens", type=int, default=384)
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0, help="of the prompt and the answer")
+    parser.add_argument("--seed", type=int, default=0, help="seed of prompt and output")
     parser.add_argument(
-        "--rounds", type=int, default=2, help="how often it is sent; the last counts"
+        "--rounds", type=int, default=2, help="number of requests; the last one counts"
     )
     parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--extra-request-body", type=json_object, default={}, metavar="JSON")

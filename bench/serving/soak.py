@@ -1,10 +1,10 @@
-"""Mixed traffic on a server of its own, over minutes: what it holds must not grow.
+"""Mixed traffic on a server over minutes, to check that its resources do not grow.
 
-`python -m bench.serving.soak --minutes 10 --out FILE` serves the model that ships with torch and
-NEXTN and few pages, and asks for chats, streams, completions, tools, tokens, what is refused and
-what is left half-way, until the time is up. Memory, threads, open files and acceptance are compared
-between the second quarter and the last one; the first is for caches to fill. The exit code is 1
-where a bound is passed.
+`python -m bench.serving.soak --minutes 10 --out FILE` serves the shipped model with torch, NEXTN
+and few pages. It sends chats, streams, completions, tools, tokens, invalid requests and requests
+that are cancelled, until the time is up. Memory, threads, open files and acceptance of the last
+quarter are compared with those of the second; caches fill in the first. The exit code is 1 if a
+limit is exceeded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ FAILED = 2
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 MOST_GROWTH = {"rss_bytes": 0.03, "threads": 0.0, "files": 0.0, "acceptance": 0.03}
-"""Of the last quarter over the second, as a share; acceptance may not fall by more either."""
+"""Largest growth from the second to the last quarter, as a share; also the largest loss of
+acceptance.
+"""
 
 LEAST_NOTICED = {"rss_bytes": 8 << 20, "threads": 6.0, "files": 3.0, "acceptance": 0.0}
 """What is no growth at all: a few pages of an allocator, a connection more or less, and threads of
@@ -61,7 +63,7 @@ the event loop's pool and of a second renderer, which are started when they are 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a server holds at one time, in all its processes, and what it accepted since before."""
+    """Resources of a server's processes at one time, and acceptance since the previous sample."""
 
     at_s: float
     rss_bytes: int
@@ -176,7 +178,7 @@ class Traffic:
         await self._read(most=self._rng.randrange(12))
 
     async def _read(self, most: int) -> bool:
-        """Whether a stream ended within so many events."""
+        """Reads a stream; whether it ended within the given number of events."""
         body = self._body(stream=True)
         path = "/v1/chat/completions"
         async with self._client.stream("POST", path, json=body) as answer:

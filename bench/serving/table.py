@@ -1,4 +1,4 @@
-"""The numbers of a run for a terminal."""
+"""Metrics of a run as a table for the terminal."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ Row = tuple[str, str]
 
 
 def facts(found: dict[str, Any]) -> Iterator[Row]:
-    """What a run has one number of, and its words for a reader."""
+    """Returns the single numbers of a run with their labels."""
     numbers = found["summary"]
     yield "Successful requests", str(numbers["completed"])
     for kind, error in numbers["errors"].items():

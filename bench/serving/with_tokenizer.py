@@ -1,4 +1,4 @@
-"""A model folder that has sizes alone, with words: so a server can serve its shape over HTTP."""
+"""Model folder of sizes with a tokenizer added, so that a server can serve it over HTTP."""
 
 import json
 import shutil

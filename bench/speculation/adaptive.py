@@ -1,17 +1,17 @@
-"""Changing work with every draft shape, with none, and with the adaptive choice.
+"""Changing work with every draft shape, without drafts, and with adaptive speculation.
 
     python -m bench.speculation.adaptive --backend torch jax --model models/demo/target \
         --drafts NEXTN NGRAM --batch 1 8 --out bench/results/FILE.json
 
-One start of a backend has the programs of all tiers. Each tier, off and the adaptive choice serve
-the same phases on it: word problems and copying greedily, chats at temperature 1, for each batch.
-Texts are compared: they are the same whatever is drafted. Off is plain decoding with overlap.
+One start of a backend has the programs of all tiers. Each tier, plain decoding with overlap, and
+the adaptive policy serve the same phases: word problems and copying greedily, chats at temperature
+1, for each batch size. Outputs are compared: they do not depend on the drafts.
 
-What a tier costs on this device is measured at the start, and taken for phases in simulated time
-too, whose acceptance is given (`tests/support/simulation`). `--imposed` alone serves nothing real,
-so that dummy weights do (`--load-format dummy`), and `--costs FILE` starts nothing: it serves that
-work at the costs of an earlier report. `--adaptive-config` names the tiers, with shares of rows for
-the column that compares ranked rows with a tier of as many rows for every request.
+The step time of each tier is measured at startup. It is also used in simulated time, for phases
+with given acceptance (`tests/support/simulation`). `--imposed` serves only these, so dummy weights
+suffice (`--load-format dummy`). `--costs FILE` starts nothing and uses the step times of an earlier
+report. `--adaptive-config` lists the tiers, with shares of rows for the column that compares pruned
+trees with a tier of the same number of rows for every request.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def real_runs(
 
 
 def _used(engine: Engine) -> str:
-    """How many steps each tier had."""
+    """Returns the number of steps of each tier."""
     counts = {
         name.split('"')[1]: int(count)
         for name, count in engine.metrics.snapshot().items()
@@ -217,7 +217,7 @@ def table_of(title: str, lines: Sequence[Line]) -> str:
 
 
 def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
-    """What one start found."""
+    """Measures one start."""
     phases = (
         []
         if given.imposed
@@ -266,7 +266,7 @@ def simulated(seconds: Mapping[str, Mapping[str, float]], given: argparse.Namesp
 
 
 def again(start: Line, given: argparse.Namespace) -> Line:
-    """What was measured before, with the work in simulated time served anew."""
+    """Returns an earlier result with the simulated work served again."""
     print(f"{start['backend']} {start['drafts']}")
     return start | simulated(start["seconds"], given)
 
@@ -278,15 +278,21 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--model", type=Path, help="folder of the checkpoint")
     found.add_argument("--drafts", nargs="+", default=["NEXTN", "NGRAM"], metavar="SPEC")
     found.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
-    found.add_argument("--adaptive-config", type=Path, help="file that names the tiers")
+    found.add_argument("--adaptive-config", type=Path, help="JSON file of the tiers")
     found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     found.add_argument("--count", type=int, default=16, help="tasks of a phase, or four a row")
     found.add_argument("--max-tokens", type=int, default=200)
-    found.add_argument("--rounds", type=int, default=1, help="take the fastest of so many")
-    found.add_argument("--imposed", action="store_true", help="serve no tasks")
-    found.add_argument("--costs", type=Path, help="start nothing: take the costs of this report")
-    found.add_argument("--imposed-tokens", type=int, default=400, help="of a request")
-    found.add_argument("--seeds", nargs="+", type=int, default=[5, 6], help="of imposed work")
+    found.add_argument("--rounds", type=int, default=1, help="number of runs; the fastest counts")
+    found.add_argument("--imposed", action="store_true", help="serve only simulated work")
+    found.add_argument(
+        "--costs", type=Path, help="use the step times of this report; start nothing"
+    )
+    found.add_argument(
+        "--imposed-tokens", type=int, default=400, help="tokens of a simulated request"
+    )
+    found.add_argument(
+        "--seeds", nargs="+", type=int, default=[5, 6], help="seeds of simulated work"
+    )
     found.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     found.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     found.add_argument("--out", type=Path, help="JSON file, written after every start")

@@ -98,14 +98,18 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m bench.speculation.adaptive_ngram_replay")
     found.add_argument("--model", type=Path, required=True, help="folder with a chat template")
     found.add_argument(
-        "--costs", type=Path, nargs="+", required=True, help="of bench.speculation.adaptive"
+        "--costs",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="result files of bench.speculation.adaptive",
     )
     found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     found.add_argument("--count", type=int, default=32, help="tasks of a phase, or four a row")
     found.add_argument("--max-tokens", type=int, default=200)
-    found.add_argument("--orders", type=int, default=6, help="of the phases")
+    found.add_argument("--orders", type=int, default=6, help="number of orders of the phases")
     found.add_argument(
-        "--submit-us", type=float, help="in real time too, where submitting a step takes so long"
+        "--submit-us", type=float, help="also in real time, with this time to submit a step"
     )
     found.add_argument("--out", type=Path, help="JSON file")
     return found

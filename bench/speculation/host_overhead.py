@@ -1,13 +1,12 @@
-"""Microseconds that the host takes to plan, submit and retire a decode step, beside the device.
+"""Host time to plan, submit and retire a decode step, next to the step of the device.
 
     python -m bench.speculation.host_overhead --rows 1 32 256 --out bench/results/host.json
 
-The device is a table of numbers (`tests/support/simulation`), whose own time is taken off: what is
-left is the scheduler, the controller, the prefix cache, the planner and what is done with results.
-All requests have a slot and decode; each step has a recurrent state to track and a drafter with a
-head. Beside it stands the device's step, as an H200 was measured to take; chains of 256 rows were
-not, so a plain step of as many stands there, which is shorter. The adaptive choice takes the chain
-here.
+The device is a table of numbers (`tests/support/simulation`), and its own time is subtracted. The
+rest is scheduler, controller, prefix cache, planner and handling of results. All requests have a
+slot and decode; each step tracks a recurrent state and has a drafter with a head. Device times were
+measured on an H200. Chains of 256 rows were not, so the shorter plain step of that size is used.
+The adaptive policy chooses the chain here.
 """
 
 import argparse
@@ -88,7 +87,7 @@ def measure(controller: Controller, capacity: Capacity, cache: CachePolicy, rows
 
 
 def controllers_of(capacity: Capacity, rows: int) -> dict[str, Controller]:
-    """What chooses: always plain steps, always chains, or what pays."""
+    """Returns the controllers: plain steps, chains, and adaptive."""
     return {
         "off": StaticController(capacity, nodes=1, depth=0, width=0),
         "chain": StaticController(capacity, nodes=4, depth=3, width=1),
@@ -131,7 +130,7 @@ def line_of(line: Line) -> str:
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 32, 256])
     parser.add_argument("--out", type=Path, help="JSON file")

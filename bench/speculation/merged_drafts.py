@@ -1,14 +1,14 @@
-"""Two sources in one tree beside each of them alone: tokens of a step, and of a second.
+"""Merged n-gram and model drafts next to each source alone: tokens per step and second.
 
     python -m bench.speculation.merged_drafts --backend torch --model models/demo/target \
         --drafts NEXTN NGRAM NEXTN+NGRAM --batch 1 8 --out bench/results/FILE.json
 
-Each start serves the held-out tasks of each kind, word problems, copying and code greedily, chats
-at temperature 1. Texts are compared: they are the same whatever drafts. What is counted are the
-steps of each decode program and the tokens that they give. On the machine that serves, tokens a
-second are those of its own small model; so its steps are added up at the costs of larger ones, as
-they were measured on a GPU (`SIMULATED`). A choice between programs follows from the texts and from
-the share of a step that drafting takes: with a larger model's share, steps are those of that model.
+Each start serves held-out tasks of each kind: word problems, copying and code greedily, chats at
+temperature 1. Outputs are compared: they do not depend on the drafts. Counted are the steps of each
+decode program and their tokens. Tokens per second of this machine are those of its own small model.
+So the steps are also added up at the measured times of larger models on a GPU (`SIMULATED`). The
+choice between programs depends on the outputs and on the share of a step that drafting takes; with
+the share of a larger model, the steps are those of that model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Costs:
     waits: float
 
     def of(self, program: Program) -> float:
-        """What a step of a decode program costs; copies cost the rows that they have more."""
+        """Returns the seconds of a step; merged drafts cost their additional rows."""
         shape = program.shape
         if shape.is_plain or program.has(Extra.HOST_DRAFT):
             return self._rows(shape.rows) + self.waits
@@ -75,7 +75,7 @@ class Costs:
         return _between(table, program.batch) + more
 
     def draft_share(self, batch: int) -> float:
-        """What the drafter's passes take of the time of a step that drafts nothing."""
+        """Share of the drafter's passes in the time of a plain step."""
         fed = _between(self.fed, batch)
         return _between(self.drafted, batch) / fed - 1
 
@@ -143,7 +143,7 @@ def _qwen3_5_9b() -> Costs:
 
 
 def _with_map(costs: Costs, vocab: int, rows: int, hidden: int) -> Costs:
-    """Of a drafter that reads some rows of the target's head in bfloat16, and not all of them.
+    """Returns the costs of a drafter that reads part of the target's LM head in bfloat16.
 
     Each of a chain's drafts reads them once, and so does what a fed drafter proposes next.
     """
@@ -247,7 +247,7 @@ def serve(
 
 
 def joins(draft: Draft) -> bool:
-    """Whether two sources draft."""
+    """Whether both sources draft."""
     return draft.algorithm != draft.of_files
 
 

@@ -1,11 +1,11 @@
-"""Time of one step's n-gram matching for a batch, on the host.
+"""Host time of one step's n-gram matching for a batch.
 
     python -m bench.speculation.ngram_match --out bench/results/ngram_match.json
 
-Texts are a Markov chain over a vocabulary of a real size, which repeats itself as text does. The
-index is filled with the texts of earlier requests first. Each step then commits some tokens of
-every request and makes its tree: `match_ms` is what a step of the engine waits for, `learn_ms` the
-entering of the tokens into the trie, while the device runs.
+Texts are a Markov chain over a vocabulary of realistic size, which repeats itself as text does. The
+index first contains the texts of earlier requests. Each step then commits some tokens of every
+request and builds its tree. `match_ms` is the time that a step of the engine waits, `learn_ms` the
+time to insert the tokens into the trie while the device runs.
 """
 
 from __future__ import annotations

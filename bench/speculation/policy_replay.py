@@ -1,19 +1,18 @@
-"""Scores policies on the trace of a server: what each would have given, without a device.
+"""Scores policies on the trace of a server, without a device.
 
     python -m bench.speculation.policy_replay TRACE
 
-A trace (`--speculative-adaptive-trace FILE`) tells for each step the tier, the rows and what was
-accepted of each. What a tier that did not run would have given is estimated: the rate of each depth
-of a request is that of its own steps near in time, before and after, shrunk towards what all
-requests showed near then; a level of a tree is worth `Tier.independent_candidates` of a chain. A
-step's seconds are the median of what was recorded of its batch bucket and tier, or else the entry
-of the table that the server measured at its start. Rows are those that were recorded: that a
-faster tier would have ended them earlier is left out, alike for all. Going on from off costs a step
-without drafts, as on a device.
+A trace (`--speculative-adaptive-trace FILE`) has the tier, the rows and the accepted drafts of each
+step. The result of a tier that did not run is estimated. The acceptance rate of each depth of a
+request is that of its own steps near in time, shrunk towards that of all requests. A level of a
+tree counts as `Tier.independent_candidates` of a chain. The time of a step is the recorded median
+of its batch bucket and tier, or else the time that the server measured at startup. Rows are as
+recorded: that a faster tier would have ended them earlier is ignored for all policies. Resuming
+drafting costs a step without drafts, as on a device.
 
-The oracle knows these estimates and takes the best tier of each step; the static tiers take theirs.
-The adaptive policy, the greedy one and the one with a probe see what was recorded of the steps
-before, and so nothing of tiers that did not run.
+The oracle uses these estimates and takes the best tier of each step; static tiers take theirs. The
+adaptive, greedy and probing policies observe only the recorded steps before, so they know nothing
+of tiers that did not run.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Score:
-    """What a policy gives over the whole trace."""
+    """Result of a policy over the whole trace."""
 
     name: str
     tokens: float
@@ -164,7 +163,9 @@ class Hindsight:
             self._own[request] = (list(numbers), self._sums(seen))
 
     def _counts(self, step: Step, depth: int) -> Float[np.ndarray, "B D 2"]:
-        """What each row showed; a tree's success counts as a chain's of the same chance."""
+        """Returns the observations of each row; a tree counts as a chain with the same
+        probability.
+        """
         tier = self._tiers[step.tier]
         found = np.zeros((len(step.requests), depth, 2))
         for row, (drafted, accepted) in enumerate(zip(step.drafted, step.accepted, strict=True)):
@@ -183,7 +184,7 @@ class Hindsight:
         return [ends[min(i + WINDOW + 1, count)] - ends[max(i - WINDOW, 0)] for i in range(count)]
 
     def tokens(self, number: int) -> Float[np.ndarray, "B tiers"]:
-        """What each row of a step gives on average with each tier."""
+        """Returns the mean tokens of each row of a step with each tier."""
         step, near = self._steps[number], self._near[number]
         shared = (near[:, 1] + 1) / (near[:, 0] + 2)
         found = np.ones((len(step.requests), len(self._tiers)))

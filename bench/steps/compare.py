@@ -1,11 +1,11 @@
-"""Two configurations in turn in one run, and the ratio of their times with its spread.
+"""Alternates two configurations in one run and reports the ratio of their times.
 
     python -m bench.steps.compare --model bench/shapes/qwen3-8b --batch 8 \
         --a "torch none" --b "torch EAGLE3:S=3,L=2.5 --overlap-depth 0"
 
-A side is a backend, a drafter, and flags of the server. Both engines stay ready; they serve the
-same batch one after the other, A B A B, so that what slows the machine for a while slows both. A
-turn's ratio is that of its two medians, B to A.
+A side is a backend, a drafter, and server flags. Both engines stay ready and serve the same batch
+alternately, A B A B, so that a temporary slowdown affects both. The ratio of a turn is that of its
+two medians, B to A.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def sides_of(given: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def figures_of(served: Round, batch: int, steps: int) -> Figures:
-    """What one turn of one side gave.
+    """Returns the figures of one turn of one side.
 
     Raises:
       ValueError: The round has no whole block.
@@ -118,7 +118,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def side_facts(session: Session, side: argparse.Namespace, turns: list[Figures]) -> dict[str, Any]:
-    """What one side is and gave; medians over the turns."""
+    """Returns settings and medians over the turns of one side."""
     capacity = session.served.backend.capacity
     medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
     return {
@@ -137,7 +137,7 @@ def table_of(found: dict[str, Any]) -> str:
     lines = []
     for name in ("a", "b"):
         side, lot = found[name], found[name]["simulated_accept_length"]
-        told = "" if lot is None else f", by lot {lot:g}"
+        told = "" if lot is None else f", simulated {lot:g}"
         lines.append(
             f"{name.upper()}  {side['side']}: {side['ms']:.3f} ms a step, "
             f"{side['tokens_per_s']:.1f} tokens/s, length {side['accept_length']:.3f}{told}"
@@ -148,7 +148,7 @@ def table_of(found: dict[str, Any]) -> str:
 
 
 def options() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = decode_options(__doc__)
     parser.add_argument("--a", required=True, metavar="SIDE", help="BACKEND DRAFTS [FLAG ...]")
     parser.add_argument("--b", required=True, metavar="SIDE")
@@ -162,7 +162,7 @@ def options() -> argparse.ArgumentParser:
 def written(
     module: str, run: Callable[[argparse.Namespace], dict[str, Any]], given: argparse.Namespace
 ) -> dict[str, Any] | None:
-    """What a bench found, with its command, also in the file; None where it was refused."""
+    """Runs a bench and writes its result with the command; None if a start is unsupported."""
     # Several engines may hold their memory at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:

@@ -1,18 +1,17 @@
-"""Decoding without a server: milliseconds a step, what the GPU does in it, and equal texts.
+"""Decode steps without a server: milliseconds, GPU activity, and equal outputs.
 
     python -m bench.steps.decode_steps --backend torch jax --model bench/shapes/qwen3-8b \
         --batch 1 8 32 --drafts none EAGLE3:S=3 DFLASH --out bench/results/FILE.json
 
-Every line is a batch that one drafter serves on one backend. Beside the time of a step stand its
-limits: of what it must read, at the rate that a large copy reaches on the same device, and of what
-it must multiply, at that of a large product of the framework; the share is of both one after the
-other. Weights are dummies, with which no drafter agrees; `--accept-length` says how many tokens a
-step shall give, and stands in the line. Texts are compared where they promise to be equal: those of
-the backends, and a drafter's with plain decoding's. A drafter that remembers texts has seen the
-round before. On a CPU nothing is known of kernels, clock and power; `--kernels` tells which take
-the most of a step. `--tp-size 1 2` serves with two ranks as well, whose limits are a rank's share,
-and compares their texts. `--at-once 6` makes six lines ready side by side, which must all find room
-in the GPU's memory, and times one after the other.
+Every line is a batch that one drafter serves on one backend. Its limits are the time of the bytes
+that a step must read, at the rate of a large copy on the same device, and the time of its
+multiplications, at the rate of a large GEMM; the share is of both one after the other. Weights are
+random, so no draft is accepted; `--accept-length` simulates acceptance. Outputs that are guaranteed
+to be equal are compared: between backends, and with plain decoding. An n-gram drafter has seen the
+previous round. On a CPU there are no kernels, clock and power. `--kernels` lists the longest
+kernels. `--tp-size 1 2` also serves with two ranks and compares outputs; its limits are those of a
+rank. `--at-once 6` prepares six lines side by side, which must fit into GPU memory together, and
+times them one by one.
 """
 
 import argparse
@@ -42,7 +41,7 @@ LONGEST = 40
 LONGEST_WARM_UP = 4096
 """Tokens of a prompt: a longer one runs the same programs."""
 LOT = "L"
-"""The setting of a drafter whose drafts are accepted by lot."""
+"""Setting of the simulated acceptance length of a drafter."""
 
 
 def measure(session: Session, load: Load, rates: Rates, options: argparse.Namespace) -> Line:
@@ -108,7 +107,9 @@ def _trace(
 
 
 def start_facts(session: Session) -> Line:
-    """What a start took; the peak is of the framework since this or, in JAX, the first start."""
+    """Returns startup times and memory; in JAX the peak counts from the first start of the
+    process.
+    """
     served = session.served
     return {
         "load_s": round(served.load_s, 2),
@@ -145,14 +146,14 @@ def begun(
 
 
 def flags(options: argparse.Namespace, overlap: int | None) -> list[str]:
-    """Of the server."""
+    """Returns the flags of the server."""
     found = ["--load-format", options.load_format]
     found += [] if overlap is None else ["--overlap-depth", str(overlap)]
     return found + ["--dtype", options.dtype, *shlex.split(options.flags)]
 
 
 def with_lot(draft: Draft, length: str | None) -> Draft:
-    """The drafter with its drafts accepted by lot, unless there is none or it says so itself."""
+    """Returns the drafter with simulated acceptance, unless it has none or its own setting."""
     if length is None or draft.algorithm == PLAIN or LOT in dict(draft.settings):
         return draft
     return replace(draft, settings=(*draft.settings, (LOT, length)))
@@ -249,7 +250,7 @@ def _top_ps(options: argparse.Namespace) -> list[float]:
 
 
 def model_options(description: str | None, output: int) -> argparse.ArgumentParser:
-    """What every bench of steps takes: a model, how it is started, and where lines are written.
+    """Returns a parser with the options of all step benches: model, startup and output file.
 
     Args:
       description: A docstring, whose first line is shown.
@@ -258,43 +259,43 @@ def model_options(description: str | None, output: int) -> argparse.ArgumentPars
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
-    parser.add_argument("--output", type=int, default=output, help="tokens of an answer")
+    parser.add_argument("--output", type=int, default=output, help="tokens of an output")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--accept-length", help="the flag --speculative-simulate-accept-length")
+    parser.add_argument("--accept-length", help="value of --speculative-simulate-accept-length")
     parser.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
-    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
+    parser.add_argument("--flags", default="", help="more server flags, as one quoted word")
     parser.add_argument("--out", type=Path, help="JSON file, written after every line")
     return parser
 
 
 def decode_options(description: str | None) -> argparse.ArgumentParser:
-    """What this bench and `bench.steps.compare` share."""
+    """Returns a parser with the options shared with `bench.steps.compare`."""
     parser = model_options(description, output=128)
     parser.add_argument("--input", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=16, help="of a block")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a timed block")
     return parser
 
 
 def side_options(parser: argparse.ArgumentParser) -> None:
-    """Which backends are started, with which drafters."""
+    """Adds the options for backends and drafters."""
     parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")
 
 
 def options() -> argparse.ArgumentParser:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = decode_options(__doc__)
     side_options(parser)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--overlap-depth", nargs="+", type=int, choices=(0, 1, 2), default=[1])
-    parser.add_argument("--tp-size", nargs="+", type=int, default=[1], help="ranks, a GPU each")
+    parser.add_argument("--tp-size", nargs="+", type=int, default=[1], help="GPUs")
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
-    parser.add_argument("--top-p", type=float, default=1.0, help="of rows with a temperature")
+    parser.add_argument("--top-p", type=float, default=1.0, help="top-p of sampled rows")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-trace", action="store_true", help="count no kernels")
-    parser.add_argument("--kernels", action="store_true", help="tell which take the most time")
+    parser.add_argument("--no-trace", action="store_true", help="do not trace kernels")
+    parser.add_argument("--kernels", action="store_true", help="list the longest kernels")
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
-    told = "lines that are made ready side by side, each in a process of its own"
+    told = "lines to prepare side by side, each in its own process"
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help=told)
     return parser
 

@@ -1,13 +1,12 @@
-"""Milliseconds until the first token of a prompt, in CUDA graphs and launch by launch.
+"""Milliseconds to the first token of a prompt, with CUDA graphs and eagerly.
 
     python -m bench.steps.prefill --model bench/shapes/qwen3-8b --backend torch jax \
         --drafts none EAGLE3:S=3 --prompt 64 256 1024 2048
 
-One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Its answer goes
-on for some tokens: texts and acceptance must be the same however prompts are launched. Beside it
-stand what the products with the layers' weights alone take by the framework itself, in a chain that
-goes on until a card comes to the clock that its power allows, and their share of the prompt's time;
-`--kernels` tells which of a prompt's kernels take the most.
+One prompt at a time runs on an idle engine, without HTTP. Its output continues for some tokens:
+outputs and acceptance must not depend on how prompts are launched. The GEMMs of the layers by the
+framework's own routines are timed too, in a chain that runs until the GPU's clock settles, with
+their share of the prompt's time. `--kernels` lists the longest kernels.
 """
 
 import argparse
@@ -82,7 +81,7 @@ def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
 
 
 def _kernels_of(served: Served, load: Load, backend: str) -> dict[str, tuple[float, float]]:
-    """How often each of a prompt's kernels ran, and the milliseconds, those that take the most."""
+    """Returns calls and milliseconds of a prompt's longest kernels."""
     first = replace(load, output=1)
     ask_once(served, first)
 
@@ -93,7 +92,7 @@ def _kernels_of(served: Served, load: Load, backend: str) -> dict[str, tuple[flo
 
 
 def _product_seconds(side: Side, config: ModelConfig, prompt: int) -> float:
-    """Of a prompt's products with the layers' weights; of experts, as if all chose the same.
+    """Returns the seconds of a prompt's GEMMs; all rows are taken to choose the same experts.
 
     They are timed as a chain, in which each has its share: kernels of many operations and of few
     take turns in a prompt too, and a card's clock follows from all of them. The chain is the
@@ -120,7 +119,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """Serves everything that the options name.
 
     Raises:
-      ValueError: An option is wrong, or a start is refused; one sentence.
+      ValueError: An option is wrong, or a start is unsupported; one sentence.
     """
     drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
@@ -185,12 +184,12 @@ def line_of(line: Line) -> str:
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = model_options(__doc__, output=32)
     side_options(parser)
     parser.add_argument("--prompt", nargs="+", type=int, default=[64, 256, 512, 1024, 2048])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--kernels", action="store_true", help="tell which take the most time")
+    parser.add_argument("--kernels", action="store_true", help="list the longest kernels")
     return parser.parse_args(words)
 
 
@@ -199,7 +198,7 @@ def main() -> int:
     try:
         found = run(options(), shlex.join(["python", "-m", "bench.steps.prefill", *sys.argv[1:]]))
     except ValueError as error:  # what a start refuses; one sentence
-        sys.exit(f"refused: {error}")
+        sys.exit(f"unsupported: {error}")
     return int(not all(line["is_same"] for line in found["lines"]))
 
 

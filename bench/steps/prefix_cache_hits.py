@@ -1,12 +1,12 @@
-"""Milliseconds until the first token of a prompt whose beginning is in the prefix cache, or is not.
+"""Milliseconds to the first token with and without a prefix-cache hit.
 
     python -m bench.steps.prefix_cache_hits --model bench/shapes/qwen3-8b --backend torch jax \
         --drafts none EAGLE3:S=3 --prefix 4100
 
-One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Each round asks
-two prompts: one of which nothing is there, and the same one of another user, who has asked another
-question with the same beginning before. Both answers should be the same. Where a beginning ends
-with a page, the key of that page for an EAGLE-kind head knows the question's first token: a miss.
+One prompt at a time runs on an idle engine, without HTTP. Each round sends two prompts: one without
+a hit, and the same one in another cache namespace, after another question with the same prefix.
+Both outputs should be equal. If the prefix ends with a page, the cache key of that page contains
+the next token for an EAGLE head, which is a miss.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """Serves everything that the options name.
 
     Raises:
-      ValueError: An option is wrong, or a start is refused; one sentence.
+      ValueError: An option is wrong, or a start is unsupported; one sentence.
     """
     drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
@@ -112,11 +112,11 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = model_options(__doc__, output=32)
     side_options(parser)
     parser.add_argument("--prefix", nargs="+", type=int, default=[4100])
-    parser.add_argument("--question", type=int, default=32, help="tokens behind the beginning")
+    parser.add_argument("--question", type=int, default=32, help="tokens after the prefix")
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args(words)
 

@@ -1,4 +1,4 @@
-"""What benches of decode steps print and write: where they run, their lines, and equal texts."""
+"""Report of the decode-step benches: environment, lines, and compared outputs."""
 
 import platform
 from collections.abc import Mapping
@@ -17,12 +17,12 @@ Texts = list[list[int]]
 HEADER = (
     f"{'side':6}{'drafts':26}{'batch':>6}{'T':>5}{'ms':>9}{'low':>8}{'high':>8}{'tokens/s':>10}"
 )
-HEADER += f"{'length':>8}{'bytes':>8}{'products':>9}{'share':>7}{'kernels':>9}{'idle':>7}"
-HEADER += f"{gpu_clock.HEADER}  texts"
+HEADER += f"{'length':>8}{'bytes':>8}{'GEMMs':>9}{'share':>7}{'kernels':>9}{'idle':>7}"
+HEADER += f"{gpu_clock.HEADER}  outputs"
 
 
 class Rates(NamedTuple):
-    """How fast a device copies, in bytes a second, and multiplies, in products a second."""
+    """Copy rate in bytes per second, and multiplications per second, of a device."""
 
     copied: float
     multiplied: float
@@ -42,7 +42,7 @@ class SideFacts(NamedTuple):
 
 
 def side_facts(backend: str) -> SideFacts:
-    """Of a backend on this machine; what that took of the device's memory is given back."""
+    """Returns the facts of a backend on this machine, and frees the memory of measuring them."""
     side = SIDES[backend]()
     rates = Rates(side.copy_rate(), side.product_rate())
     where = {"device": side.device, "kernels": side.kernels}
@@ -51,7 +51,7 @@ def side_facts(backend: str) -> SideFacts:
 
 
 class Report:
-    """What is found, printed and written as it comes.
+    """Results, printed and written as they come.
 
     Attributes:
       found: All of it, as the file has it.
@@ -83,7 +83,7 @@ class Report:
         """Notes what was not served, and why."""
         line = {"backend": backend, "drafts": str(draft), "error": str(error)}
         self.found["refused"].append(line)
-        self._say(f"refused: {backend}, {draft}: {error}")
+        self._say(f"unsupported: {backend}, {draft}: {error}")
 
     def add(self, line: Line, texts: Texts, keeps_text: bool) -> None:
         """Takes a line over, with what its texts are compared with."""
@@ -97,7 +97,7 @@ class Report:
 
     @property
     def has_other_texts(self) -> bool:
-        """Whether a text that promised to be another's is not."""
+        """Whether an output differs from one that it is guaranteed to equal."""
         return any(not line["texts"]["equal"] for line in self.found["lines"] if line["texts"])
 
     def _say(self, text: str) -> None:
@@ -107,7 +107,7 @@ class Report:
 
 
 def compared(texts: Texts, others: Texts) -> Line:
-    """How far two sets of texts agree; past the first difference a text is another one."""
+    """Compares two sets of outputs; tokens after the first difference are not compared."""
     first = [_common(a, b) for a, b in zip(texts, others, strict=True)]
     differ = sum(length < len(text) for length, text in zip(first, texts, strict=True))
     return {
@@ -129,10 +129,10 @@ def line_of(line: Line) -> str:
     idle = f"{trace['idle_share']:7.1%}" if "idle_share" in trace else f"{'-':>7}"
     told = "first" if texts is None else "equal" if texts["equal"] else "DIFFER"
     lot = line["simulated_accept_length"]
-    notes = [] if lot is None else [f"by lot {lot:g}"]
+    notes = [] if lot is None else [f"simulated {lot:g}"]
     notes += [f"{line['ranks']} ranks"] * (line["ranks"] > 1)
     notes += ["NOT REPEATED"] * (not line["rounds_are_equal"])
-    notes += ["MADE PROGRAMS"] * bool(line["programs_made_while_timed"])
+    notes += ["COMPILED WHILE TIMED"] * bool(line["programs_made_while_timed"])
     return (
         f"{line['backend']:6}{line['drafts']:26}{line['batch']:6}{line['temperature']:5g}"
         f"{line['ms']:9.3f}{line['ms_low']:8.3f}{line['ms_high']:8.3f}{line['tokens_per_s']:10.1f}"

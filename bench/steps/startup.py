@@ -1,11 +1,11 @@
-"""Seconds until a start is ready, and that nothing is compiled or captured after it.
+"""Seconds until a server is ready, and a check that nothing is compiled after it.
 
     python -m bench.steps.startup --backend jax --requests 200 --out FILE -- \
         --speculative-algorithm NEXTN
 
-The start is the server's own, less the HTTP process: plan, weights, every program. Then mixed
-requests are served (prompts of all lengths, greedy and sampled, penalties, logprobs, draft limits);
-a program that is made meanwhile ends the bench with an error.
+The start is the server's own without the HTTP process: plan, weights, every program. Then mixed
+requests are served (prompts of all lengths, greedy and sampled, penalties, logprobs, draft limits).
+A program that is compiled or captured meanwhile ends the bench with an error.
 """
 
 import argparse
@@ -83,8 +83,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=("torch", "jax"), required=True)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--out", type=Path, help="a JSON file; lines are added to those it has")
-    parser.add_argument("flags", nargs="*", help="of the server, after --")
+    parser.add_argument("--out", type=Path, help="JSON file; lines are appended")
+    parser.add_argument("flags", nargs="*", help="server flags, after --")
     args = parser.parse_args()
     line = measure(args.backend, args.flags, args.requests)
     command = f"python -m bench.steps.startup --backend {args.backend} --requests {args.requests}"

@@ -1,11 +1,10 @@
-"""Milliseconds of a vision tower, beside what its products take, and where backends agree.
+"""Milliseconds of the vision encoder, next to its GEMMs, and the share of equal bits.
 
     python -m bench.steps.vision_encoder --tokens 256 1024 4096 --out bench/results/FILE.json
 
-A tower of Qwen3.5-9B's shape with dummy weights, in bfloat16, cuts and encodes square pictures one
-by one.
-The limit counts its products and those of attention at the rate that a large product of the
-framework sustains. Numbers are counted that have the same bits on both backends.
+A vision encoder of Qwen3.5-9B's shape with dummy weights encodes square images one by one in
+bfloat16. The limit counts its GEMMs and those of attention at the sustained rate of a large GEMM of
+the framework. Values with equal bits in both backends are counted.
 """
 
 import argparse
@@ -88,7 +87,7 @@ def torch_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
 
 
 def _captured(torch: Any, encoded: Callable[[], Any]) -> Callable[[], Any]:
-    """As a CUDA graph, as the backend runs it; the first run compiles its kernels."""
+    """Captures a CUDA graph, as the backend does; the first run compiles its kernels."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.inference_mode():
@@ -106,7 +105,7 @@ def _captured(torch: Any, encoded: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def jax_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
-    """As `torch_encoder`, in JAX."""
+    """Same as `torch_encoder`, in JAX."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
     of_jax, loading = import_module("jax_impl.tower"), import_module("jax_impl.weights")
     device = jax.devices()[0]
@@ -186,11 +185,13 @@ def format_line(line: Line) -> str:
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", nargs="+", choices=list(ENCODERS), default=list(ENCODERS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 4096])
-    parser.add_argument("--depth", type=int, default=QWEN3_5.depth, help="blocks of the tower")
+    parser.add_argument(
+        "--depth", type=int, default=QWEN3_5.depth, help="blocks of the vision encoder"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="JSON file, written after every line")
     return parser.parse_args(words)

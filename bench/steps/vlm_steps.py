@@ -1,12 +1,11 @@
-"""Milliseconds until the first token behind a picture, and of decoding behind it, beside text.
+"""Milliseconds to the first token after an image, and of decoding after it, next to text.
 
     python -m bench.steps.vlm_steps --model bench/shapes/qwen3.5-9b --tokens 256 1024 4096
 
-A model with dummy weights is given a vision tower of Qwen3.5-9B's shape. One prompt at a time holds
-one picture between some words, and is handed to an engine that has nothing else to do, without
-HTTP: with a picture that is new, with one whose rows are kept, and as long a prompt of text. Then a
-prompt with a new picture comes beside a stream, whose gaps are told. In the end stand the bytes
-that the start planned, and the most that the framework held.
+A model with dummy weights gets a vision encoder of Qwen3.5-9B's shape. One prompt with one image
+runs on an idle engine, without HTTP: with a new image, with a cached image, and as a text of the
+same length. Then a prompt with a new image arrives next to a stream, whose gaps are reported. The
+last line has planned bytes and the peak of the framework.
 """
 
 import argparse
@@ -164,7 +163,7 @@ def run(options: argparse.Namespace, command: str) -> Line:
     """Serves what the options name.
 
     Raises:
-      ValueError: A start is refused; one sentence.
+      ValueError: A start is unsupported; one sentence.
     """
     found: Line = {"command": command, "tower": asdict(QWEN3_5), "sides": {}, "lines": []}
     with TemporaryDirectory() as folder:
@@ -197,14 +196,14 @@ def run(options: argparse.Namespace, command: str) -> Line:
 
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
-    """What the command takes."""
+    """Returns the parser of the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
     parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[256, 1024, 4096])
-    parser.add_argument("--output", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--output", type=int, default=64, help="tokens of an output")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
+    parser.add_argument("--flags", default="", help="more server flags, as one quoted word")
     parser.add_argument("--out", type=Path, help="JSON file, written after every line")
     return parser.parse_args(words)
 

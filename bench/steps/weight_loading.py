@@ -2,13 +2,12 @@
 
     python -m bench.steps.weight_loading --shape bench/shapes/qwen3-8b --out FILE
 
-A checkpoint of the shape is written first, of one number throughout. Then a process of its own
-reads it with each backend, again and again. The files lie in the system's cache by then, where it
-has the room: it is not the disk that is measured. Memory is what a process has of its own: pages of
-the files are the system's, which gives them up at need.
+A checkpoint of the shape with one repeated number is written first. Then a separate process reads
+it with each backend, repeatedly. The files are in the page cache by then if it has room, so the
+disk is not measured. Memory is the process's own; pages of the files belong to the system.
 
-`--tree` names folders with other sources of this project, to compare a change with what was before:
-a process takes `shared` and its backend from there.
+`--tree` lists folders with other sources of this project, to compare revisions: a process imports
+`shared` and its backend from there.
 """
 
 import argparse
@@ -44,7 +43,7 @@ OWN = (("/proc/self/status", "RssAnon:"), ("/proc/self/smaps", "Anonymous:"))
 lines; gVisor has the second alone."""
 
 MOST_LOOKING = 0.1
-"""Of the time, for looking at memory."""
+"""Share of the time for reading memory counters."""
 
 Line = dict[str, Any]
 
@@ -82,7 +81,7 @@ def _shards(shape: Path) -> Iterator[dict[str, np.ndarray]]:
 
 
 def own_gigabytes() -> float:
-    """What the process holds by itself.
+    """Returns the private memory of the process.
 
     Raises:
       RuntimeError: The system does not tell.
@@ -161,7 +160,7 @@ def _measured_apart(tree: Path, backend: str, folder: Path) -> Line:
 
 
 def _line(tree: Path, backend: str, rounds: Sequence[Line]) -> Line:
-    """What the rounds of one backend have found."""
+    """Returns the result of one backend's rounds."""
     seconds = [each["seconds"] for each in rounds]
     return {
         **rounds[0],
@@ -205,9 +204,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", type=Path, help="folder with a config.json")
-    what.add_argument("--read", type=Path, help="a checkpoint, to read once in this process")
+    what.add_argument("--read", type=Path, help="checkpoint to read once in this process")
     parser.add_argument("--backend", nargs="+", choices=("torch", "jax"), required=True)
-    parser.add_argument("--tree", nargs="+", type=Path, default=[Path()], help="sources to compare")
+    parser.add_argument(
+        "--tree", nargs="+", type=Path, default=[Path()], help="folders of sources to compare"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON file")
     options = parser.parse_args()

@@ -107,7 +107,7 @@ def test_every_line_is_timed_told_and_written(model, tmp_path, capsys):
     assert min(remembering) > 1.2  # it has seen the text in the round before
     told = capsys.readouterr().out
     assert told.count("equal") == 4
-    assert "refused: torch, EAGLE S=1" in told
+    assert "unsupported: torch, EAGLE S=1" in told
 
 
 @pytest.mark.matrix
@@ -120,7 +120,7 @@ def test_a_lot_says_how_long_steps_are_and_stands_in_the_line(model, capsys):
     assert 2 < lines[2]["accept_length"] <= 3
     assert lines[1]["texts"]["equal"]  # as plain
     assert lines[2]["texts"] is None
-    assert "by lot 2.5" in capsys.readouterr().out
+    assert "simulated 2.5" in capsys.readouterr().out
 
 
 def test_the_backends_are_held_against_each_other(both):
@@ -187,7 +187,7 @@ def test_two_sides_take_turns_and_their_ratio_has_a_spread(model, tmp_path):
     assert len(turns) == 3
     assert (ratio["low"], ratio["high"]) == (min(turns), max(turns))
     assert ratio["low"] <= ratio["median"] <= ratio["high"]
-    assert "by lot 2" in compare.table_of(found)
+    assert "simulated 2" in compare.table_of(found)
     json.dumps(found)
 
 
