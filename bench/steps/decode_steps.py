@@ -171,7 +171,7 @@ def run(options: argparse.Namespace, command: str) -> Report:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # In one process JAX does so, and torch goes first.
     for backend in sorted(options.backend, key=list(SIDES).index):
-        sizes = [*product(options.batch, options.overlap, options.tp_size)]
+        sizes = [*product(options.batch, options.overlap_depth, options.tp_size)]
         starts = [Start(backend, draft, *size) for draft in drafts for size in sizes]
         run_starts = _side_by_side if options.at_once > 1 else _one_by_one
         run_starts(report, backend, starts, options)
