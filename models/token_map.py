@@ -44,7 +44,9 @@ def counted(
             try:
                 for tokens in _tokens(text, tokenizer):
                     if other := next((each for each in tokens if not 0 <= each < vocab), None):
-                        raise ValueError(f"it has token id {other}, ids are 0 to {vocab - 1}")
+                        raise ValueError(
+                            f"it contains token id {other}; valid ids are 0 to {vocab - 1}"
+                        )
                     counts += np.bincount(np.array(tokens, np.int64), minlength=vocab)
             except ValueError as error:
                 raise ValueError(f"{path}, text {place}: {error}") from error

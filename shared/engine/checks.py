@@ -13,7 +13,7 @@ from shared.engine.request import Refusal, SamplingParams
 TOO_LONG = "context_length_exceeded"
 """OpenAI's error code for a request with too many tokens."""
 
-NO_GRAMMARS = "a grammar needs a server that was started with --grammar-backend llguidance"
+NO_GRAMMARS = "structured output is off; start the server with --grammar-backend llguidance"
 
 OWN_NAMES = {name: name for name in ("prompt", "max_tokens", "logprobs", "prompt_logprobs")}
 """Field names of the engine; an API may use other names in messages."""
@@ -110,7 +110,9 @@ def check(
         _check_grammar(len(prompt), sampling, limits, names)
         if pictures and pictures[-1].end == len(prompt):
             name = names["prompt"]
-            raise Refusal(name, f"{name} ends in a picture, and a text with a grammar may not")
+            raise Refusal(
+                name, f"{name} must not end with an image when structured output is requested"
+            )
 
 
 def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> None:
@@ -119,7 +121,7 @@ def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> No
     if len(prompt) >= limits.max_request_tokens:
         raise Refusal(
             name,
-            f"{name} has {len(prompt)} tokens, which leaves no room for an answer within "
+            f"{name} has {len(prompt)} tokens, which leaves no room for output within "
             f"{limits.room}",
             TOO_LONG,
         )
@@ -132,7 +134,9 @@ def _check_pictures(
     """Checks that the image tokens of a prompt match its images."""
     if limits.image_token is None:
         if pictures:
-            raise Refusal(name, f"{name} has a picture, and this server serves text alone")
+            raise Refusal(
+                name, f"{name} contains an image, but this server serves a text-only model"
+            )
         return
     if not pictures and limits.image_token not in prompt:
         return
@@ -140,14 +144,14 @@ def _check_pictures(
         if each.count > limits.max_image_tokens:
             raise Refusal(
                 name,
-                f"picture {number} of {name} takes {each.count} tokens, and one picture may have "
-                f"at most {limits.max_image_tokens}",
+                f"image {number} of {name} has {each.count} tokens, at most "
+                f"{limits.max_image_tokens} are supported; send a smaller image",
             )
     if not _are_in_place(prompt, pictures, limits.image_token):
         raise Refusal(
             name,
-            f"the image tokens ({limits.image_token}) of {name} are not those of its "
-            f"{len(pictures)} pictures; a text may not hold the image token",
+            f"the image tokens ({limits.image_token}) of {name} do not match its "
+            f"{len(pictures)} images; text must not contain the image token",
         )
 
 
@@ -178,7 +182,7 @@ def _check_length(
 
 def _check_count(name: str, entries: Collection[int], most: int, noun: str) -> None:
     if len(entries) > most:
-        raise Refusal(name, f"{name} may have at most {most} {noun} here, got {len(entries)}")
+        raise Refusal(name, f"{name} must have at most {most} {noun}, got {len(entries)}")
 
 
 def check_ids(name: str, ids: Collection[int], vocab: int) -> None:
@@ -189,16 +193,18 @@ def check_ids(name: str, ids: Collection[int], vocab: int) -> None:
     """
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         wrong = next(token for token in ids if not 0 <= token < vocab)
-        raise Refusal(name, f"{name} has token id {wrong!s:.40}, ids are 0 to {vocab - 1}")
+        raise Refusal(
+            name, f"{name} contains token id {wrong!s:.40}; valid ids are 0 to {vocab - 1}"
+        )
 
 
 def _check_logprobs(asked: int | None, most: int | None, name: str) -> None:
     if asked is None:
         return
     if most is None:
-        raise Refusal(name, f"{name} cannot be had: the server was started without logprobs")
+        raise Refusal(name, f"{name} is not supported: logprobs are off on this server")
     if not 0 <= asked <= most:
-        raise Refusal(name, f"{name} must be from 0 to {most}, got {asked!s:.40}")
+        raise Refusal(name, f"{name} must be 0 to {most}, got {asked!s:.40}")
 
 
 def _check_prompt_logprobs(asked: int | None, limits: RequestLimits, name: str) -> None:
@@ -208,14 +214,14 @@ def _check_prompt_logprobs(asked: int | None, limits: RequestLimits, name: str) 
     if not most:
         raise Refusal(
             name,
-            f"logprobs of the prompt, which {name} asks for, need a server that was started with "
-            f"--max-prompt-logprobs, here of {max(asked, 1)!s:.40} at least",
+            f"{name} requests logprobs of the prompt; start the server with "
+            f"--max-prompt-logprobs {max(asked, 1)!s:.40} or more",
         )
     if not 0 <= asked <= most:
         raise Refusal(
             name,
-            f"{name} must be from 0 to {most} for logprobs of the prompt, as "
-            f"--max-prompt-logprobs of the start says, got {asked!s:.40}",
+            f"{name} must be 0 to {most} for logprobs of the prompt "
+            f"(--max-prompt-logprobs), got {asked!s:.40}",
         )
 
 
@@ -227,7 +233,9 @@ def _check_grammar(
     if prompt_tokens < 2:
         # A decode step samples the first token, starting from the prompt's last one.
         name = names["prompt"]
-        raise Refusal(name, f"{name} has 1 token, and a text with a grammar needs 2 before it")
+        raise Refusal(
+            name, f"{name} must have at least 2 tokens when structured output is requested"
+        )
     if not sampling.max_tokens:
         name = names["max_tokens"]
-        raise Refusal(name, f"{name} is 0, and a grammar needs a text that it holds for")
+        raise Refusal(name, f"{name} must be at least 1 when structured output is requested")

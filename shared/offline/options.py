@@ -106,7 +106,7 @@ def in_python(sentence: str) -> str:
     found = re.sub(
         r"(?<!\w)--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?", _option, sentence
     )
-    found = found.replace("a server that was started with", "an LLM that was made with")
+    found = found.replace("start the server with", "create the LLM with")
     return re.sub(r"\bflag(s?)\b", r"option\1", found)
 
 

@@ -81,7 +81,7 @@ def bind(
                 listeners.append(listener)
                 number = listener.getsockname()[1]
         if not listeners:
-            raise OSError("none of its addresses is this machine's")
+            raise OSError("none of its addresses belongs to this machine")
     except (OSError, OverflowError) as error:
         for listener in listeners:
             listener.close()

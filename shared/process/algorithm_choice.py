@@ -12,7 +12,7 @@ from shared.options.flags import AUTO, ConfigError
 from shared.options.options import Options
 
 _FLAG = "--speculative-algorithm"
-_NOTHING = "the checkpoint has no MTP layer, and no published head of it is in the hub's cache"
+_NOTHING = "the checkpoint has no MTP layer, and the hub cache has no published head for it"
 
 
 def with_algorithm(options: Options, has_mtp: Callable[[], bool]) -> Options:
@@ -33,14 +33,14 @@ def with_algorithm(options: Options, has_mtp: Callable[[], bool]) -> Options:
         return options
     if (path := draft.speculative_draft_model_path) is not None:
         name = _kind_of_folder(path)
-        return _with(options, f"the draft model is of this kind: {path}", name)
+        return _with(options, f"kind of the draft model {path}", name)
     if has_mtp():
         return _with(options, "the checkpoint has an MTP layer", "NEXTN")
     head = cached_head(Path(options.model.model_path), options.model.download_dir)
     if head is None:
         return _without(options)
     repo_id, folder = head
-    reason = f"{repo_id} is in the hub's cache"
+    reason = f"found {repo_id} in the hub cache"
     path = str(folder)
     return _with(options, reason, _kind_of_folder(path), speculative_draft_model_path=path)
 
@@ -62,6 +62,6 @@ def _without(options: Options) -> Options:
         return _with(options, _NOTHING, None)
     except ConfigError as error:
         raise ConfigError(
-            f"{_FLAG} auto finds no drafter: {_NOTHING}; name an algorithm, or leave the flags of "
-            f"drafts out ({error})"
+            f"{_FLAG} auto found no drafter: {_NOTHING}; give an algorithm, or remove the "
+            f"flags of speculative decoding ({error})"
         ) from error

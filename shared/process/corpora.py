@@ -16,7 +16,7 @@ from shared.engine.request import Refusal
 
 Orders = SimpleQueue[tuple[Future[Corpus], Int32[np.ndarray, " words"]]]
 NO_INDEX = (
-    "there are no external corpora without --speculative-algorithm NGRAM and "
+    "external corpora require --speculative-algorithm NGRAM and "
     "--speculative-ngram-external-sam-budget"
 )
 

@@ -31,8 +31,8 @@ def with_parsers(options: Options) -> Options:
     tokenizer = Tokenizer.from_folder(options.model.model_path, chat_template=path)
     if path is not None and tokenizer is None:
         raise ConfigError(
-            f"--chat-template {path} needs a tokenizer, and the model folder has no "
-            "tokenizer.json; leave the flag out"
+            f"--chat-template {path} requires tokenizer.json in the model folder; add it, "
+            "or remove the flag"
         )
     templates = None if tokenizer is None else tokenizer.templates
     for name, find, known in _PARSERS:
@@ -77,7 +77,7 @@ def with_grammars(options: Options, vocab: int) -> tuple[Options, Grammars | Non
             return chosen, Grammars.of_options(chosen, vocab)
         except ValueError as error:
             reason = str(error)
-    told = f"--grammar-backend none, requests with a schema or a forced call are errors: {reason}"
+    told = f"--grammar-backend none: {reason}; requests with structured output are rejected"
     chosen = _with_backend(options, NONE)
     return replace(chosen, reasons=(*options.reasons, told)), None
 

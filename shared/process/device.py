@@ -50,8 +50,8 @@ def check_no_gpu_is_named(environment: Mapping[str, str]) -> None:
     first = named.partition(",")[0].strip()  # CUDA reads no further than to what is not there
     if first not in HIDDEN and not first.startswith("-"):
         raise ConfigError(
-            f"CUDA_VISIBLE_DEVICES={named} names a GPU that cannot be used here; name one that is "
-            "there, or unset it to serve on the CPU"
+            f"CUDA_VISIBLE_DEVICES={named} contains a GPU that is not available; correct "
+            "it, or unset it to serve on the CPU"
         )
 
 

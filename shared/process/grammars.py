@@ -57,8 +57,8 @@ class Grammars:
             if error.name != "llguidance":
                 raise
             raise ConfigError(
-                "structured output needs llguidance, and llguidance is not installed; install it, "
-                "or leave --grammar-backend out"
+                "structured output requires the package llguidance; install it, or remove"
+                " --grammar-backend"
             ) from error
         marks = marks_of(options.server.tool_call_parser, options.server.reasoning_parser)
         return cls(compiler.of_folder(options.model.model_path, vocab, marks).compile, vocab)

@@ -85,7 +85,10 @@ class Repeats(logging.Filter):
             del self._seen[next(iter(self._seen))]  # the oldest
         self._seen[kind] = now, 0
         if left_out:
-            record.msg, record.args = f"{record.getMessage()} (and {left_out} like it before)", ()
+            record.msg, record.args = (
+                (f"{record.getMessage()} ({left_out} similar lines suppressed)"),
+                (),
+            )
         return True
 
 

@@ -358,6 +358,10 @@ def _after_server(child: subprocess.Popen[bytes], engine: HostEngine, watchdog: 
         engine.close()
     if code == EXIT_REFUSED:  # it has said why
         return EXIT_REFUSED
-    ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    ending = (
+        f"was terminated by {signal.Signals(-code).name}"
+        if code < 0
+        else f"exited with code {code}"
+    )
     log.error("the HTTP server process %s", ending)
     return EXIT_FAILED

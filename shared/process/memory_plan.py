@@ -126,10 +126,7 @@ def plan(
     """
     settled = settle(options, model, drafts, device, costs.are_compiled)
     if in_codes and settled.dtype != "bfloat16":
-        raise ConfigError(
-            "--fp8-activations needs a model in bfloat16, as the last bits of float32 move codes; "
-            "add --dtype bfloat16"
-        )
+        raise ConfigError("--fp8-activations requires bfloat16; add --dtype bfloat16")
     keeps_words = device.kind == "gpu" and settled.dtype == "bfloat16" and not in_codes
     found = in_words() if keeps_words else {}
     pictures = None if tower is None else picture_pool(tower, settled)
@@ -208,8 +205,8 @@ class _Sizing:
             pages = total // page_size
             if pages < needed:
                 raise ConfigError(
-                    f"--max-total-tokens {total} has no room for a "
-                    f"request; give at least {needed * page_size}"
+                    f"--max-total-tokens {total} is too small for one request; give at "
+                    f"least {needed * page_size}"
                 )
             return pages
         return max(needed, self._most_that_fit(self._wanted_pages()))
@@ -265,10 +262,10 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     yield _buffer_line(blueprint.capacity)
     if costs.has_mailboxes and not (blueprint.ranks.is_alone or blueprint.on_gpu):
         num_bytes = mailbox_bytes(blueprint.ranks.count)
-        yield MemoryLine("mailboxes", "of all ranks, which share them", num_bytes)
+        yield MemoryLine("mailboxes", "of all ranks, shared", num_bytes)
     if blueprint.on_gpu and not blueprint.ranks.is_alone:
         num_bytes = costs.device_mailbox_bytes(blueprint.ranks.count)
-        yield MemoryLine("mailboxes", "in which the other ranks write", num_bytes)
+        yield MemoryLine("mailboxes", "written by the other ranks", num_bytes)
     if (table := blueprint.capacity.texts) is not None:
         yield _table_line(table, blueprint.capacity.num_slots)
     elif options.speculative.copies_text and not blueprint.on_gpu:
@@ -336,7 +333,7 @@ def _weights_line(
 
 def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
     capacity, model, drafter = blueprint.capacity, blueprint.config, blueprint.drafts.sizes
-    pages = f"{capacity.num_pages - 1} pages of {capacity.page_size} tokens, and a sink"
+    pages = f"{capacity.num_pages - 1} pages of {capacity.page_size} tokens, and a scratch page"
     yield MemoryLine("KV", pages, model.num_attention_layers * _kv_bytes(model, blueprint))
     if drafter is not None:
         layers = drafter.num_attention_layers
@@ -367,10 +364,10 @@ def _picture_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
     """Rows that wait for their prompts, and how later tokens of each slot turn."""
     vision, item = pictures.vision, blueprint.item_bytes
     num_bytes = pictures.num_rows * vision.out * item + 4 * blueprint.capacity.num_slots
-    detail = f"{pictures.num_rows - 1} tokens of pictures, and a sink"
+    detail = f"{pictures.num_rows - 1} image tokens, and a scratch row"
     if most := most_begun(blueprint.capacity.programs, vision):
         num_bytes += most * (vision.hidden * item + 4 * vision.head_size) + 4
-        detail += f"; {most} patches of one that is encoded in several steps"
+        detail += f"; {most} patches of an image that is encoded in several steps"
     return MemoryLine("picture rows", detail, num_bytes)
 
 

@@ -250,8 +250,8 @@ def _check_quantization(options: Options, checkpoint: Weights, model: ModelConfi
     wanted = parameters(model, options.speculative.with_mtp)
     if options.model.quantization and not checkpoint.has_scales(wanted):
         raise ConfigError(
-            "--quantization fp8 needs weights in FP8, and this checkpoint has none, as no weights "
-            "are quantised at the start; give a checkpoint in FP8, or leave the flag out"
+            "--quantization fp8 requires a checkpoint with FP8 weights, and this one has "
+            "none (weights are not quantized at startup); give one, or remove the flag"
         )
 
 
@@ -263,12 +263,13 @@ def _in_codes(options: Options, checkpoint: Weights, model: ModelConfig) -> froz
     in_codes, some = checkpoint.in_codes(wanted), checkpoint.has_scales(wanted)
     if not some:
         raise ConfigError(
-            "--fp8-activations needs weights in FP8, and this checkpoint has none; leave it out"
+            "--fp8-activations requires a checkpoint with FP8 weights, and this one has "
+            "none; remove the flag"
         )
     if mixed := min(some - in_codes, default=None):
         raise ConfigError(
-            "--fp8-activations takes products whose tensors are all FP8 with scales of blocks, and "
-            f"those of {mixed} are not; leave it out"
+            "--fp8-activations requires FP8 with block scales in all tensors of a fused "
+            f"weight, and {mixed} has others; remove the flag"
         )
     return in_codes
 
@@ -323,8 +324,8 @@ def _with_map(options: Options, model: ModelConfig, drafts: Drafts) -> Drafts:
     if drafts.head is not None and drafts.head.own_lm_head:
         own = f" of {drafts.head.draft_vocab} tokens" if drafts.head.has_draft_vocab else ""
         raise ConfigError(
-            "--speculative-token-map chooses rows of the target's lm_head, and the draft model has "
-            f"an lm_head{own} of its own; leave the flag out"
+            "--speculative-token-map requires drafts by the target's LM head, and the "
+            f"draft model has its own lm_head{own}; remove the flag"
         )
     return replace(drafts, token_map=read_token_map(path, model.vocab))
 

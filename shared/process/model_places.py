@@ -36,7 +36,7 @@ def find_models(options: Options) -> dict[str, "ModelPlace"]:
     hub = Hub.of_environment(options.model.download_dir)
     places = {field: place for field in REVISIONS if (place := _place(options, field, hub))}
     if options.model.download_dir and not any(each.repository for each in places.values()):
-        raise ConfigError("--download-dir is for a model that is given by its hub id; leave it out")
+        raise ConfigError("--download-dir requires a model given by its hub id; remove the flag")
     for field, place in places.items():
         if place.path is not None and (fault := folder_fault(place.path, PARTS[field])):
             raise ConfigError(fault)
@@ -74,8 +74,8 @@ def _place(options: Options, field: str, hub: Hub) -> ModelPlace | None:
     if given is None:
         if revision is not None:
             raise ConfigError(
-                f"{spelling(REVISIONS[field])} is for a hub id; give one as {spelling(field)}, or "
-                "leave the flag out"
+                f"{spelling(REVISIONS[field])} requires a hub id as {spelling(field)}; "
+                "give one, or remove the flag"
             )
         return None
     path = Path(os.path.expanduser(given))
@@ -84,8 +84,8 @@ def _place(options: Options, field: str, hub: Hub) -> ModelPlace | None:
     if os.path.lexists(path):
         if revision is not None:
             raise ConfigError(
-                f"{spelling(REVISIONS[field])} is for a hub id, and {given} is a folder; leave the "
-                "flag out"
+                f"{spelling(REVISIONS[field])} requires a hub id, and {given} is a folder;"
+                " remove the flag"
             )
         return ModelPlace(path.absolute(), None)
     repository = Repository.of_id(given, revision)
@@ -99,7 +99,7 @@ def _absent(given: str, path: Path, field: str) -> str:
     if is_address:
         parts = after.split("/")[scheme.startswith("http") :]  # an address of the web has a host
         return (
-            f"{spelling(field)} {given} is an address; give a folder, or the hub id "
+            f"{spelling(field)} {given} is a URL; give a folder, or the hub id "
             f"{'/'.join(parts[:2])}"
         )
     return (
@@ -119,8 +119,8 @@ def _snapshot(repository: Repository, cache: Path) -> Path:
         return folders[0]
     if commit is None or not repository.snapshot(cache, commit).is_dir():
         raise HubError(
-            f"{repository.folder(cache)} has no revision {repository.revision}; give one of its "
-            f"folders in snapshots, or the hub id {repository.repo_id}"
+            f"{repository.folder(cache)} has no revision {repository.revision}; give one "
+            f"of the folders in snapshots, or the hub id {repository.repo_id}"
         )
     return repository.snapshot(cache, commit)
 

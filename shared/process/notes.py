@@ -34,32 +34,33 @@ def start_notes(
     """What a user should know of the texts to come, and of how fast they come."""
     for each in plain:
         yield (
-            f"{each.name} runs without kernels in {each.programs} programs: they take {each.reason}"
+            f"warning: {each.name} falls back to the reference implementation in "
+            f"{each.programs} programs: its kernel requires {each.reason}"
         )
     if named := str(defaults):
-        yield f"{named} where a request names none, as generation_config.json says"
+        yield f"sampling defaults from generation_config.json: {named}"
     told = memory.settled.told
     others = unapplied(told.model.model_path)
     if others and told.server.sampling_defaults == "model":
-        yield f"generation_config.json also sets {', '.join(others)}, which no request gets from it"
+        yield f"generation_config.json also sets {', '.join(others)}, which is not applied"
     if told.model.is_dummy:
-        yield "the weights are dummies (--load-format dummy): the texts mean nothing"
+        yield "warning: dummy weights (--load-format dummy); outputs are meaningless"
     if memory.blueprint.config.tied != config_from_folder(told.model.model_path).tied:
         yield (
-            "lm_head.weight differs from the embedding and is used, although config.json ties the "
-            "two (tie_word_embeddings: true)"
+            "lm_head.weight differs from the embedding and is used, although config.json "
+            "has tie_word_embeddings: true"
         )
     yield from told.reasons
     if told.model.chat_template is not None:
-        yield f"conversations are written by the chat template {told.model.chat_template}"
+        yield f"chat template: {told.model.chat_template}"
     yield from tokenizer_notes(Path(told.model.model_path))
     yield from head_notes(told)
     yield from rank_notes(memory)
     simulated = told.speculative.speculative_simulate_accept_length
     if simulated is not None:
         yield (
-            f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
-            "texts are not the model's"
+            "warning: acceptance is simulated (--speculative-simulate-accept-length "
+            f"{simulated}); outputs are meaningless"
         )
 
 
@@ -67,8 +68,8 @@ def tokenizer_notes(folder: Path) -> Iterator[str]:
     """What a model's folder has no tokenizer for."""
     if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
         yield (
-            "the model folder has tokenizer.model and no tokenizer.json: prompts are token ids, "
-            "and answers have no text"
+            "warning: the model folder has tokenizer.model and no tokenizer.json: prompts"
+            " and outputs are token ids only"
         )
 
 
@@ -94,8 +95,9 @@ def rank_notes(memory: MemoryPlan) -> Iterator[str]:
     layer = share * weights * count / config.num_layers
     if layer * (1 - 1 / count) / READ_PER_S < GATHERED_S:
         yield (
-            f"a row reads some {layer / 1e6:.0f} MB of weights a layer: a request alone takes "
-            f"{count} GPUs about as long as one; they hold more, and many requests gain"
+            f"one request decodes about as fast on {count} GPUs as on one: each layer "
+            f"reads only {layer / 1e6:.0f} MB of weights; more GPUs add memory and "
+            "throughput"
         )
 
 
@@ -106,16 +108,16 @@ def step_notes(told: Options, controller: Controller) -> Iterator[str]:
     chooses = told.adaptive.speculative_adaptive and told.speculative.drafts
     if chooses and isinstance(controller, StaticController):
         yield (
-            "NGRAM drafts nothing here: a plain step takes the GPU less than a millisecond, in "
-            "which the host cannot choose drafts (leave --speculative-adaptive out, and every step "
-            "drafts)"
+            "warning: NGRAM is disabled: decode steps take less than 1 ms on this GPU, "
+            "too short for the host to build drafts; remove --speculative-adaptive to "
+            "draft in every step"
         )
     if not isinstance(controller, AdaptiveController | AdaptiveNgramController):
         return
     for batch, seconds in controller.costs.table.items():
-        names = [*map(str, controller.shapes.tiers), "off without waiting"]
+        names = [*map(str, controller.shapes.tiers), "none without waiting"]
         times = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
-        yield f"a step of {batch} rows takes {', '.join(times)} ms"
+        yield f"step time at batch {batch}: {', '.join(times)} ms"
 
 
 def report_plan(console: Console, memory: MemoryPlan) -> None:
@@ -124,9 +126,9 @@ def report_plan(console: Console, memory: MemoryPlan) -> None:
     is_json = memory.settled.told.observing.log_format == "json"
     plan = {line.name: line.num_bytes for line in memory.lines}
     logs.report(
-        f"{memory.settled.dtype} on {memory.device.name}: context {capacity.context_length}, "
-        f"{capacity.num_slots - 1} requests at once, "
-        f"at most {memory.max_request_tokens} tokens each",
+        f"{memory.settled.dtype} on {memory.device.name}: context length "
+        f"{capacity.context_length}, at most {capacity.num_slots - 1} running requests of "
+        f"at most {memory.max_request_tokens} tokens",
         dtype=memory.settled.dtype,
         device=memory.device.name,
         ranks=count,
@@ -137,11 +139,11 @@ def report_plan(console: Console, memory: MemoryPlan) -> None:
     if is_json:
         return
     table = Table(box=None, pad_edge=False)
-    table.add_column("memory plan" if count == 1 else f"memory plan of each of {count} ranks")
+    table.add_column("memory plan" if count == 1 else f"memory plan per rank ({count} ranks)")
     table.add_column("")
     table.add_column("bytes", justify="right")
     for line in memory.lines:
         table.add_row(line.name, line.detail, f"{line.num_bytes:,}")
-    free = f"of {memory.device.free_bytes:,} that are free"
+    free = f"of {memory.device.free_bytes:,} free"
     table.add_row("total", free, f"{memory.total_bytes:,}")
     console.print(table)

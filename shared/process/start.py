@@ -151,36 +151,32 @@ def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> No
     """Refuses what the kernels of a GPU do not multiply."""
     if in_codes and not HOPPERS & {*device.name.replace("-", " ").split()}:
         raise ConfigError(
-            f"--fp8-activations needs the matrix units of a Hopper (an H100 or H200), and this is "
-            f"an {device.name}; leave it out"
+            f"--fp8-activations requires a Hopper GPU (H100, H200); found {device.name}. "
+            "Remove the flag"
         )
     for parameter in in_codes:
         if parameter.name.endswith(EXPERTS):
             raise ConfigError(
-                "--fp8-activations multiplies no experts on a GPU, and those of this model are in "
-                "FP8; leave it out"
+                "--fp8-activations does not support FP8 experts on a GPU; remove the flag"
             )
         sources = parameter.sources
         if not all(are_whole_blocks(x.shape) and x.takes_whole(BLOCK) for x in sources):
             raise ConfigError(
-                f"--fp8-activations takes whole blocks of {BLOCK} x {BLOCK} on a GPU, and those of "
-                f"{parameter.name} are not; leave it out"
+                f"--fp8-activations requires whole blocks of {BLOCK} x {BLOCK} on a GPU, "
+                f"and {parameter.name} has others; remove the flag"
             )
 
 
 def _refuse_graph_flags(options: Options) -> None:
     for name in ("disable_cuda_graph", "disable_piecewise_cuda_graph"):
         if getattr(options.engine, name):
-            raise ConfigError(
-                f"{spelling(name)} is for torch, and JAX compiles every step as a whole; leave the "
-                "flag out"
-            )
+            raise ConfigError(f"{spelling(name)} requires the torch backend; remove the flag")
 
 
 def _check_map(drafts: Drafts, width: int) -> None:
     """Refuses a map of fewer tokens than a node of the draft trees, whoever shapes them, has."""
     if drafts.token_map is not None and len(drafts.token_map) < width:
         raise ConfigError(
-            f"--speculative-token-map has {len(drafts.token_map)} tokens, and a node of the draft "
-            f"trees may have {width} drafts below it; name more tokens"
+            f"--speculative-token-map has {len(drafts.token_map)} tokens, and a node of "
+            f"the draft tree may have {width} children; add tokens to the map"
         )

@@ -87,7 +87,9 @@ class Watchdog:
         while not wait_for_end(CHECK_S):
             if self._lasts() > self.timeout_s:
                 faulthandler.dump_traceback(file=sys.stderr)
-                self.fail(f"{self.doing} has not ended after {self.timeout_s:g} s{self.standing()}")
+                self.fail(
+                    f"{self.doing} did not finish within {self.timeout_s:g} s{self.standing()}"
+                )
                 return
         told = time.monotonic()
         while self._lasts() < STOP_WAIT_S and time.monotonic() - told < END_WAIT_S:

@@ -37,10 +37,10 @@ Document = str | list[int]
 def _read_texts(value: Any) -> list[Document]:
     if not isinstance(value, list) or not 1 <= len(value) <= MAX_DOCUMENTS:
         raise PydanticCustomError(
-            "documents", "must be a list of at least 1 and at most {most}", {"most": MAX_DOCUMENTS}
+            "documents", "must be a list of 1 to {most}", {"most": MAX_DOCUMENTS}
         )
     if not all(map(_is_document, value)):
-        raise PydanticCustomError("documents", "must be texts or lists of token ids")
+        raise PydanticCustomError("documents", "must be strings or lists of token ids")
     return value
 
 
@@ -98,10 +98,10 @@ class AdminRoutes:
     def _check_key(self, request: Request) -> None:
         key = self._client.facts.admin_api_key
         if key is None:
-            reason = "this route is closed; start the server with --admin-api-key"
+            reason = "this route is disabled; start the server with --admin-api-key"
             raise ApiError(403, reason, code="admin_closed")
         if not is_among(sent_keys(request.headers), [key]):
-            reason = "the admin key is wrong or missing; send it as a bearer token"
+            reason = "the admin key is missing or invalid; send it as a bearer token"
             raise ApiError(401, reason, code="invalid_api_key")
 
     async def _answer(self, *message: Any) -> Response:
@@ -144,7 +144,7 @@ def read_documents(path: str) -> list[Document]:
                 continue
             document = _read_document(line)
             if document is None:
-                raise ApiError(400, f"line {number} is neither a text nor a list of token ids")
+                raise ApiError(400, f"line {number} must be a string or a list of token ids")
             documents.append(document)
     return documents
 
@@ -179,6 +179,6 @@ def _tokens(document: Document, tokenizer: Tokenizer | None) -> list[int]:
     if not isinstance(document, str):
         return document
     if tokenizer is None:
-        reason = "the model folder has no tokenizer.json: give documents as token ids"
+        reason = "the model folder has no tokenizer.json; send documents as token ids"
         raise ApiError(400, reason, "documents")
     return tokenizer.encode(document)

@@ -55,7 +55,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     """A path or a method that no route has; FastAPI raises nothing else here."""
     assert isinstance(error, HTTPException)
     asked = f"{request.method} {request.url.path}"
-    message = f"{asked:.100} is not served; GET {DOCUMENT_PATH} tells what is"
+    message = f"{asked:.100} is not a route of this server; GET {DOCUMENT_PATH} lists the routes"
     response = json_response(ApiError(error.status_code, message).to_json(), error.status_code)
     response.headers.update(error.headers or {})  # of 405: the methods that there are
     return response
@@ -66,7 +66,9 @@ async def _on_client_left(request: Request, error: Exception) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    return json_response(ApiError(500, "the server failed, its log says why").to_json(), 500)
+    return json_response(
+        ApiError(500, "internal server error; the server log has the reason").to_json(), 500
+    )
 
 
 _ON_ERRORS = {

@@ -150,13 +150,17 @@ def _path(steps: tuple[int | str, ...]) -> str:
 
 def _check_together(request: CompletionRequest | ChatRequest) -> None:
     if request.stream_options and not request.stream:
-        raise ApiError(400, "stream_options needs stream: true", "stream_options")
+        raise ApiError(400, "stream_options requires stream: true", "stream_options")
     _check_form(request)
     if request.max_tokens == 0 and not request.tells_prompt:
-        message = "max_tokens 0 asks for no answer, and nothing for the prompt"
-        raise ApiError(400, f"{message}; give echo or prompt_logprobs, or at least 1", "max_tokens")
+        message = "max_tokens 0 requests no output"
+        raise ApiError(
+            400,
+            f"{message}; set echo or prompt_logprobs, or max_tokens of at least 1",
+            "max_tokens",
+        )
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+        raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
 
 
 def _check_form(request: CompletionRequest | ChatRequest) -> None:
@@ -165,7 +169,9 @@ def _check_form(request: CompletionRequest | ChatRequest) -> None:
     except ValueError as error:
         raise ApiError(400, f"structured_outputs {error}", "structured_outputs") from error
     if len(names) > 1:
-        raise ApiError(400, f"{' and '.join(names)} exclude each other, give one", names[1])
+        raise ApiError(
+            400, f"{' and '.join(names)} are mutually exclusive; send one of them", names[1]
+        )
     if isinstance(request, ChatRequest):
         _check_choice(request)
 
@@ -174,7 +180,7 @@ def _check_choice(request: ChatRequest) -> None:
     names = {tool.function.name for tool in request.usable_tools}
     unknown = (request.chosen_names or set()) - names
     if unknown or (request.must_call and not names):
-        message = "tool_choice asks for a call, and tools has no such function"
+        message = "tool_choice requests a call of a function that is not in tools"
         if isinstance(request.tool_choice, AllowedChoice):
-            message = f"tool_choice allows {min(unknown)!r:.80}, and tools has no such function"
+            message = f"tool_choice allows {min(unknown)!r:.80}, which is not in tools"
         raise ApiError(400, message, "tool_choice")

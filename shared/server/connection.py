@@ -140,7 +140,9 @@ class TimedConnection(H11Protocol):
 
     def _refuse(self) -> None:
         self.connections.discard(self)  # which are those that are served
-        message = f"all {self._room.most} connections that the server may have are taken"
+        message = (
+            f"connection limit reached ({self._room.most}); close connections or try again later"
+        )
         log.warning(message)
         error = ApiError(503, message, code="too_many_connections")
         if self._room.num_refused == self._room.spare:
@@ -152,14 +154,14 @@ class TimedConnection(H11Protocol):
         self._end_with(error)
 
     def _give_up(self) -> None:
-        message = f"the request has not arrived whole after {READ_TIMEOUT_S:g} s"
+        message = f"the request did not arrive within {READ_TIMEOUT_S:g} s"
         self._end_with(ApiError(408, message, code="request_timeout"))
 
     def send_400_response(self, msg: str) -> None:
         """Answers what h11 does not take for a request, say a head that is too long."""
         unread, _ = self.conn.trailing_data
         is_long = len(unread) > MAX_HEAD_BYTES
-        self._end_with(head_too_large() if is_long else ApiError(400, "this is no HTTP request"))
+        self._end_with(head_too_large() if is_long else ApiError(400, "invalid HTTP request"))
 
     def _end_with(self, error: ApiError) -> None:
         """The last answer, unless one is under way; h11 would not write it in every state."""

@@ -29,10 +29,10 @@ _FOR_TEMPLATE = {"type": "image"}
 """A picture as chat templates read it; they say where it stands, and see nothing of it."""
 
 _OTHER = {
-    "video": "video is not served; send single frames as parts of type image_url",
-    "audio": "audio is not served; send its text",
-    "image": "a picture is sent as a part of type image_url",
-    "file": "files are not served; send their text, or a picture as a part of type image_url",
+    "video": "video is not supported; send single frames as parts of type image_url",
+    "audio": "audio is not supported; send its text",
+    "image": "images must be parts of type image_url",
+    "file": ("files are not supported; send their text, or an image as a part of type image_url"),
 }
 """Why a part whose type has this word in its name is not taken."""
 
@@ -48,7 +48,7 @@ def few_pictures(messages: Any) -> Any:
     parts = (part for content in contents if isinstance(content, list) for part in content)
     count = sum(isinstance(part, dict) and part.get("type") == PICTURE for part in parts)
     if count > MAX_PICTURES:
-        reason = f"the request has {count} pictures, at most {MAX_PICTURES} are taken"
+        reason = f"the request has {count} images, at most {MAX_PICTURES} are supported; send fewer"
         raise ApiError(400, reason, "messages")
     return messages
 
@@ -83,7 +83,7 @@ def _read_part(part: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
     if part.keys() - _CACHE_HINTS != {"type", kind}:
         raise _fault(kinds)
     if kind == TEXT and not is_text(part[TEXT]):
-        raise PydanticCustomError("content", "has a part whose text is not a string")
+        raise PydanticCustomError("content", "has a text part whose text is not a string")
     read = {key: part[key] for key in part if key not in _CACHE_HINTS}
     return {**read, PICTURE: _read_picture(part[PICTURE])} if kind == PICTURE else read
 
@@ -93,10 +93,10 @@ def _read_picture(given: Any) -> dict[str, Any]:
     image = {"url": given} if isinstance(given, str) else given
     if not isinstance(image, dict) or image.keys() - {"detail"} != {"url"}:
         raise PydanticCustomError(
-            "content", "has a part whose image_url is neither a url nor an object with a url"
+            "content", "has an image part whose image_url is neither a URL nor an object with a URL"
         )
     if not is_text(image["url"]):
-        raise PydanticCustomError("content", "has a part whose url is not a string")
+        raise PydanticCustomError("content", "has an image part whose url is not a string")
     if image.get("detail") not in _DETAILS:
         named = ", ".join(filter(None, _DETAILS))
         raise PydanticCustomError(
@@ -108,18 +108,20 @@ def _read_picture(given: Any) -> dict[str, Any]:
 def _other_kind(kind: Any, kinds: tuple[str, ...]) -> PydanticCustomError:
     if kind == PICTURE:
         return PydanticCustomError(
-            "content", "has a picture; only messages of users and tools may have some"
+            "content", "has an image; images are supported in messages of role user and tool"
         )
     reason = next((_OTHER[word] for word in _OTHER if isinstance(kind, str) and word in kind), None)
     if reason is None:
         return _fault(kinds)
-    return PydanticCustomError("content", "has a part of another type: {why}", {"why": reason})
+    return PydanticCustomError(
+        "content", "has a part of an unsupported type: {why}", {"why": reason}
+    )
 
 
 def _fault(kinds: tuple[str, ...]) -> PydanticCustomError:
     named = " or ".join(kinds)
     return PydanticCustomError(
-        "content", "must be a text or a list of parts of type {kinds}", {"kinds": named}
+        "content", "must be a string or a list of parts of type {kinds}", {"kinds": named}
     )
 
 

@@ -65,7 +65,7 @@ class Draining(Exception):
     """
 
     def __init__(self, seconds: int) -> None:
-        super().__init__("the server is stopping and takes no new requests")
+        super().__init__("the server is shutting down and accepts no new requests")
         self.seconds = seconds
 
 
@@ -233,7 +233,7 @@ class EngineClient:
             # What follows the facts stays in `frames`.
             for _, fields in frames.feed(received):
                 return cls(reader, writer, ModelFacts.from_fields(fields), frames, last_word)
-        raise EngineLost("the engine process ended before it was ready")
+        raise EngineLost("the engine process exited before it was ready")
 
     @property
     def alive(self) -> bool:
@@ -260,7 +260,9 @@ class EngineClient:
             raise Draining(max(1, math.ceil(left)))
         count, most = sum(len(prompt.seeds32) for prompt in prompts), self.facts.max_open_requests
         if most is not None and len(self._submissions) + count > most:
-            raise QueueFull(f"the server is full: at most {most} requests may run and wait")
+            raise QueueFull(
+                f"the server is full: at most {most} requests may run and wait; try again later"
+            )
         num_bytes = sum(prompt.picture_bytes for prompt in prompts)
         self._check_pictures(num_bytes)
         ids = self._take_ids(count)
@@ -284,7 +286,7 @@ class EngineClient:
         holding = {*self._submissions.values(), *unsent}
         kept = sum(submission.picture_bytes for submission in holding)
         if kept + num_bytes > MAX_OPEN_PICTURE_BYTES:
-            most = f"at most {MAX_OPEN_PICTURE_BYTES} bytes of pictures may run and wait"
+            most = f"at most {MAX_OPEN_PICTURE_BYTES} bytes of image data may be queued or running"
             raise QueueFull(f"the server is full: {most}")
 
     async def metrics(self) -> dict[str, float]:
@@ -382,7 +384,7 @@ class EngineClient:
         if number:
             self._take_end(stopped_by(number[0]), False)
         else:
-            self._take_end("the engine process ended without a word (killed or crashed)", True)
+            self._take_end("the engine process exited without a message (killed or crashed)", True)
 
     async def _listen(self) -> None:
         """Ends the service when the engine has said nothing for too long: it is frozen.
@@ -395,7 +397,7 @@ class EngineClient:
             silent_s = 0.0 if self._has_heard else silent_s + LOOK_S
             self._has_heard = False
             if silent_s > self.facts.silence_s:
-                reason = f"the engine process has said nothing for {silent_s:g} s"
+                reason = f"the engine process sent nothing for {silent_s:g} s"
                 self._take_end(reason, True, is_frozen=True)
 
     def _take_drain(self, seconds: float) -> None:

@@ -30,7 +30,7 @@ class Strict(BaseModel):
 
 def _check_text(value: str) -> str:
     if not is_text(value):
-        raise PydanticCustomError("text", "must be a text, not halves of characters")
+        raise PydanticCustomError("text", "must be valid Unicode text without lone surrogates")
     return value
 
 
@@ -124,7 +124,7 @@ def read_prompt(value: Any) -> list[str] | list[list[int]]:
         all(map(is_text, prompts)) or all(map(is_id_list, prompts))
     ):
         raise PydanticCustomError(
-            "prompt", "must be a text, a list of token ids, or a list of such prompts of one kind"
+            "prompt", "must be a string, a list of token ids, or a list of such prompts of one kind"
         )
     if not prompts or not all(prompts):
         raise PydanticCustomError("prompt", "must not be empty")
@@ -136,11 +136,13 @@ def read_stops(value: Any) -> list[str]:
     stops = [] if value in (None, "") else [value] if isinstance(value, str) else value
     few = isinstance(stops, list) and stops[: MAX_STOPS + 1]
     if not isinstance(few, list) or not all(is_text(s) and s for s in few):
-        raise PydanticCustomError("stop", "must be a text or a list of texts, none of them empty")
+        raise PydanticCustomError(
+            "stop", "must be a string or a list of strings, none of them empty"
+        )
     if len(few) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in few):
         raise PydanticCustomError(
             "stop",
-            "must have at most {number} texts of {length} characters",
+            "must have at most {number} strings of {length} characters",
             {"number": MAX_STOPS, "length": MAX_STOP_LENGTH},
         )
     return stops
@@ -149,7 +151,7 @@ def read_stops(value: Any) -> list[str]:
 def read_bias(value: Any) -> dict[int, float]:
     """Biases by token id; JSON writes the ids as texts."""
     if not isinstance(value, dict | None):
-        raise PydanticCustomError("logit_bias", "must be an object of token ids and their biases")
+        raise PydanticCustomError("logit_bias", "must be an object that maps token ids to biases")
     biases = value or {}
     if len(biases) > MAX_TOKEN_IDS:
         raise PydanticCustomError(

@@ -47,7 +47,7 @@ class HostCheck:
         if is_local(name) or name in self._names:
             await self._app(scope, receive, send)
             return
-        message = f"this server does not answer to {name!r:.100}; name it with --allowed-hosts"
+        message = f"host {name!r:.100} is not allowed; add it to --allowed-hosts"
         await refuse(ApiError(403, message, code="host_not_allowed"), scope, receive, send)
 
 
@@ -70,7 +70,7 @@ class KeyCheck:
         if is_among(given, self._keys) or scope["path"] == OPEN_PATH:
             await self._app(scope, receive, send)
             return
-        message = "the API key is wrong or missing; send it as a bearer token"
+        message = "the API key is missing or invalid; send it as a bearer token"
         # Whoever opens an address in a browser is asked for the key as a password.
         challenge = _BASIC if "text/html" in headers.get("accept", "") else "Bearer"
         error = ApiError(401, message, code="invalid_api_key")
@@ -97,7 +97,7 @@ class HeadLimit:
 
 def head_too_large() -> ApiError:
     """The answer to a head that is too long."""
-    message = f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"
+    message = f"the request headers exceed {MAX_HEAD_BYTES} bytes"
     return ApiError(431, message, code="request_head_too_large")
 
 

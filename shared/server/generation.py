@@ -130,7 +130,7 @@ class Generation:
             names = self.request.names
             return ApiError(400, str(error), error.field and names.get(error.field, error.field))
         most = f"{MAX_UNREAD_EVENTS} steps of each choice"
-        return ApiError(408, f"the client has left more than {most} unread", code="slow_reader")
+        return ApiError(408, f"the client has more than {most} unread", code="slow_reader")
 
     async def _next_event(self) -> tuple[int, Event]:
         """Of a choice that has not ended here: the engine hears of a stop string later."""
@@ -211,12 +211,16 @@ class Generator:
         arrival = Arrival(self._metrics, headers)
         check_model(request.model, self._facts.model_name)
         if request.stop and self.tokenizer is None:
-            raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
+            raise ApiError(
+                400,
+                "stop requires a tokenizer, and the model folder has none; use stop_token_ids",
+                "stop",
+            )
         self._parsers.check(request)
         ignored = (*request.ignored, *self._reader.ignored(request))
         if ignored and self._facts.strict_fields:
-            reason = f"{ignored[0]} has no effect here, and the server was started with"
-            raise ApiError(400, f"{reason} --strict-fields; leave it out", ignored[0])
+            reason = f"{ignored[0]} has no effect here and the server was started with"
+            raise ApiError(400, f"{reason} --strict-fields; remove the field", ignored[0])
         texts = await self._reader.read(request, num_bytes)
         grammar = await self._grammars.settle(request, texts[0].text)
         whose = (request.user or "", request.priority or 0)

@@ -132,7 +132,7 @@ class AssistantMessage(TemplateInput):
         names = self.reasoning_content, self.reasoning
         if None not in names and len(set(names)) > 1:
             raise PydanticCustomError(
-                "reasoning", "has reasoning_content and reasoning that differ; give one of them"
+                "reasoning", "has different reasoning_content and reasoning; send one of them"
             )
         if self.content is None and not self.tool_calls and names == (None, None):
             raise PydanticCustomError("empty", "must have content or tool_calls")

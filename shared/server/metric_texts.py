@@ -2,9 +2,11 @@
 
 HELP = {
     # Requests.
-    "num_requests_running": "Requests that have a state slot: in prefill or decode.",
-    "num_requests_waiting": "Requests in the queue, without KV pages or a state slot.",
-    "num_preemptions_total": "Requests that gave up their KV pages and were queued again.",
+    "num_requests_running": "Running requests, in prefill or decode.",
+    "num_requests_waiting": "Queued requests, without KV pages or a slot.",
+    "num_preemptions_total": (
+        "Preemptions: requests that released their KV pages and were queued again."
+    ),
     "request_success_total": "Requests that ended, by finished_reason; abort and error included.",
     "time_to_first_token_seconds": "Seconds from the arrival of a request to its first token.",
     "inter_token_latency_seconds": "Seconds between two steps that gave a choice tokens, "
@@ -16,13 +18,13 @@ HELP = {
     # Tokens.
     "prompt_tokens_total": "Tokens of prompts, those found in the prefix cache included.",
     "generation_tokens_total": "Tokens of all outputs.",
-    "prompt_image_tokens_total": "Tokens of prompts in whose place images stand.",
+    "prompt_image_tokens_total": "Image tokens of prompts.",
     "overlap_stale_rows_total": "Rows of in-flight steps whose request had already finished; "
     "their tokens are dropped.",
     # Memory and prefix cache.
-    "kv_cache_usage_perc": "Share of the KV pages that running requests hold, from 0 to 1.",
+    "kv_cache_usage_perc": ("Fraction of the KV pages that running requests hold, from 0 to 1."),
     "kv_pages_free": "KV pages that are free or can be evicted at once.",
-    "request_slots_free": "State slots, one for each running request, that are free.",
+    "request_slots_free": "Free request slots; each running request holds one.",
     "prefix_cache_pages": "KV pages in the prefix cache.",
     "prefix_cache_state_snapshots": "Snapshots of recurrent states in the prefix cache.",
     "prefix_cache_queries_total": "Tokens of prompts that were looked up in the prefix cache.",
@@ -31,12 +33,13 @@ HELP = {
     "included.",
     "mm_encoder_cache_tokens": "Image tokens whose embeddings the encoder cache holds.",
     # Steps.
-    "engine_steps_total": "Steps that were submitted to the device, by kind and by launch, the way "
-    "in which they were launched.",
-    "engine_fallback_ops": "Device programs that run operation op without a kernel.",
+    "engine_steps_total": "Submitted device steps, by kind and by launch mode.",
+    "engine_fallback_ops": (
+        "Compiled programs in which operation op uses the reference implementation."
+    ),
     "tp_size": "Tensor-parallel ranks that run the model.",
-    "tp_rank_steps_total": "Steps that a rank has ended.",
-    "tp_rank_startup_free_bytes": "Bytes of device memory that were free when a rank started.",
+    "tp_rank_steps_total": "Steps that a rank has finished.",
+    "tp_rank_startup_free_bytes": "Bytes of free device memory at startup of a rank.",
     # Speculative decoding.
     "spec_decode_num_drafts_total": "Draft trees that were verified, one a request and step.",
     "spec_decode_num_draft_tokens_total": "Draft tokens that were verified.",

@@ -19,16 +19,16 @@ from shared.server.openai_types import ChatRequest, CompletionRequest
 
 _REFERENCE = "#/components/schemas/{model}"
 _ERRORS = {
-    400: "a field is wrong, or asks for what is not served; `param` names it",
-    401: "a key is wrong or missing",
-    403: "the route is closed, or the server does not answer to this name",
-    404: "another model is asked for, or what is not there",
-    408: "the request has not arrived whole in time",
+    400: "a field is invalid or unsupported; `param` names it",
+    401: "the API key is missing or invalid",
+    403: "the route is disabled, or the host or origin is not allowed",
+    404: "unknown model or resource",
+    408: "the request did not arrive in time",
     413: "the body is too long or has too many parts",
-    415: "the body does not say that it is JSON, or is packed",
-    431: "the head of the request is too long",
-    500: "the engine failed at the request",
-    503: "the engine is gone, the server is stopping, or as many requests wait as may",
+    415: "the body is not declared as JSON, or is compressed",
+    431: "the request headers are too long",
+    500: "the engine failed on the request",
+    503: "the engine has exited, the server is shutting down, or the queue is full",
 }
 _ANYTHING = ["null", "boolean", "number", "string", "array", "object"]
 _OF_EVERY_ROUTE = (401, 403, 408, 431, 500)

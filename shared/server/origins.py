@@ -52,7 +52,7 @@ class Origins:
                 scope, receive, with_permission
             )
         else:
-            reason = f"no page of {origin!r:.100} is answered; name it with --allowed-origins"
+            reason = f"origin {origin!r:.100} is not allowed; add it to --allowed-origins"
             error = ApiError(403, reason, code="origin_not_allowed")
             await refuse(error, scope, receive, with_permission)
 

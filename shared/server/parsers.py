@@ -25,8 +25,8 @@ class Parsers:
         """
         if isinstance(request, ChatRequest) and request.usable_tools and not self._tool_calls:
             message = (
-                "tools need a server with a tool-call parser, and the chat template of the model "
-                "fits none; start the server with --tool-call-parser NAME"
+                "tools require a tool-call parser, and none was detected from the chat "
+                "template; start the server with --tool-call-parser NAME"
             )
             raise ApiError(400, message, "tools")
 

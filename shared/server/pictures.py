@@ -82,7 +82,7 @@ class PictureOpener(Workers):
             async with self._turns, asyncio.timeout(MAX_S):
                 return await self._open_all(sent)
         except TimeoutError:
-            reason = f"the pictures of the request take longer than {MAX_S:g} s to open"
+            reason = f"decoding the images of the request takes longer than {MAX_S:g} s"
             raise ApiError(400, reason, "messages") from None
 
     async def _open_all(self, sent: Sequence[SentPicture]) -> list[OpenedPicture]:
@@ -94,6 +94,6 @@ class PictureOpener(Workers):
                 raise ApiError(400, str(error), each.place) from error
             opened.append(unpack_picture(answer))
             if sum(len(picture.rgb) for picture in opened) > MAX_BYTES:
-                reason = f"the pictures of the request take more than {MAX_BYTES} bytes as pixels"
+                reason = f"the images of the request have more than {MAX_BYTES} bytes of pixels"
                 raise ApiError(400, f"{reason}; send fewer or smaller ones", "messages")
         return opened

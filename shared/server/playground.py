@@ -34,5 +34,5 @@ async def page() -> Response:
 async def part(name: str) -> Response:
     """GET /playground/NAME: a file of the page."""
     if name not in PARTS:
-        raise ApiError(404, f"the playground has no file {name!r:.100}")
+        raise ApiError(404, f"unknown file of the playground: {name!r:.100}")
     return FileResponse(FOLDER / name, headers=HEADERS, media_type=PARTS[name])

@@ -91,7 +91,7 @@ class PromptReader:
     def _check_choices(self, count: int, field: str) -> None:
         """Refuses what no server could take, and what this one could not if it had nothing else."""
         if count > self._max_choices:
-            message = f"{field} asks for {count} choices, at most {self._max_choices} are served"
+            message = f"{field} requests {count} choices, at most {self._max_choices} are supported"
             raise ApiError(400, message, field)
 
     def ignored(self, request: CompletionRequest | ChatRequest) -> list[str]:
@@ -117,7 +117,7 @@ class PromptReader:
         if isinstance(prompt, list):
             return ReadPrompt(prompt, "")
         if self._tokenizer is None:
-            message = "the model folder has no tokenizer.json: give prompt as token ids"
+            message = "the model folder has no tokenizer.json; send prompt as token ids"
             raise ApiError(400, message, "prompt")
         self._check_length(prompt, "prompt", self._tokenizer)
         encode = self._tokenizer.encode if with_special else self._tokenizer.encode_more
@@ -126,7 +126,7 @@ class PromptReader:
     async def read_chat(self, request: ChatPrompt, num_bytes: int) -> ReadPrompt:
         """A conversation as the chat template writes it; see `read`."""
         if self._tokenizer is None or self._renderer is None:
-            message = "the model folder has no chat template: use /v1/completions"
+            message = "the model folder has no chat template; use /v1/completions"
             raise ApiError(400, message, "messages")
         sent, asked = await self._work.do(num_bytes, self._packed, request, self._tokenizer)
         try:
@@ -143,7 +143,9 @@ class PromptReader:
         """The pictures of a conversation, and what the renderer is asked; raises as `read`."""
         sent = pictures_in(message.content for message in request.messages)
         if sent and self._opener is None:
-            reason = "is a picture, and the model that is served sees none; send text alone"
+            reason = (
+                "is an image, and the served model does not support image input; send text only"
+            )
             raise ApiError(400, f"{sent[0].place} {reason}", sent[0].place)
         conversation = conversation_of(request)
         self._check_texts(conversation, tokenizer)
@@ -157,8 +159,8 @@ class PromptReader:
             return
         given = [*conversation.messages, conversation.tools, conversation.arguments]
         if any(name.decode() in json.dumps(each, ensure_ascii=False) for each in given):
-            reason = f"a text has {name.decode()} in it, by which the model marks its pictures"
-            raise ApiError(400, f"{reason}; write it otherwise", "messages")
+            reason = f"a text contains {name.decode()}, the placeholder of images"
+            raise ApiError(400, f"{reason}; remove it", "messages")
 
     async def _with_pictures(
         self, prompt: ReadPrompt, sent: Sequence[SentPicture], opener: PictureOpener
@@ -168,8 +170,8 @@ class PromptReader:
         assert token is not None, "a model that sees has one"
         places = [at for at, each in enumerate(prompt.tokens) if each == token]
         if len(places) != len(sent):
-            reason = f"the chat template of the model writes {len(places)} places for pictures"
-            raise ApiError(400, f"{reason}, and the messages have {len(sent)}", "messages")
+            reason = f"the chat template wrote {len(places)} image placeholders"
+            raise ApiError(400, f"{reason} for {len(sent)} images", "messages")
         if not sent:
             return prompt
         opened = await opener.open(sent)
@@ -182,7 +184,7 @@ class PromptReader:
     def _check_length(self, text: str, param: str, tokenizer: Tokenizer) -> None:
         """Refuses a text that cannot fit before the time is spent that encoding takes."""
         if not tokenizer.can_fit(text, self._limits.max_request_tokens):
-            message = f"{param} has {len(text)} characters, more than fit into {self._limits.room}"
+            message = f"{param} has {len(text)} characters and cannot fit into {self._limits.room}"
             raise ApiError(400, message, param, TOO_LONG)
 
 
@@ -210,5 +212,5 @@ def check_model(name: str | None, served: str) -> None:
       ApiError: Status 404.
     """
     if name not in (None, "default", served):
-        message = f"the model {name!r:.200} is not served here, {served!r} is"
+        message = f"the model {name!r:.200} does not exist; this server has {served!r}"
         raise ApiError(404, message, "model", "model_not_found")

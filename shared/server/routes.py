@@ -66,8 +66,8 @@ class Routes:
         trace = self._generator.traces.find(request_id)
         if trace is None:
             message = (
-                f"no trace of a request {request_id!r:.100} is kept: a request asks for one with "
-                f"trace, and those of the last {MAX_TRACES} are kept"
+                f"no trace of request {request_id!r:.100}: traces require the field trace,"
+                f" and the last {MAX_TRACES} are kept"
             )
             raise ApiError(404, message, code="trace_not_found")
         return Response(trace.to_json(), media_type="application/json")
@@ -95,7 +95,7 @@ class Routes:
         """GET /health: 200 while requests are taken."""
         self._check_alive()
         if self._client.drains.is_set():
-            raise ApiError(503, "the server is stopping", code="draining")
+            raise ApiError(503, "the server is shutting down", code="draining")
         return Response()
 
     async def version(self) -> Response:

@@ -99,7 +99,7 @@ class Service:
     async def _drain(self) -> None:
         """Tells the engine when a drain has nothing to wait for any more."""
         await self._client.drains.wait()
-        logs.info("draining: no new requests are taken")
+        logs.info("draining: new requests are rejected")
         while not self._client.is_idle or any(each.server_state.tasks for each in self._servers):
             await asyncio.sleep(DRAIN_LOOK_S)
         self._client.drained()
@@ -120,7 +120,7 @@ class Service:
         clients, admin = map(_urls, (self._listeners.clients, self._listeners.admin))
         message = f"{model} is served at {' and '.join(clients)}"
         if admin:
-            message += f", its metrics and admin routes at {' and '.join(admin)}"
+            message += f", metrics and admin routes at {' and '.join(admin)}"
         logs.announce(message)
 
 
@@ -160,14 +160,18 @@ async def serve(
     heap.settle()
     await service.run()
     end = client.ended.result()
-    log.log(logging.ERROR if end.failed else logging.INFO, "the HTTP server ends: %s", end.reason)
+    log.log(
+        logging.ERROR if end.failed else logging.INFO,
+        "the HTTP server is shutting down: %s",
+        end.reason,
+    )
     return EXIT_FAILED if end.failed else 0
 
 
 def _end_frozen(end: End, engine_pid: int) -> None:
     """Kills an engine that says nothing: nobody else would know that it never will."""
     if end.is_frozen and os.getppid() == engine_pid:
-        log.error("%s; it is killed", end.reason)
+        log.error("%s; killing it", end.reason)
         os.kill(engine_pid, signal.SIGKILL)
 
 

@@ -95,7 +95,9 @@ class TokenRoutes:
     def _check_tokens(self, tokens: list[int]) -> None:
         limits = self._facts.limits
         if len(tokens) > limits.context_length:
-            message = f"tokens has {len(tokens)} tokens, at most {limits.context_length} are taken"
+            message = (
+                f"tokens has {len(tokens)} tokens, at most {limits.context_length} are supported"
+            )
             raise ApiError(400, message, "tokens")
         try:
             check_ids("tokens", tokens, limits.vocab_size)

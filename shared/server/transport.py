@@ -32,11 +32,11 @@ async def read_json(request: Request) -> bytes:
         raise too_large()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
-        message = f"the content-type must be application/json, got {media_type!r:.60}"
+        message = f"content-type must be application/json, got {media_type!r:.60}"
         raise ApiError(415, message, code="unsupported_media_type")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        message = f"the body is encoded as {coding!r:.60}, which is not read here; send plain JSON"
+        message = f"content-encoding {coding!r:.60} is not supported; send plain JSON"
         raise ApiError(415, message, code="unsupported_media_type")
     return await request.body()
 
@@ -131,5 +131,5 @@ def watch_client(generation: Generation, receive: Receive) -> Iterator[None]:
 
 def too_large() -> ApiError:
     """The answer to a body that is too long."""
-    message = f"the body is longer than {MAX_BODY_BYTES} bytes"
+    message = f"the body exceeds {MAX_BODY_BYTES} bytes"
     return ApiError(413, message, code="request_too_large")

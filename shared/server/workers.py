@@ -102,8 +102,8 @@ class Workers:
         code = await worker.wait() if worker else None
         if code == -signal.SIGALRM:
             return f"the {self._name} took longer than {self._deadline_s:g} s"
-        reason = f"the process of the {self._name} has ended"
-        log.warning("%s with code %s; another one is started when it is needed", reason, code)
+        reason = f"the {self._name} process exited"
+        log.warning("%s with code %s; a new one is started on demand", reason, code)
         return reason
 
 

@@ -82,9 +82,9 @@ def test_two_hosts_serve_the_text_of_one_and_end_together(hosts):
 @pytest.mark.parametrize("lost", ["rank", "actor", "stopped"])
 def test_a_rank_that_is_lost_ends_all_by_its_name_and_host(hosts, lost):
     reasons = {
-        "rank": "was ended by SIGKILL while serving",
+        "rank": "was terminated by SIGKILL while serving",
         "actor": "was lost with its Ray actor while serving",
-        "stopped": "stands still by a signal while serving",
+        "stopped": "is stopped by a signal while serving",
     }
     with serving(["-m", MODULE, *FLAGS, *BY_RAY]) as server:
         rank = rank_1()

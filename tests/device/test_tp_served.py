@@ -84,7 +84,7 @@ def test_ranks_of_hosts_that_share_no_memory_have_the_text_of_one_too(wanted):
         assert all_said(server, 4) == wanted[:4]
         pids, stream = server.pids(), OpenStream(server)
         os.kill(ranks_of(server)[0], signal.SIGKILL)
-        assert stream.error().startswith("rank 1 was ended by SIGKILL while serving")
+        assert stream.error().startswith("rank 1 was terminated by SIGKILL while serving")
         assert ended(server, pids) == 1
 
 
@@ -103,7 +103,7 @@ def test_a_rank_that_is_lost_amid_an_exchange_ends_all_by_its_name(number):
     with torch_ranks(2) as server:
         pids, stream = server.pids(), OpenStream(server)
         os.kill(ranks_of(server)[0], number)
-        assert stream.error().startswith(("rank 1 was ended by SIGKILL", "rank 1 stands still"))
+        assert stream.error().startswith(("rank 1 was terminated by SIGKILL", "rank 1 is stopped"))
         assert ended(server, pids) == 1
 
 

@@ -105,8 +105,11 @@ def test_texts_of_all_forms_are_counted_and_give_the_same_list_each_time(tmp_pat
     ("line", "sentence"),
     [
         ('{"prompt": "a"}', "text 1: it has none of the fields"),
-        ('{"output_ids": [1, 50000000000]}', "text 1: it has token id 50000000000, ids are 0 to"),
-        ('{"output_ids": [-1]}', "text 1: it has token id -1, ids are 0 to"),
+        (
+            '{"output_ids": [1, 50000000000]}',
+            "text 1: it contains token id 50000000000; valid ids are 0 to",
+        ),
+        ('{"output_ids": [-1]}', "text 1: it contains token id -1; valid ids are 0 to"),
         ('{"messages": ["x"]}', "text 1: its messages must be a list of objects"),
         ("{bad", "line 1 is not valid JSON"),
     ],
@@ -186,9 +189,9 @@ def test_a_map_that_a_drafter_cannot_use_is_refused(tmp_path, capfd):
     argv = ["--model-path", str(tmp_path / "model")]
     argv += ["--speculative-token-map", written(tmp_path, [1, 2, 3])]
     tree = ["--speculative-eagle-topk", "4", "--speculative-num-draft-tokens", "6"]
-    few = "has 3 tokens, and a node of the draft trees may have 4 drafts below it"
+    few = "has 3 tokens, and a node of the draft tree may have 4 children"
     for fields, shape, named in (
-        ({"draft_vocab_size": 32}, [], "the draft model has an lm_head of 32 tokens of its own"),
+        ({"draft_vocab_size": 32}, [], "the draft model has its own lm_head of 32 tokens"),
         ({"draft_vocab_size": None}, tree, few),
         ({"draft_vocab_size": None}, [], few),  # a Llama model has trees by default
         ({"draft_vocab_size": None}, ["--speculative-adaptive"], few),

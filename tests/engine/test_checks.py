@@ -27,26 +27,26 @@ CHAT |= {"prompt_logprobs": "echoed"}
     [
         ([], {}, "messages", "messages must not be empty"),
         ([1] * 64, {"max_tokens": 1}, "messages", "messages has 64 tokens, which leaves no room"),
-        ([100], {}, "messages", "messages has token id 100, ids are 0 to 99"),
+        ([100], {}, "messages", "messages contains token id 100; valid ids are 0 to 99"),
         ([1], {"max_tokens": 64}, "max_completion_tokens", "max_completion_tokens is 64: together"),
         ([1], {"max_tokens": -1}, "max_completion_tokens", "must be at least 0"),
         ([1], {"min_tokens": 17}, "min_tokens", "must not exceed max_completion_tokens, which"),
-        ([1], {"stop_token_ids": (1, 2, 3)}, "stop_token_ids", "at most 2 ids here, got 3"),
-        ([1], {"stop_token_ids": (-1,)}, "stop_token_ids", "has token id -1"),
-        ([1], {"logit_bias": {1: 1.0, 2: 1.0}}, "logit_bias", "at most 1 tokens here, got 2"),
-        ([1], {"logit_bias": {10**30: 1.0}}, "logit_bias", "has token id 1000"),
-        ([1], {"logprobs": 6}, "top_logprobs", "top_logprobs must be from 0 to 5, got 6"),
+        ([1], {"stop_token_ids": (1, 2, 3)}, "stop_token_ids", "at most 2 ids, got 3"),
+        ([1], {"stop_token_ids": (-1,)}, "stop_token_ids", "contains token id -1"),
+        ([1], {"logit_bias": {1: 1.0, 2: 1.0}}, "logit_bias", "at most 1 tokens, got 2"),
+        ([1], {"logit_bias": {10**30: 1.0}}, "logit_bias", "contains token id 1000"),
+        ([1], {"logprobs": 6}, "top_logprobs", "top_logprobs must be 0 to 5, got 6"),
         (
             [1],
             {"prompt_logprobs": 4},
             "echoed",
-            "echoed must be from 0 to 3 for logprobs",
+            "echoed must be 0 to 3 for logprobs",
         ),
         (
             [1],
             {"prompt_logprobs": -1},
             "echoed",
-            "echoed must be from 0 to 3 for logprobs",
+            "echoed must be 0 to 3 for logprobs",
         ),
     ],
 )
@@ -68,5 +68,5 @@ def test_the_longest_request_is_taken_and_one_token_more_is_not():
 
 
 def test_logprobs_that_no_program_computes_are_refused():
-    with pytest.raises(Refusal, match="started without logprobs"):
+    with pytest.raises(Refusal, match="logprobs are off"):
         check([1], SamplingParams(logprobs=0), replace(LIMITS, max_logprobs=None))

@@ -401,8 +401,8 @@ def test_a_removed_corpus_drafts_no_more_and_its_name_is_free():
     ("documents", "budget", "reason"),
     [
         ([[1, 2]], 0, "--speculative-ngram-external-sam-budget"),
-        ([[1, VOCAB]], 2, f"has token id {VOCAB}, ids are 0 to {VOCAB - 1}"),
-        ([[1, -2]], 2, "has token id -2"),
+        ([[1, VOCAB]], 2, f"contains token id {VOCAB}; valid ids are 0 to {VOCAB - 1}"),
+        ([[1, -2]], 2, "contains token id -2"),
         ([[]], 2, "at least one token"),
         ([[1, 2, 3, 4, 5]], 2, "--speculative-ngram-external-corpus-max-tokens is 6"),
     ],

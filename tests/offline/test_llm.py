@@ -169,7 +169,10 @@ def called(arguments):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda llm: llm.generate([1 << 20]), "prompt has token id 1048576, ids are 0 to"),
+        (
+            lambda llm: llm.generate([1 << 20]),
+            "prompt contains token id 1048576; valid ids are 0 to",
+        ),
         (lambda llm: llm.generate(""), "prompt must not be empty"),
         *(
             (
@@ -180,7 +183,7 @@ def called(arguments):
         ),
         (lambda llm: llm.stream(["a", "b"]), r"a prompt must be .*, got \['a', 'b'\]"),
         (lambda llm: llm.generate("a", SamplingParams(max_tokens=999)), "max_tokens is 999"),
-        (lambda llm: llm.generate("a", SamplingParams(logprobs=99)), "logprobs must be from 0 to"),
+        (lambda llm: llm.generate("a", SamplingParams(logprobs=99)), "logprobs must be 0 to"),
         (lambda llm: llm.chat(QUESTION, tools=[{}]), "tools require the option tool_call_parser"),
         (lambda llm: llm.chat(called("{")), "arguments of a call of 'f' must be an object"),
         (
@@ -190,7 +193,7 @@ def called(arguments):
         (lambda llm: llm.chat(called("[]")), "arguments of a call of 'f' must be an object"),
         (
             lambda llm: llm.chat(QUESTION, SamplingParams(structured_outputs={"regex": "a+"})),
-            'a grammar needs an LLM that was made with grammar_backend="llguidance"',
+            'structured output is off; create the LLM with grammar_backend="llguidance"',
         ),
         (
             lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url"}]}]),
@@ -279,7 +282,7 @@ def test_calls_of_a_strict_function_are_held_to_it_or_refused(tmp_path):
     needed = {"grammar_backend": "none", "tool_call_parser": "hermes"}
     with LLM(str(tmp_path), **needed, **OPTIONS) as llm:
         assert llm.chat(QUESTION, asked, tools=[tool])[0].text
-        with pytest.raises(ValueError, match="a grammar needs an LLM that was made with"):
+        with pytest.raises(ValueError, match="structured output is off; create the LLM with"):
             llm.chat(QUESTION, asked, tools=[strict])
 
 

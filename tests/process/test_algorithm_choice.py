@@ -44,7 +44,7 @@ def test_mtp_layer_of_the_checkpoint_is_chosen():
 def test_given_draft_model_decides_by_its_files(folder: str, name: str):
     options = checked(AUTO, "--speculative-draft-model-path", str(DEMO / folder))
     assert options.speculative.speculative_algorithm == name
-    assert options.reasons[0].startswith(f"--speculative-algorithm {name}: the draft model is")
+    assert options.reasons[0].startswith(f"--speculative-algorithm {name}: kind of the draft model")
 
 
 def test_model_without_a_drafter_decodes_plainly():
@@ -52,7 +52,7 @@ def test_model_without_a_drafter_decodes_plainly():
     assert not options.speculative.drafts
     assert options.reasons[0].startswith("--speculative-algorithm none: the checkpoint has no MTP")
     for flag in ("--speculative-num-steps=3", "--speculative-adaptive"):
-        with pytest.raises(ValueError, match="auto finds no drafter: the checkpoint has no MTP"):
+        with pytest.raises(ValueError, match="auto found no drafter: the checkpoint has no MTP"):
             checked(AUTO, flag, "--model-path", str(DEMO / "standalone"))
 
 

@@ -56,7 +56,9 @@ def test_quantization_fp8_is_checked_against_the_weights(tmp_path) -> None:
     write_widened(tmp_path / "fp8", tmp_path / "wide")
     options = parse(line_of(tmp_path / "fp8", "--quantization", "fp8"))
     assert check_model(options, open_checkpoint).options.model.quantization == "fp8"
-    with pytest.raises(ConfigError, match="--quantization fp8 needs weights in FP8, and this"):
+    with pytest.raises(
+        ConfigError, match="--quantization fp8 requires a checkpoint with FP8 weights"
+    ):
         check_model(parse(line_of(tmp_path / "wide", "--quantization", "fp8")), open_checkpoint)
 
 

@@ -197,7 +197,7 @@ def test_llm_hub_id_answered_as_its_folder(hub, model):
             (answer,) = llm.generate(prompt, sampling)
             answers.append(answer.outputs[0].token_ids)
     assert answers[0] == answers[1] != []
-    with pytest.raises(ValueError, match="download_dir is for a model that is given by its hub id"):
+    with pytest.raises(ValueError, match="download_dir requires a model given by its hub id"):
         ReferenceLLM(str(model), download_dir="x")
 
 

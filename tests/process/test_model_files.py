@@ -123,7 +123,7 @@ FAULTS = {
     "shape": (other_sizes, (), "has shape", 1),
     "tensor": (more_layers, (), "has no tensor", 1),
     "tokenizer": (broken_tokenizer, (), f"{ID}/tokenizer.json cannot be read", 1),
-    "drafter": (lambda hub: None, ("--speculative-algorithm", "NEXTN"), "mtp layer", 1),
+    "drafter": (lambda hub: None, ("--speculative-algorithm", "NEXTN"), "MTP layer", 1),
     "ranks": (lambda hub: None, ("--tp-size", "7"), "--tp-size 7 does not fit", 1),
 }
 
@@ -228,7 +228,7 @@ PLAIN = {
     "deep": (["--model-path", "a/b/c"], "a/b/c does not exist"),
     "address": (
         ["--model-path", "https://hub.example/ORG/NAME/tree/main"],
-        "is an address; give a folder, or the hub id ORG/NAME",
+        "is a URL; give a folder, or the hub id ORG/NAME",
     ),
     "scheme": (["--model-path", "hf://ORG/NAME"], "the hub id ORG/NAME"),
     "two revisions": (["--model-path", f"{ID}@v1", "--revision", "v2"], "give one of them"),
@@ -238,9 +238,9 @@ PLAIN = {
     "revision of the default": (["--revision", "v1"], "is a folder"),
     "draft revision alone": (
         ["--speculative-algorithm", "NEXTN", "--speculative-draft-model-revision", "v1"],
-        "--speculative-draft-model-revision is for a hub id",
+        "--speculative-draft-model-revision requires a hub id",
     ),
-    "cache of folders": (["--model-path", "source", "--download-dir", "x"], "leave it out"),
+    "cache of folders": (["--model-path", "source", "--download-dir", "x"], "remove the flag"),
     "draft": (
         ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", "nowhere"],
         "the draft model folder",

@@ -62,7 +62,7 @@ def test_ranks_serve_the_text_of_one_and_end_together():
         assert server.metrics()["tandem:ranks"] == 4
         assert httpx.get(server.url + "/capabilities").json()["ranks"] == 4
         assert httpx.get(server.url + "/v1/models").json()["data"][0]["ranks"] == 4
-        assert any("memory plan of each of 4 ranks" in line for line in server.lines)
+        assert any("memory plan per rank (4 ranks)" in line for line in server.lines)
         server.process.send_signal(signal.SIGTERM)
         assert ended(server, pids) == 0
         assert not any("Traceback" in line for line in server.lines)
@@ -71,10 +71,10 @@ def test_ranks_serve_the_text_of_one_and_end_together():
 @pytest.mark.parametrize(
     ("number", "ending"),
     [
-        (signal.SIGKILL, "rank 1 was ended by SIGKILL while serving, last heard of after step "),
+        (signal.SIGKILL, "rank 1 was terminated by SIGKILL while serving, last report after step "),
         (
             signal.SIGSTOP,
-            "rank 1 stands still by a signal while serving, last heard of after step ",
+            "rank 1 is stopped by a signal while serving, last report after step ",
         ),
     ],
     ids=["killed", "stopped"],
@@ -95,7 +95,9 @@ def test_an_idle_server_ends_too_when_a_rank_is_lost():
         pids = server.pids()
         os.kill(ranks_of(server)[0], signal.SIGKILL)
         assert ended(server, pids) == 1
-        assert any("rank 1 was ended by SIGKILL while serving" in line for line in server.lines)
+        assert any(
+            "rank 1 was terminated by SIGKILL while serving" in line for line in server.lines
+        )
 
 
 @pytest.mark.parametrize("others", ["run", "stand still"])
@@ -110,7 +112,7 @@ def test_no_rank_outlives_rank_0(others):
 
 
 STEP_FAULTS = {
-    "1:step:raises": "rank 1 failed while serving, last heard of after step 29: MemoryError: ",
+    "1:step:raises": "rank 1 failed while serving, last report after step 29: MemoryError: ",
     "1:step:sleeps": "rank 1 of 2 did not reach exchange 30 within 10 s (waited on by rank 0)",
     "0:step:raises": "the engine failed: MemoryError: there is no room",
 }
@@ -127,13 +129,13 @@ def test_a_step_that_fails_on_one_rank_ends_all_by_its_name(fault, monkeypatch):
 
 
 START_FAULTS = {
-    "1:planning:SIGKILL": (1, "rank 1 was ended by SIGKILL while planning"),
+    "1:planning:SIGKILL": (1, "rank 1 was terminated by SIGKILL while planning"),
     "1:planning:refuses": (2, "rank 1: the folder is not there"),
-    "1:planning:differs": (2, "rank 1 would serve another model, other weights or other programs"),
-    "1:planning:renamed": (2, "rank 1 would run on a GPU and rank 0 on a CPU; ranks need devices"),
+    "1:planning:differs": (2, "rank 1 differs from rank 0 in its model, weights or programs"),
+    "1:planning:renamed": (2, "rank 1 has a GPU and rank 0 a CPU; ranks require devices"),
     "1:loading:raises": (1, "rank 1 failed while loading: MemoryError: there is no room for the w"),
-    "1:loading:SIGSTOP": (1, "rank 1 stands still by a signal while loading"),
-    "1:preparing:SIGKILL": (1, "rank 1 was ended by SIGKILL while preparing programs"),
+    "1:loading:SIGSTOP": (1, "rank 1 is stopped by a signal while loading"),
+    "1:preparing:SIGKILL": (1, "rank 1 was terminated by SIGKILL while preparing programs"),
     "0:loading:refuses": (2, "the folder is not there"),
     "0:loading:SIGKILL": (-signal.SIGKILL, ""),
 }
@@ -180,9 +182,9 @@ def test_every_rank_takes_what_fits_the_one_with_the_least_memory(monkeypatch):
     monkeypatch.setenv(ranked_serve.FAULT, f"1:planning:{ranked_serve.LACKS}")
     with ranked(2) as server:
         least, most = ranked_serve.GIB // 2, 4 * ranked_serve.GIB
-        note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank takes what fits"
+        note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank uses what fits"
         assert any(note in line for line in server.lines)
-        assert any(f"of {least:,} that are free" in line for line in server.lines)
+        assert any(f"of {least:,} free" in line for line in server.lines)
         assert server.metrics()['tandem:tp_rank_startup_free_bytes{rank="1"}'] == least
         assert httpx.get(server.url + "/health").status_code == 200
 
@@ -209,7 +211,7 @@ def test_devices_of_one_process_take_what_fits_the_one_with_the_least_memory():
     options = parse([*FLAGS, "--tp-size", "2"])
     with starting.ranked_start(options, lambda: platform, None, print) as ranked:
         assert ranked.prepare().memory.device.free_bytes == least
-    note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank takes what fits rank 1"
+    note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank uses what fits rank 1"
     assert ranked.notes == [note]
 
 
@@ -252,5 +254,5 @@ def test_ranks_take_a_gpu_each_of_those_that_are_named():
     assert [gpu_of({}, 2, rank) for rank in range(2)] == ["0", "1"]
     assert gpu_of({}, 0, 1) is None
     assert gpu_of({"CUDA_VISIBLE_DEVICES": ""}, 4, 1) is None
-    with pytest.raises(ConfigError, match="needs a GPU for each rank, and 2 can be used here"):
+    with pytest.raises(ConfigError, match="requires one GPU per rank, and 2 are available"):
         gpu_of(named, 8, 2)

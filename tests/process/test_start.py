@@ -304,7 +304,10 @@ def test_the_start_says_how_the_model_would_have_its_tokens_chosen(folder, capfd
     (folder / "generation_config.json").write_text(stated)
     for flags, is_said in (([], True), (["--sampling-defaults", "openai"], False)):
         assert start(["--model-path", str(folder), *flags], give_up) == 2
-        said = "temperature 0.6, top_k 20 where a request names none" in capfd.readouterr().err
+        said = (
+            "sampling defaults from generation_config.json: temperature 0.6, top_k 20"
+            in capfd.readouterr().err
+        )
         assert said == is_said
     (folder / "generation_config.json").write_text('{"top_p": "all"}')
     assert start(["--model-path", str(folder)]) == 2

@@ -42,7 +42,7 @@ def test_the_reason_names_the_step_that_is_waited_for():
     with watchdog.watched():
         reason = ended.reasons.get(timeout=10)
     program = backend.capacity.programs[0]
-    assert reason == f"step 1, a {program}, has not ended after 0.2 s"
+    assert reason == f"step 1, a {program}, did not finish within 0.2 s"
     assert second is not first
 
 
@@ -52,14 +52,14 @@ def test_the_reason_says_how_far_the_other_ranks_are():
     ended = Ended(watchdog)
     with watchdog.watched():
         reason = ended.reasons.get(timeout=10)
-    assert reason == "a step has not ended after 0.2 s; rank 1 has ended 4 steps"
+    assert reason == "a step did not finish within 0.2 s; rank 1 has ended 4 steps"
 
 
 def test_what_any_thread_has_found_out_ends_the_process_as_a_step_does():
     watchdog = Watchdog(3600)
     ended = Ended(watchdog)
-    watchdog.fail("rank 1 was ended by SIGKILL")
-    assert ended.reasons.get(timeout=1) == "rank 1 was ended by SIGKILL"
+    watchdog.fail("rank 1 was terminated by SIGKILL")
+    assert ended.reasons.get(timeout=1) == "rank 1 was terminated by SIGKILL"
 
 
 def test_who_ends_the_process_is_not_disturbed_by_who_fails_meanwhile():

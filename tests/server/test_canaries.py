@@ -100,7 +100,12 @@ def test_a_checkpoint_with_auto_map_is_served_and_its_code_is_not_run(server, to
     assert events == ["begun"] * 3, "the engine, the server and what renders templates"
 
 
-REFUSED = ("sees none", "is not served", "are not served", "sent as a part of type image_url")
+REFUSED = (
+    "does not support image input",
+    "is not supported",
+    "are not supported",
+    "must be parts of type image_url",
+)
 
 
 def part(kind: str, **fields: Any) -> list[dict[str, Any]]:

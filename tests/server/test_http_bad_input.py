@@ -299,7 +299,7 @@ def test_a_request_that_no_wait_makes_room_for_is_refused(server):
     for fields in asked:
         answer = server.post(COMPLETIONS, **fields, max_tokens=1)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-        assert f"at most {MAX_OPEN} are served" in answer.json()["error"]["message"]
+        assert f"at most {MAX_OPEN} are supported" in answer.json()["error"]["message"]
 
 
 def test_unknown_models_and_paths_are_not_found(server):

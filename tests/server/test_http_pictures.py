@@ -140,7 +140,7 @@ def test_the_bounds_are_told_and_kept(server):
     large = asked(server, [user(picture(1, 30, 30))], max_tokens=1)["usage"]
     assert large["prompt_tokens_details"]["image_tokens"] <= limits["max_image_tokens"]
     many = refused(server, [picture(1, 1, 1)] * (told["max_images"] + 1))
-    assert f"at most {told['max_images']} are taken" in many["message"]
+    assert f"at most {told['max_images']} are supported" in many["message"]
     seven = refused(server, [picture(1, 8, 8)] * 7, max_tokens=1)
     assert seven["code"] == "context_length_exceeded"
     assert f"the {POOL_TOKENS} tokens" in seven["message"]
@@ -151,12 +151,12 @@ def test_the_bounds_are_told_and_kept(server):
     [
         ([{"type": "video_url", "video_url": {"url": "x"}}], "messages[0].content", "video is not"),
         ([{"type": "input_audio", "input_audio": {}}], "messages[0].content", "audio is not"),
-        ([{"type": "file", "file": {}}], "messages[0].content", "files are not served"),
+        ([{"type": "file", "file": {}}], "messages[0].content", "files are not supported"),
         ([{"type": "input_image"}], "messages[0].content", "type image_url"),
         (
             [{"type": "image_url", "image_url": 5}],
             "messages[0].content",
-            "neither a url nor an obj",
+            "neither a URL nor an obj",
         ),
         (
             [{"type": "image_url", "image_url": "http://x"}],
@@ -164,7 +164,7 @@ def test_the_bounds_are_told_and_kept(server):
             "URLs are not fetched",
         ),
         ([picture(1, 1, 1) | {"more": 1}], "messages[0].content", "text or image_url"),
-        ([text("a"), text(f"the name {NAME}")], "messages", "write it otherwise"),
+        ([text("a"), text(f"the name {NAME}")], "messages", "the placeholder of images; remove it"),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -206,14 +206,14 @@ def test_ten_thousand_pictures_are_refused_before_one_is_opened_or_has_a_place(s
     system = {"role": "system", "content": [part]}  # which the template refuses
     answer = server.post(CHAT, messages=[system, user(*[part] * 10_000)])
     assert answer.status_code == 400
-    assert "10001 pictures, at most 64 are taken" in answer.json()["error"]["message"]
+    assert "10001 images, at most 64 are supported" in answer.json()["error"]["message"]
 
 
 def test_only_users_and_tools_show_pictures(server):
     part = picture(1, 1, 1)
     answer = server.post(CHAT, messages=[{"role": "assistant", "content": [part]}])
     assert answer.status_code == 400
-    assert "only messages of users and tools" in answer.json()["error"]["message"]
+    assert "images are supported in messages of role user" in answer.json()["error"]["message"]
     answer = server.post(CHAT, messages=[{"role": "system", "content": [part]}])
     assert answer.status_code == 400  # by the template
     assert "no pictures of the system" in answer.json()["error"]["message"]
@@ -287,9 +287,9 @@ def test_the_death_of_what_opens_pictures_is_named_and_survived(server):
         waiting = pool.submit(refused, server, [picture(1, 1, 1)])
         time.sleep(0.2)
         os.kill(first, signal.SIGKILL)
-        assert "the process of the picture has ended" in waiting.result(30)["message"]
+        assert "the picture process exited" in waiting.result(30)["message"]
     asked(server, [user(picture(3, 1, 1))], max_tokens=1)
-    assert any("process of the picture has ended" in line for line in server.lines)
+    assert any("picture process exited" in line for line in server.lines)
 
 
 def test_a_model_that_does_not_see_refuses_pictures_and_starts_nothing_for_them(tmp_path):
@@ -297,7 +297,7 @@ def test_a_model_that_does_not_see_refuses_pictures_and_starts_nothing_for_them(
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as blind:
         error = refused(blind, [text("a"), picture(1, 1, 1)])
         assert error["param"] == "messages[0].content[1].image_url"
-        assert "sees none; send text alone" in error["message"]
+        assert "does not support image input; send text only" in error["message"]
         assert httpx.get(blind.url + "/capabilities").json()["images"] is None
         assert not workers(blind)
         said = [text(f"the name {NAME}")]
@@ -307,7 +307,7 @@ def test_a_model_that_does_not_see_refuses_pictures_and_starts_nothing_for_them(
 def test_a_template_that_leaves_a_picture_out_is_told(server):
     error = refused(server, [picture(1, 1, 1)], chat_template_kwargs={"blind": True})
     assert error["param"] == "messages"
-    assert "writes 0 places for pictures, and the messages have 1" in error["message"]
+    assert "wrote 0 image placeholders for 1 images" in error["message"]
 
 
 def test_a_template_that_writes_no_pictures_refuses_them(tmp_path):

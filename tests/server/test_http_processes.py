@@ -104,7 +104,7 @@ def test_a_killed_http_server_ends_the_engine_with_the_reason(server):
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGKILL)
     assert wait_for_end(server, pids) == 1
-    assert any("the HTTP server process was ended by SIGKILL" in line for line in server.lines)
+    assert any("the HTTP server process was terminated by SIGKILL" in line for line in server.lines)
 
 
 ENDING = [each for each in STOP_SIGNALS if each != signal.SIGTERM]  # which drains first
@@ -226,8 +226,8 @@ def test_a_step_that_does_not_end_ends_the_server_with_the_reason(server):
     assert answer.status_code == 503
     assert time.monotonic() - began > WATCHDOG_S
     assert wait_for_end(server, pids) == 1
-    assert_errors(requests, "a step has not ended after 5 s")
-    assert any("a step has not ended after 5 s" in line for line in server.lines)
+    assert_errors(requests, "a step did not finish within 5 s")
+    assert any("a step did not finish within 5 s" in line for line in server.lines)
     assert any("in _advance" in line for line in server.lines), "nothing says where it stands"
 
 
@@ -252,8 +252,8 @@ def test_a_frozen_engine_is_ended_with_the_reason(server):
     assert httpx.get(server.url + "/live").status_code == 200, "it has just spoken"
     assert server.process.wait(WATCHDOG_S + SILENCE_GRACE_S + 10) == -signal.SIGKILL
     wait_for_end(server, pids)
-    assert_errors(requests, "has said nothing for")
-    assert any("has said nothing for" in line and "killed" in line for line in server.lines)
+    assert_errors(requests, "sent nothing for")
+    assert any("sent nothing for" in line and "killed" in line for line in server.lines)
 
 
 def test_a_broken_tokenizer_ends_the_start_with_one_sentence(tmp_path):

@@ -66,7 +66,7 @@ def test_who_finds_no_room_is_told_and_who_is_in_is_served(server):
         for each in refused:
             head, _, body = each.partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 ")
-            assert "that the server may have are taken" in json.loads(body)["error"]["message"]
+            assert "connection limit reached" in json.loads(body)["error"]["message"]
         inside.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert inside.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
         (line,) = [line for line in server.lines if "admin routes at " in line]
@@ -125,7 +125,7 @@ def test_an_error_that_repeats_is_logged_once_in_a_while_with_how_often(logged, 
     assert len(lines) == 2 + 1000
     now = logs.REPEAT_S
     logger.warning("the same")
-    assert lines[-1] == "the same (and 999 like it before)"
+    assert lines[-1] == "the same (999 similar lines suppressed)"
     now *= 2
     logger.warning("the same")
     assert lines[-1] == "the same"

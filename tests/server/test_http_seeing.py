@@ -171,4 +171,4 @@ def test_an_image_token_without_a_picture_is_refused(server):
     answer = server.post(COMPLETIONS, prompt=[1, IMAGE, 2], max_tokens=1)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "prompt")
-    assert "may not hold the image token" in error["message"]
+    assert "must not contain the image token" in error["message"]

@@ -48,7 +48,7 @@ def test_of_ten_thousand_pictures_none_is_read(monkeypatch):
     monkeypatch.setattr(content, "_read_part", lambda part, kinds: read.append(part) or part)
     bodies.parse(body_of([PICTURE] * content.MAX_PICTURES), ChatRequest)
     assert len(read) == content.MAX_PICTURES
-    with pytest.raises(ApiError, match="has 10000 pictures, at most 64 are taken"):
+    with pytest.raises(ApiError, match="has 10000 images, at most 64 are supported"):
         bodies.parse(body_of([PICTURE] * 10_000), ChatRequest)
     assert len(read) == content.MAX_PICTURES
 

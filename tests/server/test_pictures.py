@@ -132,7 +132,9 @@ def test_pictures_of_all_that_runs_and_waits_are_bounded(monkeypatch):
         client, times = await EngineClient.connect(theirs), TokenTimes(ServerMetrics("it"))
         monkeypatch.setattr(engine_client, "MAX_OPEN_PICTURE_BYTES", 2 * pixels.nbytes)
         first, _ = (client.submit([prompt], times) for _ in range(2))
-        with pytest.raises(QueueFull, match="at most 384 bytes of pictures may run and wait"):
+        with pytest.raises(
+            QueueFull, match="at most 384 bytes of image data may be queued or running"
+        ):
             client.submit([prompt], times)
         client.submit([replace(prompt, pictures=())], times)
         await heard_by(reader, 3)
@@ -214,10 +216,10 @@ def test_pictures_of_one_request_are_bounded_in_memory_and_time(monkeypatch):
     async def work(opener: PictureOpener) -> None:
         await opener.open(sent(GOOD, GOOD))
         monkeypatch.setattr(pictures, "MAX_BYTES", 2 * PATTERN.nbytes - 1)
-        with pytest.raises(ApiError, match="more than 11519 bytes as pixels"):
+        with pytest.raises(ApiError, match="more than 11519 bytes of pixels"):
             await opener.open(sent(GOOD, GOOD))
         monkeypatch.setattr(pictures, "MAX_S", 0.0)
-        with pytest.raises(ApiError, match="longer than 0 s to open"):
+        with pytest.raises(ApiError, match="takes longer than 0 s"):
             await opener.open(sent(GOOD))
         await asyncio.sleep(0.1)  # the worker that was left ends
 

@@ -93,7 +93,7 @@ def test_what_is_no_picture_is_said_and_a_refused_question_keeps_its_pictures(pa
     give(page, "drop", "kept.png", png(1, 1))
     page.one("#question").send_keys("<|image|>", "\n")
     page.until(lambda: page.one("#alert").text)
-    assert "write it otherwise" in page.one("#alert").text
+    assert "the placeholder of images; remove it" in page.one("#alert").text
     assert len(page.all("#pictures .picture")) == 1
     assert not page.all(".turn")
     page.complaints()

@@ -95,7 +95,7 @@ class Follower:
 
     def at(self) -> str:
         """What it is at, with the step where it serves."""
-        known = f"{SERVING}, last heard of after step {self.ended}"
+        known = f"{SERVING}, last report after step {self.ended}"
         return known if self.phase == SERVING else self.phase
 
 
@@ -251,7 +251,7 @@ class Followers:
 
     def _lose(self, follower: Follower) -> None:
         if not (self._is_closing or self._refusal):
-            ending = follower.process.ending(REAP_S) or "has closed its link"
+            ending = follower.process.ending(REAP_S) or "closed its connection"
             self.fail(f"{follower.name} {ending} while {follower.at()}")
 
     def _look(self, open_ranks: Sequence[Follower]) -> None:
@@ -263,7 +263,7 @@ class Followers:
             elif each.stands_since is None:
                 each.stands_since = now
             elif now - each.stands_since > STOPPED_S:
-                self.fail(f"{each.name} stands still by a signal while {each.at()}")
+                self.fail(f"{each.name} is stopped by a signal while {each.at()}")
             silence = now - each.heard
             if silence > BEAT_S + SILENCE_S[each.phase == SERVING]:
-                self.fail(f"{each.name} has said nothing for {silence:.0f} s while {each.at()}")
+                self.fail(f"{each.name} sent nothing for {silence:.0f} s while {each.at()}")

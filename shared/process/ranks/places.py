@@ -124,7 +124,11 @@ class Child:
 
 def ending_of(code: int) -> str:
     """How a process ended, of its exit code."""
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    return (
+        f"was terminated by {signal.Signals(-code).name}"
+        if code < 0
+        else f"exited with code {code}"
+    )
 
 
 def state_of(pid: int) -> str:
@@ -167,8 +171,8 @@ def gpu_of(environment: Mapping[str, str], on_host: int, rank: int) -> str | Non
         named = [str(index) for index in range(on_host)]
     if named and rank >= len(named):
         raise ConfigError(
-            f"--tp-size needs a GPU for each rank, and {len(named)} can be used here; lower it, or "
-            f"name more in {GPUS}"
+            f"--tp-size requires one GPU per rank, and {len(named)} are available; lower "
+            f"it, or add GPUs to {GPUS}"
         )
     return named[rank] if named else None
 

@@ -65,7 +65,7 @@ class Shared:
             except RingFullError as error:
                 late = self._here[error.reader]
                 raise RankError(
-                    f"{late.name} has taken no plan for {timeout_s:g} s while {late.at()}"
+                    f"{late.name} received no plan for {timeout_s:g} s while {late.at()}"
                 ) from error
             for reader in asleep:
                 self._here[reader].link.send("wake")

@@ -104,8 +104,8 @@ class RankedStart:
         for each in followers.ranks:
             if each.digest != digest:
                 raise ConfigError(
-                    f"{each.name} would serve another model, other weights or other programs than "
-                    "rank 0; give every host the same model folder, and the same version of this "
+                    f"{each.name} differs from rank 0 in its model, weights or programs; "
+                    "give every host the same model folder and the same version of this "
                     "program"
                 )
         self._shared = Shared(followers, start.memory.capacity)
@@ -159,7 +159,7 @@ class RankedStart:
     def standing(self) -> str:
         """How far the others are, for the reader; empty of one."""
         ranks = self._followers.ranks if self._followers else ()
-        return "".join(f"; {each.name} has ended {each.ended} steps" for each in ranks)
+        return "".join(f"; {each.name} has finished {each.ended} steps" for each in ranks)
 
     def kill(self) -> None:
         """Ends the others at once."""
@@ -188,7 +188,7 @@ class RankedStart:
             host, kind, name, num_bytes = each.device
             if (kind, name) != (own.kind, own.name):
                 raise ConfigError(
-                    f"{each.name} would run on a {name} and rank 0 on a {own.name}; ranks need "
+                    f"{each.name} has a {name} and rank 0 a {own.name}; ranks require "
                     "devices of one kind"
                 )
             free[each.name] = each.free_bytes = num_bytes // (hosts[host] if kind == "cpu" else 1)
@@ -202,8 +202,8 @@ class RankedStart:
         most = max(free, key=lambda name: free[name])
         if free[most] > MORE_FREE * free[least]:
             self.notes.append(
-                f"{least} has {free[least]:,} bytes free and {most} {free[most]:,}: every rank "
-                f"takes what fits {least}"
+                f"{least} has {free[least]:,} bytes free and {most} {free[most]:,}: every "
+                f"rank uses what fits on {least}"
             )
         return free[least]
 
