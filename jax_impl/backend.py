@@ -17,33 +17,33 @@ from jax.stages import Compiled, Lowered, Traced
 from jaxtyping import Int, Shaped
 
 from jax_impl import device_state, drafters, ops, weights
+from jax_impl.compilation_cache import KeptPrograms
 from jax_impl.device_state import DeviceState
 from jax_impl.drafters import heads
 from jax_impl.drafters.dflash import BlockDrafter
 from jax_impl.drafters.eagle import EagleDrafter
 from jax_impl.drafters.standalone import StandaloneDrafter
-from jax_impl.kept import KeptPrograms
-from jax_impl.machine import Machine
-from jax_impl.mailboxes import DeviceMailboxes, on_devices
+from jax_impl.kernel_limits import KERNEL_LIMITS
+from jax_impl.mesh import Together
 from jax_impl.model import Model
-from jax_impl.operations import KERNEL_LIMITS
-from jax_impl.records import BlockWeights
+from jax_impl.model_weights import BlockWeights
 from jax_impl.step import step
-from jax_impl.together import Together
+from jax_impl.step_context import Machine
+from jax_impl.symmetric_memory import DeviceMailboxes, on_devices
 from jax_impl.weights import Loaded
 from jax_impl.workspace import workspace
 from kernels.peer_buffers import BLOCK_BYTES, LOOKS, Boxes
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
-from shared.boundary.mailboxes import RankMissingError
-from shared.boundary.operations import plain_operations
+from shared.boundary.kernel_coverage import plain_operations
 from shared.boundary.program import Program
-from shared.boundary.ranks import ALONE, Ranks
+from shared.boundary.shm_allgather import RankMissingError
+from shared.boundary.tp_group import ALONE, Ranks
 from shared.drafts.config import DraftHead
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.models.config import ModelConfig
-from shared.models.ranks import local
+from shared.models.tp_sharding import local
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Leaf = jax.Array | list[jax.Array]
@@ -102,7 +102,7 @@ class JaxBackend:
 
         Raises:
           ValueError: There are fewer devices than ranks, or a model does not divide among them. Or
-            see `shared.boundary.checks.check_capacity` and `shared.boundary.operations`.
+            see `shared.boundary.checks.check_capacity` and `shared.boundary.kernel_coverage`.
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)

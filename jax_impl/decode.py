@@ -11,7 +11,6 @@ from jax_impl.device_state import DeviceState, Fields, Mask, Plan
 from jax_impl.drafters import Drafted, Fed
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import VerifyMixer
-from jax_impl.machine import Machine, behind_pictures, logprobs_of, ranking
 from jax_impl.ops.attention import attention
 from jax_impl.ops.attention.attention import Rows
 from jax_impl.ops.gdn.gdn_layer import Nodes
@@ -20,6 +19,7 @@ from jax_impl.ops.sampling.acceptance import Followed
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
 from jax_impl.ops.trees.merge_drafts import Copies, Grown, Joined
+from jax_impl.step_context import Machine, behind_pictures, logprobs_of, ranking
 from shared.boundary.program import Extra, Program
 from shared.spec.ngram import width_of
 

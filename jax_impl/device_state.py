@@ -16,14 +16,14 @@ from jax_impl.ops.gdn.gdn_state import DeltaState
 from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import ngram, slot_state
 from jax_impl.ops.trees.merge_drafts import Copies
-from jax_impl.tower import Begun, Pixels
+from jax_impl.vision_encoder import Begun, Pixels
 from shared.boundary.backend import Capacity
 from shared.boundary.buffers import Field, plan_layout, result_layout
-from shared.boundary.pictures import most_begun
+from shared.boundary.images import most_begun
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
+from shared.models.cache_spec import Plane
 from shared.models.config import ModelConfig
-from shared.models.kept import Plane
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
 Fields = dict[str, jax.Array]
@@ -208,7 +208,7 @@ def new_kv(
 
 @dataclass(frozen=True)
 class Pictures:
-    """What pictures bring to a prefill; see `shared.boundary.pictures.Pictures`."""
+    """What pictures bring to a prefill; see `shared.boundary.images.Pictures`."""
 
     sources: Int[jax.Array, " T"]
     turns: Int[jax.Array, "T 3"]
@@ -218,7 +218,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture to be encoded; see `shared.boundary.pictures.Encode`."""
+    """A picture to be encoded; see `shared.boundary.images.Encode`."""
 
     pixels: Pixels | None
     place: Int[jax.Array, " 1"]
@@ -259,7 +259,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Texts:
-    """Whose texts the rows are; see `shared.boundary.texts.Texts`."""
+    """Whose texts the rows are; see `shared.boundary.ngram_table.Texts`."""
 
     scopes: Int[jax.Array, "B 2"]
     before: Int[jax.Array, "B window"] | None

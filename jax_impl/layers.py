@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
+from jax_impl.model_weights import Attention, GatedDelta, Layer
 from jax_impl.ops import Norm, Place
 from jax_impl.ops.attention import attention_layer
 from jax_impl.ops.attention.attention import KV, Rows, windowed
@@ -18,8 +19,7 @@ from jax_impl.ops.gdn.gdn_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.linear import Matrix, Stream
 from jax_impl.ops.moe.experts import Experts, added_experts
-from jax_impl.records import Attention, GatedDelta, Layer
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
+from jax_impl.model_weights import Layer, Weights
 from jax_impl.ops import Norm, Place
 from jax_impl.ops.attention.attention import KV, Rows
 from jax_impl.ops.gemm import layers, linear
@@ -17,8 +18,7 @@ from jax_impl.ops.moe.experts import counted
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
-from jax_impl.records import Layer, Weights
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 

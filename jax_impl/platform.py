@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax_impl import convert
 from jax_impl.backend import JaxBackend
 from jax_impl.devices import find_device
-from jax_impl.operations import KERNEL_LIMITS
-from jax_impl.together import Together, free_on_each, take_devices
+from jax_impl.kernel_limits import KERNEL_LIMITS
+from jax_impl.mesh import Together, free_on_each, take_devices
 from jax_impl.weights import Loaded, load, load_head, load_tower
 from jax_impl.workspace import workspace
 from kernels.peer_buffers import device_mailbox_bytes
 from shared.boundary.backend import Blueprint
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.drafts.checkpoint import DraftFiles
-from shared.models.dummy import Stored
-from shared.process.programs import ProgramCosts
+from shared.models.dummy_weights import Stored
+from shared.process.buckets import ProgramCosts
 from shared.process.start import Platform
 
 CACHE_FOLDER = (

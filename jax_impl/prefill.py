@@ -11,13 +11,13 @@ from jax_impl import model, ops
 from jax_impl.device_state import DeviceState, Fields, Plan, start
 from jax_impl.drafters import Fed, Prompts
 from jax_impl.layers import PrefillMixer
-from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.model import Forward
 from jax_impl.ops.gdn import gdn_state
 from jax_impl.ops.gemm.layers import Shown
 from jax_impl.ops.sampling import logprobs, sampling
 from jax_impl.ops.sampling.logprobs import Scored
 from jax_impl.ops.trees import draft_tree, ngram, slot_state
+from jax_impl.step_context import Machine, logprobs_of, ranking
 from shared.boundary.buffers import SCORES
 from shared.boundary.program import Extra, Program
 from shared.spec.logprobs import SCORED_ROWS

@@ -6,9 +6,9 @@ from jaxtyping import Bool, Int
 
 from jax_impl.decode import decode, draft
 from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
-from jax_impl.encode import encode
-from jax_impl.machine import Machine
+from jax_impl.encode_image import encode
 from jax_impl.prefill import count_tokens, prefill
+from jax_impl.step_context import Machine
 from shared.boundary.buffers import SCORES
 from shared.boundary.program import Program, Work
 

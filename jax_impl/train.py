@@ -20,7 +20,8 @@ from typing import Any
 import jax
 
 from jax_impl.devices import find_device
-from jax_impl.training import export, outputs, tasks
+from jax_impl.training import export, target_outputs, tasks
+from jax_impl.training.checkpoints import note_run
 from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
 from jax_impl.training.formats import (
     AUTHORS,
@@ -31,16 +32,15 @@ from jax_impl.training.formats import (
 )
 from jax_impl.training.forward import check_drafted_for, check_trained
 from jax_impl.training.loop import Schedule, train
-from jax_impl.training.modules import DraftModel
-from jax_impl.training.saving import note_run
+from jax_impl.training.nnx_modules import DraftModel
 from jax_impl.training.tasks import Module, Precision, Target, Trainable
+from shared.drafts.aux_hidden_states import IDS_FLAG, Ids
 from shared.drafts.config import DraftConfig
-from shared.drafts.streams import IDS_FLAG, Ids
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import open_checkpoint
 from shared.models.config import ModelConfig
+from shared.models.config_fields import Json, is_number, read_json
 from shared.models.families import config_from_dict, config_from_folder
-from shared.models.fields import Json, is_number, read_json
 from shared.models.tied import as_stored
 
 EXIT_REFUSED = 2
@@ -251,7 +251,7 @@ def _train_head(given: argparse.Namespace) -> None:
     stored = open_checkpoint(given.target)
     config = as_stored(config_from_folder(given.target), stored)
     check_drafted_for(config)
-    mark = outputs.fingerprint(stored)
+    mark = target_outputs.fingerprint(stored)
     if given.draft == "mtp":
         if not config.has_mtp:
             raise ValueError(
@@ -308,7 +308,7 @@ def _head_task(
         )
     ids = None
     if config.has_draft_vocab:
-        ids = outputs.frequent_tokens(rows, config.layer.vocab, config.draft_vocab)
+        ids = target_outputs.frequent_tokens(rows, config.layer.vocab, config.draft_vocab)
     return tasks.head_task(
         config, target, given.start, given.seed, ids, given.depth, _precision(given)
     )
@@ -348,14 +348,14 @@ def _own_outputs(
     sampling = SamplingParams(
         temperature=0.0, max_tokens=given.output_tokens, stop_token_ids=config.eos_ids
     )
-    if outputs.missing(path, mark, prompts, sampling):
+    if target_outputs.missing(path, mark, prompts, sampling):
         quick = jax.devices()[0].platform == "cpu" and len(prompts) < FEW_PROMPTS
         slots = min(given.output_slots, len(prompts))
         most = _most(given, config)
-        engine = outputs.make_engine(config, target.model, slots, most, given.dtype, quick)
-        outputs.write_outputs(path, engine, mark, prompts, sampling)
+        engine = target_outputs.make_engine(config, target.model, slots, most, given.dtype, quick)
+        target_outputs.write_outputs(path, engine, mark, prompts, sampling)
         engine.close()
-    return outputs.read_outputs(path, mark, prompts, sampling, given.max_tokens)
+    return target_outputs.read_outputs(path, mark, prompts, sampling, given.max_tokens)
 
 
 FEW_PROMPTS = 64

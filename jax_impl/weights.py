@@ -16,12 +16,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Int, Shaped
 
-from jax_impl import dummy, words
-from jax_impl.ops import Norm, Scale
-from jax_impl.ops.gemm import linear
-from jax_impl.ops.gemm.linear import Matrix
-from jax_impl.ops.moe.experts import Experts
-from jax_impl.records import (
+from jax_impl import dummy_weights, fp8_weights
+from jax_impl.model_weights import (
     Attention,
     BlockWeights,
     DraftRows,
@@ -35,18 +31,22 @@ from jax_impl.records import (
     TowerWeights,
     Weights,
 )
-from shared.boundary.ranks import ALONE, Ranks
+from jax_impl.ops import Norm, Scale
+from jax_impl.ops.gemm import linear
+from jax_impl.ops.gemm.linear import Matrix
+from jax_impl.ops.moe.experts import Experts
+from shared.boundary.tp_group import ALONE, Ranks
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
-from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.fp8_words import SCALES, InWords
+from shared.models.dummy_weights import DummyCheckpoint, Stored
+from shared.models.fp8_packing import SCALES, InWords
 from shared.models.layers import LayerConfig
+from shared.models.parameter import of_rank
 from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
-from shared.models.pieces import of_rank
-from shared.models.tower import check_tower
-from shared.models.vision import VisionConfig
+from shared.models.vision_config import VisionConfig
+from shared.models.vision_parameters import check_tower
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -105,7 +105,7 @@ def load(
       in_words, in_codes: Parameters that stay FP8; all are stacks. Those in codes quantise their
         rows.
       group: The ranks that have the model between them.
-      token_map: Tokens that are drafted; see `shared.drafts.drafts.Drafts`.
+      token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.Drafts`.
 
     Raises:
       CheckpointError: A tensor is missing or has another shape.
@@ -120,9 +120,9 @@ def load(
         for parameter in (p for p in wanted if p.name in stay):
             name, stacks = parameter.name, loaded.stacks
             if name in in_codes:
-                both = words.read_codes(checkpoint, parameter, device, progress)
+                both = fp8_weights.read_codes(checkpoint, parameter, device, progress)
             else:
-                both = words.read(checkpoint, parameter, in_words[name], device, progress)
+                both = fp8_weights.read(checkpoint, parameter, in_words[name], device, progress)
             stacks[name], stacks[f"{name}{SCALES}"] = both
     return _with_ids(loaded, token_map, device)
 
@@ -156,7 +156,7 @@ def load_tower(
     """Reads a vision tower to the device, of which every rank has all; see `load`.
 
     Raises:
-      CheckpointError: See `shared.models.tower.check_tower`.
+      CheckpointError: See `shared.models.vision_parameters.check_tower`.
     """
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
     return _sorted_out(check_tower(checkpoint, config), read, dtype, device)
@@ -224,10 +224,10 @@ def _loaded(
     """One parameter: read to main memory, or if large to the device; or made there."""
     kind = np.float32 if parameter.float32 else dtype
     if isinstance(checkpoint, DummyCheckpoint):
-        made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+        made = dummy_weights.parameter_array(parameter, checkpoint.law(parameter), kind, device)
         progress(checkpoint.num_bytes([parameter]))
         if (granularity := checkpoint.granularity_of(parameter)) is not None:
-            made = words.scaled(made, parameter, granularity)
+            made = fp8_weights.scaled(made, parameter, granularity)
         return made
     is_large = math.prod(parameter.shape) >= LARGE
     if not (is_large and isinstance(checkpoint, Checkpoint)):

@@ -1,6 +1,6 @@
 """What kernels of both languages take and share, as plain data: a start asks it without a GPU."""
 
-from shared.models.fp8_words import FP8_BLOCK
+from shared.models.fp8_packing import FP8_BLOCK
 from shared.spec.reduction_order import SQUARES
 
 HEAD_SIZES = tuple(range(16, 257, 16))

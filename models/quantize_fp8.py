@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from shared.models import fp8
 from shared.models.checkpoint import INDEX_FILE, weight_files
-from shared.models.fields import read_json
+from shared.models.config_fields import read_json
 from shared.models.fp8 import Granularity
 
 SCALE = fp8.SCALES[0]

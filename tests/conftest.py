@@ -14,7 +14,7 @@ import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
 from shared.boundary.backend import Backend
-from shared.process import heap
+from shared.process import gc_freeze
 from tests.support.backends import FRAMEWORKS, make_backend
 from tests.support.contract_host import Host, Texts, contract_capacity, contract_model
 from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
@@ -101,14 +101,15 @@ def sink_length(backend: Any) -> Callable[[], int]:
 
 @pytest.fixture(autouse=True, scope="module")
 def uncollected() -> Iterator[None]:
-    """Starts in the tests' process look for no garbage; `tests/process/test_heap.py` has its own.
+    """Starts in the tests' process look for no garbage; `tests/process/test_gc_freeze.py` has its
+    own.
 
     A worker holds all tests and what they imported and compiled, of which a server has a part: to
     walk it takes two seconds, and tests make some hundred engines one after the other.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("settle", "unsettle", "sweep"):
-            patch.setattr(heap, name, lambda: None)
+            patch.setattr(gc_freeze, name, lambda: None)
         yield
 
 

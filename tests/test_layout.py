@@ -13,15 +13,15 @@ import pytest
 
 from docs.make import import_table
 from shared.spec import draft_tree
-from tests.support import twins
+from tests.support import backend_parity
 from tests.support.private_names import defined_in, reached_by
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 # Writing Orbax, training, programs that are kept and ranks that are devices of one process are
 # JAX's alone, compiling kernels on their own and capturing are torch's.
-_ALONE = "convert.py train.py kept.py together.py compiling.py graphs.py mailboxes.py"
-ONE_SIDED = {*map(Path, _ALONE.split())}
+_ALONE = "convert train compilation_cache mesh triton_precompile cuda_graphs symmetric_memory"
+ONE_SIDED = {Path(f"{name}.py") for name in _ALONE.split()}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 _PARTS = """
@@ -122,7 +122,7 @@ def imported(path: Path) -> set[str]:
 
 
 LATE_IMPORTS = {
-    Path("torch_impl/compiling.py"): "it is imported where Triton is not installed",
+    Path("torch_impl/triton_precompile.py"): "it is imported where Triton is not installed",
     Path("bench/quality/drafter_matrix.py"): "a side that is not asked for need not be installed",
     Path("torch_impl/serve.py"): "flags are answered, and other ranks begun, without the framework",
     Path("jax_impl/serve.py"): "flags are answered without the framework",
@@ -149,7 +149,7 @@ def test_imports_stand_at_the_top():
 
 
 KERNEL_IMPORTS = {
-    *("shared.models.fp8", "shared.models.fp8_words", "shared.models.layers"),
+    *("shared.models.fp8", "shared.models.fp8_packing", "shared.models.layers"),
     *("shared.spec.attention_layer", "shared.spec.reduction_order"),
 }
 """Modules of `shared` that kernels import: plain data and the layout of FP8 weights."""
@@ -266,13 +266,13 @@ REACHED_NAMES = {
     "device/test_grammar_adaptive.py": {"_asleep", "_planned"},
     "engine/test_ngram_index.py": {"_continuations", "_text"},
     "engine/test_prefix_cache.py": {"_fail"},
-    "engine/test_scores.py": {"_scores"},
+    "engine/test_prompt_logprobs.py": {"_scores"},
     "offline/test_llm.py": {"_engine"},
     "reference/test_reference_backend.py": {"_weights"},
     "server/test_http_room.py": {"_seen"},
     "server/test_http_slow_readers.py": {"_queue", "_submissions"},
     "spec/test_standalone.py": {"_expansion_rows", "_state", "_step"},
-    "support/faults.py": {"_commit", "_start"},
+    "support/planted_faults.py": {"_commit", "_start"},
     "training/test_training_heads.py": {"_steps_scored"},
 }
 """Private names that tests reach for, by file of `tests`. This list may only shrink."""
@@ -333,7 +333,10 @@ ONE_SIDED_NAMES = {
     "device_state.py::select": "JAX's states are values",
     "device_state.py::new_kv": "a program of JAX says once where what it makes lies",
     "device_state.py::new_states": "the same",
-    **{f"mailboxes.py::{x}": "ranks of JAX are one program, which needs no meeting" for x in _MET},
+    **{
+        f"symmetric_memory.py::{x}": "ranks of JAX are one program, which needs no meeting"
+        for x in _MET
+    },
     "layers.py::DeltaMixer": "a mixer of JAX gives back what it carries",
     "layers.py::rotary_frequencies": "torch keeps what JAX folds into the program",
     "layers.py::angles": "the same",
@@ -387,12 +390,20 @@ def test_how_a_weight_is_stored_is_known_to_the_ops_alone(package: str) -> None:
 
 def test_a_reader_of_one_twin_knows_the_other():
     """Public names and parameters are equal, but for what functional code carries."""
-    found = {key: said for file in twins.files() for key, said in twins.differences(file).items()}
+    found = {
+        key: said
+        for file in backend_parity.files()
+        for key, said in backend_parity.differences(file).items()
+    }
     check_excused(found, ONE_SIDED_NAMES)
 
 
 def test_twins_call_the_same_ops():
-    found = {key: said for file in twins.files() for key, said in twins.other_ops(file).items()}
+    found = {
+        key: said
+        for file in backend_parity.files()
+        for key, said in backend_parity.other_ops(file).items()
+    }
     check_excused(found, OTHER_OPS)
 
 

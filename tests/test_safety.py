@@ -33,19 +33,19 @@ OF_TESTS_AND_BENCHES |= {"socket.create_connection", "http.client"}
 
 ALLOWED = {
     ("models/demo/functions.py", "exec"): "runs functions that it made itself",
-    ("torch_impl/compiling.py", "import_module"): "names a kernel of this project",
+    ("torch_impl/triton_precompile.py", "import_module"): "names a kernel of this project",
     ("torch_impl/__init__.py", "import_module"): "names `llm` of this package",
     ("jax_impl/__init__.py", "import_module"): "the same",
     ("shared/offline/late_platform.py", "import_module"): "names the platform of a backend",
     ("shared/models/hub_client.py", "huggingface_hub"): "downloads a model that is given by its id",
     ("tandem/__init__.py", "import_module"): "names the default backend",
     ("tandem/command.py", "import_module"): "names one of two backends",
-    ("shared/process/ranks/follower.py", "import_module"): "names a backend, by the command line",
-    ("shared/process/ranks/follower.py", "socket.create_connection"): "calls the engine's process",
+    ("shared/process/tp/worker.py", "import_module"): "names a backend, by the command line",
+    ("shared/process/tp/worker.py", "socket.create_connection"): "calls the engine's process",
     ("shared/cluster/connecting.py", "socket.create_connection"): "tries the address of a Ray",
     ("shared/server/usual_form.py", "urllib"): "reads the percent signs of a path, opens nothing",
-    ("shared/text/schema_parts.py", "urllib"): "the same of a pointer",
-    ("shared/pictures/address.py", "urllib"): "the same of a data URL",
+    ("shared/text/json_schema_refs.py", "urllib"): "the same of a pointer",
+    ("shared/images/data_url.py", "urllib"): "the same of a data URL",
 }  # fmt: skip
 
 

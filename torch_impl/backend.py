@@ -17,28 +17,28 @@ from torch import Tensor
 from shared.boundary.backend import Blueprint, Capacity, Launch, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import plan_layout, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
-from shared.boundary.operations import plain_operations
+from shared.boundary.kernel_coverage import plain_operations
 from shared.boundary.program import CAPTURED, Program, Work
-from shared.boundary.ranks import ALONE, Ranks
+from shared.boundary.tp_group import ALONE, Ranks
 from shared.drafts.config import DraftHead
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.models.config import ModelConfig
-from shared.models.ranks import local
+from shared.models.tp_sharding import local
 from torch_impl import drafters
 from torch_impl import weights as weights_module
+from torch_impl.cuda_graphs import Graph, Graphs
 from torch_impl.device_state import DeviceState, allocate
 from torch_impl.drafters import heads
 from torch_impl.drafters.dflash import BlockDrafter
 from torch_impl.drafters.eagle import EagleDrafter
 from torch_impl.drafters.standalone import StandaloneDrafter
-from torch_impl.graphs import Graph, Graphs
-from torch_impl.machine import Machine
-from torch_impl.mailboxes import DeviceMailboxes, on_device
+from torch_impl.kernel_limits import KERNEL_LIMITS
 from torch_impl.model import Model
-from torch_impl.operations import KERNEL_LIMITS
+from torch_impl.model_weights import BlockWeights, HeadWeights, TowerWeights, Weights
 from torch_impl.ops import kernels_on
-from torch_impl.records import BlockWeights, HeadWeights, TowerWeights, Weights
 from torch_impl.step import step
+from torch_impl.step_context import Machine
+from torch_impl.symmetric_memory import DeviceMailboxes, on_device
 from torch_impl.workspace import workspace
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -84,7 +84,7 @@ class TorchBackend:
         Raises:
           ValueError: A model does not divide among the ranks, or graphs are asked for where there
             is no GPU. Or see `shared.boundary.checks.check_capacity` and
-            `shared.boundary.operations`.
+            `shared.boundary.kernel_coverage`.
         """
         if not isinstance(weights, Weights):
             where = torch.device(device)

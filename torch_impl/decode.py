@@ -13,7 +13,6 @@ from torch_impl.device_state import Fields, HostDraft, Mask, Plan
 from torch_impl.drafters import Drafted, Fed
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import VerifyMixer
-from torch_impl.machine import Machine, behind_pictures, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops.attention import attention
 from torch_impl.ops.attention.attention import Rows
@@ -23,6 +22,7 @@ from torch_impl.ops.sampling.acceptance import Followed
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.trees import draft_tree, merge_drafts, ngram, slot_state, verify_budget
 from torch_impl.ops.trees.merge_drafts import Copies, Grown, Joined
+from torch_impl.step_context import Machine, behind_pictures, logprobs_of, ranking
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from shared.boundary.backend import Capacity
 from shared.boundary.buffers import plan_layout, result_layout
-from shared.boundary.pictures import most_begun
+from shared.boundary.images import most_begun
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
+from shared.models.cache_spec import Plane
 from shared.models.config import ModelConfig
-from shared.models.kept import Plane
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 from torch_impl.ops.gdn.gdn_state import DeltaState
 from torch_impl.ops.sampling.sampling import Sampling
 from torch_impl.ops.trees import ngram, slot_state
 from torch_impl.ops.trees.merge_drafts import Copies
-from torch_impl.tower import Begun, Pixels
+from torch_impl.vision_encoder import Begun, Pixels
 
 Fields = dict[str, Tensor]
 """Fields of a result by name."""
@@ -220,7 +220,7 @@ def new_kv(
 
 @dataclass(frozen=True)
 class Pictures:
-    """What pictures bring to a prefill; see `shared.boundary.pictures.Pictures`."""
+    """What pictures bring to a prefill; see `shared.boundary.images.Pictures`."""
 
     sources: Int[Tensor, " T"]
     turns: Int[Tensor, "T 3"]
@@ -230,7 +230,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture to be encoded; see `shared.boundary.pictures.Encode`."""
+    """A picture to be encoded; see `shared.boundary.images.Encode`."""
 
     pixels: Pixels | None
     place: Int[Tensor, " 1"]
@@ -271,7 +271,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Texts:
-    """Whose texts the rows are; see `shared.boundary.texts.Texts`."""
+    """Whose texts the rows are; see `shared.boundary.ngram_table.Texts`."""
 
     scopes: Int[Tensor, "B 2"]
     before: Int[Tensor, "B window"] | None

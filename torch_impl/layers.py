@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.models.rotary import RotaryConfig
 from shared.spec import layers as layers_spec
 from shared.spec.mrope import turn_of_pairs
+from torch_impl.model_weights import Attention, GatedDelta, Layer
 from torch_impl.ops.attention import attention_layer
 from torch_impl.ops.attention.attention import Rows, windowed
 from torch_impl.ops.attention.attention_layer import Angles, HeadNorms, Heads, PagedKV
@@ -24,7 +25,6 @@ from torch_impl.ops.gdn.gdn_state import DeltaState, DeltaWeights, Kept
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.linear import Matrix, Stream
 from torch_impl.ops.moe.experts import Experts, added_experts
-from torch_impl.records import Attention, GatedDelta, Layer
 
 Hidden = Float[Tensor, "R hidden"]
 Pools = Float[Tensor, "L 2 pages page H D"]

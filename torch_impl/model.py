@@ -7,7 +7,7 @@ from functools import partial
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from torch_impl.layers import (
@@ -21,6 +21,7 @@ from torch_impl.layers import (
     finished,
     rotary_frequencies,
 )
+from torch_impl.model_weights import Layer, Weights
 from torch_impl.ops.attention.attention import Rows
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.ops.gemm.layers import Shown
@@ -28,7 +29,6 @@ from torch_impl.ops.moe.experts import counted
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary
-from torch_impl.records import Layer, Weights
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ import torch.distributed as distributed
 
 from kernels.peer_buffers import device_mailbox_bytes
 from shared.boundary.backend import Blueprint
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.checkpoint import open_checkpoint
-from shared.models.dummy import Stored
+from shared.models.dummy_weights import Stored
 from shared.models.parameters import parameters
-from shared.process.programs import ProgramCosts
+from shared.process.buckets import ProgramCosts
 from shared.process.start import Platform
 from torch_impl.backend import TorchBackend
 from torch_impl.devices import find_device
-from torch_impl.operations import KERNEL_LIMITS
+from torch_impl.kernel_limits import KERNEL_LIMITS
 from torch_impl.weights import load, load_head, load_tower
 from torch_impl.workspace import workspace
 

@@ -13,12 +13,12 @@ from torch_impl import model
 from torch_impl.device_state import Fields, Plan, start
 from torch_impl.drafters import Fed, Prompts
 from torch_impl.layers import PrefillMixer
-from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops.gdn import gdn_state
 from torch_impl.ops.gemm.layers import Shown
 from torch_impl.ops.sampling import logprobs, sampling
 from torch_impl.ops.trees import draft_tree, ngram, slot_state
+from torch_impl.step_context import Machine, logprobs_of, ranking
 
 
 def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:

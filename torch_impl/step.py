@@ -10,9 +10,9 @@ from torch import Tensor
 from shared.boundary.program import Program, Work
 from torch_impl.decode import decode, draft
 from torch_impl.device_state import Fields, pack, read_plan
-from torch_impl.encode import encode
-from torch_impl.machine import Machine
+from torch_impl.encode_image import encode
 from torch_impl.prefill import count_tokens, prefill
+from torch_impl.step_context import Machine
 
 WORK = {
     Work.PREFILL: prefill,

@@ -9,22 +9,20 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from shared.boundary.ranks import ALONE, Ranks
+from shared.boundary.tp_group import ALONE, Ranks
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.fp8_words import SCALES, InWords
+from shared.models.dummy_weights import DummyCheckpoint, Stored
+from shared.models.fp8_packing import SCALES, InWords
 from shared.models.layers import LayerConfig
+from shared.models.parameter import of_rank
 from shared.models.parameters import BIAS, DRAFT_HEAD, Parameter, divided_parameters
-from shared.models.pieces import of_rank
-from shared.models.ranks import local
-from shared.models.tower import check_tower
-from shared.models.vision import VisionConfig
-from torch_impl import dummy, words
-from torch_impl.ops.gemm.linear import Matrix
-from torch_impl.ops.moe.experts import Experts
-from torch_impl.records import (
+from shared.models.tp_sharding import local
+from shared.models.vision_config import VisionConfig
+from shared.models.vision_parameters import check_tower
+from torch_impl import dummy_weights, fp8_weights
+from torch_impl.model_weights import (
     Attention,
     BlockWeights,
     DraftRows,
@@ -38,6 +36,8 @@ from torch_impl.records import (
     TowerWeights,
     Weights,
 )
+from torch_impl.ops.gemm.linear import Matrix
+from torch_impl.ops.moe.experts import Experts
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
@@ -65,7 +65,7 @@ def load(
       progress: Called with the number of stored bytes read since the last call.
       in_words, in_codes: Parameters that stay FP8; those in codes quantise their rows.
       group: The ranks that have the model between them.
-      token_map: Tokens that are drafted; see `shared.drafts.drafts.Drafts`.
+      token_map: Tokens that are drafted; see `shared.drafts.drafter_spec.Drafts`.
 
     Raises:
       CheckpointError: See `Checkpoint.load`.
@@ -75,9 +75,9 @@ def load(
     for parameter in of_rank(wanted, group.rank, group.count):
         name = parameter.name
         if name in in_codes:
-            both = words.read_codes(checkpoint, parameter, device, progress)
+            both = fp8_weights.read_codes(checkpoint, parameter, device, progress)
         elif name in in_words:
-            both = words.read(checkpoint, parameter, in_words[name], device, progress)
+            both = fp8_weights.read(checkpoint, parameter, in_words[name], device, progress)
         else:
             tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
             continue
@@ -128,7 +128,7 @@ def load_tower(
     """Reads a vision tower onto a device, of which every rank has all; see `load`.
 
     Raises:
-      CheckpointError: See `shared.models.tower.check_tower`.
+      CheckpointError: See `shared.models.vision_parameters.check_tower`.
     """
     wanted = check_tower(checkpoint, config)
     tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
@@ -181,10 +181,10 @@ def _loaded(
     """One parameter, read onto the device tensor by tensor, or made there."""
     kind = _type_of(parameter, dtype)
     if isinstance(checkpoint, DummyCheckpoint):
-        made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+        made = dummy_weights.parameter_array(parameter, checkpoint.law(parameter), kind, device)
         progress(checkpoint.num_bytes([parameter]))
         if (granularity := checkpoint.granularity_of(parameter)) is not None:
-            made = words.scaled(made, parameter, granularity)
+            made = fp8_weights.scaled(made, parameter, granularity)
         return _centred(parameter, made)
     new = torch.empty if parameter.is_filled else torch.zeros
     read = new(parameter.shape, dtype=kind, device=device)

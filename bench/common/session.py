@@ -20,11 +20,11 @@ from bench.common.environment import nothing_waits
 from bench.common.step_bytes import step_bytes, step_products
 from shared.boundary.backend import Blueprint
 from shared.engine.request import Request, SamplingParams
-from shared.process import heap
-from shared.process.programs import draft_shape
+from shared.process import gc_freeze
+from shared.process.buckets import draft_shape
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, traced
-from tests.support.started import Served, made_programs, start
+from tests.support.in_process_engine import Served, made_programs, start
 
 WARM_UP_STEPS = 3
 CONTEXT_MULTIPLE = 64
@@ -246,7 +246,7 @@ def _count(requests: Sequence[Request]) -> int:
 
 def reset_peak(backend: str) -> None:
     """Lets go of what earlier sessions held; torch counts its peak from here, JAX never anew."""
-    heap.unsettle()
+    gc_freeze.unsettle()
     if backend == "torch" and (cuda := import_module("torch").cuda).is_available():
         cuda.empty_cache()
         cuda.reset_peak_memory_stats()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.support.spawned import Spawned
+from tests.support.child_process import Spawned
 
 Wait = Callable[[], None]
 """Called by a process that is ready: it returns when the turn of the process has come."""

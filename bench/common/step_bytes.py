@@ -13,12 +13,12 @@ from math import prod
 
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import MARKOV, SELECTOR, draft_parameters
-from shared.drafts.drafts import MODEL, MTP
-from shared.models.active import EMBEDDING, EXPERTS, active_numbers
+from shared.drafts.drafter_spec import MODEL, MTP
+from shared.models.active_parameters import EMBEDDING, EXPERTS, active_numbers
+from shared.models.cache_spec import kept_bytes
 from shared.models.config import ModelConfig
 from shared.models.fp8 import Granularity
-from shared.models.fp8_words import InWords, bytes_of_words
-from shared.models.kept import kept_bytes
+from shared.models.fp8_packing import InWords, bytes_of_words
 from shared.models.parameters import Parameter, parameters
 from shared.spec.draft_tree import TreeShape
 

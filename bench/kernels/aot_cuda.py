@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from bench.kernels.compiled import MOST_SHARED_BYTES, Kernel, Thunk, read_ptxas
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program
-from shared.boundary.ranks import Ranks
-from shared.models.fp8_words import shape_of_words
+from shared.boundary.tp_group import Ranks
+from shared.models.fp8_packing import shape_of_words
 from shared.models.parameters import Parameter
 from shared.options.command_line import parse
 from shared.process.device import Device
@@ -163,7 +163,8 @@ class _Mail:
 def _no_memory() -> Iterator[None]:
     """Within it made-up weights are shapes alone, and so are the mailboxes of ranks."""
     dummy, mailboxes = map(
-        import_module, ("torch_impl.dummy", "kernels.triton_gpu.collectives.symmetric_memory")
+        import_module,
+        ("torch_impl.dummy_weights", "kernels.triton_gpu.collectives.symmetric_memory"),
     )
 
     def parameter(wanted: Parameter, law: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:

@@ -30,15 +30,15 @@ from jax.stages import Lowered
 from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
 from jax_impl import ops, platform
 from jax_impl.backend import JaxBackend
+from jax_impl.mesh import Together
 from jax_impl.ops.collectives.all_gather import AXIS
-from jax_impl.together import Together
 from kernels.rooms import module_in
 from shared.boundary.program import Extra, Program, Work
 from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.start import prepare
 from tests.support.op_case import OpCase, changed
-from tests.support.records import mapped
+from tests.support.op_records import mapped
 
 SHAPES = Path(__file__).parents[1] / "shapes"
 DESCRIPTION = Path(__file__).parents[1] / "targets" / "nvidia_h200.txtpb"

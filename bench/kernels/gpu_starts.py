@@ -31,7 +31,7 @@ from bench.kernels.workers import Done, shared_out
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra
 from shared.engine.request import Request, SamplingParams
-from tests.support.started import serve_all, started
+from tests.support.in_process_engine import serve_all, started
 
 BACKENDS = ("torch", "jax")
 BOUNDS = ("--max-running-requests", "4", "--context-length", "256", "--chunked-prefill-size", "256")

@@ -16,15 +16,15 @@ import torch
 from bench.kernels.tp_gemm import HIDDEN, Line, Timed, mailbox_of, note, randoms
 from kernels.peer_buffers import BLOCK_BYTES, Boxes
 from kernels.rooms import module_in
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.spec.gumbel_noise import TARGET_STREAM
 from shared.spec.sampling import Seen
 from tests.support.cases.sampling.sampling import asked
 from tests.support.gpu_ranks import LOOKS, Rank
 from tests.support.implementations import to_jax, to_torch
+from tests.support.op_records import mapped
 from tests.support.ranks_on_gpus import joined
-from tests.support.records import mapped
-from torch_impl.mailboxes import DeviceMailboxes
+from torch_impl.symmetric_memory import DeviceMailboxes
 
 TOKENS = 151_936
 WAYS = ("whole", "parts", "joined")
@@ -122,7 +122,7 @@ def choices_in_torch(rank: Rank, rows: tuple[int, ...]) -> list[Line]:
 def choices_in_jax(own: Rank, ranks: int, rows: tuple[int, ...]) -> list[Line]:
     """Same as `choices_in_torch`, several in one queued program for all devices."""
     jax, jnp, sharding = (import_module(name) for name in ("jax", "jax.numpy", "jax.sharding"))
-    ops, mailboxes_of = import_module("jax_impl.ops"), import_module("jax_impl.mailboxes")
+    ops, mailboxes_of = import_module("jax_impl.ops"), import_module("jax_impl.symmetric_memory")
     names = ("linear", "lm_head", "sampling", "vocab_parallel")
     linear, projection, sampling, tokens = (module_in("jax_impl.ops", name) for name in names)
     devices, spec, found = jax.devices()[:ranks], sharding.PartitionSpec, []

@@ -19,11 +19,11 @@ from bench.quality.scoring import Row, Texts, text_hash
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.families import config_from_folder
-from shared.process import heap
+from shared.process import gc_freeze
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support.equality import Oracle
-from tests.support.started import Run, Served, acceptance, start, timed
+from tests.support.in_process_engine import Run, Served, acceptance, start, timed
 from tests.support.tasks import Tasks, is_right
 
 CPU_BATCH, GPU_BATCH = 8, 64
@@ -190,7 +190,7 @@ def _close(served: Served | None) -> None:
     """Ends an engine and lets go of its memory before the next one takes its own."""
     if served is not None:
         served.engine.close()
-        heap.unsettle()
+        gc_freeze.unsettle()
 
 
 def _machine(backend: str, device: str | None) -> str:

@@ -33,8 +33,8 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_dict, config_from_folder
 from shared.models.saving import save_checkpoint
 from shared.text.tokenizer import Tokenizer
+from tests.support.in_process_engine import serve_all, start
 from tests.support.op_sides import SIDES
-from tests.support.started import serve_all, start
 from tests.support.tasks import Tasks
 from tests.support.tiny_models import DENSE, EXPERTS, tiny_config, tiny_weights
 

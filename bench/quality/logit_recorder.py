@@ -101,7 +101,7 @@ def noted(backend: str, ranks: int = 1) -> Iterator[Callable[[], list[Sums]]]:
         patches.enter_context(patch.object(sampling, "choose", noting))
         patches.enter_context(patch.object(projection, "choose", apart))
         if backend == "jax":  # programs that an earlier start has kept note nothing, nor can these
-            kept = import_module("jax_impl.kept").KeptPrograms
+            kept = import_module("jax_impl.compilation_cache").KeptPrograms
             for name in ("find", "keep"):
                 patches.enter_context(patch.object(kept, name, lambda *_: None))
         yield read

@@ -13,7 +13,7 @@ from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.request import Request, SamplingParams
 from shared.spec.gumbel_noise import derive_seed
-from tests.support.started import Served, timed
+from tests.support.in_process_engine import Served, timed
 
 NAME = "own"
 TEMPERATURE = 1.0

@@ -42,7 +42,7 @@ from bench.serving.with_tokenizer import worded
 from shared.engine.request import Request, SamplingParams
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import Server, serving
-from tests.support.started import Served, started, timed
+from tests.support.in_process_engine import Served, started, timed
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 TIMEOUT_S = 600.0

@@ -32,9 +32,9 @@ from bench.common.server import server_options, url_of
 from bench.common.waiting import progress
 from bench.serving.client import Client, NoServer
 from bench.serving.prompt_sets import CHAT, Ask
-from shared.process import heap
-from tests.support.pictures import REFUSED, deep_colours, rgb, stored
-from tests.support.pictures import url_of as data_url
+from shared.process import gc_freeze
+from tests.support.images import REFUSED, deep_colours, rgb, stored
+from tests.support.images import url_of as data_url
 
 TEXT = {"type": "text", "text": "Count slowly to one thousand, one number a line."}
 OK, BAD = "", "400"
@@ -157,7 +157,7 @@ async def measure(options: argparse.Namespace) -> tuple[dict[str, list[float]], 
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
             first = await loop.run_in_executor(process, sender.send)  # starts server's processes
-            heap.settle()  # a collection of all that was imported would be a gap as well
+            gc_freeze.settle()  # a collection of all that was imported would be a gap as well
             alone, begun_alone = await waits_beside(client, ask, asyncio.sleep(0))
             sent = loop.run_in_executor(process, sender.send)
             beside, begun_beside = await waits_beside(client, ask, sent)

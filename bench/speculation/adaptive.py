@@ -30,8 +30,8 @@ from typing import Any
 from bench.common.draft_config import Draft, folders_of, named_folder
 from bench.common.environment import versions, write_results
 from models.demo.data import KINDS
-from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import BestValue, Policy, Static
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
@@ -43,7 +43,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
-from tests.support import started
+from tests.support import in_process_engine
 from tests.support.simulation.imposed import (
     ASLEEP,
     Runs,
@@ -86,7 +86,7 @@ def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> l
     return phases
 
 
-def chooser(served: started.Served, policy: Policy | None) -> Controller:
+def chooser(served: in_process_engine.Served, policy: Policy | None) -> Controller:
     """A controller on a started backend: of a policy, or the adaptive one of the start.
 
     Args:
@@ -101,7 +101,7 @@ def chooser(served: started.Served, policy: Policy | None) -> Controller:
 
 
 def _of_texts(
-    served: started.Served, begun: AdaptiveNgramController, policy: Policy | None
+    served: in_process_engine.Served, begun: AdaptiveNgramController, policy: Policy | None
 ) -> Controller:
     """NGRAM with an index of its own, that knows no phase before the first, and is ready as a
     server's: no step takes memory for it from the system."""
@@ -122,7 +122,7 @@ def _of_texts(
     return NgramController(capacity, index)
 
 
-def engine_of(served: started.Served, controller: Controller) -> Engine:
+def engine_of(served: in_process_engine.Served, controller: Controller) -> Engine:
     """An engine like the one of the start, with another controller."""
     settled = served.memory.settled
     return Engine(
@@ -135,7 +135,7 @@ def engine_of(served: started.Served, controller: Controller) -> Engine:
 
 
 def real_runs(
-    served: started.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
+    served: in_process_engine.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
 ) -> Runs:
     """Every tier and the adaptive choice, the fastest of some rounds of each phase.
 
@@ -230,7 +230,7 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
     if given.adaptive_config:
         line += ["--speculative-adaptive-config", str(given.adaptive_config)]
     context = -(-(longest + given.max_tokens) // 64) * 64
-    served = started.start(
+    served = in_process_engine.start(
         backend, line, batch=max(given.batch), context=context,
         radix_cache=False, batches=tuple(given.batch),
     )  # fmt: skip

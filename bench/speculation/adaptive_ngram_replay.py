@@ -30,7 +30,7 @@ from bench.common.environment import versions, write_results
 from bench.speculation.adaptive import lines_of, table_of, task_phases
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.request import Request, SamplingParams
-from tests.support import started
+from tests.support import in_process_engine
 from tests.support.simulation.imposed import ASLEEP, Runs, merged, real_time_runs, written_runs
 from tests.support.simulation.phases import Phase
 
@@ -42,12 +42,12 @@ def said(model: Path, phases: Sequence[Phase], most: int) -> tuple[list[Phase], 
     """The phases with requests as long as their answers, and the answers by seed."""
     requests = [request for phase in phases for request in phase.requests]
     longest = max(len(request.prompt) for request in requests)
-    served = started.start(
+    served = in_process_engine.start(
         "torch", ["--model-path", str(model), "--dtype", "float32"],
         batch=max(phase.batch for phase in phases), context=-(-(longest + most) // 64) * 64,
         radix_cache=False,
     )  # fmt: skip
-    outcomes = started.serve_all(served.engine, requests)
+    outcomes = in_process_engine.serve_all(served.engine, requests)
     served.engine.close()
     texts = {
         r.request_id + 1: outcome.tokens for r, outcome in zip(requests, outcomes, strict=True)

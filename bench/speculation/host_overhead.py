@@ -22,8 +22,8 @@ from typing import Any
 
 from bench.common.environment import write_results
 from shared.boundary.backend import Capacity, StepPlan
-from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import BestValue
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import Controller, StaticController

@@ -40,7 +40,7 @@ from shared.models.families import config_from_folder
 from shared.process import engines
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
-from tests.support import started
+from tests.support import in_process_engine
 
 Line = dict[str, Any]
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -175,7 +175,7 @@ with a map are for drafters that are given one (`--drafts NEXTN:speculative-toke
 class Steps:
     """Counts the decode steps that a started engine submits, by program."""
 
-    def __init__(self, served: started.Served) -> None:
+    def __init__(self, served: in_process_engine.Served) -> None:
         self.counts = Counter[Program]()
         self._submit = served.last.submit
         vars(served.last)["submit"] = self
@@ -216,7 +216,7 @@ def serve(
         for kind in TEMPERATURES
     }
     longest = max(len(request.prompt) for requests in tasks.values() for request in requests)
-    served = started.start(
+    served = in_process_engine.start(
         backend, ["--model-path", str(given.model), *draft.flags(folders)], batch=batch,
         context=-(-(longest + given.max_tokens) // 64) * 64, radix_cache=False,
     )  # fmt: skip
@@ -227,7 +227,7 @@ def serve(
             (one,) = costs.values()
             engine = _begun_anew(served, one.draft_share(batch))
         before, began = steps.counts.copy(), time.perf_counter()
-        outcomes = started.serve_all(engine, copy.deepcopy(requests))
+        outcomes = in_process_engine.serve_all(engine, copy.deepcopy(requests))
         seconds, counts = time.perf_counter() - began, steps.counts - before
         tokens = sum(len(outcome.tokens) for outcome in outcomes)
         accepted = [count for outcome in outcomes for count in outcome.accepted]
@@ -251,7 +251,7 @@ def joins(draft: Draft) -> bool:
     return draft.algorithm != draft.of_files
 
 
-def _begun_anew(served: started.Served, draft_share: float) -> Engine:
+def _begun_anew(served: in_process_engine.Served, draft_share: float) -> Engine:
     """An engine like the one of the start, which has seen no text, with another share."""
     controller = engines.make_controller(
         served.backend, served.memory.settled, on_gpu=False, has_experts=False,

@@ -29,7 +29,7 @@ import numpy as np
 from jaxtyping import Float
 
 from shared.engine.adaptive.acceptance import Acceptance
-from shared.engine.adaptive.choice import BestValue, Policy, Situation
+from shared.engine.adaptive.policy import BestValue, Policy, Situation
 from shared.engine.adaptive.tiers import Tier
 from tests.support.simulation.policies import Greedy, Probe
 

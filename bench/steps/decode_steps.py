@@ -32,8 +32,8 @@ from bench.common.draft_config import PLAIN, Draft, folders_of, named_folder
 from bench.common.session import Load, Session, peak_bytes
 from bench.common.staggered_processes import Wait, in_turns
 from bench.steps.report import HEADER, Line, Rates, Report, SideFacts, Texts, side_facts
-from shared.boundary.mailboxes import RankMissingError
-from shared.process.ranks.followers import RankError
+from shared.boundary.shm_allgather import RankMissingError
+from shared.process.tp.workers import RankError
 from tests.support.op_sides import SIDES
 
 LONGEST = 40

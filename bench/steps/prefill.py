@@ -27,13 +27,13 @@ from bench.steps.decode_steps import flags, model_options, side_options, with_lo
 from bench.steps.report import kernels_of
 from shared.boundary.backend import Launch
 from shared.boundary.program import Work
-from shared.models.active import EXPERTS
+from shared.models.active_parameters import EXPERTS
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from tests.support.gpu_activity import traced
+from tests.support.in_process_engine import Answer, Served, ask, start
 from tests.support.op_sides import SIDES, Side
-from tests.support.started import Answer, Served, ask, start
 
 EAGER = "--disable-piecewise-cuda-graph"
 HEADER = (

@@ -23,7 +23,7 @@ from bench.common.environment import versions, write_results
 from bench.common.session import reset_peak
 from bench.steps.decode_steps import flags, model_options, side_options, with_lot
 from shared.engine.request import Request, SamplingParams
-from tests.support.started import Answer, Served, ask, start
+from tests.support.in_process_engine import Answer, Served, ask, start
 
 HEADER = (
     f"{'side':6}{'drafts':26}{'prefix':>8}{'cached':>8}{'ms':>9}{'hit ms':>9}{'times':>7}  answer"

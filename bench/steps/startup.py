@@ -21,8 +21,8 @@ from shared.boundary.backend import Capacity
 from shared.engine.request import Request, SamplingParams
 from shared.options.command_line import parse
 from shared.process import engines
-from shared.process.ranks.starting import ranked_start
-from tests.support.started import made_programs, serve_all
+from shared.process.tp.startup import ranked_start
+from tests.support.in_process_engine import made_programs, serve_all
 
 
 def mixed_requests(count: int, capacity: Capacity) -> list[Request]:

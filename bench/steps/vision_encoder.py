@@ -24,14 +24,14 @@ from jaxtyping import Float
 
 from bench.common import gpu_clock
 from bench.common.environment import write_results
-from shared.models.dummy import DummyCheckpoint
-from shared.models.pictures import PictureConfig
-from shared.models.tower import tower_parameters
-from shared.models.vision import VisionConfig
+from shared.models.dummy_weights import DummyCheckpoint
+from shared.models.image_processor import PictureConfig
+from shared.models.vision_config import VisionConfig
+from shared.models.vision_parameters import tower_parameters
 from shared.spec import vision_encoder
 from shared.spec.vision_encoder import Pixels
 from tests.support.op_sides import SIDES
-from tests.support.tower_shapes import QWEN3_5
+from tests.support.vision_shapes import QWEN3_5
 
 PICTURES = PictureConfig(
     factor=32, least=1 << 16, most=1 << 24, mean=(0.5,) * 3, deviation=(0.5,) * 3
@@ -62,7 +62,7 @@ def products_of(patches: int, vision: VisionConfig) -> int:
 
 def torch_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
     """Loads the tower in torch; gives what encodes a picture that lies on the device."""
-    torch, of_torch = import_module("torch"), import_module("torch_impl.tower")
+    torch, of_torch = import_module("torch"), import_module("torch_impl.vision_encoder")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = import_module("torch_impl.weights").load_tower(
         _dummy(vision), vision, "bfloat16", device, _unseen
@@ -107,7 +107,7 @@ def _captured(torch: Any, encoded: Callable[[], Any]) -> Callable[[], Any]:
 def jax_encoder(vision: VisionConfig) -> Callable[[Pixels], Encoder]:
     """Same as `torch_encoder`, in JAX."""
     jax, jnp = import_module("jax"), import_module("jax.numpy")
-    of_jax, loading = import_module("jax_impl.tower"), import_module("jax_impl.weights")
+    of_jax, loading = import_module("jax_impl.vision_encoder"), import_module("jax_impl.weights")
     device = jax.devices()[0]
     loaded = loading.load_tower(_dummy(vision), vision, jnp.bfloat16, device, _unseen)
 

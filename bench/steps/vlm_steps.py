@@ -28,12 +28,12 @@ from bench.common import gpu_clock
 from bench.common.environment import write_results
 from bench.common.session import peak_bytes, reset_peak
 from bench.steps.vision_encoder import PICTURES, QWEN3_5
-from shared.engine.pictures import Picture
+from shared.engine.image_inputs import Picture
 from shared.engine.request import Request, SamplingParams
-from shared.models.pictures import FILE, PROCESSORS
-from shared.process import pictures as starting
+from shared.models.image_processor import FILE, PROCESSORS
+from shared.process import image_startup as starting
+from tests.support.in_process_engine import Served, start
 from tests.support.op_sides import SIDES
-from tests.support.started import Served, start
 
 AROUND = 32
 """Words before a picture, and as many behind it."""

@@ -6,12 +6,12 @@ import jax
 from jaxtyping import Float
 
 from jax_impl.layers import Sight, attention
+from jax_impl.model_weights import Around, Conv, Layer
 from jax_impl.ops import Norm
 from jax_impl.ops.attention.attention_layer import PagedKV
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import convolution, linear
 from jax_impl.ops.gemm.linear import Stream, product
-from jax_impl.records import Around, Conv, Layer
 from shared.models.config import ModelConfig
 
 Hidden = Float[jax.Array, "R hidden"]

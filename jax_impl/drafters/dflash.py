@@ -11,6 +11,7 @@ from jax_impl.drafters import Drafted, Fed, Prompts, Ranking, convolution, dflas
 from jax_impl.drafters.heads import embedding
 from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, projected
+from jax_impl.model_weights import BlockWeights
 from jax_impl.ops import alone
 from jax_impl.ops.attention.attention import KV, Rows
 from jax_impl.ops.attention.attention_layer import PagedKV
@@ -22,10 +23,9 @@ from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary
 from jax_impl.ops.trees import draft_tree, verify_budget
-from jax_impl.records import BlockWeights
-from shared.boundary.ranks import Ranks
-from shared.drafts.block import BlockConfig
+from shared.boundary.tp_group import Ranks
 from shared.drafts.config import DraftConfig, DraftSizes
+from shared.drafts.dflash_config import BlockConfig
 from shared.spec.draft_tree import TreeShape
 
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.drafters import Ranking
+from jax_impl.model_weights import SelectorWeights
 from jax_impl.ops import scan
 from jax_impl.ops.gemm.linear import Matrix, product, product_float32
 from jax_impl.ops.sampling import vocab_parallel
-from jax_impl.records import SelectorWeights
 from shared.spec.dflash2 import NEVER
 
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.drafters import Ranking
+from jax_impl.model_weights import BlockWeights, MarkovWeights
 from jax_impl.ops import scan
 from jax_impl.ops.gemm import layers
 from jax_impl.ops.gemm.linear import Matrix, product_float32
-from jax_impl.records import BlockWeights, MarkovWeights
-from shared.drafts.markov import GATED, VANILLA
+from shared.drafts.dspark_config import GATED, VANILLA
 
 
 class Mixed(NamedTuple):

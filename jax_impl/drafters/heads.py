@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.layers import FEEDS, Hidden, Sight, attention, finished
 from jax_impl.model import Forward, Model, projected
+from jax_impl.model_weights import BlockWeights, HeadWeights, Layer
 from jax_impl.ops import alone
 from jax_impl.ops.attention.attention import KV, Rows
 from jax_impl.ops.collectives import all_gather
@@ -23,8 +24,7 @@ from jax_impl.ops.gemm.linear import Stream, normed_product, product
 from jax_impl.ops.sampling import lm_head
 from jax_impl.ops.sampling.lm_head import Projection
 from jax_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
-from jax_impl.records import BlockWeights, HeadWeights, Layer
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, LayerConfig
 

@@ -3,7 +3,7 @@
 A block is [anchor, mask, mask, ..]; its rows see one another and the context before the anchor, of
 which each layer has keys and values straight from the target's hidden states. Slot j of a DFlash
 head predicts the token j places after the anchor. What a DSpark or a DFlash2 head chooses by is
-told the true token before each slot (`jax_impl.training.choosing`).
+told the true token before each slot (`jax_impl.training.candidate_loss`).
 
 Source: DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147; DFlash2, z-lab.
 """
@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.layers import angles
 from jax_impl.ops.gemm.convolution import convolved
 from jax_impl.ops.gemm.layers import plain_rms_norm
-from jax_impl.training import choosing, layers
+from jax_impl.training import candidate_loss, layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded, forward
 from jax_impl.training.layers import Rows, normed
 from jax_impl.training.losses import (
@@ -33,9 +33,9 @@ from jax_impl.training.losses import (
     by_blocks,
     mean,
 )
-from jax_impl.training.modules import DraftModel, Weights
-from shared.drafts.block import BlockConfig
+from jax_impl.training.nnx_modules import DraftModel, Weights
 from shared.drafts.config import DraftConfig
+from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 
 Anchors = Int[jax.Array, "B A"]
@@ -244,7 +244,7 @@ def _scored(
     def score(
         rows: tuple[Hidden, Tokens, Tokens],
     ) -> tuple[Float[jax.Array, " R"], Bool[jax.Array, " R"]]:
-        return choosing.loss(block.config, head, target, *rows, compute_dtype)
+        return candidate_loss.loss(block.config, head, target, *rows, compute_dtype)
 
     scored = by_blocks(score, flat, block_rows(len(target.head[...])))
     return jax.tree.map(lambda x: x.reshape(labels.shape), scored)

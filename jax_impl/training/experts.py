@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Float32, Int
 from jax_impl.ops.gemm import layers as ops
 from jax_impl.ops.moe.experts import choose
 from jax_impl.training.layers import Rows, linear, linear_float32
-from jax_impl.training.modules import ExpertsStack
+from jax_impl.training.nnx_modules import ExpertsStack
 from shared.models.layers import ExpertsConfig
 
 

@@ -1,13 +1,13 @@
 """The config.json of a trained head in the speculators format, which vLLM and others load.
 
-Its fields are those of `shared.drafts.formats`, which reads it again.
+Its fields are those of `shared.drafts.config_formats`, which reads it again.
 """
 
 from pathlib import Path
 from typing import Any
 
 from shared.drafts.config import DraftConfig
-from shared.models.fields import Json, read_json
+from shared.models.config_fields import Json, read_json
 from shared.models.rotary import settings_of
 
 AUTHORS, SPECULATORS = "authors", "speculators"

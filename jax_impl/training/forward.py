@@ -17,7 +17,7 @@ from jax_impl.ops.gemm import layers as ops
 from jax_impl.training import experts, gated_delta, layers
 from jax_impl.training.experts import Routed
 from jax_impl.training.layers import Rows, normed
-from jax_impl.training.modules import AttentionStack, Layers, Weights
+from jax_impl.training.nnx_modules import AttentionStack, Layers, Weights
 from shared.models.config import ModelConfig
 from shared.models.layers import ExpertsConfig
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from jax_impl.ops.gdn import gated_delta, gdn_state
 from jax_impl.ops.gemm import layers
 from jax_impl.training.layers import Rows, linear
-from jax_impl.training.modules import GatedDeltaStack
+from jax_impl.training.nnx_modules import GatedDeltaStack
 from shared.models.config import ModelConfig
 from shared.models.layers import GatedDeltaConfig
 

@@ -24,7 +24,7 @@ from jax_impl.ops.gemm.layers import plain_rms_norm
 from jax_impl.training import layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded
 from jax_impl.training.layers import Keys, Queries, Rows, normed
-from jax_impl.training.modules import DraftModel, Layers, Mtp, Weights
+from jax_impl.training.nnx_modules import DraftModel, Layers, Mtp, Weights
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_impl.training.block import Block
-from jax_impl.training.modules import DraftModel, Layers, Mtp, Weights
+from jax_impl.training.nnx_modules import DraftModel, Layers, Mtp, Weights
 from shared.drafts.checkpoint import choice_parameters, head_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig

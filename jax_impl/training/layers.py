@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.ops.attention.attention_layer import Angles
 from jax_impl.ops.gemm import layers
-from jax_impl.training.modules import AttentionStack, Layers
+from jax_impl.training.nnx_modules import AttentionStack, Layers
 from shared.models.config import ModelConfig
 
 Rows = Float[jax.Array, "R hidden"]

@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jax_impl.backend import compiler_options
+from jax_impl.training.checkpoints import Saved
 from jax_impl.training.examples import Batch, Batches
 from jax_impl.training.records import Log
-from jax_impl.training.saving import Saved
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.training import experts, heads
 from jax_impl.training.forward import Hidden, Passed, Tokens, forward, logits
 from jax_impl.training.heads import Head, later
-from jax_impl.training.modules import DraftModel, Mtp, Weights
+from jax_impl.training.nnx_modules import DraftModel, Mtp, Weights
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 

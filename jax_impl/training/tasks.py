@@ -19,14 +19,14 @@ from jax_impl.training.examples import Batch
 from jax_impl.training.forward import Tokens
 from jax_impl.training.loop import Metrics, Task
 from jax_impl.training.losses import Mask
-from jax_impl.training.modules import DraftModel, Mtp, Weights
+from jax_impl.training.nnx_modules import DraftModel, Mtp, Weights
 from shared.drafts.checkpoint import check_head, open_head
 from shared.drafts.config import DraftConfig
-from shared.drafts.fitting import fitted
-from shared.drafts.markov import VANILLA
+from shared.drafts.dspark_config import VANILLA
+from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
-from shared.models.fields import Json
+from shared.models.config_fields import Json
 
 MIN_LAYERS = 3  # of an EAGLE-3 head's target, as it reads three of its streams
 

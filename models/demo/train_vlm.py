@@ -2,7 +2,7 @@
 
 The language model is frozen. A small vision encoder learns to map synthetic images to the token
 embeddings of their captions. The language model, which was not trained on images, then reads the
-caption in place of the image tokens. Writes `tower.safetensors`.
+caption in place of the image tokens. Writes `vision_encoder.safetensors`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import optax
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from jax_impl import tower
+from jax_impl import vision_encoder
 from jax_impl.weights import Loaded, tower_of
 from models.demo.synthetic_images import (
     COUNTS,
@@ -34,10 +34,10 @@ from models.demo.synthetic_images import (
     generate_image,
 )
 from shared.models.families import vision_from_folder
+from shared.models.image_processor import pictures_from_folder
 from shared.models.parameters import Parameter
-from shared.models.pictures import pictures_from_folder
 from shared.models.saving import split
-from shared.models.tower import tower_parameters
+from shared.models.vision_parameters import tower_parameters
 from shared.spec import vision_encoder as spec
 
 HERE = Path(__file__).parent
@@ -110,8 +110,10 @@ class Task:
         weights = tower_of(Loaded(alone=alone, stacks=stacks))
 
         def one(image: jax.Array) -> jax.Array:
-            pixels = tower.Pixels(**self.pixels | {"bytes": image})
-            return tower.encoded(self.vision, weights, tower.patches(self.vision, pixels))
+            pixels = vision_encoder.Pixels(**self.pixels | {"bytes": image})
+            return vision_encoder.encoded(
+                self.vision, weights, vision_encoder.patches(self.vision, pixels)
+            )
 
         return jax.vmap(one)(images)
 

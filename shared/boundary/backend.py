@@ -35,14 +35,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.pictures import Encode, PicturePool, Pictures
+from shared.boundary.images import Encode, PicturePool, Pictures
+from shared.boundary.ngram_table import Texts, TextTable
 from shared.boundary.program import CAPTURED, Extra, Program, Work, unmasked
-from shared.boundary.ranks import ALONE, Ranks
-from shared.boundary.texts import Texts, TextTable
-from shared.drafts.drafts import Drafts
+from shared.boundary.tp_group import ALONE, Ranks
+from shared.drafts.drafter_spec import Drafts
 from shared.models.config import ModelConfig
-from shared.models.fp8_words import InWords
-from shared.models.ranks import local
+from shared.models.fp8_packing import InWords
+from shared.models.tp_sharding import local
 from shared.spec.draft_tree import TreeShape
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.merge_drafts import Copies
@@ -195,7 +195,7 @@ class Blueprint:
       dtype: Dtype of weights, KV and activations, float32 or bfloat16.
       on_gpu: True if steps run on a GPU.
       captured: Kinds of steps to capture as graphs, for a backend that captures steps on a GPU.
-      in_words: Parameters stored as W8A16 FP8 weights; see `shared.models.fp8_words`.
+      in_words: Parameters stored as W8A16 FP8 weights; see `shared.models.fp8_packing`.
       in_codes: Parameters used as W8A8 (FP8 activations too); see `shared.spec.fp8_activations`.
       ranks: The tensor-parallel group, and the rank of this backend in it.
     """

@@ -26,9 +26,9 @@ from shared.boundary.backend import (
     StepPlan,
     StepResult,
 )
-from shared.boundary.pictures import Encode, Pictures
+from shared.boundary.images import Encode, Pictures
+from shared.boundary.ngram_table import Texts
 from shared.boundary.program import Extra, Program, Work
-from shared.boundary.texts import Texts
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.merge_drafts import Copies
 from shared.spec.ngram import WINDOW

@@ -7,7 +7,7 @@ import numpy as np
 
 from shared.boundary.backend import Capacity, Decode, StepPlan
 from shared.boundary.program import Extra, Program, Work
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 
 
 def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool, has_tower: bool) -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.program import Extra, Program, Work
-from shared.models import fp8_words
+from shared.models import fp8_packing
+from shared.models.cache_spec import kept_bytes
 from shared.models.config import ModelConfig
-from shared.models.kept import kept_bytes
 from shared.models.layers import DenseConfig, ExpertsConfig
 from shared.spec.attention import QUERIES
 from shared.spec.logprobs import SCORED_ROWS
@@ -184,7 +184,7 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
 def _widened_bytes(blueprint: Blueprint) -> int:
     """Returns the bytes of one dense FP8 weight, which is dequantised in memory for many rows."""
     dense, hidden = blueprint.config.dense, blueprint.config.hidden
-    if dense is None or not any(name.endswith(fp8_words.DENSE) for name in blueprint.in_words):
+    if dense is None or not any(name.endswith(fp8_packing.DENSE) for name in blueprint.in_words):
         return 0
     return 2 * dense.intermediate * hidden * blueprint.item_bytes
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from shared import children
-from shared.cluster.calling import called_back
 from shared.cluster.connecting import connection_fault
+from shared.cluster.rank_connection import called_back
 from shared.options.flags import ConfigError
 
 ray: Any = import_module("ray")
@@ -66,7 +66,7 @@ class _Place:
 
 
 class RayLauncher:
-    """Starts ranks on the hosts of a running Ray; see `shared.process.ranks.places.Launcher`."""
+    """Starts ranks on the hosts of a running Ray; see `shared.process.tp.launchers.Launcher`."""
 
     def __init__(self, count: int, follower: str, with_gpus: bool) -> None:
         """Reserves resources for all ranks; rank 0 is this process.
@@ -90,7 +90,7 @@ class RayLauncher:
             raise
 
     def start(self, rank: int, count: int, module: str) -> tuple[socket.socket, RayProcess]:
-        """See `shared.process.ranks.places.Launcher`."""
+        """See `shared.process.tp.launchers.Launcher`."""
         actor, secret = self._actors[rank], secrets.token_hex(16)
         try:
             host, _ = ray.get(actor.where.remote(), timeout=ROOM_S)
@@ -112,7 +112,7 @@ class RayLauncher:
             ) from error
 
     def close(self) -> None:
-        """See `shared.process.ranks.places.Launcher`."""
+        """See `shared.process.tp.launchers.Launcher`."""
         if self._group is not None:
             ray_util.remove_placement_group(self._group)
             self._group = None
@@ -158,14 +158,14 @@ class RayLauncher:
 
 
 class RayProcess:
-    """Process of a rank, with its actor; see `shared.process.ranks.places.RankProcess`."""
+    """Process of a rank, with its actor; see `shared.process.tp.launchers.RankProcess`."""
 
     def __init__(self, actor: Any, host: str) -> None:
         self.host = host
         self._actor, self._letter, self._asked = actor, "", None
 
     def ending(self, timeout_s: float) -> str | None:
-        """See `shared.process.ranks.places.RankProcess`."""
+        """See `shared.process.tp.launchers.RankProcess`."""
         until = time.monotonic() + timeout_s
         while True:
             try:
@@ -182,7 +182,7 @@ class RayProcess:
             time.sleep(0.05)
 
     def is_stopped(self) -> bool:
-        """See `shared.process.ranks.places.RankProcess`; the last known state, without waiting."""
+        """See `shared.process.tp.launchers.RankProcess`; the last known state, without waiting."""
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             try:
                 self._letter = ray.get(self._asked)[1]
@@ -194,5 +194,5 @@ class RayProcess:
         return self._letter in ("T", "t")
 
     def kill(self) -> None:
-        """See `shared.process.ranks.places.RankProcess`."""
+        """See `shared.process.tp.launchers.RankProcess`."""
         ray.kill(self._actor)

@@ -14,19 +14,19 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Int32
 
-from shared.drafts.block import BlockConfig
 from shared.drafts.config import DRAFT_FOLDER, DraftConfig, DraftHead
+from shared.drafts.config_formats import BLOCKS
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig
-from shared.drafts.drafts import Drafts
-from shared.drafts.formats import BLOCKS
-from shared.drafts.markov import GATED, MarkovConfig
+from shared.drafts.dflash_config import BlockConfig
+from shared.drafts.drafter_spec import Drafts
+from shared.drafts.dspark_config import GATED, MarkovConfig
 from shared.models.checkpoint import (
     Checkpoint,
     CheckpointError,
     open_checkpoint,
 )
 from shared.models.config import ModelConfig
-from shared.models.dummy import DummyCheckpoint, Stored
+from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.file_kind import folder_fault
 from shared.models.parameters import (
     BIAS,

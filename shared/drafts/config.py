@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from shared.drafts.block import SLIDING, BlockConfig, block_of, default_layers, windows_of
-from shared.drafts.formats import PLACE, Stated, stated
-from shared.drafts.streams import IDS_FLAG, Ids, block_streams, eagle3_streams
+from shared.drafts.aux_hidden_states import IDS_FLAG, Ids, block_streams, eagle3_streams
+from shared.drafts.config_formats import PLACE, Stated, stated
+from shared.drafts.dflash_config import SLIDING, BlockConfig, block_of, default_layers, windows_of
 from shared.models.config import ModelConfig
+from shared.models.config_fields import Json, count, read_json
 from shared.models.families import config_from_dict
-from shared.models.fields import Json, count, read_json
 from shared.models.file_kind import folder_fault
 from shared.models.rotary import settings_of
 

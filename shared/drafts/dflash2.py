@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from shared.drafts.formats import Stated
+from shared.drafts.config_formats import Stated
 from shared.models.config import ModelConfig
-from shared.models.ranks import VOCAB_GROUP
+from shared.models.tp_sharding import VOCAB_GROUP
 
 
 @dataclass(frozen=True, kw_only=True)

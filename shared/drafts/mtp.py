@@ -11,10 +11,10 @@ from typing import Any
 
 from shared.drafts.checkpoint import IGNORED, SPECULATORS_MTP
 from shared.drafts.config import head_json
-from shared.drafts.formats import stated
+from shared.drafts.config_formats import stated
 from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
-from shared.models.fields import object_of
+from shared.models.config_fields import object_of
 from shared.models.rotary import settings_of
 
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5_moe_text")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra
-from shared.engine.pictures import Picture
+from shared.engine.image_inputs import Picture
 from shared.engine.request import Refusal, SamplingParams
 
 TOO_LONG = "context_length_exceeded"

@@ -11,9 +11,9 @@ from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, Gauges
+from shared.engine.encoder_cache import PictureRows
+from shared.engine.image_inputs import Sight
 from shared.engine.metrics import Metrics
-from shared.engine.picture_rows import PictureRows
-from shared.engine.pictures import Sight
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Event, FinishReason, Refusal, Request

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.buffers import mask_words
-from shared.text.grammar_faults import BROKEN, NO_TOKEN
+from shared.text.grammar_errors import BROKEN, NO_TOKEN
 
 
 class Matcher(Protocol):

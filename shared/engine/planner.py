@@ -13,9 +13,9 @@ from shared.boundary.backend import Capacity, StepPlan
 from shared.boundary.buffers import empty_plan, neutral, plan_in
 from shared.boundary.program import OF_A_PLAN, Extra, Program, Work
 from shared.engine.allocator import Allocator
+from shared.engine.ngram_scope import scope_of
 from shared.engine.request import Request
 from shared.engine.rows import Rows
-from shared.engine.scopes import scope_of
 from shared.spec.sampling import Sampling
 
 

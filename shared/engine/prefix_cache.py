@@ -22,12 +22,12 @@ from jaxtyping import Int32
 from shared.boundary.backend import Capacity, StepPlan
 from shared.boundary.program import Work
 from shared.engine.allocator import Allocator
+from shared.engine.cache_entry import Prefix, Standing, snapshots_of
 from shared.engine.cache_policy import CachePolicy, track_unit
-from shared.engine.pictures import parting
+from shared.engine.image_inputs import parting
 from shared.engine.radix_cache import NO_SNAPSHOT, Node, RadixCache
 from shared.engine.request import FinishReason, Request
 from shared.engine.rows import Chunk, Rows
-from shared.engine.standing import Prefix, Standing, snapshots_of
 
 WORTH_WAITING = 64
 """Minimum positions saved for a request to wait until another request has prefilled them."""

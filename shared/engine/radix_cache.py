@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.allocator import Allocator
-from shared.engine.pictures import Picture, key_of
+from shared.engine.image_inputs import Picture, key_of
 
 NO_SNAPSHOT = 0
 MOST_STALE = 4

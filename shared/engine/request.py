@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.grammar import Constraint
-from shared.engine.pictures import Picture, Sight
+from shared.engine.image_inputs import Picture, Sight
 from shared.spec.logprobs import Scores
-from shared.text.grammar_faults import OF_THE_REQUEST
+from shared.text.grammar_errors import OF_THE_REQUEST
 
 
 class FinishReason(Enum):

@@ -10,10 +10,10 @@ import numpy as np
 from jaxtyping import Float32
 
 from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan
-from shared.boundary.pictures import Encode, Pictures
+from shared.boundary.images import Encode, Pictures
 from shared.boundary.program import Work
 from shared.engine.grammar import Masks
-from shared.engine.pictures import Picture
+from shared.engine.image_inputs import Picture
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK

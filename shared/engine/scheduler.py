@@ -9,11 +9,11 @@ from shared.boundary.backend import Capacity
 from shared.boundary.program import Work
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
-from shared.engine.picture_rows import PictureRows
+from shared.engine.encoder_cache import PictureRows
 from shared.engine.prefix_cache import Prefix, PrefixCache
 from shared.engine.request import Refusal, Request
 from shared.engine.rows import Chunk, Rows, chunk_end
-from shared.engine.waiting import WaitingQueue
+from shared.engine.waiting_queue import WaitingQueue
 from shared.spec.gated_delta import CHUNK
 
 

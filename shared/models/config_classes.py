@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.models.fields import CONFIG, Json
+from shared.models.config_fields import CONFIG, Json
 
 NULLABLE = {"eos_token_id", "num_key_value_heads", "sliding_window"}
 """Fields whose null has its own meaning, different from the class default."""

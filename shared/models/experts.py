@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.models.fields import MOST_NAMED, Json, count, flag, listed, number, positive
+from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
 from shared.models.layers import ExpertsConfig
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 from shared.models import config_classes
 from shared.models.config import ModelConfig
-from shared.models.experts import Routing, refuse_other_experts
-from shared.models.family import BIASES, Family, Slides
-from shared.models.fields import (
+from shared.models.config_fields import (
     MOST_NAMED,
     Json,
     count,
@@ -20,6 +18,8 @@ from shared.models.fields import (
     read_json,
     word,
 )
+from shared.models.experts import Routing, refuse_other_experts
+from shared.models.family import BIASES, Family, Slides
 from shared.models.file_kind import folder_fault
 from shared.models.fp8 import Granularity
 from shared.models.layer_fields import (
@@ -31,7 +31,7 @@ from shared.models.layer_fields import (
 )
 from shared.models.quantisation import granularity_of, refuse_other_quantisation
 from shared.models.rotary import RotaryConfig
-from shared.models.vision import VisionConfig, read_vision
+from shared.models.vision_config import VisionConfig, read_vision
 
 _GROUPED = Routing(
     count_field="n_routed_experts",

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
+from shared.models.config_fields import MOST_NAMED, Json, count, flag, listed, number, positive
 from shared.models.experts import read_experts, sparse_layers
 from shared.models.family import Family, Slides
-from shared.models.fields import MOST_NAMED, Json, count, flag, listed, number, positive
 from shared.models.layers import (
     CONV_WIDTH,
     AttentionConfig,

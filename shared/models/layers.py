@@ -8,7 +8,7 @@ MLP, `experts.down` of an MoE block (`shared.models.parameters`).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shared.models.kept import Per, Plane
+from shared.models.cache_spec import Per, Plane
 from shared.models.rotary import RotaryConfig
 
 CONV_WIDTH = 4

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, ExpertsConfig, GatedDeltaConfig, LayerConfig
-from shared.models.pieces import Parameter, Source
-from shared.models.ranks import Section, vocab_section
+from shared.models.parameter import Parameter, Source
+from shared.models.tp_sharding import Section, vocab_section
 
 BIAS = "_bias"
 """Suffix of the parameter name of a weight's bias."""

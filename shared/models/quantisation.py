@@ -8,7 +8,7 @@ settings.
 
 from collections.abc import Collection, Mapping
 
-from shared.models.fields import Json, object_of
+from shared.models.config_fields import Json, object_of
 from shared.models.fp8 import BLOCK, Granularity
 
 BLOCK_SIZE = [BLOCK, BLOCK]

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.models.config_classes import ConfigClass
-from shared.models.fields import CONFIG, Json, is_number, listed, number, object_of, positive, word
+from shared.models.config_fields import (
+    CONFIG,
+    Json,
+    is_number,
+    listed,
+    number,
+    object_of,
+    positive,
+    word,
+)
 
 ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 

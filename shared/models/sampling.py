@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shared.models.fields import Json, read_json
+from shared.models.config_fields import Json, read_json
 from shared.models.neutral import GENERATION, WRITTEN
 
 FILE = "generation_config.json"

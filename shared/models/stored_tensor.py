@@ -8,7 +8,7 @@ import numpy as np
 
 from shared.models import fp8
 from shared.models.safetensors_file import CheckpointError
-from shared.models.vision import TENSORS
+from shared.models.vision_config import TENSORS
 
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """Prefixes of tensor names in released checkpoints; the first that matches is removed."""

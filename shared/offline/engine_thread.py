@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from shared.engine.request import Event, Refusal, Request
-from shared.process import heap
-from shared.process.frames import ModelFacts
+from shared.process import gc_freeze
 from shared.process.grammars import Grammars
+from shared.process.ipc_messages import ModelFacts
 from shared.process.loop import HostEngine
 from shared.text.tokenizer import Tokenizer
 
@@ -185,7 +185,7 @@ class _Loop:
         if self._fault is not None:  # its frames refer to the engine
             traceback.clear_frames(self._fault.__traceback__)
         del self._engine, self._grammars
-        heap.sweep()
+        gc_freeze.sweep()
 
     def finish(self, request_id: int, num_tokens: int) -> None:
         """Ends a request; see `EngineThread.finish`."""

@@ -14,27 +14,27 @@ from rich.console import Console
 from shared.engine.checks import check
 from shared.engine.request import Request
 from shared.offline.answer import Answer, ReadPrompt, Stream
-from shared.offline.conversations import (
+from shared.offline.engine_thread import EngineThread, Started
+from shared.offline.late_platform import LatePlatform
+from shared.offline.messages import (
     for_template,
     read_functions,
     read_tools,
     read_variables,
 )
-from shared.offline.engine_thread import EngineThread, Started
-from shared.offline.late_platform import LatePlatform
 from shared.offline.options import python_words, read_options
 from shared.offline.params import SamplingParams
 from shared.offline.prompts import Message, is_message, listed_chats, listed_prompts, not_a_prompt
 from shared.offline.results import RequestOutput
 from shared.offline.values import items_of, token_ids
 from shared.options.options import Options
-from shared.process import engines, heap, logs, serving
+from shared.process import engines, gc_freeze, logs, serving
 from shared.process.address import Listeners
 from shared.process.model_files import local_models
-from shared.process.notes import start_notes
 from shared.process.progress import console_of
-from shared.process.ranks.starting import ranked_start
 from shared.process.start import Platform
+from shared.process.startup_report import start_notes
+from shared.process.tp.startup import ranked_start
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.logprobs import PromptText, TokenNames
 from shared.server.reading import Said
@@ -43,9 +43,9 @@ from shared.server.sampling import make_sampling
 from shared.server.text_parsers import new_parser
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.chat_template import Conversation
-from shared.text.forced_calls import arguments_schema
 from shared.text.grammar_worker import Calls, Wanted
 from shared.text.tokenizer import Detokenizer, is_text
+from shared.text.tool_call_grammar import arguments_schema
 
 Prompt = str | Iterable[int]
 Params = SamplingParams | Iterable[SamplingParams] | None
@@ -253,7 +253,7 @@ class LLM:
 
 def _start(options: Options, model: type[LLM], rank_module: str | None) -> Started:
     """Starts an engine, on the only thread that uses the device."""
-    heap.unsettle()
+    gc_freeze.unsettle()
     logs.set_level(options.observing.log_level)
     console = console_of(options.observing)
     # A download takes minutes, so a terminal shows its progress at every log level.
@@ -268,7 +268,7 @@ def _start(options: Options, model: type[LLM], rank_module: str | None) -> Start
     facts = serving.facts_of(start, Listeners([], []))
     tokenizer = facts.tokenizer()
     facts = facts.with_end(tokenizer.end_id if tokenizer else None)
-    heap.settle()
+    gc_freeze.settle()
     return Started(served, start.grammars, facts, tokenizer)
 
 

@@ -20,7 +20,7 @@ from shared.options.ngram import BACKENDS, DEFAULT_NODES, DEVICE, HOST
 EXACT, REJECTION = ACCEPT_RULES = ("exact", "rejection")
 
 LAYER_IDS = ("inputs", "outputs")
-"""Meanings of the layer ids in a head's config.json; see `shared.drafts.streams`."""
+"""Meanings of the layer ids in a head's config.json; see `shared.drafts.aux_hidden_states`."""
 
 CHAIN_SHAPE = (3, 1, 4)
 TREE_SHAPE = (5, 4, 8)

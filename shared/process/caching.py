@@ -1,6 +1,6 @@
 """What the prefix cache keeps, as a memory plan says it."""
 
-from shared.drafts.drafts import MODEL
+from shared.drafts.drafter_spec import MODEL
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.options.flags import ConfigError
 from shared.process.memory_plan import MemoryPlan

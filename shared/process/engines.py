@@ -8,28 +8,28 @@ from pathlib import Path
 
 from shared.boundary.backend import Backend, Blueprint, Capacity
 from shared.drafts.checkpoint import draft_parameters
-from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import BestValue
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import Trace
-from shared.engine.constrained import GrammarController
 from shared.engine.controller import Controller, StaticController, TextController
 from shared.engine.engine import Engine
+from shared.engine.grammar_controller import GrammarController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.joined import JoinedController
-from shared.engine.shadow import ShadowCheck
+from shared.engine.ngram.merged_drafts import JoinedController
+from shared.engine.shadow_verify import ShadowCheck
+from shared.models.parameter import Parameter
 from shared.models.parameters import parameters
-from shared.models.pieces import Parameter
 from shared.options.flags import ConfigError
 from shared.options.options import Options
+from shared.process.buckets import draft_shape
 from shared.process.caching import cache_policy
 from shared.process.logs import log
 from shared.process.memory_plan import MemoryPlan
 from shared.process.profiling import step_seconds
-from shared.process.programs import draft_shape
-from shared.process.settled import Settled
+from shared.process.resolved_config import Settled
 
 SHORTEST_STEP_S = 1e-3
 """Of a plain step on a GPU, for NGRAM's adaptive choice to earn its time.

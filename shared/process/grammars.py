@@ -15,7 +15,7 @@ from shared.engine.grammar import Constraint, Grammar
 from shared.engine.request import Refusal, Request
 from shared.options.flags import ConfigError
 from shared.options.options import Options
-from shared.text.marks import marks_of
+from shared.text.delimiters import marks_of
 from shared.text.worker import WorkRefused
 
 MAX_KEPT_BYTES = 1 << 26

@@ -25,16 +25,16 @@ from shared.engine.request import Event, Refusal, Request
 from shared.process import logs
 from shared.process.address import Listeners
 from shared.process.corpora import Corpora
-from shared.process.frames import (
+from shared.process.grammars import Grammars
+from shared.process.ipc_messages import (
     FrameReader,
     ModelFacts,
     event_to_row,
     pack,
     requests_of,
 )
-from shared.process.grammars import Grammars
 from shared.process.logs import log
-from shared.process.stopping import StopSignals, held_back
+from shared.process.signals import StopSignals, held_back
 from shared.process.watchdog import EXIT_FAILED, Watchdog
 
 IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one

@@ -11,26 +11,26 @@ from math import prod
 
 from shared.boundary.backend import ITEM_BYTES, Blueprint, Capacity
 from shared.boundary.buffers import plan_layout, result_layout
-from shared.boundary.mailboxes import mailbox_bytes
-from shared.boundary.pictures import PicturePool, most_begun
+from shared.boundary.images import PicturePool, most_begun
+from shared.boundary.ngram_table import TextTable
 from shared.boundary.program import Work
-from shared.boundary.ranks import Ranks
-from shared.boundary.texts import TextTable
+from shared.boundary.shm_allgather import mailbox_bytes
+from shared.boundary.tp_group import Ranks
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
+from shared.models.cache_spec import kept_bytes
 from shared.models.config import ModelConfig
-from shared.models.fp8_words import InWords, bytes_of_codes, bytes_of_words
-from shared.models.kept import kept_bytes
+from shared.models.fp8_packing import InWords, bytes_of_codes, bytes_of_words
 from shared.models.parameters import Parameter, draft_head, parameters
-from shared.models.ranks import local
-from shared.models.tower import tower_parameters
+from shared.models.tp_sharding import local
+from shared.models.vision_parameters import tower_parameters
 from shared.options.flags import ConfigError
 from shared.options.options import Options
+from shared.process.buckets import ProgramCosts, capacity_for, captured_works, pages_for
 from shared.process.device import Device
-from shared.process.pictures import Tower, picture_pool
-from shared.process.programs import ProgramCosts, capacity_for, captured_works, pages_for
-from shared.process.settled import Settled, settle
+from shared.process.image_startup import Tower, picture_pool
+from shared.process.resolved_config import Settled, settle
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
 STATES_OF_A_REQUEST = 4

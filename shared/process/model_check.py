@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from shared.drafts.block import stated_nodes
+from shared.drafts.aux_hidden_states import Ids
 from shared.drafts.checkpoint import (
     DraftFiles,
     check_head,
@@ -20,26 +20,26 @@ from shared.drafts.checkpoint import (
     open_head,
 )
 from shared.drafts.config import DraftConfig
-from shared.drafts.drafts import Drafts
-from shared.drafts.fitting import fitted
+from shared.drafts.dflash_config import stated_nodes
+from shared.drafts.drafter_spec import Drafts
+from shared.drafts.infer_from_tensors import fitted
 from shared.drafts.mtp import with_mtp_of
-from shared.drafts.streams import Ids
 from shared.drafts.token_map import read_token_map
 from shared.drafts.tokenizer import check_same_tokenizer, tokens_of
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
-from shared.models.dummy import DummyCheckpoint, Stored
+from shared.models.config_fields import read_json
+from shared.models.dummy_weights import DummyCheckpoint, Stored
 from shared.models.families import config_from_folder, stated_granularity
-from shared.models.fields import read_json
 from shared.models.file_kind import ORBAX_FOLDER
-from shared.models.fp8_words import InWords
+from shared.models.fp8_packing import InWords
+from shared.models.parameter import of_rank
 from shared.models.parameters import Parameter, parameters
-from shared.models.pieces import of_rank
-from shared.models.ranks import local
 from shared.models.sampling import SamplingDefaults
 from shared.models.tied import as_stored
-from shared.models.tower import check_tower
-from shared.models.vision import VisionConfig
+from shared.models.tp_sharding import local
+from shared.models.vision_config import VisionConfig
+from shared.models.vision_parameters import check_tower
 from shared.options.adaptive import read_candidates
 from shared.options.algorithms import BLOCK_ALGORITHMS
 from shared.options.flags import ConfigError, in_full
@@ -50,7 +50,7 @@ from shared.options.speculative import SpeculativeConfig
 from shared.process.algorithm_choice import with_algorithm
 from shared.process.defaults import with_grammars, with_parsers
 from shared.process.grammars import Grammars
-from shared.process.pictures import Tower, find_tower, find_vision
+from shared.process.image_startup import Tower, find_tower, find_vision
 
 
 class Weights(Protocol):

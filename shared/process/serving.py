@@ -8,19 +8,19 @@ from pathlib import Path
 from rich.console import Console
 
 from shared.boundary.backend import Backend
-from shared.boundary.operations import plain_gauges
+from shared.boundary.kernel_coverage import plain_gauges
 from shared.engine.checks import RequestLimits
 from shared.options.options import Options
-from shared.process import heap, logs, loop
+from shared.process import gc_freeze, logs, loop
 from shared.process.address import Listeners, admin_host, host_names
 from shared.process.engines import index_of, make_engine, with_checks
-from shared.process.frames import ModelFacts
+from shared.process.ipc_messages import ModelFacts
 from shared.process.model_files import local_models
-from shared.process.notes import report_plan, start_notes, step_notes
 from shared.process.progress import console_of, loading_progress, preparing_progress
-from shared.process.ranks.followers import RankError
-from shared.process.ranks.starting import RankedStart, ranked_start
 from shared.process.start import Platform, Start
+from shared.process.startup_report import report_plan, start_notes, step_notes
+from shared.process.tp.startup import RankedStart, ranked_start
+from shared.process.tp.workers import RankError
 from shared.process.watchdog import EXIT_FAILED, NamedSteps, Watchdog
 
 
@@ -68,7 +68,7 @@ def start_serving(
         logs.info(note)
     facts, drain_s = facts_of(start, listeners), options.server.graceful_shutdown_timeout
     index = index_of(engine.controller)
-    heap.settle()
+    gc_freeze.settle()
     return partial(loop.run, served, facts, listeners, index, watchdog, drain_s, start.grammars)
 
 

@@ -9,25 +9,25 @@ from functools import partial
 from typing import Any
 
 from shared.boundary.backend import Backend, Blueprint
-from shared.boundary.operations import KernelLimits, PlainOperation, plain_operations
-from shared.boundary.ranks import Ranks
+from shared.boundary.kernel_coverage import KernelLimits, PlainOperation, plain_operations
+from shared.boundary.tp_group import Ranks
 from shared.drafts.checkpoint import (
     DraftFiles,
 )
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.models.fp8 import BLOCK, are_whole_blocks
-from shared.models.fp8_words import EXPERTS
+from shared.models.fp8_packing import EXPERTS
 from shared.models.parameters import Parameter, draft_head, parameters
 from shared.models.sampling import SamplingDefaults
-from shared.models.tower import tower_parameters
+from shared.models.vision_parameters import tower_parameters
 from shared.options.flags import ConfigError, spelling
 from shared.options.options import Options
+from shared.process.buckets import ProgramCosts
 from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.grammars import Grammars
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.model_check import CheckedModel, Weights, check_model
-from shared.process.programs import ProgramCosts
 
 HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
 """Words in the names of GPUs whose matrix units multiply codes of FP8 as the kernels do."""

@@ -26,15 +26,14 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_capacity, check_plan, to_prepare
-from shared.boundary.pictures import Encode
+from shared.boundary.images import Encode
 from shared.boundary.program import Extra, Program
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.models.config import ModelConfig
-from shared.reference import texts
-from shared.reference.choosing import chosen
+from shared.reference import ngram
 from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
-from shared.reference.pictures import Seeing, encode
+from shared.reference.images import Seeing, encode
 from shared.reference.rows import (
     Batch,
     Fed,
@@ -48,6 +47,7 @@ from shared.reference.rows import (
     take,
     tree_fields,
 )
+from shared.reference.sampling import chosen
 from shared.reference.workspace import workspace
 from shared.spec import acceptance, attention, draft_tree, gdn_state, model, sampling, slot_state
 from shared.spec.draft_tree import TreeShape
@@ -72,7 +72,8 @@ class ReferenceBackend:
         Args:
           config, weights, capacity, drafts: The target, the limits of the backend, and its drafter.
           draft_weights: Weights of a draft head or draft model; else None.
-          tower_weights: Weights of the vision encoder, by the names of `shared.models.tower`.
+          tower_weights: Weights of the vision encoder, by the names of
+            `shared.models.vision_parameters`.
 
         Raises:
           ValueError: See `shared.boundary.checks.check_capacity`.
@@ -211,7 +212,7 @@ class ReferenceBackend:
                 seen = [each.before(int(x)) for each, x in zip(seen, following, strict=True)]
             self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest, seen)
         if self.state.texts is not None:
-            self.state.texts = texts.learn_prompts(self.state.texts, batch, work, newest)
+            self.state.texts = ngram.learn_prompts(self.state.texts, batch, work, newest)
         failed = ~chosen.is_finite
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
@@ -367,7 +368,7 @@ class ReferenceBackend:
     def _grown(self, batch: Batch, shape: TreeShape) -> Trees:
         """Returns the drafter's trees before they are pruned to the verify budget."""
         if self.state.texts is not None:
-            return texts.grown(self.state.texts, batch, shape, self.capacity.accept_rule)
+            return ngram.grown(self.state.texts, batch, shape, self.capacity.accept_rule)
         assert self._drafter is not None  # required for a program that drafts
         is_sampled = self.capacity.accept_rule != "exact"
         rank = replace(self._rank(batch, shape.width), kept=[] if is_sampled else None)
@@ -422,7 +423,7 @@ class ReferenceBackend:
         if draft_from is not None:  # no draft extend in this step: a gap in the draft KV
             self.state.draft_from = draft_from
         if self.state.texts is not None:
-            self.state.texts = texts.learn_outputs(self.state.texts, batch, tokens, counts)
+            self.state.texts = ngram.learn_outputs(self.state.texts, batch, tokens, counts)
         return passed
 
     def _extend(

@@ -8,8 +8,8 @@ from jaxtyping import Bool, Float, Int, Int32, UInt32
 
 from shared.boundary.backend import Mask, Prefill, Snapshots, StepPlan
 from shared.boundary.buffers import SCORES
-from shared.boundary.texts import Texts
-from shared.reference.pictures import Seeing
+from shared.boundary.ngram_table import Texts
+from shared.reference.images import Seeing
 from shared.spec import (
     acceptance,
     attention,

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from shared import VERSION
-from shared.process.frames import ModelFacts
+from shared.process.ipc_messages import ModelFacts
 from shared.server import answers, playground
 from shared.server.admin import AddCorpus, AdminRoutes, RemoveCorpus
 from shared.server.engine_client import ClientLeft, EngineClient

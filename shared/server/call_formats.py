@@ -20,7 +20,14 @@ from shared.server.arguments import argument_json, to_json
 from shared.server.call_reading import read_json_call
 from shared.server.reading import ReadAll, ReadCall, Reading, Said, Source
 from shared.server.text_schema import ParameterSchemas
-from shared.text.marks import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG, THINK_END
+from shared.text.delimiters import (
+    CALL,
+    CALL_END,
+    FUNCTION_END,
+    PARAMETER_END,
+    PYTHON_TAG,
+    THINK_END,
+)
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
 _HEADER = re.compile(

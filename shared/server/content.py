@@ -177,7 +177,7 @@ class SentPicture:
     Attributes:
       place: Where in the request it stands, as errors name it.
       url: Its address, which carries it.
-      is_low: Its size is bounded by `shared.models.pictures.LOW_DETAIL_PIXELS`.
+      is_low: Its size is bounded by `shared.models.image_processor.LOW_DETAIL_PIXELS`.
     """
 
     place: str

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.engine.pictures import Picture
+from shared.engine.image_inputs import Picture
 from shared.engine.request import Event, SamplingParams
-from shared.process.frames import (
+from shared.process.ipc_messages import (
     FrameReader,
     ModelFacts,
     event_from_row,
@@ -23,7 +23,7 @@ from shared.process.frames import (
     picture_to_field,
     sampling_to_fields,
 )
-from shared.process.stopping import stopped_by
+from shared.process.signals import stopped_by
 from shared.server.pieces import write_in_pieces
 from shared.server.server_metrics import TokenTimes
 

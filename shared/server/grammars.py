@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from shared.engine.checks import NO_GRAMMARS
-from shared.process.frames import ModelFacts
+from shared.process.ipc_messages import ModelFacts
 from shared.server.errors import ApiError
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.reasoning import thinking_after

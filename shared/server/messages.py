@@ -22,8 +22,8 @@ from shared.server.call_reading import read_object
 from shared.server.content import AnswerContent, Content, without_pictures
 from shared.server.fields import Nested, Strict, Text, check_depth
 from shared.server.json_object import JsonObject
-from shared.text.forced_calls import arguments_schema
 from shared.text.tokenizer import is_text
+from shared.text.tool_call_grammar import arguments_schema
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 128

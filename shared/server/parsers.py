@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.process.frames import ModelFacts
+from shared.process.ipc_messages import ModelFacts
 from shared.server.delta import OutputParser, PlainText
 from shared.server.errors import ApiError
 from shared.server.openai_types import ChatRequest, CompletionRequest

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from shared.engine.pictures import Picture
-from shared.models.pictures import PictureConfig
-from shared.pictures.exchange import (
+from shared.engine.image_inputs import Picture
+from shared.images.header import MAX_PIXELS
+from shared.images.worker_protocol import (
     DEADLINE_S,
     PART,
     OpenedPicture,
@@ -15,7 +15,7 @@ from shared.pictures.exchange import (
     pack_config,
     unpack_picture,
 )
-from shared.pictures.header import MAX_PIXELS
+from shared.models.image_processor import PictureConfig
 from shared.server.content import MAX_PICTURES, SentPicture
 from shared.server.errors import ApiError
 from shared.server.workers import NUM_WORKERS, Workers
@@ -37,7 +37,7 @@ class PictureOpener(Workers):
 
     def __init__(self, config: PictureConfig) -> None:
         super().__init__(
-            "shared.pictures.worker",
+            "shared.images.worker",
             pack_config(config),
             name="picture",
             deadline_s=DEADLINE_S,
@@ -76,7 +76,7 @@ class PictureOpener(Workers):
 
         Raises:
           ApiError: They take too long or too much memory together; or one is refused, see
-            `shared.pictures.opening`. Names it.
+            `shared.images.decode`. Names it.
         """
         try:
             async with self._turns, asyncio.timeout(MAX_S):

@@ -10,9 +10,9 @@ from itertools import accumulate
 from typing import Any
 
 from shared.engine.checks import TOO_LONG, RequestLimits
-from shared.engine.pictures import Picture
+from shared.engine.image_inputs import Picture
+from shared.images.placeholders import expanded
 from shared.options.request_fields import NOT_SERVED
-from shared.pictures.prompt import expanded
 from shared.server.content import SentPicture, pictures_in
 from shared.server.errors import ApiError
 from shared.server.fields import MAX_CHOICES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.server.reading import ReadCall, Reading, Said, Source
-from shared.text.marks import CALL, THINK, THINK_END
+from shared.text.delimiters import CALL, THINK, THINK_END
 
 ALWAYS_OPEN = "deepseek-r1"
 """The parser of models that think from the first token on, without an opening tag."""

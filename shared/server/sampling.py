@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol
 
 from shared.engine.request import SamplingParams
-from shared.process.frames import ModelFacts
+from shared.process.ipc_messages import ModelFacts
 
 # Below it a temperature is greedy: logits over it would leave float32's range.
 MIN_TEMPERATURE = 1e-5

@@ -17,7 +17,7 @@ from importlib import import_module
 import uvicorn
 from starlette.types import ASGIApp
 
-from shared.process import descriptors, heap, logs
+from shared.process import descriptors, gc_freeze, logs
 from shared.process.address import Listeners
 from shared.process.logs import log
 from shared.server.admin import load_start_corpus
@@ -157,7 +157,7 @@ async def serve(
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
     client.ended.add_done_callback(lambda ended: _end_frozen(ended.result(), engine_pid))
     service = Service(client, tokenizer, listeners)
-    heap.settle()
+    gc_freeze.settle()
     await service.run()
     end = client.ended.result()
     log.log(

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
 
 from shared.text.grammar import GrammarRefused
-from shared.text.schema_parts import target
+from shared.text.json_schema_refs import target
 
 MAX_STEPS = 1 << 12  # schemas and enumerated values that are looked at for one value
 MAX_DEPTH = 64

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from shared.engine.checks import check_ids
 from shared.engine.request import Refusal
-from shared.process.frames import ModelFacts
+from shared.process.ipc_messages import ModelFacts
 from shared.server.bodies import parse_plain, parse_with
 from shared.server.errors import ApiError
 from shared.server.fields import No, Strict, Text

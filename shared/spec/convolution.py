@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
-from shared.drafts.block import BlockConfig
+from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 from shared.spec import layers, linear, model
 from shared.spec.attention import Rows

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftHead
+from shared.drafts.dflash_config import BlockConfig
 from shared.models.config import ModelConfig
 from shared.spec import convolution, draft_tree, layers, linear, model, verify_budget
 from shared.spec.attention import Rows

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig
-from shared.drafts.markov import GATED, VANILLA, MarkovConfig
+from shared.drafts.dflash_config import BlockConfig
+from shared.drafts.dspark_config import GATED, VANILLA, MarkovConfig
 from shared.spec import layers
 from shared.spec.eagle import HeadWeights, Rank
 from shared.spec.model import Hidden

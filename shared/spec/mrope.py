@@ -23,7 +23,7 @@ def turns(
     """Returns the M-RoPE positions of each token, and the position delta of all later tokens.
 
     Args:
-      tokens: The expanded prompt; see `shared.pictures.prompt.expanded`.
+      tokens: The expanded prompt; see `shared.images.placeholders.expanded`.
       image_token: Placeholder token of images.
       grids: Rows and columns of each image, in image tokens.
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Float32, Int, Int32, UInt8
 
+from shared.models.image_processor import PictureConfig
 from shared.models.parameters import BIAS
-from shared.models.pictures import PictureConfig
 from shared.models.rotary import RotaryConfig
-from shared.models.vision import EPS, THETA, VisionConfig
+from shared.models.vision_config import EPS, THETA, VisionConfig
 from shared.spec import attention, layers, linear
 from shared.spec.linear import Matrix
 from shared.spec.model import matrix
@@ -177,7 +177,7 @@ def encoded(
 
     Args:
       config: Config of the vision encoder.
-      weights: Arrays by the names of `shared.models.tower.tower_parameters`.
+      weights: Arrays by the names of `shared.models.vision_parameters.tower_parameters`.
       picture: Patches with any padding, whose output rows are undefined.
     """
     x = advanced(weights, begun(weights, picture), range(config.depth))

@@ -1,7 +1,8 @@
 """Vocab-parallel sampling: choosing tokens when the vocabulary is split into shards.
 
-TP ranks shard the tokens of an LM head (`shared.models.ranks.vocab_section`), and a kernel splits
-them into blocks (`projection`). Each shard reduces its logits to a few numbers, and these combine
+TP ranks shard the tokens of an LM head (`shared.models.tp_sharding.vocab_section`), and a kernel
+splits them into blocks (`projection`). Each shard reduces its logits to a few numbers, and these
+combine
 to the result of the whole row:
 
   partial result                used for
@@ -25,7 +26,7 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int, Int64, UInt32
 from jaxtyping import Int32 as I32
 
-from shared.models.ranks import VOCAB_GROUP
+from shared.models.tp_sharding import VOCAB_GROUP
 from shared.spec import sampling
 
 DIGIT = 4

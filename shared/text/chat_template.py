@@ -10,9 +10,9 @@ from typing import Any
 
 from jinja2 import meta
 
-from shared.text.left_out import left_out
-from shared.text.marks import THINK
-from shared.text.template_language import environment, reads_parts
+from shared.text.delimiters import THINK
+from shared.text.dropped_content import left_out
+from shared.text.jinja_environment import environment, reads_parts
 from shared.text.tool_messages import FORMS, CallForm, forms_for
 from shared.text.worker import WorkRefused
 

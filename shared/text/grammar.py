@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
-from shared.text.grammar_faults import NO_TOKEN, TOO_MUCH, UNFOLLOWED
+from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH, UNFOLLOWED
 from shared.text.tokenizer_files import open_tokenizer
 from shared.text.worker import WorkRefused
 
@@ -180,7 +180,7 @@ class Compiler:
 
         Args:
           folder, vocab: Folder and vocabulary size of the model.
-          marks: Special tokens that responses show nevertheless; see `shared.text.marks`.
+          marks: Special tokens that responses show nevertheless; see `shared.text.delimiters`.
 
         Raises:
           ValueError: The tokenizer is missing, or as in the constructor.

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.text import forced_calls, worker
+from shared.text import tool_call_grammar, worker
+from shared.text.delimiters import THINK, THINK_END
 from shared.text.grammar import (
     Compiler,
     GrammarRefused,
@@ -24,7 +25,6 @@ from shared.text.grammar import (
     of_regex,
     of_schema,
 )
-from shared.text.marks import THINK, THINK_END
 
 DEADLINE_S = 1.0
 MAX_MEMORY = 1 << 32
@@ -65,7 +65,7 @@ class Calls:
     """Required or allowed tool calls of an output.
 
     Attributes:
-      style, many, free: See `forced_calls.grammar_of`.
+      style, many, free: See `tool_call_grammar.grammar_of`.
       tools: Names and schemas.
     """
 
@@ -101,9 +101,12 @@ class Wanted:
         """
         written = None if self.form is None else _MAKERS[self.form.kind](self.form.value)
         if self.calls is not None:
-            written = forced_calls.grammar_of(
+            written = tool_call_grammar.grammar_of(
                 self.calls.style,
-                [forced_calls.Tool(name=name, schema=schema) for name, schema in self.calls.tools],
+                [
+                    tool_call_grammar.Tool(name=name, schema=schema)
+                    for name, schema in self.calls.tools
+                ],
                 many=self.calls.many,
                 free=self.calls.free,
                 answer=written,

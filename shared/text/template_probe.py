@@ -17,7 +17,7 @@ from typing import Any
 
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import DEFAULT, TOOL_USE, ChatTemplates
-from shared.text.marks import CALL, PYTHON_TAG, THINK, THINK_END
+from shared.text.delimiters import CALL, PYTHON_TAG, THINK, THINK_END
 from shared.text.template_worker import DEADLINE_S, pack_conversation, pack_templates
 from shared.text.worker import DONE, frames_of
 

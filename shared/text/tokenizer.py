@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from shared.text.bound import most_characters
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
+from shared.text.length_bound import most_characters
 from shared.text.tokenizer_files import open_tokenizer, read_config
 
 REPLACEMENT = "\ufffd"  # decoded from incomplete or invalid bytes
@@ -42,7 +42,9 @@ class Tokenizer:
         names: dict[str, str],
         marks: Collection[str] = (),
     ) -> None:
-        """Args: `marks` are special tokens that are shown nevertheless; see `shared.text.marks`."""
+        """Args: `marks` are special tokens that are shown nevertheless; see
+        `shared.text.delimiters`.
+        """
         self._tokenizer = tokenizer
         self._templates = templates
         self._names = names

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from shared.models.fields import read_json
+from shared.models.config_fields import read_json
 
 
 def open_tokenizer(folder: str | Path) -> FastTokenizer | None:

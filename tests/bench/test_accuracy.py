@@ -16,14 +16,14 @@ from bench.quality.scoring import Texts, text_hash
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
 from shared.boundary.program import Extra, Work
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
 from shared.options.command_line import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan
-from tests.support.reference_serve import PLATFORM
-from tests.support.started import Outcome, acceptance, one_bucket
+from tests.support.in_process_engine import Outcome, acceptance, one_bucket
+from tests.support.serve_reference import PLATFORM
 from tests.support.tasks import is_right
 
 ROOT = Path(__file__).resolve().parents[2]

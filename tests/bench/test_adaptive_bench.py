@@ -7,7 +7,7 @@ import pytest
 from bench.speculation.adaptive import lines_of, table_of
 from bench.speculation.adaptive_ngram_replay import in_orders
 from shared.engine.adaptive.acceptance import Expected
-from shared.engine.adaptive.choice import Situation
+from shared.engine.adaptive.policy import Situation
 from shared.engine.adaptive.tiers import Tier
 from tests.support.simulation.imposed import rated_runs, rated_work, written_work
 from tests.support.simulation.policies import Greedy, Probe

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from bench.serving import image_interference
-from shared.pictures.address import data_of
-from shared.pictures.opening import opened
+from shared.images.data_url import data_of
+from shared.images.decode import opened
 from tests.support.http_fixtures import PICTURES, save_tokenizer, serving
-from tests.support.pictures import REFUSED
+from tests.support.images import REFUSED
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"

@@ -11,7 +11,7 @@ from tests.support.simulation.imposed import (
     VOCAB, rated_runs, rated_work, written_runs, written_work,
 )
 from tests.support.simulation.device import simulated_capacity, with_host_drafts
-from shared.engine.adaptive.choice import BestValue
+from shared.engine.adaptive.policy import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.ngram.adaptive import AdaptiveNgramController

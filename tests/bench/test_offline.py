@@ -19,14 +19,14 @@ from bench.steps.decode_steps import with_lot
 from bench.steps.report import Report, compared, kernels_of
 from shared.boundary.backend import Blueprint
 from shared.drafts.config import DraftConfig
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.fp8 import Granularity
 from shared.models.parameters import parameters
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes
-from tests.support.started import Served
+from tests.support.in_process_engine import Served
 from tests.support.tiny_heads import (
     tiny_block_config,
     tiny_head_config,

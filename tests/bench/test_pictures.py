@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from bench.steps import vision_encoder, vlm_steps
-from shared.boundary.pictures import PicturePool
+from shared.boundary.images import PicturePool
 from shared.boundary.program import Program
-from shared.process.pictures import MOST_PRODUCTS, encodings
-from tests.support.golden_pictures import MODEL
+from shared.process.image_startup import MOST_PRODUCTS, encodings
+from tests.support.golden_images import MODEL
 
 TINY = replace(
     vision_encoder.QWEN3_5, depth=2, hidden=32, num_heads=2, intermediate=48, table_side=4, out=24

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bench.speculation import policy_replay
-from shared.engine.adaptive.choice import BestValue, Static
+from shared.engine.adaptive.policy import BestValue, Static
 from tests.support.simulation.traced import traced
 from tests.support.simulation.work import TIERS
 

@@ -130,7 +130,7 @@ def test_the_texts_of_a_real_server_are_verified_from_outside_and_by_its_own_che
 ):
     write_tiny(tmp_path / "tiny", "qwen3_5", 3)
     save_tokenizer(tmp_path / "tiny")
-    command = ["-m", "tests.support.reference_serve", "--port", "0"]
+    command = ["-m", "tests.support.serve_reference", "--port", "0"]
     command += ["--model-path", str(tmp_path / "tiny"), "--speculative-algorithm", "NEXTN"]
     with serving([*command, "--shadow-verify-rate", "1"]) as server:
         code, found = run(tmp_path, prompts, "--url", server.url)

@@ -18,7 +18,6 @@ from shared.spec import dflash
 from tests.support import block_cells
 from tests.support.block_cells import Backends
 from tests.support.cells import SAMPLED
-from tests.support.faults import Patch, after
 from tests.support.golden_blocks import (
     GOLDEN,
     TARGET,
@@ -26,6 +25,7 @@ from tests.support.golden_blocks import (
     assert_golden_numbers,
     golden_block_head,
 )
+from tests.support.planted_faults import Patch, after
 
 
 def causal_in_full_layers(patch: Patch) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
-from shared.process.ranks.starting import ranked_start
-from tests.support import ranked_serve
+from shared.process.tp.startup import ranked_start
+from tests.support import serve_tp
 from tests.support.http_fixtures import ROOT, Server, serving
-from tests.support.ranked import ended
+from tests.support.tp_server import ended
 
 NEEDS_RAY = pytest.mark.skipif(
     find_spec("ray") is None, reason="Ray is not installed: it is the extra ray"
@@ -24,7 +24,7 @@ NEEDS_RAY = pytest.mark.skipif(
 FLAGS = ["--model-path", str(ROOT / "models" / "random"), "--port", "0", "--page-size", "64"]
 FLAGS += ["--context-length", "256", "--max-running-requests", "2", "--max-total-tokens", "1024"]
 BY_RAY = ["--tp-size", "2", "--distributed-executor-backend", "ray"]
-MODULE = "tests.support.ranked_serve"
+MODULE = "tests.support.serve_tp"
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_without_ray_the_start_says_what_to_install(monkeypatch):
         ConfigError,
         match="^--distributed-executor-backend ray requires the package ray; install the extra ray",
     )
-    with refused, ranked_start(options, lambda: ranked_serve.PLATFORM, MODULE, print):
+    with refused, ranked_start(options, lambda: serve_tp.PLATFORM, MODULE, print):
         pass
 
 
@@ -147,5 +147,5 @@ def test_where_there_is_nothing_to_place_ray_is_refused(flags):
     module, sentence = NOTHING_TO_PLACE[flags]
     options = parse([*FLAGS, *flags.split()])
     refused = pytest.raises(ConfigError, match=sentence)
-    with refused, ranked_start(options, lambda: ranked_serve.PLATFORM, module, print):
+    with refused, ranked_start(options, lambda: serve_tp.PLATFORM, module, print):
         pass

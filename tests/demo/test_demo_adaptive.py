@@ -9,7 +9,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.tokenizer import Tokenizer
-from tests.support.started import Served, made_programs, serve_all, start
+from tests.support.in_process_engine import Served, made_programs, serve_all, start
 from tests.support.tasks import Tasks
 
 TARGET = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"

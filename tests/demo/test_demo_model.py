@@ -16,7 +16,7 @@ from shared.options.options import DEFAULT_MODEL
 from shared.text.tokenizer import Tokenizer
 from tests.support.golden_models import GoldenModel, SpecModel
 from tests.support.golden_torch import TorchModel
-from tests.support.started import Outcome, acceptance, serve_all, start
+from tests.support.in_process_engine import Outcome, acceptance, serve_all, start
 from tests.support.tasks import Tasks, is_right
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from examples.chat_with_image import answer, png_of
 from models.demo.synthetic_images import OUTLINES, SHADES, generate_image
 from models.demo.train_vlm import FOLDER, HELD_OUT, TEXT, batch_of, words
 from shared.models.families import vision_from_folder
-from shared.models.pictures import pictures_from_folder
+from shared.models.image_processor import pictures_from_folder
 from tests.support.http_fixtures import serving
 
 ASKED, LEAST = 12, 9

@@ -13,7 +13,7 @@ import torch
 
 from kernels.pallas_gpu.attention import attention as pallas
 from kernels.tiles import MEASURED, AttentionTiles, Tiles
-from shared.drafts.block import BlockConfig
+from shared.drafts.dflash_config import BlockConfig
 from shared.spec.dflash import block_rows
 from shared.spec.reduction_order import ATTENTION, AttentionOrder
 from tests.support.cases.attention.attention import CASES, Case, specified, tree_case

@@ -12,14 +12,14 @@ import pytest
 
 from jax_impl import ops
 from jax_impl.backend import JaxBackend
-from jax_impl.mailboxes import DeviceMailboxes
 from jax_impl.ops.gemm import linear
 from jax_impl.ops.trees import slot_state
+from jax_impl.symmetric_memory import DeviceMailboxes
 from jax_impl.weights import Loaded, from_arrays
 from kernels.peer_buffers import BLOCK_BYTES, Boxes
 from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
 from tests.support.lowered import BROKEN_BY, operations

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from jax.stages import Compiled
 
-from jax_impl import kept
+from jax_impl import compilation_cache
 from jax_impl.backend import JaxBackend
-from jax_impl.kept import KeptPrograms
+from jax_impl.compilation_cache import KeptPrograms
 from shared.boundary.backend import StepResult
 from shared.boundary.program import Work
 from tests.support.backends import JAX_BACKENDS, drafts_of
@@ -52,8 +52,8 @@ def test_other_sources_flags_and_versions_make_other_programs(
 ):
     keeping().keep("decode", program)
     for change in (
-        lambda patch: patch.setattr(kept, "ROOT", tmp_path),
-        lambda patch: patch.setattr(kept, "jaxlib_version", "0.0.1"),
+        lambda patch: patch.setattr(compilation_cache, "ROOT", tmp_path),
+        lambda patch: patch.setattr(compilation_cache, "jaxlib_version", "0.0.1"),
         lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " "),
     ):
         with monkeypatch.context() as patch:
@@ -81,7 +81,7 @@ def test_a_program_is_found_in_a_folder_that_cannot_be_written(keeping, program,
     def refused(path):
         raise PermissionError(path)
 
-    monkeypatch.setattr(kept.os, "utime", refused)
+    monkeypatch.setattr(compilation_cache.os, "utime", refused)
     assert keeping().find("decode") is not None
 
 
@@ -111,7 +111,7 @@ def test_a_full_disk_leaves_no_partial_program(keeping, program, tmp_path, caplo
 def test_programs_that_were_not_asked_for_the_longest_go_first(
     keeping, program, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(kept, "MOST_FILES", 2)
+    monkeypatch.setattr(compilation_cache, "MOST_FILES", 2)
     names = ["plain", "chain", "tree"]
     for age, name in enumerate(names):
         known = set(tmp_path.iterdir())
@@ -129,7 +129,7 @@ def test_a_file_that_another_start_has_deleted_meanwhile_ends_no_start(
     keeping().keep("decode", program)
     (file,) = tmp_path.iterdir()
     monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([file, folder / "gone.bin"]))
-    monkeypatch.setattr(kept, "MOST_FILES", 0)
+    monkeypatch.setattr(compilation_cache, "MOST_FILES", 0)
     keeping().drop_old()
     assert not file.exists()
 

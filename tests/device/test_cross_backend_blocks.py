@@ -48,11 +48,11 @@ from tests.support.cells import (
 )
 from tests.support.contract_host import Host, prompt
 from tests.support.drafter_cases import Fewer
-from tests.support.driving import drive
 from tests.support.golden_blocks import golden_block_head
-from tests.support.recorder import Recorder
-from tests.support.starving import Starving
+from tests.support.no_draft_after_accept_all import Starving
+from tests.support.run_engine import drive
 from tests.support.tiny_models import FAMILIES
+from tests.support.tree_recorder import Recorder
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from shared.boundary.backend import Capacity
+from shared.boundary.ngram_table import TextTable
 from shared.boundary.program import Extra, Work
-from shared.boundary.texts import TextTable
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -27,7 +27,7 @@ from tests.support.contract_host import (
     contract_model,
     prompt,
 )
-from tests.support.driving import Outcome, drive
+from tests.support.run_engine import Outcome, drive
 
 SHAPE = TreeShape(nodes=6, depth=5, width=1, rows=4 * BATCH)
 """With fewer verify rows than a batch has nodes."""

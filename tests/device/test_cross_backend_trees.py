@@ -24,7 +24,7 @@ from tests.support.cells import (
     oracle_of,
     serve,
 )
-from tests.support.starving import Starving
+from tests.support.no_draft_after_accept_all import Starving
 from tests.support.tree_cells import TREES, TreeCell, cell, head_of
 
 DRAFTERS = (

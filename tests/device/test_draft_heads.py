@@ -24,12 +24,12 @@ from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import make_backend
-from tests.support.driving import Outcome, drive
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.golden_implementations import HEADS
-from tests.support.recorder import Recorder
+from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_heads import tiny_head, write_tiny_head
 from tests.support.tiny_models import EOS_ID, tiny_model, write_tiny
+from tests.support.tree_recorder import Recorder
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT = 3, 16, 12, 144
 SHAPES = [(4, 3, 1), (6, 3, 2), (16, 4, 4), (64, 5, 8), (8, 5, 8)]

@@ -25,7 +25,7 @@ from tests.support.cases.trees.draft_tree import (
 from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
 from tests.support.op_case import Arguments, OpCase
-from tests.support.records import mapped
+from tests.support.op_records import mapped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

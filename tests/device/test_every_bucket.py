@@ -14,9 +14,9 @@ from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.driving import drive
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.random_requests import prompt_of
+from tests.support.run_engine import drive
 from tests.support.tiny_models import tiny_model
 
 BUCKETS = (1, 2, 4, 8, 16, 32)

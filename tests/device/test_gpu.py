@@ -14,7 +14,7 @@ import pytest
 
 from shared.boundary.backend import Backend
 from tests.support import block_cells as blocks
-from tests.support import rejecting
+from tests.support import rejection_sampling_hybrid
 from tests.support.backends import GPU_FRAMEWORKS, make_gpu_backend
 from tests.support.cells import (
     BATCH,
@@ -153,11 +153,14 @@ def test_batches_in_fewer_verify_rows_than_nodes_are_accepted_alike(cell):
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rejected_chains_are_those_of_the_specification(rule):
-    on_cpu, on_gpu = rejecting.Rejecting(), rejecting.Rejecting(make_gpu_backend)
-    want = on_cpu.serve("reference", rule, rejecting.requests(), overlap=0)
+    on_cpu, on_gpu = (
+        rejection_sampling_hybrid.Rejecting(),
+        rejection_sampling_hybrid.Rejecting(make_gpu_backend),
+    )
+    want = on_cpu.serve("reference", rule, rejection_sampling_hybrid.requests(), overlap=0)
     for framework in GPU_FRAMEWORKS:
-        got = on_gpu.serve(framework, rule, rejecting.requests(), overlap=2)
-        for number, kind in enumerate(rejecting.KINDS):
+        got = on_gpu.serve(framework, rule, rejection_sampling_hybrid.requests(), overlap=2)
+        for number, kind in enumerate(rejection_sampling_hybrid.KINDS):
             assert got[number].tokens == want[number].tokens, (framework, kind)
             assert got[number].accepted == want[number].accepted, (framework, kind)
     on_cpu.close()

@@ -18,7 +18,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.spec.logprobs import Scores
 from tests.support.backends import GPU_FRAMEWORKS, make_backend, make_gpu_backend
 from tests.support.drafter_cases import CASES, drafter_of, model_of
-from tests.support.driving import drive
+from tests.support.run_engine import drive
 
 pytest.importorskip("llguidance", reason="grammars are those of llguidance")
 from tests.support import grammar_cases as grammar

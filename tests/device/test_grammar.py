@@ -14,9 +14,9 @@ from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason
 from tests.support.cache_policies import policy_of
 from tests.support.drafter_cases import CASES
-from tests.support.driving import drive
 from tests.support.grammar_cases import Backends, check_texts, engine_of, requests_of
 from tests.support.mutations import prover
+from tests.support.run_engine import drive
 
 PREEMPTED_EVERY = 5
 """Steps after which the youngest request loses its slot as soon as it can, in one of the runs."""

@@ -11,12 +11,12 @@ import pytest
 
 from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
-from shared.engine.adaptive.choice import Situation
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import Situation
 from shared.engine.cache_policy import NO_CACHE
-from shared.engine.constrained import GrammarController
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.grammar_controller import GrammarController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request
@@ -24,8 +24,8 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_backend
 from tests.support.drafter_cases import drafter_of, model_of
-from tests.support.driving import Outcome, drive
 from tests.support.grammars import constrained
+from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 5, 4, 48, 160, 64
 PLAIN = TreeShape.plain(BATCH)

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from jax_impl import weights
+from shared.drafts.aux_hidden_states import Ids
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.fitting import fitted
-from shared.drafts.markov import KINDS
-from shared.drafts.streams import Ids
+from shared.drafts.dspark_config import KINDS
+from shared.drafts.infer_from_tensors import fitted
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.driving import Outcome
 from tests.support.golden_blocks import GOLDEN
 from tests.support.golden_models import load_golden_head
 from tests.support.head_formats import FORMATS, LAYERS, made_head, still_target, write_format
+from tests.support.run_engine import Outcome
 from tests.support.small_drafting import BATCH, small_capacity, small_outcomes, small_requests
 from tests.support.tiny_heads import tiny_spark_head
 

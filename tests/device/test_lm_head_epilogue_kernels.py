@@ -27,8 +27,8 @@ from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, in_languages
 from tests.support.linear_kernels import normal, tiles
 from tests.support.op_case import OpCase
+from tests.support.op_records import mapped
 from tests.support.op_sides import SIDES, Operation, Side
-from tests.support.records import mapped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

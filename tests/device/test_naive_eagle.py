@@ -14,7 +14,7 @@ import pytest
 from shared.engine.request import FinishReason, Request
 from shared.spec import logprobs
 from tests.support.backends import FRAMEWORKS
-from tests.support.driving import Outcome, checked_step
+from tests.support.run_engine import Outcome, checked_step
 from tests.support.tree_subjects import DRAFTED, NAIVE, TREE, Served, Server, name_of, request
 
 GREEDY: dict = {"temperature": 0.0}

@@ -26,7 +26,7 @@ from shared.spec.draft_tree import TreeShape
 from tests.support import block_cells as blocks
 from tests.support.backends import Drafter, make_backend, make_gpu_backend
 from tests.support.cells import BATCH, PLAIN, capacity_of, model_of
-from tests.support.driving import drive
+from tests.support.run_engine import drive
 from tests.support.tree_cells import TREES, head_of
 
 POISON = 7

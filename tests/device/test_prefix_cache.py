@@ -31,8 +31,8 @@ from tests.support.drafter_cases import (
     drafter_of,
     model_of,
 )
-from tests.support.driving import Outcome, checked_step
 from tests.support.equality import Oracle, assert_few_excused
+from tests.support.run_engine import Outcome, checked_step
 
 FEW_PAGES = 21
 """For three first turns, until they have grown; the longest request alone needs most of them."""

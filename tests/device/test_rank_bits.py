@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from shared.boundary.mailboxes import Mailboxes
-from shared.boundary.ranks import ALONE, Ranks
+from shared.boundary.shm_allgather import Mailboxes
+from shared.boundary.tp_group import ALONE, Ranks
 from shared.engine.request import SamplingParams
 from tests.support.backends import drafts_of
 from tests.support.contract_host import (

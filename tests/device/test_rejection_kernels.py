@@ -27,7 +27,7 @@ from tests.support.kernels import (
     in_languages,
     share_arithmetic,
 )
-from tests.support.records import mapped
+from tests.support.op_records import mapped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

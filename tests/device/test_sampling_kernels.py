@@ -42,7 +42,7 @@ from tests.support.kernels import (
     bind_kernels,
     in_languages,
 )
-from tests.support.records import mapped
+from tests.support.op_records import mapped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -24,8 +24,8 @@ from tests.support.drafter_cases import (
     drafter_of,
     model_of,
 )
-from tests.support.driving import Outcome, checked_step, drive
 from tests.support.equality import Oracle, assert_few_excused
+from tests.support.run_engine import Outcome, checked_step, drive
 
 CHATS, TURNS, MOST_TOKENS, OVERLAP = 24, 3, 24, 2
 NUM_REQUESTS, QUEUED = 5000, 12

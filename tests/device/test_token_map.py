@@ -9,12 +9,12 @@ import pytest
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Mapped, make_backend
-from tests.support.driving import Outcome
 from tests.support.equality import Oracle
 from tests.support.random_serving import divided_drafter_of
-from tests.support.recorder import Recorder
+from tests.support.run_engine import Outcome
 from tests.support.small_drafting import BATCH, small_capacity, small_outcomes, small_requests
 from tests.support.tiny_models import DIVIDED, EOS_ID, tiny_model
+from tests.support.tree_recorder import Recorder
 
 CHAIN, TREE = TreeShape.chain(3, BATCH), TreeShape(6, 3, 2, BATCH * 6)
 FRAMEWORKS = ("torch", pytest.param("jax", marks=pytest.mark.matrix))

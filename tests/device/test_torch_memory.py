@@ -22,29 +22,29 @@ from triton.runtime.interpreter import GridExecutor
 
 from shared.boundary.backend import Blueprint
 from shared.boundary.buffers import plan_layout
-from shared.boundary.pictures import PicturePool
+from shared.boundary.images import PicturePool
 from shared.boundary.program import Program, Work
-from shared.boundary.ranks import ALONE
-from shared.drafts.drafts import Drafts
-from shared.models.dummy import DummyCheckpoint
+from shared.boundary.tp_group import ALONE
+from shared.drafts.drafter_spec import Drafts
+from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_folder
 from shared.models.fp8 import Granularity
 from shared.models.parameters import stack
-from shared.models.tower import tower_parameters
-from shared.process import pictures
-from tests.support.golden_pictures import MODEL, picture_config
+from shared.models.vision_parameters import tower_parameters
+from shared.process import image_startup
+from tests.support.golden_images import MODEL, picture_config
 from tests.support.kernels import KERNELS, ON_GPU, bind_kernels
-from tests.support.seeing import capacity_of
 from tests.support.torch_memory import EAGER, LOADING, Memory, absent_gpu
-from tests.support.tower_shapes import QWEN3_5
-from torch_impl import graphs, ops
+from tests.support.vision_shapes import QWEN3_5
+from tests.support.vlm import capacity_of
+from torch_impl import cuda_graphs, ops
 from torch_impl.device_state import allocate
-from torch_impl.machine import Machine
+from torch_impl.fp8_weights import read_codes
 from torch_impl.ops.attention import attention
 from torch_impl.ops.gemm import layers, linear
 from torch_impl.step import step
+from torch_impl.step_context import Machine
 from torch_impl.weights import load_tower
-from torch_impl.words import read_codes
 from torch_impl.workspace import workspace
 
 VISION = replace(QWEN3_5, depth=4)
@@ -92,7 +92,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def tower(kernels: None) -> Iterator[Tower]:
     processor = replace(picture_config(), factor=32, least=1 << 16, most=TOKENS * 32**2)
     pool = PicturePool(VISION, processor, 1 + TOKENS)
-    programs = tuple(pictures.encodings(pool, are_few=False)[-3:])  # of two sizes
+    programs = tuple(image_startup.encodings(pool, are_few=False)[-3:])  # of two sizes
     capacity = replace(capacity_of("none", 2, 2), programs=programs, pictures=pool)
     config = config_from_folder(MODEL)
     blueprint = Blueprint(
@@ -123,13 +123,13 @@ def test_programs_hold_what_the_widest_works_on_once(
     tower: Tower, monkeypatch: pytest.MonkeyPatch, captured: tuple[Work, ...]
 ) -> None:
     """Beside it plans that graphs read, and 2 MB at a time of what is small."""
-    monkeypatch.setattr(graphs, "compile_kernels", lambda steps, ranks: steps())
+    monkeypatch.setattr(cuda_graphs, "compile_kernels", lambda steps, ranks: steps())
     allocator, programs = tower.memory.allocator, tower.blueprint.capacity.programs
     widest = max(map(tower.workspace, programs))
     before = allocator.most = allocator.reserved
     with absent_gpu(tower.memory):
         given = (tower.machine, torch.device("meta"), torch.cuda.Stream(), captured)
-        made = graphs.Graphs(*given, tower.workspace)
+        made = cuda_graphs.Graphs(*given, tower.workspace)
         made.prepare(sorted(programs, key=tower.workspace, reverse=True), lambda program: None)
         assert len(made.captured) == len(captured and programs)
         for program in programs if not captured else ():

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.http_fixtures import COMPLETIONS, ROOT, Server, serving
-from tests.support.ranked import OpenStream, ended, ranks_of, steps_of
+from tests.support.tp_server import OpenStream, ended, ranks_of, steps_of
 
 IS_ON_GPUS = torch.cuda.device_count() > 1
 MODEL = ROOT / "models" / ("demo/target" if IS_ON_GPUS else "random")
@@ -80,7 +80,7 @@ def test_two_ranks_have_the_text_and_the_logprobs_of_one_to_the_bit(wanted):
 
 def test_ranks_of_hosts_that_share_no_memory_have_the_text_of_one_too(wanted):
     """They exchange by torch.distributed, and get their plans by a socket."""
-    with torch_ranks(2, *DRAFTING, module="tests.support.elsewhere_serve") as server:
+    with torch_ranks(2, *DRAFTING, module="tests.support.serve_multi_host") as server:
         assert all_said(server, 4) == wanted[:4]
         pids, stream = server.pids(), OpenStream(server)
         os.kill(ranks_of(server)[0], signal.SIGKILL)
@@ -92,7 +92,7 @@ def test_two_ranks_of_jax_have_the_text_of_one_of_torch(wanted):
     """They are devices of one process, which a CPU makes as many of as are asked for."""
     few = ["--max-running-requests", "1", *FLAGS[:6], *FLAGS[10:]]
     few += ["--chunked-prefill-size", "64", "--disable-radix-cache"]  # two programs to compile
-    with serving(["-m", "tests.support.quick_serve", *few, "--tp-size", "2"]) as server:
+    with serving(["-m", "tests.support.serve_fast_compile", *few, "--tp-size", "2"]) as server:
         assert len(server.pids()) == 2, "the engine and the HTTP server"
         assert server.metrics()["tandem:ranks"] == 2
         assert [answer[:2] for answer in all_said(server)] == [answer[:2] for answer in wanted]

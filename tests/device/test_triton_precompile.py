@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from triton.runtime.jit import JITFunction
 
-from torch_impl.compiling import compile_kernels
+from torch_impl.triton_precompile import compile_kernels
 
 
 class Launches:
@@ -82,7 +82,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from tests.support import named_kernels
 from tests.support.triton_driver import Driver
-from torch_impl.compiling import compile_kernels
+from torch_impl.triton_precompile import compile_kernels
 
 triton.runtime.driver.set_active(Driver())
 made = []

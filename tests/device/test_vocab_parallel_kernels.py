@@ -25,7 +25,7 @@ from tests.support.cases.sampling.sampling import (
     ranked_arguments,
 )
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
-from tests.support.parts import alone_and_on_ranks
+from tests.support.vocab_shards import alone_and_on_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("interpreted"),

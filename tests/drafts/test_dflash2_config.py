@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from shared.drafts.block import stated_nodes
 from shared.drafts.checkpoint import check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.dflash2 import ConvConfig, SelectorConfig
-from shared.drafts.fitting import fitted
+from shared.drafts.dflash_config import stated_nodes
+from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import CheckpointError
 from shared.options.command_line import parse
 from shared.options.rules import refusals

@@ -8,10 +8,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from shared.boundary.backend import Capacity
-from shared.drafts.block import stated_nodes
 from shared.drafts.checkpoint import check_head, head_parameters, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
-from shared.drafts.drafts import Drafts
+from shared.drafts.dflash_config import stated_nodes
+from shared.drafts.drafter_spec import Drafts
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.models.saving import split
 from shared.options.command_line import parse
@@ -22,7 +22,7 @@ from shared.process.memory_plan import plan
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import FRAMEWORKS, make_backend
 from tests.support.cells import capacity_of
-from tests.support.reference_serve import PLATFORM
+from tests.support.serve_reference import PLATFORM
 from tests.support.tiny_heads import cyclic, tiny_block_config, tiny_block_head
 from tests.support.tiny_models import tiny_model
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from shared.drafts.aux_hidden_states import Ids
 from shared.drafts.checkpoint import DraftFiles, check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.drafts import Drafts
-from shared.drafts.fitting import fitted
-from shared.drafts.streams import Ids
+from shared.drafts.drafter_spec import Drafts
+from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.spec import attention, eagle, layers, model
 from tests.support.tiny_heads import tiny_head, tiny_head_config, write_tiny_head

@@ -13,11 +13,11 @@ import torch
 
 from jax_impl import weights as jax_weights
 from models import token_map
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.drafts.token_map import most_frequent, read_token_map
 from shared.models import checkpoint as checkpoint_module
 from shared.models.checkpoint import CheckpointError, open_checkpoint
-from shared.models.dummy import DummyCheckpoint
+from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.parameters import draft_head, parameters
 from shared.options.command_line import parse
 from shared.process.device import Device
@@ -25,7 +25,7 @@ from shared.process.launch import launch
 from shared.process.start import prepare
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import save_tokenizer
-from tests.support.reference_serve import PLATFORM
+from tests.support.serve_reference import PLATFORM
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import tiny_model, write_tiny
 from torch_impl import weights as torch_weights

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.drafts.block import stated_nodes
 from shared.drafts.checkpoint import check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
-from shared.drafts.fitting import fitted
-from shared.drafts.markov import MarkovConfig
+from shared.drafts.dflash_config import stated_nodes
+from shared.drafts.dspark_config import MarkovConfig
+from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.options.command_line import parse
 from shared.options.rules import refusals

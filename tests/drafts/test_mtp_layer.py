@@ -15,7 +15,7 @@ from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from shared.process.device import Device
 from shared.process.launch import launch
-from tests.support.reference_serve import PLATFORM
+from tests.support.serve_reference import PLATFORM
 from tests.support.tiny_models import tiny_config, write_tiny
 
 RENAMED = {

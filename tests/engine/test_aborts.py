@@ -10,10 +10,10 @@ import pytest
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from tests.support.cache_policies import policy_of
-from tests.support.driving import Outcome, checked_step, drive
+from tests.support.random_traffic import plain_text
+from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.toy_backend import POISON, ToyBackend, toy_capacity
 from tests.support.toy_engine import CHUNK, toy_engine
-from tests.support.traffic import plain_text
 
 OVERLAP, SLOTS = 2, 4
 STORM = 500

@@ -10,8 +10,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import BestValue, Policy, Static
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from tests.support.simulation.device import (

@@ -14,8 +14,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shared.engine.adaptive.choice import BestValue, Policy, Situation, Static
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import BestValue, Policy, Situation, Static
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine

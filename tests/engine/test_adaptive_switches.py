@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from shared.boundary.backend import Backend
-from shared.engine.adaptive.choice import Situation
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import Situation
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from tests.support.backends import make_backend
-from tests.support.driving import drive
+from tests.support.run_engine import drive
 from tests.support.tree_subjects import DRAFTED, Served, request, tree_capacity
 
 PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3,) * 20, (8, 1, 8, 2, 8), (60, 61), (7, 7, 9))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.engine.adaptive.choice import BestValue
+from shared.engine.adaptive.policy import BestValue
 from shared.engine.adaptive.trace import Trace
 from tests.support.simulation.traced import traced
 from tests.support.simulation.work import SECONDS, TIERS

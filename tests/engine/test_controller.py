@@ -18,7 +18,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Rows
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
-from tests.support.driving import drive
+from tests.support.run_engine import drive
 from tests.support.toy_backend import ToyBackend, toy_capacity
 
 

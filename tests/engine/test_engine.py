@@ -13,10 +13,10 @@ from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
-from tests.support.driving import Outcome, checked_step, drive
 from tests.support.mutations import prover
+from tests.support.random_traffic import TrafficMachine, plain_text
+from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.toy_backend import POISON, VOCAB, ToyBackend, toy_capacity
-from tests.support.traffic import TrafficMachine, plain_text
 
 STOP = (5,)
 

@@ -12,9 +12,9 @@ from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
-from tests.support.driving import Outcome, checked_step, drive
+from tests.support.random_traffic import plain_text
+from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacity
-from tests.support.traffic import plain_text
 
 CACHE = CachePolicy(is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=0)
 BUCKETS = (1, 2, 4, 8, 16, 32)

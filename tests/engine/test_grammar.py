@@ -11,7 +11,7 @@ from shared.engine.checks import RequestLimits, check
 from shared.engine.grammar import Constraint
 from shared.engine.request import FinishReason, Refusal, SamplingParams
 from shared.text.grammar import of_lark, of_regex
-from shared.text.grammar_faults import BROKEN, NO_TOKEN, TOO_MUCH, UNFOLLOWED
+from shared.text.grammar_errors import BROKEN, NO_TOKEN, TOO_MUCH, UNFOLLOWED
 from tests.support.grammars import compiler, constrained
 from tests.support.mutations import prover
 from tests.support.tiny_models import EOS_ID

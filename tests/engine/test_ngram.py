@@ -24,7 +24,7 @@ from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.driving import Outcome, checked_step, drive
+from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.tiny_models import tiny_model
 
 BATCH, NODES = 4, 8

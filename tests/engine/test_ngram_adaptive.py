@@ -13,15 +13,15 @@ from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
+from shared.engine.ngram.acceptance_estimate import Evidence, select
 from shared.engine.ngram.adaptive import AdaptiveNgramController
-from shared.engine.ngram.evidence import Evidence, select
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.sleep import Sleep
+from shared.engine.ngram.probe_schedule import Sleep
 from shared.engine.ngram.tree import Trees, roots_of
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.driving import drive
+from tests.support.run_engine import drive
 from tests.support.tree_subjects import BATCH, DRAFTED, Served, request, tree_capacity
 
 SIZES = (2, 8)

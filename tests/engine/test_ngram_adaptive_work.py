@@ -13,7 +13,7 @@ import pytest
 
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.ngram.adaptive import AdaptiveNgramController
-from shared.engine.ngram.sleep import Sleep
+from shared.engine.ngram.probe_schedule import Sleep
 from tests.support.simulation import imposed
 from tests.support.simulation.device import PROMPT_SECONDS
 from tests.support.simulation.imposed import SHARES, Runs, written_runs, written_work

@@ -13,8 +13,8 @@ from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Chunk, Rows
 from shared.spec.draft_tree import TreeShape
-from tests.support.house import House
 from tests.support.mutations import prover
+from tests.support.scheduled_requests import House
 from tests.support.toy_backend import VOCAB, toy_capacity
 
 CHAIN = TreeShape.chain(3, 4)

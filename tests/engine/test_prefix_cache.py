@@ -20,9 +20,9 @@ from shared.engine.prefix_cache import PrefixCache
 from shared.engine.radix_cache import RadixCache
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
-from tests.support.driving import Outcome, checked_step, drive
+from tests.support.random_traffic import TrafficMachine, plain_text
+from tests.support.run_engine import Outcome, checked_step, drive
 from tests.support.toy_backend import POISON, ToyBackend, toy_capacity
-from tests.support.traffic import TrafficMachine, plain_text
 
 UNIT = 64
 """Where states may stand, with pages of 4 tokens."""

@@ -19,9 +19,9 @@ from shared.engine.step_trace import accepted_path
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support import random_requests
-from tests.support.driving import Outcome, drive
 from tests.support.random_requests import CHAIN, TREE, Asked, Server
 from tests.support.random_serving import Backends, check, serve
+from tests.support.run_engine import Outcome, drive
 from tests.support.toy_backend import ToyBackend, toy_capacity
 from tests.support.traces import check_trace
 

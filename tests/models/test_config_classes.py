@@ -10,8 +10,8 @@ import transformers
 
 from shared.models import config_classes
 from shared.models.config_classes import ConfigClass
+from shared.models.config_fields import positive
 from shared.models.families import FAMILIES, config_from_dict
-from shared.models.fields import positive
 from tests.support.tiny_models import DENSE, EXPERTS, tiny_config
 from tests.support.tiny_models import FAMILIES as TINY
 

@@ -13,7 +13,7 @@ READER = Path("shared/models/families.py")
 ALSO = {
     Path("jax_impl/training/tasks.py"): "writes the config.json of heads",
     Path("shared/drafts/config.py"): "reads that of heads, whose layers are a family's",
-    Path("shared/drafts/formats.py"): "reads heads, which say whose layers they have",
+    Path("shared/drafts/config_formats.py"): "reads heads, which say whose layers they have",
     Path("shared/drafts/mtp.py"): "reads MTP layers that stand alone",
     Path("shared/options/rules.py"): "has examples of starts that are refused",
     Path("shared/options/server.py"): "names parsers of reasoning after models",

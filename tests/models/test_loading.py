@@ -19,7 +19,7 @@ from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters, single
-from tests.support.records import leaves
+from tests.support.op_records import leaves
 from tests.support.tiny_models import write_tiny
 from torch_impl import weights as torch_weights
 

@@ -22,7 +22,7 @@ from shared.models.fp8 import Granularity
 from shared.models.parameters import parameters
 from tests.support.files import read_stored, write_stored
 from tests.support.fp8_files import FILE, LAYOUTS, compressed, write_fp8, write_widened
-from tests.support.records import leaves
+from tests.support.op_records import leaves
 from torch_impl import weights as torch_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -24,8 +24,8 @@ from shared.models.families import ARCHITECTURES, FAMILIES, config_from_dict, vi
 from shared.offline.llm import LLM
 from shared.offline.params import SamplingParams
 from tests.support import saved_models
-from tests.support.reference_serve import PLATFORM
 from tests.support.saved_models import NESTED, VARIANTS
+from tests.support.serve_reference import PLATFORM
 
 PROMPTS = [[5, 9, 31, 77, 3, 140, 22, 8, 90, 41, 66, 17], [101, 4, 4, 58]]
 TOKENS = 12

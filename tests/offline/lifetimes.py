@@ -12,7 +12,7 @@ from multiprocessing import get_context
 
 from shared.offline.llm import LLM
 from shared.offline.params import SamplingParams
-from tests.support.reference_serve import PLATFORM
+from tests.support.serve_reference import PLATFORM
 
 SHORT = SamplingParams(max_tokens=2, temperature=0)
 

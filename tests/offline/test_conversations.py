@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shared.offline.conversations import (
+from shared.offline.messages import (
     FIELDS,
     PLAIN_FIELDS,
     ROLES,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.boundary.program import Extra, Work
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.engine.adaptive.tiers import Shapes
 from shared.options.adaptive import Candidate, read_candidates
 from shared.options.command_line import parse
@@ -17,9 +17,9 @@ from shared.options.flags import ConfigError
 from shared.options.options import Options
 from shared.options.rules import refusals
 from shared.options.setup import Setup
+from shared.process.buckets import ProgramCosts
 from shared.process.device import Device
 from shared.process.memory_plan import MemoryPlan, plan
-from shared.process.programs import ProgramCosts
 from tests.support.tiny_models import tiny_model
 
 CPU, GPU = Device("cpu", "CPU", 8 << 30), Device("gpu", "GPU", 80 << 30)

@@ -32,9 +32,9 @@ from shared.options.setup import Setup
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import prepare
-from tests.support import reference_serve
-from tests.support.driving import Outcome, drive
+from tests.support import serve_reference
 from tests.support.http_fixtures import save_tokenizer
+from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_heads import (
     BLOCK_SIZE,
     write_tiny_block,
@@ -100,7 +100,7 @@ class House:
 
     def _started(self, line: list[str]) -> tuple[Engine, Backend]:
         device = Device("cpu", "CPU", 1 << 31)
-        platform = replace(reference_serve.PLATFORM, find_device=lambda: device)
+        platform = replace(serve_reference.PLATFORM, find_device=lambda: device)
         start = prepare(parse(line), platform)
         backend = start.load(platform, lambda num_bytes: None)
         backend.prepare(backend.capacity.programs, lambda program: None)

@@ -3,7 +3,7 @@
 import pytest
 
 from shared.boundary.program import Extra, Work
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -15,7 +15,7 @@ from shared.options.flags import ConfigError
 from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.memory_plan import plan
-from tests.support.reference_serve import PLATFORM
+from tests.support.serve_reference import PLATFORM
 from tests.support.tiny_heads import tiny_head
 from tests.support.tiny_models import tiny_model
 

@@ -53,7 +53,7 @@ def test_a_start_without_standard_streams_serves(tmp_path: Path, closed: tuple[i
     write_tiny(tmp_path, "qwen3", 0)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.support.reference_serve", "--model-path", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.serve_reference", "--model-path", str(tmp_path)]
     command += ["--port", str(port), "--max-running-requests", "2", "--context-length", "64"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(closing(command, closed), cwd=ROOT, env=environment)

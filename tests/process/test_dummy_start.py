@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shared.process import launch
-from tests.support import reference_serve
+from tests.support import serve_reference
 from tests.support.texts import texts
 from tests.support.tiny_heads import (
     tiny_block_config,
@@ -84,7 +84,7 @@ def test_backends_say_the_same_of_weights_in_fp8_without_a_file(folders, plain):
 
 def test_without_the_flag_the_same_folder_is_refused(folders, capfd):
     line = [word for word in line_of(folders, "none") if word not in DUMMY]
-    assert launch.launch(line, lambda: reference_serve.PLATFORM) == 2
+    assert launch.launch(line, lambda: serve_reference.PLATFORM) == 2
     assert "model.safetensors" in capfd.readouterr().err
 
 
@@ -102,7 +102,7 @@ def test_a_drafter_that_does_not_fit_is_refused_by_its_config(
 ):
     line = line_of(folders, drafter)
     line[line.index("--speculative-draft-model-path") + 1] = str(folders / files)
-    assert launch.launch(["--port", "0", *line], lambda: reference_serve.PLATFORM) == 2
+    assert launch.launch(["--port", "0", *line], lambda: serve_reference.PLATFORM) == 2
     assert named in capfd.readouterr().err
 
 
@@ -110,7 +110,7 @@ def test_the_start_says_that_the_texts_are_not_the_models(folders, capfd):
     def refuse(*_):
         raise ValueError("far enough")
 
-    platform = replace(reference_serve.PLATFORM, load=refuse)
+    platform = replace(serve_reference.PLATFORM, load=refuse)
     lot = ["--speculative-simulate-accept-length", "1.5"]
     assert launch.launch(["--port", "0", *line_of(folders, "NEXTN"), *lot], lambda: platform) == 2
     told = capfd.readouterr().err

@@ -15,9 +15,9 @@ from shared.models.parameters import parameters
 from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.device import Device
-from shared.process.notes import step_notes
 from shared.process.start import prepare
-from tests.support import reference_serve
+from shared.process.startup_report import step_notes
+from tests.support import serve_reference
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import tiny_model, write_tiny
 
@@ -42,7 +42,7 @@ def test_ngram_chooses_unless_a_gpus_step_is_too_short_for_the_host(
     line = ["--model-path", str(tmp_path), "--speculative-algorithm", "NGRAM", *flags]
     line += ["--speculative-adaptive", "--max-running-requests", "1", "--context-length", "64"]
     told = parse(line)
-    cpu = replace(reference_serve.PLATFORM, find_device=lambda: Device("cpu", "CPU", 1 << 31))
+    cpu = replace(serve_reference.PLATFORM, find_device=lambda: Device("cpu", "CPU", 1 << 31))
     start = prepare(told, cpu)
     backend = start.load(cpu, lambda num_bytes: None)
     tiers = len(start.memory.settled.candidates) + 1
@@ -72,7 +72,7 @@ def test_a_drafter_is_weighed_by_the_matrix_of_scores_that_it_reads(tmp_path):
         write_tiny_head(folder, *target, "EAGLE3", 1, draft_vocab_size=size)
         save_file(load_file(folder / SINGLE_FILE) | more, folder / SINGLE_FILE)
         told = parse([*line, "--speculative-draft-model-path", str(folder)])
-        memory = prepare(told, reference_serve.PLATFORM).memory
+        memory = prepare(told, serve_reference.PLATFORM).memory
         return engines.draft_share(memory.blueprint, memory.settled)
 
     shared, own, half = share("shared", None), share("own", vocab), share("half", vocab // 2)

@@ -16,10 +16,10 @@ from shared.options.flags import ConfigError
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import Platform, Start, prepare
-from tests.support.driving import drive
 from tests.support.fp8_files import compressed
-from tests.support.records import leaves
-from tests.support.started import one_bucket
+from tests.support.in_process_engine import one_bucket
+from tests.support.op_records import leaves
+from tests.support.run_engine import drive
 from tests.support.tiny_models import tiny_config
 
 CPU, GPU = Device("cpu", "CPU", 1 << 31), Device("gpu", "NVIDIA H100 80GB HBM3", 1 << 34)

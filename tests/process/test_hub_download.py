@@ -17,7 +17,7 @@ from shared.models import hub_files
 from shared.models.hub_files import Snapshot
 from shared.offline.llm import LLM
 from shared.offline.params import SamplingParams
-from tests.support import reference_serve
+from tests.support import serve_reference
 from tests.support.hub import TOKEN
 from tests.support.hub_models import ID, WEIGHTS, found, names_in, refused, started
 
@@ -185,7 +185,7 @@ def test_offline_without_complete_copy_error(hub, model, monkeypatch):
 
 
 class ReferenceLLM(LLM):
-    PLATFORM = reference_serve.PLATFORM
+    PLATFORM = serve_reference.PLATFORM
     RANK_MODULE = None
 
 

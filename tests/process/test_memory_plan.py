@@ -10,14 +10,14 @@ import torch
 from jax_impl import serve
 from kernels.peer_buffers import BLOCK_BYTES, device_mailbox_bytes
 from shared.boundary.backend import HostDraft
-from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.program import Extra, Work
-from shared.boundary.ranks import Ranks
+from shared.boundary.shm_allgather import Mailboxes
+from shared.boundary.tp_group import Ranks
 from shared.boundary.workspace import MOST_PARTS
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, Rows
-from shared.models.dummy import DummyCheckpoint
+from shared.models.dummy_weights import DummyCheckpoint
 from shared.models.families import config_from_dict, config_from_folder, stated_granularity
 from shared.models.fp8 import Granularity
 from shared.models.parameters import parameters
@@ -25,11 +25,11 @@ from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import plan
-from shared.process.notes import rank_notes
 from shared.process.start import prepare
+from shared.process.startup_report import rank_notes
 from shared.spec.reduction_order import ATTENTION
-from tests.support.house import House
 from tests.support.planned import GB, PLATFORMS, QWEN3_8B, planned
+from tests.support.scheduled_requests import House
 from tests.support.tensors import tensor_bytes
 from torch_impl import platform as torch_platform
 from torch_impl.weights import load

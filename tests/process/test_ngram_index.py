@@ -13,8 +13,8 @@ from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import Start, prepare
-from tests.support import reference_serve
-from tests.support.driving import drive
+from tests.support import serve_reference
+from tests.support.run_engine import drive
 from tests.support.tiny_models import write_tiny
 
 SIZES = ["--max-running-requests", "2", "--context-length", "64", "--chunked-prefill-size", "64"]
@@ -25,7 +25,7 @@ def started(folder: Path, kind: str, flags: str) -> Start:
     line = ["--model-path", str(folder), "--speculative-algorithm", "NGRAM", *SIZES]
     line += ["--dtype", "float32", "--speculative-ngram-capacity", "70000"]
     device = Device(kind, kind.upper(), 1 << 31)
-    platform = replace(reference_serve.PLATFORM, find_device=lambda: device)
+    platform = replace(serve_reference.PLATFORM, find_device=lambda: device)
     return prepare(parse([*line, *flags.split()]), platform)
 
 
@@ -59,7 +59,7 @@ def test_steps_of_a_table_follow_each_other_and_are_told_as_those_of_n_grams(
     tmp_path: Path,
 ) -> None:
     start = started(tmp_path, "cpu", "--speculative-ngram-backend device")
-    backend = start.load(reference_serve.PLATFORM, lambda num_bytes: None)
+    backend = start.load(serve_reference.PLATFORM, lambda num_bytes: None)
     settled = start.memory.settled
     controller = engines.make_controller(
         backend, settled, on_gpu=False, has_experts=False, draft_share=0.0

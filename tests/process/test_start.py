@@ -23,7 +23,7 @@ from shared.process.device import Device
 from shared.process.launch import launch
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import save_tokenizer
-from tests.support.reference_serve import PLATFORM
+from tests.support.serve_reference import PLATFORM
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import tiny_model, tiny_weights, write_tiny
 from tests.support.tiny_small import small_config

@@ -113,7 +113,7 @@ import sys, time
 from dataclasses import replace
 from shared.process import progress
 from shared.process.launch import launch
-from tests.support.reference_serve import PLATFORM, load
+from tests.support.serve_reference import PLATFORM, load
 
 def slow(*files):
     backend = load(*files)

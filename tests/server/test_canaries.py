@@ -87,7 +87,7 @@ def server(tmp_path_factory, told, listener) -> Iterator[Server]:
     (hooks / "sitecustomize.py").write_text(HOOK.format(told=str(told)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(hooks))
-        command = ["-m", "tests.support.reference_serve", "--model-path", str(folder)]
+        command = ["-m", "tests.support.serve_reference", "--model-path", str(folder)]
         with serving([*command, "--port", "0"]) as running:
             yield running
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.support.http_fixtures import COMPLETIONS, Server, post_head, serving
-from tests.support.toy_serve import SLOTS
+from tests.support.serve_toy import SLOTS
 
 STORM = 500
 AT_ONCE = 60  # connections
@@ -26,7 +26,7 @@ LONG = [i % 50 for i in range(300)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(["-m", "tests.support.toy_serve", "--step-ms", str(STEP_MS)]) as running:
+    with serving(["-m", "tests.support.serve_toy", "--step-ms", str(STEP_MS)]) as running:
         yield running
 
 

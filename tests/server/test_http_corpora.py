@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_used_ends_the_start_with_its_line(line, words, tm
 def test_a_start_with_ngram_drafts_from_its_tenants_text_and_from_corpora(tmp_path):
     """The whole way: flags, memory plan, reference backend, engine, socket, HTTP."""
     write_tiny(tmp_path / "model", "llama", 5)
-    command = ["-m", "tests.support.reference_serve", "--model-path", str(tmp_path / "model")]
+    command = ["-m", "tests.support.serve_reference", "--model-path", str(tmp_path / "model")]
     command += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
     command += ["--speculative-ngram-external-sam-budget", "2", "--admin-api-key", ADMIN_KEY]
     prompt = [9, 10, 11, 12, 13]

@@ -21,9 +21,9 @@ import pytest
 from shared.server.bodies import parse
 from shared.server.grammars import held_calls
 from shared.server.openai_types import ChatRequest
-from shared.text.forced_calls import Tool, grammar_of
 from shared.text.grammar import Compiler
 from shared.text.grammar_worker import DEADLINE_S
+from shared.text.tool_call_grammar import Tool, grammar_of
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
@@ -33,7 +33,7 @@ from tests.support.http_fixtures import (
     save_tokenizer,
     serving,
 )
-from tests.support.marked import marked_tokenizer
+from tests.support.special_token_tokenizer import marked_tokenizer
 from tests.support.tiny_models import write_tiny
 
 TEMPLATE = (

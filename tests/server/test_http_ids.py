@@ -20,7 +20,7 @@ from tests.support.tiny_models import write_tiny
 
 matrix = pytest.mark.matrix
 BACKENDS = {
-    "reference": "tests.support.reference_serve",
+    "reference": "tests.support.serve_reference",
     "torch": "torch_impl.serve",
     "jax": "jax_impl.serve",
 }

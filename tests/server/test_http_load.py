@@ -17,7 +17,7 @@ from tests.support.http_fixtures import Server, save_tokenizer, serving
 from tests.support.tiny_models import write_tiny
 
 SERVERS = {
-    "reference": "tests.support.reference_serve",
+    "reference": "tests.support.serve_reference",
     "torch": "torch_impl.serve",
     "jax": "jax_impl.serve",
 }

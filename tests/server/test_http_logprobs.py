@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.echo_engine import FILLER
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
@@ -18,7 +19,6 @@ from tests.support.http_fixtures import (
     save_tokenizer,
     serving,
 )
-from tests.support.repeated import FILLER
 from tests.support.tiny_models import write_tiny
 
 CHAIN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"]
@@ -120,7 +120,7 @@ def tiny(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("logprobs") / "tiny"
     write_tiny(folder, "qwen3_5", 3)
     save_tokenizer(folder)
-    return ["-m", "tests.support.reference_serve", "--port", "0", "--model-path", str(folder)]
+    return ["-m", "tests.support.serve_reference", "--port", "0", "--model-path", str(folder)]
 
 
 def bodies() -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from shared.text.bound import most_characters
+from shared.text.length_bound import most_characters
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import (
     CHAT,

@@ -45,7 +45,7 @@ AS_VLLM = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(["-m", "tests.support.toy_serve"]) as running:
+    with serving(["-m", "tests.support.serve_toy"]) as running:
         yield running
 
 

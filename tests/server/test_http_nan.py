@@ -65,7 +65,7 @@ def check_failure(server: Server, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("depth", [pytest.param("0", marks=pytest.mark.matrix), "3"])
 def test_a_request_that_is_no_number_fails_alone_with_and_without_drafts(depth):
     with serving(
-        ["-m", "tests.support.toy_serve", "--step-ms", str(STEP_MS), "--depth", depth]
+        ["-m", "tests.support.serve_toy", "--step-ms", str(STEP_MS), "--depth", depth]
     ) as server:
         before = server.metrics()
         bad = {"prompt": [5, POISON, 6], "max_tokens": 40}

@@ -33,7 +33,7 @@ from tests.support.http_fixtures import (
     save_tokenizer,
     serving,
 )
-from tests.support.pictures import REFUSED, rgb, stored, url_of
+from tests.support.images import REFUSED, rgb, stored, url_of
 
 TEMPLATE = """
 {%- for m in messages %}{{ '<|' + m.role + '|>' }}
@@ -256,7 +256,7 @@ def workers(server: Server) -> list[int]:
     _, child = server.pids()
     children = Path(f"/proc/{child}/task/{child}/children").read_text().split()
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in children}
-    return [int(pid) for pid, line in lines.items() if "shared.pictures.worker" in line]
+    return [int(pid) for pid, line in lines.items() if "shared.images.worker" in line]
 
 
 def test_a_picture_that_is_not_opened_holds_up_only_those_who_have_sent_some(server):

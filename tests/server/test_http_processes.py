@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from shared.process.loop import SILENCE_GRACE_S
-from shared.process.stopping import STOP_SIGNALS
+from shared.process.signals import STOP_SIGNALS
 from tests.support.http_fixtures import (
     CRASH,
     FREEZE,
@@ -173,7 +173,7 @@ def test_the_http_server_hears_no_signal_while_it_starts(tmp_path):
 
 OBSERVED = """
 import os, subprocess, sys
-from shared.process.stopping import STOP_SIGNALS
+from shared.process.signals import STOP_SIGNALS
 from tests.support import http_fixtures
 
 class Observed(subprocess.Popen):

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.golden_pictures import MODEL, PICTURES
+from tests.support.golden_images import MODEL, PICTURES
 from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, byte_letters, serving
-from tests.support.pictures import rgb, stored, url_of
-from tests.support.seeing import IMAGE, Prompt, pixels
+from tests.support.images import rgb, stored, url_of
+from tests.support.vlm import IMAGE, Prompt, pixels
 
 TOKENS = 12
 MARKS = ("<|image|>", "<|user|>", "<|assistant|>", "<tool_call>", "</tool_call>", "<|end|>")
@@ -34,12 +34,12 @@ TREE = [*NEXTN, "--speculative-eagle-topk", "2", "--speculative-num-draft-tokens
 SMALL = ["--max-running-requests", "2", "--context-length", "224", "--page-size", "16"]
 SMALL += ["--chunked-prefill-size", "64", "--dtype", "float32"]
 HELD = ["--grammar-backend", "llguidance", "--tool-call-parser", "hermes"]
-QUICK_JAX = "tests.support.quick_serve"
+QUICK_JAX = "tests.support.serve_fast_compile"
 SERVERS = [
     pytest.param(("torch_impl.serve", [*CHAIN, *HELD]), id="torch"),
     pytest.param((QUICK_JAX, CHAIN), id="jax"),
     pytest.param(
-        ("tests.support.reference_serve", CHAIN), id="reference", marks=pytest.mark.matrix
+        ("tests.support.serve_reference", CHAIN), id="reference", marks=pytest.mark.matrix
     ),
     pytest.param((QUICK_JAX, [*CHAIN, *HELD]), id="jax held", marks=pytest.mark.matrix),
     *(

@@ -19,13 +19,13 @@ import uvicorn
 
 from shared.engine.checks import RequestLimits
 from shared.engine.request import Event
-from shared.process.frames import FrameReader, event_to_row, pack
+from shared.process.ipc_messages import FrameReader, event_to_row, pack
 from shared.server import connection, engine_client
 from shared.server.app import make_apps
 from shared.server.connection import HttpConfig, Room
 from shared.server.engine_client import EngineClient
 from shared.server.grammars import Grammars
-from tests.support.facts import facts_of
+from tests.support.engine_info import facts_of
 from tests.support.http_fixtures import COMPLETIONS, post_head
 
 MOST_UNREAD = 64

@@ -22,7 +22,7 @@ from shared.server.openai_types import CompletionRequest
 from shared.server.request_end import RequestEnd
 from shared.server.tracing import Tracing
 from tests.support.http_fixtures import COMPLETIONS, FAIL, save_tokenizer, serving
-from tests.support.reference_serve import PLATFORM
+from tests.support.serve_reference import PLATFORM
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = {"traceparent": f"00-{TRACE}-{CALLER}-01"}

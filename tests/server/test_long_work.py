@@ -23,7 +23,7 @@ from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.pieces import PIECE
 from shared.server.workers import Workers
 from shared.text import worker
-from tests.support.facts import facts_of
+from tests.support.engine_info import facts_of
 from tests.support.http_fixtures import CHAT, COMPLETIONS
 
 FACTS = facts_of(

@@ -12,19 +12,19 @@ import pytest
 from PIL import Image
 
 from shared.engine.checks import RequestLimits
-from shared.engine.pictures import Picture
+from shared.engine.image_inputs import Picture
 from shared.engine.request import SamplingParams
-from shared.process.frames import FrameReader, pack, requests_of
+from shared.process.ipc_messages import FrameReader, pack, requests_of
 from shared.server import engine_client, pictures, pieces
 from shared.server.content import SentPicture
 from shared.server.engine_client import EngineClient, Prompt, QueueFull
 from shared.server.errors import ApiError
 from shared.server.pictures import PictureOpener
 from shared.server.server_metrics import ServerMetrics, TokenTimes
-from tests.support.facts import facts_of
-from tests.support.golden_pictures import picture_config
+from tests.support.engine_info import facts_of
+from tests.support.golden_images import picture_config
 from tests.support.http_fixtures import IMAGE
-from tests.support.pictures import PATTERN, REFUSED, rgb, stored, url_of
+from tests.support.images import PATTERN, REFUSED, rgb, stored, url_of
 
 FACTS = facts_of(
     RequestLimits(

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.browser import Page, chromium
 from tests.support.http_fixtures import PICTURES, Server, save_tokenizer, serving
-from tests.support.pictures import rgb, stored
+from tests.support.images import rgb, stored
 
 SIDE = PICTURES.factor
 TEMPLATE = (

@@ -14,8 +14,8 @@ from jax_impl.drafters import dflash as jax_dflash
 from jax_impl.ops.gemm.linear import Matrix as JaxMatrix
 from jax_impl.ops.sampling.lm_head import Projection as JaxProjection
 from jax_impl.ops.sampling.sampling import Sampling as JaxSampling
-from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftHead
+from shared.drafts.dflash_config import BlockConfig
 from shared.engine.request import SamplingParams
 from shared.models.families import config_from_folder
 from shared.spec import attention, dflash, gumbel_noise, model, sampling

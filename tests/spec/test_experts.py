@@ -14,7 +14,7 @@ from shared.spec import layers
 from shared.spec.experts import Chosen, Experts
 from shared.spec.linear import Matrix, Stream
 from tests.support.implementations import Implementation, each_implementation, to_numpy
-from tests.support.records import mapped
+from tests.support.op_records import mapped
 
 HIDDEN, WIDTH, ROWS = 12, 6, 7
 SOFTMAX = ExpertsConfig(

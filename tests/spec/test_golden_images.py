@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from shared.spec import mrope
+from tests.support.golden_images import MODEL, WANT, fitted, patches_of, vision
 from tests.support.golden_implementations import IMPLEMENTATIONS
 from tests.support.golden_models import Pictures
-from tests.support.golden_pictures import MODEL, WANT, fitted, patches_of, vision
-from tests.support.towers import of_specification
+from tests.support.vision_encoders import of_specification
 
 # As of text, see test_golden.py: the orders of float32 sums differ.
 close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from jax_impl.ops.gemm import linear as jax_linear
-from shared.models import fp8_words
+from shared.models import fp8_packing
 from shared.models.fp8 import BLOCK, Granularity, encoded, scale_shape
 from shared.spec import fp8_activations, layers
 from shared.spec import linear as spec
@@ -144,7 +144,7 @@ def fp8(
     )
     scales = rng.uniform(1e-4, 3e-4, scale_shape(codes.shape, granularity))
     scales = scales.astype(ml_dtypes.bfloat16)
-    words, packed = fp8_words.packed(codes), fp8_words.packed_scales(scales)
+    words, packed = fp8_packing.packed(codes), fp8_packing.packed_scales(scales)
     return Matrix(words, bias, packed)
 
 
@@ -173,8 +173,8 @@ def test_an_output_has_its_bits_whatever_stands_beside_it(
 
 
 def test_an_fp8_weight_is_its_code_times_its_scale_in_bfloat16() -> None:
-    codes = fp8_words.unpacked(EIGHT.values)
-    np.testing.assert_array_equal(fp8_words.packed(codes), EIGHT.values)
+    codes = fp8_packing.unpacked(EIGHT.values)
+    np.testing.assert_array_equal(fp8_packing.packed(codes), EIGHT.values)
     exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     scales = np.kron(EIGHT.scales.astype(np.float64), np.ones((128, 128))) / 2.0**120
     want = (exact * scales).astype(np.float32).astype(ml_dtypes.bfloat16)
@@ -210,7 +210,7 @@ def test_products_with_an_fp8_weight_are_those_with_its_numbers(
 
 def test_outputs_of_fp8_begin_where_a_scale_does() -> None:
     of_channels = spec.widened(BY_CHANNELS)
-    codes = fp8_words.unpacked(BY_CHANNELS.values).view(ml_dtypes.float8_e4m3fn)
+    codes = fp8_packing.unpacked(BY_CHANNELS.values).view(ml_dtypes.float8_e4m3fn)
     own = BY_CHANNELS.scales[130].astype(np.float32) / np.float32(2.0**120)
     want = (codes[130].astype(np.float32) * own).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(of_channels[130], want.astype(np.float32))

@@ -7,7 +7,7 @@ import pytest
 
 from shared.models.rotary import RotaryConfig
 from shared.spec import mrope as spec
-from tests.support.golden_pictures import WANT, vision
+from tests.support.golden_images import WANT, vision
 
 
 def grid(number: int) -> tuple[int, int]:

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from shared.spec import acceptance, gumbel_noise, sampling
-from tests.support import agreement
-from tests.support.text_law import (
+from tests.support import acceptance_model
+from tests.support.known_distribution_target import (
     BOTH,
     LIMIT,
     NOTHING,
@@ -141,7 +141,7 @@ def test_the_law_shows_a_planted_fault(fault: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_shared_noise_makes_a_head_that_disagrees_useful() -> None:
-    lines = agreement.measure(0.4, vocab=96, rows=400, steps=6)
+    lines = acceptance_model.measure(0.4, vocab=96, rows=400, steps=6)
     chain, tree = lines["perturbed chain"], lines["perturbed tree"]
     # 2,400 steps: the first share is known to 0.01, and is 0.1 above its bound.
     assert chain.agreement[0] > chain.bound

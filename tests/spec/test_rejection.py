@@ -22,10 +22,10 @@ from shared.engine.engine import Engine
 from shared.spec import logprobs, sampling
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.driving import drive
 from tests.support.equality import Oracle, spec_sampling
-from tests.support.rejecting import KINDS, PROMPT, Rejecting, requests
-from tests.support.text_law import LIMIT, chi_square_deviation
+from tests.support.known_distribution_target import LIMIT, chi_square_deviation
+from tests.support.rejection_sampling_hybrid import KINDS, PROMPT, Rejecting, requests
+from tests.support.run_engine import drive
 from tests.support.tree_subjects import CHAIN, DRAFTED, Served, request, tree_capacity
 
 

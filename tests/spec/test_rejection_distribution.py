@@ -14,7 +14,7 @@ import pytest
 
 from shared.spec import acceptance, gumbel_noise, sampling
 from shared.spec.draft_tree import TreeShape
-from tests.support.text_law import (
+from tests.support.known_distribution_target import (
     BOTH,
     CHAIN,
     LIMIT,

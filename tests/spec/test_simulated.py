@@ -13,9 +13,9 @@ from shared.spec import acceptance as spec
 from shared.spec import draft_tree
 from shared.spec.gumbel_noise import uniforms
 from tests.support.backends import make_backend
-from tests.support.driving import Outcome, drive
 from tests.support.implementations import Implementation, each_implementation
 from tests.support.random_trees import random_trees
+from tests.support.run_engine import Outcome, drive
 from tests.support.tree_subjects import CHAIN, DRAFTED, TREE, request, tree_capacity
 
 PROMPTS = ((5, 17, 3, 29, 8, 40, 2), (9, 9, 31))

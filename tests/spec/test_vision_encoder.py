@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.models.pictures import PictureRefused
+from shared.models.image_processor import PictureRefused
 from shared.spec import vision_encoder as spec
-from tests.support.golden_pictures import (
+from tests.support.golden_images import (
     WANT,
     patches_of,
     picture_config,
@@ -15,7 +15,7 @@ from tests.support.golden_pictures import (
     resized,
     vision,
 )
-from tests.support.towers import CUTTERS, SIZE, TOWERS, padded
+from tests.support.vision_encoders import CUTTERS, SIZE, TOWERS, padded
 
 NUMBERS = (0, 1, 2)
 IMAGES = [WANT[f"image_{number}"] for number in NUMBERS]

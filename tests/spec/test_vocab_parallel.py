@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.models.ranks import vocab_section
+from shared.models.tp_sharding import vocab_section
 from shared.spec import sampling as spec
 from shared.spec import vocab_parallel
 from shared.spec.gumbel_noise import TARGET_STREAM
 from tests.support.implementations import Implementation, each_implementation
-from tests.support.parts import alone_and_on_ranks
 from tests.support.sampling_rows import f32, neutral
+from tests.support.vocab_shards import alone_and_on_ranks
 
 VOCAB = 300
 FILTERS = {

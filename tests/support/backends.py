@@ -11,10 +11,10 @@ import numpy as np
 from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import CAPTURED
 from shared.drafts.config import DraftHead
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.models.checkpoint import Weights, open_checkpoint
 from shared.models.config import ModelConfig
-from shared.models.tower import check_tower
+from shared.models.vision_parameters import check_tower
 from shared.reference.backend import ReferenceBackend
 from shared.spec.standalone import SmallModel
 from tests.support.ranks import MAKERS, side_by_side

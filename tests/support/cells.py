@@ -22,8 +22,8 @@ from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gumbel_noise import derive_seed
 from tests.support.backends import Drafter, make_backend
-from tests.support.driving import Outcome, checked_step
 from tests.support.equality import Oracle, assert_few_excused
+from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_models import DENSE, DIVIDED, EOS_ID, EXPERTS, tiny_model
 
 BATCH = 4

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
-from shared.drafts.formats import BLOCKS
+from shared.drafts.config_formats import BLOCKS
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex

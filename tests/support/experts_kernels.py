@@ -17,7 +17,7 @@ from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import Routing
 from kernels.tiles import ExpertsTiles
 from shared.models.fp8 import Granularity, scale_shape, widened
-from shared.models.fp8_words import FP8_BLOCK, packed, packed_scales
+from shared.models.fp8_packing import FP8_BLOCK, packed, packed_scales
 from shared.spec.reduction_order import ROUTER, SQUARES, chunks_of_squares
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
 

@@ -18,10 +18,10 @@ from jax_impl.model import Forward as JaxForward
 from jax_impl.model import Model as JaxModel
 from jax_impl.ops.attention import attention as jax_attention
 from jax_impl.ops.sampling.lm_head import scores as jax_scores
-from shared.boundary.ranks import ALONE
+from shared.boundary.tp_group import ALONE
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.fitting import fitted
+from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder

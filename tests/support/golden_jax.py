@@ -18,7 +18,7 @@ from jax_impl.ops.gdn import gdn_layer
 from jax_impl.ops.gemm.layers import Shown
 from jax_impl.ops.sampling.sampling import Sampling
 from jax_impl.ops.trees import draft_tree
-from shared.boundary.ranks import ALONE
+from shared.boundary.tp_group import ALONE
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.families import config_from_folder

@@ -13,7 +13,7 @@ import numpy as np
 
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.fitting import fitted
+from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.models.families import config_from_folder
 from shared.spec import attention, eagle, gdn_state, layers, model, sampling

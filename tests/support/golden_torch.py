@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shared.boundary.ranks import ALONE
+from shared.boundary.tp_group import ALONE
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint
 from shared.models.config import ModelConfig

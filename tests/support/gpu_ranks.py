@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.support.spawned import Spawned
+from tests.support.child_process import Spawned
 
 SECONDS = 120.0
 """In which each rank must reach the next meeting of all."""

@@ -10,21 +10,21 @@ import numpy as np
 
 from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
-from shared.drafts.formats import BLOCKS
+from shared.drafts.config_formats import BLOCKS
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
-from shared.engine.constrained import GrammarController
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.grammar_controller import GrammarController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import FinishReason, Request
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
-from shared.text.marks import CALL, CALL_END, THINK_END
+from shared.text.delimiters import CALL, CALL_END, THINK_END
 from tests.support.backends import make_backend
 from tests.support.drafter_cases import drafter_of, model_of
-from tests.support.driving import Outcome, drive
 from tests.support.grammars import GRAMMARS, THINK_END_ID, constrained, text_of
+from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 4, 48, 160, 64
 Case = tuple[str, str, TreeShape]

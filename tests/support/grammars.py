@@ -11,9 +11,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shared.engine.grammar import Constraint
 from shared.engine.request import Request, SamplingParams
+from shared.text.delimiters import CALL, CALL_END, THINK, THINK_END
 from shared.text.grammar import Compiler, of_lark, of_regex, of_schema
 from shared.text.grammar_worker import Calls, Form, Wanted
-from shared.text.marks import CALL, CALL_END, THINK, THINK_END
 from tests.support.http_fixtures import byte_letters
 from tests.support.tiny_models import EOS_ID
 

@@ -34,17 +34,17 @@ from shared.engine.request import (
     Refusal,
     Request,
 )
-from shared.models.pictures import PictureConfig
+from shared.models.image_processor import PictureConfig
 from shared.models.sampling import SamplingDefaults
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
 from shared.options.observing import ObservingOptions
 from shared.process import loop
 from shared.process.address import Listeners, bind
-from shared.process.frames import ModelFacts
+from shared.process.ipc_messages import ModelFacts
 from shared.process.watchdog import Watchdog
-from tests.support.heard_signals import heard_signals
-from tests.support.repeated import VOCAB, logprob_of, scores_of, step_of, token_of
+from tests.support.default_signals import heard_signals
+from tests.support.echo_engine import VOCAB, logprob_of, scores_of, step_of, token_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|image|>"]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kernels.rooms import module_in
-from tests.support.records import mapped
+from tests.support.op_records import mapped
 
 
 class Implementation:

@@ -14,7 +14,7 @@ import httpx
 from shared.engine.checks import RequestLimits
 from shared.engine.engine import Engine
 from shared.models.sampling import SamplingDefaults
-from shared.process.frames import (
+from shared.process.ipc_messages import (
     FrameReader,
     ModelFacts,
     event_to_row,
@@ -28,7 +28,7 @@ from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
 from shared.text.tokenizer import Tokenizer
 from shared.text.worker import LENGTH
-from tests.support.driving import checked_step
+from tests.support.run_engine import checked_step
 
 Body = dict[str, Any]
 

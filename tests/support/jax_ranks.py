@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jax_impl.backend import JaxBackend
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from tests.support.backends import Drafter, PreparedOnUse, drafts_of
 from tests.support.contract_host import (
     CHAIN,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kernels.tiles import LinearTiles
-from shared.models import fp8, fp8_words
+from shared.models import fp8, fp8_packing
 from shared.models.fp8 import Granularity
 from shared.spec.reduction_order import SQUARES, chunks_of_squares
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
@@ -97,9 +97,9 @@ def in_bfloat16(
     elif words:
         weights, scales = in_words(outputs, K, granularity)
     else:
-        weights = fp8_words.widened(*in_words(outputs, K, granularity))
+        weights = fp8_packing.widened(*in_words(outputs, K, granularity))
     stored = weights.shape[1]
-    first_scale = 0 if scales is None else fp8_words.first_scale(first, stored, scales.shape[1])
+    first_scale = 0 if scales is None else fp8_packing.first_scale(first, stored, scales.shape[1])
     added, norm, how = behind(kind, cut, R, N)
     bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
     module = KERNELS[language]["linear"]
@@ -155,4 +155,4 @@ def in_words(outputs: int, inputs: int, granularity: Granularity) -> Arrays:
     scales = scales.astype(ml_dtypes.bfloat16)
     codes = fp8.scaled(weights, 1 / scales.astype(np.float32))
     codes = codes.clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return fp8_words.packed(codes), fp8_words.packed_scales(scales)
+    return fp8_packing.packed(codes), fp8_packing.packed_scales(scales)

@@ -23,7 +23,8 @@ from tests.support.contract_host import (
     contract_capacity,
     contract_model,
 )
-from tests.support.faults import (
+from tests.support.grammar_cases import Backends
+from tests.support.planted_faults import (
     Patch,
     accepted_branch_not_moved,
     conv_window_of_the_root,
@@ -64,8 +65,7 @@ from tests.support.faults import (
     stale_state_after_zero_accepts,
     state_reset_by_a_product,
 )
-from tests.support.grammar_cases import Backends
-from tests.support.house import House
+from tests.support.scheduled_requests import House
 from tests.support.toy_backend import toy_capacity
 from tests.support.tree_subjects import TAKING_TURNS, TREE, Served
 
@@ -310,7 +310,7 @@ MUTATIONS: dict[str, dict[str, Mutation]] = {
             _on_a_host(),
         ),
     },
-    "boundary/test_grammar_masks": {
+    "boundary/test_grammar_bitmask": {
         "grammars: masks are left out": Mutation(
             masks_left_out, _OWN_MASK, _on_a_host(how=SAMPLED)
         ),

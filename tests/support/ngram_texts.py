@@ -15,7 +15,7 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from tests.support.contract_host import GREEDY, PREFILL_TOKENS, SAMPLED, prompt
-from tests.support.driving import Outcome, drive
+from tests.support.run_engine import Outcome, drive
 
 TOKENS = 20
 

@@ -18,7 +18,7 @@ import numpy as np
 from kernels.rooms import module_in
 from kernels.tile_tables import Table
 from kernels.tiles import Tiles
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 
 Arguments = dict[str, Any]
 """Arrays, floats as float32, numbers that a program is made for, and records of both, by

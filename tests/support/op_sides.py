@@ -25,7 +25,7 @@ from kernels.rooms import module_in
 from tests.support.gpu_activity import traced
 from tests.support.implementations import to_jax, to_numpy, to_torch
 from tests.support.op_case import Arguments, OpCase, as_list, changed
-from tests.support.records import mapped
+from tests.support.op_records import mapped
 
 Placed = list[Any]
 """The arguments of an operation in its order: arrays on the device, numbers, records of both."""

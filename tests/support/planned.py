@@ -1,7 +1,7 @@
 """Memory plans of Qwen3-8B on devices that nobody needs to have."""
 
 from jax_impl import platform as jax_platform
-from shared.drafts.drafts import Drafts
+from shared.drafts.drafter_spec import Drafts
 from shared.models.families import config_from_dict
 from shared.options.command_line import parse
 from shared.process.device import Device

@@ -15,13 +15,13 @@ import numpy as np
 
 from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work
-from shared.drafts.formats import BLOCKS
+from shared.drafts.config_formats import BLOCKS
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.joined import KINDS, JoinedController
+from shared.engine.ngram.merged_drafts import KINDS, JoinedController
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
@@ -32,7 +32,6 @@ from tests.support import tiny_heads as heads_of
 from tests.support.backends import Mapped, make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.cells import MODEL_SEEDS
-from tests.support.driving import Outcome, checked_step
 from tests.support.equality import TALLY, Oracle
 from tests.support.random_requests import (
     BATCH,
@@ -45,6 +44,7 @@ from tests.support.random_requests import (
     Server,
 )
 from tests.support.ranks import MAKERS as RANK_MAKERS
+from tests.support.run_engine import Outcome, checked_step
 from tests.support.tiny_models import WITH_MTP, tiny_model
 from tests.support.tiny_small import small_model
 from tests.support.traces import check_trace, refused_child

@@ -30,9 +30,9 @@ from kernels.tile_tables import Line, Table
 from kernels.tiles import LmHeadEpilogueTiles
 from shared.boundary.backend import Backend, StepFuture, StepPlan
 from shared.boundary.buffers import plan_in
-from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.program import CAPTURED, Program
-from shared.boundary.ranks import Ranks
+from shared.boundary.shm_allgather import Mailboxes
+from shared.boundary.tp_group import Ranks
 from shared.models.families import config_from_dict
 from tests.support.backends import PreparedOnUse, drafts_of
 from tests.support.contract_host import (

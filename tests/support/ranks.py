@@ -14,9 +14,9 @@ import numpy as np
 
 from shared.boundary.backend import Backend, Launch, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import plan_in
-from shared.boundary.mailboxes import Mailboxes
 from shared.boundary.program import Program
-from shared.boundary.ranks import Ranks
+from shared.boundary.shm_allgather import Mailboxes
+from shared.boundary.tp_group import Ranks
 
 WAIT_S = 60.0
 """Steps of ranks are far shorter; a test that waits longer is about to fail."""

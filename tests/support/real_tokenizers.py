@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from shared.text.grammar import Compiler
 from shared.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.counting import NO_TOKENIZER
-from tests.support.marked import MARKS
+from tests.support.special_token_tokenizer import MARKS
 
 FOLDER = Path(__file__).resolve().parents[2] / ".tokenizers"
 NAMES = ("qwen3", "llama2", "llama3_1", "deepseek_v3", "gemma3")

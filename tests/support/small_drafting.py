@@ -13,7 +13,7 @@ from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
-from tests.support.driving import Outcome, drive
+from tests.support.run_engine import Outcome, drive
 
 BATCH, PAGES = 2, 8
 

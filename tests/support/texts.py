@@ -10,12 +10,12 @@ from shared.options.command_line import parse
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import prepare
-from tests.support import reference_serve
-from tests.support.driving import drive
-from tests.support.started import one_bucket
+from tests.support import serve_reference
+from tests.support.in_process_engine import one_bucket
+from tests.support.run_engine import drive
 
 BACKENDS = {
-    "reference": lambda: reference_serve.PLATFORM,
+    "reference": lambda: serve_reference.PLATFORM,
     "torch": lambda: import_module("torch_impl.platform").PLATFORM,
     "jax": lambda: import_module("jax_impl.platform").PLATFORM,
 }

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.drafts.markov import GATED, RNN
+from shared.drafts.dspark_config import GATED, RNN
 from shared.models.checkpoint import SINGLE_FILE, Weights
 from shared.models.config import ModelConfig
 from shared.models.parameters import Parameter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from shared.engine.request import CORPUS, DRAFT, MERGED, NGRAM, PREFILL, Event, StepTrace
-from tests.support.driving import Outcome
+from tests.support.run_engine import Outcome
 
 
 def check_trace(outcome: Outcome, *, most_rows: int) -> None:

@@ -16,7 +16,7 @@ from jax_impl.backend import compiler_options
 from jax_impl.training import init
 from jax_impl.training.examples import Batches, Row, Rows
 from jax_impl.training.loop import Schedule, Task, train
-from jax_impl.training.modules import DraftModel, Weights
+from jax_impl.training.nnx_modules import DraftModel, Weights
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig

@@ -17,8 +17,8 @@ from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
-from tests.support.driving import Outcome, drive
 from tests.support.equality import Oracle
+from tests.support.run_engine import Outcome, drive
 from tests.support.tiny_models import tiny_model
 
 BATCH = 4

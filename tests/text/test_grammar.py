@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from shared.text.forced_calls import Tool, grammar_of
+from shared.text.delimiters import CALL, CALL_END, PYTHON_TAG, THINK_END
 from shared.text.grammar import (
     MAX_GRAMMAR_BYTES,
     Compiler,
@@ -26,11 +26,11 @@ from shared.text.grammar import (
     of_regex,
     of_schema,
 )
-from shared.text.grammar_faults import NO_TOKEN, TOO_MUCH
+from shared.text.grammar_errors import NO_TOKEN, TOO_MUCH
 from shared.text.grammar_worker import Calls, Form, Wanted
-from shared.text.marks import CALL, CALL_END, PYTHON_TAG, THINK_END
+from shared.text.tool_call_grammar import Tool, grammar_of
 from tests.support.http_fixtures import END, SPECIAL, byte_tokenizer
-from tests.support.marked import MARKS, marked_tokenizer
+from tests.support.special_token_tokenizer import MARKS, marked_tokenizer
 
 VOCAB = 300
 CITY = {

@@ -11,14 +11,14 @@ from transformers import AutoTokenizer
 
 from shared.server.parsers import new_parser
 from shared.server.reading import Said
-from shared.text.forced_calls import STYLES
+from shared.text.delimiters import CALL, THINK, THINK_END
 from shared.text.grammar_worker import Calls, Form, Wanted
-from shared.text.marks import CALL, THINK, THINK_END
+from shared.text.tool_call_grammar import STYLES
 from tests.support.call_schemas import SCHEMAS
 from tests.support.conversations import count_refused
-from tests.support.marked import MARKS
+from tests.support.grammar_walks import walk
 from tests.support.real_tokenizers import NAMES, RealTokenizer
-from tests.support.walks import walk
+from tests.support.special_token_tokenizer import MARKS
 
 pytestmark = pytest.mark.matrix
 SCHEMA = SCHEMAS["nested"]

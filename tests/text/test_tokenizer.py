@@ -17,10 +17,10 @@ from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.delta import PlainText
 from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
-from shared.text.marks import marks_of
+from shared.text.delimiters import marks_of
 from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
-from tests.support.marked import marked_tokenizer
+from tests.support.special_token_tokenizer import marked_tokenizer
 
 BYTES = Tokenizer(byte_tokenizer(), None, {})
 TEXT = "héllo 你好 🦜🏽 end, ünd noch mehr 文字 to pass the window 🎉🎉"

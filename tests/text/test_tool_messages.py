@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
-from shared.text.template_language import environment
+from shared.text.jinja_environment import environment
 from tests.support.family_templates import TEMPLATES
 
 DEEPSEEK_R1 = """
 {%- set state = namespace(in_outputs=false, first=true) %}
 {%- for message in messages %}
-{%- if message['role'] == 'user' %}{% set state.in_outputs = false %}{{ '<User>' + message['content'] }}{% endif %}
-{%- if message['role'] == 'assistant' and message['content'] is none %}
-{%- for tool in message['tool_calls'] %}
-{{- '<call>' + tool['type'] + '<sep>' + tool['function']['name'] + '\n```json\n' + tool['function']['arguments'] + '\n```<end>' }}
-{%- endfor %}
+{%- if message['role'] == 'user' %}{% set state.in_outputs = false %}{{ '<User>' +
+message['content'] }}{% endif %} {%- if message['role'] == 'assistant' and message['content'] is
+none %} {%- for tool in message['tool_calls'] %}
+{{- '<call>' + tool['type'] + '<sep>' + tool['function']['name'] + '\n```json\n' +
+tool['function']['arguments'] + '\n```<end>' }} {%- endfor %}
 {%- endif %}
-{%- if message['role'] == 'assistant' and message['content'] is not none %}{{ '<Assistant>' + message['content'] }}{% endif %}
-{%- if message['role'] == 'tool' %}{{ '<output>' + message['content'] + '<output end>' }}{% endif %}
-{%- endfor %}
-"""  # noqa: E501
+{%- if message['role'] == 'assistant' and message['content'] is not none %}{{ '<Assistant>' +
+message['content'] }}{% endif %} {%- if message['role'] == 'tool' %}{{ '<output>' +
+message['content'] + '<output end>' }}{% endif %} {%- endfor %}
+"""
 """As DeepSeek's own: a call is written where the content is none, its arguments are a text."""
 
 LOOP = "{% for m in messages %}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"

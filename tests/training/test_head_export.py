@@ -15,7 +15,7 @@ from jax_impl.training.block import Block
 from jax_impl.training.formats import speculators_json
 from shared.drafts.checkpoint import check_head, load_head, open_head
 from shared.drafts.config import DraftConfig
-from shared.drafts.fitting import fitted
+from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import open_checkpoint
 from tests.support.training import GOLDEN, golden_model
 

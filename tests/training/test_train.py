@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from jax_impl.train import BALANCE_WEIGHT, balance_weight, main
-from jax_impl.training import export, init, outputs, tasks
+from jax_impl.training import export, init, target_outputs, tasks
 from jax_impl.training.forward import check_drafted_for, check_trained, forward, logits
 from models import quantize_fp8
 from models.make_random import ROOT
@@ -32,7 +32,7 @@ from shared.models.saving import save_checkpoint
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import JAX_BACKENDS, make_backend
 from tests.support.contract_host import contract_capacity
-from tests.support.driving import drive
+from tests.support.run_engine import drive
 from tests.support.tiny_models import tiny_config
 
 TOKENIZER = ROOT / "random"
@@ -120,13 +120,13 @@ def answers(tmp_path_factory, data, target) -> Path:
 @pytest.fixture(autouse=True)
 def counted(monkeypatch):
     """Backends that the command makes count like those of other tests."""
-    made = outputs.JaxBackend
+    made = target_outputs.JaxBackend
 
     def make(*args, **named):
         JAX_BACKENDS.append(made(*args, **named))
         return JAX_BACKENDS[-1]
 
-    monkeypatch.setattr(outputs, "JaxBackend", make)
+    monkeypatch.setattr(target_outputs, "JaxBackend", make)
 
 
 def log_of(folder: Path) -> list[dict]:
@@ -238,9 +238,9 @@ def test_answers_are_of_use_to_runs_that_ask_for_their_prompts_and_so_many_token
     asked, most = [[4], [8, 8], [3], [8, 8], [1, 2]], SamplingParams(stop_token_ids=(258,))
     # Of four tokens the last answer is cut short, and a prompt has none.
     four, two = (replace(most, max_tokens=count) for count in (4, 2))
-    assert outputs.missing(path, "a", asked, four) == [0, 3]
-    assert outputs.missing(path, "a", asked, two) == [3]
-    rows = outputs.read_outputs(path, "a", [[4], [3], [1, 2]], two, 9)
+    assert target_outputs.missing(path, "a", asked, four) == [0, 3]
+    assert target_outputs.missing(path, "a", asked, two) == [3]
+    rows = target_outputs.read_outputs(path, "a", [[4], [3], [1, 2]], two, 9)
     assert rows.tokens.tolist() == [4, 5, 6, 3, 9, 258, 1, 2, 7, 8]
     assert rows.is_answer.tolist() == [False, True, True] * 2 + [False, False, True, True]
 
@@ -269,10 +269,10 @@ def test_data_that_is_refused_leaves_no_folder_of_a_run(line, fault, tmp_path, c
 
 
 def test_a_draft_vocabulary_has_the_most_frequent_tokens_of_the_answers():
-    row = outputs.Row([9, 9, 9, 7, 3, 3, 8], [False, False, False, True, True, True, True])
-    rows = outputs.Rows.of([row], max_tokens=9)
-    assert outputs.frequent_tokens(rows, 10, 1).tolist() == [3]
-    assert outputs.frequent_tokens(rows, 10, 4).tolist() == [0, 3, 7, 8]
+    row = target_outputs.Row([9, 9, 9, 7, 3, 3, 8], [False, False, False, True, True, True, True])
+    rows = target_outputs.Rows.of([row], max_tokens=9)
+    assert target_outputs.frequent_tokens(rows, 10, 1).tolist() == [3]
+    assert target_outputs.frequent_tokens(rows, 10, 4).tolist() == [0, 3, 7, 8]
 
 
 @pytest.mark.parametrize("config", [HYBRID, QWEN3, MIXTURE], ids=["hybrid", "qwen3", "mixture"])

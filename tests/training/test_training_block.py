@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jax_impl.training import block as blocks
-from jax_impl.training import choosing, init
+from jax_impl.training import candidate_loss, init
 from jax_impl.training.block import Block
 from jax_impl.training.forward import Passed
-from jax_impl.training.modules import DraftModel
+from jax_impl.training.nnx_modules import DraftModel
 from tests.support.golden_blocks import close, golden_block_head
 from tests.support.training import GOLDEN, golden_model, jitted, lowered, padded, vectors
 
@@ -57,7 +57,7 @@ def test_what_is_learnt_of_choices_is_what_their_golden_scores_say(folder, is_dr
     before = np.array([given["tokens"][start], *drafts[:-1]])
     labels = drafts if is_drafted else (drafts + 1) % 256
     rows = (jnp.asarray(each) for each in (hidden, before, labels))
-    losses, agrees = choosing.loss(block.config, head, model, *rows, jnp.float32)
+    losses, agrees = candidate_loss.loss(block.config, head, model, *rows, jnp.float32)
     assert agrees.tolist() == [is_drafted] * len(drafts)
     if block.config.markov is not None:
         sure = want[f"confidence_{start}"]

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from jax_impl import weights
 from jax_impl.training import experts, forward, init, losses
 from jax_impl.training.experts import Routed
-from jax_impl.training.modules import Weights
+from jax_impl.training.nnx_modules import Weights
 from shared.models.families import config_from_dict
 from shared.models.layers import ExpertsConfig
 from tests.support.equality import Oracle

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from shared.models.config import ModelConfig
 from torch_impl.layers import Hidden, Sight, attention
+from torch_impl.model_weights import Around, Conv, Layer
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import convolution, linear
 from torch_impl.ops.gemm.linear import Stream, product
-from torch_impl.records import Around, Conv, Layer
 
 Scale = Float[Tensor, " hidden"]
 

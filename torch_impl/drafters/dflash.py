@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.ranks import Ranks
-from shared.drafts.block import BlockConfig
+from shared.boundary.tp_group import Ranks
 from shared.drafts.config import DraftSizes
+from shared.drafts.dflash_config import BlockConfig
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking, convolution, dflash2, dspark
@@ -24,6 +24,7 @@ from torch_impl.layers import (
     write_keys,
 )
 from torch_impl.model import Forward, Model, projected
+from torch_impl.model_weights import BlockWeights
 from torch_impl.ops.attention.attention import Rows
 from torch_impl.ops.attention.attention_layer import PagedKV
 from torch_impl.ops.collectives import all_gather
@@ -34,7 +35,6 @@ from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary
 from torch_impl.ops.trees import draft_tree, verify_budget
-from torch_impl.records import BlockWeights
 
 
 @dataclass(frozen=True)

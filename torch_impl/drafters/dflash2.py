@@ -6,9 +6,9 @@ from torch import Tensor
 
 from shared.spec.dflash2 import NEVER
 from torch_impl.drafters import Ranking
+from torch_impl.model_weights import SelectorWeights
 from torch_impl.ops.gemm.linear import Matrix, product, product_float32
 from torch_impl.ops.sampling import vocab_parallel
-from torch_impl.records import SelectorWeights
 
 
 def pairs(

@@ -6,11 +6,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.drafts.markov import GATED, VANILLA
+from shared.drafts.dspark_config import GATED, VANILLA
 from torch_impl.drafters import Ranking
+from torch_impl.model_weights import BlockWeights, MarkovWeights
 from torch_impl.ops.gemm import layers
 from torch_impl.ops.gemm.linear import Matrix, product_float32
-from torch_impl.records import BlockWeights, MarkovWeights
 
 
 class Mixed(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, LayerConfig
 from torch_impl.layers import (
@@ -21,6 +21,7 @@ from torch_impl.layers import (
     rotary_frequencies,
 )
 from torch_impl.model import Forward, Model, projected
+from torch_impl.model_weights import BlockWeights, HeadWeights, Layer
 from torch_impl.ops.attention.attention import Rows
 from torch_impl.ops.collectives import all_gather
 from torch_impl.ops.gemm import linear
@@ -29,7 +30,6 @@ from torch_impl.ops.gemm.linear import Stream, normed_product, product
 from torch_impl.ops.sampling import lm_head
 from torch_impl.ops.sampling.lm_head import Projection
 from torch_impl.ops.sampling.vocab_parallel import Vocabulary, over_tokens, whole
-from torch_impl.records import BlockWeights, HeadWeights, Layer
 
 Tokens = Int[Tensor, " R"]
 Logits = Float[Tensor, "R vocab"]

@@ -15,7 +15,7 @@ from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import layers
 from kernels.kernel_limits import MOST_NODES
 from kernels.tiles import BLOCKS, MOST_LANES
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import BOUNDS, Heads
 from shared.spec.reduction_order import ATTENTION, SQUARES

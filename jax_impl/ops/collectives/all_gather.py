@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Float, Int, Shaped
 
 from jax_impl.ops import Norm, Scale
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.spec.reduction_order import SQUARES
 
 AXIS = "ranks"

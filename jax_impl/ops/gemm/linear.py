@@ -24,8 +24,8 @@ from jax_impl.ops import (
 )
 from jax_impl.ops.collectives import all_gather
 from jax_impl.ops.gemm import fp8_activations, layers
-from shared.boundary.ranks import ALONE, Ranks
-from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_scale
+from shared.boundary.tp_group import ALONE, Ranks
+from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.reduction_order import SQUARES
 
 
@@ -38,8 +38,8 @@ class Matrix(NamedTuple):
       layer: The weight's place, where `values` is a stack `[layers, out, in]`, and `bias` and
         `scales` are stacks beside it. A kernel reads the stack where it lies; a slice would be
         copied for it.
-      scales: Of words, see `shared.models.fp8_words`; of codes, those of each block of inputs, for
-        each output or for each block of them. None: the values are numbers.
+      scales: Of words, see `shared.models.fp8_packing`; of codes, those of each block of inputs,
+        for each output or for each block of them. None: the values are numbers.
     """
 
     values: (

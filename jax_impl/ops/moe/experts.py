@@ -14,7 +14,7 @@ from jax_impl.ops.gemm import layers, linear
 from jax_impl.ops.gemm.linear import Matrix, Stream
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
-from shared.boundary.ranks import ALONE, Ranks
+from shared.boundary.tp_group import ALONE, Ranks
 from shared.models.layers import ExpertsConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 

@@ -1,6 +1,6 @@
 """FP8 weights in words of four, widened in the registers that a product takes them from, in Pallas.
 
-`shared.models.fp8_words` says how they lie in memory.
+`shared.models.fp8_packing` says how they lie in memory.
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int, Int32
 
-from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, shares_of
+from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, shares_of
 
 _WARPS = 4
 

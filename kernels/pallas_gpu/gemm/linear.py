@@ -98,7 +98,7 @@ def product(
       weights: A stack of weights `[outputs, inputs]`; where they are gated, the gate's rows and
         then those of up. A slice of it would be copied for the kernel. Or FP8 in words of four,
         with the bits of the widened weight; or codes, where rows are codes.
-      scales: Of FP8; see `shared.models.fp8_words`. Of codes, as they are stored.
+      scales: Of FP8; see `shared.models.fp8_packing`. Of codes, as they are stored.
       row_scales: Of rows that are codes.
       num_rows: How many rows there are, where they are codes.
       layer: Which of the stack. An operand: as a constant, each layer would be a kernel of its own.

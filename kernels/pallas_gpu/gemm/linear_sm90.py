@@ -52,7 +52,7 @@ from kernels.pallas_gpu.sampling.lm_head_epilogue import (
     room_of,
 )
 from kernels.tiles import LinearTiles
-from shared.models.fp8_words import FP8_BLOCK, first_scale
+from shared.models.fp8_packing import FP8_BLOCK, first_scale
 from shared.spec.reduction_order import SquaresOrder
 
 _PROGRAMS = 2

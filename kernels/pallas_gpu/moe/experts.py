@@ -25,7 +25,7 @@ from kernels.pallas_gpu.moe.moe_align import Lists, group, most_tiles
 from kernels.pallas_gpu.moe.router import LOG2_E, Chosen, barrier, route, scale_of
 from kernels.routing import Routing
 from kernels.tiles import ExpertsTiles
-from shared.models.fp8_words import FP8_BLOCK
+from shared.models.fp8_packing import FP8_BLOCK
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -85,7 +85,7 @@ def experts(
       gate_up: `[L, stored, 2 inner, hidden]`, of each expert the gate's rows and then those of up;
         or FP8 in words of four, `[L, stored, 2 inner, hidden / 4]`. A slice of a stack would be
         copied for the kernel.
-      gate_up_scales: Of FP8; see `shared.models.fp8_words`.
+      gate_up_scales: Of FP8; see `shared.models.fp8_packing`.
       down, down_scales: `[L, stored, hidden, inner]` in the same way.
       next_norm, norm_layer: A stack of scales of norms, and which of it is that behind the block;
         None where nothing scales the new rows.

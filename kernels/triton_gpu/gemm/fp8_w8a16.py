@@ -1,6 +1,6 @@
 """FP8 weights in words of four, widened in the registers that a product takes them from, in Triton.
 
-`shared.models.fp8_words` says how they lie in memory.
+`shared.models.fp8_packing` says how they lie in memory.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from shared.models.fp8_words import FP8_BLOCK, shares_of
+from shared.models.fp8_packing import FP8_BLOCK, shares_of
 
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _WARPS = 4

@@ -33,7 +33,7 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import Stored, add_four, place_in_wo
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, squares_of
 from kernels.triton_gpu.sampling.lm_head_epilogue import Asks, Leaves, store_leaves
 from shared.models.fp8 import BLOCK
-from shared.models.fp8_words import shares_of
+from shared.models.fp8_packing import shares_of
 from shared.spec.reduction_order import SquaresOrder
 
 _BLOCK, _LOG2_E = tl.constexpr(BLOCK), tl.constexpr(1.4426950408889634)
@@ -71,7 +71,7 @@ def product(
       x: The rows; or their codes, as `fp8_activations.quantised` gives them.
       weight: `[outputs, inputs]`; where it is gated, the gate's rows and then those of up. Or FP8
         in words of four, with the bits of the widened weight; or codes, where rows are codes.
-      scales: Of FP8; see `shared.models.fp8_words`. Of codes, as they are stored.
+      scales: Of FP8; see `shared.models.fp8_packing`. Of codes, as they are stored.
       row_scales: Of rows that are codes.
       out_type: Of the result.
       squares: The rows' squares in chunks, where the product is that of their RMS norm; `x` are

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from kernels.triton_gpu.collectives.all_gather import Box, receive_words, send_words, words_of
 from kernels.triton_gpu.gemm.sum_of_squares import chunks_of
-from shared.models.fp8_words import Shares
+from shared.models.fp8_packing import Shares
 
 
 class Ends(NamedTuple):

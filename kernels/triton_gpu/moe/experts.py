@@ -30,7 +30,7 @@ from kernels.triton_gpu.gemm.moe_gemm_tiles import (
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 from kernels.triton_gpu.moe.moe_align import Lists, group, most_tiles
 from kernels.triton_gpu.moe.router import LOG2_E, Chosen, Chunks, route, scale_of
-from shared.models.fp8_words import FP8_BLOCK, shares_of
+from shared.models.fp8_packing import FP8_BLOCK, shares_of
 from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
@@ -89,7 +89,7 @@ def experts(
         arrivals as many as `arrivals_of_experts` says.
       gate_up: `[stored, 2 inner, hidden]`, of each expert the gate's rows and then those of up; or
         FP8 in words of four, `[stored, 2 inner, hidden / 4]`.
-      gate_up_scales: Of FP8; see `shared.models.fp8_words`.
+      gate_up_scales: Of FP8; see `shared.models.fp8_packing`.
       down, down_scales: `[stored, hidden, inner]` in the same way.
       next_norm: The scale of the norm behind the block; None where that is in a weight.
       gathered: Gives a rank's inner columns of all slots with those of the others; what one rank

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from shared.engine.adaptive.population import FIRST_DEPTH, WALK, Population, chance, damping
+from shared.engine.adaptive.acceptance_prior import FIRST_DEPTH, WALK, Population, chance, damping
+from shared.engine.adaptive.exploration import Forecast, TierArrays, trial_variances
 from shared.engine.adaptive.tiers import Tier, families_of
-from shared.engine.adaptive.trials import Forecast, TierArrays, trial_variances
-from shared.engine.compiled import compiled
+from shared.engine.jit import compiled
 
 OWN_WALK = 0.003
 """Fraction of the estimate of a request's offset that is forgotten per step."""

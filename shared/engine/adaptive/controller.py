@@ -12,8 +12,8 @@ from jaxtyping import Float64
 from shared.boundary.backend import Capacity, StepResult
 from shared.boundary.program import Work
 from shared.engine.adaptive.acceptance import Acceptance
-from shared.engine.adaptive.choice import Policy, Situation
 from shared.engine.adaptive.costs import Costs
+from shared.engine.adaptive.policy import Policy, Situation
 from shared.engine.adaptive.tiers import Shapes, Tier
 from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve

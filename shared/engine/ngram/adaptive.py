@@ -7,7 +7,7 @@ A tree needs the newest token of its request, so a drafting step waits for the p
 best trees are not worth that wait, the controller disables drafting: plain steps then overlap as
 without a drafter. While disabled it builds trees every few steps as the device runs (a probe), and
 enables drafting when they are worth it. It tolerates poor trees for a while before it disables
-drafting, and compensates the lost time by fewer probes (`shared.engine.ngram.sleep`). No trial
+drafting, and compensates the lost time by fewer probes (`shared.engine.ngram.probe_schedule`). No trial
 steps are needed.
 
 Inserting tokens into the index takes host time. That is free if the host waits for the device. If
@@ -33,10 +33,10 @@ from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve
+from shared.engine.ngram.acceptance_estimate import Evidence, select
 from shared.engine.ngram.controller import index_gauges, rows_with
-from shared.engine.ngram.evidence import Evidence, select
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.sleep import LEAST_LOOK_SECONDS, Sleep
+from shared.engine.ngram.probe_schedule import LEAST_LOOK_SECONDS, Sleep
 from shared.engine.ngram.tree import Trees, roots_of
 from shared.engine.request import Request
 from shared.engine.rows import Rows

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32
 
-from shared.engine.compiled import compiled
+from shared.engine.jit import compiled
 
 SEPARATOR = -1
 LENGTH, LINK, END, EDGE = range(4)

@@ -18,10 +18,10 @@ from jaxtyping import Int32
 
 from shared.boundary.backend import HostDraft
 from shared.engine.checks import check_ids
+from shared.engine.image_inputs import without
 from shared.engine.ngram import tree
 from shared.engine.ngram.corpus import SEPARATOR, Corpus, continuations, follow
 from shared.engine.ngram.trie import BORN, FIRST, Trie, advance, extend, forget
-from shared.engine.pictures import without
 from shared.engine.request import Refusal, Request, SamplingParams
 from shared.options.ngram import FREQUENCY, REQUEST, NgramConfig
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
-from shared.engine.compiled import compiled
+from shared.engine.jit import compiled
 from shared.engine.ngram.trie import BORN, COUNT, FIRST, NEXT, TOKEN, Buckets, Nodes, find
 
 SCANNED_CHILDREN = 64

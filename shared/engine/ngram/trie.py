@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from shared.engine.compiled import compiled
+from shared.engine.jit import compiled
 
 TOKEN, PARENT, FIRST, PREV, NEXT, COUNT, OLDER, NEWER, CHAIN, BORN = range(10)
 """Columns of a node: token and parent, first child, siblings, number of visits, neighbours in

@@ -20,8 +20,8 @@ from itertools import product
 import numpy as np
 
 from shared.boundary.backend import Capacity
-from shared.engine.adaptive.choice import BestValue, Policy, Situation, Static
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import BestValue, Policy, Situation, Static
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.engine.adaptive.choice import Situation
+from shared.engine.adaptive.policy import Situation
 
 EVERY_STEPS, PROBE_STEPS = 100, 3
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from shared.engine.adaptive.choice import Policy
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.policy import Policy
 from shared.engine.adaptive.trace import Trace
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine

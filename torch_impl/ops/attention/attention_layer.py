@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kernels.kernel_limits import MOST_NODES
 from kernels.tiles import MOST_LANES
-from shared.boundary.ranks import Ranks
+from shared.boundary.tp_group import Ranks
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.attention_layer import Heads
 from shared.spec.reduction_order import ATTENTION, SQUARES

@@ -11,8 +11,8 @@ import torch.distributed as distributed
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from shared.boundary.mailboxes import RankMissingError
-from shared.boundary.ranks import Ranks
+from shared.boundary.shm_allgather import RankMissingError
+from shared.boundary.tp_group import Ranks
 from shared.spec.reduction_order import SQUARES
 
 
@@ -20,7 +20,7 @@ def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor
     """The whole rows; all ranks call it in the same order.
 
     Raises:
-      RankMissingError: See `shared.boundary.mailboxes.Mailboxes.exchange`; between hosts too.
+      RankMissingError: See `shared.boundary.shm_allgather.Mailboxes.exchange`; between hosts too.
     """
     if ranks.is_alone:
         return values

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Float8e4m3fn, Int, Int32
 from torch import Tensor
 
-from shared.boundary.ranks import ALONE, Ranks
-from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_scale
+from shared.boundary.tp_group import ALONE, Ranks
+from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, first_scale
 from shared.spec.reduction_order import SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
 from torch_impl.ops.collectives import all_gather

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.kernel_limits import arrivals_of_experts
 from kernels.routing import routing_of
-from shared.boundary.ranks import ALONE, Ranks
+from shared.boundary.tp_group import ALONE, Ranks
 from shared.models.layers import ExpertsConfig
 from shared.spec.reduction_order import ROUTER, SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain

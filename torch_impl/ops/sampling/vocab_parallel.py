@@ -14,8 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kernels.peer_buffers import MOST_WHOLE_WORDS
-from shared.boundary.ranks import ALONE, Ranks
-from shared.models.ranks import VOCAB_GROUP, vocab_section
+from shared.boundary.tp_group import ALONE, Ranks
+from shared.models.tp_sharding import VOCAB_GROUP, vocab_section
 from shared.spec.vocab_parallel import BITS, DIGIT, GROUP_BITS, KEY_OF_NOTHING, TINY
 from torch_impl.ops.collectives import all_gather
 

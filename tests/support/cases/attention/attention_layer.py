@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from kernels.tiles import BLOCKS
-from shared.drafts.block import BlockConfig
+from shared.drafts.dflash_config import BlockConfig
 from shared.spec import attention, attention_layer
 from shared.spec.dflash import block_rows
 from tests.support.op_case import Arguments, OpCase

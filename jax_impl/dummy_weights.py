@@ -1,0 +1,132 @@
+"""As `shared.models.dummy_weights`, on the device: a parameter is made there in one compiled
+pass.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int32, UInt32
+
+from shared.models.dummy_weights import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, Law, keys_of
+from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
+from shared.models.parameters import Parameter
+
+
+def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:
+    for shift, factor in ROUNDS:
+        words = (words ^ (words >> shift)) * np.uint32(factor)
+    return words ^ (words >> LAST_SHIFT)
+
+
+def elements(
+    law: Law, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
+) -> Float[jax.Array, "..."]:
+    """As the specification; key and places may have any shapes that go together."""
+    tops = _tops(law, key, places)
+    whole = 2 * tops.astype(jnp.int32) + (1 - 2**law.bits)
+    return whole.astype(jnp.float32) * np.float32(law.step) + np.float32(law.centre)
+
+
+def codes(
+    key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
+) -> UInt32[jax.Array, "..."]:
+    """The FP8 codes of the numbers that `elements` gives by `CODES_LAW`."""
+    tops, half = _tops(CODES_LAW, key, places), np.uint32(2 ** (CODES_LAW.bits - 1))
+    is_negative = tops < half
+    place = jnp.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
+    fours = jnp.where(place < 4, np.uint32(CODES[0]), np.uint32(CODES[1]))
+    return ((fours >> (8 * (place & 3))) & 0xFF) | (is_negative.astype(jnp.uint32) << 7)
+
+
+def word_array(parameter: Parameter, device: jax.Device) -> Int32[jax.Array, "..."]:
+    """A parameter in FP8 or a rank's share, in words of four; nothing else is held meanwhile."""
+    keys, outputs = jax.device_put((keys_of(parameter), _outputs(parameter)), device)
+    return _words_made(keys, outputs, _Form.of(parameter, shape_of_words(parameter.shape)))
+
+
+@partial(jax.jit, static_argnums=2)
+def _words_made(
+    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: "_Form"
+) -> Int32[jax.Array, "..."]:
+    number, key, is_filled = _numbered(keys, outputs, form)
+    count = FP8_BLOCK // 4
+    first = number // count * FP8_BLOCK + number % count
+    words = jnp.zeros((), jnp.uint32)
+    for byte in range(4):
+        words |= codes(key, first + count * byte) << (8 * byte)
+    words = jnp.where(is_filled, words, np.uint32(0))
+    return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def parameter_array(
+    parameter: Parameter, law: Law, dtype: np.dtype | type, device: jax.Device
+) -> Float[jax.Array, "..."]:
+    """A parameter or a rank's share; nothing else is held while it is made."""
+    keys, outputs = jax.device_put((keys_of(parameter), _outputs(parameter)), device)
+    return _made(keys, outputs, _Form.of(parameter, parameter.shape), law, jnp.dtype(dtype))
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _made(
+    keys: UInt32[jax.Array, " layers"],
+    outputs: Int32[jax.Array, " outputs"],
+    form: "_Form",
+    law: Law,
+    dtype: np.dtype,
+) -> Float[jax.Array, "..."]:
+    places, key, is_filled = _numbered(keys, outputs, form)
+    return jnp.where(is_filled, elements(law, key, places), np.float32(0)).astype(dtype)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How an array lies, and how large the whole is along the axis that ranks divide."""
+
+    shape: tuple[int, ...]
+    is_stacked: bool
+    axis: int
+    whole: int
+
+    @classmethod
+    def of(cls, parameter: Parameter, shape: tuple[int, ...]) -> "_Form":
+        axis = _axis_of(parameter)
+        whole = shape[axis] if parameter.whole is None else parameter.whole.shape[axis]
+        return cls(shape, parameter.stacked, axis, whole)
+
+
+def _axis_of(parameter: Parameter) -> int:
+    """The axis that ranks divide, or any behind the layers of what they do not."""
+    return max(len(parameter.shape) + parameter.axis, int(parameter.stacked))
+
+
+def _outputs(parameter: Parameter) -> Int32[np.ndarray, " outputs"]:
+    """Which of the whole's outputs each is; -1 where nothing fills a rank's."""
+    outputs = np.full(parameter.shape[_axis_of(parameter)], -1, np.int32)
+    taken = np.arange(len(outputs)) if parameter.whole is None else parameter.outputs
+    outputs[: len(taken)] = taken
+    return outputs
+
+
+def _numbered(
+    keys: UInt32[jax.Array, " layers"], outputs: Int32[jax.Array, " outputs"], form: _Form
+) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."], Bool[jax.Array, "..."]]:
+    """The numbers of all elements within their layer of the whole, its key, and which there are."""
+    shape, places, stride = form.shape, jnp.zeros((), jnp.uint32), 1
+    outputs = jnp.expand_dims(outputs, [i for i in range(len(shape)) if i != form.axis])
+    for axis in range(len(shape) - 1, int(form.is_stacked) - 1, -1):
+        own = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        own = outputs.astype(jnp.uint32) if axis == form.axis else own
+        places += own * np.uint32(stride)
+        stride *= form.whole if axis == form.axis else shape[axis]
+    key = keys.reshape(-1, *[1] * (len(shape) - 1)) if form.is_stacked else keys[0]
+    return jnp.broadcast_to(places, shape), key, outputs >= 0
+
+
+def _tops(
+    law: Law, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
+) -> UInt32[jax.Array, "..."]:
+    """The highest bits of the hash, as many as a law looks at."""
+    return mixed(mixed(places) ^ key) >> (32 - law.bits)

@@ -1,0 +1,12 @@
+"""What the kernels take of a start; see `shared.boundary.kernel_coverage`."""
+
+from kernels.kernel_limits import DELTA_SIZES, EXPERTS_UNIT, HEAD_SIZES, MOST_NODES
+from shared.boundary.kernel_coverage import KernelLimits
+
+KERNEL_LIMITS = KernelLimits(
+    head_sizes=HEAD_SIZES,
+    delta_sizes=DELTA_SIZES,
+    most_nodes=MOST_NODES,
+    product_dtype="bfloat16",
+    experts_unit=EXPERTS_UNIT,
+)

@@ -1,0 +1,121 @@
+"""Gathers of ranks that are the GPUs of one process: kernels write in each other's memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int, Int32, Shaped
+
+from jax_impl.ops import Kernels
+from kernels.peer_buffers import Boxes, Missing
+from shared.boundary.shm_allgather import RankMissingError
+
+
+@dataclass(frozen=True)
+class DeviceMailboxes:
+    """How a rank's program finds the mailboxes of all GPUs, and its gathers.
+
+    All ranks run one program, so that their gathers come in one order, whatever XLA makes of it.
+
+    Attributes:
+      place: See `kernels.pallas_gpu.all_gather.Gather`; an operand of the program, as addresses are
+        others in each process. Outside of it, that of all ranks or its shape.
+      kernels: Those of gathers.
+      vocabulary: Those of rows of which all is asked for.
+      boxes: The sizes of the mailboxes.
+    """
+
+    place: Any
+    kernels: ModuleType
+    vocabulary: ModuleType
+    boxes: Boxes
+
+    @property
+    def rank(self) -> Int32[jax.Array, ""]:
+        """Which rank runs the program."""
+        return self.place[2 * self.boxes.ranks]
+
+    def error(self, after: Shaped[jax.Array, "..."]) -> Int32[jax.Array, "1"]:
+        """Of the gathers that `after` follows from, on any of the ranks, for `check`."""
+        return self.kernels.missed(self.next(), after)
+
+    def check(self, word: int) -> None:
+        """Raises what an error word says.
+
+        Raises:
+          RankMissingError: A rank did not come to a gather.
+        """
+        missing = Missing.read(word)
+        if missing is not None:
+            raise RankMissingError(
+                f"rank {missing.rank} of {self.boxes.ranks} did not come to gather {missing.call}, "
+                "as they are counted from the start on"
+            )
+
+    def next(self) -> Any:
+        """The next gather of the step, for a kernel that takes part in it; see
+        `all_gather.Gather`.
+        """
+        return self.kernels.Gather(self.place, self.boxes)
+
+    def fits(self, rows: int, share: int, item_bytes: int) -> bool:
+        """Whether rows and their squares go in one gather."""
+        return self.boxes.fits(rows, share, item_bytes)
+
+    def gathered(self, values: Shaped[jax.Array, "... share"]) -> Shaped[jax.Array, "... size"]:
+        """The columns of all ranks side by side, in their order."""
+        share = values.shape[-1]
+        rows = values.reshape(-1, share)
+        most = self.boxes.most_rows(share * rows.dtype.itemsize)
+        parts = [
+            self.kernels.gathered(rows[first : first + most], None, self.next())[0]
+            for first in range(0, len(rows), most)
+        ]
+        whole = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        return whole.reshape(*values.shape[:-1], self.boxes.ranks * share)
+
+    def gathered_rows(
+        self, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
+    ) -> Float[jax.Array, "R size"]:
+        """As `gathered`, of the rows that are listed, behind which stands their number."""
+        most = self.boxes.most_rows(values.shape[1] * values.dtype.itemsize)
+        gathers = [self.next() for _ in range(0, len(values), most)]
+        return self.vocabulary.gathered_rows(values, rows, gathers)
+
+    def gathered_beside(
+        self, scaled: Shaped[jax.Array, "R share"], squares: Shaped[jax.Array, "R chunks"]
+    ) -> tuple[Shaped[jax.Array, "R size"], Shaped[jax.Array, "R chunks_of_all"]]:
+        """As `gathered` of both at once, for which `fits` has said that there is room."""
+        return self.kernels.gathered(scaled, squares, self.next())
+
+
+jax.tree_util.register_dataclass(
+    DeviceMailboxes, data_fields=["place"], meta_fields=["kernels", "vocabulary", "boxes"]
+)
+
+
+def on_devices(
+    kernels: Kernels,
+    devices: Sequence[jax.Device],
+    join: Callable[[Sequence[Any]], Any],
+    memory: Any,
+    boxes: Boxes,
+    looks: int,
+) -> DeviceMailboxes:
+    """How the program of all ranks finds the mailboxes.
+
+    Args:
+      join: Makes one array of those of all ranks.
+      memory: The `Mailboxes` of the kernels; None of GPUs that are not here.
+      looks: After so many a wait ends; 0 waits for nothing.
+    """
+    if memory is None:
+        places = [jax.ShapeDtypeStruct((2 * boxes.ranks + 2,), np.int32)] * boxes.ranks
+    else:
+        placed = zip(memory.places(looks), devices, strict=True)
+        places = [jax.device_put(words, device) for words, device in placed]
+    return DeviceMailboxes(join(places), kernels.all_gather, kernels.vocab_parallel, boxes)

@@ -1,0 +1,139 @@
+"""The vision tower over the patches of one picture; as `shared.spec.vision_encoder`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int, UInt8
+
+from jax_impl.model_weights import LayerNorm, TowerBlock, TowerWeights
+from jax_impl.ops import Place, scan
+from jax_impl.ops.attention import attention
+from jax_impl.ops.gemm import layers, linear
+from shared.models.vision_config import EPS, VisionConfig
+
+
+class Pixels(NamedTuple):
+    """As the specification's."""
+
+    bytes: UInt8[jax.Array, " bytes"]
+    sides: Int[jax.Array, " 2"]
+    levels: Float[jax.Array, "3 256"]
+    corners: Int[jax.Array, "lines 2"]
+    shares: Float[jax.Array, "lines 2"]
+    cos: Float[jax.Array, "lines quarter"]
+    sin: Float[jax.Array, "lines quarter"]
+
+
+class Patches(NamedTuple):
+    """As the specification's."""
+
+    pixels: Float[jax.Array, "R numbers"]
+    corners: Int[jax.Array, "R 4"]
+    shares: Float[jax.Array, "R 4"]
+    cos: Float[jax.Array, "R half"]
+    sin: Float[jax.Array, "R half"]
+    count: Int[jax.Array, " 1"]
+
+
+class Begun(NamedTuple):
+    """As the specification's."""
+
+    rows: Float[jax.Array, "R hidden"]
+    cos: Float[jax.Array, "R half"]
+    sin: Float[jax.Array, "R half"]
+    count: Int[jax.Array, " 1"]
+
+
+def patches(vision: VisionConfig, picture: Pixels) -> Patches:
+    """Cuts a picture into patches; those of padding are the last one again."""
+    size, merge = vision.patch_size, vision.merge_size
+    rows, columns = jnp.maximum(picture.sides, merge)
+    number = jnp.arange(vision.num_patches(len(picture.bytes)), dtype=jnp.int32)
+    number = jnp.minimum(number, rows * columns - 1)
+    block, within = number // merge**2, number % merge**2
+    row = block // (columns // merge) * merge + within // merge
+    column = block % (columns // merge) * merge + within % merge
+    # A patch's part of a row of pixels is one piece of the picture's bytes.
+    pieces = picture.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
+    piece = (row[:, None] * size + jnp.arange(size)) * columns + column[:, None]
+    by_channel = pieces[piece].transpose(0, 3, 1, 2).astype(jnp.int32)  # [R, 3, rows, columns]
+    channel = jnp.arange(0, 3 * 256, 256)
+    values = picture.levels.reshape(-1)[by_channel + channel[:, None, None]]
+    frames = jnp.repeat(values[:, :, None], vision.frames, axis=2)
+    across = rows + column
+    (top, left), (above, before) = ((x[row], x[across]) for x in (picture.corners, picture.shares))
+    cos, sin = (jnp.concatenate([x[row], x[across]], axis=1) for x in (picture.cos, picture.sin))
+    return Patches(
+        pixels=frames.reshape(len(number), -1),
+        corners=(top[:, :, None] * vision.table_side + left[:, None]).reshape(-1, 4),
+        shares=(above[:, :, None] * before[:, None]).reshape(-1, 4),
+        cos=cos,
+        sin=sin,
+        count=(rows * columns).reshape(1),
+    )
+
+
+def encoded(
+    config: VisionConfig, weights: TowerWeights, picture: Patches
+) -> Float[jax.Array, "tokens out"]:
+    """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
+    return finished(
+        config, weights, advanced(weights, begun(weights, picture), range(config.depth))
+    )
+
+
+def begun(weights: TowerWeights, picture: Patches) -> Begun:
+    """A picture before the first block."""
+    x = linear.product(picture.pixels.astype(weights.places.dtype), weights.patches)
+    x = x + layers.blended(weights.places, picture.corners, picture.shares)
+    return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+
+
+def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
+    """A picture behind these blocks, which are the next ones."""
+
+    def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:
+        return _block(_at(weights.blocks, place), x, picture), None
+
+    rows, _ = scan(block, picture.rows, jnp.arange(blocks.start, blocks.stop))
+    return picture._replace(rows=rows)
+
+
+def finished(
+    config: VisionConfig, weights: TowerWeights, picture: Begun
+) -> Float[jax.Array, "tokens out"]:
+    """The rows of the prompt, of a picture behind the last block."""
+    merged = _normed(weights.merger_norm, picture.rows).reshape(-1, config.merged * config.hidden)
+    wide = layers.gelu(linear.product(merged, weights.merger_up))
+    return linear.product(wide, weights.merger_down)
+
+
+def _at(blocks: TowerBlock, place: Place) -> TowerBlock:
+    """One block; a product takes its weight out of the stack, where a kernel reads it."""
+
+    def norm(stacks: LayerNorm) -> LayerNorm:
+        return LayerNorm(stacks.weight[place], stacks.bias[place])
+
+    return TowerBlock(
+        attention_norm=norm(blocks.attention_norm),
+        inputs=blocks.inputs._replace(layer=place),
+        out=blocks.out._replace(layer=place),
+        mlp_norm=norm(blocks.mlp_norm),
+        up=blocks.up._replace(layer=place),
+        down=blocks.down._replace(layer=place),
+    )
+
+
+def _block(
+    block: TowerBlock, x: Float[jax.Array, "R hidden"], picture: Begun
+) -> Float[jax.Array, "R hidden"]:
+    qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
+    mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
+    x = x + linear.product(mixed, block.out)
+    wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
+    return x + linear.product(wide, block.down)
+
+
+def _normed(norm: LayerNorm, x: Float[jax.Array, "R hidden"]) -> Float[jax.Array, "R hidden"]:
+    return layers.layer_norm(x, norm.weight, norm.bias, EPS)

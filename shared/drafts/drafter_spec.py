@@ -1,0 +1,104 @@
+"""Drafter specification: the drafter on the device, as one value for startup and backends."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from shared.drafts.config import DraftConfig, DraftSizes
+from shared.drafts.dflash_config import BlockConfig
+from shared.models.config import ModelConfig
+from shared.models.tp_sharding import local
+
+NOTHING, MTP, MODEL, TEXT = "none", "NEXTN", "STANDALONE", "NGRAM"
+"""Kinds besides those of heads, which are `DraftConfig.kind`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """Drafter on the device, without weights.
+
+    Attributes:
+      kind: "none" without a drafter on the device; "NEXTN" for the target's MTP layer; "EAGLE",
+        "EAGLE3", "DFLASH", "DSPARK" or "DFLASH2" for a head; "STANDALONE" for a draft model;
+        "NGRAM" for the n-gram table.
+      sizes: State of the drafter on the device between steps; None without one.
+      head: Config of a head; else None.
+      model: Config of a draft model; else None.
+      token_map: Target token ids of a reduced draft vocabulary, in ascending order, whose LM-head
+        rows are read instead of all; None for all tokens.
+    """
+
+    kind: str
+    sizes: DraftSizes | None
+    head: DraftConfig | None
+    model: ModelConfig | None
+    token_map: tuple[int, ...] | None = None
+
+    @classmethod
+    def none(cls) -> Self:
+        """Returns the specification without a drafter on the device; the host may still supply
+        draft tokens.
+        """
+        return cls(kind=NOTHING, sizes=None, head=None, model=None)
+
+    @classmethod
+    def of_mtp(cls, target: ModelConfig) -> Self:
+        """Returns the specification of the target's own MTP layer."""
+        return cls(kind=MTP, sizes=DraftSizes.of_layer(target), head=None, model=None)
+
+    @classmethod
+    def of_head(cls, head: DraftConfig) -> Self:
+        """Returns the specification of a draft head with its own checkpoint."""
+        return cls(kind=head.kind, sizes=head.sizes, head=head, model=None)
+
+    @classmethod
+    def of_model(cls, model: ModelConfig) -> Self:
+        """Returns the specification of a small draft model with the same tokenizer (STANDALONE)."""
+        return cls(kind=MODEL, sizes=DraftSizes.of_model(model), head=None, model=model)
+
+    @classmethod
+    def of_text(cls) -> Self:
+        """Returns the specification of the n-gram table; see `shared.spec.ngram`."""
+        return cls(kind=TEXT, sizes=None, head=None, model=None)
+
+    def local(self, count: int) -> Self:
+        """Returns the shard of one of `count` TP ranks.
+
+        Raises:
+          ValueError: A size is not divisible; see `shared.models.tp_sharding.local`.
+        """
+        return replace(
+            self,
+            sizes=self.sizes and replace(self.sizes, model=local(self.sizes.model, count)),
+            head=self.head and replace(self.head, layer=local(self.head.layer, count)),
+            model=self.model and local(self.model, count),
+        )
+
+    @property
+    def on_device(self) -> bool:
+        """True if a drafter with its own state runs on the device."""
+        return self.sizes is not None
+
+    @property
+    def from_text(self) -> bool:
+        """True if the device drafts from its n-gram table."""
+        return self.kind == TEXT
+
+    @property
+    def with_mtp(self) -> bool:
+        """True if the target's MTP layer is needed."""
+        return self.kind == MTP
+
+    @property
+    def block(self) -> BlockConfig | None:
+        """Block of draft tokens predicted in one pass; None for drafters of trees."""
+        return self.head.block if self.head else None
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Indices of the target's residual streams that are stored as auxiliary hidden states."""
+        return self.head.aux_streams if self.head else ()
+
+    @property
+    def num_draft_ids(self) -> int:
+        """Size of a head's draft vocabulary with a map to target ids; 0 without one."""
+        return self.head.draft_vocab if self.head and self.head.has_draft_vocab else 0

@@ -1,0 +1,116 @@
+"""What a start serves with, once its flags, its model and its device have left nothing open."""
+
+from dataclasses import dataclass, replace
+
+from shared.drafts.drafter_spec import Drafts
+from shared.engine.cache_policy import track_unit
+from shared.models.config import ModelConfig
+from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
+from shared.options.options import Options
+from shared.options.speculative import SpeculativeConfig
+from shared.process.device import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """What a start serves with; how many KV positions it has is the memory plan's to find.
+
+    Attributes:
+      told: What the start was told, for what needs no default.
+      dtype: A name of `ITEM_BYTES`.
+      context_length: Most tokens of a text.
+      page_size: KV positions of a page.
+      most_requests: That run at once.
+      chunk: Most tokens of a prompt in one step.
+      most_picture_tokens: Of a prompt that one picture takes; a checkpoint may bound them further.
+      track_interval: Tokens between the states that the prefix cache keeps.
+      overlap: Steps that may be in flight.
+      draft: What drafts, with its shape.
+      candidates: Draft shapes that an adaptive start chooses from.
+      are_few: Whether programs are few, as each takes seconds of a start that compiles on a CPU.
+    """
+
+    told: Options
+    dtype: str
+    context_length: int
+    page_size: int
+    most_requests: int
+    chunk: int
+    most_picture_tokens: int
+    track_interval: int
+    overlap: int
+    draft: SpeculativeConfig
+    candidates: tuple[Candidate, ...]
+    are_few: bool
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    page_size: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    max_image_tokens: int
+    dtype: str
+
+
+DEFAULTS = {
+    "cpu": _Defaults(16, 8, 256, 1024, "float32"),
+    "gpu": _Defaults(64, 48, 2048, 4096, "bfloat16"),
+}
+
+
+def settle(
+    told: Options, model: ModelConfig, drafts: Drafts, device: Device, are_compiled: bool
+) -> Settled:
+    """Finds what the start was not told.
+
+    Args:
+      drafts: What drafts on the device.
+      are_compiled: On a CPU each program takes seconds of the start, so there are few.
+    """
+    are_few = are_compiled and device.kind == "cpu"
+    defaults, engine = DEFAULTS[device.kind], told.engine
+    block = drafts.block.nodes if drafts.block else None
+    draft = told.speculative.settled(model.drafts_trees, block)
+    candidates = _candidates(told, draft, block, are_few)
+    page_size = engine.page_size or defaults.page_size
+    copies = told.ngram.num_copies if draft.joins_copies else 0
+    deepest = max((draft.num_steps, copies, *(each.steps for each in candidates)))
+    in_flight = (engine.steps_in_flight + 1) * (deepest + 1)
+    return Settled(
+        told=told,
+        dtype=defaults.dtype if told.model.dtype == "auto" else told.model.dtype,
+        context_length=told.model.context_length or model.context_length,
+        page_size=page_size,
+        most_requests=engine.max_running_requests or defaults.max_running_requests,
+        chunk=engine.chunked_prefill_size or defaults.chunked_prefill_size,
+        most_picture_tokens=engine.max_image_tokens or defaults.max_image_tokens,
+        track_interval=engine.mamba_track_interval or _interval(page_size, in_flight),
+        overlap=engine.steps_in_flight,
+        draft=draft,
+        candidates=candidates,
+        are_few=are_few,
+    )
+
+
+def _interval(page_size: int, in_flight: int) -> int:
+    """The least that steps in flight cannot pass twice."""
+    unit = track_unit(page_size)
+    return -(-in_flight // unit) * unit
+
+
+def _candidates(
+    told: Options, draft: SpeculativeConfig, block: int | None, are_few: bool
+) -> tuple[Candidate, ...]:
+    """The draft shapes that a start chooses from: those of its file, or some of each size."""
+    if not told.adaptive.speculative_adaptive or draft.joins_copies:
+        return ()
+    candidates = told.candidates or default_candidates(
+        steps=draft.num_steps,
+        nodes=draft.num_draft_tokens,
+        has_trees=draft.drafter in TREE_ALGORITHMS,
+        block=block,
+        on_host=draft.drafts_on_host,
+        are_few=are_few,
+    )
+    return tuple(replace(each, block=block or 0) for each in candidates)

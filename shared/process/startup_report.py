@@ -1,0 +1,149 @@
+"""What a start tells on the terminal: its memory plan, and what a user should know of the steps."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from shared.boundary.kernel_coverage import PlainOperation
+from shared.drafts.aux_hidden_states import doubts
+from shared.drafts.config import head_json
+from shared.drafts.config_formats import stated
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.controller import Controller, StaticController
+from shared.engine.grammar_controller import GrammarController
+from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.models.active_parameters import active_numbers
+from shared.models.families import config_from_folder
+from shared.models.parameters import parameters
+from shared.models.sampling import SamplingDefaults, unapplied
+from shared.options.options import Options
+from shared.process import logs
+from shared.process.memory_plan import MemoryPlan
+
+READ_PER_S = 4.2e12
+"""Bytes of an H200's memory, and what several of them add to a layer: measured on two."""
+GATHERED_S = 22e-6
+
+
+def start_notes(
+    memory: MemoryPlan, plain: Sequence[PlainOperation], defaults: SamplingDefaults
+) -> Iterator[str]:
+    """What a user should know of the texts to come, and of how fast they come."""
+    for each in plain:
+        yield (
+            f"warning: {each.name} falls back to the reference implementation in "
+            f"{each.programs} programs: its kernel requires {each.reason}"
+        )
+    if named := str(defaults):
+        yield f"sampling defaults from generation_config.json: {named}"
+    told = memory.settled.told
+    others = unapplied(told.model.model_path)
+    if others and told.server.sampling_defaults == "model":
+        yield f"generation_config.json also sets {', '.join(others)}, which is not applied"
+    if told.model.is_dummy:
+        yield "warning: dummy weights (--load-format dummy); outputs are meaningless"
+    if memory.blueprint.config.tied != config_from_folder(told.model.model_path).tied:
+        yield (
+            "lm_head.weight differs from the embedding and is used, although config.json "
+            "has tie_word_embeddings: true"
+        )
+    yield from told.reasons
+    if told.model.chat_template is not None:
+        yield f"chat template: {told.model.chat_template}"
+    yield from tokenizer_notes(Path(told.model.model_path))
+    yield from head_notes(told)
+    yield from rank_notes(memory)
+    simulated = told.speculative.speculative_simulate_accept_length
+    if simulated is not None:
+        yield (
+            "warning: acceptance is simulated (--speculative-simulate-accept-length "
+            f"{simulated}); outputs are meaningless"
+        )
+
+
+def tokenizer_notes(folder: Path) -> Iterator[str]:
+    """What a model's folder has no tokenizer for."""
+    if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
+        yield (
+            "warning: the model folder has tokenizer.model and no tokenizer.json: prompts"
+            " and outputs are token ids only"
+        )
+
+
+def head_notes(told: Options) -> Iterator[str]:
+    """What a draft head's config.json may mean otherwise, where no flag tells."""
+    draft = told.speculative
+    if (
+        draft.head_path
+        and not draft.drafts_with_a_model
+        and not draft.speculative_aux_layer_convention
+    ):
+        yield from doubts(stated(head_json(draft.head_path)))
+
+
+def rank_notes(memory: MemoryPlan) -> Iterator[str]:
+    """That several GPUs are not faster than one, where a row reads few weights."""
+    config, count = memory.blueprint.config, memory.blueprint.ranks.count
+    if count == 1 or not memory.blueprint.on_gpu:
+        return
+    wanted = parameters(config, False)
+    share = active_numbers(wanted, config, config.tied) / sum(prod(p.shape) for p in wanted)
+    (weights,) = (line.num_bytes for line in memory.lines if line.name == "weights")
+    layer = share * weights * count / config.num_layers
+    if layer * (1 - 1 / count) / READ_PER_S < GATHERED_S:
+        yield (
+            f"one request decodes about as fast on {count} GPUs as on one: each layer "
+            f"reads only {layer / 1e6:.0f} MB of weights; more GPUs add memory and "
+            "throughput"
+        )
+
+
+def step_notes(told: Options, controller: Controller) -> Iterator[str]:
+    """What the steps take that there is a choice of, or why there is none."""
+    if isinstance(controller, GrammarController):
+        controller = controller.inner
+    chooses = told.adaptive.speculative_adaptive and told.speculative.drafts
+    if chooses and isinstance(controller, StaticController):
+        yield (
+            "warning: NGRAM is disabled: decode steps take less than 1 ms on this GPU, "
+            "too short for the host to build drafts; remove --speculative-adaptive to "
+            "draft in every step"
+        )
+    if not isinstance(controller, AdaptiveController | AdaptiveNgramController):
+        return
+    for batch, seconds in controller.costs.table.items():
+        names = [*map(str, controller.shapes.tiers), "none without waiting"]
+        times = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
+        yield f"step time at batch {batch}: {', '.join(times)} ms"
+
+
+def report_plan(console: Console, memory: MemoryPlan) -> None:
+    """Logs what the model runs on and prints the memory plan, which a JSON line has as fields."""
+    capacity, count = memory.capacity, memory.blueprint.ranks.count
+    is_json = memory.settled.told.observing.log_format == "json"
+    plan = {line.name: line.num_bytes for line in memory.lines}
+    logs.report(
+        f"{memory.settled.dtype} on {memory.device.name}: context length "
+        f"{capacity.context_length}, at most {capacity.num_slots - 1} running requests of "
+        f"at most {memory.max_request_tokens} tokens",
+        dtype=memory.settled.dtype,
+        device=memory.device.name,
+        ranks=count,
+        memory_plan_bytes=plan,
+        total_bytes=memory.total_bytes,
+        free_bytes=memory.device.free_bytes,
+    )
+    if is_json:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("memory plan" if count == 1 else f"memory plan per rank ({count} ranks)")
+    table.add_column("")
+    table.add_column("bytes", justify="right")
+    for line in memory.lines:
+        table.add_row(line.name, line.detail, f"{line.num_bytes:,}")
+    free = f"of {memory.device.free_bytes:,} free"
+    table.add_row("total", free, f"{memory.total_bytes:,}")
+    console.print(table)

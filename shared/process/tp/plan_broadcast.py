@@ -1,0 +1,113 @@
+"""What ranks share: the plans of rank 0, and the mailboxes by which ranks of a host exchange."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.backend import Capacity
+from shared.boundary.buffers import plan_layout
+from shared.boundary.shm_allgather import Mailboxes, path_in
+from shared.boundary.tp_group import Ranks
+from shared.process.tp.shm_ring_buffer import Ring, RingFullError
+from shared.process.tp.worker_connection import boot
+from shared.process.tp.workers import Follower, Followers, RankError
+
+EXCHANGE_S = 10.0
+"""How long a rank waits for what another one computes; then the step has failed."""
+
+START_EXCHANGE_S = 300.0
+"""The same in the start, where one rank may load or compile longer than another; one that is lost
+is found out by other means."""
+
+
+class Shared:
+    """Rank 0's side. A plan goes to ranks of this host by a ring, to others by their sockets.
+
+    Attributes:
+      ranks: Which rank this process is.
+      written: Plans so far.
+    """
+
+    def __init__(self, followers: Followers, capacity: Capacity) -> None:
+        """Takes the memory, and tells every rank where it is."""
+        here = [each for each in followers.ranks if each.device and each.device[0] == boot()]
+        self._far = [each for each in followers.ranks if each not in here]
+        self._here, self.written = here, 0
+        most = max(plan_layout(program, capacity).size for program in capacity.programs)
+        self._message = np.zeros(1 + most, np.int32)
+        self._ring = Ring(len(here), 1 + most, capacity.overlap + 4) if here else None
+        count = followers.count
+        self._mailboxes = None if self._far else Mailboxes.create(count, wait_s=START_EXCHANGE_S)
+        meeting = f"{followers.address}:{_free_port(followers.address)}" if self._far else None
+        self.ranks = Ranks(0, count, self._mailboxes, meeting)
+        self._tell()
+
+    def write(self, program: int, plan: Int32[np.ndarray, " words"], timeout_s: float) -> None:
+        """Gives every other rank a plan.
+
+        Args:
+          program: Index of its program, which goes before it.
+          timeout_s: How long a rank may take to make room.
+
+        Raises:
+          RankError: One did not.
+        """
+        message = self._message[: 1 + len(plan)]
+        message[0], message[1:] = program, plan
+        self.written += 1
+        if self._ring is not None:
+            try:
+                asleep = self._ring.write(message, timeout_s)
+            except RingFullError as error:
+                late = self._here[error.reader]
+                raise RankError(
+                    f"{late.name} received no plan for {timeout_s:g} s while {late.at()}"
+                ) from error
+            for reader in asleep:
+                self._here[reader].link.send("wake")
+        for each in self._far:
+            each.link.send("step", message.tobytes())
+
+    def wait_at_most(self, seconds: float) -> None:
+        """How long rank 0 waits in an exchange from here on."""
+        if self._mailboxes is not None:
+            self._mailboxes.wait_s = seconds
+
+    def opened(self) -> None:
+        """Every rank has what is shared, so that its name can go."""
+        if self._mailboxes is not None:
+            self._mailboxes.remove()
+
+    def close(self) -> None:
+        """Lets go of it."""
+        self.opened()
+        if self._ring is not None:
+            self._ring.close()
+
+    def _tell(self) -> None:
+        boxes = None if self._mailboxes is None else [*self._mailboxes.__reduce__()[1]]
+        ring = None if self._ring is None else path_in(self._ring.descriptor)
+        for reader, each in enumerate(self._here):
+            each.link.send("share", ring, reader, boxes, self.ranks.meeting)
+        for each in self._far:
+            each.link.send("share", None, 0, None, self.ranks.meeting)
+
+
+def _free_port(address: str) -> int:
+    """A port at which nothing listens yet."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+def hosts_of(ranks: Sequence[Follower]) -> dict[str, int]:
+    """How many ranks each host has, by its boot, with rank 0."""
+    hosts = {boot(): 1}
+    for each in ranks:
+        if each.device is not None:
+            hosts[each.device[0]] = hosts.get(each.device[0], 0) + 1
+    return hosts

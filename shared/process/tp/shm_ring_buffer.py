@@ -1,0 +1,204 @@
+"""Carries step plans from the engine's process to those of the other ranks of a host.
+
+A ring of slots in shared memory, which one process writes in order and every reader reads whole. A
+reader looks at a number for a moment, as the next plan mostly comes at once, and then sleeps on
+something else; whoever writes is told which readers sleep. The memory has no name in any folder, so
+nothing is left of it however the processes end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.memory_fence import fence
+
+_LINE = 8  # words of 8 bytes in a cache line: what one process writes lies in lines of its own
+_HEAD = 2 * _LINE  # number of readers, of slots and of a slot's words; then what was written
+_SLOT_HEAD = 2  # number of a message, and of its words
+_PAUSE_S = 50e-6
+_LOOKS = 64  # looks at the number between two at the clock
+
+
+class RingFullError(RuntimeError):
+    """A reader has not taken what was written long ago.
+
+    Attributes:
+      reader: Which.
+      taken: How many messages it has taken.
+    """
+
+    def __init__(self, reader: int, taken: int) -> None:
+        super().__init__(f"reader {reader} has taken {taken} messages and takes no more")
+        self.reader, self.taken = reader, taken
+
+
+class Ring:
+    """The writer's side.
+
+    Attributes:
+      descriptor: Of the memory, for `Reader.at` in other processes.
+      written: Messages so far.
+    """
+
+    def __init__(self, readers: int, most_words: int, slots: int) -> None:
+        """Takes new memory.
+
+        Args:
+          readers: Processes that read every message.
+          most_words: Words of 4 bytes in the longest message.
+          slots: Messages that wait for the slowest reader at most.
+        """
+        self.descriptor = os.memfd_create("tandem_plans")
+        stride = _stride(most_words)
+        num_bytes = 8 * (_HEAD + readers * _LINE + slots * stride)
+        os.ftruncate(self.descriptor, num_bytes)
+        self._words = memoryview(mmap.mmap(self.descriptor, num_bytes)).cast("q")
+        self._words[0], self._words[1], self._words[2] = readers, slots, most_words
+        self._places = _Places(self._words)
+        self.written = 0
+
+    def write(self, message: Int32[np.ndarray, " words"], timeout_s: float) -> list[int]:
+        """Writes a message and returns at once, unless a slot must be waited for.
+
+        Args:
+          timeout_s: How long it may be waited for.
+
+        Returns:
+          The readers that sleep and are to be woken.
+
+        Raises:
+          RingFullError: No slot got free in time; nothing was written.
+          ValueError: The message is longer than a slot.
+        """
+        places = self._places
+        if len(message) > places.most_words:
+            raise ValueError(f"a message has at most {places.most_words} words, got {len(message)}")
+        self._wait_for_slot(timeout_s)
+        number = self.written + 1
+        slot = places.slot(number)
+        places.data(slot)[: len(message)] = message
+        self._words[slot + 1] = len(message)
+        fence()  # the message is there before its number is
+        self._words[slot] = number
+        self._words[_LINE] = self.written = number
+        fence()  # who falls asleep after this has seen the number
+        return [each for each in range(places.readers) if self._words[places.reader(each) + 1]]
+
+    def taken(self, reader: int) -> int:
+        """Messages that a reader has taken."""
+        return self._words[self._places.reader(reader)]
+
+    def close(self) -> None:
+        """Gives the descriptor back; readers keep what they have opened."""
+        os.close(self.descriptor)
+
+    def _wait_for_slot(self, timeout_s: float) -> None:
+        until = None
+        while self.written - min(map(self.taken, range(self._places.readers))) >= (
+            self._places.slots
+        ):
+            now = time.monotonic()
+            until = now + timeout_s if until is None else until
+            if now >= until:
+                slowest = min(range(self._places.readers), key=self.taken)
+                raise RingFullError(slowest, self.taken(slowest))
+            time.sleep(_PAUSE_S)
+
+
+class Reader:
+    """One reader's side."""
+
+    def __init__(self, descriptor: int, reader: int) -> None:
+        """Maps the ring's memory; the descriptor may be closed then.
+
+        Args:
+          descriptor: Of the memory, in this process.
+          reader: Which reader this is.
+
+        Raises:
+          ValueError: The ring has no such reader.
+        """
+        memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._words = memoryview(memory).cast("q")
+        self._places = _Places(self._words)
+        if not 0 <= reader < self._places.readers:
+            raise ValueError(f"the ring has {self._places.readers} readers, none is {reader}")
+        self._own = self._places.reader(reader)
+
+    @property
+    def taken(self) -> int:
+        """Messages that were taken so far."""
+        return self._words[self._own]
+
+    def take(self) -> Int32[np.ndarray, " words"] | None:
+        """The next message, in memory of its own; None where there is none yet."""
+        number = self._words[self._own] + 1
+        slot = self._places.slot(number)
+        if self._words[slot] != number:
+            return None
+        fence()  # the number is read before the message
+        message = self._places.data(slot)[: self._words[slot + 1]].copy()
+        fence()  # and the slot is free after that
+        self._words[self._own] = number
+        return message
+
+    def look(self, seconds: float) -> Int32[np.ndarray, " words"] | None:
+        """The next message; it keeps looking for so long without giving the processor away."""
+        until = time.monotonic() + seconds
+        while True:
+            for _ in range(_LOOKS):
+                if (message := self.take()) is not None:
+                    return message
+                if seconds <= 0:
+                    return None
+            if time.monotonic() >= until:
+                return None
+
+    def fall_asleep(self) -> Int32[np.ndarray, " words"] | None:
+        """Asks to be woken for the next message, unless it has come meanwhile, which this returns.
+
+        One that comes after this wakes the reader: either it is seen here, or the writer sees that
+        the reader sleeps.
+        """
+        self._words[self._own + 1] = 1
+        fence()
+        if (message := self.take()) is not None:
+            self.wake_up()
+        return message
+
+    def wake_up(self) -> None:
+        """Sleeps no more."""
+        self._words[self._own + 1] = 0
+
+
+class _Places:
+    """Where everything lies, in words of 8 bytes."""
+
+    def __init__(self, words: memoryview) -> None:
+        self.readers, self.slots, self.most_words = words[0], words[1], words[2]
+        self._first = _HEAD + self.readers * _LINE
+        self._stride = _stride(self.most_words)
+        self._all = np.frombuffer(words, np.int32)
+
+    def reader(self, reader: int) -> int:
+        """What a reader has taken; whether it sleeps comes next."""
+        return _HEAD + reader * _LINE
+
+    def slot(self, number: int) -> int:
+        """The slot of a message, which are counted from 1."""
+        return self._first + (number - 1) % self.slots * self._stride
+
+    def data(self, slot: int) -> Int32[np.ndarray, " words"]:
+        """The room for the message of a slot."""
+        first = 2 * (slot + _SLOT_HEAD)
+        return self._all[first : first + self.most_words]
+
+
+def _stride(most_words: int) -> int:
+    """Words of 8 bytes that a slot takes: whole lines."""
+    return -(-(_SLOT_HEAD + -(-most_words // 2)) // _LINE) * _LINE

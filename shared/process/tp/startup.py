@@ -1,0 +1,241 @@
+"""The start of one model on several ranks: all begin together, and rank 0 waits for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import cache
+from importlib import import_module
+
+from shared.boundary.backend import Backend
+from shared.options.flags import ConfigError
+from shared.options.options import PARTS, Options
+from shared.options.ranks import RAY
+from shared.process.device import Device
+from shared.process.model_check import check_early, check_model, with_whole_paths
+from shared.process.start import Platform, Start, plan_start
+from shared.process.tp.digest import digest_of
+from shared.process.tp.driver_backend import LeadingBackend
+from shared.process.tp.launchers import (
+    FOLLOWER,
+    Launcher,
+    LocalLauncher,
+    gpu_of,
+    gpus_on_host,
+)
+from shared.process.tp.plan_broadcast import Shared, hosts_of
+from shared.process.tp.worker_connection import boot
+from shared.process.tp.workers import Followers
+
+MORE_FREE = 1.1
+"""A rank that has so many times the memory of another one is not used in full: that is said."""
+
+Gauges = dict[str, Callable[[], float]]
+
+
+class RankedStart:
+    """The start of rank 0, and with it of all others.
+
+    Of one rank, and where one process has all devices, it is a start like any other.
+
+    Attributes:
+      notes: What a user should know of the ranks, once `prepare` has found it out.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        find_platform: Callable[[], Platform],
+        rank_module: str | None,
+        on_failure: Callable[[str], None],
+    ) -> None:
+        """Checks flags and files, then starts the processes of the others.
+
+        They come as far as rank 0 does meanwhile.
+
+        Args:
+          find_platform, rank_module: See `shared.process.launch.launch`.
+          on_failure: Gets the reason where one is lost, on a thread of its own.
+
+        Raises:
+          ConfigError: There is no place for one.
+          ValueError: See `shared.process.model_check.check_early`.
+        """
+        self._checked = check_early(options)
+        self._options, self._find_platform = options, cache(find_platform)
+        self._count = options.ranks.tp_size
+        self.notes: list[str] = []
+        self._shared: Shared | None = None
+        self._followers: Followers | None = None
+        if options.ranks.distributed_executor_backend == RAY:
+            self._check_others(rank_module)
+        if self._count > 1 and rank_module is not None:
+            self._followers = Followers(_launcher(options), self._count, rank_module, on_failure)
+            self._followers.tell("options", _values(with_whole_paths(options)))
+
+    def _check_others(self, rank_module: str | None) -> None:
+        """Refuses to look for places where there is nothing to place."""
+        if rank_module is None:
+            raise ConfigError(
+                "--distributed-executor-backend ray is not supported by the JAX backend, "
+                "whose ranks are devices of one process; remove the flag"
+            )
+        if self._count == 1:
+            raise ConfigError(
+                "--distributed-executor-backend ray requires --tp-size above 1; set it, "
+                "or remove the flag"
+            )
+
+    def prepare(self) -> Start:
+        """As `shared.process.start.prepare`, for all ranks.
+
+        Raises:
+          ValueError: A flag or a file is refused, on whatever rank.
+          RankError: A rank is lost.
+        """
+        followers, platform = self._followers, self._find_platform()
+        if followers is None:
+            return self._plan(replace(platform, find_device=self._shared_device))
+        start = self._plan(replace(platform, find_device=self._least_device))
+        followers.wait_until(lambda each: each.digest is not None, "done with its plan")
+        digest = digest_of(start)
+        for each in followers.ranks:
+            if each.digest != digest:
+                raise ConfigError(
+                    f"{each.name} differs from rank 0 in its model, weights or programs; "
+                    "give every host the same model folder and the same version of this "
+                    "program"
+                )
+        self._shared = Shared(followers, start.memory.capacity)
+        return start.of_rank(self._shared.ranks)
+
+    def _plan(self, platform: Platform) -> Start:
+        checked = self._checked or check_model(self._options, platform.open_checkpoint)
+        return plan_start(checked, platform)
+
+    def load(self, start: Start, progress: Callable[[int], None]) -> Backend:
+        """As `Start.load`, on all ranks; `progress` is told of the slowest.
+
+        Raises:
+          RankError: A rank is lost.
+        """
+        followers, shared = self._followers, self._shared
+        if followers is None or shared is None:
+            return start.load(self._find_platform(), progress)
+        own = told = 0
+
+        def tell() -> None:
+            nonlocal told
+            slowest = min(own, *(each.loaded for each in followers.ranks))
+            if slowest > told:
+                progress(slowest - told)
+                told = slowest
+
+        def add(num_bytes: int) -> None:
+            nonlocal own
+            own += num_bytes
+            followers.check()
+            tell()
+
+        backend = start.load(self._find_platform(), add)
+        followers.wait_until(lambda each: each.is_loaded, "done with loading", tell)
+        shared.opened()
+        return LeadingBackend(backend, followers, shared)
+
+    @property
+    def gauges(self) -> Gauges:
+        """What `/metrics` shows of the ranks; nothing of one."""
+        if self._count == 1:
+            return {}
+        found: Gauges = {"tp_size": lambda: self._count}
+        for each in self._followers.ranks if self._followers else ():
+            label = f'{{rank="{each.rank}"}}'
+            found[f"tp_rank_steps_total{label}"] = lambda each=each: each.ended
+            found[f"tp_rank_startup_free_bytes{label}"] = lambda each=each: each.free_bytes
+        return found
+
+    def standing(self) -> str:
+        """How far the others are, for the reader; empty of one."""
+        ranks = self._followers.ranks if self._followers else ()
+        return "".join(f"; {each.name} has finished {each.ended} steps" for each in ranks)
+
+    def kill(self) -> None:
+        """Ends the others at once."""
+        if self._followers is not None:
+            self._followers.kill()
+
+    def _shared_device(self) -> Device:
+        """What each rank of this process has: of memory that they share, or of its own at least."""
+        platform = self._find_platform()
+        found = platform.find_device()
+        if found.kind == "cpu":
+            return replace(found, free_bytes=found.free_bytes // self._count)
+        each = platform.free_on_each(self._count) or [found.free_bytes]
+        free = {f"rank {rank}": num_bytes for rank, num_bytes in enumerate(each)}
+        return replace(found, free_bytes=self._least(free))
+
+    def _least_device(self) -> Device:
+        """Rank 0's device, with as much memory as the rank that has least."""
+        followers, own = self._followers, self._find_platform().find_device()
+        assert followers is not None, "this is asked where there are others"
+        followers.wait_until(lambda each: each.device is not None, "done with finding its device")
+        hosts = hosts_of(followers.ranks)
+        free = {"rank 0": own.free_bytes // (hosts[boot()] if own.kind == "cpu" else 1)}
+        for each in followers.ranks:
+            assert each.device is not None
+            host, kind, name, num_bytes = each.device
+            if (kind, name) != (own.kind, own.name):
+                raise ConfigError(
+                    f"{each.name} has a {name} and rank 0 a {own.name}; ranks require "
+                    "devices of one kind"
+                )
+            free[each.name] = each.free_bytes = num_bytes // (hosts[host] if kind == "cpu" else 1)
+        free_bytes = self._least(free)
+        followers.tell("memory", free_bytes)
+        return replace(own, free_bytes=free_bytes)
+
+    def _least(self, free: Mapping[str, int]) -> int:
+        """What every rank takes as free, of what each has; notes where one has far more."""
+        least = min(free, key=lambda name: free[name])
+        most = max(free, key=lambda name: free[name])
+        if free[most] > MORE_FREE * free[least]:
+            self.notes.append(
+                f"{least} has {free[least]:,} bytes free and {most} {free[most]:,}: every "
+                f"rank uses what fits on {least}"
+            )
+        return free[least]
+
+
+@contextmanager
+def ranked_start(
+    options: Options,
+    find_platform: Callable[[], Platform],
+    rank_module: str | None,
+    on_failure: Callable[[str], None],
+) -> Iterator[RankedStart]:
+    """A start of several ranks, whose processes end where it is left by an error."""
+    start = RankedStart(options, find_platform, rank_module, on_failure)
+    try:
+        yield start
+    except BaseException:
+        start.kill()
+        raise
+
+
+def _launcher(options: Options) -> Launcher:
+    if options.ranks.distributed_executor_backend != RAY:
+        return LocalLauncher()
+    options.ranks.check_launcher()
+    module = import_module("shared.cluster.ray_launcher")  # it brings Ray
+    gpu = gpu_of(os.environ, gpus_on_host(), 0)
+    return module.RayLauncher(options.ranks.tp_size, FOLLOWER, gpu is not None)
+
+
+def _values(options: Options) -> dict[str, object]:
+    """What a start was told, by name, for `Options.from_values` in another process."""
+    told: dict[str, object] = {}
+    for part in PARTS:
+        told |= asdict(getattr(options, part))
+    return {name: told[name] for name in options.explicit_flags}

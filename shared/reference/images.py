@@ -1,0 +1,75 @@
+"""Images in the reference backend: encoding into its encoder cache, and image inputs of prompts."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from shared.boundary.images import Encode, PicturePool, Pictures
+from shared.reference.device_state import DeviceState
+from shared.spec import vision_encoder
+from shared.spec.layers import Shown
+from shared.spec.model import Weights
+
+
+def encode(
+    work: Encode,
+    blocks: range,
+    pictures: PicturePool | None,
+    weights: Weights | None,
+    state: DeviceState,
+) -> None:
+    """Runs blocks of the vision encoder; after the last block, stores the embeddings in the
+    cache.
+    """
+    assert pictures is not None  # only a vision-language model has the program
+    assert weights is not None
+    vision, place = pictures.vision, int(work.place[0])
+    picture = state.begun
+    if work.pixels is not None:
+        picture = vision_encoder.begun(weights, vision_encoder.patches(vision, work.pixels))
+    assert picture is not None  # set by this step or an earlier one
+    picture = vision_encoder.advanced(weights, picture, blocks)
+    if blocks.stop < vision.depth:
+        state.begun = picture
+    elif place:
+        count = int(picture.count[0]) // vision.merged
+        state.pool[place : place + count] = vision_encoder.finished(vision, weights, picture)[
+            :count
+        ]
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """Image inputs of some rows of a prompt; empty for a text-only model.
+
+    Attributes:
+      turns: M-RoPE positions.
+      shown: Image embeddings that replace token embeddings.
+    """
+
+    turns: Int[np.ndarray, "R 3"] | None = None
+    shown: Shown | None = None
+
+    @classmethod
+    def of(
+        cls, pictures: Pictures | None, pool: Float[np.ndarray, "rows hidden"], at: slice
+    ) -> "Seeing":
+        """Returns the image inputs of a chunk's tokens."""
+        if pictures is None:
+            return cls()
+        return cls(pictures.turns[at], Shown(pool, pictures.sources[at]))
+
+    def part(self, first: int, end: int | None) -> "Seeing":
+        """Returns the image inputs of a range of the rows; `end` None is the last row."""
+        if self.turns is None or self.shown is None:
+            return self
+        shown = Shown(self.shown.pool, self.shown.sources[first:end])
+        return Seeing(self.turns[first:end], shown)
+
+    def before(self, next_source: int) -> "Seeing":
+        """Returns the image inputs with the embeddings of each row's next token, for drafters."""
+        if self.shown is None:
+            return self
+        sources = np.append(self.shown.sources[1:], next_source)
+        return Seeing(self.turns, Shown(self.shown.pool, sources))

@@ -1,0 +1,280 @@
+"""Pictures at the boundary: encoded into the device's pool, read by prefills, behind them text.
+
+On the golden model with pictures, whose greedy text is known. JAX has its turn with `-m matrix`:
+its programs of pictures are compiled for these tests alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Backend, Capacity, Prefill, StepPlan
+from shared.boundary.buffers import empty_plan
+from shared.boundary.images import Encode, PicturePool, Pictures
+from shared.boundary.program import Extra, Program, Work
+from shared.engine.rows import Chunk
+from shared.models.checkpoint import load_all
+from shared.models.families import config_from_folder
+from shared.spec import mrope
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import make_seeing_backend
+from tests.support.contract_host import Host, emitted, joined
+from tests.support.golden_images import (
+    MODEL,
+    WANT,
+    fitted,
+    patches_of,
+    picture_config,
+    pixels_of,
+    vision,
+)
+from tests.support.golden_models import Pictures as GoldenPictures
+from tests.support.golden_models import SpecModel
+from tests.support.vision_encoders import of_specification
+
+BATCH = 2
+PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(7, BATCH)
+"""So deep that drafts turned by their places, without the pictures' delta, would be others."""
+
+PATCHES = 128
+ROWS = 101
+"""Of the pool: two prompts with two pictures each have 80."""
+
+
+def program(
+    work: Work, shape: TreeShape, batch: int, tokens: int, blocks: range = range(0)
+) -> Program:
+    sizes = {"batch": batch, "pages": 64, "tokens": tokens, "shape": shape}
+    return Program(work=work, **sizes, extras=Extra.NONE, blocks=blocks)
+
+
+DEPTH = vision().depth
+ENCODE = program(Work.ENCODE, TreeShape.plain(1), 1, PATCHES, range(DEPTH))
+PIECES = [
+    program(Work.ENCODE, TreeShape.plain(1), 1, 2 * PATCHES, blocks)
+    for blocks in (range(1), range(1, DEPTH))
+]
+"""Of pictures up to another size, which are encoded in two steps."""
+
+
+def capacity() -> Capacity:
+    return Capacity(
+        page_size=4,
+        num_pages=161,
+        num_slots=5,
+        num_snapshots=3,
+        programs=(
+            program(Work.PREFILL, PLAIN, BATCH, 192),
+            program(Work.DECODE, PLAIN, BATCH, 0),
+            program(Work.DECODE, CHAIN, BATCH, 0),
+            ENCODE,
+            *PIECES,
+        ),
+        overlap=2,
+        context_length=200,
+        vocab=config_from_folder(MODEL).vocab,
+        max_stop_ids=2,
+        max_bias=2,
+        max_logprobs=0,
+        pictures=PicturePool(vision(), picture_config(), ROWS),
+    )
+
+
+FRAMEWORKS = ["reference", "torch", pytest.param("jax", marks=pytest.mark.matrix)]
+
+
+@pytest.fixture(scope="module", params=FRAMEWORKS)
+def backend(request) -> Backend:
+    config = config_from_folder(MODEL)
+    made = make_seeing_backend(
+        request.param, MODEL, config, load_all(MODEL, config, True), capacity()
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def host(backend) -> Host:
+    return Host(backend, {})
+
+
+def picture_plan(host: Host, number: int, place: int, program: Program = ENCODE) -> StepPlan:
+    plan = empty_plan(program, host.capacity)
+    assert isinstance(plan.work, Encode)
+    if plan.work.pixels is not None:
+        given = pixels_of(fitted(number)).padded(program.tokens, vision())
+        for name, values in vars(given).items():
+            getattr(plan.work.pixels, name)[:] = values
+    plan.work.place[0] = place
+    return plan
+
+
+def grid(number: int) -> tuple[int, int]:
+    _, rows, columns = WANT[f"grid_{number}"] // 2
+    return int(rows), int(columns)
+
+
+class Prompt:
+    """A golden prompt whose pictures have their rows at some place of the pool."""
+
+    def __init__(self, name: str, numbers: tuple[int, ...], place: int) -> None:
+        self.tokens, image = WANT[f"{name}_ids"], vision().image_token
+        self.places = place + np.cumsum([0, *(a * b for a, b in map(grid, numbers))])
+        self.numbers, self.text = numbers, WANT[f"{name}_greedy_ids"].tolist()
+        self.turns, self.delta = mrope.turns(self.tokens, image, [*map(grid, numbers)])
+        is_image = self.tokens == image
+        self.sources = np.where(is_image, place - 1 + np.cumsum(is_image), 0)
+
+    def encode(self, host: Host) -> None:
+        for number, place in zip(self.numbers, self.places, strict=False):
+            host.backend.submit(picture_plan(host, number, int(place)))
+
+    def plan(self, host: Host, request, first: int, end: int) -> StepPlan:
+        plan = host.prefill_plan(Chunk(request, first, end))
+        self.lay(plan, 0, first, end)
+        return plan
+
+    def lay(self, plan: StepPlan, row: int, first: int, end: int) -> None:
+        assert isinstance(plan.work, Prefill)
+        pictures, begins = plan.work.pictures, plan.work.row_starts[row]
+        assert isinstance(pictures, Pictures)
+        pictures.turns[begins : begins + end - first] = self.turns[first:end]
+        pictures.sources[begins : begins + end - first] = self.sources[first:end]
+        pictures.next_sources[row] = self.sources[end] if end < len(self.tokens) else 0
+        pictures.deltas[row] = self.delta
+
+    def request(self, host: Host):
+        return host.request(self.tokens.tolist(), positions=120)
+
+
+TWO, ONE = Prompt("mm", (0, 1), 1), Prompt("one", (2,), 41)
+
+
+@pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=["plain", "chain"])
+@pytest.mark.parametrize("ends", [(57,), (20, 57), (4, 36, 57)], ids=str)
+def test_a_prompt_with_pictures_has_its_text_however_it_is_cut_and_drafted(host, ends, shape):
+    TWO.encode(host)
+    request, futures = TWO.request(host), []
+    for first, end in zip((0, *ends), ends, strict=False):
+        futures.append(host.backend.submit(TWO.plan(host, request, first, end)))
+    text = [*joined(futures, 0), *host.go_on(request, 9, shape)]
+    assert text == TWO.text
+
+
+def test_prompts_with_other_pictures_and_of_text_run_side_by_side(host):
+    """One slot held a prompt with pictures before: its delta is not the text's."""
+    host.allocator.free(TWO.request(host).slot)
+    ONE.encode(host)
+    TWO.encode(host)  # its last padding would reach into the other's rows
+    before = TWO.request(host)
+    host.run(TWO.plan(host, before, 0, 57))
+    words = [*range(3, 60)]
+    alone = host.request(words)
+    text = host.text(alone, 10, PLAIN)
+    host.allocator.free(alone.slot)
+    second, first = host.heir(before, words), ONE.request(host)
+    plan = host.prefill_plan(first, second)
+    ONE.lay(plan, 0, 0, len(ONE.tokens))
+    result = host.run(plan)
+    texts = [emitted(result, row) for row in range(2)]
+    while min(map(len, texts)) < 10:
+        result = host.decode(first, second, shape=CHAIN)
+        texts = [[*each, *emitted(result, row)] for row, each in enumerate(texts)]
+    assert [each[:10] for each in texts] == [ONE.text, text]
+
+
+def test_a_pictures_rows_do_not_depend_on_where_they_lie_nor_on_what_else_lies_there(host):
+    texts = []
+    for place, neighbour in ((1, None), (50, 1), (50, 2)):
+        if neighbour is not None:
+            host.run(picture_plan(host, neighbour, 1))
+        moved = Prompt("one", (2,), place)
+        moved.encode(host)
+        request = moved.request(host)
+        logged = host.run(moved.plan(host, request, 0, len(moved.tokens)))
+        texts.append([*emitted(logged, 0), *host.go_on(request, 9, CHAIN)])
+    assert texts == [ONE.text] * 3
+
+
+def test_a_picture_that_is_encoded_in_steps_has_its_rows_whatever_stands_between_them(host):
+    """Text is decoded between them, a smaller picture encoded, and a picture given up before."""
+    ONE.encode(host)
+    beside = ONE.request(host)
+    host.run(ONE.plan(host, beside, 0, len(ONE.tokens)))
+    begins, goes_on = PIECES
+    host.run(picture_plan(host, 2, 0, begins))  # nobody ends it
+    for number, place in enumerate(TWO.places[:2].tolist()):
+        host.run(picture_plan(host, number, 0, begins))
+        host.decode(beside, shape=CHAIN)
+        host.run(picture_plan(host, 2, 41))
+        host.run(picture_plan(host, number, place, goes_on))
+    request = TWO.request(host)
+    result = host.run(TWO.plan(host, request, 0, len(TWO.tokens)))
+    assert [*emitted(result, 0), *host.go_on(request, 9, CHAIN)] == TWO.text
+
+
+def test_encodings_that_leave_out_a_block_are_refused_by_name():
+    config = config_from_folder(MODEL)
+    weights = load_all(MODEL, config, True)
+    fewer = tuple(each for each in capacity().programs if each is not PIECES[0])
+    with pytest.raises(ValueError, match=f"run each of the {DEPTH} encoder blocks once"):
+        make_seeing_backend(
+            "reference", MODEL, config, weights, replace(capacity(), programs=fewer)
+        )
+
+
+def test_another_picture_of_the_same_size_gives_another_text(host):
+    TWO.encode(host)
+    plan = picture_plan(host, 0, 1)
+    plan.work.pixels.bytes[:] = plan.work.pixels.bytes[::-1]
+    host.run(plan)
+    request = TWO.request(host)
+    result = host.run(TWO.plan(host, request, 0, 57))
+    assert [*emitted(result, 0), *host.go_on(request, 9, PLAIN)] != TWO.text
+
+
+def expected_drafts(prompt: Prompt, rows: np.ndarray) -> list[int]:
+    """The newest token and the drafts behind it, by the golden specification's MTP layer."""
+    model, end = SpecModel(MODEL), len(prompt.tokens)
+    pool = np.concatenate([np.zeros((prompt.places[0], rows.shape[1]), np.float32), rows])
+    pictures = GoldenPictures(prompt.turns, prompt.delta, pool, prompt.sources)
+    passed = model.prefill(prompt.tokens, None, pictures)
+    tokens = [int(passed.logits[-1].argmax())]
+    following = replace(pictures, sources=np.append(prompt.sources[1:], 0))
+    named = np.append(prompt.tokens[1:], tokens)
+    hidden, logits = model.mtp(named, passed.hidden, 0, following)
+    for place in range(end, end + CHAIN.depth):
+        tokens.append(int(logits[-1].argmax()))
+        turn = np.full((1, 3), place + prompt.delta)
+        behind = GoldenPictures(turn, 0, pool, np.zeros(1, np.int32))
+        hidden, logits = model.mtp(np.array(tokens[-1:]), hidden[-1:], place, behind)
+    return tokens
+
+
+@pytest.mark.parametrize("prompt", [TWO, ONE], ids=["two", "one"])
+def test_drafts_read_the_pictures_rows_and_turn_behind_them(host, prompt):
+    """Of placeholders, or of turns by places, they would be others: see `expected_drafts`."""
+    prompt.encode(host)
+    request = prompt.request(host)
+    host.run(prompt.plan(host, request, 0, len(prompt.tokens)))
+    drafted = host.decode(request, shape=CHAIN)
+    encoded = of_specification()
+    rows = [encoded(patches_of(fitted(i))) for i in prompt.numbers]
+    assert drafted.drafts[0].tolist() == expected_drafts(prompt, np.concatenate(rows))
+
+
+def test_a_start_without_a_tower_has_no_program_that_encodes():
+    config = config_from_folder(MODEL)
+    weights = load_all(MODEL, config, True)
+    with pytest.raises(ValueError, match="a vision encoder requires an encoder cache"):
+        make_seeing_backend("reference", None, config, weights, capacity())
+    with pytest.raises(ValueError, match="encode of .* requires a vision-language model"):
+        make_seeing_backend("reference", None, config, weights, replace(capacity(), pictures=None))
+    small = replace(capacity(), pictures=replace(capacity().pictures, num_rows=PATCHES // 4))
+    with pytest.raises(
+        ValueError, match="encode sizes must be multiples of .*, got encode of 1 rows, 128 patches"
+    ):
+        make_seeing_backend("reference", MODEL, config, weights, small)

@@ -1,0 +1,245 @@
+"""On a GPU an operation runs its kernels, or the start is refused, or it is printed and counted."""
+
+import ast
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from jax_impl import platform as jax_platform
+from shared.boundary.kernel_coverage import (
+    OF_TOWERS,
+    OPERATIONS,
+    PlainOperation,
+    plain_gauges,
+    plain_operations,
+)
+from shared.drafts.config import DraftConfig
+from shared.drafts.drafter_spec import Drafts
+from shared.models.config import ModelConfig
+from shared.models.layers import LayerConfig
+from shared.options.options import Options
+from shared.process import loop
+from shared.process.device import Device
+from shared.process.image_startup import Tower
+from shared.process.launch import launch
+from shared.process.memory_plan import plan
+from shared.process.start import Platform
+from shared.server.server_metrics import ServerMetrics
+from shared.spec.acceptance import RULES
+from tests.support import serve_reference
+from tests.support.golden_images import picture_config, vision
+from tests.support.tiny_heads import tiny_pair_head
+from tests.support.tiny_models import tiny_model, write_tiny
+from torch_impl import platform as torch_platform
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = Device("gpu", "a GPU", 1 << 30)
+PLATFORMS = {"jax": jax_platform.PLATFORM, "torch": torch_platform.PLATFORM}
+each_platform = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS.keys())
+
+
+CONFIG = tiny_model("qwen3_5", 0, with_mtp=True)[0]
+
+
+def config_with(**sizes: int) -> ModelConfig:
+    """The model with other sizes of the mixers that have them."""
+
+    def resized(layer: LayerConfig) -> LayerConfig:
+        names = {field.name for field in fields(layer.mixer)} & sizes.keys()
+        return replace(layer, mixer=replace(layer.mixer, **{name: sizes[name] for name in names}))
+
+    return replace(CONFIG, layers=tuple(map(resized, CONFIG.layers)))
+
+
+def asked(
+    platform: Platform,
+    model: ModelConfig,
+    device: Device = GPU,
+    tower: Tower | None = None,
+    head: DraftConfig | None = None,
+    **flags: object,
+) -> tuple[PlainOperation, ...]:
+    """What runs plain in the programs of a start, unless it is refused."""
+    values = {"model_path": "model", "max_running_requests": 2, "max_total_tokens": 4096} | flags
+    options = Options.from_values(values)
+    drafts = Drafts.of_mtp(model) if options.speculative.with_mtp else Drafts.none()
+    drafts = Drafts.of_head(head) if head else drafts
+    memory = plan(options, model, drafts, device, platform.costs, tower=tower)
+    assert platform.kernels is not None
+    return plain_operations(memory.blueprint, platform.kernels)
+
+
+NEXTN = {"speculative_algorithm": "NEXTN"}
+HEADS = set(range(16, 257, 16))
+DELTA = {16, 32, 64, 128}
+
+
+@each_platform
+def test_each_size_of_an_attention_head_has_kernels_or_is_refused_by_name(platform):
+    for size in range(2, 322, 2):
+        if size in HEADS:
+            assert asked(platform, config_with(head_size=size), **NEXTN) == ()
+            continue
+        with pytest.raises(ValueError, match=f"attention heads of size .*, got {size}; set CUDA"):
+            asked(platform, config_with(head_size=size), **NEXTN)
+
+
+@each_platform
+def test_each_size_of_a_delta_head_has_kernels_or_is_refused_by_name(platform):
+    sizes = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    for key, value in product(sizes, sizes):
+        config = config_with(key_size=key, value_size=value)
+        if {key, value} <= DELTA:
+            assert asked(platform, config) == ()
+            continue
+        name, size = ("values", value) if key in DELTA else ("keys", key)
+        with pytest.raises(ValueError, match=f"GDN {name} of size .*, got {size}; set CUDA"):
+            asked(platform, config)
+
+
+@each_platform
+@pytest.mark.parametrize("width", range(1, 17))
+def test_each_width_of_a_tree_has_kernels(width: int, platform):
+    nodes = {"speculative_num_draft_tokens": min(64, 1 + width + width**2)} if width > 1 else {}
+    shape = {"speculative_num_steps": 2, "speculative_eagle_topk": width, **nodes}
+    assert asked(platform, CONFIG, **NEXTN, **shape) == ()
+
+
+@each_platform
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_has_kernels(rule: str, platform):
+    flags = {"accept_rule": "exact" if rule == "exact" else "rejection"}
+    assert (
+        asked(
+            platform, CONFIG, **NEXTN, **flags, speculative_use_block_verification=rule == "block"
+        )
+        == ()
+    )
+
+
+@each_platform
+def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
+    found = asked(platform, CONFIG, dtype="float32")
+    names = ["delta_mix.feed", "layers.rms_norm", "linear", "projection"]
+    assert [each.name for each in found] == names
+    assert {each.reason for each in found} == {"bfloat16, got float32"}
+    assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
+
+
+@each_platform
+def test_the_convolutions_of_a_head_in_float32_are_counted_on_a_gpu(platform):
+    flags = {"speculative_algorithm": "DFLASH2", "speculative_draft_model_path": "head"}
+    flags |= {"head": tiny_pair_head(CONFIG, 0, head_dim=16).config}
+    found = {each.name: each for each in asked(platform, CONFIG, dtype="float32", **flags)}
+    assert found["convolution"].reason == "bfloat16, got float32"
+    assert found["convolution"].programs < found["linear"].programs
+    assert asked(platform, CONFIG, **flags) == ()
+
+
+@each_platform
+def test_a_tower_in_float32_is_counted_on_a_gpu(platform):
+    tower = Tower(vision(), picture_config())
+    found = {each.name: each for each in asked(platform, CONFIG, tower=tower, dtype="float32")}
+    assert {*OF_TOWERS} <= found.keys()
+    assert {found[name].reason for name in OF_TOWERS} == {"bfloat16, got float32"}
+    assert asked(platform, CONFIG, tower=tower) == ()
+
+
+EXPERTS = tiny_model("qwen3_5_moe", 0)[0]
+
+
+def with_experts(**changed):
+    """The config, its experts changed; the shared one as wide as the others."""
+    experts = replace(EXPERTS.experts, **{"intermediate": 32, "shared_intermediate": 32} | changed)
+    layers = [replace(each, feed=experts) for each in EXPERTS.layers]
+    return replace(EXPERTS, layers=tuple(layers))
+
+
+@each_platform
+def test_experts_in_float32_are_counted_on_a_gpu(platform):
+    found = {each.name: each.reason for each in asked(platform, with_experts(), dtype="float32")}
+    assert found["experts"] == "bfloat16, got float32"
+    assert asked(platform, with_experts()) == ()
+
+
+@each_platform
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"intermediate": 24, "shared_intermediate": 24},
+            "expert widths that are multiples of 16, got 24",
+        ),
+        (
+            {"shared_intermediate": 24},
+            "shared experts of the same width as the others .32., got 24",
+        ),
+    ],
+)
+def test_experts_of_widths_that_no_kernel_takes_are_refused(platform, changed, said):
+    model = with_experts(**changed)
+    with pytest.raises(ValueError, match=said):
+        asked(platform, model)
+    assert "experts" in {each.name for each in asked(platform, model, dtype="float32")}
+
+
+def started(platform: Platform, *flags: str) -> int:
+    return launch(["--port", "0", *flags], lambda: replace(platform, find_device=lambda: GPU))
+
+
+@each_platform
+def test_a_start_that_no_kernel_takes_is_refused_before_weights_are_read(
+    platform, tmp_path, capfd, monkeypatch
+):
+    write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"head_dim": 16', '"head_dim": 24'))
+    assert started(platform, "--model-path", str(tmp_path), "--load-format", "dummy") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "require attention heads of size" in line
+    assert "got 24" in line
+
+
+def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
+    write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False)
+    served = []
+    monkeypatch.setattr(loop, "run", lambda engine, *rest: served.append(engine) or 0)
+    platform = replace(serve_reference.PLATFORM, kernels=torch_platform.PLATFORM.kernels)
+    flags = ("--max-total-tokens", "4096", "--max-running-requests", "2")
+    assert started(platform, "--model-path", str(tmp_path), "--dtype", "float32", *flags) == 0
+    told = capfd.readouterr().err
+    assert "linear runs without kernels" in told
+    assert "they take bfloat16, got float32" in told
+    page = ServerMetrics("m").render(served[0].metrics.snapshot()).decode()
+    lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
+    counts = {
+        name: float(lines[f'tandem:engine_fallback_ops{{model_name="m",op="{name}"}}'])
+        for name in (operation.name for operation in OPERATIONS)
+    }
+    assert counts["mix"] == counts["delta_mix"] == 0
+    assert 0 < counts["delta_mix.feed"] < counts["linear"] == counts["layers.rms_norm"]
+
+
+def test_a_start_without_plain_operations_counts_zeros():
+    assert {name: read() for name, read in plain_gauges(()).items()} == {
+        f'engine_fallback_ops{{op="{operation.name}"}}': 0.0 for operation in OPERATIONS
+    }
+
+
+@pytest.mark.parametrize("backend", ["jax_impl", "torch_impl"])
+def test_no_operation_falls_back_that_the_table_does_not_name(backend: str):
+    """By their text: what has a condition for its kernels, or a kernel's function that gives up."""
+    found = set()
+    for path in (ROOT / backend / "ops").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_call = isinstance(node, ast.Call) and len(node.args) + len(node.keywords) > 2
+            if is_call and ast.unparse(node.func) == "kernel_or_plain":
+                found.add(f"{path.stem}.{ast.unparse(node.args[0]).removeprefix('kernel_')}")
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("kernel_"):
+                calls = (x for x in ast.walk(node) if isinstance(x, ast.Call))
+                if any(ast.unparse(x.func).startswith("plain_") for x in calls):
+                    found.add(f"{path.stem}.{node.name.removeprefix('kernel_')}")
+    named = {operation.name for operation in OPERATIONS if not operation.is_refused}
+    assert {name if name in named else name.split(".")[0] for name in found} == named

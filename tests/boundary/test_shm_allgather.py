@@ -1,0 +1,121 @@
+"""Ranks give each other what they have, in order, and none waits for ever."""
+
+import multiprocessing
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.boundary import shm_allgather as module
+from shared.boundary.shm_allgather import Mailboxes, RankMissingError
+from shared.boundary.tp_group import ALONE, Ranks
+
+PAGE = 4096  # the numbers of a rank's exchanges have one of their own
+
+
+@pytest.fixture
+def mailboxes():
+    made = Mailboxes.create(3, box_bytes=64, wait_s=0.3)
+    yield made
+    made.remove()
+
+
+def given_by(rank, call, size=150):
+    return ((np.arange(size) + 7 * rank + 31 * call) % 251).astype(np.uint8)
+
+
+def exchanges(mailboxes, rank, calls=40):
+    return [mailboxes.exchange(rank, given_by(rank, call)) for call in range(calls)]
+
+
+def expected(calls=40):
+    return [np.stack([given_by(rank, call) for rank in range(3)]) for call in range(calls)]
+
+
+def test_all_ranks_get_what_each_has_given_in_order(mailboxes):
+    with ThreadPoolExecutor(3) as threads:
+        got = list(threads.map(partial(exchanges, mailboxes), range(3)))
+    for of_rank in got:
+        np.testing.assert_array_equal(of_rank, expected())
+
+
+def test_a_fence_stands_between_values_and_their_number_on_either_side(mailboxes, monkeypatch):
+    """What a processor without an order of stores needs; only what it stands between is seen."""
+    path, *_ = mailboxes.__reduce__()[1]
+    memory, seen = np.memmap(path, np.uint8, "r"), []
+    numbers, own = memory[: 3 * PAGE].view(np.int64).reshape(3, -1)[:, 0], memory[3 * PAGE + 64 :]
+
+    def looked():
+        if threading.current_thread() is threading.main_thread():
+            seen.append((numbers.tolist()[0], min(numbers[1:]), own[:4].tolist()))
+
+    monkeypatch.setattr(module, "fence", looked)
+    with ThreadPoolExecutor(2) as threads:
+        others = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0, 4)) for rank in (1, 2)]
+        while min(numbers[1:]) < 1:
+            time.sleep(0.001)
+        mailboxes.exchange(0, given_by(0, 0, 4))
+        assert [len(each.result(10)) for each in others] == [3, 3]
+    values = given_by(0, 0, 4).tolist()
+    assert seen == [(0, 1, values), (1, 1, values), (1, 1, values)]
+
+
+def test_processes_exchange_as_threads_do(mailboxes):
+    mailboxes.wait_s = 60.0  # the others have to start
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        others = pool.map_async(partial(exchanges, mailboxes), (1, 2), chunksize=1)
+        np.testing.assert_array_equal(exchanges(mailboxes, 0), expected())
+        for of_rank in others.get(60):
+            np.testing.assert_array_equal(of_rank, expected())
+
+
+def test_a_rank_that_does_not_come_is_named(mailboxes):
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(mailboxes.exchange, rank, given_by(rank, 0)) for rank in (0, 1)]
+        for rank, future in enumerate(waiting):
+            error = (
+                rf"rank 2 of 3 did not reach exchange 1 within 0.3 s \(waited on by rank {rank}\)"
+            )
+            with pytest.raises(RankMissingError, match=error):
+                future.result(10)
+
+
+def test_a_rank_that_did_not_come_once_is_not_waited_for_again(mailboxes):
+    """A step has many exchanges, and its end is not to wait for each."""
+    for call in (1, 2):
+        began = time.monotonic()
+        with pytest.raises(RankMissingError, match=f"did not reach exchange {call} within 0"):
+            mailboxes.exchange(0, given_by(0, 0, 8))
+        assert (time.monotonic() - began > 0.25) is (call == 1)
+
+
+def test_a_rank_with_other_bytes_is_named(mailboxes):
+    with ThreadPoolExecutor(3) as threads:
+        sizes = (8, 8, 12)
+        futures = [
+            threads.submit(mailboxes.exchange, rank, given_by(rank, 0, size))
+            for rank, size in enumerate(sizes)
+        ]
+        with pytest.raises(RankMissingError, match="rank 2 of 3 sent 12 bytes in exchange 1"):
+            futures[0].result(10)
+
+
+def test_ranks_that_do_not_exist_are_refused(mailboxes):
+    with pytest.raises(ValueError, match="rank must be in 0..2, got 3"):
+        Ranks(3, 3, mailboxes)
+    with pytest.raises(ValueError, match="mailboxes must be created for 2 ranks, got 3"):
+        Ranks(0, 2, mailboxes)
+    assert ALONE.is_alone
+
+
+def test_nothing_is_left_in_a_folder_of_the_machine():
+    """A process that is killed takes nothing away."""
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.is_dir() else set()
+    made = Mailboxes.create(2, box_bytes=64)
+    assert (set(shared.iterdir()) if shared.is_dir() else set()) == before
+    made.remove()

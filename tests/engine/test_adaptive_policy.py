@@ -1,0 +1,88 @@
+"""Policies: which of some situations asks for which tier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.engine.adaptive.acceptance import Expected
+from shared.engine.adaptive.policy import BestValue, Situation, Static, mean_of_best
+from tests.support.simulation.policies import Greedy
+
+OFF, CHAIN = 0, 1
+
+
+def situation(
+    tokens: float,
+    after_off: float = 0.0,
+    steps_ahead: float = 100.0,
+    trial_gain: float = 0.0,
+    lifetime: float = 0.0,
+):
+    """Eight rows; a chain costs a quarter more than nothing."""
+    next_tokens = 8.0 * after_off + tokens * (1 - after_off)
+    return Situation(
+        seconds=[4.0, 5.0],
+        expected=Expected(
+            tokens=[8.0, tokens],
+            next_tokens=[8.0, next_tokens],
+            trial_gain=[[0.0, 0.0], [trial_gain / 5.0, 0.0]],
+            trial_lifetime_steps=[0.0, lifetime],
+        ),
+        num_rows=8,
+        after_off=after_off,
+        steps_ahead=steps_ahead,
+    )
+
+
+@pytest.mark.parametrize(("tokens", "tier"), [(9.0, OFF), (11.0, CHAIN)])
+@pytest.mark.parametrize("policy", [Greedy(), BestValue()], ids=lambda p: type(p).__name__)
+def test_the_most_tokens_a_second_win(policy, tokens, tier):
+    assert policy.choose(situation(tokens)) == tier
+
+
+def test_a_static_policy_looks_at_nothing():
+    assert Static(CHAIN).choose(situation(8.0)) == CHAIN
+
+
+def test_without_measured_seconds_nothing_is_trimmed():
+    for policy in (BestValue(), Greedy()):
+        assert policy.choose(replace(situation(8.5), seconds=None)) == CHAIN
+
+
+def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
+    """By value and on no timer; greedy never tries."""
+    policy, ahead = BestValue(), {"tokens": 9.5, "after_off": 1.0, "lifetime": 100.0}
+    assert policy.choose(situation(**ahead, trial_gain=0.1)) == OFF
+    assert policy.choose(situation(**ahead, trial_gain=2.0)) == CHAIN
+    assert Greedy().choose(situation(**ahead, trial_gain=2.0)) == OFF
+
+
+def test_what_is_learnt_of_all_requests_is_worth_a_try_at_the_end_of_this_one():
+    """For as long as it is of use: what will soon be as uncertain again could be learnt then."""
+    policy = BestValue()
+    ending = {"tokens": 9.5, "trial_gain": 2.0, "after_off": 1.0, "steps_ahead": 3.0}
+    assert policy.choose(situation(**ending, lifetime=1.0)) == OFF
+    assert policy.choose(situation(**ending, lifetime=100.0)) == CHAIN
+
+
+def test_the_time_of_a_step_that_outlasts_the_window_counts():
+    """At the end of a request a tier of thrice the tokens takes a hundred times as long."""
+    ending = replace(situation(24.0, after_off=1.0, steps_ahead=3.0), seconds=[4.0, 400.0])
+    assert BestValue().choose(ending) == OFF
+
+
+def test_a_switch_must_pay_for_itself():
+    """Between the two speeds nothing is gained by going back and forth, so it stays where it is."""
+    policy = BestValue()
+    assert policy.choose(situation(10.02, after_off=1.0)) == OFF
+    assert policy.choose(situation(9.99, after_off=0.0)) == CHAIN
+    assert policy.choose(situation(10.5, after_off=1.0)) == CHAIN
+    assert policy.choose(situation(9.5, after_off=0.0)) == OFF
+
+
+def test_the_mean_of_the_best_of_two():
+    assert mean_of_best(1.0, 0.0, 2.0) == 2.0
+    assert mean_of_best(2.0, 1.0, 2.0) == pytest.approx(2.0 + 0.39894, abs=1e-4)
+    assert mean_of_best(-9.0, 1.0, 2.0) == pytest.approx(2.0)

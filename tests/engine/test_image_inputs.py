@@ -1,0 +1,429 @@
+"""Pictures through the engine: encoded when a prompt needs them, known apart by the prefix cache.
+
+On the golden model that sees, against its greedy texts and against the golden specification, which
+reads a whole prompt at once and has no pages, no pool and no drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import StepFuture, StepPlan
+from shared.boundary.buffers import empty_plan
+from shared.boundary.program import Program, Work
+from shared.engine import shadow_verify
+from shared.engine.allocator import Allocator
+from shared.engine.encoder_cache import PictureRows, least_rows
+from shared.engine.engine import Engine
+from shared.engine.image_inputs import Picture, Sight, key_of, parting
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.radix_cache import RadixCache
+from shared.engine.request import Refusal, Request
+from shared.engine.rows import Chunk, Rows, chunk_end
+from shared.engine.shadow_verify import ShadowCheck
+from shared.options.ngram import NgramConfig
+from shared.spec.mrope import turns
+from tests.support import jax_vlm_ranks
+from tests.support.backends import GPU_FRAMEWORKS
+from tests.support.golden_images import WANT, resized
+from tests.support.run_engine import Outcome, checked_step, drive
+from tests.support.vlm import (
+    CHUNK,
+    FACTOR,
+    IMAGE,
+    LARGEST,
+    ON_A_GPU,
+    PAGE,
+    SHAPES,
+    Prompt,
+    backend_of,
+    engine_of,
+    pixels,
+    words,
+)
+
+GOLDEN = {"mm": (0, 1), "one": (2,)}
+LONG = Prompt(words(20, 1), pixels(8, 10, 1), words(20, 1), pixels(9, 5, 2), words(9, 2))
+"""Its chunks of 64 tokens begin and end inside pictures."""
+
+
+def golden(name: str) -> Prompt:
+    """A golden prompt, with the pixels that the golden pictures become here."""
+    tokens, numbers = WANT[f"{name}_ids"].tolist(), GOLDEN[name]
+    parts: list[list[int] | np.ndarray] = [[]]
+    left = [resized(WANT[f"image_{i}"]) for i in numbers]
+    for token in tokens:
+        if token != IMAGE:
+            parts[-1].append(token)
+        elif not (len(parts) > 1 and not parts[-1]):
+            parts += [left.pop(0), []]
+    made = Prompt(*parts)
+    assert made.tokens == tokens
+    return made
+
+
+def served(engine: Engine, *prompts: Prompt, tenant: str = "") -> list[list[int]]:
+    """The texts of prompts that come together."""
+    given = [prompt.request(number, tenant) for number, prompt in enumerate(prompts)]
+    return [outcome.tokens for outcome in drive(engine, given).values()]
+
+
+ON_GPUS = [f"{name}{ON_A_GPU}" for name in GPU_FRAMEWORKS]
+FRAMEWORKS = [
+    "reference",
+    "torch",
+    pytest.param("jax", marks=pytest.mark.matrix),
+    *(pytest.param(name, marks=pytest.mark.gpu) for name in ON_GPUS),
+]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_golden_prompts_with_pictures_have_their_golden_texts_side_by_side(framework):
+    engine = engine_of(framework, "NEXTN")
+    texts = served(engine, golden("mm"), golden("one"))
+    assert [text[:10] for text in texts] == [WANT[f"{name}_greedy_ids"].tolist() for name in GOLDEN]
+    assert engine.pictures.num_encoded == 3
+
+
+def traffic() -> list[Prompt]:
+    """Prompts that share pictures and beginnings, and one of text."""
+    return [
+        LONG,
+        Prompt(words(70, 3), pixels(8, 10, 1), words(3, 1)),
+        Prompt(pixels(9, 5, 2), words(30, 1)),
+        Prompt(words(90, 2)),
+        Prompt(words(20, 1), pixels(8, 10, 3), words(20, 1), pixels(9, 5, 2), words(9, 2)),
+    ]
+
+
+CASES = [
+    pytest.param("NEXTN", ["reference", "torch"], id="NEXTN"),
+    pytest.param("NGRAM", ["torch"], id="NGRAM"),
+    pytest.param("NEXTN tree", ["torch ranks 2"], id="ranks", marks=pytest.mark.matrix),
+    *(
+        pytest.param(name, ["reference", *ON_GPUS], id=f"{name} gpu", marks=pytest.mark.gpu)
+        for name in ("NEXTN tree", "EAGLE3", "NGRAM")
+    ),
+    *(
+        pytest.param(name, ["reference", "torch", "jax"], id=f"{name} x3", marks=pytest.mark.matrix)
+        for name in SHAPES
+    ),
+]
+
+
+@pytest.mark.parametrize(("drafter", "frameworks"), CASES)
+def test_texts_with_pictures_are_plain_ones_cut_preempted_and_drafted(drafter, frameworks):
+    """Few pages: requests give way in the middle, and find what is left of their prefix."""
+    texts, drafted = [each.text() for each in traffic()], {}
+    for framework in frameworks:
+        engine, outcomes = engine_of(framework, drafter, texts, num_pages=48), {}
+        for number, prompt in enumerate(traffic()):
+            engine.add(prompt.request(number))
+            outcomes[number] = Outcome()
+        sent_back = {is_inside: False, has_text: False}
+        while engine.busy:
+            for event in checked_step(engine):
+                outcomes[event.request_id].take(event)
+            for which, is_done in sent_back.items():
+                sent_back[which] = is_done or preempted(engine, which)
+        assert all(sent_back.values()), "requests lose their pages in a picture and behind one"
+        assert [x.tokens for x in outcomes.values()] == texts
+        steps = [event.step for x in outcomes.values() for event in x.traced]
+        drafted[framework] = str([(step.drafts, step.parents, step.path) for step in steps if step])
+        if drafter.endswith("NGRAM"):
+            assert max(max(x.accepted) for x in outcomes.values()) > 1
+    assert len({*drafted.values()}) == 1, "drafts, or what is accepted of them, differ"
+
+
+def is_inside(request: Request) -> bool:
+    """Whether it is read up to the middle of a picture."""
+    inside = any(each.first < request.prefilled < each.end for each in request.pictures)
+    return inside and request.cached_tokens == 0
+
+
+def has_text(request: Request) -> bool:
+    return bool(request.pictures) and len(request.output) > 3
+
+
+def preempted(engine: Engine, which: Callable[[Request], bool]) -> bool:
+    """Sends back a request none of whose steps is in flight, if there is such a one."""
+    for request in engine.scheduler.running:
+        if request.is_settled and which(request):
+            engine.scheduler.preempt(request)
+            return True
+    return False
+
+
+@pytest.mark.parametrize("framework", ["reference", "torch"])
+def test_a_prompt_finds_the_same_picture_and_never_another_of_its_size(framework):
+    engine = engine_of(framework, "NEXTN")
+    other = Prompt(words(20, 1), pixels(8, 10, 3), words(20, 1), pixels(9, 5, 2), words(9, 2))
+    assert LONG.tokens == other.tokens
+    assert served(engine, LONG) == [LONG.text()]
+    assert engine.pictures.num_encoded == 2
+    found = cached(engine, LONG)
+    assert found > LONG.pictures[1].first, "its last state stands inside the second picture"
+    assert engine.pictures.num_encoded == 2, "the second turn encodes nothing"
+    assert cached(engine, other) == 0, "the first state stands behind the other picture's rows"
+    assert engine.pictures.num_encoded == 3
+    assert cached(engine, LONG, tenant="another") == 0
+    assert engine.pictures.num_encoded == 5, "no tenant reads what another one's tower has made"
+
+
+def cached(engine: Engine, prompt: Prompt, tenant: str = "") -> int:
+    """Tokens that a prompt finds, whose text is held against the specification's."""
+    request = prompt.request(7, tenant)
+    assert drive(engine, [request])[7].tokens == prompt.text()
+    return request.cached_tokens or 0
+
+
+def test_prompts_that_part_in_a_picture_do_not_wait_for_each_other():
+    """One waits for another's pages only where they are to hold the same pictures."""
+    other = Prompt(words(20, 1), pixels(8, 10, 3), words(40, 1))
+    same = Prompt(words(20, 1), pixels(8, 10, 1), words(40, 1))
+    engine, outcomes = engine_of("reference", "none"), [Outcome() for _ in range(3)]
+    for number, prompt in enumerate((same, other, same)):
+        engine.add(prompt.request(number))
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == [0, 1]
+    while engine.busy:
+        for event in checked_step(engine):
+            outcomes[event.request_id].take(event)
+    assert [x.tokens for x in outcomes] == [same.text(), other.text(), same.text()]
+    assert engine.pictures.num_encoded == 2
+
+
+def test_a_pool_that_is_too_small_for_all_encodes_anew():
+    many = Prompt(*(part for i in range(5) for part in (words(3, i), pixels(4, 6, i))), words(9, 1))
+    large = Prompt(words(50, 1), pixels(8, 12, 8), pixels(8, 12, 9), words(5, 1))
+    fewer = replace(backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(96))
+    engine = engine_of("reference", "none", pictures=fewer)
+    assert served(engine, many, large, many) == [many.text(), large.text(), many.text()]
+    assert engine.pictures.num_held <= least_rows(96)
+
+
+def test_a_picture_is_encoded_though_another_prompt_goes_before_it():
+    """The first prompt of a step needs no encoding any more, and the second one's has to wait."""
+    engine = engine_of("reference", "none")
+    served(engine, Prompt(words(9, 1), pixels(3, 4, 1), words(5, 2)))
+    first = Prompt(words(9, 3), pixels(3, 4, 1), words(5, 4))
+    second = Prompt(words(9, 5), pixels(3, 4, 2), words(5, 6))
+    assert served(engine, first, second) == [first.text(), second.text()]
+
+
+def test_a_picture_whose_prompt_shares_a_step_is_encoded_before_it_is_read():
+    """Of short prompts one step reads several: a picture's is left out until it has its rows."""
+    seen = [Prompt(words(3, n), pixels(2, 3, n % 2), words(5, n)) for n in range(3)]
+    together = [Prompt(words(9, 7)), *seen]
+    engine = engine_of("reference", "none")
+    assert served(engine, *together) == [each.text() for each in together]
+    assert engine.pictures.num_encoded == 2
+
+
+def test_a_stream_has_steps_between_those_of_a_picture_that_others_give_up_or_go_before():
+    """One prompt ends when its picture has had a step; another's waits for a better priority's."""
+    engine, submitted = engine_of("reference", "none"), list[Program]()
+    submit = engine.backend.submit
+
+    def noted(plan: StepPlan) -> StepFuture:
+        submitted.append(plan.program)
+        return submit(plan)
+
+    def blocks() -> list[int]:
+        return [each.blocks.start for each in submitted if each.work is Work.ENCODE]
+
+    engine.backend.submit = noted
+    stream = Prompt(words(9, 1))
+    large = [Prompt(words(3, n), pixels(8, 10, n), words(5, n)) for n in range(4)]
+    asked = [stream.request(0, tokens=30), *(large[n].request(n) for n in (1, 2, 3))]
+    asked[3].priority = -1
+    outcomes = {number: Outcome() for number in (0, 2, 3)}
+
+    def step() -> None:
+        for event in checked_step(engine):
+            outcomes[event.request_id].take(event)
+
+    engine.add(asked[0])
+    while not outcomes[0].tokens:
+        step()
+    for number in (1, 2):
+        engine.add(asked[number])
+        while len(blocks()) < number:
+            step()
+        if number == 1:
+            engine.abort(1)
+    engine.add(asked[3])
+    while engine.busy:
+        step()
+    assert blocks() == [0, 0, *(0, 1), *(0, 1)]
+    works = [each.work for each in submitted]
+    assert (Work.ENCODE, Work.ENCODE) not in [*pairwise(works)]
+    assert outcomes[0].tokens == stream.text(30)
+    assert all(outcomes[n].tokens == large[n].text() for n in (2, 3))
+    assert engine.pictures.num_encoded == 2
+
+
+def test_what_cannot_be_served_is_refused_by_name():
+    engine, picture = engine_of("reference", "none"), Picture.of(1, pixels(2, 3, 1), FACTOR)
+    given = Prompt([1], pixels(2, 3, 1), [2])
+
+    def refused(words: str, prompt: list[int], *pictures: Picture) -> None:
+        request = Request(
+            request_id=1,
+            prompt=tuple(prompt),
+            pictures=pictures,
+            sampling=given.request().sampling,
+        )
+        with pytest.raises(Refusal, match=words):
+            engine.add(request)
+
+    refused("not those of its 1 pictures", given.tokens[:-2], picture)
+    refused("not those of its 0 pictures", [1, IMAGE, 2])
+    refused("not those of its 1 pictures", [*given.tokens, IMAGE], picture)
+    too_large = Prompt([1], pixels(10, 10, 1), [2])
+    refused("picture 1 of prompt takes 100 tokens", too_large.tokens, *too_large.pictures)
+    assert not engine.busy
+
+
+@pytest.mark.matrix
+def test_ranks_in_jax_see_as_one_does():
+    jax_vlm_ranks.check()
+
+
+def test_seen_text_is_learnt_as_if_there_were_no_pictures():
+    indices = []
+    for parts in ((words(9, 1), words(5, 2)), (words(9, 1), pixels(2, 3, 1), words(5, 2))):
+        index = NgramIndex(NgramConfig(), nodes=4, depth=3, vocab=256, chain=False)
+        request = Prompt(*parts).request()
+        request.place(1)
+        for end in range(2, len(request.prompt) + 1, 2):  # some chunks end inside the picture
+            index.see_prompt(request, end)
+            index.learn()
+        index.see_prompt(request, len(request.prompt))
+        index.see(request, words(9, 1)[:4])
+        request.commit(words(9, 1)[:4])
+        indices.append((index.draft([request]).tokens.tolist(), index.num_ngrams))
+        index.end(request, is_learnt=True)
+        index.cut(request.request_id, 0)
+        indices[-1] += (index.num_ngrams,)
+    assert indices[0] == indices[1]
+    assert any(indices[0][0][0])
+
+
+# Rows of the pool
+
+
+def test_rows_are_given_to_pictures_that_a_chunk_names_at_once():
+    """Whatever was encoded before, and however it lies, the pictures of a chunk have rows apart."""
+    rng = np.random.default_rng(0)
+    pool = replace(
+        backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
+    )
+    rows, sizes = (
+        PictureRows(pool, backend_of("reference", "none").capacity.programs),
+        [(1, 1), (3, 5), (8, 12), (6, 16), (2, 30)],
+    )
+    for number in range(60):
+        parts: list[list[int] | np.ndarray] = []
+        while sum(len(part) if isinstance(part, list) else 9 for part in parts) < 60:
+            size = sizes[rng.integers(len(sizes))]
+            parts += [words(int(rng.integers(0, 9)), 1), pixels(*size, int(rng.integers(9)))]
+        request = Prompt(*parts, [1]).request(number)
+        request.place(1)
+        encoded = 0
+        while not request.decodes:
+            chunk = rows.chunk_of(request, chunk_end(request, 2 * CHUNK), may_encode=True)
+            assert chunk is not None
+            if isinstance(chunk, Rows):
+                assert chunk.work is Work.ENCODE
+                encoded += 1
+                assert encoded < 40, "no progress"
+                continue
+            spans = {(place, place + each.count) for each, place in chunk.pictures}
+            bounds = [bound for span in sorted(spans) for bound in span]
+            assert bounds == sorted(bounds), "two pictures have a row"
+            assert all(0 < bound <= pool.num_rows for bound in bounds)
+            encoded = 0
+            request.prefill(chunk.end)
+
+
+def test_what_a_chunk_names_stays_for_its_other_pictures():
+    pool = replace(
+        backend_of("reference", "none").capacity.pictures, num_rows=1 + least_rows(LARGEST)
+    )
+    rows = PictureRows(pool, backend_of("reference", "none").capacity.programs)
+    first, other, last = (pixels(8, 12, seed) for seed in (1, 2, 3))
+    for parts, encoded in (((first, [1]), 1), ((other, [1]), 2), ((first, last, [1]), 3)):
+        request = Prompt(*parts).request()
+        request.place(1)
+        while isinstance(
+            rows.chunk_of(request, min(len(request.prompt), 128), may_encode=True), Rows
+        ):
+            pass
+        assert rows.num_encoded == encoded
+
+
+def test_the_page_before_a_picture_is_another_where_a_head_reads_the_row_behind_it():
+    """Its last row of draft KV is made of the picture's first."""
+    prompts = [Prompt(words(PAGE, 1), pixels(4, 6, seed), [1, 2]) for seed in (1, 2)]
+    capacity = backend_of("reference", "none").capacity
+    for key_reach in (0, 1):
+        allocator = Allocator(capacity)
+        tree, slot = RadixCache(allocator, key_reach), allocator.take_slot()
+        allocator.reserve(slot, 4 * PAGE)
+        tokens, pages = np.array(prompts[0].tokens, np.int32), allocator.page_table[slot, :4]
+        tree.insert("", None, tokens, pages, [True] * 4, prompts[0].pictures, is_running=True)
+        found = [len(tree.path("", tokens, prompt.pictures)) for prompt in prompts]
+        assert found == [4, 1 - key_reach]
+
+
+def test_a_key_names_each_picture_and_the_place_in_it():
+    one, two = (Picture.of(3, pixels(2, 3, seed), FACTOR) for seed in (1, 2))
+    assert key_of([one], 0, 3) == key_of([one], 9, 12) == b""
+    keys = [key_of([each], first, first + 4) for each in (one, two) for first in (0, 3, 4, 8)]
+    assert len({*keys}) == len(keys)
+    assert parting([one], [one]) is None
+    assert parting([one], [two]) == parting([one], []) == 3
+    turned = Picture.of(3, pixels(2, 3, 1).reshape(pixels(3, 2, 1).shape), FACTOR)
+    assert turned.digest != one.digest, "the same bytes of other sides are another picture"
+
+
+def test_few_pixels_wait_with_texts_that_are_to_be_checked(monkeypatch):
+    engine = engine_of("torch", "NEXTN")
+    monkeypatch.setattr(shadow_verify, "PlainRunner", lambda *given: None)  # none is checked here
+    checked = ShadowCheck(engine, engine.backend, rate=1.0, report=print)
+    few, many = (Prompt(words(9, 1), pixels(rows, 4, 1), words(9, 2)) for rows in (2, 4))
+    most = sum(each.pictures[0].pixels.nbytes for each in (few, few, few))
+    monkeypatch.setattr(shadow_verify, "MOST_PICTURE_BYTES", most)
+    for number, prompt in enumerate((few, many, few)):
+        checked.add(prompt.request(number, tokens=2 + 2 * number))  # they end one after the other
+    while engine.busy:
+        checked.step()
+    dropped = 'shadow_verify_requests_total{result="dropped"}'
+    names = ("shadow_verify_requests_waiting", dropped)
+    assert [checked.metrics.snapshot()[name] for name in names] == [2, 1]
+
+
+@pytest.mark.parametrize("end", [4, 8, 10])
+def test_a_chunk_lays_the_rows_of_pictures_and_of_the_token_behind_it(end):
+    prompt = Prompt(words(2, 1), pixels(2, 3, 1), words(2, 1))
+    request, capacity = prompt.request(), backend_of("reference", "none").capacity
+    request.sight = Sight.of(prompt.tokens, IMAGE, prompt.pictures)
+    request.place(1)
+    program = next(p for p in capacity.programs if p.work is Work.PREFILL)
+    plan = empty_plan(program, capacity)
+    Rows.prefill([Chunk(request, 1, end, ((prompt.pictures[0], 7),))]).fill(plan)
+    sources = [0, 0, 7, 8, 9, 10, 11, 12, 0, 0, 0]
+    laid, count = plan.work.pictures, end - 1
+    assert laid.sources[: count + 1].tolist() == [*sources[1:end], 0]
+    assert laid.next_sources.tolist() == [sources[end], 0, 0]
+    found, delta = turns(np.array(prompt.tokens), IMAGE, [(2, 3)])
+    assert laid.turns[:count].tolist() == found[1:end].tolist()
+    assert laid.deltas.tolist() == [delta, 0, 0]
+    behind = request.sight.between(9, 12).tolist()  # one of the prompt, and two of an output
+    assert behind == [found[9].tolist(), [10 + delta] * 3, [11 + delta] * 3]

@@ -1,0 +1,19 @@
+"""Loops over many requests are compiled wherever the server is installed."""
+
+import numba
+import pytest
+from numba.core import caching
+
+from shared.engine.jit import compiled
+
+
+def test_loops_are_compiled_where_no_folder_can_be_written(monkeypatch):
+    """As in a container whose files are read-only, for a user without a home."""
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+
+    def twice(number: int) -> int:
+        return 2 * number
+
+    with pytest.raises(RuntimeError, match="no locator"):
+        numba.njit(cache=True)(twice)
+    assert compiled(twice)(21) == 42

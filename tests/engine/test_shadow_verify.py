@@ -1,0 +1,381 @@
+"""Shadow checks: a changed text is found where it changed, and traffic does not notice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Capacity, Decode, StepPlan
+from shared.boundary.program import Extra, Work
+from shared.engine.cache_policy import NO_CACHE, CachePolicy
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.reference_run import Divergence
+from shared.engine.request import FinishReason, Request, SamplingParams
+from shared.engine.shadow_verify import MOST_STARTS, MOST_WAITING, ShadowCheck, is_chosen
+from tests.support.random_traffic import plain_text
+from tests.support.run_engine import Outcome
+from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacity
+
+CACHE = CachePolicy(is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=0)
+GAP = 0.75
+"""Between the best two logits of every step of the toy that these tests serve on."""
+
+
+class Toy(ToyBackend):
+    """Keeps the plans that it was given, and has logprobs with a margin."""
+
+    def __init__(self, capacity: Capacity, draft_reach: int | None = 1) -> None:
+        super().__init__(capacity, draft_reach)
+        self.plans: list[StepPlan] = []
+
+    def submit(self, plan: StepPlan) -> ToyFuture:
+        self.plans.append(plan)
+        return super().submit(plan)
+
+    def run_next(self) -> None:
+        _, future = self._queue[0]
+        super().run_next()
+        assert future.value is not None
+        assert future.value.logprobs is not None
+        future.value.logprobs.top_values[..., 1] -= GAP
+
+
+class AcceptsAWrongDraft(Toy):
+    """Its verify takes a draft at one length of the text that is not the target's choice."""
+
+    LENGTH = 30
+
+    def _next(self, plan: StepPlan, row: int, context: list[int]) -> int:
+        token = super()._next(plan, row, context)
+        verifies = isinstance(plan.work, Decode) and not plan.program.shape.is_plain
+        return (token + 1) % POISON if verifies and len(context) == self.LENGTH else token
+
+
+def capacity_of(num_pages: int = 400, **changed) -> Capacity:
+    return replace(toy_capacity(num_pages=num_pages, num_slots=5, overlap=2), **changed)
+
+
+class House:
+    """An engine with checks, and what they said."""
+
+    def __init__(
+        self,
+        backend: Toy | None = None,
+        *,
+        rate: float = 1.0,
+        cache: CachePolicy = NO_CACHE,
+        overlap: int = 1,
+    ) -> None:
+        self.backend = backend or Toy(capacity_of())
+        controller = StaticController(self.backend.capacity, nodes=4, depth=3, width=1)
+        self.engine = Engine(
+            self.backend, controller, overlap=overlap, chunked_prefill_size=100, cache=cache
+        )
+        self.told: list[Divergence] = []
+        self.checked = ShadowCheck(self.engine, self.backend, rate=rate, report=self.told.append)
+        self.outcomes: dict[int, Outcome] = {}
+
+    def add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.checked.add(request)
+            self.outcomes[request.request_id] = Outcome()
+
+    def step(self) -> None:
+        for event in self.checked.step():
+            self.outcomes[event.request_id].take(event)
+        self.engine.cache.check(self.engine.scheduler.running)
+
+    def serve(self, requests: Sequence[Request]) -> None:
+        """Until nobody waits for a text; checks are left over."""
+        self.add(requests)
+        while self.engine.busy:
+            self.step()
+
+    def end_checks(self) -> None:
+        while self.checked.busy:
+            self.step()
+        capacity = self.backend.capacity
+        assert self.engine.cache.usage == 0
+        assert self.engine.allocator.num_free_slots == capacity.num_slots - 1
+
+    def count(self, name: str) -> float:
+        found = self.checked.metrics.snapshot()
+        total = 'shadow_verify_requests_total{result="%s"}'
+        return {
+            "checks": found[total % "match"] + found[total % "mismatch"],
+            "mismatch": found[total % "mismatch"],
+            "dropped": found[total % "dropped"],
+            "waiting": found["shadow_verify_requests_waiting"],
+        }[name]
+
+    def skipped(self) -> dict[str, float]:
+        found = self.checked.metrics.snapshot()
+        head = 'shadow_verify_skipped_total{reason="'
+        return {
+            name.removeprefix(head)[:-2]: value
+            for name, value in found.items()
+            if name.startswith(head) and value
+        }
+
+
+def request(number: int, prompt: Sequence[int] = (1, 2, 3), **sampling) -> Request:
+    params = SamplingParams(**{"seed32": number, "max_tokens": 40} | sampling)
+    return Request(request_id=number, prompt=tuple(prompt), sampling=params)
+
+
+def of_many_kinds(count: int, first: int = 0) -> list[Request]:
+    """Greedy, sampled, penalized, biased and stopped, two choices of each prompt."""
+    rng, kinds = (
+        random.Random(count),
+        (
+            {"temperature": 0.0},
+            {"temperature": 0.8, "top_p": 0.9, "min_p": 0.1},
+            {"repetition_penalty": 1.2, "frequency_penalty": 0.5},
+            {"logit_bias": {3: 4.0}, "min_tokens": 9, "stop_token_ids": (5, 7)},
+            {"max_draft_tokens": 2, "logprobs": 1},
+        ),
+    )
+    found = []
+    for number in range(first, first + count):
+        if number % 2 == 0:
+            prompt = [rng.randrange(POISON) for _ in range(rng.randrange(1, 150))]
+        how = kinds[number // 2 % len(kinds)]
+        found.append(request(number, prompt, max_tokens=rng.randrange(9, 50), **how))
+    return found
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("cache", [NO_CACHE, CACHE], ids=["cold", "cached"])
+def test_texts_that_are_plain_are_checked_and_none_is_reported(cache, overlap):
+    house, requests = House(cache=cache, overlap=overlap), of_many_kinds(30)
+    house.serve(requests)
+    house.end_checks()
+    assert all(house.outcomes[r.request_id].tokens == plain_text(r) for r in requests)
+    assert (house.count("checks"), house.count("mismatch")) == (30, 0)
+    assert not house.told
+    assert not house.skipped()
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_a_wrong_draft_that_was_accepted_is_reported_where_it_stands(overlap):
+    house = House(AcceptsAWrongDraft(capacity_of()), overlap=overlap)
+    wrong, short = request(1, max_tokens=60), request(2, max_tokens=20)
+    house.serve([wrong, short])
+    house.end_checks()
+    position = AcceptsAWrongDraft.LENGTH - len(wrong.prompt)
+    plain, served = plain_text(wrong), house.outcomes[1].tokens
+    assert served[:position] == plain[:position]
+    assert house.told == [
+        Divergence(
+            request_id=1,
+            position=position,
+            served=served[position],
+            plain=plain[position],
+            margin=GAP,
+        )
+    ]
+    assert str(house.told[0]) == (
+        f"shadow check: request 1 has token {served[position]} at position {position} of its "
+        f"output, but plain decoding has token {plain[position]}, with a margin of {GAP}"
+    )
+    assert (house.count("checks"), house.count("mismatch")) == (2, 1)
+
+
+def test_a_text_that_goes_on_behind_its_end_is_reported():
+    house = House()
+    one = request(1, max_tokens=20)
+    house.serve([one])
+    end = plain_text(one)[7]
+    assert end not in plain_text(one)[:7]
+    one.sampling = replace(one.sampling, stop_token_ids=(end,))
+    house.end_checks()
+    found = house.told[0]
+    assert (found.position, found.plain, found.margin) == (8, None, None)
+    assert "but plain decoding has no token" in str(found)
+
+
+def test_a_plain_run_that_fails_is_reported():
+    house = House()
+    one = request(1)
+    house.serve([one])
+    one.prompt = (1, POISON, 3)
+    house.end_checks()
+    assert [(found.position, found.plain) for found in house.told] == [(0, None)]
+
+
+def test_a_replay_reads_nothing_that_was_cached():
+    """A page that is wrong in the cache gives a wrong text, which the replay must not share."""
+    # The toy holds its draft memory against the text, so it has none here.
+    house = House(Toy(capacity_of(), draft_reach=None), cache=replace(CACHE, key_reach=0))
+    prompt = tuple(range(1, 40))
+    house.serve([request(1, prompt)])
+    house.end_checks()
+    assert not house.told
+    page = int(np.argwhere(house.backend._pages == 20)[0, 0])
+    house.backend._pages[page] = 0
+    house.serve([request(2, prompt)])
+    hits, pages = house.engine.cache.num_hit, house.engine.cache.num_pages
+    assert hits > 20
+    house.end_checks()
+    assert [(found.request_id, found.position) for found in house.told] == [(2, 0)]
+    assert (house.engine.cache.num_hit, house.engine.cache.num_pages) == (hits, pages)
+
+
+def test_where_no_page_is_free_a_check_takes_those_used_longest_ago_and_no_more():
+    house = House(Toy(capacity_of(num_pages=70)), cache=CACHE)
+    prompts = [tuple((7 * number + i) % POISON for i in range(30)) for number in range(8)]
+    house.serve([request(number, prompt) for number, prompt in enumerate(prompts)])
+    assert house.engine.allocator.num_free_pages < 10
+    newest = house.engine.cache.find(request(99, prompts[-1]))
+    left = []
+    while house.checked.busy:
+        waiting = house.count("waiting")
+        while house.count("waiting") == waiting:
+            house.step()
+        left.append(house.engine.cache.num_pages)
+    assert len(set(left)) == 1, "a check of as many pages takes those that the last one freed"
+    assert house.engine.cache.find(request(99, prompts[-1])).length == newest.length > 0
+    assert (house.count("checks"), house.count("mismatch")) == (8, 0)
+
+
+def steps_of_traffic(rate: float) -> list:
+    """Waves of requests that interrupt each other's checks, as the device sees them."""
+    house, seen = House(rate=rate, cache=CACHE), []
+    for wave in range(8):
+        before = len(house.backend.plans)
+        house.serve(of_many_kinds(5, first=10 * wave))
+        seen += house.backend.plans[before:]
+        before = len(house.backend.plans)
+        for _ in range(9 * wave):
+            house.step()
+        idle = house.backend.plans[before:]
+        assert bool(idle) == bool(rate and wave)
+        assert all(np.count_nonzero(plan.slots) == 1 for plan in idle)
+        assert all(plan.program.shape.is_plain for plan in idle)
+    return [(p.program, p.slots.tolist(), tokens_of(p)) for p in seen]
+
+
+def tokens_of(plan: StepPlan) -> list[int]:
+    return [] if isinstance(plan.work, Decode) else plan.work.tokens.tolist()
+
+
+def test_the_steps_of_traffic_are_those_without_checks():
+    assert steps_of_traffic(rate=1.0) == steps_of_traffic(rate=0.0)
+
+
+def test_who_comes_ends_a_check_at_once_and_it_begins_anew():
+    house = House()
+    house.serve([request(1)])
+    for _ in range(5):
+        house.step()
+    assert house.engine.cache.usage > 0
+    house.add([request(2)])
+    assert house.engine.cache.usage == 0
+    assert house.engine.allocator.num_free_slots == 4
+    house.end_checks()
+    assert (house.count("checks"), house.count("mismatch")) == (2, 0)
+
+
+def test_a_check_that_is_interrupted_too_often_is_dropped():
+    house = House(rate=0.1)
+    house.serve([request(3)])
+    assert house.count("waiting") == 1
+    for number in range(4, 4 + MOST_STARTS):  # none of which is checked
+        assert house.count("dropped") == 0
+        house.step()
+        house.serve([request(number, max_tokens=1)])
+    assert (house.count("dropped"), house.count("waiting")) == (1, 0)
+    assert not house.checked.busy
+
+
+def test_checks_that_are_interrupted_take_turns():
+    house = House()
+    house.serve([request(number) for number in range(MOST_STARTS + 1)])
+    for number in range(MOST_STARTS + 1):
+        house.step()
+        house.serve([request(10 + number, max_tokens=1)])
+    house.end_checks()
+    assert (house.count("checks"), house.count("dropped")) == (2 * MOST_STARTS + 2, 0)
+
+
+def test_counts_add_up_whatever_became_of_a_request():
+    house, rng = House(rate=0.7), random.Random(3)
+    chosen = 0
+    for number in range(400):
+        prompt = (1, POISON if rng.random() < 0.1 else 2)
+        house.add([request(number, prompt, max_tokens=rng.randrange(1, 30))])
+        chosen += is_chosen(number, 0.7)
+        for _ in range(rng.choice((0, 1, 2))):
+            house.step()
+        running = house.engine.scheduler.running
+        if running and rng.random() < 0.3:
+            one = rng.choice(running)
+            if rng.random() < 0.5:
+                house.checked.abort(one.request_id)
+            else:
+                house.checked.finish(one.request_id, len(one.output))
+    while house.engine.busy:
+        house.step()
+    waiting = house.count("waiting")
+    assert waiting == MOST_WAITING
+    counts = [house.count(name) for name in ("checks", "dropped")]
+    assert sum(counts) + sum(house.skipped().values()) + waiting == chosen
+    assert house.count("dropped") > 0
+    assert set(house.skipped()) == {"aborted", "failed", "empty"}
+    house.end_checks()
+    assert house.count("checks") == counts[0] + waiting
+    assert not house.told
+
+
+def test_what_a_stop_string_cut_off_is_not_compared():
+    house = House(AcceptsAWrongDraft(capacity_of()), overlap=0)
+    one = request(1, max_tokens=60)
+    house.add([one])
+    while one.length <= AcceptsAWrongDraft.LENGTH:
+        house.step()
+    house.checked.finish(1, AcceptsAWrongDraft.LENGTH - len(one.prompt))
+    assert one.finish_reason is FinishReason.STOP
+    house.end_checks()
+    assert house.count("checks") == 1
+    assert not house.told
+
+
+def test_the_same_requests_are_chosen_everywhere_and_as_many_as_asked():
+    for rate in (0.01, 0.25, 0.5):
+        share = sum(is_chosen(number, rate) for number in range(20_000)) / 20_000
+        assert share == pytest.approx(rate, abs=0.012)  # three standard deviations
+    assert all(is_chosen(number, 1.0) and not is_chosen(number, 0.0) for number in range(99))
+    assert [number for number in range(40) if is_chosen(number, 0.1)] == [3, 27]
+
+
+def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
+    house = House(Toy(capacity_of(accept_rule="rejection")))
+    sampled = [request(n, temperature=0.5) for n in range(3)]
+    kept = [request(3, temperature=0.0), request(4, temperature=0.5, max_draft_tokens=0)]
+    house.serve([*sampled, *kept])
+    house.end_checks()
+    assert house.skipped() == {"rejection": 3}
+    assert house.count("checks") == 2
+
+
+@pytest.mark.parametrize("lacking", ["plain steps", "logprobs", "second logprob"])
+def test_a_backend_that_cannot_run_plainly_is_refused(lacking):
+    capacity = capacity_of()
+    programs = [
+        p.having({Extra.LOGPROBS: p.has(Extra.LOGPROBS) and lacking != "logprobs"})
+        for p in capacity.programs
+        if not (lacking == "plain steps" and p.work is Work.DECODE and p.shape.is_plain)
+    ]
+    most = 1 if lacking == "second logprob" else 2
+    with pytest.raises(ValueError, match="shadow checks require programs"):
+        House(Toy(replace(capacity, programs=tuple(programs), max_logprobs=most)))
+
+
+def test_texts_by_lot_are_refused():
+    with pytest.raises(ValueError, match="simulated acceptance"):
+        House(Toy(capacity_of(accept_rates=(0.5, 0.5, 0.5))))

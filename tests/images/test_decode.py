@@ -1,0 +1,168 @@
+"""A picture is opened as it was drawn and brought to size, or refused before it is decoded."""
+
+import io
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from shared.images import opening
+from shared.images.data_url import data_of
+from shared.images.decode import opened
+from shared.images.header import Header, read_header
+from shared.images.placeholders import expanded
+from shared.models.image_processor import PictureRefused
+from tests.support.golden_images import WANT, patches_of, picture_config
+from tests.support.images import (
+    PATTERN,
+    REFUSED,
+    animated,
+    bomb,
+    deep_colours,
+    deep_grey,
+    rgb,
+    several_in_a_jpeg,
+    stored,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+GREY = PATTERN[..., :1].repeat(3, axis=2)
+TRANSPARENT = np.concatenate([PATTERN, PATTERN[..., :1]], axis=2)
+PALETTE = rgb().quantize(200)
+CMYK = rgb().convert("CMYK")
+
+
+def opened_array(data: bytes) -> np.ndarray:
+    picture = opened(data, picture_config())
+    return np.frombuffer(picture.rgb, np.uint8).reshape(picture.height, picture.width, 3)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_picture_is_resized_bit_for_bit_as_the_reference_implementation(number):
+    got = opened_array(stored(rgb(WANT[f"image_{number}"])))
+    pixels = patches_of(got).pixels
+    np.testing.assert_array_equal(pixels, WANT[f"pixels_pil_{number}"])
+
+
+PLAIN = {
+    "png": (stored(rgb()), PATTERN),
+    "webp": (stored(rgb(), "WEBP", lossless=True), PATTERN),
+    "jpeg": (stored(rgb(), "JPEG"), None),
+    "progressive": (stored(rgb(), "JPEG", progressive=True), None),
+    "grey": (stored(rgb(GREY).convert("L")), GREY),
+    "one bit": (stored(rgb().convert("1")), np.asarray(rgb().convert("1").convert("RGB"))),
+    "alpha": (stored(rgb(TRANSPARENT)), PATTERN),
+    "webp alpha": (stored(rgb(TRANSPARENT), "WEBP", lossless=True, exact=True), PATTERN),
+    "palette": (stored(PALETTE), np.asarray(PALETTE.convert("RGB"))),
+    "palette alpha": (stored(PALETTE, transparency=3), np.asarray(PALETTE.convert("RGB"))),
+    "cmyk": (stored(CMYK, "JPEG"), None),
+    "16 bit": (deep_colours(PATTERN.astype(np.uint16) * 257), PATTERN),
+    "16 bit grey": (deep_grey(GREY[..., 0].astype(np.uint16) * 257), GREY),
+    "camera": (several_in_a_jpeg(), None),
+}
+"""Files, and what they are opened as; None: what Pillow reads of a file that has lost some."""
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_pictures_of_all_kinds_become_rgb(name):
+    data, want = PLAIN[name]
+    if want is None:
+        want = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    np.testing.assert_array_equal(opened_array(data), want)
+
+
+def test_a_picture_that_exif_turns_is_turned_before_its_sides_are_looked_at():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    got = opened_array(stored(rgb(), exif=exif))
+    np.testing.assert_array_equal(got, np.rot90(PATTERN, -1))
+
+
+@pytest.mark.parametrize("turn", range(10))  # 1 is upright, 0 and 9 mean nothing
+def test_every_turn_of_exif_is_what_pillow_makes_of_it(turn):
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    data = stored(rgb(), exif=exif)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    np.testing.assert_array_equal(opened_array(data), np.asarray(upright))
+
+
+ODD = struct.pack("<4sIHHHIHHHHIfI", b"II*", 8, 2, 0x0112, 3, 1, 6, 0, 0x010E, 11, 1, 1.5, 0)
+"""EXIF of a picture that is turned, with a description that is a number and no text."""
+
+
+@pytest.mark.parametrize(
+    ("exif", "turns"), [(ODD, -1), (b"no list of tags", 0)], ids=["odd", "broken"]
+)
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_of_an_odd_exif_only_the_turn_is_read_and_of_a_broken_one_nothing(kind, exif, turns):
+    how = {"lossless": True} if kind == "WEBP" else {}
+    got = opened_array(stored(rgb(), kind, exif=b"Exif\0\0" + exif, **how))
+    np.testing.assert_array_equal(got, np.rot90(PATTERN, turns))
+
+
+def test_a_side_of_one_pixel_is_lifted_to_the_least_that_a_model_sees():
+    assert opened_array(stored(Image.new("RGB", (100, 1)))).shape == (8, 232, 3)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_taken_is_refused_in_one_sentence(name):
+    url, words = REFUSED[name]
+    with pytest.raises(PictureRefused) as refused:
+        opened(data_of(url), picture_config())
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_too_many_pixels_are_refused_before_a_decoder_sees_the_file(kind, monkeypatch):
+    monkeypatch.setattr(opening.Image, "open", lambda *given, **named: pytest.fail("it is opened"))
+    with pytest.raises(PictureRefused, match="16000 x 16000 pixels"):
+        opened(bomb(kind, 16_000), picture_config())
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_a_moving_picture_is_refused(kind):
+    with pytest.raises(PictureRefused, match=f"an animated {kind}, and video is not supported"):
+        opened(animated(kind), picture_config())
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("lossless", [False, True])
+def test_a_header_tells_what_pillow_would(kind, lossless):
+    for height, width in ((7, 300), (256, 1)):
+        options = {"lossless": lossless} if kind == "WEBP" else {}
+        data = stored(Image.new("RGB", (width, height)), kind, **options)
+        assert read_header(data) == Header(kind, height, width, False)
+        with_alpha = Image.new("RGBA", (width, height), (1, 2, 3, 4))
+        if kind != "JPEG":
+            assert read_header(stored(with_alpha, kind, **options)) == Header(
+                kind, height, width, False
+            )
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_file_that_is_cut_anywhere_is_refused_or_opened(kind):
+    """Nothing else comes out of it, whatever its decoder makes of the rest."""
+    data, config = stored(rgb(), kind), replace(picture_config(), most=1024)
+    for end in [*range(0, 64), *range(64, len(data), 97)]:
+        with suppress(PictureRefused):
+            assert opened(data[:end], config).height
+
+
+def test_a_server_of_text_needs_no_decoder():
+    """Pillow is an extra; what opens pictures is a process of its own."""
+    code = "import sys; sys.modules['PIL'] = None; import shared.server.service"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_each_picture_has_its_rows_in_the_prompt():
+    assert expanded([5, 9, 6, 9], 9, [2, 3]) == [5, 9, 9, 6, 9, 9, 9]
+    with pytest.raises(PictureRefused, match="2 image tokens, and the request has 1 images"):
+        expanded([5, 9, 6, 9], 9, [2])

@@ -1,0 +1,72 @@
+"""Sizes of images: within the bound, and those of transformers wherever these are within it."""
+
+import math
+
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from shared.models.image_processor import LOW_DETAIL_PIXELS, MOST_STRETCHED, PictureConfig
+
+
+def config_of(factor: int, least: int, most: int) -> PictureConfig:
+    return PictureConfig(
+        factor=factor, least=least, most=most, mean=(0.5,) * 3, deviation=(0.5,) * 3
+    )
+
+
+def wanted(height: int, width: int, config: PictureConfig) -> list[int]:
+    """The sides of transformers' `Qwen2VLImageProcessor`, which its bounds may not hold."""
+    factor, pixels = config.factor, height * width
+    sides = [round(side / factor) * factor for side in (height, width)]
+    if math.prod(sides) > config.most:
+        scale = math.sqrt(pixels / config.most)
+        return [max(factor, math.floor(x / scale / factor) * factor) for x in (height, width)]
+    if math.prod(sides) < config.least:
+        scale = math.sqrt(config.least / pixels)
+        return [math.ceil(x * scale / factor) * factor for x in (height, width)]
+    return sides
+
+
+DEMO = (32, 18_432, 18_432)
+
+
+@settings(max_examples=400)
+@given(
+    height=st.integers(1, 4000),
+    width=st.integers(1, 4000),
+    factor=st.sampled_from([8, 28, 32]),
+    least=st.integers(1, 1 << 18),
+    most=st.integers(1, 1 << 20),
+)
+@example(47, 61, *DEMO)
+@example(64, 64, *DEMO)
+@example(40, 3000, *DEMO)
+@example(3000, 40, *DEMO)
+@example(480, 640, *DEMO)
+@example(100, 100, 32, 65_536, 64 * 1024)  # a released model with --max-image-tokens 64
+def test_size_is_within_its_bound_and_transformers_own(height, width, factor, least, most):
+    assume(max(height, width) <= MOST_STRETCHED * min(height, width))
+    config = config_of(factor, least, most)
+    sides = config.fitted(height, width)
+    most_tokens = max(1, most // factor**2)
+    assert all(side >= factor and side % factor == 0 for side in sides)
+    assert 1 <= config.num_tokens(*sides) <= most_tokens
+    want = wanted(height, width, config)
+    if math.prod(want) // factor**2 <= most_tokens:
+        assert list(sides) == want
+
+
+@pytest.mark.parametrize("side", range(1, 200, 7))
+def test_image_without_a_size_between_the_bounds_keeps_its_shape(side: int):
+    assert config_of(*DEMO).fitted(side, side) == (128, 128)
+
+
+def test_low_detail_bounds_the_size():
+    config = config_of(32, 65_536, 1 << 24)
+    assert config.fitted(2048, 2048) == (2048, 2048)
+    assert config.low_detail().fitted(2048, 2048) == (512, 512)
+    assert config.low_detail().fitted(300, 200) == config.fitted(300, 200)
+    small = config_of(*DEMO)
+    assert small.most < LOW_DETAIL_PIXELS
+    assert small.low_detail() == small

@@ -1,0 +1,79 @@
+"""What layers say that they keep is what the plan counts and what both backends allocate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+
+from jax_impl import device_state as jax_state
+from jax_impl import platform as jax_platform
+from shared.drafts.drafter_spec import Drafts
+from shared.models.layers import LayerConfig
+from shared.options.options import Options
+from shared.process.device import Device
+from shared.process.memory_plan import plan
+from tests.support.tiny_models import tiny_model
+from torch_impl import device_state as torch_state
+from torch_impl import platform as torch_platform
+
+MODEL = tiny_model("qwen3_5", 0, with_mtp=True)[0]
+TYPES = {"float32": (torch.float32, jnp.float32), "bfloat16": (torch.bfloat16, jnp.bfloat16)}
+PLACES = ("kv", "delta", "snapshots")
+
+
+def bytes_of(state: object) -> int:
+    """Of all arrays that belong to layers, of a state and its drafter's."""
+    held = [getattr(owner, name) for owner in (state, state.draft) for name in PLACES]
+    return sum(x.nbytes for each in held if each is not None for x in parts(each))
+
+
+def parts(held: object) -> list:
+    names = ("recurrent", "window") if hasattr(held, "recurrent") else ()
+    return [getattr(held, name) for name in names] or [held]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_the_plan_counts_of_layers_is_allocated(framework, dtype):
+    asked = {
+        "model_path": "model",
+        "max_running_requests": 3,
+        "max_total_tokens": 512,
+        "speculative_algorithm": "NEXTN",
+        "dtype": dtype,
+    }
+    platform = torch_platform.PLATFORM if framework == "torch" else jax_platform.PLATFORM
+    device = Device("cpu", "a CPU", 1 << 34)
+    drafts = Drafts.of_mtp(MODEL)
+    memory = plan(Options.from_values(asked), MODEL, drafts, device, platform.costs)
+    capacity, kinds = memory.blueprint.capacity, TYPES[dtype]
+    if framework == "torch":
+        where = (kinds[0], torch.device("cpu"))
+        state = torch_state.allocate(MODEL, capacity, drafts.sizes, *where)
+    else:
+        where = (kinds[1], jax.devices("cpu")[0])
+        state = jax_state.allocate(MODEL, capacity, drafts.sizes, *where)
+    names = ("KV", "draft KV", "state", "snapshots")
+    counted = {line.name: line.num_bytes for line in memory.lines if line.name in names}
+    assert set(counted) == set(names)
+    assert bytes_of(state) == sum(counted.values())
+
+
+def test_a_mixer_of_other_sizes_keeps_as_much_more():
+    attention, delta = MODEL.attention, MODEL.gated_delta
+    wide = replace(attention, num_kv_heads=4)
+    assert [x.piece_bytes(2) for x in wide.kept] == [2 * x.piece_bytes(2) for x in attention.kept]
+    recurrent, window = replace(delta, value_size=2 * delta.value_size).kept
+    assert recurrent.piece_bytes(2) == 2 * delta.kept[0].piece_bytes(2)
+    assert recurrent.piece_bytes(2) == recurrent.piece_bytes(4)  # its own type
+    assert window.piece_bytes(2) < 2 * delta.kept[1].piece_bytes(2)
+
+
+def test_layers_of_one_kind_have_one_size():
+    odd = LayerConfig(mixer=replace(MODEL.attention, num_heads=8), feed=MODEL.dense)
+    with pytest.raises(ValueError, match="different sizes"):
+        replace(MODEL, layers=(*MODEL.layers, odd))

@@ -1,0 +1,221 @@
+"""Dummy weights: the same bits on every backend, of the size of a model's, and from no file."""
+
+import json
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from jax_impl import dummy_weights as jax_dummy
+from jax_impl import weights as jax_weights
+from shared.drafts.checkpoint import check_head, draft_ids, dummy_head, head_parameters
+from shared.drafts.config import DraftConfig
+from shared.models.config import ModelConfig
+from shared.models.dummy_weights import (
+    DummyCheckpoint,
+    Law,
+    elements,
+    keys_of,
+    law_of,
+    mixed,
+    parameter_array,
+)
+from shared.models.families import config_from_folder, stated_granularity
+from shared.models.fp8 import Granularity
+from shared.models.parameters import Parameter, parameters, single, stack
+from shared.spec import experts, linear, model
+from tests.support.tiny_heads import tiny_head_config
+from tests.support.tiny_models import EXPERTS, FAMILIES, tiny_model
+from torch_impl import dummy_weights as torch_dummy
+from torch_impl import weights as torch_weights
+
+SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
+CPU = torch.device("cpu")
+HEADS = dict.fromkeys(
+    (f"qwen3-8b-{each}" for each in ("eagle3", "dflash", "dspark", "dflash2")), "qwen3-8b"
+)
+HEADS |= {f"{name}-eagle3": name for name in ("llama-3.1-8b", "qwen3-32b")}
+TARGETS = sorted({path.name for path in SHAPES.iterdir()} - HEADS.keys())
+
+
+def tiny_config(family: str) -> ModelConfig:
+    return tiny_model(family, 0)[0]
+
+
+def tiny_parameters(family: str) -> list[Parameter]:
+    config = tiny_config(family)
+    return parameters(config, config.has_mtp)
+
+
+def in_torch(parameter: Parameter, law: Law, dtype: str) -> np.ndarray:
+    made = torch_dummy.parameter_array(parameter, law, getattr(torch, dtype), CPU)
+    return made.float().numpy()
+
+
+def in_jax(parameter: Parameter, law: Law, dtype: str) -> np.ndarray:
+    made = jax_dummy.parameter_array(parameter, law, np.dtype(dtype), jax.devices("cpu")[0])
+    return np.asarray(made.astype(np.float32))
+
+
+MADE = {"torch": in_torch, "jax": in_jax}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [*FAMILIES, "glm4_moe"])
+def test_every_parameter_has_the_specifications_bits(family, dtype, made):
+    laws = set()
+    for parameter in tiny_parameters(family):
+        law = law_of(parameter)
+        if (law, parameter.shape) in laws:
+            continue  # one compilation less
+        laws.add((law, parameter.shape))
+        want = parameter_array(parameter, law)
+        found = made(parameter, law, dtype)
+        np.testing.assert_array_equal(found, want.astype(KINDS[dtype]), parameter)
+
+
+def test_a_parameter_that_is_made_in_pieces_is_the_same(monkeypatch):
+    parameter = single("mlp", "mlp", (37, 11))
+    law = law_of(parameter)
+    monkeypatch.setattr(torch_dummy, "PIECE", 100)
+    np.testing.assert_array_equal(
+        in_torch(parameter, law, "float32"), parameter_array(parameter, law)
+    )
+
+
+def test_places_past_2_to_the_31_have_the_specifications_bits():
+    places = np.array([2**31 - 1, 2**31, 2**32 - 1], np.uint32)
+    law, key = Law.of_matrix(1.0), np.uint32(0xDEADBEEF)
+    want = elements(law, key, places)
+    as_words = torch.from_numpy(places.view(np.int32))
+    key_word = torch.tensor(int(key) - 2**32, dtype=torch.int32)
+    np.testing.assert_array_equal(torch_dummy.elements(law, key_word, as_words).numpy(), want)
+    found = jax_dummy.elements(law, jax.numpy.uint32(key), jax.numpy.asarray(places))
+    np.testing.assert_array_equal(found, want)
+
+
+def test_the_definition_stays_what_results_were_measured_with():
+    places = np.arange(4, dtype=np.uint32)
+    assert mixed(places).tolist() == [0, 1364076727, 821347078, 2247144487]
+    parameter = stack("mlp.down", ["a", "b"], {"w": (2, 3)})
+    assert keys_of(parameter).tolist() == [1601088520, 678010014]
+
+
+def test_values_are_even_and_apart():
+    matrix = single("matrix", "matrix", (512, 1024))
+    found = parameter_array(matrix, law_of(matrix)) * 32  # sqrt(1024)
+    assert abs(found.mean()) < 0.01
+    assert found.std() == pytest.approx(1, abs=0.01)
+    assert np.abs(found).max() < np.sqrt(3)
+    assert len(np.unique(found)) > 0.9 * found.size
+    layers = parameter_array(stack("s", list("ab"), {"w": (64, 64)}), Law.of_matrix(1.0))
+    assert abs(np.corrcoef(layers[0].ravel(), layers[1].ravel())[0, 1]) < 0.05
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    high: float
+
+
+RANGES = {
+    ("qwen3", "final_norm"): Range(0.875, 1.125),
+    ("qwen3_5", "final_norm"): Range(-0.125, 0.125),
+    ("qwen3_5", "gated_delta.norm"): Range(0.875, 1.125),
+    ("qwen3_5", "gated_delta.a_log"): Range(-2.75, 1.25),
+    ("qwen3_5", "gated_delta.dt_bias"): Range(-3.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(("family", "name"), RANGES)
+def test_what_is_no_matrix_lies_where_a_trained_models_lies(family, name):
+    config, wanted = tiny_config(family), RANGES[family, name]
+    parameter = next(p for p in parameters(config, False) if p.name == name)
+    found = parameter_array(parameter, law_of(parameter))
+    assert wanted.low < found.min() <= found.max() < wanted.high
+
+
+KINDS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_backends_load_what_the_checkpoint_gives(dtype):
+    config = tiny_config("qwen3_5")
+    checkpoint, seen = DummyCheckpoint.of_model(config, None), []
+    loaded = torch_weights.load(checkpoint, config, True, dtype, CPU, seen.append, {})
+    kind, device = KINDS[dtype], jax.devices("cpu")[0]
+    in_jax = jax_weights.load(checkpoint, config, True, kind, device, seen.append, {})
+    wanted = parameters(config, True)
+    assert (
+        sum(seen) == 2 * checkpoint.num_bytes(wanted) == 2 * 2 * sum(prod(p.shape) for p in wanted)
+    )
+    want = {p.name: checkpoint.load(p, kind) for p in wanted}
+    assert want["gated_delta.a_log"].dtype == np.float32
+    delta = loaded.layers[0].mixer
+    pairs = [
+        (loaded.embed, in_jax.alone["embed"], want["embed"]),
+        (loaded.final_norm, in_jax.alone["final_norm"], want["final_norm"].astype(np.float32) + 1),
+        (delta.a_log, in_jax.stacks["gated_delta.a_log"][0], want["gated_delta.a_log"][0]),
+    ]
+    for of_torch, of_jax, one in pairs:
+        np.testing.assert_array_equal(of_torch.float().numpy(), one.astype(np.float32))
+        np.testing.assert_array_equal(np.asarray(of_jax[...], np.float32), one.astype(np.float32))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_routers_without_files_spread_their_rows_over_the_experts(family):
+    config = tiny_config(family)
+    checkpoint, sizes = DummyCheckpoint.of_model(config, None), config.experts
+    arrays = {p.name: checkpoint.load(p, np.float32) for p in parameters(config, False)}
+    rows = np.random.default_rng(0).standard_normal((256, config.hidden), np.float32)
+    layer = model.experts_of(arrays, "experts.", 0)
+    logits = linear.product_float32(rows, layer.router)[:, : sizes.num_experts]
+    ids = experts.choose(logits, sizes, layer.score_bias).ids
+    counts = np.bincount(ids.ravel(), minlength=sizes.num_experts)
+    assert counts.min() > 0.3 * ids.size / sizes.num_experts
+    assert len({tuple(row) for row in ids.tolist()}) > 10
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+def test_a_head_is_of_its_kind_and_maps_its_vocabulary(kind):
+    target = tiny_config("qwen3")
+    config = DraftConfig.from_dict(tiny_head_config(target, kind), target)
+    checkpoint = dummy_head(config)
+    assert check_head(checkpoint, config) == head_parameters(config, checkpoint.names)
+    if config.has_draft_vocab:
+        ids = draft_ids(checkpoint, config)
+        assert ids[0] == 0
+        assert 0.9 * target.vocab < ids[-1] < target.vocab
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_shapes_of_public_models_can_be_served(name):
+    config = config_from_folder(SHAPES / name)
+    billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
+    stated = re.search(r"-([0-9.]+)b", name)
+    assert billions == pytest.approx(float(stated[1]), rel=0.1)
+    granularity = stated_granularity(SHAPES / name)
+    is_fp8 = granularity is Granularity.BLOCK
+    assert is_fp8 == name.endswith("-fp8")
+    checkpoint = DummyCheckpoint.of_model(config, granularity)
+    assert checkpoint.has_mtp == name.startswith("qwen3.5")
+    kept = checkpoint.in_words(parameters(config, False))
+    assert ("experts.down" in kept) == (is_fp8 and config.experts is not None)
+    assert ("mlp.gate_up" in kept) == (is_fp8 and config.dense is not None)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_shapes_of_public_heads_fit_their_targets(name):
+    target = config_from_folder(SHAPES / HEADS[name])
+    config = DraftConfig.from_folder(SHAPES / name, target)
+    check_head(dummy_head(config), config)
+    assert config.kind.lower() == name.rsplit("-", 1)[-1]
+    assert {path.name for path in (SHAPES / name).iterdir()} == {"config.json"}
+    assert json.loads((SHAPES / name / "config.json").read_text())["vocab_size"] == target.vocab

@@ -1,0 +1,216 @@
+"""What each rank has of a model: shares that together are the whole, read as slices of files."""
+
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from jax_impl import weights as jax_weights
+from jax_impl.ops.gemm import linear as jax_linear
+from shared.boundary.tp_group import Ranks
+from shared.models import fp8, tp_sharding
+from shared.models.checkpoint import open_checkpoint
+from shared.models.dummy_weights import DummyCheckpoint
+from shared.models.families import config_from_dict, config_from_folder
+from shared.models.fp8_packing import SCALES
+from shared.models.parameters import divided_parameters, parameters
+from tests.support.tiny_models import DENSE, EXPERTS, FAMILIES, tiny_config, write_tiny
+from torch_impl import weights as torch_weights
+from torch_impl.ops.gemm import linear as torch_linear
+
+CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
+GOLDEN = Path(__file__).parents[1] / "golden"
+WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *DENSE, *EXPERTS])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_reads_of_files_its_share_of_every_parameter(family, count, tmp_path):
+    config = write_tiny(tmp_path, family, 0)
+    checkpoint = open_checkpoint(tmp_path)
+    wanted, read = parameters(config, config.has_mtp), []
+    for parameter in wanted:
+        whole = checkpoint.load(parameter, np.float32)
+        for rank in range(count):
+            local = parameter.of_rank(rank, count)
+            got = checkpoint.load(local, np.float32, read.append)
+            np.testing.assert_array_equal(got, local.share(whole))
+    assert sum(read) < count * checkpoint.num_bytes(wanted)
+
+
+def test_shares_have_whole_heads_and_together_are_the_whole():
+    config = config_from_dict(
+        tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False) | FOUR
+    )
+    local = tp_sharding.local(config, 4)
+    shapes = {p.name: p.shape for p in parameters(local, True)}
+    for parameter in parameters(config, True):
+        whole = np.arange(np.prod(parameter.shape), dtype=np.float32).reshape(parameter.shape)
+        shares = [parameter.of_rank(rank, 4).share(whole) for rank in range(4)]
+        leaf = parameter.name.rsplit(".", 1)[-1]
+        if leaf in ("inputs", "gate_up", "conv", "a_log", "dt_bias"):
+            assert shares[0].shape == shapes[parameter.name], parameter.name
+        if parameter.sections and leaf != "inputs":
+            seen = np.unique(np.concatenate([share.ravel() for share in shares]))
+            assert set(whole.ravel()) <= {*seen, 0.0}, parameter.name
+    inputs = next(p for p in parameters(config, False) if p.name == "attention.inputs")
+    rows = np.arange(inputs.shape[1], dtype=np.float32)[None, :, None] * np.ones((1, 1, 64))
+    D, first_key = 16, 4 * 32
+    for rank in range(4):
+        got = inputs.of_rank(rank, 4).share(rows)[0, :, 0]
+        # A query head and its gate; KV heads, of which there are two, are on two ranks each.
+        query, key = np.arange(32) + 32 * rank, first_key + D * (rank // 2) + np.arange(D)
+        np.testing.assert_array_equal(got, np.concatenate([query, key, key + 2 * D]))
+
+
+def test_a_vocabulary_is_divided_in_whole_groups():
+    section = tp_sharding.vocab_section(151_936)
+    assert section.share(8) == 19_008 == 64 * 297
+    assert [section.run(rank, 8) for rank in (0, 7)] == [(0, 19_008), (133_056, 151_936)]
+    small = tp_sharding.vocab_section(100)
+    assert [small.run(rank, 4) for rank in range(4)] == [(0, 64), (64, 100), (100, 100), (100, 100)]
+    head = next(p for p in parameters(config_of("qwen3"), False) if p.name == "lm_head")
+    whole = np.ones(head.shape, np.float32)
+    shares = [head.of_rank(rank, 4).share(whole) for rank in range(4)]
+    assert [len(share) for share in shares] == [128] * 4
+    assert [int(share[:, 0].sum()) for share in shares] == [128, 128, 16, 0]
+
+
+def config_of(family):
+    return config_from_dict(tiny_config(family, nested=False, with_mtp=False, tied=False))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "count", "error"),
+    [
+        ("llama", {}, 5, r"hidden_size \(48\) of a llama model must be a multiple .* ranks \(5\)"),
+        ("llama", {"num_attention_heads": 6, "num_key_value_heads": 3}, 4, "num_attention_heads"),
+        ("llama", {"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "num_key_value_heads"),
+        ("llama", {"intermediate_size": 81}, 2, r"intermediate_size \(81\)"),
+        ("qwen3_5", {}, 4, r"linear_num_key_heads \(2\)"),
+        ("qwen3_moe", {"moe_intermediate_size": 25}, 2, r"moe_intermediate_size \(25\)"),
+        ("qwen3_5_moe", {"shared_expert_intermediate_size": 41}, 2, "shared_expert_intermediate"),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(family, fields, count, error):
+    stated = tiny_config(family, nested=False, with_mtp=False, tied=False) | fields
+    with pytest.raises(ValueError, match=error):
+        tp_sharding.local(config_from_dict(stated), count)
+
+
+def test_one_rank_has_all():
+    config = config_of("qwen3_5")
+    assert tp_sharding.local(config, 1) is config
+    for parameter in parameters(config, False):
+        assert parameter.of_rank(0, 1) is parameter
+
+
+def test_a_rank_reads_its_share_of_fp8():
+    """Widened, and as codes with the scales of each output."""
+    folder = GOLDEN / "qwen3_moe_fp8"
+    config, checkpoint = config_from_folder(folder), open_checkpoint(folder)
+    wanted = parameters(config, False)
+    in_codes, seen = checkpoint.in_codes(wanted), 0
+    for parameter in wanted:
+        whole = checkpoint.load(parameter, np.float32)
+        for rank in range(2):
+            local = parameter.of_rank(rank, 2)
+            got = checkpoint.load(local, np.float32)
+            np.testing.assert_array_equal(got, local.share(whole))
+        if parameter.name in in_codes and parameter.sections:
+            seen += 1
+            both = read_codes(checkpoint, parameter)
+            for rank in range(2):
+                local = parameter.of_rank(rank, 2)
+                for mine, other in zip(read_codes(checkpoint, local), both, strict=True):
+                    np.testing.assert_array_equal(mine, local.share(other))
+    assert seen > 2
+
+
+def read_codes(checkpoint, parameter):
+    codes = np.empty(parameter.shape, np.uint8)
+    scales = np.empty(fp8.code_scale_shape(parameter.shape, by_output=True), np.float32)
+    block = fp8.Granularity.BLOCK
+    for piece in checkpoint.codes(parameter, block, lambda count: None, by_output=True):
+        codes[piece.place], scales[piece.place_of_scales] = piece.codes, piece.scales
+    return codes, scales
+
+
+@pytest.mark.parametrize("quantises", [False, True], ids=["widened", "codes"])
+def test_ranks_have_shares_of_the_same_dummy(quantises):
+    """Made on each backend as those of files are read, in FP8 and not, a tied head too."""
+    stated = tiny_config("qwen3", nested=False, with_mtp=False, tied=True)
+    config = config_from_dict(stated | WHOLE_BLOCKS)
+    dummy = DummyCheckpoint.of_model(config, fp8.Granularity.BLOCK if quantises else None)
+    in_codes = dummy.in_codes(parameters(config, False)) if quantises else frozenset()
+    assert bool(in_codes) == quantises
+    where = (lambda num_bytes: None, {}, in_codes)
+    alone = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where).named
+    wanted = {p.name: p for p in divided_parameters(config, False, 4, None)}
+    for rank in range(4):
+        group = Ranks(rank, 4, None)
+        of_jax = jax_weights.load(dummy, config, False, np.float32, JAX_CPU, *where, group).named
+        of_torch = torch_weights.load(dummy, config, False, "float32", CPU, *where, group)
+        for name, mine in of_jax.items():
+            parameter = wanted[name.removesuffix(SCALES)].of_rank(rank, 4)
+            whole = np.asarray(alone[name if name in alone else "embed"].astype(np.float32))
+            np.testing.assert_array_equal(mine.astype(np.float32), parameter.share(whole))
+        for i, layer in enumerate(of_torch.layers):
+            both = (layer.feed.gate_up, layer.feed.down)
+            for name, matrix in zip(("gate_up", "down"), both, strict=True):
+                want = np.asarray(of_jax[f"mlp.{name}"][i].astype(np.float32))
+                np.testing.assert_array_equal(matrix.values.float().numpy(), want)
+        head = np.asarray(of_jax["lm_head"])
+        np.testing.assert_array_equal(of_torch.lm_head.values.numpy(), head)
+
+
+@pytest.mark.parametrize(
+    ("granularity", "piece"),
+    [(None, 150_000), (fp8.Granularity.BLOCK, 40_000), (fp8.Granularity.CHANNEL, 1 << 24)],
+)
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_have_shares_of_the_same_dummy_experts(granularity, piece, count, monkeypatch):
+    """Of 4 ranks each has half a block of gate and up, which so is widened.
+
+    In torch they are made of several experts at a time, of parts of one, and of all.
+    """
+    monkeypatch.setattr(torch_weights.dummy, "PIECE", piece)
+    stated = tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=False)
+    stated |= {"hidden_size": 512, "head_dim": 32, "moe_intermediate_size": 256}
+    config = config_from_dict(stated)
+    dummy, stays = DummyCheckpoint.of_model(config, granularity), set()
+    for parameter in parameters(config, False):
+        whole = dummy.load(parameter, np.float32)
+        for rank in (0, count - 1):
+            local = parameter.of_rank(rank, count)
+            want = local.share(whole)
+            in_words = dummy.in_words([local])
+            stays |= in_words.keys()
+            for name in ("torch", "jax"):
+                got = _dummy_of(name, dummy, local, in_words)
+                if in_words:  # words are bfloat16 when they are widened
+                    want = want.astype(ml_dtypes.bfloat16).astype(np.float32)
+                np.testing.assert_array_equal(got, want, f"{parameter.name} in {name}")
+    is_half = granularity is fp8.Granularity.BLOCK and count == 4
+    of_experts = {"experts.down"} | (set() if is_half else {"experts.gate_up"})
+    assert {x for x in stays if "experts" in x} == (of_experts if granularity else set())
+
+
+def _dummy_of(name, dummy, local, in_words):
+    """A rank's share of a dummy as a backend makes it, widened."""
+    backend, device = {"torch": (torch_weights, CPU), "jax": (jax_weights, JAX_CPU)}[name]
+    if not in_words:
+        kind = torch.float32 if name == "torch" else np.float32
+        made = backend.dummy.parameter_array(local, dummy.law(local), kind, device)
+        if (granularity := dummy.granularity_of(local)) is not None:
+            made = backend.words.scaled(made, local, granularity)
+        return np.asarray(made)
+    (granularity,) = in_words.values()
+    both = backend.words.read(dummy, local, granularity, device, lambda count: None)
+    ops = {"torch": torch_linear, "jax": jax_linear}[name]
+    wide = ops.widened(ops.Matrix(both[0], scales=both[1]))
+    return wide.float().numpy() if name == "torch" else np.asarray(wide.astype(np.float32))

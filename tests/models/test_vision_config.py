@@ -1,0 +1,198 @@
+"""A vision tower and its processor's settings are read, or refused by the name of a field."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint
+from shared.models.families import config_from_dict, config_from_folder, vision_from_folder
+from shared.models.image_processor import pictures_from_folder, read_pictures
+from shared.models.vision_config import read_vision
+from shared.models.vision_parameters import check_tower
+from tests.support.golden_images import MODEL, PICTURES, vision
+from tests.support.tiny_models import write_tiny
+
+TOWER = json.loads((MODEL / "config.json").read_text(encoding="utf-8"))
+PROCESSOR = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))[
+    "preprocessor_config"
+]
+
+
+def read(**changes):
+    text = config_from_dict(TOWER)
+    given = {"vision_config": {**TOWER["vision_config"], **changes}}
+    return read_vision({**TOWER, **given}, text.hidden, text.vocab)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return shutil.copytree(MODEL, tmp_path / "model")
+
+
+def test_a_tower_is_what_its_config_says():
+    found = vision_from_folder(MODEL)
+    assert found is not None
+    assert (found.depth, found.hidden, found.num_heads, found.head_size) == (2, 32, 2, 16)
+    assert (found.patch_numbers, found.merged, found.table_side, found.out) == (96, 4, 4, 64)
+    assert found.image_token == TOWER["image_token_id"]
+    assert read(initializer_range=0.5, dtype="bfloat16") == found
+
+
+def test_a_tower_is_read_as_transformers_writes_it():
+    found = vision_from_folder(MODEL)
+    rope = {"rope_parameters": {"rope_type": "axial", "rope_theta": 10000}}
+    assert read(**rope, model_type="qwen3_5_vision", output_attentions=False) == found
+    patch = TOWER["vision_config"]["patch_size"]
+    assert read(patch_size=[patch, patch], deepstack_visual_indexes=[]) == found
+    renamed = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
+    stated = {alias: TOWER["vision_config"][name] for alias, name in renamed.items()}
+    assert read(**stated, **dict.fromkeys(renamed.values())) == found
+    assert read(in_channels=None, hidden_act=None) == found
+    with pytest.raises(ValueError, match="num_hidden_layers and depth in vision_config are two"):
+        read(num_hidden_layers=7)
+
+
+def test_a_field_that_a_tower_leaves_out_has_the_classs_default():
+    text = config_from_dict(TOWER)
+    kept = {"hidden_size": 32, "num_heads": 2, "out_hidden_size": text.hidden}
+    found = read_vision({**TOWER, "vision_config": kept}, text.hidden, text.vocab)
+    assert found is not None
+    assert (found.depth, found.intermediate, found.patch_size, found.frames) == (27, 4304, 16, 2)
+    assert (found.channels, found.merge_size, found.table_side) == (3, 2, 48)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_model_of_text_alone_has_no_tower(family, tmp_path):
+    write_tiny(tmp_path, family, 0)
+    assert vision_from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("deepstack_visual_indexes", [8, 16, 24]),
+        ("hidden_act", "silu"),
+        ("in_channels", 1),
+        ("num_position_embeddings", 15),
+        ("num_heads", 3),
+        ("num_heads", 16),
+        ("out_hidden_size", 32),
+        ("fullatt_block_indexes", [7]),
+        ("rope_theta", 5000.0),
+        ("rope_type", "linear"),
+        ("patch_size", [16, 14]),
+        ("depth", 0),
+        ("depth in config.json must be at most", 10**9),
+        ("num_position_embeddings in config.json must be at most", 10**400),
+    ],
+)
+def test_what_would_change_the_tower_is_refused_by_name(field, value):
+    name = field.split()[0]
+    changed = {"rope_parameters": {name: value}} if name.startswith("rope") else {name: value}
+    with pytest.raises(ValueError, match=field):
+        read(**changed)
+
+
+def test_text_is_served_whatever_the_tower_is(folder):
+    given = {"vision_config": {**TOWER["vision_config"], "window_size": 112}}
+    (folder / "config.json").write_text(json.dumps({**TOWER, **given}))
+    with pytest.raises(ValueError, match="window_size in vision_config"):
+        vision_from_folder(folder)
+    config = config_from_folder(folder)
+    assert config == config_from_folder(MODEL)
+    assert not [name for name in load_all(folder, config, True) if name.startswith("vision")]
+
+
+def test_every_tensor_of_a_tower_is_taken_and_no_other():
+    checkpoint = open_checkpoint(MODEL)
+    wanted = check_tower(checkpoint, vision())
+    stored = {x: y for x, y in load_file(MODEL / "model.safetensors").items() if "visual." in x}
+    assert {f"model.{source.name}" for p in wanted for source in p.sources} == stored.keys()
+    loaded = {p.name: checkpoint.load(p, np.float32) for p in wanted}
+    assert {p.name: p.shape for p in wanted} == {x: y.shape for x, y in loaded.items()}
+    assert sum(x.size for x in loaded.values()) == sum(x.size for x in stored.values())
+    second = stored["model.visual.blocks.1.mlp.linear_fc1.bias"]
+    np.testing.assert_array_equal(loaded["vision.mlp.up_bias"][1], second)
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
+def test_a_tower_with_a_fault_is_refused_by_the_tensors_name(fault, folder):
+    path, name = folder / "model.safetensors", "model.visual.merger.norm.bias"
+    tensors = load_file(path)
+    if fault == "unknown":
+        tensors[f"{name}s"] = tensors[name]
+    elif fault == "shape":
+        tensors[name] = np.zeros(3, np.float32)
+    else:
+        del tensors[name]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="visual.merger.norm.bias"):
+        check_tower(open_checkpoint(folder), vision())
+
+
+def test_the_processors_settings_are_read_in_both_spellings(folder):
+    found = read_pictures(PROCESSOR, vision())
+    assert (found.factor, found.least, found.most, found.mean) == (8, 512, 2048, (0.5,) * 3)
+    older = {x: y for x, y in PROCESSOR.items() if x != "size"}
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({**older, "min_pixels": 512, "max_pixels": 2048, "size": None})
+    )
+    assert pictures_from_folder(folder, vision()) == found
+    both = read_pictures({**PROCESSOR, "max_pixels": 1024}, vision())
+    assert (both.least, both.most) == (512, 1024), "as in transformers"
+    neither = read_pictures(older, vision())
+    assert (neither.least, neither.most) == (3136, 1_003_520)
+
+
+def test_settings_in_the_file_for_all_kinds_of_input_go_first_as_in_transformers(folder):
+    """As transformers 5 writes them: nested, with nulls for what it leaves open."""
+    joint, own = folder / "processor_config.json", folder / "preprocessor_config.json"
+    nested = {**PROCESSOR, "do_pad": None, "min_pixels": None, "max_pixels": None}
+    video = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 14}
+    whole = {"processor_class": "Qwen3VLProcessor", "video_processor": video}
+    joint.write_text(json.dumps({**whole, "image_processor": nested}))
+    assert pictures_from_folder(folder, vision()) == read_pictures(PROCESSOR, vision())
+    own.write_text(json.dumps({**PROCESSOR, "image_mean": [0.25] * 3}))
+    assert pictures_from_folder(folder, vision()).mean == (0.5,) * 3
+    joint.write_text(json.dumps({**whole, "image_processor": {**nested, "patch_size": 0}}))
+    with pytest.raises(ValueError, match="patch_size in image_processor of processor_config.json"):
+        pictures_from_folder(folder, vision())
+    joint.write_text(json.dumps(whole))
+    assert pictures_from_folder(folder, vision()).mean == (0.25,) * 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("image_processor_type", "SiglipImageProcessor"),
+        ("do_resize: false", False),
+        ("do_resize in preprocessor_config.json must be true or false, got 'x'", "x"),
+        ("do_normalize", False),
+        ("resample", 2),
+        ("rescale_factor", 1.0),
+        ("patch_size", 14),
+        ("merge_size", 1),
+        ("temporal_patch_size", 1),
+        ("image_mean", [0.5]),
+        ("image_std", [0.5, 0.5, 0.0]),
+        ("size", {"height": 224, "width": 224}),
+    ],
+)
+def test_other_settings_of_the_processor_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=field):
+        read_pictures({**PROCESSOR, re.split("[: ]", field)[0]: value}, vision())
+
+
+def test_bounds_of_pixels_that_contradict_each_other_are_refused():
+    size = {"shortest_edge": 4096, "longest_edge": 512}
+    with pytest.raises(ValueError, match="at least 4096 pixels and for at most 512"):
+        read_pictures({**PROCESSOR, "size": size}, vision())
+
+
+def test_a_folder_without_settings_of_the_processor_is_refused():
+    with pytest.raises(ValueError, match="has no preprocessor_config.json"):
+        pictures_from_folder(MODEL, vision())

@@ -1,0 +1,339 @@
+"""What stays FP8 on a GPU: read as it is stored, counted to the byte, and the same numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from jax_impl import fp8_weights as jax_words
+from jax_impl import platform as jax_platform
+from jax_impl import weights as jax_weights
+from jax_impl.ops.gemm import linear as jax_linear
+from jax_impl.ops.moe import experts as jax_experts
+from shared.drafts.drafter_spec import Drafts
+from shared.models import fp8, fp8_packing
+from shared.models.checkpoint import Checkpoint, open_checkpoint
+from shared.models.config import ModelConfig
+from shared.models.dummy_weights import DummyCheckpoint, Stored, law_of
+from shared.models.families import config_from_dict, stated_granularity
+from shared.models.fp8 import Granularity
+from shared.models.fp8_packing import SCALES
+from shared.models.parameters import Parameter, Source, parameters
+from shared.options.command_line import parse
+from shared.process.device import Device
+from shared.process.memory_plan import plan
+from tests.support.files import Stored as Tensors
+from tests.support.files import read_stored, write_stored
+from tests.support.fp8_files import compressed
+from tests.support.op_records import leaves
+from torch_impl import fp8_weights as torch_words
+from torch_impl import platform as torch_platform
+from torch_impl import weights as torch_weights
+from torch_impl.ops.gemm import linear as torch_linear
+from torch_impl.ops.moe import experts as torch_experts
+
+CONFIG: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "golden" / "qwen3_5_moe" / "config.json").read_text()
+)
+STATED = json.loads(
+    (Path(__file__).parents[1] / "golden" / "qwen3_moe_fp8" / "config.json").read_text()
+)["quantization_config"]
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+KEPT = {f"{prefix}experts.{x}" for prefix in ("", "mtp.layer.") for x in ("gate_up", "down")}
+FILE, BLOCK = "model.safetensors", Granularity.BLOCK
+SCALE = "_scale_inv"
+CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
+HALF = ml_dtypes.bfloat16
+
+
+def write(folder: Path, granularity: Granularity = BLOCK, **sizes: int) -> ModelConfig:
+    """A checkpoint as releases in FP8 are: experts one by one, all projections quantised."""
+    text = CONFIG["text_config"] | SIZES | {"num_experts": 4, "num_experts_per_tok": 2} | sizes
+    return write_config(folder, CONFIG | {"text_config": text}, granularity)
+
+
+def write_config(folder: Path, stated: dict[str, Any], granularity: Granularity) -> ModelConfig:
+    """A checkpoint of this config.json, in FP8 with such scales."""
+    stated = stated | {
+        "quantization_config": STATED if granularity is BLOCK else compressed(granularity)
+    }
+    config = config_from_dict(stated)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(stated))
+    rng, tensors = np.random.default_rng(0), {}
+    for parameter in parameters(config, config.has_mtp):
+        for source in parameter.sources:
+            for each in source.parts or (source,):
+                tensors |= stored(rng, each, granularity)
+    write_stored(folder / FILE, tensors)
+    return config
+
+
+def stored(rng: np.random.Generator, source: Source, granularity: Granularity) -> Tensors:
+    if not fp8.is_quantised(source.name):
+        numbers = rng.standard_normal(source.shape, np.float32) / 16
+        return {source.name: ("BF16", numbers.astype(HALF))}
+    codes = rng.integers(0, 0x7F, source.shape, np.uint8)
+    codes |= rng.integers(0, 2, source.shape, np.uint8) << 7
+    scales = rng.uniform(1e-4, 3e-4, fp8.scale_shape(source.shape, granularity)).astype(HALF)
+    if granularity is Granularity.TENSOR:
+        scales = scales.reshape(1)
+    return {source.name: ("F8_E4M3", codes), f"{source.name}{SCALE}": ("BF16", scales)}
+
+
+@pytest.fixture(scope="module", params=list(Granularity), ids=str)
+def granularity(request) -> Granularity:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def kept(granularity) -> dict[str, Granularity]:
+    """What stays FP8, and the scales that it has in memory."""
+    return dict.fromkeys(KEPT, BLOCK if granularity is BLOCK else Granularity.CHANNEL)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, granularity) -> tuple[ModelConfig, Checkpoint]:
+    folder = tmp_path_factory.mktemp("fp8")
+    config = write(folder, granularity)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(config, True)
+    return config, checkpoint
+
+
+@pytest.fixture(params=["files", "dummy"])
+def model(request, files, granularity) -> tuple[ModelConfig, Stored]:
+    config, checkpoint = files
+    dummy = DummyCheckpoint.of_model(config, granularity)
+    return config, checkpoint if request.param == "files" else dummy
+
+
+def words_in(
+    framework: str, checkpoint: Stored, parameter: Parameter, kind: Granularity
+) -> tuple[np.ndarray, np.ndarray]:
+    if framework == "torch":
+        both = torch_words.read(checkpoint, parameter, kind, CPU, lambda count: None)
+        return both[0].numpy(), both[1].float().numpy()
+    both = jax_words.read(checkpoint, parameter, kind, JAX_CPU, lambda count: None)
+    return np.asarray(both[0]), np.asarray(both[1].astype(np.float32))
+
+
+def test_what_stays_fp8_follows_from_names_blocks_and_scales(
+    files, granularity, kept, tmp_path
+) -> None:
+    config, checkpoint = files
+    assert checkpoint.in_words(parameters(config, True)) == kept
+    dummy = DummyCheckpoint.of_model(config, granularity)
+    assert dummy.in_words(parameters(config, True)) == kept
+    assert not DummyCheckpoint.of_model(config, None).in_words(parameters(config, True))
+    odd = write(
+        tmp_path, granularity, moe_intermediate_size=192, shared_expert_intermediate_size=192
+    )
+    assert not open_checkpoint(tmp_path).in_words(parameters(odd, True))
+
+
+def test_scales_that_bfloat16_does_not_hold_are_widened_with_their_weights(
+    granularity, tmp_path
+) -> None:
+    config = write(tmp_path, granularity)
+    tensors = read_stored(tmp_path / FILE)
+    name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
+    for kind, scale, names in (("F32", 0.25, KEPT), ("F32", 0.3, KEPT - {"experts.gate_up"})):
+        scales = np.full(tensors[name][1].shape, scale, np.float32)
+        write_stored(tmp_path / FILE, tensors | {name: (kind, scales)})
+        assert open_checkpoint(tmp_path).in_words(parameters(config, True)).keys() == names
+
+
+def test_scales_of_several_kinds_in_a_parameter_are_widened(tmp_path) -> None:
+    config = write(tmp_path)
+    tensors = read_stored(tmp_path / FILE)
+    name = f"layers.1.mlp.experts.2.up_proj.weight{SCALE}"
+    by_channels = np.repeat(tensors[name][1][:, :1], fp8.BLOCK, axis=0)
+    write_stored(tmp_path / FILE, tensors | {name: ("BF16", by_channels)})
+    found = open_checkpoint(tmp_path).in_words(parameters(config, True))
+    assert found.keys() == KEPT - {"experts.gate_up"}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_words_and_scales_are_the_numbers_of_the_widened(
+    model, kept, framework, monkeypatch
+) -> None:
+    config, checkpoint = model
+    for parameter in parameters(config, True):
+        if parameter.name in KEPT:
+            want = checkpoint.load(parameter, HALF).astype(np.float32)
+            with monkeypatch.context() as patch:
+                patch.setattr(fp8, "scaled", None)  # nothing is widened on the way
+                both = words_in(framework, checkpoint, parameter, kept[parameter.name])
+            words, scales = both
+            np.testing.assert_array_equal(fp8_packing.widened(words, scales), want)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_progress_counts_what_is_read(model, framework) -> None:
+    config, checkpoint = model
+    seen: list[int] = []
+    wanted = parameters(config, True)
+    load(framework, config, checkpoint, seen)
+    assert sum(seen) == checkpoint.num_bytes(wanted)
+
+
+def load(framework: str, config: ModelConfig, checkpoint: Stored, seen: list[int]) -> Any:
+    names = checkpoint.in_words(parameters(config, True))
+    if framework == "torch":
+        return torch_weights.load(checkpoint, config, True, "bfloat16", CPU, seen.append, names)
+    return jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, seen.append, names)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> None:
+    config, checkpoint = model
+    platform = {"torch": torch_platform, "jax": jax_platform}[framework].PLATFORM
+    found = {}
+    for kind, dtype in (("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "bfloat16")):
+        device, names = Device(kind, "one", 1 << 34), checkpoint.in_words(parameters(config, True))
+        asked = parse(["--dtype", dtype, "--max-total-tokens", "512"])
+        drafts = Drafts.of_mtp(config)
+        memory = plan(asked, config, drafts, device, platform.costs, lambda x=names: x)
+        assert memory.blueprint.in_words == (names if (kind, dtype) == ("gpu", "bfloat16") else {})
+        (line,) = (line for line in memory.lines if line.name == "weights")
+        found[kind, dtype] = line
+    loaded = load(framework, config, checkpoint, [])
+    kept = leaves(torch.Tensor, loaded) if framework == "torch" else jax.tree.leaves(loaded)
+    line = found["gpu", "bfloat16"]
+    assert sum(each.nbytes for each in kept) == line.num_bytes
+    assert line.detail.endswith("of them in FP8")
+    assert "FP8" not in found["cpu", "bfloat16"].detail
+    assert line.num_bytes < 0.7 * found["cpu", "bfloat16"].num_bytes
+
+
+def test_experts_in_words_give_the_bits_of_the_widened(model) -> None:
+    config, checkpoint = model
+    x = np.random.default_rng(1).standard_normal((5, config.hidden), np.float32)
+    own, sizes = load("torch", config, checkpoint, []), config.experts
+    other = torch_weights.load(checkpoint, config, True, "bfloat16", CPU, lambda count: None, {})
+    of_torch = [
+        torch_experts.experts(torch.from_numpy(x).bfloat16(), sizes, each.layers[1].feed)
+        for each in (own, other)
+    ]
+    assert own.layers[1].feed.down.values.dtype == torch.int32
+    assert torch.equal(*of_torch)
+    both = (
+        load("jax", config, checkpoint, []),
+        jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, lambda count: None, {}),
+    )
+    for in_stacks in (False, True):
+        of_jax = [
+            jax_experts.experts(
+                x.astype(HALF),
+                sizes,
+                jax_weights.weights_of(config, each, in_stacks).layers[1].feed,
+            )
+            for each in both
+        ]
+        np.testing.assert_array_equal(*of_jax)
+
+
+def test_a_dummy_in_fp8_has_no_nan_and_the_size_of_one_that_is_not(
+    files, granularity, kept
+) -> None:
+    config, _ = files
+    checkpoint, plain = (DummyCheckpoint.of_model(config, x) for x in (granularity, None))
+    differ = set()
+    for parameter in parameters(config, True):
+        found, want = (each.load(parameter, np.float32) for each in (checkpoint, plain))
+        if checkpoint.granularity_of(parameter) is None:
+            np.testing.assert_array_equal(found, want)
+            continue
+        differ.add(parameter.name.rsplit(".", 1)[-1])
+        # Each scale has a size of its own.
+        share = found.size / math.prod(fp8.scale_shape(found.shape, checkpoint.granularity))
+        assert found.std() == pytest.approx(want.std(), rel=0.9 * (share / found.size) ** 0.5)
+        assert abs(found.mean()) < 0.02 * want.std()
+        if parameter.name in KEPT:
+            words, _ = words_in("torch", checkpoint, parameter, kept[parameter.name])
+            codes = fp8_packing.unpacked(words)
+            assert not fp8.has_nan(codes)
+            assert set(np.unique(np.abs(fp8.VALUES[codes]))) == set(range(1, 16, 2))
+    assert differ == {"inputs", "out", "gate_up", "down"}
+    mixed = next(p for p in parameters(config, False) if p.name == "gated_delta.inputs")
+    assert checkpoint.granularity_of(mixed) is None
+    assert checkpoint.law(mixed) == law_of(mixed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backends_widen_a_dummy_to_the_specifications_bits(files, granularity, dtype) -> None:
+    config, _ = files
+    checkpoint = DummyCheckpoint.of_model(config, granularity)
+    kind, nothing = np.dtype(dtype), lambda count: None
+    of_torch = torch_weights.load(checkpoint, config, True, dtype, CPU, nothing, {})
+    of_jax = jax_weights.load(checkpoint, config, True, kind, JAX_CPU, nothing, {})
+    for parameter in parameters(config, False):
+        if checkpoint.granularity_of(parameter) is not None:
+            want = checkpoint.load(parameter, kind)
+            np.testing.assert_array_equal(np.asarray(of_jax.stacks[parameter.name]), want)
+            assert f"{parameter.name}{SCALES}" not in of_jax.stacks
+            if parameter.name == "experts.down":
+                got = of_torch.layers[1].feed.down.values.float().numpy()
+                np.testing.assert_array_equal(got, want[1].astype(np.float32))
+    out = next(p for p in parameters(config, False) if p.name == "attention.out")
+    got = of_torch.layers[1].mixer.out.values.float().numpy()
+    np.testing.assert_array_equal(got, checkpoint.load(out, kind)[0].astype(np.float32))
+
+
+def test_the_config_says_whether_weights_are_fp8_and_what_shares_a_scale(tmp_path) -> None:
+    for config, want in (
+        (CONFIG, None),
+        (CONFIG | {"quantization_config": STATED}, BLOCK),
+        (CONFIG | {"text_config": CONFIG["text_config"] | {"quantization_config": STATED}}, BLOCK),
+        *((CONFIG | {"quantization_config": compressed(x)}, x) for x in Granularity),
+        (CONFIG | {"quantization_config": {"quant_method": "fp8"}}, Granularity.TENSOR),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert stated_granularity(tmp_path) == want
+
+
+def dense(folder: Path, granularity: Granularity) -> ModelConfig:
+    """A dense checkpoint in FP8."""
+    golden = Path(__file__).parents[1] / "golden" / "qwen3_5_dense" / "config.json"
+    config = json.loads(golden.read_text())
+    sizes = {"hidden_size": 128, "intermediate_size": 384}
+    text = config.get("text_config", config) | sizes
+    return write_config(folder, text, granularity)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_gate_and_up_in_words_give_the_bits_of_the_widened(
+    tmp_path, granularity, framework
+) -> None:
+    config = dense(tmp_path, granularity)
+    checkpoint = open_checkpoint(tmp_path)
+    names = checkpoint.in_words(parameters(config, config.has_mtp))
+    assert {name for name in names if not name.startswith("mtp.")} == {"mlp.gate_up"}
+    rows = np.random.default_rng(2).standard_normal((4, config.hidden), np.float32)
+    found = []
+    for in_words in (names, {}):
+        how = (lambda count: None, in_words)
+        if framework == "torch":
+            read = torch_weights.load(checkpoint, config, False, "bfloat16", CPU, *how)
+            stream = torch_linear.Stream(torch.from_numpy(rows).bfloat16())
+            found.append(
+                torch_linear.gated_product(stream, None, read.layers[0].feed.gate_up)
+                .float()
+                .numpy()
+            )
+        else:
+            read = jax_weights.load(checkpoint, config, False, HALF, JAX_CPU, *how)
+            records = jax_weights.weights_of(config, read, True)
+            stream = jax_linear.Stream(jax.numpy.asarray(rows.astype(HALF)))
+            got = jax_linear.gated_product(stream, None, records.layers[0].feed.gate_up)
+            found.append(np.asarray(got.astype(np.float32)))
+    np.testing.assert_array_equal(*found)

@@ -1,0 +1,167 @@
+"""Plans reach every rank whole and in order, whatever the readers do."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.process.tp.shm_ring_buffer import Reader, Ring, RingFullError
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = (1, 2, 512, 513, 16384)
+
+
+def message(number: int, size: int) -> np.ndarray:
+    return np.arange(size, dtype=np.int32) * 7 + number
+
+
+READS = """
+import sys, time
+from shared.process.tp.shm_ring_buffer import Reader
+descriptor, reader, count, pause = int(sys.argv[1]), *map(int, sys.argv[2:4]), float(sys.argv[4])
+ring = Reader(descriptor, reader)
+print("ready", flush=True)
+for number in range(1, count + 1):
+    while (words := ring.look(0.002)) is None:
+        pass
+    expected = 7 * (len(words) - 1) + number
+    assert words[0] == number and words[-1] == expected, (number, words)
+    assert (words[1:] - words[:-1] == 7).all(), (number, words)
+    time.sleep(pause)
+print("all", flush=True)
+"""
+
+
+class Process:
+    """A reader in a process of its own."""
+
+    def __init__(self, ring: Ring, reader: int, count: int, pause_s: float = 0.0) -> None:
+        arguments = map(str, (ring.descriptor, reader, count, pause_s))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", READS, *arguments],
+            cwd=ROOT,
+            pass_fds=[ring.descriptor],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], 60)[0], "the reader says nothing"
+        return self.process.stdout.readline().strip()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def ring():
+    made = Ring(readers=2, most_words=max(SIZES), slots=4)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def reading(ring):
+    """Starts readers, which end with the test."""
+    begun = []
+
+    def begin(*given, **named) -> Process:
+        begun.append(Process(ring, *given, **named))
+        return begun[-1]
+
+    yield begin
+    for each in begun:
+        each.end()
+
+
+def test_every_reader_reads_every_message_whole_and_in_order(ring, reading):
+    count = 500  # around the ring a hundred times, with all sizes at all places
+    readers = [reading(index, count) for index in range(2)]
+    for number in range(1, count + 1):
+        ring.write(message(number, SIZES[number % len(SIZES)]), 30.0)
+    assert [reader.line() for reader in readers] == ["all", "all"]
+    assert [ring.taken(index) for index in range(2)] == [count, count]
+
+
+def test_a_slow_reader_is_waited_for_and_loses_nothing(ring, reading):
+    count = 40
+    readers = [reading(0, count), reading(1, count, pause_s=0.01)]
+    began = time.monotonic()
+    for number in range(1, count + 1):
+        ring.write(message(number, 512), 30.0)
+        assert number - ring.taken(1) <= 4, "a slot was written that is not read yet"
+    assert time.monotonic() - began > 0.01 * (count - 5), "the writer waited for nobody"
+    assert [reader.line() for reader in readers] == ["all", "all"]
+
+
+def write_some(ring: Ring, indices: range) -> None:
+    for index in indices:
+        ring.write(message(index + 1, 512), 0.5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda each: each.name)
+def test_a_reader_that_takes_no_more_is_named_in_time(ring, reading, number):
+    readers = [reading(0, 100), reading(1, 100)]
+    write_some(ring, range(3))
+    while ring.taken(1) < 3:
+        time.sleep(0.001)
+    os.kill(readers[1].process.pid, number)
+    began = time.monotonic()
+    with pytest.raises(RingFullError, match="reader 1 has taken [34] messages") as caught:
+        write_some(ring, range(3, 12))
+    assert caught.value.reader == 1
+    assert 0.5 <= time.monotonic() - began < 5
+
+
+def test_who_sleeps_is_told_to_the_writer_and_no_message_is_missed(ring):
+    first, second = Reader(ring.descriptor, 0), Reader(ring.descriptor, 1)
+    assert first.fall_asleep() is None
+    assert ring.write(message(1, 4), 1.0) == [0]
+    first.wake_up()
+    assert first.look(0.0) is not None
+    assert second.fall_asleep() is not None, "it came before the reader slept"
+    assert ring.write(message(2, 4), 1.0) == [], "who found a message does not sleep"
+
+
+def test_a_message_is_the_readers_own(ring):
+    first, second = Reader(ring.descriptor, 0), Reader(ring.descriptor, 1)
+    ring.write(message(1, 4), 1.0)
+    got = first.look(0.0)
+    assert second.take() is not None
+    for number in range(2, 6):
+        ring.write(message(number, 4), 1.0)
+        first.take(), second.take()
+    np.testing.assert_array_equal(got, message(1, 4))
+
+
+def test_looking_ends_in_time(ring):
+    began = time.monotonic()
+    assert Reader(ring.descriptor, 0).look(0.05) is None
+    assert 0.05 <= time.monotonic() - began < 0.5
+
+
+def test_what_does_not_fit_is_refused(ring):
+    with pytest.raises(ValueError, match=f"at most {max(SIZES)} words, got {max(SIZES) + 1}"):
+        ring.write(message(1, max(SIZES) + 1), 1.0)
+    with pytest.raises(ValueError, match="has 2 readers, none is 2"):
+        Reader(ring.descriptor, 2)
+
+
+def test_nothing_is_left_in_a_folder_of_the_machine(ring):
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir()) if shared.is_dir() else set()
+    Ring(readers=1, most_words=4, slots=2).close()
+    assert (set(shared.iterdir()) if shared.is_dir() else set()) == before

@@ -1,0 +1,71 @@
+"""What a start tells of a model's folder."""
+
+import json
+from pathlib import Path
+
+from safetensors.numpy import load_file, save_file
+
+from shared.models.checkpoint import SINGLE_FILE
+from shared.options.command_line import parse
+from shared.process.start import prepare
+from shared.process.startup_report import head_notes, start_notes, tokenizer_notes
+from tests.support.serve_reference import PLATFORM
+from tests.support.tiny_models import write_tiny
+
+
+def test_a_tokenizer_that_is_not_read_is_told(tmp_path: Path):
+    assert not [*tokenizer_notes(tmp_path)]
+    (tmp_path / "tokenizer.model").touch()
+    (told,) = tokenizer_notes(tmp_path)
+    assert "no tokenizer.json" in told
+    (tmp_path / "tokenizer.json").touch()
+    assert not [*tokenizer_notes(tmp_path)]
+
+
+def told_of(folder: Path, *flags: str) -> list[str]:
+    line = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(folder)]
+    return [*head_notes(parse([*line, *flags]))]
+
+
+def test_what_a_head_may_mean_otherwise_is_told_unless_a_flag_tells(tmp_path: Path):
+    listed = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    written = {"speculators_model_type": "eagle3", "transformer_layer_config": {}, **listed}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    (told,) = told_of(tmp_path)
+    assert "layers from 1 on" in told
+    assert not told_of(tmp_path, "--speculative-aux-layer-convention", "inputs")
+    written = {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    (told,) = told_of(tmp_path)
+    assert "norm_output" in told
+    (tmp_path / "config.json").write_text(json.dumps(written | {"fc_norm": True}))
+    assert not told_of(tmp_path)
+
+
+def notes_of(folder: Path, *flags: str) -> list[str]:
+    bounds = ["--context-length", "64", "--grammar-backend", "none"]
+    line = ["--model-path", str(folder), *bounds, *flags]
+    start = prepare(parse(line), PLATFORM)
+    return [*start_notes(start.memory, start.plain, start.defaults)]
+
+
+def test_generation_fields_that_are_not_applied_are_told_in_one_line(tmp_path: Path):
+    write_tiny(tmp_path, "llama", 0)
+    assert not notes_of(tmp_path)
+    stated = {"no_repeat_ngram_size": 3, "suppress_tokens": [5], "top_k": 20}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    applied, others = notes_of(tmp_path)
+    assert "top_k 20" in applied
+    assert "also sets no_repeat_ngram_size, suppress_tokens, which" in others
+    assert not notes_of(tmp_path, "--sampling-defaults", "openai")
+
+
+def test_a_head_that_the_config_ties_and_the_files_do_not_is_told(tmp_path: Path):
+    write_tiny(tmp_path, "llama", 0, tied=True)
+    tensors = load_file(tmp_path / SINGLE_FILE)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding}, tmp_path / SINGLE_FILE)
+    assert not notes_of(tmp_path)
+    save_file({**tensors, "lm_head.weight": embedding + 1}, tmp_path / SINGLE_FILE)
+    (told,) = notes_of(tmp_path)
+    assert "lm_head.weight differs from the embedding" in told

@@ -1,0 +1,178 @@
+"""A start of a model that sees: its memory, its programs, what it refuses, and a text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from jax_impl import platform as jax_platform
+from shared.boundary.program import Work
+from shared.engine.encoder_cache import least_rows
+from shared.models.dummy_weights import DummyCheckpoint
+from shared.models.families import config_from_folder
+from shared.options.command_line import parse
+from shared.options.flags import ConfigError
+from shared.process import engines, image_startup
+from shared.process.device import Device
+from shared.process.start import Start, prepare
+from tests.support import serve_reference
+from tests.support.run_engine import drive
+from tests.support.tensors import tensor_bytes
+from tests.support.vlm import Prompt, pixels, words, write_seeing
+from torch_impl import platform as torch_platform
+from torch_impl.weights import load_tower
+
+GB = 10**9
+PLATFORMS = {
+    "reference": serve_reference.PLATFORM,
+    "torch": torch_platform.PLATFORM,
+    "jax": jax_platform.PLATFORM,
+}
+FLAGS = "--context-length 256 --max-running-requests 2 --max-total-tokens 1024"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_seeing(tmp_path_factory.mktemp("seeing") / "model")
+
+
+def started(folder: Path, flags: str = "", name: str = "torch", kind: str = "cpu") -> Start:
+    platform = replace(
+        PLATFORMS[name],
+        find_device=lambda: Device(kind, "one", GB),
+        take_devices=lambda count: None,
+    )
+    return prepare(parse(["--model-path", str(folder), *FLAGS.split(), *flags.split()]), platform)
+
+
+def sizes(start: Start) -> dict[str, int]:
+    return {line.name: line.num_bytes for line in start.memory.lines}
+
+
+@pytest.mark.parametrize("name", ["reference", "torch"])
+def test_a_start_that_sees_serves_pictures(folder, name):
+    start = started(folder, "--speculative-algorithm NEXTN", name)
+    backend = start.load(PLATFORMS[name], lambda num_bytes: None)
+    backend.prepare(start.memory.capacity.programs, lambda program: None)
+    engine = engines.make_engine(backend, start.memory)
+    prompt = Prompt(words(100, 1), pixels(4, 8, 1), words(40, 1))
+    assert drive(engine, [prompt.request()])[0].tokens == prompt.text()
+    engine.close()
+
+
+def test_the_memory_of_a_tower_is_what_the_plan_says(folder):
+    """Exactly: weights, the pool's rows and a delta a slot, on a CPU."""
+    start = started(folder)
+    without = started(folder, "--language-model-only")
+    assert start.num_bytes > without.num_bytes
+    read = []
+    backend = start.load(PLATFORMS["torch"], read.append)
+    assert sum(read) == start.num_bytes, "the progress ends with the last byte"
+    planned, other = sizes(start), sizes(without)
+    assert planned.keys() - other.keys() == {"vision tower", "picture rows"}
+    assert tensor_bytes(backend.state.pictures) == planned["picture rows"]
+    assert tower_bytes(start) == planned["vision tower"]
+    same = {"KV", "state", "weights", "seen", "relay", "decode workspace"}
+    assert all(planned[line] == other[line] for line in same)
+    assert planned["plans and results"] > other["plans and results"]
+    backend.close()
+
+
+def tower_bytes(start: Start) -> int:
+    """Of a tower as torch has it."""
+    vision, where = start.memory.capacity.pictures.vision, ("float32", torch.device("cpu"))
+    return tensor_bytes(load_tower(start.checkpoint, vision, *where, lambda num_bytes: None))
+
+
+def test_every_rank_has_the_tower_and_the_pool_whole(folder):
+    alone, shared = sizes(started(folder)), sizes(started(folder, "--tp-size 2"))
+    assert shared["weights"] < alone["weights"]
+    assert all(shared[line] == alone[line] for line in ("vision tower", "picture rows"))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("torch", "gpu"), ("torch", "cpu"), ("jax", "cpu")])
+def test_encodings_have_sizes_that_double_and_a_cpu_that_compiles_has_few(folder, name, kind):
+    capacity = started(folder, name=name, kind=kind).memory.capacity
+    patches = [p.tokens for p in capacity.programs if p.work is Work.ENCODE]
+    assert patches == [4 * 8, 4 * 32] if name == "jax" else [4 * 8, 4 * 16, 4 * 32]
+    assert capacity.max_image_tokens == 32
+    assert capacity.pictures.num_rows == 1 + max(4 * 32, least_rows(32))
+
+
+def test_memory_is_planned_for_a_picture_between_two_steps(folder, monkeypatch):
+    monkeypatch.setattr(image_startup, "MOST_PRODUCTS", 1)
+    start = started(folder)
+    backend = start.load(PLATFORMS["torch"], lambda num_bytes: None)
+    assert backend.state.pictures.begun is not None
+    assert tensor_bytes(backend.state.pictures) == sizes(start)["picture rows"]
+    backend.close()
+
+
+def test_flags_bound_pictures_and_the_pool(folder):
+    pictures = started(folder, "--max-image-tokens 20").memory.capacity.pictures
+    assert pictures.processor.fitted(600, 600)[0] ** 2 <= 20 * 64
+    below = started(folder, "--max-image-tokens 7").memory.capacity  # of the least of the file
+    assert below.max_image_tokens == 7
+    assert below.pictures.processor.fitted(600, 600) == (16, 16)
+    pool = started(folder, "--mm-encoder-cache-tokens 500").memory.capacity.pictures
+    assert pool.num_rows == 501
+    more = sizes(started(folder, "--mm-encoder-cache-tokens 500"))["picture rows"]
+    less = sizes(started(folder, "--mm-encoder-cache-tokens 400"))["picture rows"]
+    assert more - less == 100 * 64 * 4
+
+
+REFUSED = {
+    "--mm-encoder-cache-tokens 100": "needs 128; increase it, or lower --max-image-tokens",
+    "--language-model-only --max-image-tokens 30": "only the text model is served; remove the flag",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_leaves_no_room_for_pictures_is_refused_by_name(folder, flags):
+    with pytest.raises(ConfigError, match=REFUSED[flags]):
+        started(folder, flags)
+
+
+def test_a_tower_without_settings_of_pictures_is_refused_and_its_text_served(folder, tmp_path):
+    blind = write_seeing(tmp_path / "model")
+    (blind / "preprocessor_config.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"no preprocessor_config.json.*--language-model-only serves"
+    ):
+        started(blind)
+    assert started(blind, "--language-model-only").memory.capacity.pictures is None
+
+
+def test_a_model_that_sees_is_refused_where_nothing_decodes_pictures(folder, monkeypatch):
+    monkeypatch.setattr(image_startup, "find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match=r"install the extra vision; --language-model-only serves"
+    ):
+        started(folder)
+    assert started(folder, "--language-model-only").memory.capacity.pictures is None
+
+
+@pytest.mark.parametrize("flags", ["", "--load-format dummy"])
+def test_a_tower_that_is_not_computed_is_refused_and_its_text_served(tmp_path, flags):
+    other = write_seeing(tmp_path / "model")
+    config = json.loads((other / "config.json").read_text(encoding="utf-8"))
+    config["vision_config"]["deepstack_visual_indexes"] = [1]
+    (other / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"deepstack_visual_indexes.*--language-model-only serves"
+    ):
+        started(other, flags)
+    assert started(other, f"{flags} --language-model-only").memory.capacity.pictures is None
+
+
+def test_a_dummy_has_a_tower_where_its_config_names_one(folder):
+    start = started(folder, "--load-format dummy")
+    assert isinstance(start.checkpoint, DummyCheckpoint)
+    assert start.checkpoint.has_tower
+    assert not DummyCheckpoint.of_model(config_from_folder(folder), None).has_tower
+    start.load(PLATFORMS["torch"], lambda num_bytes: None).close()
+    assert tower_bytes(start) == sizes(start)["vision tower"]

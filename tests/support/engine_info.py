@@ -1,0 +1,23 @@
+"""What an engine without a model says of itself to an HTTP server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shared.engine.checks import RequestLimits
+from shared.models.sampling import SamplingDefaults
+from shared.process.ipc_messages import ModelFacts
+
+
+def facts_of(limits: RequestLimits, **fields: Any) -> ModelFacts:
+    """Those of an engine that drafts nothing, but for some fields."""
+    plain: dict[str, Any] = {
+        "model_name": "it",
+        "model_folder": "",
+        "eos_ids": (),
+        "sampling_defaults": SamplingDefaults(),
+        "max_open_requests": None,
+        "max_draft_depth": 0,
+        "host_names": None,
+    }
+    return ModelFacts(limits=limits, **{**plain, **fields})

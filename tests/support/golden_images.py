@@ -1,0 +1,58 @@
+"""The golden pictures, and what the model that they are for says of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from shared.models.families import vision_from_folder
+from shared.models.image_processor import PictureConfig, read_pictures
+from shared.models.vision_config import VisionConfig
+from shared.spec import vision_encoder
+from shared.spec.vision_encoder import Patches, Pixels
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODEL, PICTURES = GOLDEN / "qwen3_5_dense", GOLDEN / "qwen3_5_vision"
+WANT = dict(np.load(PICTURES / "vectors.npz"))
+
+
+def vision() -> VisionConfig:
+    found = vision_from_folder(MODEL)
+    assert found is not None
+    return found
+
+
+def picture_config() -> PictureConfig:
+    given = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
+    return read_pictures(given["preprocessor_config"], vision())
+
+
+def resized(picture: np.ndarray) -> np.ndarray:
+    """A picture at the size that the checkpoint wants."""
+    height, width = picture_config().fitted(*picture.shape[:2])
+    return np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def fitted(number: int) -> np.ndarray:
+    """A golden picture as the processor fits it that made the golden numbers, of 0 to 255.
+
+    It resizes with another library than Pillow: one level of 255 here and there.
+    """
+    config, size, merge = picture_config(), vision().patch_size, vision().merge_size
+    patches = WANT[f"pixels_{number}"].reshape(-1, 3, vision().frames, size, size)[:, :, 0]
+    of_channel = [np.array(x)[:, None, None] for x in (config.deviation, config.mean)]
+    values = np.rint(255 * (patches * of_channel[0] + of_channel[1])).astype(np.uint8)
+    _, rows, columns = WANT[f"grid_{number}"] // merge
+    blocks = values.reshape(rows, columns, merge, merge, 3, size, size)
+    return blocks.transpose(0, 2, 5, 1, 3, 6, 4).reshape(rows * merge * size, -1, 3)
+
+
+def pixels_of(picture: np.ndarray) -> Pixels:
+    """What a device is told of a picture that has the size that the checkpoint wants."""
+    return vision_encoder.pixels_of(picture, vision(), picture_config())
+
+
+def patches_of(picture: np.ndarray) -> Patches:
+    """The patches of such a picture, by the specification."""
+    return vision_encoder.patches(vision(), pixels_of(picture))

@@ -1,0 +1,70 @@
+"""Texts that a grammar allows, chosen token by token as an engine would choose them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shared.engine.grammar import Constraint, Grammar
+from shared.text.delimiters import CALL, PARAMETER_END, THINK_END
+
+ENDINGS = [
+    text.encode() for text in (THINK_END, CALL, f"\n{PARAMETER_END}\n", '"', "}", "]", "\n", "0")
+]
+"""What ends the parts of a text that could go on for ever."""
+
+
+def walk(
+    grammar: Grammar,
+    vocab: int,
+    end: int,
+    named: Mapping[bytes, Sequence[int]],
+    seed: int,
+    *,
+    most: int,
+    begun: str = "",
+) -> list[int]:
+    """A text of a grammar without the token that ends it: some tokens at random, then endings.
+
+    Args:
+      grammar, vocab, end: As `Constraint` takes them.
+      named: The tokens that stand for some bytes.
+      seed: Of the choices.
+      most: Tokens after which the text must be over.
+      begun: With what it begins.
+    """
+    chosen, tokens, rest, is_begun = random.Random(seed), [], begun.encode(), not begun
+    held = Constraint(grammar, vocab, (end,), 0)
+    while not held.is_over:
+        masks = held.masks([0], [0])
+        assert masks is not None, held.fault
+        allowed = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+        is_begun = is_begun or not rest
+        if allowed[end] and is_begun:
+            break
+        found = _longest(rest, named, allowed)
+        assert found or is_begun, f"{rest} is not allowed"
+        if found is None:
+            may_wander = allowed.sum() > 1 and len(tokens) < most // 4 and chosen.random() < 0.7
+            known = [each for each in ENDINGS if _longest(each, named, allowed)]
+            rest = b"" if may_wander or not known else chosen.choice(known)
+            found = _longest(rest, named, allowed)
+        size, token = found or (0, int(chosen.choice(np.flatnonzero(allowed))))
+        rest = rest[size:]
+        assert held.take(token), held.fault
+        tokens.append(token)
+        assert len(tokens) < most, "the text comes to no end"
+    return tokens
+
+
+def _longest(
+    text: bytes, named: Mapping[bytes, Sequence[int]], allowed: np.ndarray
+) -> tuple[int, int] | None:
+    """How much of a text's beginning an allowed token says, and which one; None: there is none."""
+    for size in range(len(text), 0, -1):
+        for token in named.get(text[:size], ()):
+            if allowed[token]:
+                return size, token
+    return None

@@ -1,0 +1,20 @@
+"""A tiny tokenizer with the tokens that real ones have beside their words."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer
+
+from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
+from shared.text.delimiters import marks_of
+from tests.support.http_fixtures import byte_tokenizer
+
+MARKS = {mark for name in TOOL_CALL_PARSERS for mark in marks_of(name, REASONING_PARSERS[0])}
+
+
+def marked_tokenizer(*, special: bool) -> Tokenizer:
+    """As `byte_tokenizer`, with the marks of all formats as tokens, as real ones have them."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(
+        [AddedToken(mark, special=special, normalized=False) for mark in sorted(MARKS)]
+    )
+    return tokenizer

@@ -1,0 +1,99 @@
+"""The vision tower of the golden folders in every implementation, picture by picture."""
+
+from dataclasses import replace
+from functools import cache, partial
+from typing import Protocol
+
+import jax
+import numpy as np
+import torch
+
+from jax_impl import vision_encoder as jax_tower
+from jax_impl import weights as jax_weights
+from jax_impl.backend import compiler_options
+from shared.models.checkpoint import open_checkpoint
+from shared.models.vision_parameters import check_tower
+from shared.spec import vision_encoder
+from shared.spec.vision_encoder import Patches, Pixels
+from tests.support.golden_images import MODEL, vision
+from torch_impl import vision_encoder as torch_tower
+from torch_impl import weights as torch_weights
+
+SIZE = 128
+"""Patches of a padded picture; the golden ones have 40 to 120."""
+
+
+class Tower(Protocol):
+    """An implementation: patches with their padding become rows, those of padding too."""
+
+    def __call__(self, picture: Patches) -> np.ndarray: ...
+
+
+def padded(patches: Patches, size: int) -> Patches:
+    """The same with rows of zeros behind, `size` in all."""
+    names = ("pixels", "corners", "shares", "cos", "sin")
+    rows = {name: getattr(patches, name) for name in names}
+    spare = size - len(patches.pixels)
+    return replace(patches, **{x: np.pad(y, ((0, spare), (0, 0))) for x, y in rows.items()})
+
+
+def of_specification() -> Tower:
+    checkpoint, config = open_checkpoint(MODEL), vision()
+    weights = {p.name: checkpoint.load(p, np.float32) for p in check_tower(checkpoint, config)}
+    return partial(vision_encoder.encoded, config, weights)
+
+
+def of_torch() -> Tower:
+    config, cpu = vision(), torch.device("cpu")
+    weights = torch_weights.load_tower(open_checkpoint(MODEL), config, "float32", cpu, _unseen)
+
+    def encoded(picture: Patches) -> np.ndarray:
+        given = torch_tower.Patches(**{x: torch.from_numpy(y) for x, y in vars(picture).items()})
+        return torch_tower.encoded(config, weights, given).numpy()
+
+    return encoded
+
+
+@cache
+def of_jax() -> Tower:
+    config, cpu = vision(), jax.devices("cpu")[0]
+    loaded = jax_weights.load_tower(open_checkpoint(MODEL), config, np.float32, cpu, _unseen)
+
+    @partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
+    def program(arrays, picture):
+        return jax_tower.encoded(config, jax_weights.tower_of(arrays), picture)
+
+    def encoded(picture: Patches) -> np.ndarray:
+        return np.asarray(program(loaded, jax_tower.Patches(**vars(picture))))
+
+    return encoded
+
+
+def _unseen(num_bytes: int) -> None:
+    """The progress of loading, which nobody watches."""
+
+
+TOWERS = {"spec": of_specification, "torch": of_torch, "jax": of_jax}
+
+
+class Cutter(Protocol):
+    """An implementation: a picture becomes patches, with those of its padding."""
+
+    def __call__(self, picture: Pixels) -> Patches: ...
+
+
+def cut_by_torch(picture: Pixels) -> Patches:
+    given = torch_tower.Pixels(**{x: torch.from_numpy(y) for x, y in vars(picture).items()})
+    found = torch_tower.patches(vision(), given)
+    return Patches(**{name: x.numpy() for name, x in vars(found).items()})
+
+
+def cut_by_jax(picture: Pixels) -> Patches:
+    cpu = jax.devices("cpu")[0]
+    options = compiler_options(cpu, quick_compile=True)
+    program = jax.jit(partial(jax_tower.patches, vision()), compiler_options=options)
+    found = program(jax_tower.Pixels(**vars(picture)))
+    return Patches(**{name: np.asarray(x) for name, x in found._asdict().items()})
+
+
+CUTTERS = {"torch": cut_by_torch, "jax": cut_by_jax}

@@ -1,0 +1,257 @@
+"""Serves prompts with pictures on the golden model that sees, and says what their texts must be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from shared.boundary.backend import Backend, Capacity
+from shared.boundary.images import PicturePool
+from shared.boundary.program import Extra, Program, Work
+from shared.engine.controller import Controller, StaticController
+from shared.engine.engine import Engine
+from shared.engine.image_inputs import Picture, Sight
+from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram.corpus import SEPARATOR, Corpus
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.merged_drafts import JoinedController
+from shared.engine.request import Request, SamplingParams
+from shared.models.checkpoint import load_all
+from shared.models.families import config_from_folder
+from shared.options.ngram import NgramConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import Drafter, make_seeing_backend
+from tests.support.cache_policies import policy_of
+from tests.support.golden_images import MODEL, PICTURES, patches_of, picture_config, vision
+from tests.support.golden_models import Pictures as GoldenPictures
+from tests.support.golden_models import SpecModel
+from tests.support.http_fixtures import save_tokenizer
+from tests.support.tiny_heads import tiny_block_head, tiny_head
+from tests.support.vision_encoders import of_specification
+
+IMAGE, FACTOR, PAGE = vision().image_token, picture_config().factor, 8
+CHUNK, BATCH, LARGEST = 64, 3, 96
+"""Tokens of a step's prompts, requests that run, and tokens of the largest picture."""
+
+TOKENS = 12
+CONTEXT = 320
+PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(3, BATCH)
+TREE = TreeShape(6, 3, 2, BATCH * 6)
+BLOCK = TreeShape(4, 3, 1, BATCH * 4, 4)
+SHAPES = {
+    "none": PLAIN,
+    "NEXTN": CHAIN,
+    "NEXTN tree": TREE,
+    "EAGLE3": TREE,
+    "DFLASH": BLOCK,
+    "NGRAM": TREE,
+    "NEXTN+NGRAM": CHAIN,
+}
+"""What drafts, and the shape that it drafts."""
+
+
+@cache
+def pixels(rows: int, columns: int, seed: int) -> np.ndarray:
+    """A picture that stands for so many rows and columns of a prompt."""
+    shape = (rows * FACTOR, columns * FACTOR, 3)
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+TEXTS: dict[tuple, list[int]] = {}
+"""Of prompts that were asked for, as several tests ask for the same."""
+
+
+class Prompt:
+    """A prompt of words and pictures, and the plain text that follows it."""
+
+    def __init__(self, *parts: list[int] | np.ndarray) -> None:
+        self.tokens: list[int] = []
+        self.pictures: tuple[Picture, ...] = ()
+        for part in parts:
+            if isinstance(part, list):
+                self.tokens += part
+                continue
+            picture = Picture.of(len(self.tokens), part, FACTOR)
+            self.tokens += [IMAGE] * picture.count
+            self.pictures += (picture,)
+
+    def request(self, number: int = 0, tenant: str = "", tokens: int = TOKENS) -> Request:
+        return Request(
+            request_id=number,
+            prompt=tuple(self.tokens),
+            pictures=self.pictures,
+            tenant=tenant,
+            sampling=SamplingParams(max_tokens=tokens, temperature=0.0, traces=True),
+        )
+
+    def text(self, count: int = TOKENS, allowed: Sequence[int] | None = None) -> list[int]:
+        """By the golden specification alone, its pictures read in one go.
+
+        Args:
+          allowed: The only tokens that it may have; None: all.
+        """
+        known = (*self.tokens, *(each.digest for each in self.pictures), count, allowed)
+        if known not in TEXTS:
+            TEXTS[known] = self._text(count, allowed)
+        return TEXTS[known]
+
+    def _text(self, count: int, allowed: Sequence[int] | None) -> list[int]:
+        encoded = of_specification()
+        rows = [encoded(patches_of(each.pixels)) for each in self.pictures]
+        tokens = np.array(self.tokens)
+        sight, is_image = Sight.of(self.tokens, IMAGE, self.pictures), tokens == IMAGE
+        pool = np.concatenate([np.zeros((1, vision().out), np.float32), *rows])
+        sources = np.where(is_image, np.cumsum(is_image), 0)
+        model = SpecModel(MODEL)
+        pictures = GoldenPictures(sight.turns, sight.delta, pool, sources)
+        logits, text = model.prefill(tokens, None, pictures).logits, []
+        while len(text) < count:
+            tokens = np.arange(logits.shape[1]) if allowed is None else np.array(allowed)
+            text.append(int(tokens[logits[-1][tokens].argmax()]))
+            logits = model.verify(np.array(text[-1:]), np.zeros(1, np.int32)).logits
+            model.commit(np.arange(1))
+        return text
+
+
+def words(count: int, seed: int) -> list[int]:
+    """Tokens without those of pictures, that repeat: so seen text has something to propose."""
+    return (np.random.default_rng(seed).integers(1, 240, 5).tolist() * count)[:count]
+
+
+def _drafter(name: str) -> Drafter:
+    config = config_from_folder(MODEL)
+    if name.startswith("NEXTN"):
+        return "NEXTN"
+    if name == "EAGLE3":
+        weights = dict(load_all(MODEL, config, False))
+        return tiny_head(config, weights | {"lm_head": weights["embed"]}, "EAGLE3", 5)
+    return tiny_block_head(config, 4) if name == "DFLASH" else "none"
+
+
+def capacity_of(drafter: str, pool_rows: int, num_pages: int) -> Capacity:
+    """A prefill, plain steps, the drafter's, and encodings: of small pictures, and in two steps."""
+
+    def program(work: Work, shape: TreeShape, tokens: int, extras: Extra = Extra.NONE) -> Program:
+        return Program(
+            work=work,
+            batch=BATCH,
+            pages=1 + CONTEXT // PAGE,
+            tokens=tokens,
+            shape=shape,
+            extras=extras,
+        )
+
+    def encoding(rows: int, *bounds: int) -> list[Program]:
+        single = program(Work.ENCODE, TreeShape.plain(1), rows * vision().merged)
+        pieces = pairwise((0, *bounds, vision().depth))
+        return [replace(single, batch=1, pages=1, blocks=range(*each)) for each in pieces]
+
+    shape = SHAPES[drafter]
+    decodes = [program(Work.DECODE, PLAIN, 0)]
+    if drafter == "NGRAM":
+        decodes.append(program(Work.DECODE, shape, 0, Extra.HOST_DRAFT))
+    elif drafter != "none":
+        decodes.append(program(Work.DECODE, shape, 0))
+    if drafter == "NEXTN+NGRAM":
+        for own in (PLAIN, CHAIN):
+            joined = TreeShape(own.nodes + 4, 4, 1, BATCH * (own.nodes + 4), grown=own, copied=9)
+            decodes.append(program(Work.DECODE, joined, 0, Extra.COPIES))
+    return Capacity(
+        page_size=PAGE,
+        num_pages=1 + num_pages,
+        num_slots=1 + BATCH,
+        num_snapshots=9,
+        programs=(
+            program(Work.PREFILL, PLAIN, CHUNK),
+            *decodes,
+            *encoding(32),
+            *encoding(LARGEST, 1),
+        ),
+        overlap=1,
+        context_length=CONTEXT - 40,
+        vocab=config_from_folder(MODEL).vocab,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=0,
+        pictures=PicturePool(vision(), picture_config(), 1 + pool_rows),
+    )
+
+
+MADE: dict[tuple[str, str], Backend] = {}
+"""Backends by framework and drafter: what they hold changes no text."""
+
+ON_A_GPU = " on a GPU"
+POOL_ROWS, NUM_PAGES = 2 * LARGEST + CHUNK, 96
+
+
+def backend_of(framework: str, drafter: str) -> Backend:
+    """A framework of `FRAMEWORKS` or `MAKERS`, or one of `GPU_FRAMEWORKS` with " on a GPU"."""
+    if (framework, drafter) not in MADE:
+        config = config_from_folder(MODEL)
+        weights = load_all(MODEL, config, drafter.startswith("NEXTN"))
+        capacity = capacity_of(drafter, POOL_ROWS, NUM_PAGES)
+        made_of = (MODEL, config, weights, capacity, _drafter(drafter))
+        name, on_gpu = framework.removesuffix(ON_A_GPU), framework.endswith(ON_A_GPU)
+        MADE[framework, drafter] = make_seeing_backend(name, *made_of, on_gpu=on_gpu)
+    return MADE[framework, drafter]
+
+
+class Fewer:
+    """A backend that admits to fewer pages, or rows of pictures, than it has."""
+
+    def __init__(self, backend: Backend, **fewer: object) -> None:
+        self.capacity = replace(backend.capacity, **fewer)
+        self.submit, self.launch = backend.submit, backend.launch
+
+    def close(self) -> None: ...
+
+
+def controller_of(drafter: str, capacity: Capacity, texts: Sequence[list[int]]) -> Controller:
+    """What chooses; seen text is looked up in a corpus of `texts` too, so that some is accepted."""
+    shape = SHAPES[drafter]
+    if not drafter.endswith("NGRAM"):
+        return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    config = NgramConfig(
+        speculative_ngram_min_bfs_breadth=1, speculative_ngram_external_sam_budget=2
+    )
+    sizes = {"vocab": capacity.vocab, "chain": False}
+    if drafter == "NGRAM":
+        index = NgramIndex(config, nodes=shape.nodes, depth=shape.depth, **sizes)
+        controller = NgramController(capacity, index)
+    else:
+        index = NgramIndex(config, nodes=9, depth=8, ahead=4, path=8, **sizes)
+        controller = JoinedController(capacity, index, 0.0, {})
+    index.add_corpus("", Corpus.build(np.array([x for t in texts for x in [*t, SEPARATOR]])))
+    return controller
+
+
+def engine_of(
+    framework: str, drafter: str, texts: Sequence[list[int]] = ((1,),), **fewer: object
+) -> Engine:
+    backend = Fewer(backend_of(framework, drafter), **fewer)
+    return Engine(
+        backend,
+        controller_of(drafter, backend.capacity, texts),
+        overlap=1,
+        chunked_prefill_size=CHUNK,
+        cache=policy_of(drafter.split()[0].removesuffix("+NGRAM"), is_hybrid=True),
+    )
+
+
+def write_seeing(folder: Path) -> Path:
+    """The folder of the golden model, with what its processor is told and a tokenizer of bytes."""
+    folder.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(MODEL / name, folder / name)
+    given = json.loads((PICTURES / "config.json").read_text(encoding="utf-8"))
+    processor = json.dumps(given["preprocessor_config"])
+    (folder / "preprocessor_config.json").write_text(processor, encoding="utf-8")
+    save_tokenizer(folder)
+    return folder

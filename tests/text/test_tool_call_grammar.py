@@ -1,0 +1,168 @@
+"""Calls that are forced: whatever a grammar lets through is read as a call of its schema."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import jsonschema
+import pytest
+
+from shared.server.parsers import new_parser
+from shared.server.reading import Said
+from shared.text.grammar import CompiledGrammar, Compiler, GrammarRefused
+from shared.text.json_schema_refs import standalone
+from shared.text.tokenizer import Tokenizer
+from shared.text.tool_call_grammar import STYLES, Tool, grammar_of
+from tests.support.call_schemas import SCHEMAS
+from tests.support.grammar_walks import walk
+from tests.support.http_fixtures import END, byte_tokenizer
+
+VOCAB = 300
+
+
+@lru_cache
+def compiler() -> Compiler:
+    return Compiler(byte_tokenizer().to_str(), VOCAB)
+
+
+def forced(style: str, schema: dict[str, Any] | None) -> CompiledGrammar:
+    tools = [Tool(name="f", schema=schema)]
+    return compiler().compile(grammar_of(style, tools, many=False, free=None, answer=None))
+
+
+def read(style: str, text: str, schema: dict[str, Any]) -> list[tuple[str, Any]]:
+    parser = new_parser(style, Said({"f": schema}, None, are_calls_held=True), None)
+    found = parser.push(text) + parser.flush(was_cut=False)
+    assert not found.text.strip(), found.text
+    return [(call.name, json.loads(call.arguments)) for call in found.tool_calls]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("style", STYLES)
+def test_every_text_of_the_grammar_is_read_as_a_call_that_is_valid(style, name):
+    schema = SCHEMAS[name]
+    shown, compiled = Tokenizer(byte_tokenizer(), None, {}), forced(style, schema)
+    named = {bytes([byte]): [byte] for byte in range(256)}
+    for seed in range(8):
+        text = shown.decode(walk(compiled, VOCAB, END, named, seed, most=3000))
+        ((called, arguments),) = read(style, text, schema)
+        assert called == "f"
+        jsonschema.validate(arguments, schema)
+
+
+def follows(grammar: CompiledGrammar, text: str) -> bool:
+    matcher = grammar.matcher()
+    return all(map(matcher.take, text.encode())) and matcher.is_satisfied
+
+
+def elements(**parameters: str) -> str:
+    written = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in parameters.items()]
+    return f"<tool_call>\n<function=f>\n{''.join(written)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ("null", "007", "a b"), ()),
+        ({"type": ["string", "integer"]}, ("null", "12", "x"), ()),
+        ({"$ref": "#/$defs/text", "description": "of it"}, ("12", '"'), ()),
+        ({"$ref": "#/$defs/choice"}, ("a", "1"), ('"a"', "b", "c")),
+        ({"anyOf": [{"$ref": "#/$defs/choice"}, {"type": "integer"}]}, ("a", "7"), ('"a"', "b")),
+        ({"enum": ["1", 2, None]}, ("1", "2", "null"), ('"1"', "3")),
+        ({"type": "string", "enum": ["1", 2]}, ("1",), ("2", '"1"')),
+        ({"type": "boolean", "title": "t"}, ("true",), ("True", "x")),
+        ({"type": ["integer", "null"]}, ("1", "null"), ("x", "true")),
+        ({}, ("x", "1"), ()),
+    ],
+)
+def test_a_text_stands_without_quotes_wherever_the_schema_takes_one(schema, right, wrong):
+    document = {
+        "properties": {"a": schema},
+        "$defs": {
+            "text": {"type": "string"},
+            "choice": {"anyOf": [{"const": "a"}, {"enum": ["1", "2"]}]},
+        },
+    }
+    compiled = forced("qwen3_coder", document)
+    for text in right:
+        assert follows(compiled, elements(a=text)), text
+    for text in wrong:
+        assert not follows(compiled, elements(a=text)), text
+
+
+def test_a_function_that_is_held_to_nothing_takes_any_parameters():
+    """Beside one that is strict, say."""
+    for text in (elements(), elements(x="1", y="a\nb")):
+        assert follows(forced("qwen3_coder", None), text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#/$defs/short"}, "maxLength of a of the function f is not supported"),
+        ({"anyOf": [{"$ref": "#/$defs/short"}, {"type": "null"}]}, "maxLength of a of the func"),
+        ({"type": ["string", "null"], "pattern": "a"}, "pattern of a of the function f"),
+        ({"$ref": "#/$defs/short", "maxLength": 2}, "maxLength of a of the function f"),
+        ({"type": "string", "format": "date"}, "format of a of the function f"),
+        ({"$ref": "#/$defs/nobody"}, "#/\\$defs/nobody does not exist"),
+        ({"$ref": "#/$defs/round"}, "nests references more than"),
+        ({"anyOf": [{"$ref": "#/properties/a"}]}, "nests references more than"),
+    ],
+)
+def test_what_a_text_without_quotes_cannot_be_held_to_is_refused_by_name(schema, reason):
+    defs = {"short": {"type": "string", "maxLength": 3}, "round": {"$ref": "#/$defs/round"}}
+    with pytest.raises(GrammarRefused, match=reason):
+        forced("qwen3_coder", {"properties": {"a": schema}, "$defs": defs})
+
+
+def test_a_part_of_a_document_takes_along_what_it_points_at_and_leaves_values_as_they_are():
+    value = {"$ref": "#/$defs/A"}
+    document = {"$defs": {"A": {"const": value}, "B": {"properties": {"const": value}}}}
+    assert standalone({"$ref": "#/$defs/B"}, document) == {
+        "$ref": "#/$defs/0",
+        "$defs": {
+            "0": {"properties": {"const": {"$ref": "#/$defs/1"}}},
+            "1": {"const": value},
+        },
+    }
+
+
+SPACED = {"properties": {"a": {"type": "array"}, "b": {"type": "object"}}, "required": ["a", "b"]}
+BETWEEN_TAGS = "<tool_call>\n{}\n</tool_call>"
+CALL_OF = {
+    "hermes": BETWEEN_TAGS.replace("{}", '{"name": "f", "arguments": {}}'),
+    "qwen": BETWEEN_TAGS.replace("{}", '{"name": "f", "arguments": {}}'),
+    "llama3": '{"name": "f", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("style", CALL_OF)
+def test_json_of_a_call_has_the_white_space_of_templates_alone(style: str):
+    value = {"a": [1, {"x": []}], "b": {"y": "p, q: r\n", "z": {}}}
+    compiled = forced(style, SPACED)
+    head, tail = CALL_OF[style].rsplit("{}", 1)
+    assert follows(compiled, head + json.dumps(value) + tail)
+    for text in (
+        json.dumps(value, indent=1),
+        json.dumps(value, separators=(",", ":")),
+        json.dumps(value).replace("{", "{ ", 1),
+        json.dumps(value).replace(", ", ",  ", 1),
+        json.dumps(value) + " ",
+    ):
+        assert not follows(compiled, head + text + tail), text
+
+
+def test_json_of_an_element_has_the_white_space_of_templates_alone():
+    compiled = forced("qwen3_coder", {"properties": {"a": {"type": "array"}}})
+    assert follows(compiled, elements(a="[1, 2]"))
+    assert not follows(compiled, elements(a="[1,2]"))
+    assert not follows(compiled, elements(a="[1,\n2]"))
+
+
+def test_number_beyond_float64_stays_as_it_is_written():
+    schema = {"properties": {"a": {"type": "object"}, "b": {"type": "number"}}}
+    parser = new_parser("qwen3_coder", Said({"f": schema}, None, are_calls_held=True), None)
+    (call,) = parser.push(elements(a='{"x": 1e999}', b="-2E400")).tool_calls
+    assert call.arguments == '{"a": {"x": 1e999}, "b": -2E400}'

@@ -1,0 +1,120 @@
+"""As `shared.models.dummy_weights`, on the device: a parameter is made there piece by piece."""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int, Int32
+from torch import Tensor
+
+from shared.models.dummy_weights import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, Law, keys_of
+from shared.models.fp8_packing import FP8_BLOCK, shape_of_words
+from shared.models.parameters import Parameter
+
+PIECE = 1 << 24
+"""Elements that are made at a time, so that little memory is needed beside the parameter's own."""
+
+
+def mixed(words: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
+    """As the specification; a word is the bits of an int32, whose products wrap."""
+    for shift, factor in ROUNDS:
+        words = (words ^ _shifted(words, shift)).mul_(_signed(factor))
+    return words ^ _shifted(words, LAST_SHIFT)
+
+
+def elements(
+    law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]
+) -> Float[Tensor, " places"]:
+    tops = _tops(law, key, places)
+    whole = tops.mul_(2).add_(1 - 2**law.bits)
+    return whole.float().mul_(law.step).add_(law.centre)
+
+
+def codes(key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
+    """The FP8 codes of the numbers that `elements` gives by `CODES_LAW`."""
+    tops, half = _tops(CODES_LAW, key, places), 2 ** (CODES_LAW.bits - 1)
+    is_negative = tops < half
+    place = torch.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
+    fours = torch.where(place < 4, CODES[0], CODES[1]).int()
+    code = (fours >> (place & 3).mul_(8)).bitwise_and_(0xFF)
+    return code.bitwise_or_(is_negative.int().mul_(0x80))
+
+
+def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "..."]:
+    """A parameter in FP8 or a rank's share, in words of four; pieces as in `parameter_array`."""
+    made = torch.zeros(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
+    count = FP8_BLOCK // 4
+    for start, stop, shift in _pieces(parameter, 4, device):
+        number = torch.arange(stop - start, device=device)
+        first = (number // count * FP8_BLOCK + number % count).int() + shift
+        for key, layer in _layers(parameter, made):
+            for byte in range(4):
+                words = codes(key, first + count * byte) << (8 * byte)
+                layer[start:stop].bitwise_or_(words)
+    return made
+
+
+def parameter_array(
+    parameter: Parameter, law: Law, dtype: torch.dtype, device: torch.device
+) -> Float[Tensor, "..."]:
+    """A parameter or a rank's share; beside it stand a few pieces of `PIECE` elements."""
+    new = torch.empty if parameter.is_filled else torch.zeros
+    made = new(parameter.shape, dtype=dtype, device=device)
+    for start, stop, shift in _pieces(parameter, 1, device):
+        places = torch.arange(stop - start, dtype=torch.int32, device=device) + shift
+        for key, layer in _layers(parameter, made):
+            layer[start:stop].copy_(elements(law, key, places))
+    return made
+
+
+def _layers(parameter: Parameter, made: Tensor) -> Iterator[tuple[Int[Tensor, ""], Tensor]]:
+    """The key of each layer, and its numbers one behind the other."""
+    keys = torch.from_numpy(keys_of(parameter).view("int32")).to(made.device)
+    yield from zip(keys, made.view(len(keys), -1), strict=True)
+
+
+def _pieces(
+    parameter: Parameter, unit: int, device: torch.device
+) -> Iterator[tuple[int, int, int | Int32[Tensor, " units"]]]:
+    """The pieces of a layer, in units of so many numbers.
+
+    A mixture's share has many short spans, of which a piece has as many as follow each other.
+
+    Yields:
+      Where a piece begins and ends, and how far its numbers, counted from its begin, lie from
+      their places in the whole.
+    """
+    spans: list[tuple[int, int]] = []  # of a piece: units, and how far they lie
+    start = stop = 0
+    for at, first, numbers in parameter.spans():
+        for begin in range(at // unit, (at + numbers) // unit, PIECE):
+            end = min(begin + PIECE, (at + numbers) // unit)
+            if spans and (begin != stop or end - start > PIECE):
+                yield start, stop, _shifts(spans, device)
+                spans = []
+            start, stop = start if spans else begin, end
+            spans.append((end - begin, _signed(first - at + unit * start)))
+    if spans:
+        yield start, stop, _shifts(spans, device)
+
+
+def _shifts(spans: list[tuple[int, int]], device: torch.device) -> int | Int32[Tensor, " units"]:
+    if len(spans) == 1:
+        return spans[0][1]
+    counts, shifts = zip(*spans, strict=True)
+    far = torch.tensor(shifts, dtype=torch.int32)
+    return far.repeat_interleave(torch.tensor(counts)).to(device)
+
+
+def _tops(law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
+    """The highest bits of the hash, as many as a law looks at."""
+    return _shifted(mixed(mixed(places) ^ key), 32 - law.bits)
+
+
+def _shifted(words: Int[Tensor, " places"], by: int) -> Int[Tensor, " places"]:
+    """Shifted to the right; the mask takes the copies of the sign off again."""
+    return (words >> by).bitwise_and_((1 << (32 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    """A word of 32 bits as the int32 of the same bits."""
+    return (word & 0xFFFFFFFF) - ((word & 0x80000000) << 1)

@@ -1,0 +1,48 @@
+"""Steps that make the rows of a picture."""
+
+import torch
+
+from shared.boundary.program import Program
+from torch_impl import vision_encoder
+from torch_impl.device_state import Fields, PictureState, Plan
+from torch_impl.step_context import Machine
+from torch_impl.vision_encoder import Begun
+
+
+def encode(machine: Machine, plan: Plan, program: Program) -> Fields:
+    """Takes a picture through blocks of the tower; behind the last its rows are in the pool.
+
+    Those of its padding go to the sink. What is left for later steps waits in the state.
+    """
+    picture, held, pictures = plan.picture, machine.state.pictures, machine.capacity.pictures
+    assert picture is not None  # an encoding has one
+    assert held is not None  # and a model that sees
+    assert pictures is not None
+    assert machine.tower is not None
+    vision = pictures.vision
+    if picture.pixels is not None:
+        begun = vision_encoder.begun(machine.tower, vision_encoder.patches(vision, picture.pixels))
+    else:
+        begun = _kept(held, program.tokens)
+    begun = vision_encoder.advanced(machine.tower, begun, program.blocks)
+    if program.blocks.stop < vision.depth:
+        _keep(held, begun)
+    else:
+        rows = vision_encoder.finished(vision, machine.tower, begun)
+        number = torch.arange(len(rows), device=rows.device)
+        is_real = number * vision.merged < begun.count
+        place = torch.where(is_real & (picture.place > 0), picture.place + number, 0)
+        held.pool[place] = rows
+    return {"counts": torch.zeros_like(plan.save_at)}
+
+
+def _kept(held: PictureState, size: int) -> Begun:
+    """The picture of the encoding before, in so many rows."""
+    assert held.begun is not None  # a program that goes on has one to go on with
+    return Begun(**{name: x[:size] for name, x in vars(held.begun).items()})
+
+
+def _keep(held: PictureState, begun: Begun) -> None:
+    assert held.begun is not None
+    for name, x in vars(begun).items():
+        getattr(held.begun, name)[: len(x)] = x

@@ -1,0 +1,130 @@
+"""Gathers of ranks that are processes with a GPU each: kernels write in each other's memory."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, Int32, Shaped
+from torch import Tensor
+
+from kernels.peer_buffers import BLOCK_BYTES, LOOKS, Boxes, Missing
+from shared.boundary.shm_allgather import RankMissingError
+from shared.boundary.tp_group import Ranks
+from torch_impl.ops import Kernels
+
+
+class DeviceMailboxes:
+    """The mailboxes of a rank's GPU, and the gathers of its steps in their order.
+
+    All ranks make the same steps in the same order, each in one stream.
+    """
+
+    def __init__(self, kernels: Kernels, group: Ranks, device: torch.device) -> None:
+        """Takes the memory, and meets the other ranks, which open it.
+
+        Raises:
+          RuntimeError: There is not enough memory, or a GPU cannot reach another one.
+          RankMissingError: A rank did not come.
+        """
+        assert group.mailboxes is not None  # ranks that are processes have some
+        self._kernels, self._group, self._calls = kernels, group, 0
+        boxes = Boxes(group.count, BLOCK_BYTES)
+        self._mailbox = kernels.symmetric_memory.Mailbox(boxes, group.rank, device)
+        handle = np.frombuffer(self._mailbox.handle, np.uint8)
+        handles = group.mailboxes.exchange(group.rank, handle)
+        self._mailbox.connect([each.tobytes() for each in handles])
+        self._mailbox.wait(LOOKS)
+        torch.cuda.synchronize(device)
+
+    @property
+    def error(self) -> Int32[Tensor, "1"]:
+        """Of the steps so far, for `check`; a word on the GPU."""
+        return self._mailbox.mail.error
+
+    def check(self, word: int) -> None:
+        """Raises what an error word says.
+
+        Raises:
+          RankMissingError: A rank did not come to a gather.
+        """
+        missing = Missing.read(word)
+        if missing is not None:
+            raise RankMissingError(
+                f"rank {missing.rank} of {self._group.count} did not come to gather {missing.call} "
+                f"of a step; rank {self._group.rank} waited for it"
+            )
+
+    def meet(self) -> None:
+        """Waits on the host for all ranks.
+
+        Raises:
+          RankMissingError: A rank did not come.
+        """
+        assert self._group.mailboxes is not None
+        self._group.mailboxes.exchange(self._group.rank, np.zeros(1, np.uint8))
+
+    def begin(self) -> None:
+        """Of a step; one that has failed may have begun before."""
+        self._calls = 0
+
+    def end(self) -> None:
+        """Of a step, after all its gathers."""
+        self._kernels.all_gather.tick(self._mailbox.mail, self._calls)
+
+    def next(self) -> Any:
+        """The next gather of the step, for a kernel that takes part in it; see
+        `all_gather.Gather`.
+        """
+        self._calls += 1
+        return self._kernels.all_gather.Gather(
+            self._mailbox.mail, self._calls - 1, self._mailbox.boxes
+        )
+
+    def fits(self, rows: int, share: int, item_bytes: int) -> bool:
+        """Whether rows and their squares go in one gather."""
+        return self._mailbox.boxes.fits(rows, share, item_bytes)
+
+    def gathered(self, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
+        """The columns of all ranks side by side, in their order."""
+        share = values.shape[-1]
+        rows = values.reshape(-1, share).contiguous()
+        most = self._mailbox.boxes.most_rows(share * rows.element_size())
+        parts = [self._gathered(part) for part in rows.split(most)]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.view(*values.shape[:-1], self._group.count * share)
+
+    def gathered_rows(
+        self, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
+    ) -> Float[Tensor, "R size"]:
+        """As `gathered`, of the rows that are listed, behind which stands their number."""
+        most = self._mailbox.boxes.most_rows(values.shape[1] * values.element_size())
+        gathers = [self.next() for _ in range(0, len(values), most)]
+        return self._kernels.vocab_parallel.gathered_rows(values, rows, gathers)
+
+    def gathered_beside(
+        self, scaled: Shaped[Tensor, "R share"], squares: Shaped[Tensor, "R chunks"]
+    ) -> tuple[Shaped[Tensor, "R size"], Shaped[Tensor, "R chunks_of_all"]]:
+        """As `gathered` of both at once, for which `fits` has said that there is room."""
+        gather = self.next()
+        return self._kernels.all_gather.gathered(
+            scaled, squares, gather.mail, gather.call, boxes=gather.boxes
+        )
+
+    def close(self) -> None:
+        """Gives the memory back, when all ranks are here."""
+        self.meet()
+        self._mailbox.close()
+
+    def _gathered(self, rows: Shaped[Tensor, "R share"]) -> Shaped[Tensor, "R size"]:
+        gather = self.next()
+        found, _ = self._kernels.all_gather.gathered(
+            rows, None, gather.mail, gather.call, boxes=gather.boxes
+        )
+        return found
+
+
+def on_device(group: Ranks, kernels: Kernels | None, device: torch.device) -> Ranks:
+    """Ranks that exchange through their GPUs, where those of a host have some; each calls it."""
+    if group.mailboxes is None or kernels is None:
+        return group
+    return group.on(DeviceMailboxes(kernels, group, device))

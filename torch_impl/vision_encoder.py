@@ -1,0 +1,130 @@
+"""The vision tower over the patches of one picture; as `shared.spec.vision_encoder`."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from shared.models.vision_config import EPS, VisionConfig
+from torch_impl.model_weights import LayerNorm, TowerBlock, TowerWeights
+from torch_impl.ops.attention import attention
+from torch_impl.ops.gemm import layers, linear
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """As the specification's."""
+
+    bytes: UInt8[Tensor, " bytes"]
+    sides: Int[Tensor, " 2"]
+    levels: Float[Tensor, "3 256"]
+    corners: Int[Tensor, "lines 2"]
+    shares: Float[Tensor, "lines 2"]
+    cos: Float[Tensor, "lines quarter"]
+    sin: Float[Tensor, "lines quarter"]
+
+
+@dataclass(frozen=True)
+class Patches:
+    """As the specification's."""
+
+    pixels: Float[Tensor, "R numbers"]
+    corners: Int[Tensor, "R 4"]
+    shares: Float[Tensor, "R 4"]
+    cos: Float[Tensor, "R half"]
+    sin: Float[Tensor, "R half"]
+    count: Int[Tensor, " 1"]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """As the specification's."""
+
+    rows: Float[Tensor, "R hidden"]
+    cos: Float[Tensor, "R half"]
+    sin: Float[Tensor, "R half"]
+    count: Int[Tensor, " 1"]
+
+
+def patches(vision: VisionConfig, picture: Pixels) -> Patches:
+    """Cuts a picture into patches; those of padding are the last one again."""
+    size, merge, device = vision.patch_size, vision.merge_size, picture.bytes.device
+    rows, columns = picture.sides.clamp(min=merge)
+    number = torch.arange(vision.num_patches(len(picture.bytes)), device=device)
+    number = torch.minimum(number, rows * columns - 1)
+    block, within = number // merge**2, number % merge**2
+    row = block // (columns // merge) * merge + within // merge
+    column = block % (columns // merge) * merge + within % merge
+    # A patch's part of a row of pixels is one piece of the picture's bytes.
+    pieces = picture.bytes[: len(number) * vision.patch_bytes].view(-1, size, 3)
+    piece = (row[:, None] * size + torch.arange(size, device=device)) * columns + column[:, None]
+    by_channel = pieces[piece].permute(0, 3, 1, 2).int()  # [R, 3, rows of pixels, columns]
+    channel = torch.arange(0, 3 * 256, 256, dtype=torch.int32, device=device)
+    values = picture.levels.flatten()[by_channel + channel[:, None, None]]
+    frames = values[:, :, None].expand(-1, -1, vision.frames, -1, -1)
+    across = rows + column
+    (top, left), (above, before) = ((x[row], x[across]) for x in (picture.corners, picture.shares))
+    cos, sin = (torch.cat([x[row], x[across]], dim=1) for x in (picture.cos, picture.sin))
+    return Patches(
+        pixels=frames.reshape(len(number), -1),
+        corners=(top[:, :, None] * vision.table_side + left[:, None]).flatten(1),
+        shares=(above[:, :, None] * before[:, None]).flatten(1),
+        cos=cos,
+        sin=sin,
+        count=(rows * columns).view(1),
+    )
+
+
+def encoded(
+    config: VisionConfig, weights: TowerWeights, picture: Patches
+) -> Float[Tensor, "tokens out"]:
+    """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
+    return finished(
+        config, weights, advanced(weights, begun(weights, picture), range(config.depth))
+    )
+
+
+def begun(weights: TowerWeights, picture: Patches) -> Begun:
+    """A picture before the first block."""
+    x = linear.product(picture.pixels.to(weights.places.dtype), weights.patches)
+    x = x + layers.blended(weights.places, picture.corners, picture.shares)
+    return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
+
+
+def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
+    """A picture behind these blocks, which are the next ones."""
+    x = picture.rows
+    for block in weights.blocks[blocks.start : blocks.stop]:
+        # Each half lets go of its arrays: of a large picture the widest is 141 MB.
+        x = x + _mixed(block, x, picture)
+        x = x + _fed(block, x)
+    return replace(picture, rows=x)
+
+
+def finished(
+    config: VisionConfig, weights: TowerWeights, picture: Begun
+) -> Float[Tensor, "tokens out"]:
+    """The rows of the prompt, of a picture behind the last block."""
+    merged = _normed(weights.merger_norm, picture.rows).reshape(-1, config.merged * config.hidden)
+    wide = layers.gelu(linear.product(merged, weights.merger_up))
+    return linear.product(wide, weights.merger_down)
+
+
+def _mixed(
+    block: TowerBlock, x: Float[Tensor, "R hidden"], picture: Begun
+) -> Float[Tensor, "R hidden"]:
+    """What a block's attention adds."""
+    qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
+    mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
+    return linear.product(mixed, block.out)
+
+
+def _fed(block: TowerBlock, x: Float[Tensor, "R hidden"]) -> Float[Tensor, "R hidden"]:
+    """What a block's MLP adds."""
+    wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
+    return linear.product(wide, block.down)
+
+
+def _normed(norm: LayerNorm, x: Float[Tensor, "R hidden"]) -> Float[Tensor, "R hidden"]:
+    return layers.layer_norm(x, norm.weight, norm.bias, EPS)
