@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from shared.images import opening
+from shared.images import decode
 from shared.images.data_url import data_of
 from shared.images.decode import opened
 from shared.images.header import Header, read_header
@@ -122,7 +122,7 @@ def test_what_cannot_be_taken_is_refused_in_one_sentence(name):
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
 def test_too_many_pixels_are_refused_before_a_decoder_sees_the_file(kind, monkeypatch):
-    monkeypatch.setattr(opening.Image, "open", lambda *given, **named: pytest.fail("it is opened"))
+    monkeypatch.setattr(decode.Image, "open", lambda *given, **named: pytest.fail("it is opened"))
     with pytest.raises(PictureRefused, match="16000 x 16000 pixels"):
         opened(bomb(kind, 16_000), picture_config())
 

@@ -20,7 +20,7 @@ from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process.device import Device
 from shared.process.start import prepare
-from shared.process.tp import starting
+from shared.process.tp import startup
 from shared.process.tp.digest import digest_of
 from shared.process.tp.launchers import gpu_of
 from tests.support import serve_reference, serve_tp
@@ -209,7 +209,7 @@ def test_devices_of_one_process_take_what_fits_the_one_with_the_least_memory():
         free_on_each=lambda count: [most, least, 1][:count],
     )
     options = parse([*FLAGS, "--tp-size", "2"])
-    with starting.ranked_start(options, lambda: platform, None, print) as ranked:
+    with startup.ranked_start(options, lambda: platform, None, print) as ranked:
         assert ranked.prepare().memory.device.free_bytes == least
     note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank uses what fits rank 1"
     assert ranked.notes == [note]
@@ -237,11 +237,11 @@ def test_other_ranks_are_told_where_files_lie_whatever_their_folder(monkeypatch)
         def tell(self, kind, values):
             told[kind] = values
 
-    monkeypatch.setattr(starting, "Followers", Followers)
+    monkeypatch.setattr(startup, "Followers", Followers)
     monkeypatch.chdir(MODEL.parent)
     flags = ["--model-path", "demo/target", "--speculative-algorithm", "EAGLE3", "--tp-size", "2"]
     options = parse([*flags, "--speculative-draft-model-path", "demo/eagle3"])
-    starting.RankedStart(options, torch_serve.platform, torch_serve.MODULE, print)
+    startup.RankedStart(options, torch_serve.platform, torch_serve.MODULE, print)
     assert told["options"]["model_path"] == str(MODEL.parent / "demo/target")
     assert told["options"]["speculative_draft_model_path"] == str(MODEL.parent / "demo/eagle3")
 
