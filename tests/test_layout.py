@@ -13,7 +13,6 @@ import pytest
 
 from docs.make import import_table
 from shared.spec import draft_tree
-from tests.support import backend_parity
 from tests.support.private_names import defined_in, reached_by
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -294,117 +293,6 @@ def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
     rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", page, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 16))
     assert all("`tests/" in tests or tests == "not yet" for _, tests in rows)
-
-
-_OF_BLOCKS = ("BlockDrafter", "BlockDrafter.of", "fill", "write_context")
-_MET = ("on_device", "on_devices", "DeviceMailboxes") + tuple(
-    f"DeviceMailboxes.{x}" for x in ("begin", "close", "end", "error", "meet", "rank")
-)
-ONE_SIDED_NAMES = {
-    "backend.py::Awaited": "what JAX does not declare of its arrays",
-    "backend.py::Awaited.is_ready": "the same",
-    "backend.py::Backend.traced": "a program of JAX, to be read before it is compiled",
-    "backend.py::Backend.captures": "graphs are torch's",
-    "backend.py::Backend.replays": "the same",
-    "backend.py::JaxFuture": "a result of torch is a step in flight, or a thread's",
-    "backend.py::JaxFuture.result": "the same",
-    "backend.py::compiler_options": "torch has no compiler to be told",
-    "weights.py::Loaded": "a program of JAX takes arrays, and makes records of them in its trace",
-    "weights.py::Loaded.named": "the same",
-    "weights.py::Loaded.has_mtp": "the same",
-    "weights.py::weights_of": "the same",
-    "weights.py::head_of": "the same",
-    "weights.py::tower_of": "the same",
-    "weights.py::are_read_in_stacks": "kernels of JAX read a stack where it lies",
-    "weights.py::from_arrays": "each names first what makes its own records",
-    "weights.py::Loadable": "JAX types what weights are read from by what it can do",
-    "weights.py::Loadable.load": "the same",
-    "ops/gemm/linear.py::Matrix": "JAX reads a stack of weights in place, torch has views",
-    "ops/gemm/linear.py::Matrix.alone": "as above",
-    "ops/gemm/linear.py::kernel_products": "the same",
-    **{f"ops/__init__.py::{x}": "the same of scales" for x in ("Scale", "alone", "in_stack")},
-    "ops/collectives/all_gather.py::number": "the program of JAX is that of all ranks",
-    "ops/gemm/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
-    "ops/gdn/gdn_state.py::DeltaWeights.alone": "the same",
-    "ops/attention/attention_layer.py::HeadNorms.alone": "the same",
-    "ops/gemm/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
-    "platform.py::take_threads": "torch's threads",
-    "platform.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",
-    "device_state.py::select": "JAX's states are values",
-    "device_state.py::new_kv": "a program of JAX says once where what it makes lies",
-    "device_state.py::new_states": "the same",
-    **{
-        f"symmetric_memory.py::{x}": "ranks of JAX are one program, which needs no meeting"
-        for x in _MET
-    },
-    "layers.py::DeltaMixer": "a mixer of JAX gives back what it carries",
-    "layers.py::rotary_frequencies": "torch keeps what JAX folds into the program",
-    "layers.py::angles": "the same",
-    "layers.py::Sight.of": "the same",
-    "model.py::Model": "the same",
-    **{f"drafters/dflash.py::{name}": "the same" for name in _OF_BLOCKS},
-    "drafters/eagle.py::Expand": "what an expansion carries is a value in JAX, a closure in torch",
-    "ops/__init__.py::any_row": "work that few rows need is skipped by the host of torch",
-    "ops/__init__.py::when_any": "and by JAX's program",
-    "ops/__init__.py::at_most": "how far a CPU of torch works through an array",
-    "ops/__init__.py::Kernels.of": "JAX compiles for a GPU that is not here",
-    "ops/__init__.py::compiled_for": "the same",
-    "ops/__init__.py::kernel_or_plain": "what JAX runs on other platforms keeps one structure",
-    "ops/__init__.py::operand": "a layer's number, which kernels of JAX take as an array",
-    "ops/__init__.py::scan": "a loop of torch is Python's",
-    "ops/attention/attention.py::attend": "JAX reads one long pool, by offsets",
-    "ops/attention/attention.py::read": "the same",
-    "workspace.py::blocked_attention": "JAX's plain attention reads block by block",
-    "ops/trees/draft_tree.py::is_last": "torch's prompts",
-    "ops/trees/draft_tree.py::request_of": "the same",
-}
-"""What stands in one twin only, or with other parameters, and why."""
-
-
-_ASKING = ("first_of", "support")
-OTHER_OPS = {
-    **{
-        f"ops/sampling/vocab_parallel.py::{x}": "its program asks which rank it is" for x in _ASKING
-    },
-    "ops/attention/attention.py::causal_rows": "torch finds rows by starts, JAX by lengths",
-    "prefill.py::count_tokens": "torch finds rows by starts, JAX by lengths",
-    "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",
-}
-"""Public functions that call other ops than their twins, and why."""
-
-
-def check_excused(found: dict[str, str], excuses: dict[str, str]) -> None:
-    """Every difference has an excuse, and every excuse a difference."""
-    unknown = [f"{key}: {found[key]}" for key in sorted(found.keys() - excuses.keys())]
-    assert not unknown, "\n".join(unknown)
-    assert not excuses.keys() - found.keys(), "an exception that nothing needs any more"
-
-
-@pytest.mark.parametrize("package", ["torch_impl", "jax_impl"])
-def test_how_a_weight_is_stored_is_known_to_the_ops_alone(package: str) -> None:
-    """So that another form of weights changes products and loading, and no layer."""
-    read = re.compile(r"(?<!config)\.values\b(?!\()")
-    above = (x for x in (ROOT / package).rglob("*.py") if not {"ops", "training"} & {*x.parts})
-    assert not [path.name for path in above if read.search(path.read_text(encoding="utf-8"))]
-
-
-def test_a_reader_of_one_twin_knows_the_other():
-    """Public names and parameters are equal, but for what functional code carries."""
-    found = {
-        key: said
-        for file in backend_parity.files()
-        for key, said in backend_parity.differences(file).items()
-    }
-    check_excused(found, ONE_SIDED_NAMES)
-
-
-def test_twins_call_the_same_ops():
-    found = {
-        key: said
-        for file in backend_parity.files()
-        for key, said in backend_parity.other_ops(file).items()
-    }
-    check_excused(found, OTHER_OPS)
 
 
 def launchers(folder: str) -> dict[str, list[str]]:

@@ -176,7 +176,7 @@ def run(options: argparse.Namespace, command: str) -> Line:
             words += ["--max-image-tokens", str(max(options.tokens))]
             context = max(options.tokens) + 2 * AROUND + options.output
             # Pictures come as pixels here: nothing is decoded, so nothing has to be installed.
-            with patch.object(starting, "find_spec", lambda name: True):
+            with patch.object(image_startup, "find_spec", lambda name: True):
                 served = start(backend, words, batch=2, context=context, radix_cache=False)
             for tokens in options.tokens:
                 line = {"backend": backend}

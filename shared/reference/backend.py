@@ -1,7 +1,6 @@
 """Reference backend: runs step plans in numpy with the specifications, on one worker thread.
 
-The device backends are compared with it, so it is written for readability.
-"""
+The device backends are compared with it, so it is written for readability."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """How alike the two backends are: which definitions both have, and with which parameters.
 
-`python -m tests.support.backend_parity` prints the table, `tests/test_layout.py` holds it.
+`python -m tests.support.backend_parity` prints the table, `tests/test_twins.py` holds it.
 """
 
 import ast

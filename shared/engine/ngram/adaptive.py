@@ -7,8 +7,8 @@ A tree needs the newest token of its request, so a drafting step waits for the p
 best trees are not worth that wait, the controller disables drafting: plain steps then overlap as
 without a drafter. While disabled it builds trees every few steps as the device runs (a probe), and
 enables drafting when they are worth it. It tolerates poor trees for a while before it disables
-drafting, and compensates the lost time by fewer probes (`shared.engine.ngram.probe_schedule`). No trial
-steps are needed.
+drafting, and compensates the lost time by fewer probes (`shared.engine.ngram.probe_schedule`). No
+trial steps are needed.
 
 Inserting tokens into the index takes host time. That is free if the host waits for the device. If
 the device waits for the host, as with a small model, only probes insert tokens while drafting is
