@@ -31,6 +31,7 @@ from bench.steps.vision_encoder import PICTURES, QWEN3_5
 from shared.engine.image_inputs import Picture
 from shared.engine.request import Request, SamplingParams
 from shared.models.image_processor import FILE, PROCESSORS
+from shared.process import image_startup
 from tests.support.in_process_engine import Served, start
 from tests.support.op_sides import SIDES
 

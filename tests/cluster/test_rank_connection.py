@@ -71,10 +71,10 @@ def test_a_stranger_that_connects_neither_ends_the_wait_nor_is_answered(listener
 
 
 def test_a_rank_that_ends_or_does_not_call_is_named_by_its_host(listener, monkeypatch):
-    monkeypatch.setattr(calling, "LOOK_S", 0.05)
+    monkeypatch.setattr(rank_connection, "LOOK_S", 0.05)
     with pytest.raises(ConfigError, match="a rank on a host was terminated by SIGKILL"):
         called_back(listener, SECRET, "a host", lambda: "was terminated by SIGKILL")
-    monkeypatch.setattr(calling, "CALL_BACK_S", 0.3)
+    monkeypatch.setattr(rank_connection, "CALL_BACK_S", 0.3)
     with (
         socket.create_connection(listener.getsockname()),
         pytest.raises(ConfigError, match="the rank on a host did not connect within 0.3 s"),

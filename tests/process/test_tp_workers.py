@@ -181,7 +181,7 @@ def test_ranks_whose_files_differ_in_one_tensor_would_not_serve_the_same(tmp_pat
 def test_every_rank_takes_what_fits_the_one_with_the_least_memory(monkeypatch):
     monkeypatch.setenv(serve_tp.FAULT, f"1:planning:{serve_tp.LACKS}")
     with ranked(2) as server:
-        least, most = ranked_serve.GIB // 2, 4 * ranked_serve.GIB
+        least, most = serve_tp.GIB // 2, 4 * serve_tp.GIB
         note = f"rank 1 has {least:,} bytes free and rank 0 {most:,}: every rank uses what fits"
         assert any(note in line for line in server.lines)
         assert any(f"of {least:,} free" in line for line in server.lines)
