@@ -1,4 +1,4 @@
-"""What a verify accepts, in one Pallas kernel: a program per request."""
+"""Acceptance of draft tokens by exact match, one program per request (Pallas, Triton backend)."""
 
 import functools
 
@@ -27,7 +27,7 @@ def follow(
     Bool[jax.Array, " B"],
     Int[jax.Array, "B W"],
 ]:
-    """The fields of `shared.spec.acceptance.follow`."""
+    """Implements `shared.spec.acceptance.follow`; returns its fields."""
     B = len(tokens)
     shapes = ((B, depth + 1), (B,), (B, depth + 1), (B,), (B, depth + 1))
     path, counts, emitted, failed, rows = pl.pallas_call(
@@ -60,7 +60,7 @@ def _follow_kernel(
     *,
     depth,
 ):
-    """One program per request, whose nodes are its lanes."""
+    """One program per request; nodes are its lanes."""
     request, nodes = pl.program_id(0), tokens_ref.shape[1]
     lanes, ways = pl.next_power_of_2(nodes), pl.next_power_of_2(depth + 1)
     lane, step = lax.iota(jnp.int32, lanes), lax.iota(jnp.int32, ways)
@@ -98,5 +98,5 @@ def _follow_kernel(
     emitted = jnp.where(step < count, emitted, 0)
     is_way, at = step <= depth, jnp.minimum(step, depth)
     for ref, x in ((path_ref, path), (emitted_ref, emitted), (rows_ref, rows)):
-        # A step that is not written gets a place outside, for the interpreter.
+        # Lanes that store nothing get an index outside the array, which the interpreter requires.
         pltriton.store(ref.at[request, jnp.where(is_way, at, depth + 1)], x, mask=is_way)

@@ -1,9 +1,9 @@
-"""What the blocks of a head's product leave of each row for the choice of tokens, for Pallas.
+"""LM-head epilogue: block partials of the argmax and the log-sum-exp (Pallas, Triton
+backend).
 
-A row that asks for nothing but its best token needs no scores in memory: each block of the product
-leaves the best of its own tokens, and `sampling` joins the blocks. Scores are stored of blocks of
-rows of which one asks for more. Keys are compared as `sampling` compares them, so that the tokens
-are those that it finds in whole rows.
+Greedy rows need only block partials, so their full logits are not stored: `sampling` reduces the
+partials of all blocks. Logits are stored for blocks of rows in which some row needs them. Keys are
+compared as in `sampling`, so the tokens equal those found in full rows.
 """
 
 from typing import Any, NamedTuple
@@ -32,13 +32,13 @@ NOTHING, SCORES, MASSES, GROUPS = range(4)
 
 
 class Asks(NamedTuple):
-    """What each row asks a head for.
+    """Outputs that each row needs from the LM head.
 
     Attributes:
-      asks: `NOTHING` but the best token; `SCORES`; `MASSES`, what groups hold; or `GROUPS`, both,
-        the scores for a second pass.
-      warmth: The temperature of rows that ask for both at one; 1 of the others.
-      tokens: How many of the head's outputs are tokens: places of a rank may be empty.
+      asks: `NOTHING`: the argmax only. `SCORES`: the logits. `MASSES`: sums of exponentials per
+        group of tokens. `GROUPS`: logits and group sums, the logits for a second pass.
+      warmth: Temperature of rows with logits and group sums at once; 1 for other rows.
+      tokens: Number of outputs that are tokens: the shard of a rank may have padding.
     """
 
     asks: Int32[jax.Array, " R"]
@@ -47,13 +47,14 @@ class Asks(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """What the blocks of a product with a head have left.
+    """Block partials of an LM-head GEMM.
 
     Attributes:
       asks, warmth, tokens: See `Asks`.
-      keys, ids: Of the best token of each block of outputs.
-      bad: 1 where some score of a block is not finite.
-      peaks, masses: Of groups of rows with a temperature, see `scores.store_groups`.
+      keys, ids: Best token of each block of outputs.
+      bad: 1 if some logit of a block is not finite.
+      peaks, masses: Group maxima and sums of exponentials, of rows with a temperature; see
+        `scores.store_groups`.
     """
 
     asks: Any
@@ -67,10 +68,10 @@ class Leaves(NamedTuple):
 
 
 def room_of(rows: int, outputs: int, columns: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The arrays in which blocks of so many columns leave something, by their names in `Leaves`.
+    """Returns the arrays for block partials of `columns` outputs each, by their names in `Leaves`.
 
     Raises:
-      ValueError: The blocks do not have whole groups.
+      ValueError: A block is not a whole number of groups.
     """
     if columns % GROUP:
         raise ValueError(f"blocks of a head must have whole groups of {GROUP}, got {columns}")
@@ -92,16 +93,17 @@ def asking(
     width: int = 0,
     is_warm_whole: bool = False,
 ) -> Asks:
-    """What rows ask for: scores where some are edited, and groups where there is a temperature.
+    """Computes the outputs that each row needs: logits if edited, group sums if sampled.
 
-    XLA makes one kernel of it.
+    XLA compiles it to one kernel.
 
     Args:
-      seen, positions, sampling, request: As of `sampling.choose`.
-      num_tokens: Of the head's outputs; those of a rank's part may be fewer.
-      nodes: Rows of a request, whose positions are its own; 0: `request` names it.
-      width: Tokens that are ranked of each row, with their weights; 0: one is chosen.
-      is_warm_whole: A row with a temperature asks for its scores alone.
+      seen, positions, sampling, request: Same as in `sampling.choose`.
+      num_tokens: Tokens among the LM head's outputs; the shard of a rank may have fewer.
+      nodes: Rows per request, if `positions` are per request; 0: `request` maps rows to
+        requests.
+      width: Tokens that are ranked per row, with their weights; 0: one token is sampled.
+      is_warm_whole: Rows with a temperature need their logits only.
     """
     if nodes:
         request = jnp.repeat(jnp.arange(len(positions)), nodes)
@@ -120,7 +122,7 @@ def asking(
 
 
 def store_leaves(out, out_ref, given, left_refs, row, column, block):
-    """Stores what a block leaves of its rows, and its scores if one of them asks for them."""
+    """Stores the partials of a block, and its logits if one of its rows needs them."""
     R, N = out_ref.shape
     *of_blocks, peaks_ref, masses_ref = left_refs
     is_row, is_column, is_token = row < R, column < N, column < given.tokens[0]
@@ -129,7 +131,7 @@ def store_leaves(out, out_ref, given, left_refs, row, column, block):
     ids = jnp.where(keys == best[:, None], column[None, :], HIGHEST).min(axis=1)
     magnitudes = lax.bitcast_convert_type(out, jnp.int32) & HIGHEST
     is_bad = jnp.where(is_token[None, :], magnitudes, 0).max(axis=1) >= KEY_OF_INFINITY
-    at_row = jnp.where(is_row, row, R)  # outside for the interpreter
+    at_row = jnp.where(is_row, row, R)  # outside the array, for the interpreter
     for ref, left in zip(of_blocks, (best, ids, is_bad.astype(jnp.int32)), strict=True):
         pltriton.store(ref.at[at_row, jnp.full(row.shape, block)], left, mask=is_row)
     asks = pltriton.load(given.asks.at[row], mask=is_row, other=0)
@@ -147,7 +149,7 @@ def store_leaves(out, out_ref, given, left_refs, row, column, block):
 
 
 def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, num_tokens):
-    """As `scores.store_groups`, of the groups of a block of rows."""
+    """Same as `scores.store_groups`, for the groups of a block of rows."""
     groups = x.shape[1] // GROUP
     shape = (x.shape[0], groups, GROUP)
     keys = jnp.where((column < num_tokens)[None, :], key_of(x), LOWEST).reshape(shape)
@@ -163,16 +165,16 @@ def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, num_toke
 
 
 def asked_of(leaves, row):
-    """What a row asks for: scores, where no head has left anything."""
+    """Returns the outputs that a row needs; the logits if there are no block partials."""
     return SCORES if leaves is None else leaves.asks[row]
 
 
 def best_left(leaves, row):
-    """The key and the place in the head of the best token of what all blocks have left of a row."""
+    """Reduces the block partials of a row to the key and the index of its best token."""
     keys, ids = load_row(leaves.keys, (row,), LOWEST), load_row(leaves.ids, (row,), HIGHEST)
     return first_token(keys, ids)
 
 
 def is_left_bad(leaves, row):
-    """Whether some block has left word of scores that are not finite."""
+    """Returns whether some block has logits that are not finite."""
     return jnp.max(load_row(leaves.bad, (row,), 0))

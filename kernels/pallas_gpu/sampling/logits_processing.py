@@ -1,7 +1,8 @@
-"""What the kernels of sampling share: scores as the specification processes them, and their sums.
+"""Logits processing for sampling: penalties, biases, masks, exact sums (Pallas, Triton
+backend).
 
-Scores are compared as whole numbers in their order (`key_of`), which NaN has a place in, and
-weights are summed as whole numbers: no order and no tile decides anything.
+Logits are compared as ordered integers (`key_of`), in which NaN has a place. Weights are summed as
+integers. Results therefore depend neither on the order of summation nor on the tiles.
 """
 
 from typing import Any, NamedTuple
@@ -15,23 +16,23 @@ from jaxtyping import Bool, Float, Int, Int32
 
 from kernels.pallas_gpu.sampling.gumbel_noise import threefry, words_of
 
-PAIRS = 32  # of token ids in a group
+PAIRS = 32  # pairs of token ids in a group
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 _LOG2_E = 1.4426950408889634
 KEY_OF_INFINITY = 0x7F800000
-KEY_OF_NOTHING = -2139095041  # of -inf
+KEY_OF_NOTHING = -2139095041  # key of -inf
 _KEY_OF_NAN = 0x7FC00000
 
 
 class Part(NamedTuple):
-    """What a rank has of a vocabulary that ranks score between them.
+    """Vocabulary shard of a rank, for vocab-parallel logits.
 
     Attributes:
       vocab: Tokens of all ranks.
-      ranks: How many there are; each has places for as many tokens, the last ones fewer tokens.
-      first: The first token of this rank's places.
-      every: The scores of rows with a filter, of all ranks side by side; undefined of other rows.
+      ranks: Number of ranks. All shards have the same size; the last ones have fewer tokens.
+      first: First token of this rank's shard.
+      every: Logits of all ranks side by side, for rows with a filter; undefined for other rows.
     """
 
     vocab: int
@@ -41,12 +42,12 @@ class Part(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What all kernels read: first of the rows, then of the requests.
+    """Inputs of all sampling kernels: first per row, then per request.
 
     Attributes:
       every, first: See `Part`.
-      path, on_path, stop_ids, bias_ids, bias_values, mask, columns: Where there are none, anything.
-      stream: Of the noise.
+      path, on_path, stop_ids, bias_ids, bias_values, mask, columns: Any array if there are none.
+      stream: RNG stream of the noise.
     """
 
     logits: Any
@@ -77,12 +78,12 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arrays, and which there are.
+    """Sizes of the arrays, and flags for the optional ones.
 
     Attributes:
-      ranks, share: That have the vocabulary between them, and places of each; 0: rows are whole.
-      is_left: A head has left something, so that rows with a temperature are searched as those
-        with a filter are.
+      ranks, share: Ranks that shard the vocabulary, and the size of a shard; 0: rows are full.
+      is_left: The LM head stored block partials, so rows with a temperature are searched like rows
+        with a filter.
     """
 
     vocab: int
@@ -100,7 +101,7 @@ class Sizes(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a row asks for."""
+    """Sampling parameters of one row."""
 
     request: Any
     slot: Any
@@ -124,7 +125,7 @@ def inputs_of(
     stream: int | Int[jax.Array, ""],
     part: Part | None,
 ) -> Inputs:
-    """The arrays as the kernels read them; where one has no columns, there is another."""
+    """Returns the arrays as the kernels read them, with a stand-in for missing optional ones."""
     has_path, has_bias = seen.path.shape[1] > 0, sampling.bias_ids.shape[1] > 0
     return Inputs(
         logits=logits,
@@ -166,7 +167,7 @@ def sizes_of(
     ranks: int = 1,
     share: int = 0,
 ) -> Sizes:
-    """Their sizes, and which there are."""
+    """Returns the sizes of the arrays and the flags of the optional ones."""
     num_bias = sampling.bias_ids.shape[1]
     return Sizes(
         vocab=vocab,
@@ -185,9 +186,9 @@ def sizes_of(
 
 
 def wish_of(inputs, row, sizes):
-    """What a row asks for."""
+    """Loads the sampling parameters of a row."""
     request = lax.div(row, sizes.nodes) if sizes.nodes else inputs.request[row]
-    named = request if sizes.nodes else row  # positions and keys are a request's, or a row's
+    named = request if sizes.nodes else row  # positions and keys are per request or per row
     temperature = inputs.temperature[request]
     is_filtered = (inputs.top_p[request] < 1) | (inputs.top_k[request] < sizes.vocab)
     is_filtered = (is_filtered | (inputs.min_p[request] > 0) | sizes.is_left) & (temperature > 0)
@@ -212,13 +213,13 @@ def wish_of(inputs, row, sizes):
 
 
 def ids_of(group):
-    """The token ids of groups, [groups, pairs, 2], and the numbers of the pairs."""
+    """Returns the token ids of groups, [groups, pairs, 2], and the numbers of the pairs."""
     pairs = group[:, None, None] * PAIRS + lax.iota(jnp.int32, PAIRS)[None, :, None]
     return pairs, 2 * pairs + lax.iota(jnp.int32, 2)[None, None, :]
 
 
 def is_own(ids, inputs, wish, sizes):
-    """Which ids are tokens among which a row is chosen here: a rank's, where it has no filter."""
+    """Returns a mask of the candidates: the rank's shard, or all tokens if the row has a filter."""
     inside = ids < sizes.vocab
     if sizes.share:
         first = jnp.where(wish.is_filtered, 0, inputs.first[0])
@@ -228,14 +229,14 @@ def is_own(ids, inputs, wish, sizes):
 
 
 def tokens_of(ids, inputs, sizes):
-    """The target's tokens, where a drafter numbers its own."""
+    """Maps ids of a draft vocabulary to the target's tokens."""
     if not sizes.has_columns:
         return ids
     return pltriton.load(inputs.columns.at[ids], mask=ids < sizes.vocab, other=0)
 
 
 def words_at(noise, pairs, ids, inputs, sizes):
-    """The words of the noise of ids, which lie in pairs."""
+    """Returns the RNG words of ids, which come in pairs."""
     stream = inputs.stream[0]
     if not sizes.has_columns:
         return words_of(*noise, stream, pairs)
@@ -246,7 +247,7 @@ def words_at(noise, pairs, ids, inputs, sizes):
 
 
 def scores_of(ids, inputs, row, wish, sizes):
-    """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
+    """Loads the raw logits of a row's tokens and processes them, up to the top-k / top-p filter."""
     inside, request = is_own(ids, inputs, wish, sizes), wish.request
 
     def load(ref, ids):
@@ -262,7 +263,7 @@ def scores_of(ids, inputs, row, wish, sizes):
         raw = pltriton.load(inputs.logits.at[row, ids], mask=inside, other=0.0)
     tokens = ids
     if sizes.has_columns:
-        # Loaded where a row asks about tokens.
+        # Token counts and biases are loaded only for rows that use them.
         asks = wish.has_penalty | wish.is_short | (wish.biases > 0)
         asked_until = asks.astype(jnp.int32) * sizes.vocab
         tokens = pltriton.load(inputs.columns.at[ids], mask=ids < asked_until, other=0)
@@ -306,37 +307,37 @@ def _penalized(x, tokens, inside, inputs, row, wish, sizes):
 
 
 def key_of(x):
-    """Whole numbers in the order of the scores: NaN is the largest, and both zeros are one."""
+    """Maps logits to integers in the same order: NaN is the largest, and both zeros are equal."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     bits = jnp.where(x != x, _KEY_OF_NAN, bits)
     return bits ^ ((bits >> 31) & HIGHEST)
 
 
 def score_of(key):
-    """The score that a key stands for."""
+    """Maps a key back to its logit."""
     return lax.bitcast_convert_type(key ^ ((key >> 31) & HIGHEST), jnp.float32)
 
 
 def has_bad(raw):
-    """Whether some score is not finite."""
+    """Returns whether some logit is not finite."""
     return jnp.max(lax.bitcast_convert_type(raw, jnp.int32) & HIGHEST) >= KEY_OF_INFINITY
 
 
 def first_token(keys, ids):
-    """The token with the largest key, of several the one with the smallest id."""
+    """Returns the token with the largest key; the smallest id among equal keys."""
     best = jnp.max(keys)
     return best, jnp.min(jnp.where(keys == best, ids, HIGHEST))
 
 
 def next_token(keys, ids, key, winner):
-    """The token after one that is given, by falling keys and then by rising ids."""
+    """Returns the token after a given one, by falling keys and then by rising ids."""
     follows = (keys < key) | ((keys == key) & (ids > winner))
     best = jnp.max(jnp.where(follows, keys, LOWEST))
     return best, jnp.min(jnp.where(follows & (keys == best), ids, HIGHEST))
 
 
 def in_order(keys, ids, width, store):
-    """Stores the best tokens by their ranks: `store` takes a rank, a key and an id."""
+    """Stores the best tokens in order: calls `store` with a position, a key and an id."""
     first = first_token(keys, ids)
     store(0, *first)
 
@@ -350,19 +351,19 @@ def in_order(keys, ids, width, store):
 
 
 def sharpness_of(temperature, tau):
-    """By what scores are multiplied before they become weights."""
-    # Scalars are not chosen between two constants: Pallas lowers that wrongly.
+    """Returns the factor that multiplies logits before they become weights."""
+    # Pallas lowers a select between two scalar constants wrongly, so this is arithmetic.
     return 1.0 + (temperature > 0).astype(jnp.float32) * (1.0 / tau - 1.0)
 
 
 def weight_of(x, highest, sharpness):
-    """How likely scores are beside the highest one."""
+    """Computes weights of logits relative to the highest one."""
     weight = jnp.exp2((x - highest) * (sharpness * _LOG2_E))
-    return jnp.where(weight <= 1, weight, 0.0)  # not where a score or the highest is no number
+    return jnp.where(weight <= 1, weight, 0.0)  # 0 if the logit or the highest one is NaN
 
 
 def store_groups(peaks_at, masses_at, inside, x, keys, sharpness):
-    """The largest key of each group, and how likely the group is beside its own best token."""
+    """Stores the largest key of each group and the group's weight relative to its best token."""
     peaks = keys.max(axis=2).max(axis=1)
     weights = weight_of(x, score_of(peaks)[:, None, None], sharpness)
     units = jnp.where(keys > LOWEST, jnp.floor(weights * 2.0**24 + 0.5), 0.0).astype(jnp.int32)
@@ -372,43 +373,43 @@ def store_groups(peaks_at, masses_at, inside, x, keys, sharpness):
 
 
 def halves_of(terms):
-    """Numbers up to 1 in units of 2^-15, and the rest of them in units of 2^-30."""
+    """Splits numbers up to 1 into units of 2^-15 and a remainder in units of 2^-30."""
     high = jnp.floor(terms * 2.0**15)
     low = jnp.floor((terms * 2.0**15 - high) * 2.0**15 + 0.5)
     return high.astype(jnp.int32), low.astype(jnp.int32)
 
 
 def carried(whole, high, low):
-    """A sum in three words: whole, and the units of `halves_of`, fewer than 2^15 of each."""
+    """Normalises a sum of three int32: whole part, then units of `halves_of`, below 2^15 each."""
     high += low >> 15
     return whole + (high >> 15), high & 32767, low & 32767
 
 
 def add_halves(sum, terms):
-    """Adds numbers up to 1 to a sum in three words."""
+    """Adds numbers up to 1 to a sum of three int32."""
     whole, high, low = sum
     more_high, more_low = halves_of(terms)
     return carried(whole, high + more_high.sum(), low + more_low.sum())
 
 
 def number_of(sum):
-    """What a sum in three words stands for."""
+    """Converts a sum of three int32 to a float."""
     whole, high, low = (word.astype(jnp.float32) for word in sum)
     return whole + (high * 2.0**-15 + low * 2.0**-30)
 
 
 def no_sum():
-    """A sum of nothing, in three words."""
+    """Returns an empty sum of three int32."""
     return jnp.int32(0), jnp.int32(0), jnp.int32(0)
 
 
 def terms_of(peaks, masses, highest, sharpness):
-    """How likely groups are beside a token with the highest score, each over a group's tokens."""
+    """Computes group weights relative to the highest logit, divided by the tokens of a group."""
     terms = masses * weight_of(score_of(peaks), highest, sharpness) * (0.5 / PAIRS)
     return jnp.where(peaks > LOWEST, terms, 0.0)
 
 
 def total_of(peaks, masses, highest, sharpness):
-    """How likely all groups are together beside a token with the highest score."""
+    """Computes the total weight of all groups relative to the highest logit."""
     terms = terms_of(peaks, masses, highest, sharpness)
     return number_of(add_halves(no_sum(), terms)) * (2 * PAIRS)

@@ -1,12 +1,12 @@
-"""The rules that judge sampled drafts, on the Triton lowering of Pallas.
+"""Rejection sampling and block verification of draft chains (Pallas, Triton backend).
 
-Four kernels. The first weighs parts of the vocabulary under the target's and the drafter's scores;
-the second joins the parts to a law for each level; the third draws, in each part, what would stand
-for a rejected draft; the fourth accepts, and joins the draws. Only levels that a chain has, of rows
-with a temperature, are worked on.
+Four kernels. The first computes sums of exponentials of the target's and the drafter's logits, per
+part of the vocabulary. The second combines the parts to a distribution per level. The third draws,
+in each part, a replacement for a rejected draft token. The fourth accepts, and reduces the
+replacements. Only levels that a chain has, of rows with a temperature, are computed.
 
-Weights are summed as whole numbers, see `scores`. What must stay equal in the Triton twin is listed
-in `kernels/__init__.py`.
+Weights are summed as integers, see `scores`. `kernels/__init__.py` lists what must stay equal to
+the Triton twin.
 """
 
 import functools
@@ -42,18 +42,18 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     weight_of,
 )
 
-PART_GROUPS = 64  # groups of tokens that are weighed together
+PART_GROUPS = 64  # groups of tokens in a part of the vocabulary
 _WARPS = 8
-_SMALLEST = 2.0**-126  # probability that has a logarithm
+_SMALLEST = 2.0**-126  # probability with a finite logarithm
 
 
 class Chains(NamedTuple):
-    """What is judged: of each request, its chain, its parameters and the scores of both models.
+    """Inputs of rejection sampling: chains, sampling parameters and logits of both models.
 
     Attributes:
-      choices: The target's own.
-      row_of: The row of `scores` of each node.
-      scores, drafted: Processed, of the target's rows and of each level of the drafter.
+      choices: Tokens sampled by the target.
+      row_of: Row of `scores` of each node.
+      scores, drafted: Processed logits, of the target's rows and of each level of the drafter.
     """
 
     tokens: Any
@@ -68,14 +68,15 @@ class Chains(NamedTuple):
 
 
 class Laws(NamedTuple):
-    """The laws of each level: first the target's, then the drafter's.
+    """Distributions of each level: first the target's, then the drafter's.
 
     Attributes:
-      peaks, masses: The largest key of each part, and how likely the part is beside it.
-      highest, total: The highest score, and how likely all tokens are beside it; 0: it is no law.
-      of_draft: The probability of the level's draft.
-      weights: By which the target's law is multiplied before the drafter's is taken from it; of
-        each node.
+      peaks, masses: Largest key of each part of the vocabulary, and the part's weight relative to
+        it.
+      highest, total: Highest logit, and the weight of all tokens relative to it; 0: invalid.
+      of_draft: Probability of the level's draft token.
+      weights: Factor of the target distribution, before the draft distribution is subtracted; per
+        node.
     """
 
     peaks: Any
@@ -87,12 +88,12 @@ class Laws(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What each part of a level would have in place of the draft.
+    """Replacement tokens that each part of the vocabulary draws for a level.
 
     Attributes:
-      keys, ids: The best token of what the drafter left over.
-      spare_keys, spare_ids: The best token of the target's law, for a level that has nothing left.
-      left: How likely what is left over is.
+      keys, ids: Best token of the residual distribution.
+      spare_keys, spare_ids: Best token of the target distribution, for a level without a residual.
+      left: Weight of the residual distribution.
     """
 
     keys: Any
@@ -118,15 +119,15 @@ def judge(
     residual_stream: int,
     interpret: bool = False,
 ) -> Int[jax.Array, "B N"]:
-    """As `shared.spec.acceptance.rejection_choices` and `block_choices`, of scores.
+    """Implements `shared.spec.acceptance.rejection_choices` and `block_choices`, from logits.
 
     Args:
-      tokens, num_nodes, choices, lengths: As in the specification.
-      row_of: The row of `scores` of each node.
-      scores, drafted: The target's and the drafter's processed logits.
+      tokens, num_nodes, choices, lengths: Same as in the specification.
+      row_of: Row of `scores` of each node.
+      scores, drafted: Processed logits of the target and the drafter.
       temperature, seeds: Of the requests.
-      is_block: A chain is judged as a whole.
-      accept_stream, residual_stream: Of the noise.
+      is_block: Chains are verified as a whole (block verification).
+      accept_stream, residual_stream: RNG streams.
       interpret: Run on a CPU.
     """
     B, S, vocab = drafted.shape
@@ -185,7 +186,7 @@ def _launch(kernel, given, results, *, grid, num_warps, interpret, name):
 
 
 def _taken(refs, *kinds):
-    """References as records, in this order, and those that are left."""
+    """Groups references into records, in this order; returns them and the remaining references."""
     groups = []
     for kind in kinds:
         groups.append(kind(*refs[: len(kind._fields)]))
@@ -194,12 +195,12 @@ def _taken(refs, *kinds):
 
 
 def _is_judged(chains, request, level):
-    """Whether a row has a temperature, and its chain a draft at a level."""
+    """Returns whether a row has a temperature and its chain has a draft token at a level."""
     return (level + 1 < chains.num_nodes[request]) & (chains.temperature[request] > 0)
 
 
 def _masses_kernel(*refs):
-    """One program per part, level and side."""
+    """One program per part of the vocabulary, level and side."""
     chains, (peaks_ref, masses_ref) = _taken(refs, Chains)
     part, place, side = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     levels, vocab = peaks_ref.shape[2], chains.scores.shape[1]
@@ -224,7 +225,7 @@ def _masses_kernel(*refs):
 
 
 def _laws_kernel(*refs, is_block):
-    """One program per request, whose levels are its lanes."""
+    """One program per request; levels are its lanes."""
     chains, (peaks_ref, masses_ref, highest_ref, total_ref, of_draft_ref, weights_ref) = _taken(
         refs, Chains
     )
@@ -239,7 +240,7 @@ def _laws_kernel(*refs, is_block):
 
     def step(number, weight):
         if is_block:
-            # A lane is read by a sum of whole numbers, which has all its bits.
+            # A lane is read by an integer sum of its bits, which is exact.
             bits = lax.bitcast_convert_type(ratio, jnp.int32)
             bits = jnp.where(level == number, bits, 0).sum()
             weight = jnp.minimum(weight * lax.bitcast_convert_type(bits, jnp.float32), 1.0)
@@ -250,18 +251,18 @@ def _laws_kernel(*refs, is_block):
 
 
 def _law_of(chains, laws, request, level, is_judged, side):
-    """Stores the law of each level on one side; the probability of its draft."""
+    """Stores each level's distribution on one side; returns the probability of its draft token."""
     levels, parts = laws.peaks.shape[2:]
     part = lax.iota(jnp.int32, pl.next_power_of_2(parts))[None, :]
     inside = is_judged[:, None] & (part < parts)
-    # A level that is not there gets a place outside, for the interpreter.
+    # Missing levels get an index outside the array, which the interpreter requires.
     level_at = jnp.where(is_judged, level, levels)
     read = (side, request, jnp.minimum(level, levels - 1)[:, None], jnp.minimum(part, parts - 1))
     peaks = pltriton.load(laws.peaks.at[read], mask=inside, other=LOWEST)
     masses = pltriton.load(laws.masses.at[read], mask=inside, other=0.0)
     key = peaks.max(axis=1)
     highest = score_of(key)
-    # In units of 64 the sum of all tokens fits in whole numbers.
+    # In units of 64 tokens, the sum over the vocabulary fits an integer.
     terms = masses * weight_of(score_of(peaks), highest[:, None], 1.0) * (1.0 / 64)
     high, low = halves_of(jnp.where(inside, terms, 0.0))
     total = number_of(carried(jnp.zeros_like(level), high.sum(axis=1), low.sum(axis=1))) * 64
@@ -286,14 +287,14 @@ def _law_of(chains, laws, request, level, is_judged, side):
 
 
 def _probability(x, ids, draft, highest, total):
-    """What a law makes of scores; one that is none makes the draft certain."""
+    """Computes the probability of logits; an invalid distribution makes the draft token certain."""
     is_law = total > 0
     probability = weight_of(x, highest, 1.0) / jnp.where(is_law, total, 1.0)
     return jnp.where(is_law, probability, (ids == draft).astype(jnp.float32))
 
 
 def _draws_kernel(*refs, stream):
-    """One program per part and level."""
+    """One program per part of the vocabulary and level."""
     chains, laws, outputs = _taken(refs, Chains, Laws)
     draws = Draws(*outputs)
     part, place = pl.program_id(0), pl.program_id(1)
@@ -334,7 +335,7 @@ def _draws_kernel(*refs, stream):
 
 
 def _decide_kernel(*refs, stream, is_block):
-    """One program per request, whose levels are its lanes."""
+    """One program per request; levels are its lanes."""
     chains, laws, draws, (decided_ref,) = _taken(refs, Chains, Laws, Draws)
     request, (levels, parts) = pl.program_id(0), draws.left.shape[1:]
     level = lax.iota(jnp.int32, pl.next_power_of_2(levels))
@@ -357,7 +358,7 @@ def _decide_kernel(*refs, stream, is_block):
         total = left + 1 - weight
         share = jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), 1.0)
         passes = is_judged & (chance < jnp.where(is_last, weight, share))
-        # A draft is accepted where a prefix passes that reaches it.
+        # A draft token is accepted if some passing prefix includes it.
         is_accepted = level <= jnp.max(jnp.where(passes, level, -1))
     else:
         target, drafter = (
@@ -372,14 +373,14 @@ def _decide_kernel(*refs, stream, is_block):
     draft = pltriton.load(chains.tokens.at[request, place + 1], mask=is_level, other=0)
     choice = pltriton.load(chains.choices.at[request, place], mask=is_level, other=0)
     choice = jnp.where(is_judged, jnp.where(is_accepted, draft, drawn), choice)
-    # A level that is not there gets a place outside, for the interpreter.
+    # Missing levels get an index outside the array, which the interpreter requires.
     level_at = jnp.where(is_level, level, levels + 1)
     pltriton.store(decided_ref.at[request, level_at], choice, mask=is_level)
     decided_ref[request, levels] = chains.choices[request, levels]
 
 
 def _best(keys_at, ids_at, inside):
-    """The best token of each level's parts."""
+    """Returns the best token over the parts of each level."""
     keys = pltriton.load(keys_at, mask=inside, other=LOWEST)
     ids = pltriton.load(ids_at, mask=inside, other=HIGHEST)
     best = keys.max(axis=1)

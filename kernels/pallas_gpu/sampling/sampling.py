@@ -1,12 +1,13 @@
-"""The choice of tokens from logits, on the Triton lowering of Pallas.
+"""Sampling from logits: top-k / top-p filters, Gumbel-max, ranking (Pallas, Triton
+backend).
 
-Three kernels. The first looks at tiles of the vocabulary, all at once: it finds the best tokens of
-a tile or, where a row has a filter, what its groups of tokens hold. The second finds the border of
-the support of rows with a filter (`support`). The third finds the best tokens of their tiles, and
-joins the tiles of all rows. What a row does not ask for it does not pay for.
+Three kernels. The first processes tiles of the vocabulary in parallel. It finds the best tokens of
+a tile or, for a row with a filter, the sums of exponentials of the tile's groups. The second finds
+the top-k / top-p threshold of rows with a filter (`support`). The third finds the best tokens of
+the filtered tiles, and reduces the tiles of all rows. Rows skip the work that they do not need.
 
-Results depend on no order and no tile, see `scores`. What must stay equal in the Triton twin is
-listed in `kernels/__init__.py`.
+Results depend neither on order nor on tiles, see `scores`. `kernels/__init__.py` lists what must
+stay equal to the Triton twin.
 """
 
 import functools
@@ -32,8 +33,8 @@ from kernels.tiles import SamplingTiles
 
 GROUP = 2 * PAIRS
 SHARED = 4
-"""Beside what a head has left a row has so many times more programs that look at tiles than those
-that its tiles have where it has a filter."""
+"""Factor on the number of programs for rows that have a filter and block partials of the LM head.
+"""
 
 
 def choose(
@@ -49,13 +50,13 @@ def choose(
     leaves: Leaves | None = None,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, " R"], Bool[jax.Array, " R"]]:
-    """As `shared.spec.sampling.choose`.
+    """Implements `shared.spec.sampling.choose`.
 
     Args:
-      logits, seen, positions, sampling, request, allowed: As in the specification.
-      stream: Of the noise.
-      tiles: How the work is cut.
-      leaves: What the product with the head has left of rows whose logits are not there.
+      logits, seen, positions, sampling, request, allowed: Same as in the specification.
+      stream: RNG stream of the noise.
+      tiles: Tile config.
+      leaves: Block partials of the LM head, for rows without stored logits.
       interpret: Run on a CPU.
     """
     best, _ = _ranked(
@@ -86,7 +87,7 @@ def score(
     tiles: SamplingTiles,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, " R"], Bool[jax.Array, " R"], Float[jax.Array, "R vocab"]]:
-    """As `choose`, and `shared.spec.sampling.processed` of the same arguments."""
+    """Same as `choose`, and also returns `shared.spec.sampling.processed` of the arguments."""
     best, partials = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
         keys=positions,
@@ -99,7 +100,7 @@ def score(
         tiles=tiles,
         interpret=interpret,
     )
-    assert partials.scores is not None  # they are asked for
+    assert partials.scores is not None  # `is_scored` is set
     return best.ids[:, 0], best.is_finite != 0, partials.scores
 
 
@@ -123,15 +124,15 @@ def rank(
     Float[jax.Array, "B k width"],
     Float[jax.Array, "R target_vocab"] | None,
 ]:
-    """As `shared.spec.sampling.rank`.
+    """Implements `shared.spec.sampling.rank`.
 
     Args:
-      logits, seen, positions, sampling, keys, stream, width, is_sampled, columns: As in the
+      logits, seen, positions, sampling, keys, stream, width, is_sampled, columns: Same as in the
         specification.
-      tau: Softness of the weights where there is noise.
-      tiles: How the work is cut.
-      leaves: What the product with the head has left of rows that may lack their logits; of
-        `leaves.asking` with this width, and with the scores of rows with a temperature.
+      tau: Softness of the weights of sampled tokens.
+      tiles: Tile config.
+      leaves: Block partials of the LM head, for rows that may lack logits. They come from
+        `leaves.asking` with this width, and include the logits of rows with a temperature.
       interpret: Run on a CPU.
     """
     B, k, vocab = logits.shape
@@ -171,24 +172,25 @@ def leave(
     leaves: Leaves | None = None,
     interpret: bool = False,
 ) -> tuple[Int32[jax.Array, "R words"], Int32[jax.Array, "R groups"], Float[jax.Array, "R groups"]]:
-    """What a rank's part of the vocabulary leaves of rows, for `vocabulary.join`.
+    """Computes the candidates of a rank's vocabulary shard, for `vocabulary.join`.
 
     Args:
-      logits: Of this rank's tokens.
-      seen, positions, sampling, request, allowed, keys, columns: As of `choose` and `rank`.
-      part: Which tokens those are, and the scores of all for rows with a filter.
-      stream: Of the noise.
-      width: Tokens of a row.
-      tau: Softness of the weights where there is noise; None: they are not asked for.
-      nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
-      tiles: How the work is cut.
-      leaves: Of a head that was asked for a part, see `leaves.asking`.
+      logits: Logits of this rank's tokens.
+      seen, positions, sampling, request, allowed, keys, columns: Same as in `choose` and `rank`.
+      part: This rank's shard, and the logits of all ranks for rows with a filter.
+      stream: RNG stream of the noise.
+      width: Tokens per row.
+      tau: Softness of the weights of sampled tokens; None: no weights are returned.
+      nodes: Rows per request, if positions and keys are per request; 0: `request` maps rows to
+        requests.
+      tiles: Tile config.
+      leaves: Block partials of the LM head's shard, see `leaves.asking`.
       interpret: Run on a CPU.
 
     Returns:
-      Keys and ids of a row's best tokens among those, or among all where it has a filter, and 1
-      where some logit is not finite; then the peaks and masses of all groups, of which those of
-      others are undefined, if weights are asked for.
+      Keys and ids of a row's best tokens of the shard, or of the whole vocabulary if it has a
+      filter; and 1 if some logit is not finite. With weights, also the maxima and sums of
+      exponentials of all groups; groups of other ranks are undefined.
     """
     best, partials = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
@@ -227,19 +229,20 @@ def _ranked(
     leaves: Leaves | None = None,
     part: Part | None = None,
 ) -> tuple[Best, Partials]:
-    """The best tokens of each row, and what was found of its groups, with its scores.
+    """Computes the best tokens of each row, its group sums and its processed logits.
 
     Args:
-      is_scored: The scores are asked for.
-      tau: None: there are no weights.
-      nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
+      is_scored: Processed logits are returned.
+      tau: None: no weights are computed.
+      nodes: Rows per request, if positions and keys are per request; 0: `request` maps rows to
+        requests.
     """
     (R, vocab), of_ranks = logits.shape, {}
     if part is not None:
         of_ranks, vocab = {"ranks": part.ranks, "share": vocab}, part.vocab
     groups = pl.cdiv(vocab, GROUP)
     num_tiles = pl.cdiv(groups, tiles.groups)
-    # Of a part, and where tokens are ranked, rows with a temperature are looked at as a whole.
+    # In a vocabulary shard, and when tokens are ranked, all tiles of a sampled row are processed.
     held = leaves if part is None else None
     given = (logits, seen, positions, sampling, request, allowed, columns, keys, stream, part)
     inputs = inputs_of(*given)
@@ -254,13 +257,13 @@ def _ranked(
         *(array((2, R, num_tiles * width), ints), array((R, NOTES), ints)),
     ]
     scores = ()
-    if is_scored:  # of tokens that the drafter does not have as well
+    if is_scored:  # also for tokens outside the draft vocabulary
         scores = (jnp.full((R, sizes.target_vocab), -jnp.inf, floats),)
     outputs += [array(x.shape, floats) for x in scores]
     left = () if leaves is None else tuple(leaves)
     chosen |= {"num_left": len(left)}
     aliases = {NUM_INPUTS + len(left): 4} if is_scored else {}
-    if held is not None:  # what groups hold stays where no row is looked at
+    if held is not None:  # the LM head's group sums stay for rows without tiles to process
         outputs[:2] = [array(x.shape, x.dtype) for x in (held.peaks, held.masses)]
         aliases |= {NUM_INPUTS + len(left) - 2 + number: number for number in range(2)}
     *outputs, bad = pl.pallas_call(

@@ -1,4 +1,4 @@
-"""The kernels of `sampling`, for Pallas: of tiles, of the border of the support, and of rows."""
+"""Kernels of `sampling`: tiles, top-k / top-p threshold, and rows (Pallas, Triton backend)."""
 
 import functools
 
@@ -60,10 +60,10 @@ NUM_INPUTS = len(Inputs._fields)
 
 
 def tiles_kernel(*refs, num_left, **how):
-    """One program per tile and row: its best tokens, or what its groups hold before any noise.
+    """One program per tile and row: its best tokens, or the sums of its groups before any noise.
 
-    Where the head has left what a row asks for, there is nothing to look at, and programs are fewer
-    than tiles.
+    If the LM head's block partials suffice, there is nothing to process, so there are fewer
+    programs than tiles.
     """
     inputs, leaves = Inputs(*refs[:NUM_INPUTS]), _leaves_of(refs, num_left)
     num_partials = 5 if how["is_scored"] else 4
@@ -140,7 +140,7 @@ def _look_at_own(
 
 
 def border_kernel(*refs, sizes, tiles, interpret):
-    """One program per share of a row with a filter; the last to arrive finds the border."""
+    """One program per split of a row with a filter; the last to finish finds the threshold."""
     inputs = Inputs(*refs[:-5])
     _, peaks_ref, masses_ref, notes_ref, near_ref = refs[-5:]
     share, row = pl.program_id(0), pl.program_id(1)
@@ -170,9 +170,9 @@ def border_kernel(*refs, sizes, tiles, interpret):
 
 
 def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left):
-    """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
+    """One program per split of a row: the best tokens of its tiles that have no noise yet.
 
-    One of a row's programs joins the tiles, the last to arrive where all have something to do.
+    One of a row's programs reduces the tiles: the last to finish, if all have work.
     """
     inputs, num_partials = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
     bad_ref, best, *outputs = refs[NUM_INPUTS + num_left + num_partials :]
@@ -217,7 +217,7 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
         def _():
             store_bad(best, row, jnp.max(load_row(bad_ref, (row,), 0)))
 
-        # Volatile, past the cache of the multiprocessor: other programs have written them.
+        # Volatile loads bypass the L1 cache: other programs have written the values.
         load = functools.partial(load_row, volatile=not interpret)
         keys, ids = (
             load(partials.winners, (0, row), LOWEST),
@@ -239,7 +239,7 @@ def rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored, num_left
 
 
 def _rank_left(row, inputs, partials, leaves, best, sizes, width, tau):
-    """Stores the best tokens of a row without noise, which are in the groups of the best peaks."""
+    """Stores the best tokens of a row without noise, from the groups with the largest maxima."""
     peaks = load_row(partials.peaks, (row,), LOWEST)
     masses = load_row(partials.masses, (row,), 0.0)
     highest = score_of(jnp.max(peaks))

@@ -1,7 +1,8 @@
-"""Guesses of two scores around the border of a row's support, for Pallas.
+"""Brackets of the top-k / top-p threshold, from group maxima and a sample (Pallas, Triton
+backend).
 
-They rest on the best token of each group and on a sample of the row, and are right nearly always.
-They decide nothing but the time, so nothing here need have the same bits in the other language.
+The bracket is nearly always right. A wrong bracket costs time only, so results need not match the
+Triton kernel bit for bit.
 """
 
 from typing import Any, NamedTuple
@@ -18,14 +19,16 @@ from kernels.pallas_gpu.sampling.logits_processing import (
     weight_of,
 )
 
-_RUN = 8  # tokens of a sample that lie side by side: 32 bytes
+_RUN = 8  # consecutive tokens of a sample: 32 bytes
 _STEPS = 13
 _SIGMAS = 4.0
-_ROUNDING = 1e-5  # far more than the sums err by
+_ROUNDING = 1e-5  # far above the rounding error of the sums
 
 
 class _Sample(NamedTuple):
-    """Scores and weights of tokens from all over the vocabulary, and for how many each stands."""
+    """Logits and weights of tokens from all over the vocabulary, and the number that each
+    represents.
+    """
 
     x: Any
     weights: Any
@@ -33,25 +36,25 @@ class _Sample(NamedTuple):
 
 
 def guess(peaks, masses, bounds, source, sampled):
-    """Two keys between which the border lies.
+    """Returns two keys that bracket the threshold.
 
-    Above a border that is too low too many groups have their best token, or too much weight; above
-    one that is high enough all groups together weigh too little. Where that says nothing, because
-    all tokens are about as likely, the sample says how much lies below a border: it is made of
-    many tokens, none of them heavier than the border's own, so its error is known.
+    A threshold is too low if too many groups have their best token above it, or too much weight. It
+    is high enough if all groups together weigh too little. Group maxima do not decide if all tokens
+    are about equally likely; then the sample estimates the weight below a threshold. The sample has
+    many tokens, none of them heavier than the threshold's own, so its error is bounded.
 
     Args:
       peaks, masses: Of all groups, see `store_groups`.
-      bounds: Of `bounds_of`.
-      source: Of the scores.
-      sampled: Tokens of the sample, at most.
+      bounds: Result of `bounds_of`.
+      source: Source of the logits.
+      sampled: Maximum number of sampled tokens.
     """
     best = score_of(peaks)
     best_weight = jnp.where(peaks > LOWEST, weight_of(best, bounds.highest, 1.0), 0.0)
     whole = best_weight * masses
     sample = _sample(source, bounds, sampled)
     tail = jnp.maximum(bounds.total - bounds.weight, 0.0)
-    # No token of the sample lies below the floor, and the border seldom does.
+    # No token of the sample is below the floor, and the threshold seldom is.
     floor = jnp.min(jnp.where(sample.x > -jnp.inf, sample.x, bounds.highest))
     floor = jnp.maximum(floor, score_of(bounds.low))
 
@@ -90,7 +93,7 @@ def _sample(source, bounds, sampled):
 
 
 def _estimate(border, sample, bounds, tail):
-    """The least and the most weight below a border, and the least and the most tokens above it."""
+    """Estimates bounds of the weight below a threshold and of the number of tokens above it."""
     x, weights, scale = sample
     below = scale * jnp.where(x <= border, weights, 0.0).sum()
     error = _SIGMAS * jnp.sqrt((scale - 1) * weight_of(border, bounds.highest, 1.0) * tail)

@@ -1,4 +1,6 @@
-"""The best tokens of tiles and of rows, for Pallas; see `sampling`, whose kernels these make up."""
+"""Two-stage top-k: the best tokens of tiles, then of rows; used by `sampling` (Pallas, Triton
+backend).
+"""
 
 import functools
 from typing import Any, NamedTuple
@@ -28,13 +30,13 @@ from kernels.pallas_gpu.sampling.logits_processing import (
 
 
 class Partials(NamedTuple):
-    """What the kernels find of each row.
+    """Partial results of each row.
 
     Attributes:
       peaks, masses: Of groups, see `store_groups`.
       winners: Keys and ids of the best tokens of tiles.
       notes: See `support`.
-      scores: Processed, of the target's tokens, if they are asked for.
+      scores: Processed logits of the target's tokens, if requested.
     """
 
     peaks: Any
@@ -45,10 +47,10 @@ class Partials(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Of each row: its best tokens, their weights, and whether its logits are finite.
+    """Best tokens of each row, their weights, and whether the row's logits are finite.
 
     Attributes:
-      left: Of a rank's part, instead of the others: see `vocabulary.join`.
+      left: Candidates of a vocabulary shard, in place of the other fields: see `vocabulary.join`.
     """
 
     ids: Any
@@ -58,29 +60,29 @@ class Best(NamedTuple):
 
 
 def store_scores(scores_ref, x, ids, inputs, row, sizes):
-    """Stores processed scores in the places of the target's tokens."""
+    """Stores processed logits at the ids of the target's tokens."""
     inside, outside = ids < sizes.vocab, sizes.target_vocab
-    at = jnp.where(inside, tokens_of(ids, inputs, sizes), outside)  # for the interpreter
+    at = jnp.where(inside, tokens_of(ids, inputs, sizes), outside)  # outside, for the interpreter
     pltriton.store(scores_ref.at[row, at], x, mask=inside)
 
 
 def places(group, row, peaks_ref, masses_ref):
-    """Where what groups hold is stored, and which of them there are."""
+    """Returns the indices at which group sums are stored, and a mask of the groups that exist."""
     inside = group < peaks_ref.shape[1]
-    at = jnp.where(inside, group, peaks_ref.shape[1])  # outside for the interpreter
+    at = jnp.where(inside, group, peaks_ref.shape[1])  # outside, for the interpreter
     return peaks_ref.at[row, at], masses_ref.at[row, at], inside
 
 
 def is_last(notes_ref, row, word, interpret):
-    """Whether all other programs of a row have arrived before."""
+    """Returns whether all other programs of a row have finished before."""
     if not interpret:
-        pltriton.debug_barrier()  # all of this program's words are in memory
+        pltriton.debug_barrier()  # all stores of this program are in memory
     arrived = pltriton.atomic_add(notes_ref, (row, jnp.int32(word)), jnp.int32(1))
     return arrived == pl.num_programs(0) - 1
 
 
 def choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, groups):
-    """Stores the best tokens of a program's tiles, with noise; whether it is the last to arrive."""
+    """Stores the best tokens of a program's tiles, with noise; returns whether it is the last."""
     notes_ref, row, programs = partials.notes, source.row, pl.num_programs(0)
     support = Support(
         border=notes_ref[row, 0],
@@ -94,19 +96,20 @@ def choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, g
         given = (tile, best, support, source, sharpness, partials, width, tau, groups)
         return jnp.maximum(best, _choose_in_tile(*given))
 
-    best = key_of(support.highest - 3)  # the first token stays, and no noise lies below -3
+    best = key_of(support.highest - 3)  # the first token passes; noise is above -3
     steps = lax.div(num_tiles - share + programs - 1, jnp.int32(programs))
     lax.fori_loop(0, steps, step, best)
     return is_last(notes_ref, row, 6, source.interpret)
 
 
 class Support(NamedTuple):
-    """Which tokens of a row stay.
+    """Filter of a row: the tokens that pass top-k, top-p and min-p.
 
     Attributes:
-      border: The key of the smallest score; of tokens that have it, those with an id below `limit`.
-      highest: The highest score.
-      smallest: How likely a token must be beside it.
+      border: Key of the smallest logit that passes; of tokens with this key, ids below `limit`
+        pass.
+      highest: Highest logit.
+      smallest: Smallest weight that passes, relative to the highest logit.
     """
 
     border: Any
@@ -116,15 +119,15 @@ class Support(NamedTuple):
 
 
 def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau, groups):
-    """Stores a tile's best tokens of a support, with noise, and what its groups hold then.
+    """Stores a tile's best tokens that pass the filter, with noise, and its new group sums.
 
     Args:
-      tile: Number of it.
-      best: A key; where weights are not asked for, tokens below it are not either.
-      support: Of the row.
-      source: Of the scores.
-      sharpness: Of the weights.
-      partials: What groups hold and the best tokens of tiles, to be replaced.
+      tile: Number of the tile.
+      best: A key; without weights, tokens below it are skipped.
+      support: Filter of the row.
+      source: Source of the logits.
+      sharpness: Factor of the logits in weights.
+      partials: Group sums and the best tokens of tiles, which are replaced.
 
     Returns:
       The best token's key.
@@ -164,15 +167,15 @@ def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau
         return lax.cond(may_win, noisy, without_any)
 
     if tau is None and partials.scores is None:
-        # No noise takes a token of a group past the best one.
+        # No noise can lift a token of these groups above the best one.
         likely &= score_of(peaks) + MOST_NOISE >= score_of(best)
     is_read = jnp.max(((peaks >= border) & likely).astype(jnp.int32)) > 0
     if width > 1:
-        is_read |= tile == 0  # where fewer stay than are asked for, its excluded tokens follow
+        is_read |= tile == 0  # if fewer tokens pass than are requested, its excluded tokens follow
     keys = lax.cond(is_read, with_noise, excluded)
     if tau is not None:
         if not source.interpret:
-            pltriton.debug_barrier()  # the keys of groups have been read
+            pltriton.debug_barrier()  # all threads have read the keys of the groups
         at = places(group, row, partials.peaks, partials.masses)
         store_groups(*at, score_of(keys), keys, sharpness)
     store_winners(partials.winners, row, tile, keys, ids, width)
@@ -190,7 +193,7 @@ def store_winners(winners_ref, row, tile, keys, ids, width):
 
 
 def tokens_of_best(peaks, row, inputs, sizes, width):
-    """Keys and ids of all tokens of a row's best groups, as many as are ranked."""
+    """Returns keys and ids of all tokens of a row's best groups, one group per ranked token."""
     place = lax.iota(jnp.int32, pl.next_power_of_2(width))
     group = lax.iota(jnp.int32, peaks.shape[0])
     key, winner = first_token(peaks, group)
@@ -202,13 +205,13 @@ def tokens_of_best(peaks, row, inputs, sizes, width):
     first = jnp.where(is_one, chosen, 0) * (2 * PAIRS)
     ids = first[:, None] + lax.iota(jnp.int32, 2 * PAIRS)[None, :]
     inside = is_one[:, None] & (ids < sizes.vocab)
-    at = jnp.where(inside, ids, sizes.vocab)  # outside for the interpreter
+    at = jnp.where(inside, ids, sizes.vocab)  # outside, for the interpreter
     raw = pltriton.load(inputs.logits.at[row, at], mask=inside, other=0.0)
     return jnp.where(inside, key_of(raw), LOWEST), ids
 
 
 def store_token(best, row, rank, key, winner, highest, norm, sharpness, inputs, sizes, tau):
-    """Stores one token of a row, and its weight; or its key, where others have better ones."""
+    """Stores one token of a row with its weight; with its key, in a vocabulary shard."""
     if sizes.share:
         best.left[row, rank] = key
         best.left[row, best.left.shape[1] // 2 + rank] = winner
@@ -227,7 +230,7 @@ def store_bad(best, row, is_bad):
 
 
 def load_row(ref, at, other, volatile=False):
-    """A row in a power of two of lanes."""
+    """Loads a row into lanes padded to a power of two."""
     lane = lax.iota(jnp.int32, pl.next_power_of_2(ref.shape[-1]))
     load = functools.partial(pltriton.load, volatile=volatile)
     return load(ref.at[(*at, lane)], mask=lane < ref.shape[-1], other=other)

@@ -1,10 +1,10 @@
-"""The border of a row's support, without a sort, for Pallas.
+"""Top-k / top-p threshold (pivot) of a row, without a sort (Pallas, Triton backend).
 
-The border is the smallest score that has fewer than `top_k` tokens and less than `top_p` above it.
-Programs that share a row guess two scores around it (`guess`), weigh what lies above both, and list
-the few tokens between them; the last to arrive checks the guess and finds the border in the list,
-by halving. Where the guess was wrong or the list too long, it looks through all tokens instead: a
-guess decides nothing but the time.
+The threshold is the smallest logit with fewer than `top_k` tokens and less than `top_p` above it.
+Programs that share a row bracket it (`guess`), sum the weights above both ends, and list the few
+tokens in between. The last program to finish checks the bracket and bisects the list. If the
+bracket was wrong or the list too long, it searches all tokens instead, so a wrong bracket costs
+time only.
 """
 
 from functools import partial
@@ -37,19 +37,21 @@ from kernels.pallas_gpu.sampling.logits_processing import (
 )
 
 NOTES = 8
-"""Words that programs leave each other about a row: how many tokens lie above the guesses and, in
-three words, their weight; how many are listed; and how many programs have arrived in each of two
-kernels. Then, in place of the first: the border, the id from which tokens at the border do not
-stay, and the key of the highest score."""
+"""Scratch words of a row, shared by its programs.
+
+First the number of tokens above the bracket and their weight in three words, the number of listed
+tokens, and the programs that have finished in each of two kernels. Later, in place of the first:
+the threshold, the id from which tokens at the threshold fail, and the key of the highest logit.
+"""
 
 _TINY = 1e-30
 
 
 class Source(NamedTuple):
-    """Where a row's scores come from.
+    """Source of a row's logits.
 
     Attributes:
-      interpret: One thread does all.
+      interpret: One thread does all the work.
     """
 
     inputs: Inputs
@@ -60,13 +62,13 @@ class Source(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the programs of a row share.
+    """Scratch memory shared by the programs of a row.
 
     Attributes:
-      peaks: The largest keys of groups.
-      near: Keys and ids of tokens near the border.
+      peaks: Largest keys of groups.
+      near: Keys and ids of tokens near the threshold.
       notes: See `NOTES`.
-      at_once: Groups of a step.
+      at_once: Groups per step.
     """
 
     peaks: Any
@@ -76,11 +78,11 @@ class Memory(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """How many tokens and how much weight are too many above a border, and keys around it.
+    """Limits of the tokens and the weight above a threshold, and keys around it.
 
     Attributes:
-      highest, total: The highest score, and how likely all tokens are beside it.
-      low, high: The lowest and the highest key that the border can have.
+      highest, total: Highest logit, and the weight of all tokens relative to it.
+      low, high: Lowest and highest key that the threshold can have.
     """
 
     most: Any
@@ -92,12 +94,12 @@ class Bounds(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a row's programs have found out about tokens around the border.
+    """Tokens near the threshold, as found by a row's programs.
 
     Attributes:
-      is_listed: Whether the list holds all that matters.
-      count, sum: Of what lies above it, and its weight.
-      keys, units, rest: Of the list, and what its tokens weigh.
+      is_listed: Whether the list contains every token in the bracket.
+      count, sum: Number of tokens above the list, and their weight.
+      keys, units, rest: Keys of the listed tokens, and their weights.
     """
 
     is_listed: Any
@@ -109,15 +111,15 @@ class Known(NamedTuple):
 
 
 def bounds_of(peaks, masses, source):
-    """The bounds of a row; `peaks` and `masses` are those of all groups, see `store_groups`."""
+    """Computes the bounds of a row; `peaks` and `masses` are of all groups, see `store_groups`."""
     vocab, request = source.sizes.vocab, source.wish.request
     highest = score_of(jnp.max(peaks))
     total = total_of(peaks, masses, highest, 1.0)
     top_p, top_k = source.inputs.top_p[request], source.inputs.top_k[request]
     most = jnp.where(top_k >= vocab, HIGHEST, jnp.maximum(top_k, 1))
-    # The first token stays whatever `top_p` says, so its bound lies above the weight before it.
+    # The first token passes for any `top_p`, so its bound is above the weight before it.
     weight = jnp.where(top_p < 1, jnp.maximum(top_p, _TINY) * total, jnp.inf)
-    # So far below the highest score all the rest weighs less than what `top_p` leaves out.
+    # At this depth below the highest logit, the remaining tokens weigh less than 1 - `top_p`.
     depth = log(vocab / jnp.maximum((1 - top_p) * total, _TINY)) + 1
     high = key_of(highest)
     low = jnp.where(top_p < 1, key_of(highest - jnp.maximum(depth, 0.0)), KEY_OF_NOTHING)
@@ -127,15 +129,15 @@ def bounds_of(peaks, masses, source):
 
 
 def list_near(low, high, highest, is_flat, share, source, memory):
-    """Lists a program's tokens from one key to another, and adds up those above; order is free.
+    """Lists a program's tokens between two keys and sums the weights above; any order is fine.
 
     Args:
-      low, high: The keys.
-      highest: The highest score.
-      is_flat: Most groups have a token from the lower key on: none is worth a look ahead.
-      share: Which of the row's programs it is.
-      source: Of the scores.
-      memory: Of the row.
+      low, high: The two keys.
+      highest: Highest logit.
+      is_flat: Most groups have a token at or above the lower key, so none is checked in advance.
+      share: Index of the program within the row.
+      source: Source of the logits.
+      memory: Scratch memory of the row.
     """
     lanes, programs = memory.at_once * 2 * PAIRS, pl.num_programs(0)
     vocab, row, listed = source.sizes.vocab, source.row, memory.near.shape[2]
@@ -155,7 +157,7 @@ def list_near(low, high, highest, is_flat, share, source, memory):
                 first = pltriton.atomic_add(memory.notes, (row, jnp.int32(4)), num_near)
             place = first + lax.cumsum(is_near, axis=0) - 1
             has_room = (is_near > 0) & (place < listed)
-            place = jnp.where(has_room, place, listed)  # outside for the interpreter
+            place = jnp.where(has_room, place, listed)  # outside the array, for the interpreter
             pltriton.store(memory.near.at[row, 0, place], keys, mask=has_room)
             pltriton.store(memory.near.at[row, 1, place], ids, mask=has_room)
             return start + num_near
@@ -180,29 +182,29 @@ def list_near(low, high, highest, is_flat, share, source, memory):
 
 
 def _scores(chunk, lanes, source):
-    """Ids, scores and keys of some tokens."""
+    """Loads ids, logits and keys of some tokens."""
     ids = chunk * lanes + lax.iota(jnp.int32, lanes)
     _, x = scores_of(ids, source.inputs, source.row, source.wish, source.sizes)
     return ids, x, jnp.where(ids < source.sizes.vocab, key_of(x), LOWEST)
 
 
 def _peak_of(chunk, source, memory):
-    """The largest key of some groups."""
+    """Returns the largest key of some groups."""
     group = chunk * memory.at_once + lax.iota(jnp.int32, memory.at_once)
     at = memory.peaks.at[source.row, group]
     return jnp.max(pltriton.load(at, mask=group < memory.peaks.shape[1], other=LOWEST))
 
 
 def find_border(low, high, bounds, source, memory):
-    """The key of the border, and the id from which tokens at the border do not stay.
+    """Returns the key of the threshold, and the id from which tokens at the threshold fail.
 
     Args:
-      low, high: The guesses, between which all tokens are listed.
-      bounds: Of `bounds_of`.
-      source: Of the scores.
-      memory: Of the row.
+      low, high: The bracket; all tokens inside are listed.
+      bounds: Result of `bounds_of`.
+      source: Source of the logits.
+      memory: Scratch memory of the row.
     """
-    # Volatile, past the cache of the multiprocessor: other programs have written them.
+    # Volatile loads bypass the L1 cache: other programs have written the values.
     load, row = partial(pltriton.load, volatile=not source.interpret), source.row
     count, *weight, num_listed = (load(memory.notes.at[row, jnp.int32(j)]) for j in range(5))
     place = lax.iota(jnp.int32, memory.near.shape[2])
@@ -232,7 +234,7 @@ def find_border(low, high, bounds, source, memory):
 
 
 def _limit(border, bounds, source, tally):
-    """The id from which tokens at the border do not stay, for want of room."""
+    """Returns the id from which tokens at the threshold exceed `top_k` or `top_p`."""
     border_weight = weight_of(score_of(border), bounds.highest, 1.0)
     vocab = jnp.int32(source.sizes.vocab)
     count, above, ties = tally(border, None)
@@ -252,11 +254,11 @@ def _limit(border, bounds, source, tally):
 
 
 def _tally(border, limit, known, bounds, source, memory):
-    """Counts and weighs the tokens above a border, until they are too many.
+    """Counts the tokens above a threshold and sums their weights, until a bound is exceeded.
 
     Returns:
-      Their count and their weight, and how many lie at the border, with an id below the limit if
-      there is one.
+      Their count and their weight, and the number of tokens at the threshold with an id below the
+      limit, if there is a limit.
     """
 
     def of_list():
@@ -280,7 +282,7 @@ def _tally(border, limit, known, bounds, source, memory):
 
 
 def _tally_all(border, limit, bounds, source, memory):
-    """As `_tally`, from the scores of the groups that have some at the border or above."""
+    """Same as `_tally`, from the logits of groups with tokens at the threshold or above."""
     lanes = memory.at_once * 2 * PAIRS
 
     def goes_on(tally):

@@ -1,7 +1,8 @@
-"""How what ranks' parts of the vocabulary leave of rows becomes what whole rows give, for Pallas.
+"""Vocab-parallel sampling: merges the candidates of all vocabulary shards (Pallas, Triton backend).
 
-A row's best tokens are the best of what all parts leave of it, and its mass the sum of theirs, in
-whole units. Of rows with a filter all scores are gathered: no part knows the border of the support.
+A row's best tokens are the best of all ranks' candidates. Its sum of exponentials is the integer
+sum of the ranks' sums. For rows with a filter all logits are gathered, because no rank alone can
+compute the threshold.
 """
 
 import functools
@@ -47,20 +48,20 @@ GROUP = 2 * PAIRS
 def filtered(
     sampling: Any, request: Int[jax.Array, " named"], rows: int, nodes: int, vocab: int
 ) -> Int32[jax.Array, " R_and_1"]:
-    """The rows with a filter, in order; the last word is how many there are.
+    """Returns the rows with a filter, in order; the last entry is their number.
 
-    XLA makes kernels of it.
+    XLA compiles it to kernels.
 
     Args:
-      sampling, request: As of `sampling.choose`.
-      rows: How many there are at all.
-      nodes: Rows of a request; 0: `request` names it.
+      sampling, request: Same as in `sampling.choose`.
+      rows: Number of all rows.
+      nodes: Rows per request; 0: `request` maps rows to requests.
       vocab: Tokens of all ranks.
     """
     cuts = (sampling.top_p < 1) | (sampling.top_k < vocab) | (sampling.min_p > 0)
     row = jnp.arange(rows, dtype=jnp.int32)
     is_one = (cuts & (sampling.temperature > 0))[row // nodes if nodes else request]
-    # Of few rows all are compared with all: a scan or a scatter would be kernels of their own.
+    # Compares all pairs of the few rows: a scan or a scatter would add kernels.
     place = (is_one & (row < row[:, None])).sum(axis=1, dtype=jnp.int32)
     is_there = is_one & (place == row[:, None])
     found = jnp.where(is_there, row, 0).sum(axis=1, dtype=jnp.int32)
@@ -72,15 +73,15 @@ def gathered_rows(
     rows: Int32[jax.Array, " R_and_1"],
     gathers: Sequence[Gather],
 ) -> Float[jax.Array, "R places"]:
-    """The columns of all ranks side by side, of some rows; others are undefined.
+    """All-gathers the columns of all ranks for some rows; other rows are undefined.
 
     Args:
       values: This rank's columns, in float32.
-      rows: Which, as `filtered` gives them, the same on all ranks.
-      gathers: Of the step, among which the rows are divided.
+      rows: Rows to gather, from `filtered`, the same on all ranks.
+      gathers: All-gathers of the step, among which the rows are divided.
 
     Raises:
-      ValueError: A call would have more bytes than a mailbox takes.
+      ValueError: A call exceeds the capacity of the symmetric buffer.
     """
     (R, share), boxes = values.shape, gathers[0].boxes
     most = pl.cdiv(R, len(gathers))
@@ -102,7 +103,7 @@ def gathered_rows(
 
 
 def _gather_kernel(own_ref, rows_ref, place_ref, *outs, boxes, first, most):
-    """A program's part of the rows: stores it in all mailboxes, and copies that of each other."""
+    """Stores this program's rows in all symmetric buffers and copies those of the other ranks."""
     out_ref, (R, share) = outs[-1], own_ref.shape
     programs = min(pl.cdiv(most * share, BLOCK_UNITS), MOST_BLOCKS)
     link, block = Link.read(place_ref, boxes, programs), pl.program_id(0)
@@ -156,17 +157,17 @@ def totals(
     nodes: int,
     interpret: bool = False,
 ) -> Int32[jax.Array, "R 3"]:
-    """What a rank's groups weigh beside a row's best token, in whole units of three sizes.
+    """Computes a rank's sum of exponentials relative to a row's best token, as three integers.
 
     Args:
-      left: What all ranks leave, see `join`.
-      peaks, masses: Of `sampling.leave`.
+      left: Candidates of all ranks, see `join`.
+      peaks, masses: Group sums of `sampling.leave`.
       temperature: Of the requests.
-      first, share: The first token of this rank's places, and how many those are.
-      ranks: How many there are.
-      width: Tokens of a row.
-      tau: Softness of the weights where there is noise.
-      nodes: Rows of a request.
+      first, share: First token of this rank's shard, and the shard's size.
+      ranks: Number of ranks.
+      width: Tokens per row.
+      tau: Softness of the weights of sampled tokens.
+      nodes: Rows per request.
       interpret: Run on a CPU.
     """
     how = {"groups": share // GROUP, "ranks": ranks, "width": width, "tau": tau, "nodes": nodes}
@@ -189,7 +190,7 @@ def _totals_kernel(
     own = lax.iota(jnp.int32, pl.next_power_of_2(groups))
     group = lax.div(first_ref[0], GROUP) + own
     inside = (own < groups) & (group < most)
-    at = jnp.where(inside, group, most)  # outside for the interpreter
+    at = jnp.where(inside, group, most)  # outside the array, for the interpreter
     peaks = pltriton.load(peaks_ref.at[row, at], mask=inside, other=LOWEST)
     masses = pltriton.load(masses_ref.at[row, at], mask=inside, other=0.0)
     sharpness = sharpness_of(temperature_ref[lax.div(row, nodes)], tau)
@@ -211,16 +212,16 @@ def join(
     nodes: int,
     interpret: bool = False,
 ) -> tuple[Int32[jax.Array, "R width"], Float[jax.Array, "R width"], Bool[jax.Array, " R"]]:
-    """A row's best tokens of those that all parts leave, their weights, and whether all is finite.
+    """Merges the candidates of all ranks into best tokens and weights; checks for finite logits.
 
     Args:
-      left: Of each rank the keys of a row's best tokens, their ids, and whether some logit is not
-        finite; rows that all ranks have whole may come from each.
-      totals: Of each rank, as `totals` gives them; None: weights are not asked for.
+      left: Keys and ids of each rank's best tokens of a row, and whether some logit is not finite.
+        Rows with a filter are complete on every rank.
+      totals: Result of `totals` of each rank; None: no weights are returned.
       temperature: Of the requests.
-      columns: The target's tokens, where a drafter numbers its own.
+      columns: Map from the draft vocabulary to the target's tokens.
       vocab: Tokens of all ranks.
-      ranks, width, tau, nodes: See `totals`; without those `tau` and `nodes` say nothing.
+      ranks, width, tau, nodes: See `totals`; `tau` and `nodes` are ignored without `totals`.
       interpret: Run on a CPU.
     """
     R, how = len(left), {"ranks": ranks, "width": width, "tau": tau, "nodes": nodes}
@@ -269,7 +270,7 @@ def _join_kernel(
 
 
 def _left_of(left_ref, row, ranks, width):
-    """Keys and ids of what all ranks leave of a row."""
+    """Loads keys and ids of all ranks' candidates of a row."""
     place = lax.iota(jnp.int32, pl.next_power_of_2(ranks * width))
     inside = place < ranks * width
     at = lax.div(place, width) * (2 * width + 1) + lax.rem(place, width)

@@ -1,4 +1,4 @@
-"""What a verify accepts, in one Triton kernel: a program per request."""
+"""Acceptance of draft tokens by exact match, one program per request (Triton)."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def follow(
     Bool[Tensor, " B"],
     Int[Tensor, "B W"],
 ]:
-    """The fields of `shared.spec.acceptance.follow`."""
+    """Implements `shared.spec.acceptance.follow`; returns its fields."""
     B, N = tokens.shape
     path, emitted, rows = tokens.new_empty((3, B, depth + 1), dtype=torch.int32)
     counts = tokens.new_empty(B, dtype=torch.int32)
@@ -60,7 +60,7 @@ def _follow_kernel(
     lanes: tl.constexpr,
     ways: tl.constexpr,
 ):
-    """One program per request, whose nodes are its lanes."""
+    """One program per request; nodes are its lanes."""
     request, lane, step = tl.program_id(0), tl.arange(0, lanes), tl.arange(0, ways)
     at, is_node = request * nodes + lane, lane < nodes
     token = tl.load(tokens_at + at, mask=is_node, other=-1)

@@ -1,7 +1,7 @@
-"""Gumbel noise and logarithms by sums and products alone, in Triton.
+"""Counter-based RNG (Threefry), Gumbel noise and logarithms from sums and products (Triton).
 
-As `shared.spec.gumbel_noise.gumbel`. A library's logarithm is another one in each language and on
-each machine; this one has the same bits everywhere and errs by about one unit in the last place.
+Implements `shared.spec.gumbel_noise.gumbel`. Library logarithms differ between languages and
+machines. This logarithm has the same bits everywhere and errs by about one unit in the last place.
 """
 
 import torch
@@ -15,7 +15,7 @@ PARITY = 0x1BD11BDA
 LN2_HIGH, LN2_LOW = (
     0.693359375,
     -2.1219444e-4,
-)  # the first has so few digits that products are exact
+)  # the first has few digits, so its products are exact
 LOG_TERMS = (
     *(0.33333313, -0.2500001, 0.20002119, -0.16667995, 0.14219546),
     *(-0.124055944, 0.118882045, -0.11675638, 0.06746532),
@@ -23,26 +23,26 @@ LOG_TERMS = (
 """Coefficients of (log(1 + f) - f + f^2 / 2) / f^3 for 1 + f from sqrt(1/2) to sqrt(2)."""
 
 MOST_NOISE = tl.constexpr(16.7)
-"""Above all noise: a uniform number is at most 1 - 2^-24, so none lies above 16.64."""
+"""Upper bound of the noise: a uniform number is at most 1 - 2^-24, so noise is at most 16.64."""
 
 _ROTATIONS = tl.constexpr(ROTATIONS)
 _PARITY = tl.constexpr(PARITY)
 _LOG_TERMS = tl.constexpr(LOG_TERMS)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(LN2_HIGH), tl.constexpr(LN2_LOW)
-_ROOT_HALF = tl.constexpr(0x3F3504F3)  # the bits of sqrt(1/2)
+_ROOT_HALF = tl.constexpr(0x3F3504F3)  # bits of sqrt(1/2)
 
 
 def uniforms(
     seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int, stream: int
 ) -> Float[Tensor, "R levels"]:
-    """As `shared.spec.gumbel_noise.uniforms`, of a stream."""
+    """Implements `shared.spec.gumbel_noise.uniforms` for one RNG stream."""
     out = torch.empty((len(seeds), levels), dtype=torch.float32, device=seeds.device)
     lanes = triton.next_power_of_2(levels)
     _uniforms_kernel[(len(seeds),)](
         *(seeds.contiguous(), positions.contiguous(), out),
         levels=levels,
         lanes=lanes,
-        word=stream,  # Triton has a use of its own for the name
+        word=stream,  # `stream` is a launch argument of Triton
         num_warps=1,
         enable_fp_fusion=False,
     )
@@ -68,7 +68,7 @@ def _uniforms_kernel(
 
 @triton.jit
 def threefry(key0, key1, x0, x1):
-    """Threefry-2x32 with 20 rounds: two words from a key and a counter of two words each."""
+    """Computes Threefry-2x32 with 20 rounds: two words from a two-word key and counter."""
     key2 = key0 ^ key1 ^ _PARITY
     keys = (key0, key1, key2)
     x0, x1 = x0 + key0, x1 + key1
@@ -88,34 +88,35 @@ def _rotated(x, by: tl.constexpr):
 
 @triton.jit
 def log(x):
-    """The natural logarithm of normal numbers above 0."""
+    """Computes the natural logarithm of normal numbers above 0."""
     mantissa, exponent = _parts(x)
     return _log(mantissa - 1, exponent)
 
 
 @triton.jit
 def log1p(x):
-    """The natural logarithm of 1 + x for numbers from 0 on."""
+    """Computes the natural logarithm of 1 + x for x >= 0."""
     mantissa, exponent = _parts(1 + x)
-    # Below sqrt(2) nothing is lost of a small x.
+    # Below sqrt(2), x is used as it is, so a small x keeps all its bits.
     return _log(tl.where(exponent == 0, x, mantissa - 1), exponent)
 
 
 @triton.jit
 def noise_of_words(words):
-    """Gumbel noise from uniform 32-bit words."""
+    """Converts uniform 32-bit words to Gumbel noise."""
     uniform = uniform_of(words)
     mantissa, exponent = _parts(1 - uniform)
-    # Below sqrt(1/2) nothing is lost in 1 - uniform that the logarithm would show.
+    # Below sqrt(1/2), the rounding of 1 - uniform does not show in the logarithm.
     fraction = tl.where(exponent == 0, -uniform, mantissa - 1)
     return -log(-_log(fraction, exponent))
 
 
 @triton.jit
 def most_noise(words):
-    """Bounds of `noise_of_words`, for much less: it lies below -log(uniform).
+    """Computes a cheap upper bound of `noise_of_words`, which is below -log(uniform).
 
-    The bits of a float lie below its logarithm, as straight lines from power of 2 to power do.
+    The bits of a float, read as an integer, are piecewise linear between powers of two and never
+    exceed its logarithm.
     """
     bits = uniform_of(words).to(tl.int32, bitcast=True)
     return (127.001 - bits.to(tl.float32) * 2.0**-23) * 0.6931472
@@ -123,13 +124,13 @@ def most_noise(words):
 
 @triton.jit
 def uniform_of(words):
-    """Numbers from 0 to 1, neither of which is one, from uniform 32-bit words."""
+    """Converts uniform 32-bit words to floats in (0, 1), both ends excluded."""
     return tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
 
 
 @triton.jit
 def _parts(x):
-    """Mantissas from sqrt(1/2) to sqrt(2), and exponents of 2."""
+    """Splits numbers into mantissas from sqrt(1/2) to sqrt(2) and exponents of 2."""
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - _ROOT_HALF) >> 23
     return (bits - (exponent << 23)).to(tl.float32, bitcast=True), exponent
@@ -137,7 +138,7 @@ def _parts(x):
 
 @triton.jit
 def _log(fraction, exponent):
-    """Of 2^exponent * (1 + fraction)."""
+    """Computes the logarithm of 2^exponent * (1 + fraction)."""
     power = exponent.to(tl.float32)
     square = fraction * fraction
     series = fraction * 0 + _LOG_TERMS[8]
@@ -149,11 +150,11 @@ def _log(fraction, exponent):
 
 @triton.jit
 def words_of(seed, position, stream, pairs):
-    """The words of the noise of the ids 2 * pair and 2 * pair + 1, [..., 2], of one counter.
+    """Computes the RNG words of ids 2 * pair and 2 * pair + 1, [..., 2]; they share one counter.
 
     Args:
-      seed, position, stream: As in the specification, words each.
-      pairs: Numbers of pairs, [..., 1].
+      seed, position, stream: Same as in the specification, one word each.
+      pairs: Pair numbers, [..., 1].
     """
     counter = pairs.to(tl.uint32)
     x0, x1 = threefry(seed, position, counter, counter * 0 + stream)

@@ -1,9 +1,8 @@
-"""What the blocks of a head's product leave of each row for the choice of tokens, in Triton.
+"""LM-head epilogue: block partials of the argmax and the log-sum-exp (Triton).
 
-A row that asks for nothing but its best token needs no scores in memory: each block of the product
-leaves the best of its own tokens, and `sampling` joins the blocks. Scores are stored of blocks of
-rows of which one asks for more. Keys are compared as `sampling` compares them, so that the tokens
-are those that it finds in whole rows.
+Greedy rows need only block partials, so their full logits are not stored: `sampling` reduces the
+partials of all blocks. Logits are stored for blocks of rows in which some row needs them. Keys are
+compared as in `sampling`, so the tokens equal those found in full rows.
 """
 
 from typing import Any, NamedTuple
@@ -33,13 +32,14 @@ NOTHING, SCORES, MASSES, GROUPS = (tl.constexpr(kind) for kind in range(4))
 
 
 class Leaves(NamedTuple):
-    """What the blocks of a product with a head have left.
+    """Block partials of an LM-head GEMM.
 
     Attributes:
       asks, warmth, tokens: See `Asks`.
-      keys, ids: Of the best token of each block of outputs.
-      bad: 1 where some score of a block is not finite.
-      peaks, masses: Of groups of rows with a temperature, see `scores.store_groups`.
+      keys, ids: Best token of each block of outputs.
+      bad: 1 if some logit of a block is not finite.
+      peaks, masses: Group maxima and sums of exponentials, of rows with a temperature; see
+        `scores.store_groups`.
     """
 
     asks: Int32[Tensor, " R"]
@@ -53,10 +53,10 @@ class Leaves(NamedTuple):
 
     @classmethod
     def of(cls, asks: "Asks", outputs: int, columns: int) -> "Leaves":
-        """Room for what blocks of so many columns leave.
+        """Allocates the arrays for block partials of `columns` outputs each.
 
         Raises:
-          ValueError: The blocks do not have whole groups.
+          ValueError: A block is not a whole number of groups.
         """
         if columns % GROUP:
             raise ValueError(f"blocks of a head must have whole groups of {GROUP}, got {columns}")
@@ -68,13 +68,13 @@ class Leaves(NamedTuple):
 
 
 class Asks(NamedTuple):
-    """What each row asks a head for.
+    """Outputs that each row needs from the LM head.
 
     Attributes:
-      asks: `NOTHING` but the best token; `SCORES`; `MASSES`, what groups hold; or `GROUPS`, both,
-        the scores for a second pass.
-      warmth: The temperature of rows that ask for both at one; 1 of the others.
-      tokens: How many of the head's outputs are tokens: places of a rank may be empty.
+      asks: `NOTHING`: the argmax only. `SCORES`: the logits. `MASSES`: sums of exponentials per
+        group of tokens. `GROUPS`: logits and group sums, the logits for a second pass.
+      warmth: Temperature of rows with logits and group sums at once; 1 for other rows.
+      tokens: Number of outputs that are tokens: the shard of a rank may have padding.
     """
 
     asks: Int32[Tensor, " R"]
@@ -93,14 +93,15 @@ def asking(
     width: int = 0,
     is_warm_whole: bool = False,
 ) -> Asks:
-    """What rows ask for: scores where some are edited, and groups where there is a temperature.
+    """Computes the outputs that each row needs: logits if edited, group sums if sampled.
 
     Args:
-      seen, positions, sampling, request: As of `sampling.choose`.
-      num_tokens: Of the head's outputs; those of a rank's part may be fewer.
-      nodes: Rows of a request, whose positions are its own; 0: `request` names it.
-      width: Tokens that are ranked of each row, with their weights; 0: one is chosen.
-      is_warm_whole: A row with a temperature asks for its scores alone.
+      seen, positions, sampling, request: Same as in `sampling.choose`.
+      num_tokens: Tokens among the LM head's outputs; the shard of a rank may have fewer.
+      nodes: Rows per request, if `positions` are per request; 0: `request` maps rows to
+        requests.
+      width: Tokens that are ranked per row, with their weights; 0: one token is sampled.
+      is_warm_whole: Rows with a temperature need their logits only.
     """
     R, given = len(seen.slots), (seen, positions, sampling, request, None)
     asks = torch.empty(R, dtype=torch.int32, device=positions.device)
@@ -137,7 +138,7 @@ def _asking_kernel(
 
 @triton.jit
 def store_leaves(out, ends, row, column, block, num_rows, sizes: tl.constexpr):
-    """Stores what a block leaves of its rows, and its scores if one of them asks for them."""
+    """Stores the partials of a block, and its logits if one of its rows needs them."""
     is_row, is_column = row < num_rows, (column < sizes.N)[None, :]
     is_token = (column < tl.load(ends.tokens))[None, :]
     keys = tl.where(is_token, key_of(out), LOWEST)
@@ -160,7 +161,7 @@ def store_leaves(out, ends, row, column, block, num_rows, sizes: tl.constexpr):
 
 @triton.jit
 def _store_groups(x, ends, row, column, block, num_rows, sizes: tl.constexpr):
-    """As `scores.store_groups`, of the groups of a block of rows."""
+    """Same as `scores.store_groups`, for the groups of a block of rows."""
     groups: tl.constexpr = x.shape[1] // (2 * PAIRS)
     shape: tl.constexpr = (x.shape[0], groups, 2 * PAIRS)
     keys = tl.where((column < tl.load(ends.tokens))[None, :], key_of(x), LOWEST)
@@ -178,7 +179,7 @@ def _store_groups(x, ends, row, column, block, num_rows, sizes: tl.constexpr):
 
 @triton.jit
 def asked_of(leaves, row, num_leaves: tl.constexpr):
-    """What a row asks for: scores, where no head has left anything."""
+    """Returns the outputs that a row needs; the logits if there are no block partials."""
     asks = tl.full((), SCORES, tl.int32)
     if num_leaves > 0:
         asks = tl.load(leaves.asks + row)
@@ -187,7 +188,7 @@ def asked_of(leaves, row, num_leaves: tl.constexpr):
 
 @triton.jit
 def best_left(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
-    """The key and the place in the head of the best token of what all blocks have left of a row."""
+    """Reduces the block partials of a row to the key and the index of its best token."""
     block = tl.arange(0, lanes)
     at, inside = row * num_leaves + block, block < num_leaves
     keys = tl.load(leaves.keys + at, mask=inside, other=LOWEST)
@@ -197,7 +198,7 @@ def best_left(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
 
 @triton.jit
 def is_left_bad(leaves, row, num_leaves: tl.constexpr, lanes: tl.constexpr):
-    """Whether some block has left word of scores that are not finite."""
+    """Returns whether some block has logits that are not finite."""
     block = tl.arange(0, lanes)
     bad = tl.load(leaves.bad + row * num_leaves + block, mask=block < num_leaves, other=0)
     return tl.max(bad)

@@ -1,7 +1,7 @@
-"""What the kernels of sampling share: scores as the specification processes them, and their sums.
+"""Logits processing for sampling: penalties, biases, masks, exact sums (Triton).
 
-Scores are compared as whole numbers in their order (`key_of`), which NaN has a place in, and
-weights are summed as whole numbers: no order and no tile decides anything.
+Logits are compared as ordered integers (`key_of`), in which NaN has a place. Weights are summed as
+integers. Results therefore depend neither on the order of summation nor on the tiles.
 """
 
 from typing import Any, NamedTuple
@@ -13,23 +13,23 @@ from torch import Tensor
 
 from kernels.triton_gpu.sampling.gumbel_noise import threefry, words_of
 
-PAIRS = tl.constexpr(32)  # of token ids in a group
+PAIRS = tl.constexpr(32)  # pairs of token ids in a group
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 KEY_OF_INFINITY = tl.constexpr(0x7F800000)
-KEY_OF_NOTHING = tl.constexpr(-2139095041)  # of -inf
+KEY_OF_NOTHING = tl.constexpr(-2139095041)  # key of -inf
 _KEY_OF_NAN = tl.constexpr(0x7FC00000)
 
 
 class Part(NamedTuple):
-    """What a rank has of a vocabulary that ranks score between them.
+    """Vocabulary shard of a rank, for vocab-parallel logits.
 
     Attributes:
       vocab: Tokens of all ranks.
-      ranks: How many there are; each has places for as many tokens, the last ones fewer tokens.
-      first: The first token of this rank's places.
-      every: The scores of rows with a filter, of all ranks side by side; undefined of other rows.
+      ranks: Number of ranks. All shards have the same size; the last ones have fewer tokens.
+      first: First token of this rank's shard.
+      every: Logits of all ranks side by side, for rows with a filter; undefined for other rows.
     """
 
     vocab: int
@@ -39,12 +39,12 @@ class Part(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What all kernels read: first of the rows, then of the requests.
+    """Inputs of all sampling kernels: first per row, then per request.
 
     Attributes:
       every, first: See `Part`.
-      path, on_path, mask, columns: Where there are none, anything.
-      stream: Of the noise.
+      path, on_path, mask, columns: Any array if there are none.
+      stream: RNG stream of the noise.
     """
 
     logits: Any
@@ -75,12 +75,12 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arrays, and which there are.
+    """Sizes of the arrays, and flags for the optional ones.
 
     Attributes:
-      ranks, share: That have the vocabulary between them, and places of each; 0: rows are whole.
-      is_left: A head has left something, so that rows with a temperature are searched as those
-        with a filter are.
+      ranks, share: Ranks that shard the vocabulary, and the size of a shard; 0: rows are full.
+      is_left: The LM head stored block partials, so rows with a temperature are searched like rows
+        with a filter.
     """
 
     vocab: int
@@ -98,7 +98,7 @@ class Sizes(NamedTuple):
 
 
 class Wish(NamedTuple):
-    """What a row asks for."""
+    """Sampling parameters of one row."""
 
     request: Any
     slot: Any
@@ -122,7 +122,7 @@ def inputs_of(
     stream: int,
     part: Part | None,
 ) -> Inputs:
-    """The arrays as the kernels read them; where one has no columns, there is another."""
+    """Returns the arrays as the kernels read them, with a stand-in for missing optional ones."""
     has_path = seen.path.shape[1] > 0
     given = Inputs(
         logits=logits,
@@ -151,7 +151,7 @@ def inputs_of(
         bias_values=sampling.bias_values,
         stream=stream,
     )
-    # The path of a draft level is a part of a longer one.
+    # The path of a draft level is a slice of a longer one.
     return Inputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in given))
 
 
@@ -166,7 +166,7 @@ def sizes_of(
     ranks: int = 1,
     share: int = 0,
 ) -> Sizes:
-    """Their sizes, and which there are."""
+    """Returns the sizes of the arrays and the flags of the optional ones."""
     num_bias = sampling.bias_ids.shape[1]
     return Sizes(
         vocab=vocab,
@@ -186,9 +186,9 @@ def sizes_of(
 
 @triton.jit
 def wish_of(inputs, row, sizes: tl.constexpr):
-    """What a row asks for."""
+    """Loads the sampling parameters of a row."""
     request = row // sizes.nodes if sizes.nodes > 0 else row
-    named = request  # positions and keys are a request's, or a row's
+    named = request  # positions and keys are per request or per row
     if sizes.nodes == 0:
         request, named = tl.load(inputs.request + row).to(tl.int32), row
     position = tl.load(inputs.positions + named)
@@ -224,14 +224,14 @@ def wish_of(inputs, row, sizes: tl.constexpr):
 
 @triton.jit
 def ids_of(group):
-    """The token ids of groups, [groups, pairs, 2], and the numbers of the pairs."""
+    """Returns the token ids of groups, [groups, pairs, 2], and the numbers of the pairs."""
     pairs = group[:, None, None] * PAIRS + tl.arange(0, PAIRS)[None, :, None]
     return pairs, 2 * pairs + tl.arange(0, 2)[None, None, :]
 
 
 @triton.jit
 def is_own(ids, inputs, wish, sizes: tl.constexpr):
-    """Which ids are tokens among which a row is chosen here: a rank's, where it has no filter."""
+    """Returns a mask of the candidates: the rank's shard, or all tokens if the row has a filter."""
     inside = ids < sizes.vocab
     if sizes.share > 0:
         first = tl.where(wish.is_filtered, 0, inputs.first)
@@ -242,7 +242,7 @@ def is_own(ids, inputs, wish, sizes: tl.constexpr):
 
 @triton.jit
 def tokens_of(ids, inputs, sizes: tl.constexpr):
-    """The target's tokens, where a drafter numbers its own."""
+    """Maps ids of a draft vocabulary to the target's tokens."""
     tokens = ids
     if sizes.has_columns:
         tokens = tl.load(inputs.columns + ids, mask=ids < sizes.vocab, other=0)
@@ -251,7 +251,7 @@ def tokens_of(ids, inputs, sizes: tl.constexpr):
 
 @triton.jit
 def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
-    """The words of the noise of ids, which lie in pairs."""
+    """Returns the RNG words of ids, which come in pairs."""
     seed, position = noise
     if sizes.has_columns:
         tokens = tokens_of(ids, inputs, sizes)
@@ -265,7 +265,7 @@ def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
 
 @triton.jit
 def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
-    """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
+    """Loads the raw logits of a row's tokens and processes them, up to the top-k / top-p filter."""
     request = wish.request
     inside, start = is_own(ids, inputs, wish, sizes), row.to(tl.int64) * sizes.vocab
     if sizes.share == 0:
@@ -278,7 +278,7 @@ def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
         raw = tl.load(inputs.logits + own + ids, mask=inside, other=0.0)
     x, tokens = raw, ids
     if sizes.has_columns:
-        # Loaded where a row asks about tokens.
+        # Token counts and biases are loaded only for rows that use them.
         asked_until = tl.where(wish.has_penalty | wish.is_short | (wish.biases > 0), sizes.vocab, 0)
         tokens = tl.load(inputs.columns + ids, mask=ids < asked_until, other=0)
     if wish.has_penalty:
@@ -313,7 +313,7 @@ def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
 
 @triton.jit
 def key_of(x):
-    """Whole numbers in the order of the scores: NaN is the largest, and both zeros are one."""
+    """Maps logits to integers in the same order: NaN is the largest, and both zeros are equal."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     bits = tl.where(x != x, _KEY_OF_NAN, bits)
     return bits ^ ((bits >> 31) & HIGHEST)
@@ -321,26 +321,26 @@ def key_of(x):
 
 @triton.jit
 def score_of(key):
-    """The score that a key stands for."""
+    """Maps a key back to its logit."""
     return (key ^ ((key >> 31) & HIGHEST)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def has_bad(raw):
-    """Whether some score is not finite."""
+    """Returns whether some logit is not finite."""
     return tl.max(raw.to(tl.int32, bitcast=True) & HIGHEST) >= KEY_OF_INFINITY
 
 
 @triton.jit
 def first_token(keys, ids):
-    """The token with the largest key, of several the one with the smallest id."""
+    """Returns the token with the largest key; the smallest id among equal keys."""
     best = tl.max(keys)
     return best, tl.min(tl.where(keys == best, ids, HIGHEST))
 
 
 @triton.jit
 def next_token(keys, ids, key, winner):
-    """The token after one that is given, by falling keys and then by rising ids."""
+    """Returns the token after a given one, by falling keys and then by rising ids."""
     follows = (keys < key) | ((keys == key) & (ids > winner))
     best = tl.max(tl.where(follows, keys, LOWEST))
     return best, tl.min(tl.where(follows & (keys == best), ids, HIGHEST))
@@ -348,20 +348,20 @@ def next_token(keys, ids, key, winner):
 
 @triton.jit
 def sharpness_of(temperature, tau: tl.constexpr):
-    """By what scores are multiplied before they become weights."""
+    """Returns the factor that multiplies logits before they become weights."""
     return tl.where(temperature > 0, 1.0 / tau, 1.0)
 
 
 @triton.jit
 def weight_of(x, highest, sharpness):
-    """How likely scores are beside the highest one."""
+    """Computes weights of logits relative to the highest one."""
     weight = tl.exp2((x - highest) * (sharpness * _LOG2_E))
-    return tl.where(weight <= 1, weight, 0.0)  # not where a score or the highest is no number
+    return tl.where(weight <= 1, weight, 0.0)  # 0 if the logit or the highest one is NaN
 
 
 @triton.jit
 def store_groups(peaks_at, masses_at, inside, x, keys, sharpness):
-    """The largest key of each group, and how likely the group is beside its own best token."""
+    """Stores the largest key of each group and the group's weight relative to its best token."""
     peaks = tl.max(tl.max(keys, 2), 1)
     weights = weight_of(x, score_of(peaks)[:, None, None], sharpness)
     units = tl.where(keys > LOWEST, tl.floor(weights * 2.0**24 + 0.5), 0.0).to(tl.int32)
@@ -371,7 +371,7 @@ def store_groups(peaks_at, masses_at, inside, x, keys, sharpness):
 
 @triton.jit
 def halves_of(terms):
-    """Numbers up to 1 in units of 2^-15, and the rest of them in units of 2^-30."""
+    """Splits numbers up to 1 into units of 2^-15 and a remainder in units of 2^-30."""
     high = tl.floor(terms * 2.0**15)
     low = tl.floor((terms * 2.0**15 - high) * 2.0**15 + 0.5)
     return high.to(tl.int32), low.to(tl.int32)
@@ -379,14 +379,14 @@ def halves_of(terms):
 
 @triton.jit
 def carried(whole, high, low):
-    """A sum in three words: whole, and the units of `halves_of`, fewer than 2^15 of each."""
+    """Normalises a sum of three int32: whole part, then units of `halves_of`, below 2^15 each."""
     high += low >> 15
     return whole + (high >> 15), high & 32767, low & 32767
 
 
 @triton.jit
 def add_halves(sum, terms):
-    """Adds numbers up to 1 to a sum in three words."""
+    """Adds numbers up to 1 to a sum of three int32."""
     whole, high, low = sum
     more_high, more_low = halves_of(terms)
     return carried(whole, high + tl.sum(more_high), low + tl.sum(more_low))
@@ -394,14 +394,14 @@ def add_halves(sum, terms):
 
 @triton.jit
 def number_of(sum):
-    """What a sum in three words stands for."""
+    """Converts a sum of three int32 to a float."""
     whole, high, low = sum
     return whole.to(tl.float32) + (high.to(tl.float32) * 2.0**-15 + low.to(tl.float32) * 2.0**-30)
 
 
 @triton.jit
 def sums_of(a, b, c, d):
-    """Four sums, for which a program's warps wait for each other once and not four times."""
+    """Computes four sums with one synchronisation of the program's warps in place of four."""
     ab, cd = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, d)), 0))
     a, b = tl.split(ab)
     c, d = tl.split(cd)
@@ -410,20 +410,20 @@ def sums_of(a, b, c, d):
 
 @triton.jit
 def no_sum():
-    """A sum of nothing, in three words."""
+    """Returns an empty sum of three int32."""
     zero = tl.full((), 0, tl.int32)
     return zero, zero, zero
 
 
 @triton.jit
 def terms_of(peaks, masses, highest, sharpness):
-    """How likely groups are beside a token with the highest score, each over a group's tokens."""
+    """Computes group weights relative to the highest logit, divided by the tokens of a group."""
     terms = masses * weight_of(score_of(peaks), highest, sharpness) * (0.5 / PAIRS)
     return tl.where(peaks > LOWEST, terms, 0.0)
 
 
 @triton.jit
 def total_of(peaks, masses, highest, sharpness):
-    """How likely all groups are together beside a token with the highest score."""
+    """Computes the total weight of all groups relative to the highest logit."""
     terms = terms_of(peaks, masses, highest, sharpness)
     return number_of(add_halves(no_sum(), terms)) * (2 * PAIRS)

@@ -1,12 +1,12 @@
-"""The rules that judge sampled drafts, in Triton.
+"""Rejection sampling and block verification of draft chains (Triton).
 
-Four kernels. The first weighs parts of the vocabulary under the target's and the drafter's scores;
-the second joins the parts to a law for each level; the third draws, in each part, what would stand
-for a rejected draft; the fourth accepts, and joins the draws. Only levels that a chain has, of rows
-with a temperature, are worked on.
+Four kernels. The first computes sums of exponentials of the target's and the drafter's logits, per
+part of the vocabulary. The second combines the parts to a distribution per level. The third draws,
+in each part, a replacement for a rejected draft token. The fourth accepts, and reduces the
+replacements. Only levels that a chain has, of rows with a temperature, are computed.
 
-Weights are summed as whole numbers, see `scores`. What must stay equal in the Pallas twin is listed
-in `kernels/__init__.py`.
+Weights are summed as integers, see `scores`. `kernels/__init__.py` lists what must stay equal to
+the Pallas twin.
 """
 
 from typing import Any, NamedTuple
@@ -41,19 +41,19 @@ from kernels.triton_gpu.sampling.logits_processing import (
     weight_of,
 )
 
-PART_GROUPS = 64  # groups of tokens that are weighed together
+PART_GROUPS = 64  # groups of tokens in a part of the vocabulary
 _PART_GROUPS = tl.constexpr(PART_GROUPS)
 _WARPS = 8
-_SMALLEST = tl.constexpr(2.0**-126)  # probability that has a logarithm
+_SMALLEST = tl.constexpr(2.0**-126)  # probability with a finite logarithm
 
 
 class Chains(NamedTuple):
-    """What is judged: of each request, its chain, its parameters and the scores of both models.
+    """Inputs of rejection sampling: chains, sampling parameters and logits of both models.
 
     Attributes:
-      choices: The target's own.
-      row_of: The row of `scores` of each node.
-      scores, drafted: Processed, of the target's rows and of each level of the drafter.
+      choices: Tokens sampled by the target.
+      row_of: Row of `scores` of each node.
+      scores, drafted: Processed logits, of the target's rows and of each level of the drafter.
     """
 
     tokens: Any
@@ -68,14 +68,15 @@ class Chains(NamedTuple):
 
 
 class Laws(NamedTuple):
-    """The laws of each level: first the target's, then the drafter's.
+    """Distributions of each level: first the target's, then the drafter's.
 
     Attributes:
-      peaks, masses: The largest key of each part, and how likely the part is beside it.
-      highest, total: The highest score, and how likely all tokens are beside it; 0: it is no law.
-      of_draft: The probability of the level's draft.
-      weights: By which the target's law is multiplied before the drafter's is taken from it; of
-        each node.
+      peaks, masses: Largest key of each part of the vocabulary, and the part's weight relative to
+        it.
+      highest, total: Highest logit, and the weight of all tokens relative to it; 0: invalid.
+      of_draft: Probability of the level's draft token.
+      weights: Factor of the target distribution, before the draft distribution is subtracted; per
+        node.
     """
 
     peaks: Any
@@ -87,12 +88,12 @@ class Laws(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What each part of a level would have in place of the draft.
+    """Replacement tokens that each part of the vocabulary draws for a level.
 
     Attributes:
-      keys, ids: The best token of what the drafter left over.
-      spare_keys, spare_ids: The best token of the target's law, for a level that has nothing left.
-      left: How likely what is left over is.
+      keys, ids: Best token of the residual distribution.
+      spare_keys, spare_ids: Best token of the target distribution, for a level without a residual.
+      left: Weight of the residual distribution.
     """
 
     keys: Any
@@ -103,7 +104,7 @@ class Draws(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Sizes of the arrays: the levels S of a chain and its nodes, tokens, and parts of these."""
+    """Array sizes: levels S and nodes of a chain, tokens, and parts of the vocabulary."""
 
     levels: int
     nodes: int
@@ -128,15 +129,15 @@ def judge(
     accept_stream: int,
     residual_stream: int,
 ) -> Int[Tensor, "B N"]:
-    """As `shared.spec.acceptance.rejection_choices` and `block_choices`, of scores.
+    """Implements `shared.spec.acceptance.rejection_choices` and `block_choices`, from logits.
 
     Args:
-      tokens, num_nodes, choices, lengths: As in the specification.
-      row_of: The row of `scores` of each node.
-      scores, drafted: The target's and the drafter's processed logits.
+      tokens, num_nodes, choices, lengths: Same as in the specification.
+      row_of: Row of `scores` of each node.
+      scores, drafted: Processed logits of the target and the drafter.
       temperature, seeds: Of the requests.
-      is_block: A chain is judged as a whole.
-      accept_stream, residual_stream: Of the noise.
+      is_block: Chains are verified as a whole (block verification).
+      accept_stream, residual_stream: RNG streams.
     """
     (B, S, vocab), new = drafted.shape, drafted.new_empty
     parts = triton.cdiv(vocab, PART_GROUPS * 2 * PAIRS.value)
@@ -170,7 +171,7 @@ def judge(
     )
     _decide_kernel[(B,)](
         *(chains, laws, draws, decided),
-        word=accept_stream,  # Triton has a use of its own for the name
+        word=accept_stream,  # `stream` is a launch argument of Triton
         is_block=is_block,
         num_warps=4,
         **fixed,
@@ -180,14 +181,14 @@ def judge(
 
 @triton.jit
 def _is_judged(chains, request, level):
-    """Whether a row has a temperature, and its chain a draft at a level."""
+    """Returns whether a row has a temperature and its chain has a draft token at a level."""
     is_sampled = tl.load(chains.temperature + request) > 0
     return level + 1 < tl.where(is_sampled, tl.load(chains.num_nodes + request), 0)
 
 
 @triton.jit
 def _row_at(chains, place, side, sizes: tl.constexpr):
-    """Where a level's scores begin: the target's, or on the other side the drafter's."""
+    """Returns the offset of a level's logits: the target's, or on the other side the drafter's."""
     request, level = place // sizes.levels, place % sizes.levels
     at = chains.drafted + place.to(tl.int64) * sizes.vocab
     if side == 0:
@@ -198,7 +199,7 @@ def _row_at(chains, place, side, sizes: tl.constexpr):
 
 @triton.jit
 def _masses_kernel(chains, laws, sizes: tl.constexpr):
-    """One program per part, level and side."""
+    """One program per part of the vocabulary, level and side."""
     part, place, side = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if _is_judged(chains, place // sizes.levels, place % sizes.levels):
         pairs, ids = ids_of(part * _PART_GROUPS + tl.arange(0, _PART_GROUPS))
@@ -215,7 +216,7 @@ def _masses_kernel(chains, laws, sizes: tl.constexpr):
 
 @triton.jit
 def _laws_kernel(chains, laws, is_block: tl.constexpr, sizes: tl.constexpr):
-    """One program per request, whose levels are its lanes."""
+    """One program per request; levels are its lanes."""
     request, level = tl.program_id(0), tl.arange(0, sizes.level_lanes)
     is_judged = _is_judged(chains, request, level) & (level < sizes.levels)
     target = _law_of(chains, laws, request, level, is_judged, 0, sizes)
@@ -226,7 +227,7 @@ def _laws_kernel(chains, laws, is_block: tl.constexpr, sizes: tl.constexpr):
     tl.store(weights_at, weight)
     for step in range(sizes.levels):
         if is_block:
-            # A lane is read by a sum of whole numbers, which has all its bits.
+            # A lane is read by an integer sum of its bits, which is exact.
             bits = tl.where(level == step, ratio.to(tl.int32, bitcast=True), 0)
             chance = tl.sum(bits).to(tl.float32, bitcast=True)
             weight = tl.minimum(weight * chance, 1.0)
@@ -235,7 +236,7 @@ def _laws_kernel(chains, laws, is_block: tl.constexpr, sizes: tl.constexpr):
 
 @triton.jit
 def _law_of(chains, laws, request, level, is_judged, side: tl.constexpr, sizes: tl.constexpr):
-    """Stores the law of each level on one side; the probability of its draft."""
+    """Stores each level's distribution on one side; returns the probability of its draft token."""
     part = tl.arange(0, sizes.part_lanes)[None, :]
     place = request * sizes.levels + level
     law = side * tl.num_programs(0) * sizes.levels + place
@@ -244,7 +245,7 @@ def _law_of(chains, laws, request, level, is_judged, side: tl.constexpr, sizes: 
     masses = tl.load(laws.masses + law[:, None] * sizes.parts + part, mask=inside, other=0.0)
     key = tl.max(peaks, 1)
     highest = score_of(key)
-    # In units of 64 the sum of all tokens fits in whole numbers.
+    # In units of 64 tokens, the sum over the vocabulary fits an integer.
     terms = masses * weight_of(score_of(peaks), highest[:, None], 1.0) * (1.0 / 64)
     high, low = halves_of(tl.where(inside, terms, 0.0))
     total = number_of(carried(level * 0, tl.sum(high, 1), tl.sum(low, 1))) * 64
@@ -266,7 +267,7 @@ def _law_of(chains, laws, request, level, is_judged, side: tl.constexpr, sizes: 
 
 @triton.jit
 def _probability(x, ids, draft, highest, total):
-    """What a law makes of scores; one that is none makes the draft certain."""
+    """Computes the probability of logits; an invalid distribution makes the draft token certain."""
     is_law = total > 0
     probability = weight_of(x, highest, 1.0) / tl.where(is_law, total, 1.0)
     return tl.where(is_law, probability, tl.where(ids == draft, 1.0, 0.0))
@@ -274,7 +275,7 @@ def _probability(x, ids, draft, highest, total):
 
 @triton.jit
 def _draws_kernel(chains, laws, draws, word: tl.constexpr, sizes: tl.constexpr):
-    """One program per part and level."""
+    """One program per part of the vocabulary and level."""
     part, place = tl.program_id(0), tl.program_id(1)
     request, level, others = place // sizes.levels, place % sizes.levels, tl.num_programs(1)
     if _is_judged(chains, request, level):
@@ -313,7 +314,7 @@ def _draws_kernel(chains, laws, draws, word: tl.constexpr, sizes: tl.constexpr):
 def _decide_kernel(
     chains, laws, draws, decided_at, word: tl.constexpr, is_block: tl.constexpr, sizes: tl.constexpr
 ):
-    """One program per request, whose levels are its lanes."""
+    """One program per request; levels are its lanes."""
     request, level = tl.program_id(0), tl.arange(0, sizes.level_lanes)
     node, is_level = request * sizes.nodes + level, level < sizes.levels
     place = request * sizes.levels + level
@@ -336,7 +337,7 @@ def _decide_kernel(
         total = left + 1 - weight
         share = tl.where(total > 0, left / tl.where(total > 0, total, 1.0), 1.0)
         passes = is_judged & (chance < tl.where(is_last, weight, share))
-        # A draft is accepted where a prefix passes that reaches it.
+        # A draft token is accepted if some passing prefix includes it.
         is_accepted = level <= tl.max(tl.where(passes, level, -1))
     else:
         target = tl.load(laws.of_draft + place, mask=is_judged, other=0.0)
@@ -355,7 +356,7 @@ def _decide_kernel(
 
 @triton.jit
 def _best(keys_at, ids_at, inside):
-    """The best token of each level's parts."""
+    """Returns the best token over the parts of each level."""
     keys = tl.load(keys_at, mask=inside, other=LOWEST)
     ids = tl.load(ids_at, mask=inside, other=HIGHEST)
     best = tl.max(keys, 1)

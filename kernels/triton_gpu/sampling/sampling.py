@@ -1,13 +1,12 @@
-"""The choice of tokens from logits, in Triton.
+"""Sampling from logits: top-k / top-p filters, Gumbel-max, ranking (Triton).
 
-Three kernels. The first looks at tiles of the vocabulary, all at once: it finds the best tokens of
-a tile or, where a row has a filter, what its groups of tokens hold. The second finds the border of
-the support of rows with a filter (`support`). The third finds the best tokens of their tiles, and
-joins the tiles of all rows. What a row does not ask for it does not pay for.
+Three kernels. The first processes tiles of the vocabulary in parallel. It finds the best tokens of
+a tile or, for a row with a filter, the sums of exponentials of the tile's groups. The second finds
+the top-k / top-p threshold of rows with a filter (`support`). The third finds the best tokens of
+the filtered tiles, and reduces the tiles of all rows. Rows skip the work that they do not need.
 
-Scores are compared as whole numbers in their order (`key_of`), and sums are of whole numbers, so
-the results depend on no order and no tile. What must stay equal in the Pallas twin is listed in
-`kernels/__init__.py`.
+Results depend neither on order nor on tiles, see `scores`. `kernels/__init__.py` lists what must
+stay equal to the Pallas twin.
 """
 
 from typing import Any
@@ -30,8 +29,8 @@ from kernels.triton_gpu.sampling.topk_topp import NOTES
 
 GROUP = 2 * PAIRS.value
 SHARED = 4
-"""Beside what a head has left a row has so many times more programs that look at tiles than those
-that its tiles have where it has a filter."""
+"""Factor on the number of programs for rows that have a filter and block partials of the LM head.
+"""
 
 
 def choose(
@@ -46,13 +45,13 @@ def choose(
     tiles: SamplingTiles,
     leaves: Leaves | None = None,
 ) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"]]:
-    """As `shared.spec.sampling.choose`.
+    """Implements `shared.spec.sampling.choose`.
 
     Args:
-      logits, seen, positions, sampling, request, allowed: As in the specification.
-      stream: Of the noise.
-      tiles: How the work is cut.
-      leaves: What the product with the head has left of rows whose logits are not there.
+      logits, seen, positions, sampling, request, allowed: Same as in the specification.
+      stream: RNG stream of the noise.
+      tiles: Tile config.
+      leaves: Block partials of the LM head, for rows without stored logits.
     """
     best, *_ = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
@@ -80,7 +79,7 @@ def score(
     stream: int,
     tiles: SamplingTiles,
 ) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"], Float[Tensor, "R vocab"]]:
-    """As `choose`, and `shared.spec.sampling.processed` of the same arguments."""
+    """Same as `choose`, and also returns `shared.spec.sampling.processed` of the arguments."""
     best, scores, _ = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
         keys=positions,
@@ -112,15 +111,15 @@ def rank(
 ) -> tuple[
     Int[Tensor, "B k width"], Float[Tensor, "B k width"], Float[Tensor, "R target_vocab"] | None
 ]:
-    """As `shared.spec.sampling.rank`.
+    """Implements `shared.spec.sampling.rank`.
 
     Args:
-      logits, seen, positions, sampling, keys, stream, width, is_sampled, columns: As in the
+      logits, seen, positions, sampling, keys, stream, width, is_sampled, columns: Same as in the
         specification.
-      tau: Softness of the weights where there is noise.
-      tiles: How the work is cut.
-      leaves: What the product with the head has left of rows that may lack their logits; of
-        `leaves.asking` with this width, and with the scores of rows with a temperature.
+      tau: Softness of the weights of sampled tokens.
+      tiles: Tile config.
+      leaves: Block partials of the LM head, for rows that may lack logits. They come from
+        `leaves.asking` with this width, and include the logits of rows with a temperature.
     """
     B, k, _ = logits.shape
     best, scores, _ = _ranked(
@@ -157,23 +156,24 @@ def leave(
     tiles: SamplingTiles,
     leaves: Leaves | None = None,
 ) -> tuple[Int32[Tensor, "R words"], Int32[Tensor, "R groups"], Float[Tensor, "R groups"]]:
-    """What a rank's part of the vocabulary leaves of rows, for `vocabulary.join`.
+    """Computes the candidates of a rank's vocabulary shard, for `vocabulary.join`.
 
     Args:
-      logits: Of this rank's tokens.
-      seen, positions, sampling, request, allowed, keys, columns: As of `choose` and `rank`.
-      part: Which tokens those are, and the scores of all for rows with a filter.
-      stream: Of the noise.
-      width: Tokens of a row.
-      tau: Softness of the weights where there is noise; None: they are not asked for.
-      nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
-      tiles: How the work is cut.
-      leaves: Of a head that was asked for a part, see `leaves.asking`.
+      logits: Logits of this rank's tokens.
+      seen, positions, sampling, request, allowed, keys, columns: Same as in `choose` and `rank`.
+      part: This rank's shard, and the logits of all ranks for rows with a filter.
+      stream: RNG stream of the noise.
+      width: Tokens per row.
+      tau: Softness of the weights of sampled tokens; None: no weights are returned.
+      nodes: Rows per request, if positions and keys are per request; 0: `request` maps rows to
+        requests.
+      tiles: Tile config.
+      leaves: Block partials of the LM head's shard, see `leaves.asking`.
 
     Returns:
-      Keys and ids of a row's best tokens among those, or among all where it has a filter, and 1
-      where some logit is not finite; then the peaks and masses of all groups, of which those of
-      others are undefined, if weights are asked for.
+      Keys and ids of a row's best tokens of the shard, or of the whole vocabulary if it has a
+      filter; and 1 if some logit is not finite. With weights, also the maxima and sums of
+      exponentials of all groups; groups of other ranks are undefined.
     """
     best, _, partials = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
@@ -210,25 +210,26 @@ def _ranked(
     leaves: Leaves | None = None,
     part: Part | None = None,
 ) -> tuple[Best, Float[Tensor, "R target_vocab"], Partials]:
-    """The best tokens of each row, its scores, and what its groups hold.
+    """Computes the best tokens of each row, its processed logits and its group sums.
 
     Args:
-      is_scored: The scores are asked for; else nothing is written there.
-      tau: None: there are no weights.
-      nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
+      is_scored: Processed logits are stored.
+      tau: None: no weights are computed.
+      nodes: Rows per request, if positions and keys are per request; 0: `request` maps rows to
+        requests.
     """
     (R, vocab), params, new = logits.shape, sampling, logits.new_empty
     of_ranks = {}
     if part is not None:
         of_ranks, vocab = {"ranks": part.ranks, "share": vocab}, part.vocab
-    # Of a part, and where tokens are ranked, rows with a temperature are looked at as a whole.
+    # In a vocabulary shard, and when tokens are ranked, all tiles of a sampled row are processed.
     held = leaves if part is None else None
     groups = triton.cdiv(vocab, GROUP)
     num_tiles = triton.cdiv(groups, tiles.groups)
     ints: dict[str, Any] = {"dtype": torch.int32}
     scores = logits if not is_scored else new(R, seen.counts.shape[1])
     if is_scored and columns is not None:
-        scores.fill_(-torch.inf)  # of tokens that the drafter does not have
+        scores.fill_(-torch.inf)  # for tokens outside the draft vocabulary
     partials = Partials(
         peaks=new(R, groups, **ints) if held is None else held.peaks,
         masses=new(R, groups) if held is None else held.masses,
@@ -252,11 +253,11 @@ def _ranked(
         "sizes": sizes_of(
             vocab, seen, params, allowed, nodes, columns, held is not None, **of_ranks
         ),
-        "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
+        "enable_fp_fusion": False,  # XLA's Triton does not fuse: same bits as Pallas
     }
     chosen = {"width": width, "tau": tau, "is_scored": is_scored, "num_leaves": num_leaves}
     group_lanes = triton.next_power_of_2(groups)
-    # Of rows whose scores a head has left out no tile is looked at.
+    # Rows whose logits the LM head did not store have no tiles to process.
     at_once = num_tiles if leaves is None else min(num_tiles, SHARED * tiles.programs)
     tiles_kernel[(at_once, R)](
         *(inputs, partials, given),

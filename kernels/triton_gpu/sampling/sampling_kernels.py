@@ -1,4 +1,4 @@
-"""The kernels of `sampling`, in Triton: of tiles, of the border of the support, and of rows."""
+"""Kernels of `sampling`: tiles, top-k / top-p threshold, and rows (Triton)."""
 
 import triton
 import triton.language as tl
@@ -64,10 +64,10 @@ def tiles_kernel(
     is_scored: tl.constexpr,
     num_leaves: tl.constexpr,
 ):
-    """One program per tile and row: its best tokens, or what its groups hold before any noise.
+    """One program per tile and row: its best tokens, or the sums of its groups before any noise.
 
-    Where the head has left what a row asks for, there is nothing to look at, and programs are fewer
-    than tiles.
+    If the LM head's block partials suffice, there is nothing to process, so there are fewer
+    programs than tiles.
     """
     share, row = tl.program_id(0), tl.program_id(1)
     partials = row_of(partials, row, num_tiles, width, sizes)
@@ -154,7 +154,7 @@ def border_kernel(
     listed: tl.constexpr,
     sizes: tl.constexpr,
 ):
-    """One program per share of a row with a filter; the last to arrive finds the border."""
+    """One program per split of a row with a filter; the last to finish finds the threshold."""
     share, row = tl.program_id(0), tl.program_id(1)
     source = Source(inputs, row, wish_of(inputs, row, sizes))
     if source.wish.is_filtered:
@@ -176,7 +176,7 @@ def border_kernel(
                 *(low, high, bounds.highest, is_flat, share, source, memory),
                 *(at_once, listed, sizes),
             )
-        tl.debug_barrier()  # all of this program's words are in memory
+        tl.debug_barrier()  # all stores of this program are in memory
         if tl.atomic_add(memory.notes + 5, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             border, limit = find_border(low, high, bounds, source, memory, at_once, listed, sizes)
             tl.store(memory.notes, border)
@@ -201,9 +201,9 @@ def rows_kernel(
     is_scored: tl.constexpr,
     num_leaves: tl.constexpr,
 ):
-    """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
+    """One program per split of a row: the best tokens of its tiles that have no noise yet.
 
-    One of a row's programs joins the tiles, the last to arrive where all have something to do.
+    One of a row's programs reduces the tiles: the last to finish, if all have work.
     """
     share, row = tl.program_id(0), tl.program_id(1)
     partials, wish = row_of(partials, row, num_tiles, width, sizes), wish_of(inputs, row, sizes)
@@ -235,14 +235,14 @@ def rows_kernel(
             smallest=tl.load(inputs.min_p + wish.request),
         )
         source = Source(inputs, row, wish)
-        first = key_of(support.highest - 3)  # the first token stays, and no noise lies below -3
+        first = key_of(support.highest - 3)  # the first token passes; noise is above -3
         for tile in range(share, num_tiles, tl.num_programs(0)):
             key = choose_in_tile(
                 *(tile, first, support, source, sharpness, partials),
                 *(groups, sizes, width, tau, is_scored),
             )
             first = tl.maximum(first, key)
-        tl.debug_barrier()  # all of this program's words are in memory
+        tl.debug_barrier()  # all stores of this program are in memory
         arrived = tl.atomic_add(partials.notes + 6, 1, sem="acq_rel")
         is_last = arrived == tl.num_programs(0) - 1
     if is_last:
@@ -287,7 +287,7 @@ def _rank_left(
     tau: tl.constexpr,
     num_leaves: tl.constexpr,
 ):
-    """Stores the best tokens of a row without noise, which are in the groups of the best peaks."""
+    """Stores the best tokens of a row without noise, from the groups with the largest maxima."""
     group = tl.arange(0, group_lanes)
     inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
     peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)

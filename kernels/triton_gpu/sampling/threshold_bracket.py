@@ -1,7 +1,7 @@
-"""Guesses of two scores around the border of a row's support, in Triton.
+"""Brackets of the top-k / top-p threshold, from group maxima and a sample (Triton).
 
-They rest on the best token of each group and on a sample of the row, and are right nearly always.
-They decide nothing but the time, so nothing here need have the same bits in the other language.
+The bracket is nearly always right. A wrong bracket costs time only, so results need not match the
+Pallas kernel bit for bit.
 """
 
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ from kernels.triton_gpu.sampling.logits_processing import (
     weight_of,
 )
 
-_RUN = tl.constexpr(8)  # tokens of a sample that lie side by side: 32 bytes
+_RUN = tl.constexpr(8)  # consecutive tokens of a sample: 32 bytes
 _STEPS = tl.constexpr(13)
 _SIGMAS = tl.constexpr(4.0)
-_ROUNDING = tl.constexpr(1e-5)  # far more than the sums err by
+_ROUNDING = tl.constexpr(1e-5)  # far above the rounding error of the sums
 
 
 class _Sample(NamedTuple):
-    """Scores and weights of tokens from all over the vocabulary."""
+    """Logits and weights of sampled tokens."""
 
     x: Any
     weights: Any
@@ -33,18 +33,18 @@ class _Sample(NamedTuple):
 
 @triton.jit
 def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.constexpr):
-    """Two keys between which the border lies.
+    """Returns two keys that bracket the threshold.
 
-    Above a border that is too low too many groups have their best token, or too much weight; above
-    one that is high enough all groups together weigh too little. Where that says nothing, because
-    all tokens are about as likely, the sample says how much lies below a border: it is made of
-    many tokens, none of them heavier than the border's own, so its error is known.
+    A threshold is too low if too many groups have their best token above it, or too much weight. It
+    is high enough if all groups together weigh too little. Group maxima do not decide if all tokens
+    are about equally likely; then the sample estimates the weight below a threshold. The sample has
+    many tokens, none of them heavier than the threshold's own, so its error is bounded.
 
     Args:
       peaks, masses: Of all groups, see `store_groups`.
-      bounds: Of `bounds_of`.
-      source: Of the scores.
-      sampled: Tokens of the sample, at most.
+      bounds: Result of `bounds_of`.
+      source: Source of the logits.
+      sampled: Maximum number of sampled tokens.
     """
     weight, highest = bounds.weight, bounds.highest
     low, high = bounds.low, bounds.high
@@ -53,11 +53,11 @@ def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.conste
     whole = best_weight * masses
     sample, scale = _sample(source, bounds, sampled, sizes)
     tail = tl.maximum(bounds.total - weight, 0.0)
-    # No token of the sample lies below the floor, and the border seldom does.
+    # No token of the sample is below the floor, and the threshold seldom is.
     floor = tl.min(tl.where(sample.x > -float("inf"), sample.x, highest))
     floor = tl.maximum(floor, score_of(bounds.low))
-    below, above = floor, highest  # of the border that is too low
-    under, over = floor, highest  # of the one that is high enough
+    below, above = floor, highest  # bracket of the threshold that is too low
+    under, over = floor, highest  # bracket of the threshold that is high enough
     for _ in range(_STEPS):
         lower, upper = (below + above) * 0.5, (under + over) * 0.5
         is_peak = best > lower
@@ -89,7 +89,7 @@ def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.conste
 
 @triton.jit
 def _sample(source, bounds, sampled: tl.constexpr, sizes: tl.constexpr):
-    """A sample of a row, and for how many tokens each of it stands."""
+    """Loads a sample of a row, and the number of tokens that each sampled token represents."""
     lane = tl.arange(0, sampled)
     ids = lane // _RUN * (_RUN * tl.cdiv(sizes.vocab, sampled)) + lane % _RUN
     raw, x = scores_of(ids, source.inputs, source.row, source.wish, sizes)
@@ -101,10 +101,10 @@ def _sample(source, bounds, sampled: tl.constexpr, sizes: tl.constexpr):
 
 @triton.jit
 def _estimate(border, below, above, scale, bounds, tail):
-    """The least and the most weight below a border, and the least and the most tokens above it.
+    """Estimates bounds of the weight below a threshold and of the number of tokens above it.
 
     Args:
-      below, above: The weight of the sample up to the border, and its tokens above it.
+      below, above: Weight of the sample up to the threshold, and number of its tokens above it.
     """
     below, above = scale * below, scale * above
     error = _SIGMAS * tl.sqrt((scale - 1) * weight_of(border, bounds.highest, 1.0) * tail)

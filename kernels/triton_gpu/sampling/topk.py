@@ -1,4 +1,4 @@
-"""The best tokens of tiles and of rows, in Triton; see `sampling`, whose kernels these make up."""
+"""Two-stage top-k: the best tokens of tiles, then of rows; used by `sampling` (Triton)."""
 
 from typing import Any, NamedTuple
 
@@ -25,14 +25,14 @@ from kernels.triton_gpu.sampling.topk_topp import NOTES
 
 
 class Partials(NamedTuple):
-    """What the kernels find of each row.
+    """Partial results of each row.
 
     Attributes:
       peaks, masses: Of groups, see `store_groups`.
       winners, winner_ids: Keys and ids of the best tokens of tiles.
       bad: Whether some logits of tiles are not finite.
       notes: See `support`.
-      scores: Processed, of the target's tokens, if they are asked for.
+      scores: Processed logits of the target's tokens, if requested.
     """
 
     peaks: Any
@@ -45,10 +45,10 @@ class Partials(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Of each row: its best tokens, their weights, and whether its logits are finite.
+    """Best tokens of each row, their weights, and whether the row's logits are finite.
 
     Attributes:
-      left: Of a rank's part, instead of the others: see `vocabulary.join`.
+      left: Candidates of a vocabulary shard, in place of the other fields: see `vocabulary.join`.
     """
 
     ids: Any
@@ -58,12 +58,13 @@ class Best(NamedTuple):
 
 
 class Support(NamedTuple):
-    """Which tokens of a row stay.
+    """Filter of a row: the tokens that pass top-k, top-p and min-p.
 
     Attributes:
-      border: The key of the smallest score; of tokens that have it, those with an id below `limit`.
-      highest: The highest score.
-      smallest: How likely a token must be beside it.
+      border: Key of the smallest logit that passes; of tokens with this key, ids below `limit`
+        pass.
+      highest: Highest logit.
+      smallest: Smallest weight that passes, relative to the highest logit.
     """
 
     border: Any
@@ -74,7 +75,7 @@ class Support(NamedTuple):
 
 @triton.jit
 def row_of(partials, row, num_tiles, width: tl.constexpr, sizes: tl.constexpr):
-    """The partial results of one row."""
+    """Returns the partial results of one row."""
     first_group = row * tl.cdiv(sizes.vocab, 2 * PAIRS)
     first = row * num_tiles * width
     return Partials(
@@ -90,7 +91,7 @@ def row_of(partials, row, num_tiles, width: tl.constexpr, sizes: tl.constexpr):
 
 @triton.jit
 def store_scores(partials, x, ids, inputs, sizes: tl.constexpr):
-    """Stores processed scores of a row in the places of the target's tokens."""
+    """Stores processed logits of a row at the ids of the target's tokens."""
     tl.store(partials.scores + tokens_of(ids, inputs, sizes), x, mask=ids < sizes.vocab)
 
 
@@ -108,16 +109,16 @@ def choose_in_tile(
     tau: tl.constexpr,
     is_scored: tl.constexpr,
 ):
-    """Stores a tile's best tokens of a support, with noise, and what its groups hold then.
+    """Stores a tile's best tokens that pass the filter, with noise, and its new group sums.
 
     Args:
-      tile: Number of it.
-      best: A key; where weights are not asked for, tokens below it are not either.
-      support: Of the row.
-      source: Of the scores.
-      sharpness: Of the weights.
-      partials: Of the row; what groups hold and the best tokens of tiles, to be replaced.
-      is_scored: The scores of the support are stored, without noise.
+      tile: Number of the tile.
+      best: A key; without weights, tokens below it are skipped.
+      support: Filter of the row.
+      source: Source of the logits.
+      sharpness: Factor of the logits in weights.
+      partials: Of the row; group sums and the best tokens of tiles, which are replaced.
+      is_scored: Filtered logits are stored, without noise.
 
     Returns:
       The best token's key.
@@ -127,12 +128,12 @@ def choose_in_tile(
     inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
     peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)
     may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
-    if tau is None and not is_scored:  # no noise takes a token of a group past the best one
+    if tau is None and not is_scored:  # no noise lifts other groups above the best token
         may_stay &= score_of(peaks) + MOST_NOISE >= score_of(best)
     pairs, ids = ids_of(group)
     keys = tl.full((groups, PAIRS, 2), LOWEST, tl.int32)
     x = tl.full((groups, PAIRS, 2), -float("inf"), tl.float32)
-    # Where fewer stay than are asked for, the excluded tokens of the first tile follow.
+    # If fewer tokens pass than are requested, the excluded tokens of the first tile follow.
     if (tl.max(may_stay.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
         raw, x = scores_of(ids, inputs, source.row, source.wish, sizes)
         token_keys = key_of(x)
@@ -149,7 +150,7 @@ def choose_in_tile(
     if is_scored:
         store_scores(partials, x, ids, inputs, sizes)
     if tau is not None:
-        tl.debug_barrier()  # the keys of groups have been read
+        tl.debug_barrier()  # all threads have read the keys of the groups
         places = partials.peaks + group, partials.masses + group, inside
         store_groups(*places, score_of(keys), keys, sharpness)
     return store_first(partials, tile, keys, ids, width)
@@ -157,7 +158,7 @@ def choose_in_tile(
 
 @triton.jit
 def store_first(partials, tile, keys, ids, width: tl.constexpr):
-    """Stores the best tokens of a tile of a row; gives the first one's key."""
+    """Stores the best tokens of a tile of a row; returns the key of the first."""
     keys_at, ids_at = partials.winners + tile * width, partials.winner_ids + tile * width
     first, winner = first_token(keys, ids)
     tl.store(keys_at, first)
@@ -172,7 +173,7 @@ def store_first(partials, tile, keys, ids, width: tl.constexpr):
 
 @triton.jit
 def tokens_of_best(peaks, group, row, inputs, sizes: tl.constexpr, width: tl.constexpr):
-    """Keys and ids of all tokens of a row's best groups, as many as are ranked."""
+    """Returns keys and ids of all tokens of a row's best groups, one group per ranked token."""
     place, spread = tl.arange(0, _power(width)), tl.arange(0, 2 * PAIRS)
     key, winner = first_token(peaks, group)
     chosen = tl.where(place == 0, winner, HIGHEST)
@@ -188,7 +189,7 @@ def tokens_of_best(peaks, group, row, inputs, sizes: tl.constexpr, width: tl.con
 
 @triton.constexpr_function
 def _power(count):
-    """The power of two that has room for so many."""
+    """Returns the next power of two that is not below a count."""
     return triton.next_power_of_2(count)
 
 
@@ -197,7 +198,7 @@ def store_token(
     best, row, rank, key, winner, highest, norm, sharpness, inputs, width: tl.constexpr,
     sizes: tl.constexpr, tau: tl.constexpr,
 ):  # fmt: skip
-    """Stores one token of a row, and its weight; or its key, where others have better ones."""
+    """Stores one token of a row with its weight; with its key, in a vocabulary shard."""
     if sizes.share > 0:
         at = best.left + row * (2 * width + 1) + rank
         tl.store(at, key)

@@ -1,10 +1,10 @@
-"""The border of a row's support, without a sort, in Triton.
+"""Top-k / top-p threshold (pivot) of a row, without a sort (Triton).
 
-The border is the smallest score that has fewer than `top_k` tokens and less than `top_p` above it.
-Programs that share a row guess two scores around it (`guess`), weigh what lies above both, and list
-the few tokens between them; the last to arrive checks the guess and finds the border in the list,
-by halving. Where the guess was wrong or the list too long, it looks through all tokens instead: a
-guess decides nothing but the time.
+The threshold is the smallest logit with fewer than `top_k` tokens and less than `top_p` above it.
+Programs that share a row bracket it (`guess`), sum the weights above both ends, and list the few
+tokens in between. The last program to finish checks the bracket and bisects the list. If the
+bracket was wrong or the list too long, it searches all tokens instead, so a wrong bracket costs
+time only.
 """
 
 from typing import Any, NamedTuple
@@ -32,16 +32,18 @@ from kernels.triton_gpu.sampling.logits_processing import (
 )
 
 NOTES = tl.constexpr(8)
-"""Words that programs leave each other about a row: how many tokens lie above the guesses and, in
-three words, their weight; how many are listed; and how many programs have arrived in each of two
-kernels. Then, in place of the first: the border, the id from which tokens at the border do not
-stay, and the key of the highest score."""
+"""Scratch words of a row, shared by its programs.
+
+First the number of tokens above the bracket and their weight in three words, the number of listed
+tokens, and the programs that have finished in each of two kernels. Later, in place of the first:
+the threshold, the id from which tokens at the threshold fail, and the key of the highest logit.
+"""
 
 _TINY = tl.constexpr(1e-30)
 
 
 class Source(NamedTuple):
-    """Where a row's scores come from."""
+    """Source of a row's logits."""
 
     inputs: Any
     row: Any
@@ -49,11 +51,11 @@ class Source(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What the programs of a row share.
+    """Scratch memory shared by the programs of a row.
 
     Attributes:
-      peaks: The largest keys of groups.
-      near: Keys and ids of tokens near the border.
+      peaks: Largest keys of groups.
+      near: Keys and ids of tokens near the threshold.
       notes: See `NOTES`.
     """
 
@@ -63,11 +65,11 @@ class Memory(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """How many tokens and how much weight are too many above a border, and keys around it.
+    """Limits of the tokens and the weight above a threshold, and keys around it.
 
     Attributes:
-      highest, total: The highest score, and how likely all tokens are beside it.
-      low, high: The lowest and the highest key that the border can have.
+      highest, total: Highest logit, and the weight of all tokens relative to it.
+      low, high: Lowest and highest key that the threshold can have.
     """
 
     most: Any
@@ -79,12 +81,12 @@ class Bounds(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What a row's programs have found out about tokens around the border.
+    """Tokens near the threshold, as found by a row's programs.
 
     Attributes:
-      is_listed: Whether the list holds all that matters.
-      count, sum: Of what lies above it, and its weight.
-      keys, units, rest: Of the list, and what its tokens weigh.
+      is_listed: Whether the list contains every token in the bracket.
+      count, sum: Number of tokens above the list, and their weight.
+      keys, units, rest: Keys of the listed tokens, and their weights.
     """
 
     is_listed: Any
@@ -97,15 +99,15 @@ class Known(NamedTuple):
 
 @triton.jit
 def bounds_of(peaks, masses, source, sizes: tl.constexpr):
-    """The bounds of a row; `peaks` and `masses` are those of all groups, see `store_groups`."""
+    """Computes the bounds of a row; `peaks` and `masses` are of all groups, see `store_groups`."""
     vocab, request, inputs = sizes.vocab, source.wish.request, source.inputs
     highest = score_of(tl.max(peaks))
     total = total_of(peaks, masses, highest, 1.0)
     top_p, top_k = tl.load(inputs.top_p + request), tl.load(inputs.top_k + request)
     most = tl.where(top_k >= vocab, HIGHEST, tl.maximum(top_k, 1))
-    # The first token stays whatever `top_p` says, so its bound lies above the weight before it.
+    # The first token passes for any `top_p`, so its bound is above the weight before it.
     weight = tl.where(top_p < 1, tl.maximum(top_p, _TINY) * total, float("inf"))
-    # So far below the highest score all the rest weighs less than what `top_p` leaves out.
+    # At this depth below the highest logit, the remaining tokens weigh less than 1 - `top_p`.
     depth = log(vocab / tl.maximum((1 - top_p) * total, _TINY)) + 1
     high = key_of(highest)
     low = tl.where(top_p < 1, key_of(highest - tl.maximum(depth, 0.0)), KEY_OF_NOTHING)
@@ -127,17 +129,17 @@ def list_near(
     listed: tl.constexpr,
     sizes: tl.constexpr,
 ):
-    """Lists a program's tokens from one key to another, and adds up those above; order is free.
+    """Lists a program's tokens between two keys and sums the weights above; any order is fine.
 
     Args:
-      low, high: The keys.
-      highest: The highest score.
-      is_flat: Most groups have a token from the lower key on: none is worth a look ahead.
-      share: Which of the row's programs it is.
-      source: Of the scores.
+      low, high: The two keys.
+      highest: Highest logit.
+      is_flat: Most groups have a token at or above the lower key, so none is checked in advance.
+      share: Index of the program within the row.
+      source: Source of the logits.
       memory: The row's largest keys of groups, its list of keys and ids, and its notes.
-      at_once: Groups of a step.
-      listed: Tokens that the list has room for.
+      at_once: Groups per step.
+      listed: Capacity of the list in tokens.
     """
     notes_at, list_at = memory.notes, memory.near
     lanes: tl.constexpr = at_once * 2 * PAIRS
@@ -179,7 +181,7 @@ def list_near(
 
 @triton.jit
 def _peak_of(chunk, peaks_at, at_once: tl.constexpr, sizes: tl.constexpr):
-    """The largest key of some groups."""
+    """Returns the largest key of some groups."""
     group = chunk * at_once + tl.arange(0, at_once)
     inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
     return tl.max(tl.load(peaks_at + group, mask=inside, other=LOWEST))
@@ -196,11 +198,11 @@ def find_border(
     listed: tl.constexpr,
     sizes: tl.constexpr,
 ):
-    """The key of the border, and the id from which tokens at the border do not stay.
+    """Returns the key of the threshold, and the id from which tokens at the threshold fail.
 
     Args:
-      low, high: The guesses, between which all tokens are listed.
-      bounds: Of `bounds_of`.
+      low, high: The bracket; all tokens inside are listed.
+      bounds: Result of `bounds_of`.
       source, memory, at_once, listed: See `list_near`.
     """
     notes_at, list_at = memory.notes, memory.near
@@ -243,7 +245,7 @@ def _limit(
     listed: tl.constexpr,
     sizes: tl.constexpr,
 ):
-    """The id from which tokens at the border do not stay, for want of room."""
+    """Returns the id from which tokens at the threshold exceed `top_k` or `top_p`."""
     most, weight = bounds.most, bounds.weight
     border_weight = weight_of(score_of(border), bounds.highest, 1.0)
     count, above, ties = _tally(
@@ -277,13 +279,14 @@ def _tally(
     listed: tl.constexpr,
     sizes: tl.constexpr,
 ):
-    """Counts and weighs the tokens above a border, until they are too many.
+    """Counts the tokens above a threshold and sums their weights, until a bound is exceeded.
 
     Args:
-      known: Of the row.
+      known: Tokens near the threshold, of the row.
 
     Returns:
-      Their count and their weight, and how many lie at the border, with an id below the limit.
+      Their count and their weight, and the number of tokens at the threshold with an id below the
+      limit.
     """
     if known.is_listed:
         is_above, is_tie = known.keys > border, known.keys == border
@@ -309,7 +312,7 @@ def _tally(
 
 @triton.jit
 def _tally_all(border, limit, bounds, source, memory, at_once: tl.constexpr, sizes: tl.constexpr):
-    """As `_tally`, from the scores of the groups that have some at the border or above."""
+    """Same as `_tally`, from the logits of groups with tokens at the threshold or above."""
     lanes: tl.constexpr = at_once * 2 * PAIRS
     count, ties, chunk = (
         tl.full((), 0, tl.int32),

@@ -1,7 +1,8 @@
-"""How what ranks' parts of the vocabulary leave of rows becomes what whole rows give, in Triton.
+"""Vocab-parallel sampling: merges the candidates of all vocabulary shards (Triton).
 
-A row's best tokens are the best of what all parts leave of it, and its mass the sum of theirs, in
-whole units. Of rows with a filter all scores are gathered: no part knows the border of the support.
+A row's best tokens are the best of all ranks' candidates. Its sum of exponentials is the integer
+sum of the ranks' sums. For rows with a filter all logits are gathered, because no rank alone can
+compute the threshold.
 """
 
 from collections.abc import Sequence
@@ -45,12 +46,12 @@ GROUP = 2 * PAIRS.value
 def filtered(
     sampling: Any, request: Int[Tensor, " named"], rows: int, nodes: int, vocab: int
 ) -> Int32[Tensor, " R_and_1"]:
-    """The rows with a filter, in order; the last word is how many there are.
+    """Returns the rows with a filter, in order; the last entry is their number.
 
     Args:
-      sampling, request: As of `sampling.choose`.
-      rows: How many there are at all.
-      nodes: Rows of a request; 0: `request` names it.
+      sampling, request: Same as in `sampling.choose`.
+      rows: Number of all rows.
+      nodes: Rows per request; 0: `request` maps rows to requests.
       vocab: Tokens of all ranks.
     """
     found = request.new_empty(rows + 1, dtype=torch.int32)
@@ -86,15 +87,15 @@ def _filtered_kernel(
 def gathered_rows(
     values: Float[Tensor, "R share"], rows: Int32[Tensor, " R_and_1"], gathers: Sequence[Gather]
 ) -> Float[Tensor, "R places"]:
-    """The columns of all ranks side by side, of some rows; others are undefined.
+    """All-gathers the columns of all ranks for some rows; other rows are undefined.
 
     Args:
       values: This rank's columns, in float32.
-      rows: Which, as `filtered` gives them, the same on all ranks.
-      gathers: Of the step, among which the rows are divided.
+      rows: Rows to gather, from `filtered`, the same on all ranks.
+      gathers: All-gathers of the step, among which the rows are divided.
 
     Raises:
-      ValueError: A call would have more bytes than a mailbox takes.
+      ValueError: A call exceeds the capacity of the symmetric buffer.
     """
     (R, share), boxes = values.shape, gathers[0].boxes
     most = triton.cdiv(R, len(gathers))
@@ -125,7 +126,7 @@ def _gather_kernel(
     own_at, out_at, rows_at, mail_at, clock_at, call, num_rows, first, most,
     box: tl.constexpr, share: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
-    """A program's part of the rows: stores it in all mailboxes, and copies that of each other."""
+    """Stores this program's rows in all symmetric buffers and copies those of the other ranks."""
     gdc_wait()
     gdc_launch_dependents()
     number, block, programs = number_of(clock_at, call), tl.program_id(0), tl.num_programs(0)
@@ -175,17 +176,17 @@ def totals(
     tau: float,
     nodes: int,
 ) -> Int32[Tensor, "R 3"]:
-    """What a rank's groups weigh beside a row's best token, in whole units of three sizes.
+    """Computes a rank's sum of exponentials relative to a row's best token, as three integers.
 
     Args:
-      left: What all ranks leave, see `join`.
-      peaks, masses: Of `sampling.leave`.
+      left: Candidates of all ranks, see `join`.
+      peaks, masses: Group sums of `sampling.leave`.
       temperature: Of the requests.
-      first, share: The first token of this rank's places, and how many those are.
-      ranks: How many there are.
-      width: Tokens of a row.
-      tau: Softness of the weights where there is noise.
-      nodes: Rows of a request.
+      first, share: First token of this rank's shard, and the shard's size.
+      ranks: Number of ranks.
+      width: Tokens per row.
+      tau: Softness of the weights of sampled tokens.
+      nodes: Rows per request.
     """
     found = left.new_empty((len(left), 3))
     _totals_kernel[(len(left),)](
@@ -236,16 +237,16 @@ def join(
     tau: float | None,
     nodes: int,
 ) -> tuple[Int32[Tensor, "R width"], Float[Tensor, "R width"], Bool[Tensor, " R"]]:
-    """A row's best tokens of those that all parts leave, their weights, and whether all is finite.
+    """Merges the candidates of all ranks into best tokens and weights; checks for finite logits.
 
     Args:
-      left: Of each rank the keys of a row's best tokens, their ids, and whether some logit is not
-        finite; rows that all ranks have whole may come from each.
-      totals: Of each rank, as `totals` gives them; None: weights are not asked for.
+      left: Keys and ids of each rank's best tokens of a row, and whether some logit is not finite.
+        Rows with a filter are complete on every rank.
+      totals: Result of `totals` of each rank; None: no weights are returned.
       temperature: Of the requests.
-      columns: The target's tokens, where a drafter numbers its own.
+      columns: Map from the draft vocabulary to the target's tokens.
       vocab: Tokens of all ranks.
-      ranks, width, tau, nodes: See `totals`; without those `tau` and `nodes` say nothing.
+      ranks, width, tau, nodes: See `totals`; `tau` and `nodes` are ignored without `totals`.
     """
     R = len(left)
     ids, is_finite = left.new_empty((R, width)), left.new_empty(R, dtype=torch.bool)
@@ -303,7 +304,7 @@ def _join_kernel(
 
 @triton.jit
 def _left_of(left_at, row, ranks: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr):
-    """Keys and ids of what all ranks leave of a row."""
+    """Loads keys and ids of all ranks' candidates of a row."""
     place = tl.arange(0, lanes)
     at = left_at + (row * ranks + place // width) * (2 * width + 1) + place % width
     keys = tl.load(at, mask=place < ranks * width, other=LOWEST)
