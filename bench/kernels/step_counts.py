@@ -10,7 +10,9 @@ locations. A change that renames or moves code leaves the file as it was.
 - JAX (the environment of `make lowered`): StableHLO operations by name, kernel calls by target,
   primitives of the program and its kernels, and a digest of the traced program.
 - torch: the sequence of ATen operations and kernel launches with shapes and dtypes, in which
-  kernels are numbered by their first launch, and the operations of each compiled kernel.
+  kernels are numbered by their first launch, and the operations of each newly compiled kernel.
+
+Both files need the same `--only`, since a kernel is compiled for the first start that launches it.
 """
 
 import argparse
