@@ -13,8 +13,8 @@ from shared.offline.params import SamplingParams
 from shared.offline.results import CompletionOutput, RequestOutput
 from shared.options.command_line import SHOWN
 from shared.options.server import REASONING_PARSERS, TOOL_CALL_PARSERS
-from shared.server import answers
-from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.protocol import response_types as answers
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("http_api", "structured_output", "python", "install", "clients", "failure_modes")

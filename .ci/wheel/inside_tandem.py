@@ -1,7 +1,7 @@
 """Rewriting of source files whose top-level packages move into the package `tandem`.
 
 Imports are found by Python's own parser. In strings a dotted name that begins with one of our
-packages is a module ("shared.server.service" of a child process,
+packages is a module ("shared.server.api.service" of a child process,
 f"kernels.{language}.attention.attention_layer" of an import), so it gets the prefix too, in
 docstrings as well. `check` fails for what it cannot prove.
 """

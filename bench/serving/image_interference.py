@@ -91,7 +91,7 @@ def odd_pictures(bounds: dict[str, int]) -> Odd:
     """Pictures that are refused, and good ones of the fewest tokens that the model takes.
 
     Args:
-      bounds: See `shared.server.answers.PictureBounds`.
+      bounds: See `shared.server.protocol.response_types.PictureBounds`.
     """
     tokens, factor = bounds["min_tokens"], math.isqrt(bounds["pixels_per_token"])
     rows = next(count for count in range(math.isqrt(tokens), 0, -1) if tokens % count == 0)

@@ -25,7 +25,7 @@ from shared.options.flags import ConfigError
 from shared.options.request_fields import NOT_SERVED
 from shared.options.rules import RULES
 from shared.options.setup import WORDS, Rule, Setup
-from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "compatibility.md"

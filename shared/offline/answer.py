@@ -12,10 +12,10 @@ from typing import Any
 from shared.engine.request import Event, FinishReason, Request
 from shared.offline.engine_thread import EngineThread
 from shared.offline.results import CompletionOutput, RequestOutput, StreamChunk
-from shared.server.choice import Choice, Piece
-from shared.server.delta import Delta
-from shared.server.logprobs import TokenNames
-from shared.server.traces import step_json
+from shared.server.completions.choice import Choice, Piece
+from shared.server.completions.logprobs import TokenNames
+from shared.server.completions.traces import step_json
+from shared.server.parsing.delta import Delta
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,12 @@ from shared.process.progress import console_of
 from shared.process.start import Platform
 from shared.process.startup_report import start_notes
 from shared.process.tp.startup import ranked_start
-from shared.server.choice import Choice, Speculation, StopFinder
-from shared.server.logprobs import PromptText, TokenNames
-from shared.server.reading import Said
-from shared.server.reasoning import is_open_after, thinking_after
-from shared.server.sampling import make_sampling
-from shared.server.text_parsers import new_parser
+from shared.server.completions.choice import Choice, Speculation, StopFinder
+from shared.server.completions.logprobs import PromptText, TokenNames
+from shared.server.completions.sampling import make_sampling
+from shared.server.parsing.output_parser import Said
+from shared.server.parsing.reasoning import is_open_after, thinking_after
+from shared.server.parsing.text_parsers import new_parser
 from shared.spec.gumbel_noise import derive_seed
 from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import Calls, Wanted

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shared.server.delta import ToolCall
-from shared.server.logprobs import TokenLogprob
+from shared.server.completions.logprobs import TokenLogprob
+from shared.server.parsing.delta import ToolCall
 
 
 @dataclass(frozen=True, kw_only=True)

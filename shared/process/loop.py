@@ -329,7 +329,7 @@ def _start_server(
     for flag, taken in (("--listen-fds", listeners.clients), ("--admin-fds", listeners.admin)):
         numbers = [listener.fileno() for listener in taken]
         flags, fds = [*flags, flag, *map(str, numbers)], [*fds, *numbers]
-    command, folder = children.command("shared.server.service", *flags), children.FOLDER
+    command, folder = children.command("shared.server.api.service", *flags), children.FOLDER
     with held_back():
         child = subprocess.Popen(
             command,

@@ -11,7 +11,7 @@ import pytest
 
 from bench.common.server import URL, url_of
 from bench.quality import verify
-from shared.server.server_metrics import PREFIX
+from shared.server.engine_link.server_metrics import PREFIX
 from tests.support.http_fixtures import LIE, Server, save_tokenizer, serving
 from tests.support.tiny_models import write_tiny
 

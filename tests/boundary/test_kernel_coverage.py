@@ -26,7 +26,7 @@ from shared.process.image_startup import Tower
 from shared.process.launch import launch
 from shared.process.memory_plan import plan
 from shared.process.start import Platform
-from shared.server.server_metrics import ServerMetrics
+from shared.server.engine_link.server_metrics import ServerMetrics
 from shared.spec.acceptance import RULES
 from tests.support import serve_reference
 from tests.support.golden_images import picture_config, vision

@@ -16,8 +16,8 @@ import pytest
 
 from shared.engine.request import SamplingParams
 from shared.options.algorithms import ALGORITHMS, JOINED_ALGORITHMS, WITH_COPIES
-from shared.server.openai_types import ChatRequest, CompletionRequest
-from shared.server.sampling import make_sampling
+from shared.server.completions.sampling import make_sampling
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 from tests.support.http_fixtures import END
 from tests.support.in_process import Body
 from tests.support.plain_and_drafted import DRAFTS, House, accepted, answers, near, said

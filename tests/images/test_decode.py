@@ -158,7 +158,7 @@ def test_a_file_that_is_cut_anywhere_is_refused_or_opened(kind):
 
 def test_a_server_of_text_needs_no_decoder():
     """Pillow is an extra; what opens pictures is a process of its own."""
-    code = "import sys; sys.modules['PIL'] = None; import shared.server.service"
+    code = "import sys; sys.modules['PIL'] = None; import shared.server.api.service"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

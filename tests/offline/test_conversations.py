@@ -12,9 +12,9 @@ from shared.offline.messages import (
     read_tools,
     read_variables,
 )
-from shared.server.messages import AssistantMessage, PlainMessage, ToolMessage
-from shared.server.openai_types import ChatPrompt
-from shared.server.prompts import conversation_of
+from shared.server.completions.prompts import conversation_of
+from shared.server.protocol.chat_messages import AssistantMessage, PlainMessage, ToolMessage
+from shared.server.protocol.openai_types import ChatPrompt
 
 FUNCTION = {"name": "weather", "arguments": '{"city": "Rome"}'}
 CALL = {"id": "1", "type": "function", "function": FUNCTION}

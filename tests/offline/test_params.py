@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared.offline.params import BOUNDS, SamplingParams
-from shared.server.openai_types import CompletionRequest
+from shared.server.protocol.openai_types import CompletionRequest
 
 
 def test_bounds_are_those_of_the_http_routes():

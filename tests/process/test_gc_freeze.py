@@ -12,7 +12,7 @@ from shared.engine.checks import RequestLimits
 from shared.process import gc_freeze, launch, serving
 from shared.process.address import Listeners
 from shared.process.ipc_messages import pack
-from shared.server import service
+from shared.server.api import service
 from tests.support.engine_info import facts_of
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.serve_reference import PLATFORM

@@ -19,9 +19,9 @@ import yaml
 from shared.options.command_line import SHOWN, parse
 from shared.options.options import Options
 from shared.process.loop import EXIT_REFUSED
-from shared.server.gates import OPEN_PATH
-from shared.server.metric_texts import HELP
-from shared.server.transport import MAX_BODY_BYTES
+from shared.server.api.access_middleware import OPEN_PATH
+from shared.server.api.transport import MAX_BODY_BYTES
+from shared.server.engine_link.metric_texts import HELP
 from tandem import command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.server.arguments import from_json, read_argument, to_json
-from shared.server.call_formats import FORMATS
-from shared.server.delta import Delta
-from shared.server.parsers import new_parser
-from shared.server.reading import Said
-from shared.server.text_schema import ParameterSchemas
+from shared.server.completions.parsers import new_parser
+from shared.server.parsing.arguments import from_json, read_argument, to_json
+from shared.server.parsing.delta import Delta
+from shared.server.parsing.output_parser import Said
+from shared.server.parsing.text_schema import ParameterSchemas
+from shared.server.parsing.tool_call_parsers import FORMATS
 
 WORD = {"type": "string"}
 OPTIONAL = {"anyOf": [WORD, {"type": "null"}]}

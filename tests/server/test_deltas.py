@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from shared.engine.request import Event, FinishReason
-from shared.server.choice import Choice, Piece, Speculation, StopFinder
-from shared.server.delta import Delta, OutputParser, PlainText, ToolCall
-from shared.server.logprobs import TokenNames
-from shared.server.responses import Answer, ChatForm, CompletionForm, Form
+from shared.server.completions.choice import Choice, Piece, Speculation, StopFinder
+from shared.server.completions.logprobs import TokenNames
+from shared.server.completions.responses import Answer, ChatForm, CompletionForm, Form
+from shared.server.parsing.delta import Delta, OutputParser, PlainText, ToolCall
 from shared.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.http_fixtures import byte_tokenizer
 

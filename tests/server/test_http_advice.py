@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from shared.options.request_fields import NOT_SERVED, NotServed
-from shared.server.bodies import parse
-from shared.server.openai_types import ChatRequest
+from shared.server.api.request_parsing import parse
+from shared.server.protocol.openai_types import ChatRequest
 from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, save_tokenizer, serving
 
 TEMPLATE = (

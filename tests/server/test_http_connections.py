@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shared.server import connection
-from shared.server.connection import HttpConfig, Room
+from shared.server.api import connection
+from shared.server.api.connection import HttpConfig, Room
 from tests.support.http_fixtures import COMPLETIONS, HOST_NAME, JSON, Server, serving
 
 TIMEOUT_S = 1.0

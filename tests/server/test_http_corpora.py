@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from shared.server.admin import AdminRoutes
-from shared.server.errors import ApiError
+from shared.server.api.admin import AdminRoutes
+from shared.server.protocol.errors import ApiError
 from tests.support.http_fixtures import (
     ADMIN_KEY,
     JSON,

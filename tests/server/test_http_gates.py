@@ -15,8 +15,8 @@ import openai
 import psutil
 import pytest
 
-from shared.server import gates
-from shared.server.gates import MAX_HEAD_BYTES, OPEN_PATH
+from shared.server.api import access_middleware as gates
+from shared.server.api.access_middleware import MAX_HEAD_BYTES, OPEN_PATH
 from tests.support.http_fixtures import (
     ADMIN_KEY,
     CHAT,

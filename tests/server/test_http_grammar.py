@@ -18,9 +18,9 @@ import jsonschema
 import openai
 import pytest
 
-from shared.server.bodies import parse
-from shared.server.grammars import held_calls
-from shared.server.openai_types import ChatRequest
+from shared.server.api.request_parsing import parse
+from shared.server.completions.grammars import held_calls
+from shared.server.protocol.openai_types import ChatRequest
 from shared.text.grammar import Compiler
 from shared.text.grammar_worker import DEADLINE_S
 from shared.text.tool_call_grammar import Tool, grammar_of

@@ -11,10 +11,10 @@ from fastapi.openapi.models import OpenAPI
 from pydantic import BaseModel
 
 from shared.options.request_fields import NOT_SERVED
-from shared.server import answers
-from shared.server.admin import AddCorpus, RemoveCorpus
-from shared.server.openai_types import MAX_COUNT, MAX_SEED, ChatRequest, CompletionRequest
-from shared.server.tokens import Detokenize, TokenizeChat, TokenizeText
+from shared.server.api.admin import AddCorpus, RemoveCorpus
+from shared.server.api.tokens import Detokenize, TokenizeChat, TokenizeText
+from shared.server.protocol import response_types as answers
+from shared.server.protocol.openai_types import MAX_COUNT, MAX_SEED, ChatRequest, CompletionRequest
 from tests.support.http_fixtures import (
     ADMIN_KEY,
     CHAT,

@@ -14,7 +14,7 @@ import pytest
 
 from shared.process import logs
 from shared.process.logs import Repeats
-from shared.server.connection import LINGER_S, MAX_BACKLOG, MAX_SPARE, Room
+from shared.server.api.connection import LINGER_S, MAX_BACKLOG, MAX_SPARE, Room
 from tests.support.http_fixtures import Server, serving
 
 DESCRIPTORS, NUM_CLIENTS = 48, 120

@@ -20,11 +20,12 @@ import uvicorn
 from shared.engine.checks import RequestLimits
 from shared.engine.request import Event
 from shared.process.ipc_messages import FrameReader, event_to_row, pack
-from shared.server import connection, engine_client
-from shared.server.app import make_apps
-from shared.server.connection import HttpConfig, Room
-from shared.server.engine_client import EngineClient
-from shared.server.grammars import Grammars
+from shared.server.api import connection
+from shared.server.api.app import make_apps
+from shared.server.api.connection import HttpConfig, Room
+from shared.server.completions.grammars import Grammars
+from shared.server.engine_link import engine_client
+from shared.server.engine_link.engine_client import EngineClient
 from tests.support.engine_info import facts_of
 from tests.support.http_fixtures import COMPLETIONS, post_head
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from shared.engine.request import DRAFT, NGRAM, PLAIN, PREFILL, StepTrace
-from shared.server import answers
-from shared.server.logprobs import TokenNames
-from shared.server.traces import MAX_TRACES, Traces, step_json
+from shared.server.completions.logprobs import TokenNames
+from shared.server.completions.traces import MAX_TRACES, Traces, step_json
+from shared.server.protocol import response_types as answers
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,

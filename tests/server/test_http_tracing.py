@@ -18,9 +18,9 @@ from shared.options import observing
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process.start import prepare
-from shared.server.openai_types import CompletionRequest
-from shared.server.request_end import RequestEnd
-from shared.server.tracing import Tracing
+from shared.server.api.tracing import Tracing
+from shared.server.engine_link.request_end import RequestEnd
+from shared.server.protocol.openai_types import CompletionRequest
 from tests.support.http_fixtures import COMPLETIONS, FAIL, save_tokenizer, serving
 from tests.support.serve_reference import PLATFORM
 

@@ -14,14 +14,15 @@ import httpx
 import pytest
 
 from shared.engine.checks import RequestLimits
-from shared.server import bodies, content
-from shared.server.app import make_apps
-from shared.server.errors import ApiError
-from shared.server.grammars import Grammars
-from shared.server.long_work import SHORT_BYTES, LongWork
-from shared.server.openai_types import ChatRequest, CompletionRequest
-from shared.server.pieces import PIECE
-from shared.server.workers import Workers
+from shared.server.api import request_parsing as bodies
+from shared.server.api.app import make_apps
+from shared.server.completions.grammars import Grammars
+from shared.server.engine_link.body_thread import SHORT_BYTES, LongWork
+from shared.server.engine_link.chunked_write import PIECE
+from shared.server.engine_link.workers import Workers
+from shared.server.protocol import content
+from shared.server.protocol.errors import ApiError
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 from shared.text import worker
 from tests.support.engine_info import facts_of
 from tests.support.http_fixtures import CHAT, COMPLETIONS

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.server.metric_texts import HELP
-from shared.server.server_metrics import ServerMetrics
+from shared.server.engine_link.metric_texts import HELP
+from shared.server.engine_link.server_metrics import ServerMetrics
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"[a-z]+[a-z0-9_]*")

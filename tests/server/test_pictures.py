@@ -15,12 +15,14 @@ from shared.engine.checks import RequestLimits
 from shared.engine.image_inputs import Picture
 from shared.engine.request import SamplingParams
 from shared.process.ipc_messages import FrameReader, pack, requests_of
-from shared.server import engine_client, pictures, pieces
-from shared.server.content import SentPicture
-from shared.server.engine_client import EngineClient, Prompt, QueueFull
-from shared.server.errors import ApiError
-from shared.server.pictures import PictureOpener
-from shared.server.server_metrics import ServerMetrics, TokenTimes
+from shared.server.completions import image_decoder_pool as pictures
+from shared.server.completions.image_decoder_pool import PictureOpener
+from shared.server.engine_link import chunked_write as pieces
+from shared.server.engine_link import engine_client
+from shared.server.engine_link.engine_client import EngineClient, Prompt, QueueFull
+from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
+from shared.server.protocol.content import SentPicture
+from shared.server.protocol.errors import ApiError
 from tests.support.engine_info import facts_of
 from tests.support.golden_images import picture_config
 from tests.support.http_fixtures import IMAGE

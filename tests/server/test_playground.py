@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from shared.server.playground import FOLDER, PARTS
+from shared.server.api.playground import FOLDER, PARTS
 from tests.support.http_fixtures import Server, serving
 
 LOADED = re.compile(r"""(?:href|src)="([^"]*)"|from "([^"]*)"|url\(([^)]*)\)|@import (\S+)""")

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.options.server import REASONING_PARSERS
-from shared.server.delta import Delta, OutputParser
-from shared.server.parsers import new_parser
-from shared.server.reading import Said
-from shared.server.reasoning import ALWAYS_OPEN, is_open_after, thinking_after
+from shared.server.completions.parsers import new_parser
+from shared.server.parsing.delta import Delta, OutputParser
+from shared.server.parsing.output_parser import Said
+from shared.server.parsing.reasoning import ALWAYS_OPEN, is_open_after, thinking_after
 
 QWEN_THINKS = "<|im_start|>assistant\n<think>\n"
 QWEN_DOES_NOT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"

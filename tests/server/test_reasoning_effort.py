@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from shared.server.bodies import parse
-from shared.server.errors import ApiError
-from shared.server.openai_types import ChatRequest
-from shared.server.prompts import conversation_of
+from shared.server.api.request_parsing import parse
+from shared.server.completions.prompts import conversation_of
+from shared.server.protocol.errors import ApiError
+from shared.server.protocol.openai_types import ChatRequest
 from shared.text.chat_template import ChatTemplate, TemplateFailed
 
 SWITCHED = "{{ messages[0].content }}{% if not enable_thinking %}<think>\n\n</think>{% endif %}"

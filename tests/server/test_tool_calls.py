@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.options.server import TOOL_CALL_PARSERS
-from shared.server.call_formats import FORMATS
-from shared.server.delta import Delta
-from shared.server.json_object import JsonObject
-from shared.server.openai_types import ChatRequest
-from shared.server.parsers import Parsers, new_parser
-from shared.server.reading import Said
+from shared.server.completions.parsers import Parsers, new_parser
+from shared.server.parsing.delta import Delta
+from shared.server.parsing.json_object import JsonObject
+from shared.server.parsing.output_parser import Said
+from shared.server.parsing.tool_call_parsers import FORMATS
+from shared.server.protocol.openai_types import ChatRequest
 
 CITY = {
     "city": {"type": "string"},

@@ -21,9 +21,9 @@ from shared.process.ipc_messages import (
     pack,
     requests_of,
 )
-from shared.server import app
-from shared.server.engine_client import RECEIVE_BYTES, EngineClient
-from shared.server.grammars import Grammars
+from shared.server.api import app
+from shared.server.completions.grammars import Grammars
+from shared.server.engine_link.engine_client import RECEIVE_BYTES, EngineClient
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
 from shared.text.tokenizer import Tokenizer

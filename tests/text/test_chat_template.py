@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from shared.server.bodies import parse
-from shared.server.openai_types import ChatRequest
-from shared.server.prompts import conversation_of
+from shared.server.api.request_parsing import parse
+from shared.server.completions.prompts import conversation_of
+from shared.server.protocol.openai_types import ChatRequest
 from shared.text.chat_template import ChatTemplate, Conversation
 
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

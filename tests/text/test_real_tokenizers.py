@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 from transformers import AutoTokenizer
 
-from shared.server.parsers import new_parser
-from shared.server.reading import Said
+from shared.server.completions.parsers import new_parser
+from shared.server.parsing.output_parser import Said
 from shared.text.delimiters import CALL, THINK, THINK_END
 from shared.text.grammar_worker import Calls, Form, Wanted
 from shared.text.tool_call_grammar import STYLES

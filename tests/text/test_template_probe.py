@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from models.make_random import chat_template
-from shared.server.reading import Said
-from shared.server.text_parsers import new_parser
+from shared.server.parsing.output_parser import Said
+from shared.server.parsing.text_parsers import new_parser
 from shared.text import template_probe
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates

@@ -13,9 +13,9 @@ from tokenizers import decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.engine.request import Event, FinishReason
-from shared.server.choice import Choice, Speculation, StopFinder
-from shared.server.delta import PlainText
-from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
+from shared.server.completions.choice import Choice, Speculation, StopFinder
+from shared.server.completions.logprobs import TokenLogprob, TokenNames, for_completion
+from shared.server.parsing.delta import PlainText
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
 from shared.text.delimiters import marks_of
 from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer

@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from shared.server.parsers import new_parser
-from shared.server.reading import Said
+from shared.server.completions.parsers import new_parser
+from shared.server.parsing.output_parser import Said
 from shared.text.grammar import CompiledGrammar, Compiler, GrammarRefused
 from shared.text.json_schema_refs import standalone
 from shared.text.tokenizer import Tokenizer

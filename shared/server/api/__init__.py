@@ -1,0 +1,1 @@
+"""HTTP application: routes, middleware, listeners and the process that serves them."""

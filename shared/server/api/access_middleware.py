@@ -1,0 +1,145 @@
+"""What stands before every route: the names that a server answers to, its key, the longest head.
+
+A page of any site may let its site's name stand for 127.0.0.1; to the browser it then is a page of
+the server on that machine. The name is what the browser writes into the request's Host.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shared.process.address import is_local
+from shared.server.protocol.errors import ApiError
+
+MAX_HEAD_BYTES = 1 << 14
+"""Of the first line of a request and its header fields."""
+
+_KEY_HEADERS = ("x-api-key", "api-key")
+
+_BASIC = 'Basic realm="Tandem", charset="UTF-8"'
+
+OPEN_PATH = "/live"
+"""The route that needs no key: who watches the process has none."""
+
+
+class HostCheck:
+    """Refuses requests whose Host is a name that the server does not answer to.
+
+    A request without a Host passes: no browser sends one.
+
+    Args:
+      names: What the server answers to beside the machine's own names.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application, or answers in its place."""
+        name = _name(Headers(scope=scope).get("host", "localhost"))
+        if is_local(name) or name in self._names:
+            await self._app(scope, receive, send)
+            return
+        message = f"host {name!r:.100} is not allowed; add it to --allowed-hosts"
+        await refuse(ApiError(403, message, code="host_not_allowed"), scope, receive, send)
+
+
+class KeyCheck:
+    """Refuses requests that do not know a key of the server.
+
+    Args:
+      keys: Each opens every route; which of them a route asks for beyond that is its own affair.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application, or answers in its place."""
+        headers = Headers(scope=scope)
+        given = sent_keys(headers)
+        if browsers := password(headers.get("authorization", "")):
+            given.append(browsers)
+        if is_among(given, self._keys) or scope["path"] == OPEN_PATH:
+            await self._app(scope, receive, send)
+            return
+        message = "the API key is missing or invalid; send it as a bearer token"
+        # Whoever opens an address in a browser is asked for the key as a password.
+        challenge = _BASIC if "text/html" in headers.get("accept", "") else "Bearer"
+        error = ApiError(401, message, code="invalid_api_key")
+        await refuse(error, scope, receive, send, challenge)
+
+
+class HeadLimit:
+    """Refuses requests with a long head, which came too fast to be refused while it did."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application, or answers in its place."""
+        target = len(scope["raw_path"]) + len(scope["query_string"])
+        if (
+            target + sum(len(name) + len(value) for name, value in scope["headers"])
+            > MAX_HEAD_BYTES
+        ):
+            await refuse(head_too_large(), scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def head_too_large() -> ApiError:
+    """The answer to a head that is too long."""
+    message = f"the request headers exceed {MAX_HEAD_BYTES} bytes"
+    return ApiError(431, message, code="request_head_too_large")
+
+
+def sent_keys(headers: Headers) -> list[bytes]:
+    """The keys that a program sent: as a bearer token, and as Anthropic's or Azure's clients do."""
+    scheme, space, token = headers.get("authorization", "").partition(" ")
+    bearer = token if scheme.lower() == "bearer" else f"{scheme}{space}{token}"
+    # Starlette reads a header as latin-1; clients send a key as UTF-8.
+    return [key.encode("latin-1") for key in (bearer, *map(headers.get, _KEY_HEADERS)) if key]
+
+
+def is_among(given: Collection[bytes], keys: Collection[str]) -> bool:
+    """Whether one of these is one of the keys; the time says nothing of which one it is like."""
+    matches = [hmac.compare_digest(each, key.encode()) for each in given for key in keys]
+    return any(matches)
+
+
+def password(authorization: str) -> bytes:
+    """The password that a browser sends, with any name of a user; empty where it sends none."""
+    scheme, _, encoded = authorization.partition(" ")
+    if scheme.lower() != "basic":
+        return b""
+    try:
+        return base64.b64decode(encoded, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
+
+
+async def refuse(
+    error: ApiError, scope: Scope, receive: Receive, send: Send, challenge: str | None = None
+) -> None:
+    """Answers in the place of the application; `challenge` says how a key is to be sent."""
+    headers = {"connection": "close"}  # a body may still be on its way
+    if challenge is not None:
+        headers["www-authenticate"] = challenge
+    body = json.dumps(error.to_json())
+    answer = Response(body, error.status, headers, media_type="application/json")
+    await answer(scope, receive, send)
+
+
+def _name(host: str) -> str:
+    """The name or address in a Host, without its port."""
+    address, bracket, _ = host.removeprefix("[").partition("]")
+    name = address if bracket else host.partition(":")[0]
+    return name.lower().removesuffix(".")

@@ -1,0 +1,184 @@
+"""The routes that change a running server: external corpora of the drafter NGRAM."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+from starlette.responses import Response
+
+from shared.engine.checks import check_ids
+from shared.engine.request import Refusal
+from shared.server.api.access_middleware import is_among, sent_keys
+from shared.server.api.request_parsing import parse_plain
+from shared.server.api.transport import read_json
+from shared.server.engine_link.engine_client import EngineClient, EngineLost, Refused
+from shared.server.protocol.errors import ApiError
+from shared.server.protocol.fields import ID_SCHEMA, Strict, Text, is_id_list
+from shared.text.tokenizer import Tokenizer, is_text
+
+SEPARATOR = -1
+"""Stands after each document; `shared.engine.ngram.corpus` lets no draft pass it."""
+
+START_CORPUS = "start"
+"""Name of the corpus that the start was given."""
+
+MAX_DOCUMENTS = 1 << 17  # of one message
+Document = str | list[int]
+
+
+def _read_texts(value: Any) -> list[Document]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_DOCUMENTS:
+        raise PydanticCustomError(
+            "documents", "must be a list of 1 to {most}", {"most": MAX_DOCUMENTS}
+        )
+    if not all(map(_is_document, value)):
+        raise PydanticCustomError("documents", "must be strings or lists of token ids")
+    return value
+
+
+def _is_document(value: Any) -> bool:
+    return is_text(value) or is_id_list(value)
+
+
+_TOKENS = {"type": "array", "items": ID_SCHEMA}
+_DOCUMENTS = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "string"}, _TOKENS]},
+    "minItems": 1,
+    "maxItems": MAX_DOCUMENTS,
+}
+
+
+class AddCorpus(Strict):
+    """Body of /add_external_corpus."""
+
+    corpus_id: Annotated[Text, Field(min_length=1, max_length=200)]
+    documents: Annotated[list[Document], PlainValidator(_read_texts), WithJsonSchema(_DOCUMENTS)]
+
+
+class RemoveCorpus(Strict):
+    """Body of /remove_external_corpus."""
+
+    corpus_id: Text
+
+
+class AdminRoutes:
+    """The handlers, each for who knows the key."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
+        self._client, self._tokenizer = client, tokenizer
+
+    async def add_corpus(self, request: Request) -> Response:
+        """POST /add_external_corpus; answers once requests can be drafted from it."""
+        self._check_key(request)
+        body = parse_plain(await read_json(request), AddCorpus)
+        parts = body.documents, self._tokenizer, self._client.facts.limits.vocab_size
+        tokens = await asyncio.to_thread(pack_documents, *parts)
+        return await self._answer("corpus_add", body.corpus_id, tokens)
+
+    async def remove_corpus(self, request: Request) -> Response:
+        """POST /remove_external_corpus."""
+        self._check_key(request)
+        body = parse_plain(await read_json(request), RemoveCorpus)
+        return await self._answer("corpus_remove", body.corpus_id)
+
+    async def list_corpora(self, request: Request) -> Response:
+        """GET /list_external_corpora: tokens of each, by name."""
+        self._check_key(request)
+        return await self._answer("corpus_list")
+
+    def _check_key(self, request: Request) -> None:
+        key = self._client.facts.admin_api_key
+        if key is None:
+            reason = "this route is disabled; start the server with --admin-api-key"
+            raise ApiError(403, reason, code="admin_closed")
+        if not is_among(sent_keys(request.headers), [key]):
+            reason = "the admin key is missing or invalid; send it as a bearer token"
+            raise ApiError(401, reason, code="invalid_api_key")
+
+    async def _answer(self, *message: Any) -> Response:
+        try:
+            corpora = await self._client.ask(*message)
+        except Refused as error:
+            raise ApiError(400, str(error), error.field) from error
+        except EngineLost as error:
+            raise ApiError(503, str(error), code="engine_lost") from error
+        return Response(json.dumps({"corpora": corpora}), media_type="application/json")
+
+
+async def load_start_corpus(client: EngineClient, tokenizer: Tokenizer | None) -> None:
+    """Adds the corpus of --speculative-ngram-external-corpus-path, if there is one.
+
+    Raises:
+      ValueError: The file cannot be used; one sentence.
+      EngineLost: The engine is gone.
+    """
+    path = client.facts.corpus_path
+    if path is None:
+        return
+    try:
+        tokens = pack_documents(read_documents(path), tokenizer, client.facts.limits.vocab_size)
+        await client.ask("corpus_add", START_CORPUS, tokens)
+    except (ApiError, Refused, OSError) as error:
+        raise ValueError(f"--speculative-ngram-external-corpus-path {path}: {error}") from error
+
+
+def read_documents(path: str) -> list[Document]:
+    """The documents of a JSONL file: a text or a list of token ids a line.
+
+    Raises:
+      ApiError: A line is something else; its number is named.
+    """
+    documents: list[Document] = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            document = _read_document(line)
+            if document is None:
+                raise ApiError(400, f"line {number} must be a string or a list of token ids")
+            documents.append(document)
+    return documents
+
+
+def _read_document(line: str) -> Document | None:
+    try:
+        document = json.loads(line)
+    except ValueError:
+        return None
+    return document if _is_document(document) else None
+
+
+def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None, vocab: int) -> bytes:
+    """Token ids of documents, each with a separator after it, as int32.
+
+    Raises:
+      ApiError: A document is a text and the model has no tokenizer, or an id is out of range.
+    """
+    words = array.array("i")
+    for document in documents:
+        ids = _tokens(document, tokenizer)
+        try:
+            check_ids("documents", ids, vocab)
+        except Refusal as refusal:
+            raise ApiError(400, str(refusal), refusal.field) from refusal
+        words.extend(ids)
+        words.append(SEPARATOR)
+    return words.tobytes()
+
+
+def _tokens(document: Document, tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(document, str):
+        return document
+    if tokenizer is None:
+        reason = "the model folder has no tokenizer.json; send documents as token ids"
+        raise ApiError(400, reason, "documents")
+    return tokenizer.encode(document)

@@ -1,0 +1,284 @@
+"""The applications of the listeners: OpenAI's routes, and those of who runs the server."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from shared import VERSION
+from shared.process.ipc_messages import ModelFacts
+from shared.server.api import playground
+from shared.server.api.access_middleware import OPEN_PATH, HeadLimit, HostCheck, KeyCheck
+from shared.server.api.admin import AddCorpus, AdminRoutes, RemoveCorpus
+from shared.server.api.openapi import Route, document
+from shared.server.api.origins import Origins
+from shared.server.api.request_log import RequestLog
+from shared.server.api.routes import Routes, json_response
+from shared.server.api.tokens import Detokenize, TokenizeChat, TokenizeText, TokenRoutes
+from shared.server.api.transport import BodyLimit
+from shared.server.completions.chat_renderer import Renderer
+from shared.server.completions.generation import Generator
+from shared.server.completions.grammars import Grammars
+from shared.server.completions.image_decoder_pool import PictureOpener
+from shared.server.completions.prompts import PromptReader
+from shared.server.engine_link.body_thread import LongWork
+from shared.server.engine_link.engine_client import ClientLeft, EngineClient
+from shared.server.engine_link.request_end import Watcher
+from shared.server.engine_link.server_metrics import ServerMetrics
+from shared.server.protocol import response_types as answers
+from shared.server.protocol.errors import ApiError
+from shared.server.protocol.http_normalization import UsualForm
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.text.tokenizer import Tokenizer
+
+DOCUMENT_PATH = "/openapi.json"
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    response = json_response(error.to_json(), error.status)
+    if error.status == 413:  # the rest of the body is still to come
+        response.headers["connection"] = "close"
+    if error.retry_after_s is not None:
+        response.headers["retry-after"] = str(error.retry_after_s)
+    return response
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """A path or a method that no route has; FastAPI raises nothing else here."""
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {request.url.path}"
+    message = f"{asked:.100} is not a route of this server; GET {DOCUMENT_PATH} lists the routes"
+    response = json_response(ApiError(error.status_code, message).to_json(), error.status_code)
+    response.headers.update(error.headers or {})  # of 405: the methods that there are
+    return response
+
+
+async def _on_client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return json_response(
+        ApiError(500, "internal server error; the server log has the reason").to_json(), 500
+    )
+
+
+_ON_ERRORS = {
+    ApiError: _on_api_error,
+    HTTPException: _on_http_error,
+    ClientLeft: _on_client_left,
+    ClientDisconnect: _on_client_left,
+    Exception: _on_fault,
+}
+
+
+@dataclass(frozen=True)
+class Apps:
+    """The application of each listener.
+
+    Attributes:
+      clients: Serves the model; has all routes where there is no other listener.
+      admin: Tells of the server and changes it; None where `clients` does.
+    """
+
+    clients: ASGIApp
+    admin: ASGIApp | None
+
+
+def make_apps(
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    renderer: Renderer | None,
+    opener: PictureOpener | None,
+    grammars: Grammars,
+    tracing: Sequence[Watcher],
+    has_admin_listener: bool,
+) -> Apps:
+    """The applications over a connected engine.
+
+    Args:
+      renderer: None where there is no chat template.
+      opener: None where the model does not see.
+      tracing: Who is told of each end of a request, beside the log and the metrics.
+      has_admin_listener: Whether metrics and the routes that change the server are apart.
+    """
+    facts = client.facts
+    metrics = ServerMetrics(facts.model_name)
+    watchers = (metrics, RequestLog(tokenizer, facts.observing.log_requests), *tracing)
+    work = LongWork()
+    reader = PromptReader(tokenizer, renderer, opener, facts.limits, facts.max_open_requests, work)
+    generator = Generator(client, reader, grammars, tokenizer, metrics, watchers)
+    routes = Routes(generator, metrics, opener, work)
+    tokens = TokenRoutes(facts, reader, tokenizer, work)
+    model = (*_model_routes(routes, tokens), *_state_routes(routes), *_page_routes())
+    admin = (*_metrics_routes(routes), *_admin_routes(AdminRoutes(client, tokenizer)))
+    names, origins = facts.host_names, facts.allowed_origins
+    if not has_admin_listener:
+        return Apps(_app((*model, *admin), facts, names, origins), None)
+    admin_routes = (*admin, *_health_routes(routes))
+    clients = _app(model, facts, names, origins)
+    return Apps(clients, _app(admin_routes, facts, facts.admin_host_names, origins=()))
+
+
+def _app(
+    served: Sequence[Route],
+    facts: ModelFacts,
+    names: Collection[str] | None,
+    origins: Collection[str],
+) -> ASGIApp:
+    """An application with these routes, which answers to these names and to pages of these."""
+    app = _with_routes(served, facts.api_key is not None)
+    for kind, handler in _ON_ERRORS.items():
+        app.add_exception_handler(kind, handler)
+    return _gated(BodyLimit(app), facts, names, origins)
+
+
+def _with_routes(served: Sequence[Route], has_key: bool) -> FastAPI:
+    """An application with these routes, and one that tells of all."""
+    app = FastAPI(title="Tandem", version=VERSION, openapi_url=None)
+    schema: dict[str, Any] = {}
+
+    async def openapi() -> Response:
+        """GET /openapi.json."""
+        return json_response(schema)
+
+    page = Route(path=DOCUMENT_PATH, method="GET", handler=openapi, media_type="application/json")
+    for route in (*served, page):
+        route.add_to(app)
+    schema |= document(app, served, has_key)
+    return app
+
+
+def _model_routes(routes: Routes, tokens: TokenRoutes) -> Iterator[Route]:
+    """What clients of OpenAI's and vLLM's APIs ask for."""
+    yield Route(
+        path="/v1/completions",
+        method="POST",
+        handler=routes.completions,
+        bodies=(CompletionRequest,),
+        answer=answers.Completion,
+        event=answers.Completion,
+        errors=(404, 503),
+    )
+    yield Route(
+        path="/v1/chat/completions",
+        method="POST",
+        handler=routes.chat,
+        bodies=(ChatRequest,),
+        answer=answers.Chat,
+        event=answers.ChatEvent,
+        errors=(404, 503),
+    )
+    yield Route(
+        path="/tokenize",
+        method="POST",
+        handler=tokens.tokenize,
+        bodies=(TokenizeText, TokenizeChat),
+        answer=answers.Tokenized,
+        errors=(404,),
+    )
+    yield Route(
+        path="/detokenize",
+        method="POST",
+        handler=tokens.detokenize,
+        bodies=(Detokenize,),
+        answer=answers.Detokenized,
+        errors=(404,),
+    )
+    yield Route(
+        path="/v1/requests/{request_id}/trace",
+        method="GET",
+        handler=routes.trace,
+        answer=answers.RequestTrace,
+        errors=(404,),
+    )
+    yield Route(path="/v1/models", method="GET", handler=routes.models, answer=answers.Models)
+    yield Route(
+        path="/v1/models/{name:path}",
+        method="GET",
+        handler=routes.model,
+        answer=answers.Model,
+        errors=(404,),
+    )
+
+
+def _state_routes(routes: Routes) -> Iterator[Route]:
+    """What clients may want to know of the server."""
+    yield Route(
+        path="/capabilities",
+        method="GET",
+        handler=routes.capabilities,
+        answer=answers.Capabilities,
+    )
+    yield Route(path="/version", method="GET", handler=routes.version, answer=answers.Version)
+    yield from _health_routes(routes)
+
+
+def _health_routes(routes: Routes) -> Iterator[Route]:
+    """What watches a listener."""
+    for path in ("/health", "/ping"):  # the second is what SageMaker asks
+        yield Route(path=path, method="GET", handler=routes.health, errors=(503,))
+    yield Route(path=OPEN_PATH, method="GET", handler=routes.live, errors=(503,))
+
+
+def _metrics_routes(routes: Routes) -> Iterator[Route]:
+    """What tells of the server's work."""
+    page = CONTENT_TYPE_LATEST.partition(";")[0]
+    yield Route(path="/metrics", method="GET", handler=routes.metrics, media_type=page)
+
+
+def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
+    """What changes the server."""
+    for path, handler, body in (
+        ("/add_external_corpus", admin.add_corpus, AddCorpus),
+        ("/remove_external_corpus", admin.remove_corpus, RemoveCorpus),
+    ):
+        yield Route(
+            path=path,
+            method="POST",
+            handler=handler,
+            bodies=(body,),
+            answer=answers.Corpora,
+            errors=(503,),
+        )
+    yield Route(
+        path="/list_external_corpora",
+        method="GET",
+        handler=admin.list_corpora,
+        answer=answers.Corpora,
+        errors=(503,),
+    )
+
+
+def _page_routes() -> Iterator[Route]:
+    """The page for people."""
+    yield Route(path="/", method="GET", handler=playground.page, media_type="text/html")
+    yield Route(
+        path="/playground/{name}",
+        method="GET",
+        handler=playground.part,
+        media_type="text/*",
+        errors=(404,),
+    )
+
+
+def _gated(
+    app: ASGIApp, facts: ModelFacts, names: Collection[str] | None, origins: Collection[str]
+) -> ASGIApp:
+    """The application behind all that is checked before a route is found."""
+    if facts.api_key is not None:
+        app = KeyCheck(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
+    if origins:
+        app = Origins(app, origins)
+    if names is not None:
+        app = HostCheck(app, names)
+    return HeadLimit(UsualForm(app))

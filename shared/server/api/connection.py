@@ -1,0 +1,185 @@
+"""The connections of clients: how long a request may take to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shared.process.logs import log
+from shared.server.api.access_middleware import MAX_HEAD_BYTES, head_too_large
+from shared.server.protocol.errors import ApiError
+
+LINGER_S = 1.0
+MAX_BACKLOG, MAX_SPARE = 1024, 64
+READ_TIMEOUT_S = 60.0  # for the head and the body of a request together
+WRITE_TIMEOUT_S = 60.0  # for a client to take something of what waits for it
+
+
+@dataclass
+class Room:
+    """How many connections a listener has at a time: `most` that are served, `spare` beside them.
+
+    Those are told that there is no room, with time to hear it; one more is told and closed at once.
+    Where descriptors are used up, a process cannot even see who connects.
+
+    Attributes:
+      backlog: New connections of a socket that are seen at once, before one can be refused.
+      num_refused: Open ones that are not served.
+    """
+
+    most: int
+    spare: int
+    backlog: int
+    num_refused: int = 0
+
+    @classmethod
+    def of(cls, descriptors: int, num_sockets: int) -> Room:
+        """The room of a listener with these sockets, whose connections may have so many."""
+        part = max(1, descriptors // 8)
+        backlog, spare = max(1, min(MAX_BACKLOG, part // num_sockets)), min(MAX_SPARE, part)
+        return cls(max(1, descriptors - num_sockets * backlog - spare), spare, backlog)
+
+
+class HttpConfig(uvicorn.Config):
+    """How an application is served, and in what room."""
+
+    def __init__(self, app: ASGIApp, room: Room, grace_s: int) -> None:
+        self.room = room
+        super().__init__(
+            app,
+            http=TimedConnection,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            log_config=None,  # `logs.set_up` has said how and what
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=grace_s,
+            backlog=room.backlog,
+        )
+
+
+class TimedConnection(H11Protocol):
+    """A connection on which requests arrive in time, or that ends.
+
+    uvicorn bounds the time between two requests (its `timeout_keep_alive`) and nothing else: a
+    client that says nothing, or half of a request, would keep its connection for ever. An answer
+    may take as long as it does, but a client that reads nothing of it ends its connection as well.
+    """
+
+    _end: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+    _is_ending = _is_refused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Waits for the first request from now on, if there is room."""
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        if len(self.connections) > self._room.most:
+            self._refuse()
+        else:
+            self._look()
+
+    def data_received(self, data: bytes) -> None:
+        """Reads a part of a request."""
+        if not self._is_ending:
+            super().data_received(data)
+            self._look()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request from now on."""
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits for nothing any more."""
+        self._stop()
+        self._end_stall()
+        self._room.num_refused -= self._is_refused
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More waits for the client than the transport keeps: it has to read some time."""
+        super().pause_writing()
+        self._end_stall()
+        self._stall = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self._end_stall()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+        self._stall = None
+
+    def _look(self) -> None:
+        """Starts the clock where a request is to arrive, and stops it where one has."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop()
+        elif self._end is None:
+            self._end = self.loop.call_later(READ_TIMEOUT_S, self._give_up)
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+        self._end = None
+
+    @property
+    def _room(self) -> Room:
+        assert isinstance(self.config, HttpConfig)
+        return self.config.room
+
+    def _refuse(self) -> None:
+        self.connections.discard(self)  # which are those that are served
+        message = (
+            f"connection limit reached ({self._room.most}); close connections or try again later"
+        )
+        log.warning(message)
+        error = ApiError(503, message, code="too_many_connections")
+        if self._room.num_refused == self._room.spare:
+            self.transport.write(_written(error))
+            self.transport.close()
+            return
+        self._room.num_refused += 1
+        self._is_refused = True
+        self._end_with(error)
+
+    def _give_up(self) -> None:
+        message = f"the request did not arrive within {READ_TIMEOUT_S:g} s"
+        self._end_with(ApiError(408, message, code="request_timeout"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what h11 does not take for a request, say a head that is too long."""
+        unread, _ = self.conn.trailing_data
+        is_long = len(unread) > MAX_HEAD_BYTES
+        self._end_with(head_too_large() if is_long else ApiError(400, "invalid HTTP request"))
+
+    def _end_with(self, error: ApiError) -> None:
+        """The last answer, unless one is under way; h11 would not write it in every state."""
+        if self._is_ending or self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_written(error))
+        # To close while something is on its way would take the answer from the client (RFC 9112,
+        # 9.6): what still comes is read and dropped for a while.
+        self._is_ending = True
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _written(error: ApiError) -> bytes:
+    body = json.dumps(error.to_json()).encode()
+    fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+    return (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{fields}\r\n\r\n".encode()
+        + body
+    )

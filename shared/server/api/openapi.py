@@ -1,0 +1,145 @@
+"""`/openapi.json`: every route with its body, bounds, answers and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+from shared.options.request_fields import CHAT, COMPLETIONS, NOT_SERVED
+from shared.server.api.access_middleware import OPEN_PATH
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.server.protocol.response_types import STREAM_END, Error
+
+_REFERENCE = "#/components/schemas/{model}"
+_ERRORS = {
+    400: "a field is invalid or unsupported; `param` names it",
+    401: "the API key is missing or invalid",
+    403: "the route is disabled, or the host or origin is not allowed",
+    404: "unknown model or resource",
+    408: "the request did not arrive in time",
+    413: "the body is too long or has too many parts",
+    415: "the body is not declared as JSON, or is compressed",
+    431: "the request headers are too long",
+    500: "the engine failed on the request",
+    503: "the engine has exited, the server is shutting down, or the queue is full",
+}
+_ANYTHING = ["null", "boolean", "number", "string", "array", "object"]
+_OF_EVERY_ROUTE = (401, 403, 408, 431, 500)
+_OF_BODIES = (400, 413, 415)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A route and what is told of it.
+
+    Attributes:
+      path, method, handler: As FastAPI takes them.
+      bodies: What a request may carry; one of them.
+      answer: Of a success; None for one without a body that programs read.
+      media_type: Of such a body.
+      event: Of a stream, where the request asks for one.
+      errors: Statuses beside those of every route and every body.
+    """
+
+    path: str
+    method: str
+    handler: Callable[..., Any]
+    bodies: tuple[type[BaseModel], ...] = ()
+    answer: type[BaseModel] | None = None
+    media_type: str | None = None
+    event: type[BaseModel] | None = None
+    errors: tuple[int, ...] = ()
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds it to an application."""
+        kind = "object" if self.media_type == "application/json" else "string"
+        content = {self.media_type: {"schema": {"type": kind}}} if self.media_type else {}
+        if self.answer:
+            content["application/json"] = _schema_of(self.answer)
+        if self.event:
+            content["text/event-stream"] = {"itemSchema": _event_of(self.event)}
+        success = {200: {"description": "a success", "content": content}}
+        statuses = sorted({*_OF_EVERY_ROUTE, *(_OF_BODIES if self.bodies else ()), *self.errors})
+        errors = {status: _error(_ERRORS[status]) for status in statuses}
+        self_told = {"requestBody": _one_of(self.bodies)} if self.bodies else {}
+        self_told |= {"security": []} if self.path == OPEN_PATH else {}
+        app.add_api_route(
+            self.path,
+            self.handler,
+            methods=[self.method],
+            response_class=Response,  # which says of no type by itself
+            response_model=None,
+            responses={**success, **errors, "default": _error("any other error")},
+            openapi_extra=self_told,
+        )
+
+
+def document(app: FastAPI, routes: Sequence[Route], has_key: bool) -> dict[str, Any]:
+    """The description of an application.
+
+    Args:
+      app: With the routes.
+      routes: All that have types.
+      has_key: Whether every route asks for a key.
+    """
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = schema.setdefault("components", {})
+    components["schemas"] = _schemas(routes)
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {**schema, "security": [{"key": []}]} if has_key else schema
+
+
+def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
+    types: set[type[BaseModel]] = {Error}
+    for route in routes:
+        types.update(kind for kind in (*route.bodies, route.answer, route.event) if kind)
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    _, schema = models_json_schema(
+        [(kind, "validation") for kind in ordered], ref_template=_REFERENCE
+    )
+    schemas = schema["$defs"]
+    for kind, endpoint in ((CompletionRequest, COMPLETIONS), (ChatRequest, CHAT)):
+        if kind in types:
+            schemas[kind.__name__]["properties"] |= _neutral_fields(endpoint)
+    return schemas
+
+
+def _neutral_fields(endpoint: str) -> dict[str, Any]:
+    """The fields that are taken only where they ask for nothing, and those that are ignored."""
+    return {
+        field.name: {
+            **({"type": _ANYTHING} if field.is_advice else {"enum": [None, *field.neutral]}),
+            "description": field.reason,
+        }
+        for field in NOT_SERVED
+        if endpoint in field.endpoints and not field.is_read and "." not in field.name
+    }
+
+
+def _schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
+
+
+def _event_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """An event of a stream as OpenAPI 3.2 tells of it: JSON text, but for the word at the end."""
+    either = {"anyOf": [_schema_of(each)["schema"] for each in (kind, Error)]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
+    fields = {"data": {"anyOf": [{"const": STREAM_END}, data]}}
+    return {"type": "object", "properties": fields, "required": ["data"]}
+
+
+def _one_of(kinds: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+    schemas = [_schema_of(kind)["schema"] for kind in kinds]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _error(description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": _schema_of(Error)}}

@@ -1,0 +1,66 @@
+"""Web pages of other sites that may read what the server answers (CORS, by the Fetch standard)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.options.server import ANY
+from shared.server.api.access_middleware import refuse
+from shared.server.protocol.errors import ApiError
+
+METHODS = "GET, HEAD, POST"
+KNOWN_FOR_S = "600"  # a browser need not ask again before
+
+
+class Origins:
+    """Tells browsers that pages of some sites may read answers; passwords are never theirs.
+
+    A browser asks before it sends JSON or a key; that question has no key of its own, so this
+    stands before the check of keys, and behind that of names.
+
+    Args:
+      allowed: The sites, as browsers write them: scheme, host and port; `ANY` for all.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        self._app, self._allowed = app, allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application, or answers a browser's question."""
+        headers = Headers(scope=scope)
+        origin = headers.get("origin", "")
+        is_allowed = bool(origin) and (ANY in self._allowed or origin.lower() in self._allowed)
+
+        async def with_permission(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                given = MutableHeaders(scope=message)
+                given.add_vary_header("Origin")
+                if is_allowed:
+                    given["access-control-allow-origin"] = origin
+                    given["access-control-expose-headers"] = "retry-after"
+            await send(message)
+
+        if scope["method"] != "OPTIONS" or "access-control-request-method" not in headers:
+            await self._app(scope, receive, with_permission)
+        elif is_allowed:
+            asked = headers.get("access-control-request-headers", "")
+            await Response(status_code=204, headers=_permission(asked))(
+                scope, receive, with_permission
+            )
+        else:
+            reason = f"origin {origin!r:.100} is not allowed; add it to --allowed-origins"
+            error = ApiError(403, reason, code="origin_not_allowed")
+            await refuse(error, scope, receive, with_permission)
+
+
+def _permission(asked: str) -> dict[str, str]:
+    """What a page may send: any field that it asks for, as the keys of routes are in some."""
+    return {
+        "access-control-allow-methods": METHODS,
+        "access-control-allow-headers": asked,
+        "access-control-max-age": KNOWN_FOR_S,
+    }

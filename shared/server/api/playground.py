@@ -1,0 +1,38 @@
+"""The playground at `/`: a static page that talks to this server and to nobody else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from starlette.responses import FileResponse, Response
+
+from shared.server.protocol.errors import ApiError
+
+FOLDER = Path(__file__).parents[1] / "page"
+
+HEADERS = {
+    # Nothing is loaded from elsewhere, nothing runs that is not a file of the page.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PARTS = {path.name: _TYPES[path.suffix] for path in FOLDER.iterdir() if path.suffix in _TYPES}
+"""The files that the page is made of, and what each of them is."""
+
+
+async def page() -> Response:
+    """GET /: the playground."""
+    return FileResponse(FOLDER / "index.html", headers=HEADERS, media_type="text/html")
+
+
+async def part(name: str) -> Response:
+    """GET /playground/NAME: a file of the page."""
+    if name not in PARTS:
+        raise ApiError(404, f"unknown file of the playground: {name!r:.100}")
+    return FileResponse(FOLDER / name, headers=HEADERS, media_type=PARTS[name])

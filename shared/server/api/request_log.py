@@ -1,0 +1,53 @@
+"""A line of the log for each request that ends."""
+
+from __future__ import annotations
+
+from shared.process import logs
+from shared.server.engine_link.request_end import RequestEnd
+from shared.text.tokenizer import Tokenizer
+
+MOST_CHARACTERS = 8192
+"""Of what a request asked, and of each of its choices, where these are logged."""
+
+
+class RequestLog:
+    """Writes the lines.
+
+    Args:
+      tokenizer: Writes answers as text; None: as token ids.
+      tells_texts: Whether what was asked and answered is logged.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, tells_texts: bool) -> None:
+        self._tokenizer, self._tells_texts = tokenizer, tells_texts
+
+    def ended(self, end: RequestEnd) -> None:
+        """Writes the line of a request."""
+        first = end.first_token_s
+        texts = self._texts(end) if self._tells_texts else {}
+        ignored = {"ignored": ",".join(end.ignored)} if end.ignored else {}
+        logs.info(
+            "request ended",
+            id=end.request_id,
+            endpoint=end.endpoint,
+            finish_reason=",".join(dict.fromkeys(end.finish_reasons)),
+            choices=len(end.finish_reasons),
+            prompt_tokens=end.prompt_tokens,
+            cached_tokens=end.cached_tokens,
+            output_tokens=end.output_tokens,
+            accept_length=round(end.accept_length, 3),
+            ttft_s=None if first is None else round(first, 6),
+            e2e_s=round(end.total_s, 6),
+            **ignored,
+            **texts,
+        )
+
+    def _texts(self, end: RequestEnd) -> dict[str, object]:
+        answered = [
+            self._tokenizer.decode(list(tokens)) if self._tokenizer else str(list(tokens))
+            for tokens in end.outputs
+        ]
+        return {
+            "asked": end.asked.model_dump_json(exclude_unset=True)[:MOST_CHARACTERS],
+            "answered": [text[:MOST_CHARACTERS] for text in answered],
+        }

@@ -1,0 +1,186 @@
+"""From the bytes of a body to a checked request, or to the error that names the field at fault."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED
+from shared.server.protocol.errors import ApiError
+from shared.server.protocol.fields import Strict
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.server.protocol.structured import AllowedChoice
+
+MAX_PARTS = 1 << 17  # lists, objects, fields or texts of a body
+MAX_VALUES = 1 << 20  # of a body, say of a prompt of token ids
+AT_ONCE = 1 << 20  # bytes that are counted while no other thread runs
+
+_A_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SUBJECT = re.compile(r"^(Input|Value) |( after validation)")
+"""What pydantic calls the field itself, and when it counted."""
+_SHORT = reprlib.Repr()  # writes the beginning of what a request has, without walking all of it
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+_NOT_SERVED = {
+    endpoint: [field for field in NOT_SERVED if endpoint in field.endpoints] for endpoint in BOTH
+}
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Checked = TypeVar("Checked", bound=Strict)
+
+
+def parse(body: bytes, kind: type[Body]) -> Body:
+    """Reads the body of a request.
+
+    Raises:
+      ApiError: Status 400; names the field at fault.
+    """
+    fields = _read_object(body)
+    advice = _take_not_served(fields, CHAT if kind is ChatRequest else COMPLETIONS)
+    request = _checked(fields, kind).with_advice(advice)
+    _check_together(request)
+    return request
+
+
+def parse_plain(body: bytes, kind: type[Checked]) -> Checked:
+    """Reads a body of which no field is another API's.
+
+    Raises:
+      ApiError: Status 400; names the field at fault.
+    """
+    return _checked(_read_object(body), kind)
+
+
+def parse_with(body: bytes, kind_of: Callable[[dict[str, Any]], type[Checked]]) -> Checked:
+    """Reads a body whose fields say of which kind it is; raises as `parse_plain`."""
+    fields = _read_object(body)
+    return _checked(fields, kind_of(fields))
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
+    _check_width(body)
+    try:
+        fields = json.loads(body, object_hook=_let_others_run)
+    except (ValueError, RecursionError) as error:
+        # Python's own, and no kind of it: it tells how its limit of digits is raised.
+        reason = "a number has too many digits" if type(error) is ValueError else error
+        raise ApiError(400, f"the body is not valid JSON: {reason}") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, f"the body must be a JSON object, got a {type(fields).__name__}")
+    return fields
+
+
+def _let_others_run(fields: dict[str, Any]) -> dict[str, Any]:
+    """Called for each object that is read, as it is.
+
+    Between two lines of Python a thread gives the interpreter to another that waits for it. The
+    library's C code alone would keep it until the whole body is read.
+    """
+    return fields
+
+
+def _check_width(body: bytes) -> None:
+    """Refuses a body of very many parts: nobody else is served while they are read."""
+    # Texts may hold brackets and commas; without many texts it is quick to count without them.
+    if _has_many_texts(body) or (_is_wide(body) and _is_wide(_A_TEXT.sub(b"", body))):
+        message = f"the body has more than {MAX_PARTS} parts or {MAX_VALUES} values"
+        raise ApiError(413, message, code="request_too_large")
+
+
+def _has_many_texts(body: bytes) -> bool:
+    # A quote after a backslash is none, or ends a text that ends with a backslash.
+    num_quotes = _count(body, b'"')
+    return num_quotes > 2 * MAX_PARTS and num_quotes - _count(body, b'\\"') > 2 * MAX_PARTS
+
+
+def _is_wide(body: bytes) -> bool:
+    num_parts = sum(_count(body, sign) for sign in (b"[", b"{", b":"))
+    return num_parts > MAX_PARTS or _count(body, b",") > MAX_VALUES
+
+
+def _count(body: bytes, sign: bytes) -> int:
+    """How often a body has a sign, which may begin in one piece and end in the next."""
+    longer = AT_ONCE + len(sign) - 1
+    return sum(body.count(sign, at, at + longer) for at in range(0, len(body), AT_ONCE))
+
+
+def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _api_error(error) from error
+
+
+def _take_not_served(fields: dict[str, Any], endpoint: str) -> tuple[str, ...]:
+    """Removes the fields that are not served from a body; the names of advice that it had.
+
+    Raises:
+      ApiError: A value asks for what would change the answer.
+    """
+    asked = [field for field in _NOT_SERVED[endpoint] if field.take_from(fields)]
+    for field in asked:
+        if not field.is_advice:
+            raise ApiError(400, f"{field.reason}; {field.way_out}", field.name)
+    return tuple(field.name for field in asked if not field.is_of_template)
+
+
+def _api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    param, message = _path(first["loc"]), _SUBJECT.sub("", first["msg"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param} is not a known field", param)
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param)
+    if isinstance(first["input"], str):  # a length that is checked last counts anything
+        message = message.replace(" item", " character")
+    return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    """Where a field is, without the kind of message that pydantic writes as `<tool>` among them."""
+    shown = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
+    parts = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in shown)
+    return "".join(parts).lstrip(".")
+
+
+def _check_together(request: CompletionRequest | ChatRequest) -> None:
+    if request.stream_options and not request.stream:
+        raise ApiError(400, "stream_options requires stream: true", "stream_options")
+    _check_form(request)
+    if request.max_tokens == 0 and not request.tells_prompt:
+        message = "max_tokens 0 requests no output"
+        raise ApiError(
+            400,
+            f"{message}; set echo or prompt_logprobs, or max_tokens of at least 1",
+            "max_tokens",
+        )
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs requires logprobs: true", "top_logprobs")
+
+
+def _check_form(request: CompletionRequest | ChatRequest) -> None:
+    try:
+        names = list(request.forms)
+    except ValueError as error:
+        raise ApiError(400, f"structured_outputs {error}", "structured_outputs") from error
+    if len(names) > 1:
+        raise ApiError(
+            400, f"{' and '.join(names)} are mutually exclusive; send one of them", names[1]
+        )
+    if isinstance(request, ChatRequest):
+        _check_choice(request)
+
+
+def _check_choice(request: ChatRequest) -> None:
+    names = {tool.function.name for tool in request.usable_tools}
+    unknown = (request.chosen_names or set()) - names
+    if unknown or (request.must_call and not names):
+        message = "tool_choice requests a call of a function that is not in tools"
+        if isinstance(request.tool_choice, AllowedChoice):
+            message = f"tool_choice allows {min(unknown)!r:.80}, which is not in tools"
+        raise ApiError(400, message, "tool_choice")

@@ -1,0 +1,135 @@
+"""ASGI parts below the routes: the bound on bodies, clients that leave, streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.server.api.connection import LINGER_S
+from shared.server.completions.generation import Generation
+from shared.server.engine_link.engine_client import ClientLeft
+from shared.server.protocol.errors import ApiError
+
+MAX_BODY_BYTES = 8 << 20
+MOST_DROPPED = 2 * MAX_BODY_BYTES  # of what follows a body's refusal
+
+
+async def read_json(request: Request) -> bytes:
+    """The body of a request that says that it is JSON.
+
+    A web page in the browser of whoever runs the server may post plain text or a form to it, but
+    not JSON, unless the server allows it.
+
+    Raises:
+      ApiError: It says something else, or that it is packed or too long.
+    """
+    if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
+        raise too_large()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        message = f"content-type must be application/json, got {media_type!r:.60}"
+        raise ApiError(415, message, code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        message = f"content-encoding {coding!r:.60} is not supported; send plain JSON"
+        raise ApiError(415, message, code="unsupported_media_type")
+    return await request.body()
+
+
+class BodyLimit:
+    """Refuses a body that is too long as soon as that is known.
+
+    To close while the rest is on its way would take the answer from many clients (RFC 9112, 9.6):
+    what still comes is read and dropped for a while.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application with a `receive` that counts."""
+        seen, is_whole, is_refused = 0, False, False
+
+        async def counted() -> Message:
+            nonlocal seen, is_whole
+            message = await receive()
+            seen, is_whole = seen + len(message.get("body", b"")), not message.get("more_body")
+            if seen > MAX_BODY_BYTES:
+                raise too_large()
+            return message
+
+        async def answered(message: Message) -> None:
+            nonlocal is_refused
+            if message["type"] == "http.response.start":
+                is_refused = message["status"] == 413 and not is_whole
+            elif is_refused and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                await _drop_rest(receive)
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await self._app(scope, counted, answered)
+
+
+async def _drop_rest(receive: Receive) -> None:
+    """Reads what comes of a body, within bounds."""
+    left = MOST_DROPPED
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LINGER_S):
+            while left > 0 and (message := await receive()).get("more_body"):
+                left -= len(message["body"])
+
+
+class EventStream(Response):
+    """Server-sent events of a generation; the first piece is known before the status is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._generation = generation
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends events until the generation or the client's interest ends."""
+        try:
+            with watch_client(self._generation, receive), contextlib.suppress(ClientLeft):
+                await self._send_all(send)
+        finally:
+            self._generation.close()
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.contextmanager
+def watch_client(generation: Generation, receive: Receive) -> Iterator[None]:
+    """Ends the generation when the client leaves; no framework does it for a whole answer."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.client_left()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def too_large() -> ApiError:
+    """The answer to a body that is too long."""
+    message = f"the body exceeds {MAX_BODY_BYTES} bytes"
+    return ApiError(413, message, code="request_too_large")

@@ -1,0 +1,1 @@
+"""Completions: from a parsed request to the response, streamed or whole."""

@@ -1,0 +1,106 @@
+"""The grammar that an answer is held to: made and proved in another process, and kept."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from shared.engine.checks import NO_GRAMMARS
+from shared.process.ipc_messages import ModelFacts
+from shared.server.engine_link.workers import Workers
+from shared.server.parsing.reasoning import thinking_after
+from shared.server.protocol.errors import ApiError
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+from shared.text.grammar_worker import DEADLINE_S, Calls, Wanted
+from shared.text.worker import WorkRefused, pack
+
+MAX_KEPT_BYTES = 1 << 23
+"""Of requests' wishes and their grammars, kept for the next ones that ask for the same."""
+
+
+class Grammars(Workers):
+    """Proves grammars, each within a deadline.
+
+    Args:
+      facts: Of the model, its tokenizer and its parsers.
+    """
+
+    def __init__(self, facts: ModelFacts) -> None:
+        super().__init__(
+            "shared.text.grammar_worker",
+            pack([facts.model_folder, facts.limits.vocab_size, facts.marks]),
+            name="grammar",
+            deadline_s=DEADLINE_S,
+            part="grammar",
+        )
+        self._facts = facts
+        self._kept: OrderedDict[bytes, str] = OrderedDict()
+        self._num_bytes = 0
+
+    async def settle(self, request: CompletionRequest | ChatRequest, prompt: str) -> str | None:
+        """The grammar of a request's texts; None where it has none.
+
+        Args:
+          request: What was asked.
+          prompt: The text of the prompt, which may have opened the reasoning.
+
+        Raises:
+          ApiError: There can be none; names the field that asks for it.
+        """
+        wanted = self._wanted(request, prompt)
+        if wanted is None:
+            return None
+        field = request.grammar_field
+        if not self._facts.limits.structured_outputs:
+            raise ApiError(400, f"{field}: {NO_GRAMMARS}", field)
+        message = wanted.pack()
+        if message in self._kept:
+            self._kept.move_to_end(message)
+            return self._kept[message]
+        try:
+            grammar = await self.ask(message)
+        except WorkRefused as error:
+            raise ApiError(400, str(error), field) from error
+        self._keep(message, grammar)
+        return grammar
+
+    def _keep(self, message: bytes, grammar: str) -> None:
+        if message in self._kept:  # two have asked at once
+            return
+        self._kept[message] = grammar
+        self._num_bytes += len(message) + len(grammar)
+        while self._num_bytes > MAX_KEPT_BYTES:
+            oldest, text = self._kept.popitem(last=False)
+            self._num_bytes -= len(oldest) + len(text)
+
+    def _wanted(self, request: CompletionRequest | ChatRequest, prompt: str) -> Wanted | None:
+        form, lead = request.form, None
+        calls = None
+        if isinstance(request, ChatRequest):
+            calls = held_calls(request, self._facts.tool_call_parser)
+            if self._facts.reasoning_parser is not None:
+                lead = thinking_after(prompt, self._facts.reasoning_parser, request.begun)
+        if form is None and calls is None:
+            return None
+        is_forced = calls is not None and calls.free is None
+        return Wanted(form=None if is_forced else form, calls=calls, lead=lead)
+
+
+def held_calls(request: ChatRequest, style: str | None) -> Calls | None:
+    """How an answer may call, where that is to be held to something.
+
+    Args:
+      style: Of the model's calls; None: it has none.
+    """
+    tools = request.callable_tools
+    if not tools or style is None or not request.holds_calls:
+        return None
+    free = None if request.must_call else "text" if request.form is None else "answer"
+    return Calls(
+        style=style,
+        tools=[
+            (tool.function.name, tool.function.arguments_schema(request.must_call))
+            for tool in tools
+        ],
+        many=request.most_calls is None,
+        free=free,
+    )

@@ -1,0 +1,99 @@
+"""What opens the pictures of a request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from shared.engine.image_inputs import Picture
+from shared.images.header import MAX_PIXELS
+from shared.images.worker_protocol import (
+    DEADLINE_S,
+    PART,
+    OpenedPicture,
+    pack_address,
+    pack_config,
+    unpack_picture,
+)
+from shared.models.image_processor import PictureConfig
+from shared.server.engine_link.workers import NUM_WORKERS, Workers
+from shared.server.protocol.content import MAX_PICTURES, SentPicture
+from shared.server.protocol.errors import ApiError
+from shared.text.worker import WorkRefused
+
+MAX_BYTES = 1 << 28
+"""Of the pixels of one request's pictures, once they have the size that the model wants."""
+
+MAX_S = 30.0
+"""In which all pictures of a request are opened, from when its turn has come."""
+
+
+class PictureOpener(Workers):
+    """Opens pictures in processes of their own, each picture within a deadline.
+
+    Args:
+      config: How the model wants them.
+    """
+
+    def __init__(self, config: PictureConfig) -> None:
+        super().__init__(
+            "shared.images.worker",
+            pack_config(config),
+            name="picture",
+            deadline_s=DEADLINE_S,
+            part=PART,
+        )
+        self._config = config
+        # As many requests open pictures as there are workers: what those that wait have sent is
+        # small, and what has been opened is not.
+        self._turns = asyncio.Semaphore(NUM_WORKERS)
+
+    @property
+    def bounds(self) -> dict[str, int]:
+        """What a client has to know; see `shared.server.protocol.response_types.ImageLimits`."""
+        per_row = self._config.factor**2
+        return {
+            "max_images": MAX_PICTURES,
+            "max_pixels": MAX_PIXELS,
+            "max_bytes": MAX_BYTES,
+            "pixels_per_token": per_row,
+            "min_tokens": self._config.least // per_row,
+        }
+
+    def num_tokens(self, picture: OpenedPicture) -> int:
+        """Rows of the prompt that a picture takes."""
+        return self._config.num_tokens(picture.height, picture.width)
+
+    def placed(self, opened: Sequence[OpenedPicture], firsts: Sequence[int]) -> tuple[Picture, ...]:
+        """Pictures whose rows begin at these positions of a prompt; makes their digests."""
+        return tuple(
+            Picture.of(first, each.pixels, self._config.factor)
+            for each, first in zip(opened, firsts, strict=True)
+        )
+
+    async def open(self, sent: Sequence[SentPicture]) -> list[OpenedPicture]:
+        """The pictures of a request, one after the other, so that a request has one worker.
+
+        Raises:
+          ApiError: They take too long or too much memory together; or one is refused, see
+            `shared.images.decode`. Names it.
+        """
+        try:
+            async with self._turns, asyncio.timeout(MAX_S):
+                return await self._open_all(sent)
+        except TimeoutError:
+            reason = f"decoding the images of the request takes longer than {MAX_S:g} s"
+            raise ApiError(400, reason, "messages") from None
+
+    async def _open_all(self, sent: Sequence[SentPicture]) -> list[OpenedPicture]:
+        opened: list[OpenedPicture] = []
+        for each in sent:
+            try:
+                answer = await self.ask_bytes(*pack_address(each.url, each.is_low))
+            except WorkRefused as error:
+                raise ApiError(400, str(error), each.place) from error
+            opened.append(unpack_picture(answer))
+            if sum(len(picture.rgb) for picture in opened) > MAX_BYTES:
+                reason = f"the images of the request have more than {MAX_BYTES} bytes of pixels"
+                raise ApiError(400, f"{reason}; send fewer or smaller ones", "messages")
+        return opened

@@ -1,0 +1,49 @@
+"""Which parsers read the output of a request."""
+
+from __future__ import annotations
+
+from shared.process.ipc_messages import ModelFacts
+from shared.server.parsing.delta import OutputParser, PlainText
+from shared.server.parsing.output_parser import Said
+from shared.server.parsing.reasoning import is_open_after
+from shared.server.parsing.text_parsers import new_parser
+from shared.server.protocol.errors import ApiError
+from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
+
+
+class Parsers:
+    """Makes the parsers that the start named; what /v1/completions gives is always plain text."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._reasoning, self._tool_calls = facts.reasoning_parser, facts.tool_call_parser
+
+    def check(self, request: CompletionRequest | ChatRequest) -> None:
+        """Refuses tools whose calls nobody would read.
+
+        Raises:
+          ApiError: Status 400.
+        """
+        if isinstance(request, ChatRequest) and request.usable_tools and not self._tool_calls:
+            message = (
+                "tools require a tool-call parser, and none was detected from the chat "
+                "template; start the server with --tool-call-parser NAME"
+            )
+            raise ApiError(400, message, "tools")
+
+    def new(self, request: CompletionRequest | ChatRequest, prompt: str) -> OutputParser:
+        """A parser for one choice.
+
+        Args:
+          request: What was asked.
+          prompt: The text of the prompt, which may have opened the reasoning.
+        """
+        if not isinstance(request, ChatRequest):
+            return PlainText()
+        functions = [tool.function for tool in request.callable_tools]
+        schemas = {function.name: function.parameters or {} for function in functions}
+        name, begun = self._reasoning, request.begun
+        return new_parser(
+            self._tool_calls if functions else None,
+            Said(schemas, request.most_calls, request.holds_calls),
+            None if name is None else is_open_after(prompt, name, begun),
+        )

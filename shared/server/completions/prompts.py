@@ -1,0 +1,216 @@
+"""The prompts of a request: texts and conversations become tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from shared.engine.checks import TOO_LONG, RequestLimits
+from shared.engine.image_inputs import Picture
+from shared.images.placeholders import expanded
+from shared.options.request_fields import NOT_SERVED
+from shared.server.completions.chat_renderer import Renderer
+from shared.server.completions.image_decoder_pool import PictureOpener
+from shared.server.engine_link.body_thread import LongWork
+from shared.server.protocol.chat_messages import for_template
+from shared.server.protocol.content import SentPicture, pictures_in
+from shared.server.protocol.errors import ApiError
+from shared.server.protocol.fields import MAX_CHOICES
+from shared.server.protocol.openai_types import ChatPrompt, ChatRequest, CompletionRequest
+from shared.text.chat_template import Conversation
+from shared.text.template_worker import pack_conversation
+from shared.text.tokenizer import Tokenizer
+from shared.text.worker import WorkRefused
+
+_ADVICE = {field.name: field for field in NOT_SERVED if field.is_of_template}
+_FIELD_OF = {"arguments": "chat_template_kwargs"}  # of what a template refuses
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt.
+
+    Attributes:
+      tokens: What the engine is given.
+      text: What the tokens are of; "" of a prompt that came as tokens.
+      pictures: Those whose rows stand in it.
+    """
+
+    tokens: list[int]
+    text: str
+    pictures: tuple[Picture, ...] = ()
+
+
+class PromptReader:
+    """Reads prompts, off the event loop where that takes long.
+
+    Args:
+      tokenizer: None where the checkpoint has none: prompts are token ids then.
+      renderer: None where there is no chat template.
+      opener: None where the model does not see.
+      limits: Bounds of a request.
+      max_open_requests: Choices that the server takes at a time; None: any number.
+      work: Does what takes long.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        renderer: Renderer | None,
+        opener: PictureOpener | None,
+        limits: RequestLimits,
+        max_open_requests: int | None,
+        work: LongWork,
+    ) -> None:
+        self._tokenizer, self._renderer, self._limits = tokenizer, renderer, limits
+        self._opener, self._work = opener, work
+        self._max_choices = min(MAX_CHOICES, max_open_requests or MAX_CHOICES)
+
+    async def read(
+        self, request: CompletionRequest | ChatRequest, num_bytes: int
+    ) -> list[ReadPrompt]:
+        """All prompts of a request.
+
+        Args:
+          num_bytes: Of its body.
+
+        Raises:
+          ApiError: They cannot be served; names the field.
+        """
+        if isinstance(request, ChatRequest):
+            self._check_choices(request.num_choices, "n")
+            return [await self.read_chat(request, num_bytes)]
+        field = "prompt" if len(request.prompt) > 1 else "n"
+        self._check_choices(len(request.prompt) * request.num_choices, field)
+        return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
+
+    def _check_choices(self, count: int, field: str) -> None:
+        """Refuses what no server could take, and what this one could not if it had nothing else."""
+        if count > self._max_choices:
+            message = f"{field} requests {count} choices, at most {self._max_choices} are supported"
+            raise ApiError(400, message, field)
+
+    def ignored(self, request: CompletionRequest | ChatRequest) -> list[str]:
+        """Advice of a request that its chat template does not read.
+
+        Raises:
+          ApiError: There is no template for it.
+        """
+        if not isinstance(request, ChatRequest) or self._renderer is None:
+            return []
+        try:
+            unread = self._renderer.templates.unread(request.advice, bool(request.usable_tools))
+        except WorkRefused as error:
+            raise ApiError(400, str(error), error.part) from error
+        return [name for name in unread if _asks(name, request.advice.get(name))]
+
+    async def read_prompt(self, prompt: str | list[int], with_special: bool) -> ReadPrompt:
+        """A plain prompt; raises as `read`.
+
+        Args:
+          with_special: Whether it has the special tokens that the tokenizer adds.
+        """
+        if isinstance(prompt, list):
+            return ReadPrompt(prompt, "")
+        if self._tokenizer is None:
+            message = "the model folder has no tokenizer.json; send prompt as token ids"
+            raise ApiError(400, message, "prompt")
+        self._check_length(prompt, "prompt", self._tokenizer)
+        encode = self._tokenizer.encode if with_special else self._tokenizer.encode_more
+        return ReadPrompt(await asyncio.to_thread(encode, prompt), prompt)
+
+    async def read_chat(self, request: ChatPrompt, num_bytes: int) -> ReadPrompt:
+        """A conversation as the chat template writes it; see `read`."""
+        if self._tokenizer is None or self._renderer is None:
+            message = "the model folder has no chat template; use /v1/completions"
+            raise ApiError(400, message, "messages")
+        sent, asked = await self._work.do(num_bytes, self._packed, request, self._tokenizer)
+        try:
+            text = await self._renderer.render(asked)
+        except WorkRefused as error:
+            raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
+        self._check_length(text, "messages", self._tokenizer)
+        tokens = await asyncio.to_thread(self._tokenizer.encode_more, text)
+        if self._opener is None:
+            return ReadPrompt(tokens, text)
+        return await self._with_pictures(ReadPrompt(tokens, text), sent, self._opener)
+
+    def _packed(self, request: ChatPrompt, tokenizer: Tokenizer) -> tuple[list[SentPicture], bytes]:
+        """The pictures of a conversation, and what the renderer is asked; raises as `read`."""
+        sent = pictures_in(message.content for message in request.messages)
+        if sent and self._opener is None:
+            reason = (
+                "is an image, and the served model does not support image input; send text only"
+            )
+            raise ApiError(400, f"{sent[0].place} {reason}", sent[0].place)
+        conversation = conversation_of(request)
+        self._check_texts(conversation, tokenizer)
+        return sent, pack_conversation(conversation)
+
+    def _check_texts(self, conversation: Conversation, tokenizer: Tokenizer) -> None:
+        """Refuses a text that would stand in the prompt as the place of a picture."""
+        token = self._limits.image_token
+        name = None if token is None else tokenizer.bytes_of(token)
+        if name is None:
+            return
+        given = [*conversation.messages, conversation.tools, conversation.arguments]
+        if any(name.decode() in json.dumps(each, ensure_ascii=False) for each in given):
+            reason = f"a text contains {name.decode()}, the placeholder of images"
+            raise ApiError(400, f"{reason}; remove it", "messages")
+
+    async def _with_pictures(
+        self, prompt: ReadPrompt, sent: Sequence[SentPicture], opener: PictureOpener
+    ) -> ReadPrompt:
+        """A prompt in whose places for pictures these stand; raises as `read`."""
+        token = self._limits.image_token
+        assert token is not None, "a model that sees has one"
+        places = [at for at, each in enumerate(prompt.tokens) if each == token]
+        if len(places) != len(sent):
+            reason = f"the chat template wrote {len(places)} image placeholders"
+            raise ApiError(400, f"{reason} for {len(sent)} images", "messages")
+        if not sent:
+            return prompt
+        opened = await opener.open(sent)
+        counts = list(map(opener.num_tokens, opened))
+        grown = accumulate(counts, lambda rows, count: rows + count - 1, initial=0)
+        firsts = [place + more for place, more in zip(places, grown, strict=False)]
+        pictures = await asyncio.to_thread(opener.placed, opened, firsts)
+        return replace(prompt, tokens=expanded(prompt.tokens, token, counts), pictures=pictures)
+
+    def _check_length(self, text: str, param: str, tokenizer: Tokenizer) -> None:
+        """Refuses a text that cannot fit before the time is spent that encoding takes."""
+        if not tokenizer.can_fit(text, self._limits.max_request_tokens):
+            message = f"{param} has {len(text)} characters and cannot fit into {self._limits.room}"
+            raise ApiError(400, message, param, TOO_LONG)
+
+
+def _asks(name: str, value: Any) -> bool:
+    return name not in _ADVICE or _ADVICE[name].refuses(value)
+
+
+def conversation_of(request: ChatPrompt) -> Conversation:
+    """What the chat template writes of a request."""
+    continues, begins = bool(request.continue_final_message), request.add_generation_prompt
+    return Conversation(
+        messages=list(map(for_template, request.messages)),
+        tools=[tool.model_dump(exclude_unset=True) for tool in request.usable_tools],
+        arguments=request.chat_template_kwargs or {},
+        advice=request.advice,
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
+    )
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Refuses a request for another model.
+
+    Raises:
+      ApiError: Status 404.
+    """
+    if name not in (None, "default", served):
+        message = f"the model {name!r:.200} does not exist; this server has {served!r}"
+        raise ApiError(404, message, "model", "model_not_found")

@@ -1,0 +1,296 @@
+"""Answers in OpenAI's form: whole ones and the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from shared.engine.request import Event
+from shared.server.completions.choice import Choice, Piece, Speculation
+from shared.server.completions.logprobs import (
+    TokenLogprob,
+    TokenNames,
+    cut,
+    for_chat,
+    for_completion,
+    for_prompt,
+)
+from shared.server.completions.traces import Trace, Traces, step_json
+from shared.server.parsing.delta import Delta, ToolCall
+from shared.server.protocol.response_types import STREAM_END
+
+
+class Form(Protocol):
+    """How an endpoint writes a choice.
+
+    Attributes:
+      has_one_prompt: The logprobs of the prompt stand beside the choices, and not in each.
+    """
+
+    prefix: str
+    whole_object: str
+    chunk_object: str
+    has_one_prompt: bool
+
+    def whole(self, message: Delta) -> dict[str, Any]:
+        """The fields of a whole choice that hold what it says."""
+        ...
+
+    def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
+        """The fields of a choice in a stream that hold what it says anew."""
+        ...
+
+    def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+        """The `logprobs` of a choice."""
+        ...
+
+
+class CompletionForm:
+    """/v1/completions."""
+
+    prefix = "cmpl-"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    has_one_prompt = False
+
+    def whole(self, message: Delta) -> dict[str, Any]:
+        """`text`."""
+        return {"text": message.text}
+
+    def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
+        """`text`, the new one."""
+        return {"text": delta.text}
+
+    def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+        """Lists of equal length."""
+        return for_completion(entries, names)
+
+
+class ChatForm:
+    """/v1/chat/completions."""
+
+    prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    has_one_prompt = True
+
+    def whole(self, message: Delta) -> dict[str, Any]:
+        """`message`."""
+        calls = [_call(call) for call in message.tool_calls]
+        return {"message": {"role": "assistant", **_said(message, calls)}}
+
+    def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
+        """`delta`; the first one says whose message it is."""
+        role = {"role": "assistant"} if is_first else {}
+        calls = [{"index": call.index, **_call(call)} for call in delta.tool_calls]
+        return {"delta": {**role, **_said(delta, calls)}}
+
+    def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
+        """`content`, an object per token."""
+        return for_chat(entries, names)
+
+
+def _said(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a message; those of reasoning and tools only where there is any."""
+    text = delta.text or (None if calls or delta.reasoning else "")
+    reasoning = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+    return {"content": text, **reasoning, **({"tool_calls": calls} if calls else {})}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call, or the part of one that follows its name."""
+    if not call.call_id:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
+
+
+@dataclass
+class Answer:
+    """Writes one response.
+
+    Attributes:
+      form: Of the endpoint.
+      model: Served name of the model.
+      num_prompt_tokens: Of all prompts, each counted once.
+      num_image_tokens: Those of them that stand for pictures.
+      choices: Grow while the response is made; those of a prompt lie side by side.
+      choices_of_prompt: How many each prompt has.
+      names: Writes the tokens of logprobs.
+      shows_tokens: Each choice carries its `token_ids`.
+      shows_logprobs: Each choice carries its `logprobs`.
+      shows_trace: Each event of a stream carries its step.
+      num_echoed: Most likely tokens beside each of an echoed prompt; None: it has no logprobs.
+      num_of_prompt: The same of `prompt_logprobs`.
+      ignored: Fields of the request that have no effect.
+      trace: Takes the steps of the request; None where nobody asked.
+    """
+
+    form: Form
+    model: str
+    num_prompt_tokens: int
+    num_image_tokens: int
+    choices: list[Choice]
+    choices_of_prompt: int
+    names: TokenNames
+    shows_tokens: bool
+    shows_logprobs: bool
+    shows_trace: bool
+    num_echoed: int | None = None
+    num_of_prompt: int | None = None
+    ignored: tuple[str, ...] = ()
+    trace: Trace | None = None
+    _id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _created: int = field(default_factory=lambda: int(time.time()))
+    _begun: set[int] = field(default_factory=set)
+    _num_ended: int = 0
+
+    @property
+    def name(self) -> str:
+        """The `id` of the answer."""
+        return self.form.prefix + self._id
+
+    @property
+    def ended(self) -> bool:
+        """Whether every choice has ended."""
+        return self._num_ended == len(self.choices)
+
+    def take(self, index: int, event: Event) -> Piece:
+        """Adds an event to a choice that has not ended."""
+        piece = self.choices[index].take(event)
+        self._num_ended += piece.finish_reason is not None
+        if self.trace is None or event.step is None:
+            return piece
+        step = step_json(event.step, piece.tokens, piece.texts, self.names)
+        self.trace.add(index, step, piece.finish_reason)
+        return replace(piece, step=step)
+
+    def close(self, reason: str) -> None:
+        """Notes in the trace why choices ended that have not said so themselves."""
+        if self.trace is not None:
+            self.trace.end(reason)
+
+    def follow(self, traces: Traces, drafter: str | None) -> None:
+        """Begins its trace among those that are kept."""
+        head = {
+            "created": self._created,
+            "model": self.model,
+            "speculative_algorithm": drafter,
+        }
+        self.trace = traces.open(self.name, head, len(self.choices))
+
+    def whole(self, messages: list[Delta]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        pieces = [
+            Piece(
+                message,
+                choice.tokens,
+                choice.logprobs,
+                choice.finish_reason,
+                prompt=choice.prompt,
+            )
+            for message, choice in zip(messages, self.choices, strict=True)
+        ]
+        choices = [
+            self._choice(index, self.form.whole(piece.delta), piece)
+            for index, piece in enumerate(pieces)
+        ]
+        head = self._head(self.form.whole_object)
+        beside = {**self._beside(0, pieces[0]), **self._ignored()}
+        return {**head, **beside, "choices": choices, **self.totals()}
+
+    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+        """An event of a stream: what one step added to one choice.
+
+        The first event of all has what the request has in vain.
+        """
+        ignored = {} if self._begun else self._ignored()
+        part = self.form.part(piece.delta, index not in self._begun)
+        self._begun.add(index)
+        choice = self._choice(index, part, piece)
+        head = self._head(self.form.chunk_object)
+        return {**head, **self._beside(index, piece), **ignored, "choices": [choice]}
+
+    def matters(self, index: int, piece: Piece) -> bool:
+        """Whether a stream has to carry a piece: one that says nothing is of use to few."""
+        shows_more = self.shows_tokens or self.shows_logprobs or self.shows_trace
+        return shows_more or index not in self._begun or bool(piece.delta or piece.finish_reason)
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The event that `stream_options.include_usage` asks for, after the last choice."""
+        return {**self._head(self.form.chunk_object), "choices": [], **self.totals()}
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(choice.tokens) for choice in self.choices)
+
+    @property
+    def speculation(self) -> Speculation:
+        """Of all choices."""
+        total = Speculation.empty(len(self.choices[0].speculation.histogram) - 1)
+        for choice in self.choices:
+            total.add(choice.speculation)
+        return total
+
+    def totals(self) -> dict[str, Any]:
+        """Usage and speculation, summed over the choices."""
+        completion = self.num_output_tokens
+        usage = {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self.num_prompt_tokens + completion,
+            "prompt_tokens_details": {
+                "cached_tokens": self.num_cached_tokens,
+                "image_tokens": self.num_image_tokens,
+            },
+        }
+        return {"usage": usage, "speculative": self.speculation.to_json()}
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of all prompts; of one with several choices what its first one found."""
+        return sum(choice.cached_tokens for choice in self.choices[:: self.choices_of_prompt])
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.name, "object": kind, "created": self._created, "model": self.model}
+
+    def _ignored(self) -> dict[str, Any]:
+        return {"ignored": list(self.ignored)} if self.ignored else {}
+
+    def _beside(self, index: int, piece: Piece) -> dict[str, Any]:
+        """What stands beside the choices: of the first one, as they have one prompt."""
+        return self._of_prompt(piece) if self.form.has_one_prompt and index == 0 else {}
+
+    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
+        if self.num_of_prompt is None or not piece.prompt:
+            return {}
+        return {"prompt_logprobs": for_prompt(cut(piece.prompt, self.num_of_prompt), self.names)}
+
+    def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self.shows_logprobs:
+            echoed = [] if self.num_echoed is None else cut(piece.prompt, self.num_echoed)
+            logprobs = self.form.logprobs([*echoed, *piece.logprobs], self.names)
+        choice = {
+            "index": index,
+            **said,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
+        if not self.form.has_one_prompt:
+            choice |= self._of_prompt(piece)
+        if self.shows_trace and piece.step is not None:
+            choice["trace"] = piece.step
+        return {**choice, "token_ids": piece.tokens} if self.shows_tokens else choice
+
+
+def sse(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
+
+
+SSE_DONE = f"data: {STREAM_END}\n\n".encode()

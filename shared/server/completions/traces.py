@@ -1,0 +1,189 @@
+"""The traces of requests: each verify step as a client reads it, and which of them are kept."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from typing import Any
+
+from shared.engine.request import PLAIN, PREFILL, StepTrace
+from shared.server.completions.logprobs import TokenNames
+
+MAX_TRACES = 64
+"""Requests whose traces are kept."""
+
+MAX_TRACE_BYTES = 32 << 20
+"""Of all traces in JSON; a step of a tree of 16 nodes has about 1.5 KB."""
+
+TARGET, BONUS = "target", "bonus"
+
+
+class Trace:
+    """The steps of one HTTP request, as they are written into its answer.
+
+    Args:
+      store: Bounds it.
+      head: What stands before the choices.
+      num_choices: Choices of all prompts.
+    """
+
+    def __init__(self, store: Traces, head: dict[str, Any], num_choices: int) -> None:
+        self._store, self._head = store, head
+        self._finish_reasons: list[str | None] = [None] * num_choices
+        self._steps: deque[tuple[int, bytes]] = deque()
+        self._num_dropped = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its steps."""
+        return sum(len(step) for _, step in self._steps)
+
+    def add(self, choice: int, step: dict[str, Any], finish_reason: str | None) -> None:
+        """Adds a step of a choice, and why the choice ended if it did."""
+        self._finish_reasons[choice] = finish_reason
+        written = json.dumps(step, separators=(",", ":")).encode()
+        self._steps.append((choice, written))
+        self._store.bound(self, len(written))
+
+    def clear(self) -> None:
+        """Lets go of its steps: nobody finds it any more."""
+        self._steps.clear()
+
+    def drop_step(self) -> int:
+        """Drops its oldest step, and returns the bytes that it had."""
+        _, step = self._steps.popleft()
+        self._num_dropped += 1
+        return len(step)
+
+    def end(self, reason: str) -> None:
+        """Notes why those choices ended that have not."""
+        self._finish_reasons = [known or reason for known in self._finish_reasons]
+
+    def to_json(self) -> bytes:
+        """The answer of `/v1/requests/ID/trace`."""
+        choices = [
+            b'{"index":%d,"finish_reason":%s,"steps":[%s]}'
+            % (
+                index,
+                json.dumps(reason).encode(),
+                b",".join(step for choice, step in self._steps if choice == index),
+            )
+            for index, reason in enumerate(self._finish_reasons)
+        ]
+        head = json.dumps({**self._head, "dropped_steps": self._num_dropped}).encode()
+        return b'%s,"choices":[%s]}' % (head[:-1], b",".join(choices))
+
+
+class Traces:
+    """The traces of the latest requests that have one.
+
+    Where they become too many, or too large, the oldest goes; the last one that is left loses its
+    oldest steps.
+
+    Args:
+      max_traces: Requests.
+      max_bytes: Of their steps in JSON.
+    """
+
+    def __init__(self, max_traces: int = MAX_TRACES, max_bytes: int = MAX_TRACE_BYTES) -> None:
+        self._max_traces, self._max_bytes = max_traces, max_bytes
+        self._kept: OrderedDict[str, Trace] = OrderedDict()
+        self._num_bytes = 0
+
+    def open(self, name: str, head: dict[str, Any], num_choices: int) -> Trace:
+        """Begins the trace of a request.
+
+        Args:
+          name: The `id` of the request's answer.
+          head: What else a reader should know of it.
+          num_choices: Choices of all prompts.
+        """
+        trace = Trace(self, {"id": name, "object": "request.trace", **head}, num_choices)
+        self._kept[name] = trace
+        if len(self._kept) > self._max_traces:
+            self._drop_oldest()
+        return trace
+
+    def find(self, name: str) -> Trace | None:
+        """The trace of a request, if it is kept."""
+        return self._kept.get(name)
+
+    def bound(self, trace: Trace, num_bytes: int) -> None:
+        """Counts a step that was added to a trace, and drops what is too much with it."""
+        if trace not in self._kept.values():
+            trace.clear()
+            return
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            if len(self._kept) > 1:
+                self._drop_oldest()
+            else:
+                self._num_bytes -= trace.drop_step()
+
+    def _drop_oldest(self) -> None:
+        _, oldest = self._kept.popitem(last=False)
+        self._num_bytes -= oldest.num_bytes
+
+
+def step_json(
+    step: StepTrace, tokens: Sequence[int], texts: Sequence[str], names: TokenNames
+) -> dict[str, Any]:
+    """A step as clients read it.
+
+    Args:
+      tokens: What it added to the text, no further than the text goes.
+      texts: What each of them added to it in characters.
+      names: Writes drafts, of which no text is made.
+    """
+    origins, depths = _origins(step), _depths(step.parents)
+    accepted = set(step.path)
+    drafts = [
+        {
+            "node": node,
+            "parent": step.parents[node - 1],
+            "depth": depths[node],
+            "token": token,
+            "text": names.name(token),
+            "origin": origins[node],
+            "accepted": node in accepted,
+        }
+        for node, token in enumerate(step.drafts, start=1)
+    ]
+    said = []
+    for place, (token, text) in enumerate(zip(tokens, texts, strict=True)):
+        node = step.path[place] if place < len(step.path) else 0
+        said.append(
+            {
+                "token": token,
+                "text": text,
+                "name": names.name(token),
+                "origin": origins[node],
+                "node": node,
+                "depth": depths[node],
+            }
+        )
+    return {
+        "step": step.number,
+        "source": step.source,
+        "batch_size": step.num_rows,
+        "time_ms": round(step.at_ms, 3),
+        "host_ms": round(step.host_ms, 3),
+        "device_ms": None if step.device_ms is None else round(step.device_ms, 3),
+        "drafts": drafts,
+        "tokens": said,
+    }
+
+
+def _origins(step: StepTrace) -> list[str]:
+    """Where the token of each node comes from; in place of the root, the target's own token."""
+    origin = TARGET if step.source in (PREFILL, PLAIN) else BONUS
+    return [origin, *step.origins]
+
+
+def _depths(parents: Sequence[int]) -> list[int]:
+    """The depth of each node; 0 of the root."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths

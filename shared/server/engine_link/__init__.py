@@ -1,0 +1,1 @@
+"""Connection to the engine process, worker processes and metrics."""

@@ -1,0 +1,116 @@
+"""/metrics: the engine's counters beside the server's own, as Prometheus text.
+
+Names are vLLM's behind another prefix, and each has vLLM's label `model_name`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from shared.server.engine_link.metric_texts import HELP
+from shared.server.engine_link.request_end import RequestEnd
+
+PREFIX = "tandem:"
+MODEL_LABEL = "model_name"
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 600)
+_STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+
+class ServerMetrics:
+    """Renders snapshots of the engine, and times requests.
+
+    Attributes:
+      time_to_first_token: Seconds from a request's arrival to its first token.
+      inter_token_latency: Seconds between two steps that gave one choice tokens, however many.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._registry, self._model_name = CollectorRegistry(), model_name
+        self._engine = _EngineCollector(model_name)
+        self._registry.register(self._engine)
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", _SECONDS)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", _STEP_SECONDS)
+        self._latency = self._histogram("e2e_request_latency_seconds", _SECONDS)
+        self._prompt_tokens = self._histogram("request_prompt_tokens", _TOKENS)
+        self._output_tokens = self._histogram("request_generation_tokens", _TOKENS)
+        self._image_tokens = self._counter("prompt_image_tokens")
+
+    def ended(self, end: RequestEnd) -> None:
+        """A request has ended; one that was cut short says nothing of how long requests take."""
+        self._image_tokens.inc(end.image_tokens)
+        if not {"abort", "error"} & set(end.finish_reasons):
+            self._latency.observe(end.total_s)
+            self._prompt_tokens.observe(end.prompt_tokens)
+            self._output_tokens.observe(end.output_tokens)
+
+    def render(self, snapshot: dict[str, float]) -> bytes:
+        """The page, with the engine's counters and gauges by name."""
+        self._engine.snapshot = snapshot
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str) -> Counter:
+        text = HELP[f"{name}_total"]
+        made = Counter(PREFIX + name, text, [MODEL_LABEL], registry=self._registry)
+        return made.labels(self._model_name)
+
+    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(
+            PREFIX + name, HELP[name], [MODEL_LABEL], buckets=buckets, registry=self._registry
+        )
+        return made.labels(self._model_name)
+
+
+class TokenTimes:
+    """When the tokens of a request came from the engine, whenever its client reads them.
+
+    Attributes:
+      began: When the request arrived, by the clock of `time.monotonic`.
+      first_token_s: Seconds from then to its first token; None before that.
+    """
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self._metrics = metrics
+        self.began = time.monotonic()
+        self.first_token_s: float | None = None
+        self._last: dict[int, float] = {}
+
+    def came(self, choice: int) -> None:
+        """Tokens of a choice have come."""
+        now = time.monotonic()
+        if self.first_token_s is None:
+            self.first_token_s = now - self.began
+            self._metrics.time_to_first_token.observe(self.first_token_s)
+        if choice in self._last:
+            self._metrics.inter_token_latency.observe(now - self._last[choice])
+        self._last[choice] = now
+
+
+class _EngineCollector(Collector):
+    """Names that end in `_total` are counters; labels follow a name as Prometheus writes them.
+
+    Each has its text in `HELP`: `tests/server/test_metric_texts.py` finds all names.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self.snapshot: dict[str, float] = {}
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """The families of the newest snapshot."""
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for key, value in self.snapshot.items():
+            name, _, labels = key.partition("{")
+            values = {MODEL_LABEL: self._model_name, **dict(_LABEL.findall(labels))}
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            if name not in families:
+                families[name] = kind(PREFIX + name, HELP[name], labels=list(values))
+            families[name].add_metric(list(values.values()), value)
+        yield from families.values()

@@ -1,0 +1,1 @@
+"""Incremental parsers of generated text: reasoning, tool calls, JSON."""

@@ -1,0 +1,1 @@
+"""Types, limits and errors of the HTTP API."""

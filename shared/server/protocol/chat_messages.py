@@ -1,0 +1,201 @@
+"""The messages of a conversation as OpenAI's clients write them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    Tag,
+    WithJsonSchema,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, from_json
+
+from shared.server.parsing.json_object import JsonObject
+from shared.server.parsing.json_tool_call import read_object
+from shared.server.protocol.content import AnswerContent, Content, without_pictures
+from shared.server.protocol.fields import Nested, Strict, Text, check_depth
+from shared.text.tokenizer import is_text
+from shared.text.tool_call_grammar import arguments_schema
+
+MAX_MESSAGES = 1 << 14
+MAX_TOOLS = 128
+MAX_CALLS = 1024  # of one message
+MAX_ID_LENGTH = 256
+
+
+def _read_arguments(value: Any) -> dict[str, Any]:
+    """The arguments of a call, which OpenAI writes as JSON text; templates read the object."""
+    arguments = read_object(value or "{}") if is_text(value) else None
+    if arguments is None and is_text(value):
+        arguments = _read_cut(value)
+    if not isinstance(arguments, dict):
+        raise PydanticCustomError("arguments", "must be the JSON text of an object")
+    return check_depth(arguments)
+
+
+def _read_cut(text: str) -> Any:
+    """What there is of the arguments of an answer that its length has cut, which comes back so."""
+    beginning = JsonObject()
+    if not all(map(beginning.take, text.lstrip())) or beginning.ended:
+        return None
+    try:
+        return from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return None
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Arguments = Annotated[
+    dict[str, Any],
+    PlainValidator(_read_arguments),
+    WithJsonSchema({"type": "string", "description": "JSON text of an object"}),
+]
+
+
+Client = Annotated[Any, Field(exclude=True)]
+"""What a client keeps of its own in an answer; templates do not read it."""
+
+
+class TemplateInput(Strict):
+    """What chat templates read, with its keys in the order in which the client wrote them."""
+
+    _keys: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_order(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        made = read(value)
+        made._keys = tuple(value)
+        return made
+
+    @model_serializer(mode="wrap")
+    def _in_order(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written = write(self)
+        return {key: written[key] for key in self._keys if key in written} | written
+
+
+class PlainMessage(TemplateInput):
+    """A message of anybody but the assistant and its tools."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: Text | None = None
+
+
+class CalledFunction(TemplateInput):
+    """What was called, and with what."""
+
+    name: FunctionName
+    arguments: Arguments
+    parsed_arguments: Client = None
+
+
+class MadeCall(TemplateInput):
+    """A call of an earlier answer."""
+
+    id: Annotated[Text, Field(max_length=MAX_ID_LENGTH)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    # Of one that a client has put together of parts; templates do not read it.
+    index: Annotated[int | None, Field(ge=0, le=MAX_CALLS, exclude=True)] = None
+
+
+class AssistantMessage(TemplateInput):
+    """An earlier answer, as it was given; clients send it back as a whole.
+
+    Some have put beside it what they made of it: `Client` fields.
+    """
+
+    role: Literal["assistant"]
+    content: AnswerContent = None
+    reasoning_content: Text | None = None
+    reasoning: Annotated[Text | None, Field(exclude=True)] = None  # vLLM's new name of it
+    tool_calls: Annotated[list[MadeCall], Field(max_length=MAX_CALLS)] | None = None
+    name: Text | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any] | None, Field(max_length=0, exclude=True)] = None
+    parsed: Client = None
+    provider_specific_fields: None = None
+
+    @model_validator(mode="after")
+    def _is_sound(self) -> AssistantMessage:
+        names = self.reasoning_content, self.reasoning
+        if None not in names and len(set(names)) > 1:
+            raise PydanticCustomError(
+                "reasoning", "has different reasoning_content and reasoning; send one of them"
+            )
+        if self.content is None and not self.tool_calls and names == (None, None):
+            raise PydanticCustomError("empty", "must have content or tool_calls")
+        return self
+
+
+class ToolMessage(TemplateInput):
+    """What a tool answered."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Annotated[Text, Field(max_length=MAX_ID_LENGTH)]
+    name: Text | None = None
+
+
+def _kind(value: Any) -> str:
+    """Which class reads a message; that of plain ones names a role that nobody has."""
+    role = value.get("role") if isinstance(value, dict) else None
+    return f"<{role}>" if role in ("assistant", "tool") else "<plain>"
+
+
+Message = Annotated[
+    Annotated[PlainMessage, Tag("<plain>")]
+    | Annotated[AssistantMessage, Tag("<assistant>")]
+    | Annotated[ToolMessage, Tag("<tool>")],
+    Discriminator(_kind),
+]
+
+
+class Function(TemplateInput):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: Text | None = None
+    parameters: Nested | None = None
+    strict: bool | None = None
+
+    def arguments_schema(self, is_forced: bool) -> dict[str, Any] | None:
+        """What the arguments of a call are held to; None: they are any object.
+
+        Args:
+          is_forced: A call must be made, and then every function is held to its schema.
+        """
+        if not (self.strict or is_forced):
+            return None
+        return arguments_schema(self.parameters)
+
+
+class Tool(TemplateInput):
+    """A tool; functions are all there are."""
+
+    type: Literal["function"]
+    function: Function
+
+
+def for_template(message: PlainMessage | AssistantMessage | ToolMessage) -> dict[str, Any]:
+    """A message as chat templates read it.
+
+    What is null is left out, as transformers does, but for `content`: many templates put it into
+    their text without a look, and an answer of calls or reasoning alone has none.
+    """
+    content = without_pictures(message.content or "")
+    fields = message.model_dump(exclude_none=True) | {"content": content}
+    if isinstance(message, AssistantMessage) and message.reasoning is not None:
+        fields["reasoning_content"] = message.reasoning
+    return fields

@@ -1,0 +1,206 @@
+"""The content of a message: a text, or parts of text and pictures in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import PlainValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from shared.server.protocol.errors import ApiError
+from shared.text.tokenizer import is_text
+
+TEXT, PICTURE = "text", "image_url"
+"""The types of parts that there are."""
+
+MAX_PICTURES = 64
+"""Of one request."""
+
+_CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
+
+LOW = "low"
+_DETAILS = (None, "auto", "high", "original", LOW)
+"""Values of `detail`: `low` bounds the size of an image, the others are what the model's settings
+make of it."""
+
+_FOR_TEMPLATE = {"type": "image"}
+"""A picture as chat templates read it; they say where it stands, and see nothing of it."""
+
+_OTHER = {
+    "video": "video is not supported; send single frames as parts of type image_url",
+    "audio": "audio is not supported; send its text",
+    "image": "images must be parts of type image_url",
+    "file": ("files are not supported; send their text, or an image as a part of type image_url"),
+}
+"""Why a part whose type has this word in its name is not taken."""
+
+
+def few_pictures(messages: Any) -> Any:
+    """Messages as a client has sent them, which may be anything, before one of them is read.
+
+    Raises:
+      ApiError: They have more pictures than a request may.
+    """
+    read = messages if isinstance(messages, list) else []
+    contents = (message.get("content") for message in read if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    count = sum(isinstance(part, dict) and part.get("type") == PICTURE for part in parts)
+    if count > MAX_PICTURES:
+        reason = f"the request has {count} images, at most {MAX_PICTURES} are supported; send fewer"
+        raise ApiError(400, reason, "messages")
+    return messages
+
+
+def _read_texts(value: Any) -> str | list[Any]:
+    return _read(value, (TEXT,))
+
+
+def _read_all(value: Any) -> str | list[Any]:
+    return _read(value, (TEXT, PICTURE))
+
+
+def _read_answer(value: Any) -> str | list[Any] | None:
+    """The content of an answer, which may have none beside its calls."""
+    return None if value is None else _read_texts(value)
+
+
+def _read(value: Any, kinds: tuple[str, ...]) -> str | list[Any]:
+    if is_text(value):
+        return value
+    parts: list[Any] = value if isinstance(value, list) else []
+    if not parts or not all(isinstance(part, dict) for part in parts):
+        raise _fault(kinds)
+    return [_read_part(part, kinds) for part in parts]
+
+
+def _read_part(part: dict[str, Any], kinds: tuple[str, ...]) -> dict[str, Any]:
+    """A part without hints for caches."""
+    kind = part.get("type")
+    if kind not in kinds:
+        raise _other_kind(kind, kinds)
+    if part.keys() - _CACHE_HINTS != {"type", kind}:
+        raise _fault(kinds)
+    if kind == TEXT and not is_text(part[TEXT]):
+        raise PydanticCustomError("content", "has a text part whose text is not a string")
+    read = {key: part[key] for key in part if key not in _CACHE_HINTS}
+    return {**read, PICTURE: _read_picture(part[PICTURE])} if kind == PICTURE else read
+
+
+def _read_picture(given: Any) -> dict[str, Any]:
+    """The object of an image, which some clients write as its url alone."""
+    image = {"url": given} if isinstance(given, str) else given
+    if not isinstance(image, dict) or image.keys() - {"detail"} != {"url"}:
+        raise PydanticCustomError(
+            "content", "has an image part whose image_url is neither a URL nor an object with a URL"
+        )
+    if not is_text(image["url"]):
+        raise PydanticCustomError("content", "has an image part whose url is not a string")
+    if image.get("detail") not in _DETAILS:
+        named = ", ".join(filter(None, _DETAILS))
+        raise PydanticCustomError(
+            "content", "has an image whose detail is invalid; give one of {named}", {"named": named}
+        )
+    return image
+
+
+def _other_kind(kind: Any, kinds: tuple[str, ...]) -> PydanticCustomError:
+    if kind == PICTURE:
+        return PydanticCustomError(
+            "content", "has an image; images are supported in messages of role user and tool"
+        )
+    reason = next((_OTHER[word] for word in _OTHER if isinstance(kind, str) and word in kind), None)
+    if reason is None:
+        return _fault(kinds)
+    return PydanticCustomError(
+        "content", "has a part of an unsupported type: {why}", {"why": reason}
+    )
+
+
+def _fault(kinds: tuple[str, ...]) -> PydanticCustomError:
+    named = " or ".join(kinds)
+    return PydanticCustomError(
+        "content", "must be a string or a list of parts of type {kinds}", {"kinds": named}
+    )
+
+
+def _part_schema(kind: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "type": {"const": kind},
+            kind: value,
+            **{hint: {} for hint in sorted(_CACHE_HINTS)},
+        },
+        "required": ["type", kind],
+        "additionalProperties": False,
+    }
+
+
+_URL = {"type": "string", "description": "data:image/...;base64,..."}
+_PICTURE = {
+    "anyOf": [
+        _URL,
+        {
+            "type": "object",
+            "properties": {"url": _URL, "detail": {"enum": [*_DETAILS]}},
+            "required": ["url"],
+            "additionalProperties": False,
+        },
+    ]
+}
+_TEXT_PART, _PICTURE_PART = _part_schema(TEXT, {"type": "string"}), _part_schema(PICTURE, _PICTURE)
+
+
+def _schema(part: dict[str, Any], *others: dict[str, Any]) -> WithJsonSchema:
+    listed = {"type": "array", "items": part, "minItems": 1}
+    return WithJsonSchema({"anyOf": [{"type": "string"}, listed, *others]})
+
+
+Content = Annotated[
+    str | list[Any],
+    PlainValidator(_read_all),
+    _schema({"anyOf": [_TEXT_PART, _PICTURE_PART]}),
+]
+AnswerContent = Annotated[
+    str | list[Any] | None,
+    PlainValidator(_read_answer),
+    _schema(_TEXT_PART, {"type": "null"}),
+]
+
+
+@dataclass(frozen=True)
+class SentPicture:
+    """A picture as a client has sent it.
+
+    Attributes:
+      place: Where in the request it stands, as errors name it.
+      url: Its address, which carries it.
+      is_low: Its size is bounded by `shared.models.image_processor.LOW_DETAIL_PIXELS`.
+    """
+
+    place: str
+    url: str
+    is_low: bool = False
+
+
+def pictures_in(contents: Iterable[str | list[Any] | None]) -> list[SentPicture]:
+    """The pictures of messages, given by their contents, in their order."""
+    return [
+        SentPicture(
+            f"messages[{number}].content[{index}].{PICTURE}",
+            part[PICTURE]["url"],
+            part[PICTURE].get("detail") == LOW,
+        )
+        for number, content in enumerate(contents)
+        for index, part in enumerate(content if isinstance(content, list) else ())
+        if part["type"] == PICTURE
+    ]
+
+
+def without_pictures(content: str | list[Any]) -> str | list[Any]:
+    """A message's content as chat templates read it: of a picture there is its place."""
+    if isinstance(content, str):
+        return content
+    return [_FOR_TEMPLATE if part["type"] == PICTURE else part for part in content]
