@@ -8,5 +8,5 @@ if sys.version_info < (3, 11):  # noqa: UP036  # older ones cannot import what f
     print(f"Python 3.11 or newer is required, and this is Python {found}", file=sys.stderr)
     raise SystemExit(2)
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """Version of the project, as in `pyproject.toml`."""
