@@ -5,6 +5,7 @@ the startup rules (`shared.options.rules`) for a command line with the method an
 """
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -212,14 +213,23 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _rules() -> Iterator[str]:
     for number, rule in enumerate(RULES, 1):
-        yield f"{number}. {rule.sentence(WORDS)}."
-        example = rule.example
-        if example is None:
-            yield "   This depends on the files."
-            continue
-        model = f" with a {example.model_type} model" if example.model_type else ""
-        flags = f" and `{' '.join(example.flags)}`" if example.flags else ""
-        yield f"   Example: `{example.drafter}`{model}{flags}."
+        item, text = f"{number}. ", f"{rule.sentence(WORDS)}. {_example(rule)}"
+        yield textwrap.fill(
+            item + text,
+            100,
+            subsequent_indent=" " * len(item),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+
+
+def _example(rule: Rule) -> str:
+    example = rule.example
+    if example is None:
+        return "This depends on the files."
+    model = f" with a {example.model_type} model" if example.model_type else ""
+    flags = f" and `{' '.join(example.flags)}`" if example.flags else ""
+    return f"Example: `{example.drafter}`{model}{flags}."
 
 
 def _fields(*, is_advice: bool) -> str:
