@@ -1,7 +1,7 @@
-"""The convolutions before and behind the parts of a DFlash2 layer, for Pallas.
+"""Convolutions before and after the attention and MLP of a DFlash2 layer (Pallas, Triton backend).
 
-Coefficients and rows are bfloat16, so each product of two numbers is whole in float32, and the sums
-have the bits of the plain operations.
+Coefficients and rows are bfloat16, so each product is exact in float32. The sums have the bits of
+the reference operations.
 """
 
 import functools
@@ -18,7 +18,7 @@ from kernels.pallas_gpu.gemm.layers import store_row
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up
 from shared.spec.reduction_order import SquaresOrder
 
-BLOCK = 512  # columns of a program that norms no row
+BLOCK = 512  # columns per program, if no norm follows
 
 
 def before(
@@ -29,7 +29,7 @@ def before(
     *,
     interpret: bool = False,
 ) -> Float[jax.Array, "R hidden"]:
-    """As `shared.spec.convolution.before`."""
+    """Implements `shared.spec.convolution.before`."""
     R, hidden = normed.shape
     return pl.pallas_call(
         functools.partial(_before_kernel, size=size),
@@ -54,10 +54,11 @@ def behind(
     order: SquaresOrder,
     interpret: bool = False,
 ) -> tuple[Float[jax.Array, "R hidden"], Float[jax.Array, "R hidden"]]:
-    """As `shared.spec.convolution.behind`.
+    """Implements `shared.spec.convolution.behind`.
 
     Args:
-      norms: A stack of scales of norms; the stream is read next through that of `layer`.
+      norms: Stacked norm scales; `layer` selects the one that the residual stream is read through
+        next.
     """
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return pl.pallas_call(
@@ -71,7 +72,7 @@ def behind(
 
 
 def _before_kernel(values_ref, base_ref, moved_ref, out_ref, *, size):
-    """One program some columns of a row."""
+    """One program per block of columns of a row."""
     column = pl.program_id(1) * BLOCK + lax.iota(jnp.int32, BLOCK)
     total = jnp.zeros(column.shape, jnp.float32)
     total = _added(total, 0, values_ref, base_ref, moved_ref, column, size)
@@ -82,7 +83,7 @@ def _behind_kernel(
     values_ref, base_ref, moved_ref, x_ref, norms_ref, layer_ref, out_ref, normed_ref,
     *, size, eps, order,
 ):  # fmt: skip
-    """One program a row: what is added to it, and its norm."""
+    """One program per row: the residual sum and its norm."""
     hidden = x_ref.shape[1]
     chunks = pl.next_power_of_2(pl.cdiv(hidden, order.chunk))
     part = lax.iota(jnp.int32, chunks)[:, None] * order.chunk
@@ -99,7 +100,7 @@ def _behind_kernel(
 
 
 def _added(total, side, values_ref, base_ref, moved_ref, column, size):
-    """Adds what each tap of one of both convolutions reads."""
+    """Adds the taps of one of the two convolutions."""
     row, hidden, groups = pl.program_id(0), values_ref.shape[1], moved_ref.shape[3]
     inside, slot, group = column < hidden, row % size, column // (hidden // groups)
     for tap in range(base_ref.shape[1]):

@@ -1,4 +1,4 @@
-"""Rows quantised to FP8, for Pallas."""
+"""Dynamic FP8 quantisation of activations for W8A8 GEMMs (Pallas, Triton backend)."""
 
 from functools import partial
 
@@ -13,21 +13,23 @@ from kernels.pallas_gpu.gemm.fp8_w8a8 import quantise
 from shared.models.fp8 import BLOCK
 
 LINES, ROWS = 8, 128
-"""Codes lie in whole groups of so many rows, and their scales of so many, as `linear_described`
-copies and loads them. Of the rows more than there are, nothing is written."""
+"""Row multiples to which quantised rows and their scales are padded.
+
+`linear_described` copies and loads whole groups. Padding rows are not written.
+"""
 _FEW = 64
 _ROWS, _ROWS_OF_MANY, _WARPS = 4, 32, 4
-"""Of a program, where rows are at most so few, and where there are more."""
+"""Rows per program for at most `_ROWS` rows and for more, and warps."""
 
 
 def quantised(
     x: Float[jax.Array, "R inputs"], *, interpret: bool = False
 ) -> tuple[Float8e4m3fn[jax.Array, "lines inputs"], Float32[jax.Array, "blocks rows"]]:
-    """As `shared.spec.fp8_activations.quantised`, of whole blocks of inputs.
+    """Implements `shared.spec.fp8_activations.quantised`, for whole blocks of inputs.
 
     Returns:
-      The codes, and the scales of each block of inputs, one row behind the other; both with rows
-      more than there are, see `LINES`.
+      The quantised rows, and the scales of each block of inputs, one row per block. Both have
+      padding rows, see `LINES`.
     """
     R, K = x.shape
     of_program = _ROWS if R <= _FEW else _ROWS_OF_MANY
@@ -49,7 +51,7 @@ def _quantising_kernel(x_ref, codes_ref, scales_ref, *, rows, is_compiled):
     """One program per block of inputs of some rows."""
     row, block = pl.program_id(0) * rows + lax.iota(jnp.int32, rows), pl.program_id(1)
     is_row = row < x_ref.shape[0]
-    # A row that is not read gets an index outside, for the interpreter.
+    # Rows that are not read get an index outside the array, which the interpreter requires.
     column = block * BLOCK + lax.iota(jnp.int32, BLOCK)
     place = (jnp.where(is_row, row, x_ref.shape[0])[:, None], column[None, :])
     mask = jnp.broadcast_to(is_row[:, None], (rows, BLOCK))

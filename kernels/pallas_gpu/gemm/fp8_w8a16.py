@@ -1,6 +1,6 @@
-"""FP8 weights in words of four, widened in the registers that a product takes them from, in Pallas.
+"""W8A16: packed FP8 weights, dequantised in registers before the GEMM (Pallas, Triton backend).
 
-`shared.models.fp8_packing` says how they lie in memory.
+`shared.models.fp8_packing` documents the packed layout.
 """
 
 from functools import partial
@@ -16,9 +16,9 @@ from shared.models.fp8_packing import FP8_BLOCK, SCALE_FACTOR, shares_of
 
 _WARPS = 4
 
-# Two words are two pairs of bfloat16 of one of their bytes: sign, exponent and mantissa are moved
-# to their places, subnormal numbers too. What comes out is 2^-120 of the code's number. One text
-# for each byte: jax 0.11.2 makes one list too many of several results.
+# Converts one byte of two packed int32 to a pair of bfloat16 by moving sign, exponent and mantissa,
+# also of subnormal numbers. The result is 2^-120 of the FP8 value. Each byte has its own assembly,
+# because jax 0.11.2 nests the list of several results once too often.
 _MOVED = tuple(
     f"{{\n.reg .b32 t, m;\nprmt.b32 t, $1, $2, {pair};\nshr.u32 m, t, 4;\n"
     "and.b32 m, m, 0x07f007f0;\nlop3.b32 $0, t, 0x80008000, m, 0xea;\n}"
@@ -27,10 +27,10 @@ _MOVED = tuple(
 
 
 def four(words, scale, is_compiled):
-    """A block of inputs of some outputs as four parts of 32, [outputs, 32] each, in bfloat16.
+    """Dequantises a block of inputs of some outputs to four bfloat16 parts, [outputs, 32] each.
 
-    The scale is a column, [outputs, 1]: a scalar would be applied in another layout than that of
-    the product, and the numbers would take a way through shared memory.
+    The scale is a column, [outputs, 1]. A scalar would be applied in another layout than the
+    GEMM's, so the values would be converted through shared memory.
     """
     if not is_compiled:
         return [_moved(words, byte, scale).astype(jnp.bfloat16) for byte in range(4)]
@@ -40,7 +40,7 @@ def four(words, scale, is_compiled):
 
 
 def _moved(words, byte, scale):
-    """The numbers of one byte, for a CPU."""
+    """Converts one byte of packed FP8 on a CPU."""
     codes = (lax.shift_right_logical(words, jnp.int32(8 * byte)) & 0xFF).astype(jnp.uint8)
     numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     return numbers * (scale.astype(jnp.float32) * (1 / SCALE_FACTOR))
@@ -53,7 +53,7 @@ def widened(
     *,
     interpret: bool = False,
 ) -> Float[jax.Array, "N K"]:
-    """The numbers of a layer's weight in memory, for products that take no words."""
+    """Dequantises a layer's weight in memory, for GEMMs that do not read packed FP8."""
     _, outputs, count = words.shape
     return pl.pallas_call(
         partial(_widening_kernel, is_compiled=not interpret),

@@ -1,4 +1,4 @@
-"""Blocks of codes of FP8: how rows become some, and how their products are added, for Pallas."""
+"""W8A8: quantisation of rows to FP8, and GEMM steps on FP8 blocks (Pallas, Triton backend)."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ from jaxlib.triton import dialect
 from shared.models.fp8 import BLOCK, OF_LARGEST
 
 _INPUTS_BY_THE_UNIT = 2**30
-"""The matrix unit may add as many before float32 does: all of a block, as in Triton itself."""
+"""Inputs that the tensor core accumulates before float32 does: a whole block, as in Triton."""
 
 
 def quantise(x, is_compiled):
-    """The codes of a block of inputs of some rows, [rows, 128] in float32, and its scales."""
+    """Quantises a block of inputs, [rows, 128] in float32; returns FP8 values and scales."""
     scale = jnp.max(jnp.abs(x), axis=1) * OF_LARGEST
     scale = jnp.where(scale == 0, 1.0, scale)
     across = jnp.broadcast_to(scale[:, None], x.shape)
@@ -27,7 +27,7 @@ def quantise(x, is_compiled):
 
 
 def _divide(x, by, is_compiled):
-    """Rounded to the nearest, as no division of Triton is by itself."""
+    """Divides with rounding to nearest, which Triton's own division lacks."""
     if not is_compiled:
         return x / by
     shape = jax.ShapeDtypeStruct(x.shape, jnp.float32)
@@ -36,7 +36,7 @@ def _divide(x, by, is_compiled):
 
 
 def load_codes(weights_ref, layer, output, columns, block, is_compiled):
-    """A block of the codes of a weight out of a stack, [columns, 128], from an output on."""
+    """Loads a block of a stacked FP8 weight, [columns, 128], from a given output on."""
     if not is_compiled:
         outputs, inputs = output + lax.iota(jnp.int32, columns), lax.iota(jnp.int32, BLOCK)
         return pltriton.load(
@@ -47,8 +47,10 @@ def load_codes(weights_ref, layer, output, columns, block, is_compiled):
 
 
 _load_codes = Primitive("load_codes")
-"""As `load_codes`, of outputs of the whole stack. Pallas has offsets of 32 bits for arrays up to
-4 GiB, which are signed: those of bytes would be wrong beyond 2 GiB."""
+"""Primitive of `load_codes`, with outputs numbered over the whole stack.
+
+Pallas indexes arrays up to 4 GiB with signed 32-bit offsets; byte offsets would overflow at 2 GiB.
+"""
 
 
 @_load_codes.def_effectful_abstract_eval
@@ -79,10 +81,10 @@ def _lower_load(context, weights, output, block, *, columns):
 
 
 def add_codes(total, x, weight, scale, is_swapped, is_compiled):
-    """Adds the products of a block's codes, times its scale of each row, rounded once.
+    """Adds the products of an FP8 block, times its scale per row, with one rounding.
 
-    The matrix unit adds them from zero, and in fewer bits than float32: from 64 on its wide side
-    they are the same bits in both languages and for any tile.
+    The tensor core accumulates from zero, in fewer bits than float32. With 64 or more on its wide
+    side, the bits are equal in both languages and for every tile.
     """
     scale = scale[None, :] if is_swapped else scale[:, None]
     x, weight = (weight, x.T) if is_swapped else (x, weight.T)
@@ -92,8 +94,11 @@ def add_codes(total, x, weight, scale, is_swapped, is_compiled):
 
 
 _add_codes = Primitive("add_codes")
-"""As `add_codes`. What Pallas lowers a product to asks for sums of float32, and a compiler gives
-them by codes made float16, whose bits are others; no argument of its says otherwise."""
+"""Primitive of `add_codes`.
+
+Pallas lowers a product with float32 accumulation, for which a compiler converts FP8 to float16. The
+bits would differ, and no argument selects otherwise.
+"""
 
 
 @_add_codes.def_abstract_eval

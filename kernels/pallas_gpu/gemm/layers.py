@@ -1,4 +1,4 @@
-"""What stands between the products of a layer, over whole rows, for Pallas."""
+"""Row-wise operations between the GEMMs of a layer: norms and GELU (Pallas, Triton backend)."""
 
 import functools
 
@@ -13,7 +13,7 @@ from kernels.kernel_limits import row_warps
 from kernels.pallas_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.reduction_order import SquaresOrder
 
-BLOCK = 1024  # numbers of a program that knows no rows
+BLOCK = 1024  # elements per program of element-wise kernels
 LOG2_E = 1.4426950408889634
 
 
@@ -25,14 +25,14 @@ def beside(
     order: SquaresOrder,
     interpret: bool = False,
 ) -> tuple[Float[jax.Array, "R size"] | None, Float[jax.Array, "R chunks"]]:
-    """What stands beside rows that begin a stream.
+    """Computes the scaled rows and the sums of squares with which a residual stream begins.
 
     Args:
-      norms: A stack of scales of norms; the rows are read through that of `layer`.
+      norms: Stacked norm scales; `layer` selects the one of the next norm.
 
     Returns:
-      The rows times the scale of the norm through which they are read, if it has one, and their
-      squares in chunks, as `shared.spec.reduction_order.chunks_of_squares`.
+      The rows times the scale of the next norm, if it has one; and their sums of squares per chunk,
+      see `shared.spec.reduction_order.chunks_of_squares`.
     """
     shape = (len(x), pl.cdiv(x.shape[1], order.chunk))
     scaled = None if norms is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -50,7 +50,7 @@ def rms_norm(
     order: SquaresOrder,
     interpret: bool = False,
 ) -> Float[jax.Array, "R size"]:
-    """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
+    """Implements `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
     kernel = functools.partial(_norm_kernel, eps=eps, order=order)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return _over_rows(kernel, x, weight, out=out, name="norm", interpret=interpret)
@@ -65,21 +65,21 @@ def layer_norm(
     order: SquaresOrder,
     interpret: bool = False,
 ) -> Float[jax.Array, "R size"]:
-    """As `shared.spec.layers.layer_norm`; the mean is summed as squares are."""
+    """Implements `shared.spec.layers.layer_norm`; the mean is summed in the same way as squares."""
     kernel = functools.partial(_layer_norm_kernel, eps=eps, order=order)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return _over_rows(kernel, x, weight, bias, out=out, name="layer_norm", interpret=interpret)
 
 
 def gelu(x: Float[jax.Array, "R size"], *, interpret: bool = False) -> Float[jax.Array, "R size"]:
-    """As `shared.spec.layers.gelu`."""
+    """Implements `shared.spec.layers.gelu`."""
     return _gelu(x, False, interpret)
 
 
 def gelu_tanh(
     x: Float[jax.Array, "R size"], *, interpret: bool = False
 ) -> Float[jax.Array, "R size"]:
-    """As `shared.spec.layers.gelu_tanh`."""
+    """Implements `shared.spec.layers.gelu_tanh`."""
     return _gelu(x, True, interpret)
 
 
@@ -102,7 +102,7 @@ def blended(
     *,
     interpret: bool = False,
 ) -> Float[jax.Array, "R hidden"]:
-    """As `shared.spec.layers.blended`, summed in the order of the corners."""
+    """Implements `shared.spec.layers.blended`, summed in the order of the corners."""
     shape = (len(corners), table.shape[1])
     return pl.pallas_call(
         _blend_kernel,
@@ -127,7 +127,7 @@ def _over_rows(kernel, x, *others, out, name, interpret):
 
 
 def _beside_kernel(x_ref, norms_ref, layer_ref, scaled_ref, sums_ref, *, order):
-    """One program a row: its squares in chunks, and the row scaled."""
+    """One program per row: its sums of squares per chunk, and the scaled row."""
     x, column, sums = _row(x_ref, order)
     chunks = sums_ref.shape[1]
     part = lax.iota(jnp.int32, sums.shape[0])
@@ -140,7 +140,7 @@ def _beside_kernel(x_ref, norms_ref, layer_ref, scaled_ref, sums_ref, *, order):
 
 
 def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
-    """One program a row: its norm, by its squares in chunks."""
+    """One program per row: its norm, from sums of squares per chunk."""
     x, column, sums = _row(x_ref, order)
     size, digits = x_ref.shape[1], order.digits_of_chunks
     exponent = exponent_of(sums.max(), digits)
@@ -152,7 +152,7 @@ def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
 
 
 def _layer_norm_kernel(x_ref, weight_ref, bias_ref, out_ref, *, eps, order):
-    """One program a row: its mean off, divided by its deviation, scaled and shifted."""
+    """One program per row: mean subtracted, divided by the deviation, scaled and shifted."""
     x, column, _ = _row(x_ref, order)
     size, inside = x_ref.shape[1], column < x_ref.shape[1]
     x = jnp.where(inside, x - _sum(x, order) * (1.0 / size), 0.0)
@@ -172,7 +172,7 @@ def _sum(terms, order):
 
 
 def _gelu_kernel(x_ref, out_ref, *, is_tanh):
-    """One program a block of numbers, wherever rows end."""
+    """One program per block of elements, across rows."""
     place, count = pl.program_id(0) * BLOCK + lax.iota(jnp.int32, BLOCK), x_ref.shape[0]
     inside = place < count
     x = pltriton.load(x_ref.at[place], mask=inside, other=0.0).astype(jnp.float32)
@@ -181,10 +181,10 @@ def _gelu_kernel(x_ref, out_ref, *, is_tanh):
         y = x * (1.5957691216057308 + 0.07135481627260025 * (x * x))
         out = x / (1.0 + jnp.exp2(-y * LOG2_E))
     else:
-        # The share above |x|, by Abramowitz and Stegun 7.1.26: wrong by 1e-7 at most.
+        # Normal tail probability above |x|, Abramowitz and Stegun 7.1.26: error at most 1e-7.
         z = jnp.abs(x) * 0.7071067811865476
         y = 0.3275911 * z
-        t = 1.0 - y / (1.0 + y)  # 1 / (1 + y), which two compilers divide in two ways
+        t = 1.0 - y / (1.0 + y)  # 1 / (1 + y): the two compilers divide differently
         above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
             + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
         above = above * jnp.exp2(-(z * z) * LOG2_E)
@@ -193,7 +193,7 @@ def _gelu_kernel(x_ref, out_ref, *, is_tanh):
 
 
 def _blend_kernel(table_ref, corners_ref, shares_ref, out_ref):
-    """One program a row: the sum of its corners' rows by their shares."""
+    """One program per row: the weighted sum of the rows of its corners."""
     row, hidden = pl.program_id(0), table_ref.shape[1]
     column = lax.iota(jnp.int32, pl.next_power_of_2(hidden))
     out = jnp.zeros(column.shape, jnp.float32)
@@ -205,16 +205,16 @@ def _blend_kernel(table_ref, corners_ref, shares_ref, out_ref):
 
 
 def store_row(out_ref, x, column):
-    """Stores the row of this program, whose columns may be more than there are."""
+    """Stores the row of this program; lanes beyond its columns store nothing."""
     size = out_ref.shape[1]
-    # A column that is not written gets an index outside, for the interpreter.
+    # Columns that are not stored get an index outside the array, which the interpreter requires.
     at = jnp.where(column < size, column, size)
     x = x.astype(out_ref.dtype)
     pltriton.store(out_ref.at[pl.program_id(0), at], x, mask=column < size)
 
 
 def _row(x_ref, order):
-    """A row as chunks, the column of each element, and the squares of the chunks."""
+    """Loads a row as chunks, the column of each element, and the sums of squares of the chunks."""
     size = x_ref.shape[1]
     chunks = pl.next_power_of_2(pl.cdiv(size, order.chunk))
     part = lax.iota(jnp.int32, chunks)[:, None] * order.chunk

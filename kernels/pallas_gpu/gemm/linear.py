@@ -1,7 +1,7 @@
-"""Products of rows with a stored weight, and what stands before and after them, for Pallas.
+"""GEMM of rows with a stored weight, with fused prologue and epilogue (Pallas, Triton backend).
 
-A program has a block of rows and a block of outputs and adds along the inputs in one chain, so that
-a row's bits depend neither on the blocks nor on how many rows there are.
+Each program computes one tile of rows and outputs, and accumulates along the inputs in one chain.
+The bits of a row depend neither on the tiles nor on the number of rows (batch-invariant).
 """
 
 import functools
@@ -36,17 +36,17 @@ _LOG2_E = 1.4426950408889634
 
 
 class Given(NamedTuple):
-    """What stands before and after the sums.
+    """Inputs of the prologue and the epilogue.
 
     Attributes:
-      scales: Of a stack of weights in FP8.
-      row_scales: Of rows that are codes.
-      squares: Of the rows, in chunks, for their norm.
-      bias, added: What is added to the sums, and to the result.
-      norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
-        next reader.
-      place: See `ranks.Gather`; None where ranks gather nothing, or afterwards.
-      asks, warmth, tokens: Of a head, see `leaves.Asks`.
+      scales: Scales of stacked FP8 weights.
+      row_scales: Scales of quantised rows.
+      squares: Sums of squares of the rows per chunk, for their norm.
+      bias, added: Added to the accumulators, and to the result.
+      norms, norm_layer: Stacked norm scales, and the index of the one that multiplies the result
+        for the next norm.
+      place: See `ranks.Gather`; None if ranks gather nothing, or in a later kernel.
+      asks, warmth, tokens: For an LM head, see `leaves.Asks`.
     """
 
     scales: Any
@@ -91,44 +91,44 @@ def product(
     Float[jax.Array, "R chunks_out"] | None,
     Leaves | None,
 ]:
-    """Multiplies each row by a weight, and does what a layer does right before and after it.
+    """Multiplies rows with a weight, with the layer's prologue and epilogue fused.
 
     Args:
-      x: The rows; or their codes, as `fp8_activations.quantised` gives them.
-      weights: A stack of weights `[outputs, inputs]`; where they are gated, the gate's rows and
-        then those of up. A slice of it would be copied for the kernel. Or FP8 in words of four,
-        with the bits of the widened weight; or codes, where rows are codes.
-      scales: Of FP8; see `shared.models.fp8_packing`. Of codes, as they are stored.
-      row_scales: Of rows that are codes.
-      num_rows: How many rows there are, where they are codes.
-      layer: Which of the stack. An operand: as a constant, each layer would be a kernel of its own.
-      first: The outputs from here on.
-      out_type: Of the result.
-      squares: The rows' squares in chunks, where the product is that of their RMS norm; `x` are
-        the rows times the norm's scale then, and the squares those of the rows without it.
-      eps: Of the norm.
+      x: The rows; or quantised rows of `fp8_activations.quantised`.
+      weights: Stacked weights `[outputs, inputs]`; gated weights have the gate's rows, then the up
+        projection's. The stack avoids the copy of a slice. Or packed FP8 (W8A16), with the bits of
+        the dequantised weight; or FP8, for quantised rows (W8A8).
+      scales: Scales of packed FP8, see `shared.models.fp8_packing`; or of FP8, as stored.
+      row_scales: Scales of quantised rows.
+      num_rows: Number of quantised rows without padding.
+      layer: Index into the stack. An operand: a constant would compile a kernel per layer.
+      first: First output that is computed.
+      out_type: Type of the result.
+      squares: Sums of squares of the rows per chunk, for a GEMM of their RMS norm. `x` then
+        contains the rows times the norm's scale, and the squares are of the rows without it.
+      eps: Epsilon of the norm.
       is_gated: Whether the result is silu(gate) * up.
-      bias: A stack as the weights are: what is added to each row of the product, before it is
-        gated.
-      factor: What the result is multiplied by, if it is not gated.
-      added: What is added to the result; its squares in chunks are returned as well.
-      norm, norm_layer: A stack of scales of norms; the sum is read next through that of the layer.
-      order: How squares are summed.
-      tiles: How the work is cut.
-      gather: How ranks exchange their outputs, of which the weight has a rank's.
-      asks: Of a head, as `leaves.asking` gives it: the result, which is float32, is there for
-        blocks of rows of which one asks, and undefined elsewhere.
+      bias: Stacked biases, added to each row of the product before gating.
+      factor: Factor of the result, if it is not gated.
+      added: Residual added to the result; the sums of squares per chunk are returned as well.
+      norm, norm_layer: Stacked norm scales, and the index of the one that the sum is read through
+        next.
+      order: Reduction order of squares.
+      tiles: Tile config.
+      gather: All-gather of the outputs; the weight is this rank's shard.
+      asks: Outputs needed from an LM head, of `leaves.asking`. The result is float32; it is stored
+        for blocks of rows in which some row needs logits, and undefined elsewhere.
       interpret: Run on a CPU.
 
     Returns:
-      The result; where something was added, the result times the scale of `norm`, if there is one,
-      and its squares in chunks; of a head, what blocks leave. Gathered, all is that of all ranks,
-      but for the result where something was added: it is this rank's, and the second is what is
-      read next, with a norm or without.
+      The result. With `added`, also the result times the scale of `norm`, if there is one, and its
+      sums of squares per chunk. For an LM head, also the block partials. With `gather`, all of them
+      are of all ranks, except the result with `added`: it is this rank's shard, and the second
+      output is the next GEMM's input, with or without a norm.
 
     Raises:
-      ValueError: The tiles are none for a kernel here; or rows are codes, which only a Hopper's
-        matrix units add in the bits that are meant.
+      ValueError: The tiles are invalid for this kernel; or rows are quantised and the GPU is not a
+        Hopper, whose tensor cores alone give the required bits.
     """
     if tiles.persistent and not tiles.described:
         raise ValueError("in Pallas only what descriptors copy is persistent")
@@ -137,10 +137,10 @@ def product(
         weights, scales = widened(weights, scales, layer, interpret=interpret)[None], None
         bias, layer = None if bias is None else bias[layer][None], jnp.zeros_like(layer)
     R, N = num_rows or x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
-    if asks is not None:  # blocks of a head have whole groups
+    if asks is not None:  # blocks of an LM head are whole groups
         tiles = tiles.narrowed
-    # Mosaic GPU's interpreter knows neither loads in a layout nor instructions of PTX, and jax 0.10
-    # has none to call.
+    # Mosaic GPU's interpreter supports neither loads in a layout nor PTX, and jax 0.10 has no such
+    # interpreter.
     if (
         tiles.described
         and not interpret
@@ -246,7 +246,7 @@ def product(
 
 
 def _gathered(out, scaled, sums, gather):
-    """As a product that gathers gives it, by a kernel of its own."""
+    """All-gathers the outputs of a GEMM in a separate kernel; same results as a fused gather."""
     values = out if scaled is None else scaled
     every, all_sums = gathered(values, sums, gather)
     return (every, None, None, None) if sums is None else (out, every, all_sums, None)
@@ -256,7 +256,7 @@ def _product_kernel(
     x_ref, weights_ref, layer_ref, given, out_ref, scaled_ref, sums_ref, left_refs, *, outputs,
     first, eps, is_gated, factor, num_rows, row_blocks, rows, order, tiles, boxes, is_compiled,
 ):  # fmt: skip
-    """One program per block of outputs and block of rows, the rows first: they share the weight."""
+    """One program per block of outputs and block of rows; rows vary first to share the weight."""
     is_normed, is_added = given.squares is not None, given.added is not None
     R, K = num_rows, x_ref.shape[1]
     block = lax.div(pl.program_id(0), row_blocks)
@@ -265,13 +265,13 @@ def _product_kernel(
     layer = layer_ref[0]
     is_row, is_column = row < R, column < outputs
     is_inside = is_row[:, None] & is_column[None, :]
-    # A row that is not written gets an index outside, for the interpreter.
+    # Rows that are not stored get an index outside the array, which the interpreter requires.
     at_row, at_column = jnp.where(is_row, row, R), jnp.where(is_column, column, outputs)
     of_result = (at_row[:, None], at_column[None, :])
     link = None
     if boxes is not None:
         link = Link.read(given.place, boxes, row_blocks * pl.cdiv(outputs, tiles.columns))
-    # Asked for before the loop where they are few, so that nothing waits for them after it.
+    # With few rows, epilogue inputs are loaded before the loop, to hide their latency.
     is_early = rows <= 32
     squares = load_squares(given.squares, row, is_row) if is_normed and is_early else None
     added = None
@@ -347,13 +347,13 @@ def _product_kernel(
 
 
 def _norm_of(given, at_column, is_column):
-    """The scale of the next norm of some columns."""
+    """Loads the scale of the next norm for some columns."""
     at = given.norms.at[given.norm_layer[0], at_column]
     return pltriton.load(at, mask=is_column, other=0.0)
 
 
 def _squares(out, column, block, outputs, parts, order):
-    """The squares of a block of the result, chunk by chunk."""
+    """Computes the sums of squares of a block of the result, chunk by chunk."""
     terms = out.astype(jnp.float32)
     terms = jnp.where((column < outputs)[None, :], terms * terms, 0.0)
     for place in range(parts):

@@ -1,6 +1,6 @@
-"""What stands around a product of `linear_described`: the scales of a norm, and the result's end.
+"""Prologue scales and epilogue of the WGMMA GEMM (Pallas, Mosaic GPU).
 
-Mosaic GPU lets a compiler fuse a product with a sum, so none may follow the other here.
+Mosaic GPU allows the compiler to fuse a product with a sum, so no product may feed a sum here.
 """
 
 import functools
@@ -31,21 +31,21 @@ from kernels.pallas_gpu.sampling.logits_processing import (
 )
 
 WIDE = 64
-"""Rows that a warpgroup multiplies at once: the wide side of its matrix units."""
+"""Rows that a warpgroup multiplies at once: the wide side of a WGMMA."""
 PARTS = 2
-"""Parts of a result, `WIDE` lines each, that wait in shared memory for a warpgroup."""
+"""Buffers of a result, `WIDE` lines each, that a warpgroup has in shared memory."""
 _LAYOUT = plgpu.Layout.WGMMA
-"""How a product leaves its sums in the registers of a warpgroup."""
+"""Register layout of the WGMMA accumulators of a warpgroup."""
 _OF_ROWS = _LAYOUT.reduce(1)
 SQUARES_AT_ONCE = 8
-"""Columns of which such a layout has a multiple."""
+"""Column multiple that this layout requires."""
 _LOG2_E = 1.4426950408889634
 _SCALE_ROWS = 16
-"""Of a program that computes the scales of a norm."""
+"""Rows per program of the kernel that computes norm scales."""
 
 
 def scales_of(squares, rows, inputs, eps, order):
-    """The scale of the norm of each row, and any number for each row more that a block has."""
+    """Computes the norm scale of each row; padding rows of a block get an arbitrary value."""
     return pl.pallas_call(
         functools.partial(_scales_kernel, inputs=inputs, eps=eps, order=order),
         grid=(rows // _SCALE_ROWS,),
@@ -63,7 +63,7 @@ def _scales_kernel(squares_ref, out_ref, *, inputs, eps, order):
 
 
 def scales_from(refs, work, row):
-    """As `scales_of`, of a warpgroup's rows: by how far down they begin."""
+    """Same as `scales_of`, for the rows of a warpgroup, by their offset within the tile."""
     scales, inputs = {}, refs.x.shape[1]
     for down in range(0, work.tiles.rows // work.groups, WIDE):
         squares_ref = refs.squares.at[pl.ds(row + down, WIDE)]
@@ -75,18 +75,18 @@ def scales_from(refs, work, row):
 
 
 def added_up(parts, digits, axis=1):
-    """As `squares.add_up`, of rows whose columns are in parts, or lie along the other axis."""
+    """Same as `squares.add_up`, for rows whose columns are in parts or along the other axis."""
     largest = functools.reduce(jnp.maximum, (x.max(axis=axis) for x in parts))
     exponent = exponent_of(largest, digits)
     across = lax.broadcast_in_dim(exponent, parts[0].shape, [1 - axis])
     unit = lax.bitcast_convert_type((digits + 254 - across) << 23, jnp.float32)
-    # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
+    # Integer conversion is the floor of non-negative numbers; Mosaic GPU has no floor.
     units = functools.reduce(jnp.add, ((x * unit + 0.5).astype(jnp.int32) for x in parts))
     return in_floats(units.sum(axis=axis), exponent, digits)
 
 
 class Result:
-    """A warpgroup's rows of a block of the result, which it stores part by part."""
+    """Epilogue of a warpgroup's rows of a block, stored part by part."""
 
     def __init__(self, refs, shared, work, group, row, column, scales):
         self._out_ref, self._added_ref, self._scale_ref = refs.out, refs.added, refs.scale
@@ -97,14 +97,14 @@ class Result:
         self._come = [shared.come.at[group * PARTS + slot] for slot in range(PARTS)]
         self._line = shared.parts.shape[-1]
         downs = range(0, work.tiles.rows // work.groups, WIDE)
-        # A result of one line has no second one, not even outside: Mosaic GPU drops a dimension of
-        # size 1 from what it copies to, and with it the place along it.
+        # A result of one line must have no second one, not even out of bounds: Mosaic GPU drops a
+        # dimension of size 1 from a copy's target, and the offset along it.
         columns = min(work.tiles.columns, work.outputs)
         self._places = [(d, a) for d in downs for a in range(0, columns, self._line)]
         self._scales = scales
 
     def prepare(self):
-        """Asks for what the end needs, before the product."""
+        """Starts the loads of epilogue inputs before the main loop."""
         if self._work.is_added:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for number in range(min(PARTS, len(self._places))):
@@ -116,7 +116,7 @@ class Result:
                 self._scales[down] = plgpu.load(scale_ref, layout=_OF_ROWS, optimized=False)
 
     def store(self, sums):
-        """Does what follows a product, and stores it; rows and columns outside are not written."""
+        """Applies the epilogue and stores the result, without out-of-bounds rows and columns."""
         terms = []
         for number, (down, at) in enumerate(self._places):
             out = self._finished(sums, down, at)
@@ -142,7 +142,7 @@ class Result:
                 self._fetch(number + PARTS)
 
     def _store_scaled(self, out, number):
-        """Stores a part as it is read next."""
+        """Stores a part times the scale of the next norm."""
         scaled_ref, norms_ref = self._refs.scaled, self._refs.norms
         if scaled_ref is None:
             return
@@ -156,7 +156,7 @@ class Result:
             self._of(scaled_ref, number)[...] = read.astype(scaled_ref.dtype)
 
     def _store_squares(self, terms, number):
-        """Stores the squares of a chunk, which a part ends."""
+        """Stores the sums of squares of a chunk that ends with this part."""
         sums_ref, (down, at) = self._refs.sums, self._places[number]
         column = self._column + at
 
@@ -167,7 +167,7 @@ class Result:
             sums_ref[pl.ds(self._row + down, WIDE), chunk] = sums
 
     def leave(self, sums):
-        """Stores what the block leaves of its rows, and its scores if one of them asks for them."""
+        """Stores the block's LM-head partials, and its logits if one of its rows needs them."""
         tokens = self._refs.tokens[0]
         of_blocks = (self._refs.keys, self._refs.ids, self._refs.bad)
         for down in dict(self._places):
@@ -181,7 +181,7 @@ class Result:
                 sizes = jnp.where(column < tokens, sizes, 0)
                 if best is None:
                     best, ids, most = keys, column, sizes
-                else:  # ids ascend, so that of equal keys the first stays
+                else:  # ids ascend, so the first of equal keys is kept
                     ids = jnp.where(keys > best, column, ids)
                     best, most = jnp.maximum(best, keys), jnp.maximum(most, sizes)
             first = best.max(axis=1)
@@ -212,7 +212,7 @@ class Result:
                     self._leave_group(sums, rows, down, at, warmth, tokens)
 
     def _leave_group(self, sums, rows, down, at, warmth, tokens):
-        """As `scores.store_groups`, of a group of rows with a temperature."""
+        """Same as `scores.store_groups`, for a group of rows with a temperature."""
         keys, scores = [], []
         for part in range(at, at + GROUP, self._line):
             x = self._finished(sums, down, part)
@@ -227,7 +227,7 @@ class Result:
         for key, x in zip(keys, scores, strict=True):
             weight = power_of_two((x - across) * _LOG2_E)
             weight = jnp.where(weight <= 1, weight, 0.0)
-            # Of what is not below 0 whole numbers are the floor, which Mosaic GPU has not.
+            # Integer conversion is the floor of non-negative numbers; Mosaic GPU has no floor.
             units = jnp.where(key > LOWEST, weight * 2.0**24 + 0.5, 0.0).astype(jnp.int32)
             total = units if total is None else total + units
         masses = total.sum(axis=1).astype(jnp.float32) * 2.0**-24
@@ -250,8 +250,8 @@ class Result:
         return divided(gate, 1.0 + power_of_two(-gate * _LOG2_E)) * up[0]
 
     def _bias(self, number, at):
-        """Of the columns of a part: of the gate, or of up."""
-        # Columns outside are not written, but what is read for them must be there.
+        """Loads the bias of the columns of a part, of the gate or of the up projection."""
+        # Out-of-bounds columns are not written, but their loads must be in bounds.
         column = jnp.minimum(self._column + at, self._work.outputs - self._line)
         first = self._work.first + number * self._work.outputs + column
         of_layer = self._bias_ref.at[self._layer_ref[0]]
@@ -261,7 +261,7 @@ class Result:
         return lax.broadcast_in_dim(bias.astype(jnp.float32), (WIDE, self._line), [1])
 
     def _fetch(self, number):
-        """Copies a part of what is added to where its sums will be."""
+        """Copies a part of the residual into the buffer of its sums."""
         slot = number % PARTS
         where = self._of(self._added_ref, number)
         plgpu.copy_gmem_to_smem(where, self._parts.at[slot], self._come[slot])

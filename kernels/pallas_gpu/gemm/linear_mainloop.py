@@ -1,6 +1,6 @@
-"""The sums of a product of `linear`: one chain along the inputs, for Pallas.
+"""Main loop of the GEMM of `linear`: one chain along the inputs (Pallas, Triton backend).
 
-Weights are numbers, FP8 in words of four, or codes that rows of codes are multiplied with.
+Weights are bfloat16 or float32, packed FP8 (W8A16), or FP8 for quantised rows (W8A8).
 """
 
 import functools
@@ -19,12 +19,12 @@ from shared.models.fp8_packing import FP8_BLOCK, shares_of
 
 
 class Factors(NamedTuple):
-    """What is multiplied: rows and a layer of a stack of weights, with scales where they are FP8.
+    """Operands: rows and a layer of stacked weights, with scales if they are FP8.
 
     Attributes:
-      scales: Of a stack of weights in FP8.
-      row_scales: Of rows that are codes.
-      layer: Which of the stack.
+      scales: Scales of stacked FP8 weights.
+      row_scales: Scales of quantised rows.
+      layer: Index into the stack.
     """
 
     x: Any
@@ -35,13 +35,13 @@ class Factors(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of the result.
+    """Block of the result.
 
     Attributes:
-      number: Of the block of outputs.
-      row, column: Those of the block.
-      num_rows, outputs, first: Of the product.
-      weights: 2 where a gate is a second weight, else 1.
+      number: Index of the block of outputs.
+      row, column: Rows and columns of the block.
+      num_rows, outputs, first: Problem size.
+      weights: 2 with a gate, else 1.
     """
 
     number: Any
@@ -55,17 +55,17 @@ class Block(NamedTuple):
 
     @property
     def has_all_rows(self) -> bool:
-        """Whether every block of rows is full."""
+        """Returns whether every block of rows is full."""
         return self.num_rows % self.row.shape[0] == 0
 
     @property
     def has_all_columns(self) -> bool:
-        """Whether every block of outputs is full."""
+        """Returns whether every block of outputs is full."""
         return self.outputs % self.tiles.columns == 0
 
 
 def sums_of(factors, block, is_compiled):
-    """The sums of a block, `[rows, columns]` of each weight."""
+    """Computes the accumulators of a block, `[rows, columns]` for each weight."""
     tiles = block.tiles
     if factors.row_scales is not None:
         sums = _sums_of_codes(factors, block, is_compiled)
@@ -112,7 +112,7 @@ def _sums_of_numbers(factors, block):
 
 
 def _sums_of_words(factors, block, is_compiled):
-    """Blocks of gate and up are multiplied as one: the rows are read once."""
+    """Same as `sums_of`, for packed FP8; gate and up share one product to read the rows once."""
     tiles, K, layer = block.tiles, factors.x.shape[1], factors.layer
     width = block.weights * tiles.columns
     both = lax.iota(jnp.int32, width)
@@ -127,7 +127,7 @@ def _sums_of_words(factors, block, is_compiled):
         return _load(factors.scales, at, is_output)
 
     only_scale = None
-    if factors.scales.shape[-1] == 1:  # read once for all inputs
+    if factors.scales.shape[-1] == 1:  # one scale for all inputs
         only_scale = scale_at(0)
 
     def add(i, total):
@@ -146,7 +146,7 @@ def _sums_of_words(factors, block, is_compiled):
 def _sums_of_codes(factors, block, is_compiled):
     tiles, K, layer = block.tiles, factors.x.shape[1], factors.layer
     blocks, R = K // FP8_BLOCK, block.num_rows
-    # A row that is not written gets an index outside, for the interpreter.
+    # Rows that are not read get an index outside the array, which the interpreter requires.
     at_row = jnp.where(block.row < R, block.row, R)
     is_real = None if block.has_all_rows else block.row < R
     outputs = [
@@ -154,7 +154,7 @@ def _sums_of_codes(factors, block, is_compiled):
     ]
 
     def scales_of(number):
-        """Those of a block of the rows, and of a block of each weight."""
+        """Loads the scales of a block of the rows and of a block of each weight."""
         number = jnp.minimum(number, blocks - 1)
         of_weights = [
             pltriton.load(factors.scales.at[layer, lax.div(x, FP8_BLOCK), number]) for x in outputs
@@ -166,7 +166,7 @@ def _sums_of_codes(factors, block, is_compiled):
         sums, (scale, of_weights) = carried
         for number in range(tiles.depth // FP8_BLOCK):
             number += i * (tiles.depth // FP8_BLOCK)
-            after = scales_of(number + 1)  # asked for ahead: they come from memory
+            after = scales_of(number + 1)  # loaded one step ahead to hide the latency
             at = (number * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[None, :]
             x = _load(factors.x, (at_row[:, None], at), is_real)
             added = []
@@ -190,7 +190,7 @@ def _nothing(block, width):
 
 
 def _load(ref, at, is_one):
-    """Some rows of a reference, zero where none is; all are where `is_one` is None."""
+    """Loads some rows of a reference, zero out of bounds; all are in bounds if `is_one` is None."""
     if is_one is None:
         return pltriton.load(ref.at[at])
     shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in at))
@@ -200,15 +200,15 @@ def _load(ref, at, is_one):
 
 def _add_product(total, x, weight, is_swapped):
     exact = {"precision": lax.Precision.HIGHEST}
-    if is_swapped:  # the outputs are the wide side of the matrix unit, the rows its narrow one
+    if is_swapped:  # swap-AB: outputs are the wide side of the tensor core, rows the narrow one
         return total + pltriton.dot(weight, x.T, **exact)
     return total + pltriton.dot(x, weight.T, **exact)
 
 
 def let_next_start(x):
-    """Lets the next kernel begin its launch; every kernel waits for those before it anyway.
+    """Lets the next kernel launch early; every kernel waits for the previous ones anyway.
 
-    The assembly counts as free of effects, so a value that is needed must pass through it.
+    The assembly counts as free of side effects, so a needed value must pass through it.
     """
     kind = "f" if x.dtype == jnp.float32 else "r"
     (same,) = pltriton.elementwise_inline_asm(

@@ -1,16 +1,15 @@
-"""Products whose blocks are copied by tensor descriptors (TMA), for Pallas by Mosaic GPU.
+"""WGMMA GEMM with TMA copies and warp specialisation (Pallas, Mosaic GPU).
 
-A program has as many warpgroups that multiply as its tiles say, and one more that copies: it fills
-a ring of blocks of the rows and of the weight ahead of the others. There are as many programs as
-the GPU has multiprocessors. A program takes one block of the result after the other, so that the
-first copies for a block go on while the block before it is stored.
+A program has the consumer warpgroups of its tiles and one producer warpgroup. The producer fills a
+ring of blocks of rows and weight in shared memory. Programs are persistent, one per multiprocessor:
+the first copies of a block overlap with the epilogue of the block before it.
 
-Where tiles are swapped a program has all rows, which are few, and what stands around such a product
-is less (`takes`); its end is in `linear_swapped`.
+With swap-AB tiles one program has all rows, which are few, and fewer operations can be fused, see
+`takes`; the epilogue is in `linear_swapped`.
 
-A sum is one chain of products along the inputs, and what follows is computed as in `linear`, so
-the bits are those of that kernel and of Triton's. Where rows are no whole blocks, the scales of
-norms are computed before it and what stands beside the result after it, by kernels of their own.
+Accumulation is one chain along the inputs and the epilogue computes as in `linear`, so the bits
+equal that kernel's and Triton's. If rows are not whole blocks, separate kernels compute the scales
+of norms before the GEMM and the outputs next to the result after it.
 """
 
 import functools
@@ -56,11 +55,11 @@ from shared.models.fp8_packing import FP8_BLOCK, first_scale
 from shared.spec.reduction_order import SquaresOrder
 
 _PROGRAMS = 2
-"""At once on a multiprocessor, of codes and one warpgroup that multiplies."""
+"""Concurrent programs on a multiprocessor, for FP8 and one consumer warpgroup."""
 _JAX = (0, 11)
-"""The version whose Mosaic GPU the kernels are written for; Python 3.11 has none from 0.11 on."""
+"""Version of jax whose Mosaic GPU the kernels support; no jax from 0.11 on runs on Python 3.11."""
 _COPYING_REGISTERS, _REGISTERS = 40, 512
-"""Of a thread that copies; and of all that are at one place in their warpgroups."""
+"""Registers of a producer thread, and of one thread of every warpgroup together."""
 
 
 def takes(
@@ -76,14 +75,14 @@ def takes(
     order: SquaresOrder,
     tiles: LinearTiles,
 ) -> bool:
-    """Whether `described_product` can be called: with bfloat16 or codes of FP8, in whole lines.
+    """Returns whether `described_product` supports a call: bfloat16 or FP8, whole lines, Hopper.
 
-    And only on a Hopper, whose matrix units no other GPU has. Not with a norm before and a sum
-    after it: a compiler may make one rounding of a product and a sum here.
+    A norm before and a residual after are not supported together, because the compiler may fuse a
+    product with a sum here.
 
     Args:
-      is_plain: There is neither a norm before it, nor a gate, a bias or a choice after it, as where
-        tiles are swapped. Rows then are less than a group of lines, or whole groups.
+      is_plain: There is neither a norm before, nor a gate, a bias or an LM-head epilogue after it,
+        as swap-AB tiles require. Their rows are fewer than a group of lines, or whole groups.
     """
     line = LINE_BYTES // x.dtype.itemsize
     is_whole = not (x.shape[1] % line or outputs % line or first % LINES)
@@ -93,26 +92,27 @@ def takes(
     if tiles.swapped:
         are_lines = len(x) < LINES or len(x) % LINES == 0
         is_taken &= is_plain and are_lines and len(x) <= tiles.rows and order.chunk == WIDE
-        # A part in shared memory is read and written transposed, which 16 bits alone can be.
+        # Parts in shared memory are read and written transposed, which requires 16-bit elements.
         is_taken &= x.dtype == out_type
     return is_taken and has_mosaic()
 
 
 def is_on_hopper() -> bool:
-    """Whether the GPU is one, or is described; a program may be traced where there is none."""
+    """Returns whether the GPU is a Hopper, or is described as one for a trace without a GPU."""
     return _described_gpu() is not None or getattr(_gpu(), "compute_capability", None) == "9.0"
 
 
 def has_mosaic() -> bool:
-    """Returns whether kernels of Mosaic GPU can be called: on a Hopper, with a jax they fit.
+    """Returns whether Mosaic GPU kernels can run: on a Hopper, with the supported jax.
 
-    Others have another Mosaic: jax 0.10 cannot trace such a kernel, and 0.12 cannot lower it.
+    Other versions have another Mosaic GPU: jax 0.10 cannot trace these kernels, 0.12 cannot lower
+    them.
     """
     return is_on_hopper() and jax.__version_info__[:2] == _JAX
 
 
-# A function of its own in a program, which has it once for all layers: lowering and compiling a
-# kernel of Mosaic GPU takes half a second.
+# Jitted so that a program contains it once for all layers: lowering and compiling a Mosaic GPU
+# kernel takes half a second.
 @functools.partial(
     jax.jit,
     static_argnames=(
@@ -146,10 +146,10 @@ def described_product(
     Float[jax.Array, "R chunks_out"] | None,
     Leaves | None,
 ]:
-    """As `linear.product`, of arrays that `takes` accepts.
+    """Same as `linear.product`, for arrays that `takes` accepts.
 
     Raises:
-      ValueError: The tiles are none for this kernel; says which.
+      ValueError: The tiles are invalid for this kernel; the message names the rule.
     """
     K, N = x.shape[1], (weights.shape[1] - first) // (2 if is_gated else 1)
     _check(tiles, np.dtype(out_type))
@@ -159,13 +159,13 @@ def described_product(
     if row_scales is not None:
         _check_codes(tiles, first)
         operands |= {"scales": scales, "row_scales": row_scales}
-        # With one warpgroup that multiplies there is room for more than one program.
+        # With one consumer warpgroup, several programs fit a multiprocessor.
         programs = _PROGRAMS if tiles.warps == WARPS else 1
     columns = pl.cdiv(N, tiles.columns)
     programs = min(row_blocks * columns, programs * _multiprocessors())
     is_whole = R % tiles.rows == 0
     if squares is not None:
-        # Found once by a program, whose blocks then are of the same rows.
+        # Computed once per program, if all its blocks have the same rows.
         is_found = is_whole and not (programs % row_blocks or squares.shape[1] % SQUARES_AT_ONCE)
         if is_found:
             operands["squares"] = squares
@@ -185,7 +185,7 @@ def described_product(
         results["sums"] = jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32)
     if asks is not None:
         asked, warmth = (jnp.pad(x, (0, row_blocks * tiles.rows - R)) for x in asks[:2])
-        # The warmth of a row that is none divides what nobody reads.
+        # The temperature of padding rows divides values that are never read.
         asked = asked.reshape(-1, WIDE)
         asked = (asked & SCORES).max(axis=1) | (asked & MASSES).max(axis=1)
         operands |= {"asks": asked, "warmth": warmth}
@@ -255,7 +255,7 @@ def _check_codes(tiles: LinearTiles, first: int) -> None:
 
 
 def _in_lines(x):
-    """With as many rows more as whole groups of lines take; less than a group may stay alone."""
+    """Pads rows to whole groups of lines; fewer rows than a group are not padded."""
     spare = -len(x) % LINES if len(x) > LINES else 0
     return jnp.pad(x, ((0, spare), (0, 0))) if spare else x
 
@@ -266,7 +266,7 @@ def _multiprocessors():
 
 
 def _described_gpu():
-    """The GPU that a program is traced for where there is none, as `bench.kernels.aot` does."""
+    """Returns the GPU described for a trace without a GPU, as in `bench.kernels.aot`."""
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
@@ -275,17 +275,17 @@ def _gpu():
 
 
 def _product_kernel(*refs, work, **shared):
-    """A program for each multiprocessor, of blocks that lie so many apart; the rows come first."""
+    """One persistent program per multiprocessor, with strided blocks; rows vary first."""
     refs = Refs(**dict(zip((*work.operands, *work.results), refs, strict=True)))
     shared = Shared(**shared)
     program, group = lax.axis_index("program"), lax.axis_index("group")
     programs = lax.axis_size("program")
     count = pl.cdiv(work.blocks - program, programs)
-    # The registers of a lone warpgroup are few enough, and another program may have the others.
+    # A lone consumer warpgroup needs few registers, so another program can use the rest.
     is_alone = work.is_quantised and work.groups == 1
 
     def place(i):
-        # Programs that run together share blocks of the weight; the rows are in the cache anyway.
+        # Concurrent programs share blocks of the weight; the rows are in the L2 cache anyway.
         block = program + i * programs
         row, column = lax.rem(block, work.row_blocks), lax.div(block, work.row_blocks)
         return row * work.tiles.rows, column * work.tiles.columns
@@ -337,5 +337,5 @@ def _product_kernel(*refs, work, **shared):
 
 
 def _multiplying_registers(groups):
-    """Of a thread; a warpgroup can ask for some multiple of 8."""
+    """Returns the registers of a consumer thread; a warpgroup can request a multiple of 8."""
     return min(240, (_REGISTERS - _COPYING_REGISTERS) // groups // 8 * 8)

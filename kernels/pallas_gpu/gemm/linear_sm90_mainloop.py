@@ -1,7 +1,7 @@
-"""The ring of blocks that a product of `linear_described` multiplies, for Pallas by Mosaic GPU.
+"""Main loop of the WGMMA GEMM: multistage pipeline of TMA copies (Pallas, Mosaic GPU).
 
-One warpgroup copies blocks of the rows and of the weight into shared memory, ahead of the others,
-which multiply them; barriers tell each side how far the other is.
+One producer warpgroup copies blocks of rows and weight into a ring in shared memory, ahead of the
+consumer warpgroups. mbarriers synchronise the two sides.
 """
 
 import functools
@@ -21,22 +21,24 @@ from shared.models.fp8_packing import FP8_BLOCK
 from shared.spec.reduction_order import SquaresOrder
 
 WARPS = 4
-"""Of a warpgroup."""
+"""Warps of a warpgroup."""
 LINE_BYTES, LINES = 128, 8
-"""Blocks lie in shared memory in lines of so many bytes, and the pieces of lines are exchanged
-within so many lines, so that the matrix units read all banks at once. A descriptor counts such
-groups of lines."""
+"""Bytes of a shared-memory line, and lines of a swizzle group.
+
+Blocks are stored in lines, swizzled within each group, so that WGMMA reads all banks at once. A
+descriptor counts such groups.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is multiplied, and how it is cut.
+    """Problem size and tile config.
 
     Attributes:
       operands, results: Their names, in order.
-      outputs, first, is_gated, factor, eps, order: As of `product`.
-      row_blocks, blocks: Blocks of the result in a column, and in all.
-      steps: Along the inputs.
+      outputs, first, is_gated, factor, eps, order: Same as for `product`.
+      row_blocks, blocks: Row blocks of the result, and blocks in all.
+      steps: Steps along the inputs.
     """
 
     operands: tuple[str, ...]
@@ -54,42 +56,42 @@ class Work:
 
     @property
     def groups(self) -> int:
-        """Warpgroups that multiply."""
+        """Returns the number of consumer warpgroups."""
         return self.tiles.warps // WARPS
 
     @property
     def weights(self) -> int:
-        """Blocks of the weight that belong to one of the result: a gate's, and that of up."""
+        """Returns the weight blocks per result block: 2 for gate and up, else 1."""
         return 2 if self.is_gated else 1
 
     @property
     def is_quantised(self) -> bool:
-        """Whether rows and weights are codes of FP8."""
+        """Returns whether rows and weights are quantised (W8A8)."""
         return "row_scales" in self.operands
 
     @property
     def is_normed(self) -> bool:
-        """Whether each row has a scale."""
+        """Returns whether each row has a norm scale."""
         return "scale" in self.operands or self.has_squares
 
     @property
     def has_squares(self) -> bool:
-        """Whether these scales are found from squares."""
+        """Returns whether norm scales are computed from sums of squares."""
         return "squares" in self.operands
 
     @property
     def is_biased(self) -> bool:
-        """Whether there is a bias."""
+        """Returns whether there is a bias."""
         return "bias" in self.operands
 
     @property
     def is_added(self) -> bool:
-        """Whether something is added."""
+        """Returns whether a residual is added."""
         return "added" in self.operands
 
 
 class Refs(NamedTuple):
-    """What a program reads and writes in the GPU's memory; None for what is not there."""
+    """References of a program in global memory; None if absent."""
 
     x: Any
     weights: Any
@@ -116,14 +118,14 @@ class Refs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a program has in shared memory.
+    """Shared memory of a program.
 
     Attributes:
-      rows, weight: Rings of blocks; those of gate and up stand one below the other.
-      parts: Of the result, for each warpgroup.
-      full, free: Barriers of the rings: a block has come, and all have multiplied it.
-      come: Barriers of the parts: what is added has come.
-      squares: Of rows, where tiles are swapped.
+      rows, weight: Rings of blocks; blocks of gate and up are consecutive.
+      parts: Parts of the result, per warpgroup.
+      full, free: Barriers of the rings: a block is loaded, and all consumers have used it.
+      come: Barriers of the parts: the residual is loaded.
+      squares: Sums of squares of rows, for swap-AB tiles.
     """
 
     rows: Any
@@ -136,7 +138,7 @@ class Shared(NamedTuple):
 
 
 def ring_of(work, dtype, out_type):
-    """The shared memory of a program."""
+    """Returns the shared-memory types of a program."""
     tiles = work.tiles
 
     def block(shape, dtype):
@@ -144,7 +146,7 @@ def ring_of(work, dtype, out_type):
         layout = plgpu.TilingTransform((LINES, line)), plgpu.SwizzleTransform(line * dtype.itemsize)
         return plgpu.SMEM(shape, dtype, transforms=layout)
 
-    # 96 columns are three lines of half the bytes.
+    # 96 columns are three half lines.
     line = math.gcd(tiles.columns, LINE_BYTES // out_type.itemsize)
     parts, more = block((work.groups, PARTS, WIDE, line), out_type), {}
     if tiles.swapped:
@@ -162,7 +164,7 @@ def ring_of(work, dtype, out_type):
 
 
 def copy_blocks(x_ref, weight_ref, shared, work, done, row, column):
-    """Copies all that a block of the result is the product of; what lies outside is zero."""
+    """Producer: copies the operand blocks of one result block; out-of-bounds elements are zero."""
     tiles = work.tiles
 
     def copy(k, _):
@@ -176,7 +178,7 @@ def copy_blocks(x_ref, weight_ref, shared, work, done, row, column):
         rows = x_ref.at[pl.ds(row, tiles.rows), at]
         plgpu.copy_gmem_to_smem(rows, shared.rows.at[slot], full)
         for number in range(work.weights):
-            # A last block of the gate goes on with rows of up, whose columns nothing stores.
+            # The last block of the gate extends into rows of up; their columns are never stored.
             first = work.first + number * work.outputs + column
             weight = weight_ref.at[pl.ds(first, tiles.columns), at]
             to = shared.weight.at[slot, pl.ds(number * tiles.columns, tiles.columns)]
@@ -186,7 +188,7 @@ def copy_blocks(x_ref, weight_ref, shared, work, done, row, column):
 
 
 def sums_of(shared, work, group, done):
-    """The product of a warpgroup's rows with the blocks of the weight, or its transposed."""
+    """Consumer: multiplies a warpgroup's rows with the weight blocks, or transposed for swap-AB."""
     tiles = work.tiles
     rows = tiles.rows // work.groups
     shape = (rows, shared.weight.shape[1])
@@ -200,7 +202,7 @@ def sums_of(shared, work, group, done):
             plgpu.wgmma(sums_ref, wide, narrow.transpose((1, 0)))
             plgpu.wgmma_wait(1)
 
-            @pl.when(k > 0)  # the product before this one is done
+            @pl.when(k > 0)  # the previous product is complete
             def _free():
                 plgpu.barrier_arrive(shared.free.at[lax.rem(done + k - 1, tiles.stages)])
 
@@ -216,7 +218,7 @@ def sums_of(shared, work, group, done):
 
 
 def sums_of_codes(refs, shared, work, group, done, row, column):
-    """As `sums_of`, of codes: those of a block are added from zero, and times both scales."""
+    """Same as `sums_of`, for FP8: each block is accumulated from zero, then scaled."""
     tiles, layer = work.tiles, refs.layer[0]
     shape = (tiles.rows // work.groups, tiles.columns)
     outputs = [work.first + i * work.outputs + column for i in range(work.weights)]
@@ -234,7 +236,7 @@ def sums_of_codes(refs, shared, work, group, done, row, column):
 
     def add(k, carried):
         sums, scales = carried
-        after = scales_at(k + 1)  # asked for a step ahead: they come from memory
+        after = scales_at(k + 1)  # loaded one step ahead to hide the latency
         slot = lax.rem(done + k, tiles.stages)
         plgpu.barrier_wait(shared.full.at[slot])
 

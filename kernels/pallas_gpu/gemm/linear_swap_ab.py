@@ -1,7 +1,7 @@
-"""The end of a product of `linear_described` that has few rows, for Pallas by Mosaic GPU.
+"""Epilogue of the swap-AB, small-M GEMM (Pallas, Mosaic GPU).
 
-The outputs are the wide side of the matrix unit and the rows its narrow one, so that a row lies
-across the registers of a warpgroup. It turns in shared memory on its way out.
+Outputs are the wide side of the WGMMA and rows the narrow side, so a row spans the registers of a
+warpgroup. The result is transposed through shared memory.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from kernels.pallas_gpu.gemm.ptx import LAYOUT, times
 
 
 class SwappedResult:
-    """All rows of `WIDE` outputs: a part of shared memory has them, another what is read next."""
+    """Epilogue of all rows of `WIDE` outputs, with a buffer for the next norm's input."""
 
     def __init__(self, refs, shared, work, row, column):
         self._refs, self._work, self._column = refs, work, column
@@ -22,14 +22,14 @@ class SwappedResult:
         self._place = pl.ds(row, work.tiles.rows), pl.ds(column, WIDE)
 
     def prepare(self):
-        """Asks for what is added, before the product."""
+        """Starts the load of the residual before the main loop."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self._work.is_added:
             added_ref = self._refs.added.at[self._place]
             plgpu.copy_gmem_to_smem(added_ref, self._parts.at[0], self._come)
 
     def store(self, sums):
-        """Does what follows a product, and stores it; rows outside are not written."""
+        """Applies the epilogue and stores the result; out-of-bounds rows are not written."""
         refs, factor = self._refs, self._work.factor
         (out,) = sums if factor == 1 else (times(x, factor) for x in sums)
         if self._work.is_added:
@@ -49,14 +49,14 @@ class SwappedResult:
         self._store_squares(out * out)
 
     def _store_squares(self, terms):
-        """Stores the squares of a chunk, which all outputs of the block are."""
-        # A vector of rows has eight of them or more, and there may be fewer.
+        """Stores the sums of squares of a chunk, which is all outputs of the block."""
+        # A vector of rows has at least eight elements, and there may be fewer rows.
         self._squares[...] = added_up([terms], self._work.order.digits, axis=0)
         for row in range(self._refs.sums.shape[0]):
             self._refs.sums[row, lax.div(self._column, WIDE)] = self._squares[row]
 
     def _send(self, values, number, ref):
-        """Copies a part to its place in the GPU's memory."""
+        """Copies a part to its place in global memory."""
         part = self._parts.at[number]
         part.T[...] = values
         plgpu.commit_smem()

@@ -1,4 +1,4 @@
-"""Tiles of the products of experts: whose rows they have, and steps along the chain, for Pallas."""
+"""Grouped GEMM of experts: tiles of slots, and steps along the inputs (Pallas, Triton backend)."""
 
 from typing import Any, NamedTuple
 
@@ -12,14 +12,14 @@ from shared.models.fp8_packing import FP8_BLOCK, shares_of
 
 
 class Stored(NamedTuple):
-    """The weights of experts, and their scales, if they are FP8 in words of four."""
+    """Expert weights, and their scales if they are packed FP8."""
 
     weights: Any
     scales: Any
 
 
 class Cut(NamedTuple):
-    """How a product is cut; lanes of a tile, and slots of a row."""
+    """Tile config of a GEMM; lanes of a tile, and slots of a row."""
 
     lanes: int
     columns: int
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The expert of a tile, how many slots it has, and which."""
+    """Expert of a tile, number of its slots, and the slots."""
 
     expert: Any
     count: Any
@@ -37,11 +37,11 @@ class Tile(NamedTuple):
 
 
 def tile_of(number, ids_ref, lists, cut):
-    """A tile of a list; without lists, each slot is a tile."""
+    """Returns a tile of expert-aligned slots; without expert blocks, each slot is a tile."""
     lane = lax.iota(jnp.int32, cut.lanes)
     if lists is None:
         expert = ids_ref[lax.div(number, cut.slots), lax.rem(number, cut.slots)]
-        # A choice between constants would have the type of its condition.
+        # A select between constants would have the type of its condition.
         count = jnp.minimum(jnp.maximum(expert + 1, 0), 1)
         return Tile(expert=expert, count=count, slots=number + lane * 0)
     expert, count, first = (ref[number] for ref in (lists.experts, lists.counts, lists.firsts))
@@ -52,12 +52,12 @@ def tile_of(number, ids_ref, lists, cut):
 
 
 def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, cut):
-    """The product of some rows with outputs of an expert, [outputs, lanes].
+    """Multiplies some rows with outputs of an expert, [outputs, lanes].
 
-    The weight is the wide side of the matrix unit.
+    The weight is the wide side of the tensor core (swap-AB).
 
     Args:
-      has_all: Whether all the outputs are there.
+      has_all: Whether all outputs are in bounds.
     """
     K = x_ref.shape[1]
     exact = {"precision": lax.Precision.HIGHEST}
@@ -100,7 +100,7 @@ def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, c
         return total
 
     only_scale = None
-    if stored.scales is not None and stored.scales.shape[-1] == 1:  # read once for all inputs
+    if stored.scales is not None and stored.scales.shape[-1] == 1:  # one scale for all inputs
         only_scale = scale_at(0)
     nothing = jnp.zeros((len(output), cut.lanes), jnp.float32)
     step = add if stored.scales is None else add_four

@@ -1,7 +1,7 @@
-"""Instructions of PTX on the registers of a warpgroup, for Pallas by Mosaic GPU.
+"""PTX instructions on the registers of a warpgroup (Pallas, Mosaic GPU).
 
-Mosaic GPU lets a compiler make one rounding of a product and a sum, and has divisions and powers of
-two of its own. What must have the bits of Triton is an instruction that is rounded by itself.
+Mosaic GPU lets the compiler fuse a product with a sum, and has its own divisions and powers of two.
+Results that must equal Triton's use instructions that are rounded individually.
 """
 
 import functools
@@ -13,51 +13,51 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 LAYOUT = plgpu.Layout.WGMMA
-"""How the matrix units leave their sums in the registers of a warpgroup."""
+"""Register layout of WGMMA accumulators of a warpgroup."""
 
 
 def multiplied_sum(x, y, added):
-    """The product of the first two and the third, rounded once."""
+    """Computes x * y + added with one rounding (FMA)."""
     return _instruct("fma.rn.f32", x, y, added)
 
 
 def divided(x, by):
-    """As Triton divides; Mosaic's own division is rounded to the nearest."""
+    """Divides as Triton does; Mosaic GPU's own division rounds to nearest."""
     return _instruct("div.full.f32", x, by)
 
 
 def sum_of(x, y, layout=LAYOUT):
-    """Rounded by itself, whatever was multiplied before."""
+    """Adds with its own rounding, also after a product."""
     return _instruct("add.rn.f32", x, y, layout=layout)
 
 
 def product_of(x, y, layout=LAYOUT):
-    """Rounded by itself, whatever is added behind."""
+    """Multiplies with its own rounding, also before a sum."""
     return _instruct("mul.rn.f32", x, y, layout=layout)
 
 
 def times(x, factor, layout=LAYOUT):
-    """As `product_of`, with a number."""
+    """Same as `product_of`, with a constant."""
     return _instruct("mul.rn.f32", x, constant=_constant(factor), layout=layout)
 
 
 def plus(x, number, layout=LAYOUT):
-    """As `sum_of`, with a number."""
+    """Same as `sum_of`, with a constant."""
     return _instruct("add.rn.f32", x, constant=_constant(number), layout=layout)
 
 
 def inverse_root(x, layout=LAYOUT):
-    """One over the square root of each number."""
+    """Computes one over the square root of each element."""
     return _instruct("rsqrt.approx.ftz.f32", x, layout=layout)
 
 
 def power_of_two(x):
-    """2 to the power of each number."""
+    """Computes 2 to the power of each element."""
     return _instruct("ex2.approx.f32", x)
 
 
 def flushed_power_of_two(x, layout=LAYOUT):
-    """As `power_of_two`, and as Triton has it: 0 where there is no normal number."""
+    """Same as `power_of_two`, with subnormal results flushed to 0 as in Triton."""
     return _instruct("ex2.approx.ftz.f32", x, layout=layout)
 
 
@@ -66,7 +66,7 @@ def _constant(number):
 
 
 def _instruct(instruction, x, *others, constant="", layout=LAYOUT):
-    """One instruction of PTX for each element; a constant is its last operand."""
+    """Applies one PTX instruction to each element; a constant is its last operand."""
     kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout,) * (1 + len(others)), return_type=kind)
@@ -78,7 +78,7 @@ def _instruct(instruction, x, *others, constant="", layout=LAYOUT):
 
 
 def _instruct_lane(instruction, x, *others, constant):
-    """The instruction for what a thread holds together: a number, or a vector."""
+    """Applies the instruction to the elements of one thread: a scalar or a vector."""
     kind, operands = x.type, (x, *others)
     if not isinstance(kind, ir.VectorType):
         places = ", ".join(f"${number}" for number in range(len(operands) + 1))

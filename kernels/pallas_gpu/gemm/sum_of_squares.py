@@ -1,8 +1,8 @@
-"""Sums of squares that no order changes, for Pallas; see
-`shared.spec.reduction_order.SquaresOrder`.
+"""Order-independent sums of squares in fixed point (Pallas, Triton backend).
 
-Terms are added in three steps, so that a caller can add parts that it holds apart: the exponent of
-the largest term, whole numbers of units, and their sum as a float again.
+Implements `shared.spec.reduction_order.SquaresOrder`. A sum has three steps, so that callers can
+combine partial sums: the exponent of the largest term, the terms as integers, and the integer sum
+as a float.
 """
 
 import jax.numpy as jnp
@@ -12,18 +12,18 @@ from jax.experimental.pallas import triton as pltriton
 
 
 def exponent_of(largest, digits):
-    """Of terms whose largest is given, none of them negative."""
+    """Returns the exponent for non-negative terms, from the largest of them."""
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     return jnp.minimum(jnp.maximum(lax.shift_right_logical(bits, jnp.int32(23)), digits + 1), 254)
 
 
 def units_of(terms, exponent, digits):
-    """Terms as whole numbers of units."""
+    """Converts terms to integers in fixed-point units."""
     return jnp.floor(terms * _power(digits + 254 - exponent) + 0.5).astype(jnp.int32)
 
 
 def in_floats(units, exponent, digits):
-    """A sum of units as the float that it stands for."""
+    """Converts a fixed-point sum to a float."""
     return units.astype(jnp.float32) * _power(exponent - digits)
 
 
@@ -34,7 +34,7 @@ def add_up(terms, digits):
 
 
 def load_squares(squares_ref, row, is_row):
-    """The squares of some rows, in as many columns as the next power of two."""
+    """Loads the sums of squares of some rows, padded to a power of two of columns."""
     chunks = squares_ref.shape[1]
     place = lax.iota(jnp.int32, pl.next_power_of_2(chunks))
     mask = is_row[:, None] & (place < chunks)[None, :]
@@ -42,5 +42,5 @@ def load_squares(squares_ref, row, is_row):
 
 
 def _power(exponent):
-    """The power of two with a biased exponent."""
+    """Returns the power of two with a biased exponent."""
     return lax.bitcast_convert_type(lax.shift_left(exponent, jnp.int32(23)), jnp.float32)

@@ -1,7 +1,7 @@
-"""The convolutions before and behind the parts of a DFlash2 layer, in Triton.
+"""Convolutions before and after the attention and MLP of a DFlash2 layer (Triton).
 
-Coefficients and rows are bfloat16, so each product of two numbers is whole in float32, and the sums
-have the bits of the plain operations.
+Coefficients and rows are bfloat16, so each product is exact in float32. The sums have the bits of
+the reference operations.
 """
 
 import torch
@@ -16,7 +16,7 @@ from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.sum_of_squares import add_up
 from shared.spec.reduction_order import SquaresOrder
 
-BLOCK = 512  # columns of a program that norms no row
+BLOCK = 512  # columns per program, if no norm follows
 
 
 def before(
@@ -25,9 +25,9 @@ def before(
     moved: Float[Tensor, "R 2 taps groups"],
     size: int,
 ) -> Float[Tensor, "R hidden"]:
-    """As `shared.spec.convolution.before`."""
+    """Implements `shared.spec.convolution.before`."""
     (R, hidden), out = normed.shape, torch.empty_like(normed)
-    # Pointers must be there, also where nothing reads them.
+    # Triton requires a pointer, even if nothing reads it.
     given = (normed, base, moved, normed, normed, out, out, 0.0)
     cut = {"chunk": BLOCK, "spread": 1, "digits": 0, "digits_of_chunks": 0, "is_behind": False}
     how = {**_sizes(base, moved, size), **cut, "num_warps": 4, **launching(normed)}
@@ -46,7 +46,7 @@ def behind(
     *,
     order: SquaresOrder,
 ) -> tuple[Float[Tensor, "R hidden"], Float[Tensor, "R hidden"]]:
-    """As `shared.spec.convolution.behind`."""
+    """Implements `shared.spec.convolution.behind`."""
     (R, hidden), out, normed = x.shape, torch.empty_like(x), torch.empty_like(x)
     cut = {
         "chunk": order.chunk,
@@ -74,7 +74,7 @@ def _kernel(
     chunk: tl.constexpr, spread: tl.constexpr, digits: tl.constexpr,
     digits_of_chunks: tl.constexpr, is_behind: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, or one of some of its columns where nothing norms it."""
+    """One program per row, or per block of its columns if no norm follows."""
     row, side = tl.program_id(0).to(tl.int64), 1 if is_behind else 0
     column = tl.arange(0, spread)[:, None] * chunk + tl.arange(0, chunk)[None, :]
     column += tl.program_id(1) * spread * chunk
@@ -88,7 +88,7 @@ def _kernel(
         total += tl.load(x_at + row * hidden + column, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(taps):
         at = values_at + (row - tap) * hidden + column
-        until = tl.where(slot >= tap, hidden, 0)  # no column of a row before the block
+        until = tl.where(slot >= tap, hidden, 0)  # taps before the block are skipped
         read = tl.load(at, mask=column < until, other=0.0).to(tl.float32)
         place = side * taps + tap
         own = tl.load(base_at + place * hidden + column, mask=inside, other=0.0)

@@ -1,4 +1,4 @@
-"""Rows quantised to FP8, in Triton."""
+"""Dynamic FP8 quantisation of activations for W8A8 GEMMs (Triton)."""
 
 import torch
 import triton
@@ -14,16 +14,16 @@ from shared.models.fp8 import BLOCK
 _BLOCK = tl.constexpr(BLOCK)
 _FEW = 64
 _ROWS, _ROWS_OF_MANY, _WARPS = 4, 32, 4
-"""Of a program, where rows are at most so few, and where there are more."""
+"""Rows per program for at most `_ROWS` rows and for more, and warps."""
 
 
 def quantised(
     x: Float[Tensor, "R inputs"],
 ) -> tuple[Float8e4m3fn[Tensor, "R inputs"], Float32[Tensor, "blocks R"]]:
-    """As `shared.spec.fp8_activations.quantised`, of whole blocks of inputs.
+    """Implements `shared.spec.fp8_activations.quantised`, for whole blocks of inputs.
 
     Returns:
-      The codes, and the scales of each block of inputs, one row behind the other.
+      The quantised rows, and the scales of each block of inputs, one row per block.
     """
     x = x.contiguous()
     R, K = x.shape
@@ -54,7 +54,7 @@ def _quantising_kernel(
     codes, scale = quantise(x, is_launched)
     tl.store(codes_at + place, codes, mask=is_row[:, None])
     tl.store(scales_at + block.to(tl.int64) * num_rows + row, scale, mask=is_row)
-    # Where programs of the next kernel begin while those of many rows still run, the product takes
-    # up to 1.5 times as long; where few rows are, they end together anyhow.
+    # With many rows, starting the next kernel early makes its GEMM up to 1.5 times slower. With few
+    # rows, all programs end together.
     if is_launched and not is_few:
         gdc_launch_dependents()

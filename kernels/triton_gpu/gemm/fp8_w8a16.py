@@ -1,6 +1,6 @@
-"""FP8 weights in words of four, widened in the registers that a product takes them from, in Triton.
+"""W8A16: packed FP8 weights, dequantised in registers before the GEMM (Triton).
 
-`shared.models.fp8_packing` says how they lie in memory.
+`shared.models.fp8_packing` documents the packed layout.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ from shared.models.fp8_packing import FP8_BLOCK, shares_of
 _BLOCK = tl.constexpr(FP8_BLOCK)
 _WARPS = 4
 
-# Two words are four pairs of bfloat16: of each byte the sign, the exponent and the mantissa are
-# moved to their places, subnormal numbers too. What comes out is 2^-120 of the code's number.
+# Converts the bytes of two packed int32 to four pairs of bfloat16 by moving sign, exponent and
+# mantissa, also of subnormal numbers. The result is 2^-120 of the FP8 value.
 _MOVED = tl.constexpr(
     "{\n.reg .b32 t, m;\n"
     + "\n".join(
@@ -33,10 +33,10 @@ _REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r")
 
 @triton.jit
 def four(words, scale, is_launched: tl.constexpr):
-    """A block of inputs of some outputs as four parts of 32, [outputs, 32] each, in bfloat16.
+    """Dequantises a block of inputs of some outputs to four bfloat16 parts, [outputs, 32] each.
 
-    The scale is a column, [outputs, 1]: a scalar would be applied in another layout than that of
-    the product, and the numbers would take a way through shared memory.
+    The scale is a column, [outputs, 1]. A scalar would be applied in another layout than the
+    GEMM's, so the values would be converted through shared memory.
     """
     if is_launched:
         first, second, third, fourth = tl.inline_asm_elementwise(
@@ -60,7 +60,7 @@ def four(words, scale, is_launched: tl.constexpr):
 
 @triton.jit
 def _moved(words, byte: tl.constexpr):
-    """The same of one byte in float32, for the interpreter, which knows no assembly."""
+    """Converts one byte of packed FP8 to float32, for the interpreter, which lacks assembly."""
     code = (words >> (8 * byte)) & 0xFF
     bits = ((code & 0x80) << 8) | ((code & 0x7F) << 4)
     return (bits << 16).to(tl.float32, bitcast=True)
@@ -69,10 +69,10 @@ def _moved(words, byte: tl.constexpr):
 def widened(
     words: Int32[Tensor, "N words"], scales: Float[Tensor, "scales scales_in"], **how: Any
 ) -> Float[Tensor, "N K"]:
-    """The numbers of a weight in memory, for products that take no words.
+    """Dequantises a weight in memory, for GEMMs that do not read packed FP8.
 
     Args:
-      how: As `launching` in `linear` says.
+      how: Launch options, see `launching` in `linear`.
     """
     outputs, count = words.shape
     wide = torch.empty((outputs, 4 * count), dtype=torch.bfloat16, device=words.device)

@@ -1,4 +1,4 @@
-"""Blocks of codes of FP8: how rows become some, and how their products are added, in Triton."""
+"""W8A8: quantisation of rows to FP8, and GEMM steps on FP8 blocks (Triton)."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,10 @@ _OF_LARGEST = tl.constexpr(OF_LARGEST)
 
 @triton.constexpr_function
 def width_of(rows, columns, is_quantised, is_gated):
-    """Outputs that are multiplied at once: of a block of codes of 128 x 128 the halves.
+    """Returns the outputs per GEMM step: half of a 128 x 128 FP8 block.
 
-    A block's own sums then take half as many registers, so that a multiprocessor has two programs,
-    of which one multiplies while the other adds. Of 64 rows it has two without.
+    The accumulators of a block then need half of the registers, so two programs fit a
+    multiprocessor: one multiplies while the other adds. With 64 rows two programs fit anyway.
     """
     is_large = rows == _BLOCK and columns == _BLOCK
     return columns // 2 if is_quantised and not is_gated and is_large else columns
@@ -22,7 +22,7 @@ def width_of(rows, columns, is_quantised, is_gated):
 
 @triton.jit
 def quantise(x, is_launched: tl.constexpr):
-    """The codes of a block of inputs of some rows, [rows, 128] in float32, and its scales."""
+    """Quantises a block of inputs, [rows, 128] in float32; returns FP8 values and scales."""
     scale = tl.max(tl.abs(x), 1) * _OF_LARGEST
     scale = tl.where(scale == 0.0, 1.0, scale)
     x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
@@ -34,7 +34,7 @@ def quantise(x, is_launched: tl.constexpr):
 
 @triton.jit
 def _encoded(x):
-    """The nearest codes, for the interpreter, which rounds no number up to a power of two."""
+    """Rounds to the nearest FP8 values; the interpreter never rounds up to a power of two."""
     size = tl.abs(x)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
@@ -49,13 +49,13 @@ def add_blocks(
     acc, up, x_at, weight_at, scales_at, row_scales_at, at, first_row, output, num_rows,
     sizes: tl.constexpr, cut: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of a step's blocks of codes, one block behind the other.
+    """Adds the products of a step's FP8 blocks, one after the other.
 
     Args:
-      acc, up: Sums so far; the second those of up, where the first are a gate's, or those of a
-        tile's other half.
-      x_at, weight_at: Descriptors; or where the first block of the step lies, for each code.
-      at, first_row, output: The step's first input, and the tile's first row and output.
+      acc, up: Accumulators. The second is for the up projection if the first is for the gate, or
+        for the other half of the tile.
+      x_at, weight_at: Descriptors; or pointers to the first block of the step, per element.
+      at, first_row, output: First input of the step, and first row and output of the tile.
     """
     row = first_row + tl.arange(0, cut.rows)
     is_row = row < num_rows
@@ -83,7 +83,7 @@ def add_blocks(
 
 @triton.jit
 def scale_of(scales_at, output, at, K: tl.constexpr):
-    """The scale of a weight's block, in which some outputs and inputs lie."""
+    """Loads the scale of the weight block that contains some outputs and inputs."""
     return tl.load(scales_at + output // _BLOCK * (K // _BLOCK) + at // _BLOCK)
 
 
@@ -91,12 +91,12 @@ def scale_of(scales_at, output, at, K: tl.constexpr):
 def add_codes(
     acc, x, weight, scale, is_swapped: tl.constexpr, is_interpreted: tl.constexpr
 ):  # fmt: skip
-    """Adds the products of a block's codes, times its scale of each row, rounded once.
+    """Adds the products of an FP8 block, times its scale per row, with one rounding.
 
-    The matrix unit adds them from zero, and in fewer bits than float32: from 64 on its wide side
-    they are the same bits in both languages and for any tile.
+    The tensor core accumulates from zero, in fewer bits than float32. With 64 or more on its wide
+    side, the bits are equal in both languages and for every tile.
     """
-    if is_interpreted:  # and it would multiply the codes as whole numbers
+    if is_interpreted:  # it would multiply FP8 as integers
         x, weight = x.to(tl.float32), weight.to(tl.float32)
     if is_swapped:
         part, scale = tl.dot(weight, tl.trans(x)), scale[None, :]

@@ -1,4 +1,4 @@
-"""What stands between the products of a layer, over whole rows, in Triton."""
+"""Row-wise operations between the GEMMs of a layer: norms and GELU (Triton)."""
 
 import torch
 import triton
@@ -12,24 +12,24 @@ from kernels.triton_gpu.gemm.linear import launching
 from kernels.triton_gpu.gemm.sum_of_squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.reduction_order import SquaresOrder
 
-BLOCK = tl.constexpr(1024)  # numbers of a program that knows no rows
+BLOCK = tl.constexpr(1024)  # elements per program of element-wise kernels
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def beside(
     x: Float[Tensor, "R size"], norm: Float[Tensor, " size"] | None, *, order: SquaresOrder
 ) -> tuple[Float[Tensor, "R size"] | None, Float[Tensor, "R chunks"]]:
-    """What stands beside rows that begin a stream.
+    """Computes the scaled rows and the sums of squares with which a residual stream begins.
 
     Returns:
-      The rows times the scale of the norm through which they are read, if it has one, and their
-      squares in chunks, as `shared.spec.reduction_order.chunks_of_squares`.
+      The rows times the scale of the next norm, if it has one; and their sums of squares per chunk,
+      see `shared.spec.reduction_order.chunks_of_squares`.
     """
     x = x.contiguous()
     scaled = None if norm is None else torch.empty_like(x)
     shape = (len(x), triton.cdiv(x.shape[1], order.chunk))
     sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-    # Pointers must be there, also where nothing reads them.
+    # Triton requires a pointer, even if nothing reads it.
     given = (x, x if scaled is None else scaled, sums, sums if norm is None else norm, 0.0)
     flags = {"is_norm": False, "is_scaled": norm is not None}
     _row_kernel[(len(x),)](*given, **flags, **_settings(x, order))
@@ -43,9 +43,9 @@ def rms_norm(
     *,
     order: SquaresOrder,
 ) -> Float[Tensor, "R size"]:
-    """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1.
+    """Implements `shared.spec.layers.rms_norm`; without a weight, the scale is 1.
 
-    The rows may be columns of wider ones.
+    The rows may be a slice of the columns of wider rows.
     """
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -63,7 +63,7 @@ def layer_norm(
     *,
     order: SquaresOrder,
 ) -> Float[Tensor, "R size"]:
-    """As `shared.spec.layers.layer_norm`; the mean is summed as squares are."""
+    """Implements `shared.spec.layers.layer_norm`; the mean is summed in the same way as squares."""
     x = x.contiguous()
     out = torch.empty_like(x)
     _layer_norm_kernel[(len(x),)](x, out, weight, bias, eps, **_settings(x, order))
@@ -71,12 +71,12 @@ def layer_norm(
 
 
 def gelu(x: Float[Tensor, "R size"]) -> Float[Tensor, "R size"]:
-    """As `shared.spec.layers.gelu`."""
+    """Implements `shared.spec.layers.gelu`."""
     return _gelu(x, is_tanh=False)
 
 
 def gelu_tanh(x: Float[Tensor, "R size"]) -> Float[Tensor, "R size"]:
-    """As `shared.spec.layers.gelu_tanh`."""
+    """Implements `shared.spec.layers.gelu_tanh`."""
     return _gelu(x, is_tanh=True)
 
 
@@ -92,7 +92,7 @@ def blended(
     corners: Int[Tensor, "R 4"],
     shares: Float[Tensor, "R 4"],
 ) -> Float[Tensor, "R hidden"]:
-    """As `shared.spec.layers.blended`, summed in the order of the corners."""
+    """Implements `shared.spec.layers.blended`, summed in the order of the corners."""
     R, hidden = len(corners), table.shape[1]
     out, block = table.new_empty((R, hidden)), triton.next_power_of_2(hidden)
     given = (table, corners.contiguous(), shares.contiguous(), out)
@@ -129,7 +129,7 @@ def _row_kernel(
     is_norm: tl.constexpr,
     is_scaled: tl.constexpr,
 ):
-    """One program a row: its norm by its squares in chunks, or these, and the row scaled."""
+    """One program per row: its norm, or its sums of squares per chunk and the scaled row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, spread)
     column = part[:, None] * chunk + tl.arange(0, chunk)[None, :]
@@ -166,7 +166,7 @@ def _layer_norm_kernel(
     digits_of_chunks: tl.constexpr,
     is_launched: tl.constexpr,
 ):
-    """One program a row: its mean off, divided by its deviation, scaled and shifted."""
+    """One program per row: mean subtracted, divided by the deviation, scaled and shifted."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, spread)[:, None] * chunk + tl.arange(0, chunk)[None, :]
     if is_launched:
@@ -193,7 +193,7 @@ def _sum(terms, digits: tl.constexpr, digits_of_chunks: tl.constexpr):
 
 @triton.jit
 def _gelu_kernel(x_at, out_at, count, is_tanh: tl.constexpr, is_launched: tl.constexpr):
-    """One program a block of numbers, wherever rows end."""
+    """One program per block of elements, across rows."""
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
@@ -205,10 +205,10 @@ def _gelu_kernel(x_at, out_at, count, is_tanh: tl.constexpr, is_launched: tl.con
         y = x * (1.5957691216057308 + 0.07135481627260025 * (x * x))
         out = x / (1.0 + tl.exp2(-y * LOG2_E))
     else:
-        # The share above |x|, by Abramowitz and Stegun 7.1.26: wrong by 1e-7 at most.
+        # Normal tail probability above |x|, Abramowitz and Stegun 7.1.26: error at most 1e-7.
         z = tl.abs(x) * 0.7071067811865476
         y = 0.3275911 * z
-        t = 1.0 - y / (1.0 + y)  # 1 / (1 + y), which two compilers divide in two ways
+        t = 1.0 - y / (1.0 + y)  # 1 / (1 + y): the two compilers divide differently
         above = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705
             + t * (-0.7265760135 + t * 0.5307027145))))  # fmt: skip
         above = above * tl.exp2(-(z * z) * LOG2_E)
@@ -221,7 +221,7 @@ def _blend_kernel(
     table_at, corners_at, shares_at, out_at,
     hidden: tl.constexpr, block: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: the sum of its corners' rows by their shares."""
+    """One program per row: the weighted sum of the rows of its corners."""
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()

@@ -1,7 +1,7 @@
-"""Products of rows with a stored weight, and what stands before and after them, in Triton.
+"""GEMM of rows with a stored weight, with fused prologue and epilogue (Triton).
 
-A program has a block of rows and a block of outputs and adds along the inputs in one chain, so that
-a row's bits depend neither on the blocks nor on how many rows there are.
+Each program computes one tile of rows and outputs, and accumulates along the inputs in one chain.
+The bits of a row depend neither on the tiles nor on the number of rows (batch-invariant).
 """
 
 from functools import cache
@@ -38,7 +38,7 @@ from shared.spec.reduction_order import SquaresOrder
 
 _BLOCK, _LOG2_E = tl.constexpr(BLOCK), tl.constexpr(1.4426950408889634)
 _DESCRIBED_BYTES = 16
-"""Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
+"""Alignment in bytes that TMA descriptors require of row strides."""
 
 
 def product(
@@ -65,34 +65,35 @@ def product(
     Float[Tensor, "R chunks_out"] | None,
     Leaves | None,
 ]:
-    """Multiplies each row by a weight, and does what a layer does right before and after it.
+    """Multiplies rows with a weight, with the layer's prologue and epilogue fused.
 
     Args:
-      x: The rows; or their codes, as `fp8_activations.quantised` gives them.
-      weight: `[outputs, inputs]`; where it is gated, the gate's rows and then those of up. Or FP8
-        in words of four, with the bits of the widened weight; or codes, where rows are codes.
-      scales: Of FP8; see `shared.models.fp8_packing`. Of codes, as they are stored.
-      row_scales: Of rows that are codes.
-      out_type: Of the result.
-      squares: The rows' squares in chunks, where the product is that of their RMS norm; `x` are
-        the rows times the norm's scale then, and the squares those of the rows without it.
-      eps: Of the norm.
+      x: The rows; or quantised rows of `fp8_activations.quantised`.
+      weight: `[outputs, inputs]`; gated weights have the gate's rows, then the up projection's. Or
+        packed FP8 (W8A16), with the bits of the dequantised weight; or FP8, for quantised rows
+        (W8A8).
+      scales: Scales of packed FP8, see `shared.models.fp8_packing`; or of FP8, as stored.
+      row_scales: Scales of quantised rows.
+      out_type: Type of the result.
+      squares: Sums of squares of the rows per chunk, for a GEMM of their RMS norm. `x` then
+        contains the rows times the norm's scale, and the squares are of the rows without it.
+      eps: Epsilon of the norm.
       is_gated: Whether the result is silu(gate) * up.
-      bias: What is added to each row of the product, before it is gated.
-      factor: What the result is multiplied by, if it is not gated.
-      added: What is added to the result; its squares in chunks are returned as well.
-      norm: The scale of the norm through which the sum is read next.
-      order: How squares are summed.
-      tiles: How the work is cut.
-      gather: How ranks exchange their outputs, of which the weight has a rank's.
-      asks: Of a head, as `leaves.asking` gives it: the result, which is float32, is there for
-        blocks of rows of which one asks, and undefined elsewhere.
+      bias: Added to each row of the product before gating.
+      factor: Factor of the result, if it is not gated.
+      added: Residual added to the result; the sums of squares per chunk are returned as well.
+      norm: Scale of the norm that the sum is read through next.
+      order: Reduction order of squares.
+      tiles: Tile config.
+      gather: All-gather of the outputs; the weight is this rank's shard.
+      asks: Outputs needed from an LM head, of `leaves.asking`. The result is float32; it is stored
+        for blocks of rows in which some row needs logits, and undefined elsewhere.
 
     Returns:
-      The result; where something was added, the result times `norm`, if there is one, and its
-      squares in chunks; of a head, what blocks leave. Gathered, all is that of all ranks, but for
-      the result where something was added: it is this rank's, and the second is what is read next,
-      with a norm or without.
+      The result. With `added`, also the result times `norm`, if there is one, and its sums of
+      squares per chunk. For an LM head, also the block partials. With `gather`, all of them are of
+      all ranks, except the result with `added`: it is this rank's shard, and the second output is
+      the next GEMM's input, with or without a norm.
     """
     (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
     is_quantised = row_scales is not None
@@ -132,15 +133,15 @@ def product(
         lanes = BLOCK if is_quantised else depth
         x_at = TensorDescriptor.from_tensor(x, [rows, lanes])
         block = [width_of(rows, tiles.columns, is_quantised, is_gated), lanes]
-        if is_gated and not is_quantised:  # a block of the gate and that of up beside it are one
+        if is_gated and not is_quantised:  # blocks of gate and up form one tile
             weight_at, block = weight.view(2, N, K), [2, *block]
         weight_at = TensorDescriptor.from_tensor(weight_at, block)
     blocks = row_blocks * column_blocks
-    # Triton 3.6 cannot flatten a loop at whose end some blocks store their scores and others not.
+    # Triton 3.6 cannot flatten a loop that ends with a conditional store of logits.
     is_persistent = tiles.persistent and asks is None or is_wide
     programs = min(blocks, _multiprocessors(x.device)) if is_persistent else blocks
     ends = Ends(
-        # A pointer must be there, also where nothing reads it.
+        # Triton requires a pointer, even if nothing reads it.
         squares=x if squares is None else squares,
         bias=x if bias is None else bias,
         added=out if added is None else added,
@@ -224,17 +225,18 @@ def _pack(words: int, warps: int) -> int:
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """As many programs as run at once; some, where a program is interpreted."""
+    """Returns the number of multiprocessors; a fixed number for the interpreter."""
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launching(x: Tensor) -> dict[str, bool]:
-    """How a kernel is compiled and launched; the interpreter of Triton launches nothing.
+    """Returns compile and launch options of a kernel; the interpreter has no launch options.
 
-    Nothing is fused: equal bits in Pallas. A kernel may be launched while the one before it ends,
-    so each waits before it reads or writes what another kernel knows.
+    Multiply-add fusion is off: same bits as Pallas. A kernel may launch before the previous one
+    ends (programmatic dependent launch), so each waits before it accesses memory that another
+    kernel uses.
     """
     if not x.is_cuda:
         return {"is_launched": False}
@@ -246,9 +248,9 @@ def _product_kernel(
     x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks, blocks,
     sizes: tl.constexpr, squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of outputs and block of rows, or one that has several in turn.
+    """One program per block of outputs and rows, or a persistent program per multiprocessor.
 
-    Then the next block is copied while what the last has summed is finished and written.
+    A persistent program copies the next block while it finishes and stores the current one.
     """
     if cut.is_persistent:
         if is_launched:
@@ -270,7 +272,7 @@ def _product_block(
     number, x_at, weight_at, scales_at, row_scales_at, ends, num_rows, row_blocks,
     sizes: tl.constexpr, squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """A block of outputs and rows, the rows first: they share the weight."""
+    """Computes one block of outputs and rows; rows vary first to share the weight."""
     N: tl.constexpr = sizes.N
     K: tl.constexpr = sizes.K
     is_gated: tl.constexpr = sizes.is_gated
@@ -279,13 +281,13 @@ def _product_block(
     depth: tl.constexpr = cut.depth
     is_swapped: tl.constexpr = cut.is_swapped
     is_described: tl.constexpr = cut.is_described
-    # Programs that run together share a block of the weight; the rows are in the cache anyway.
+    # Concurrent programs share a block of the weight; the rows are in the L2 cache anyway.
     first_row = (number % row_blocks) * rows
     block = number // row_blocks
     row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
     step = tl.arange(0, _BLOCK if sizes.is_quantised else depth)
     is_row, is_column = row < num_rows, column < N
-    # Blocks of gate and up that come as one are multiplied as one: the rows are read once.
+    # Blocks of gate and up in one tile are multiplied together, so the rows are read once.
     is_in_words: tl.constexpr = sizes.shares is not None
     is_joined: tl.constexpr = is_gated and not sizes.is_quantised and (is_described or is_in_words)
     single: tl.constexpr = width_of(rows, columns, sizes.is_quantised, is_gated)
@@ -309,7 +311,7 @@ def _product_block(
         rank, number_of_call = rank_of(ends.mail, sizes), number_of(ends.clock, ends.call)
     is_inside = is_row[:, None] & is_column[None, :]
     place = row.to(tl.int64)[:, None] * N + column[None, :]
-    # Asked for before the loop where they are few, so that nothing waits for them after it.
+    # With few rows, epilogue inputs are loaded before the loop, to hide their latency.
     is_early: tl.constexpr = rows <= 32
     if is_early and squares.count > 0:
         terms = squares_of(ends.squares, row, is_row, squares)
@@ -349,7 +351,7 @@ def _product_block(
         if not (is_in_words or is_described):
             x_at += depth
             weight_at += depth
-    if is_launched and not is_described:  # with descriptors it measured slower
+    if is_launched and not is_described:  # slower with TMA descriptors, as measured
         gdc_launch_dependents()
     if is_swapped:
         acc = tl.trans(acc)
@@ -393,7 +395,7 @@ def _product_block(
 
 @triton.jit
 def _tile(at, is_one, inside, has_all: tl.constexpr, has_all_steps: tl.constexpr):
-    """A tile of rows or of a weight, zero where there is none."""
+    """Loads a tile of rows or of a weight, zero outside the array."""
     if has_all and has_all_steps:
         tile = tl.load(at)
     elif has_all_steps:
@@ -405,7 +407,7 @@ def _tile(at, is_one, inside, has_all: tl.constexpr, has_all_steps: tl.constexpr
 
 @triton.jit
 def _add_product(acc, x, weight, is_swapped: tl.constexpr):
-    if is_swapped:  # the outputs are the wide side of the matrix unit, the rows its narrow one
+    if is_swapped:  # swap-AB: outputs are the wide side of the tensor core, rows the narrow one
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     else:
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")

@@ -1,4 +1,4 @@
-"""What a product of `linear` is given, and what becomes of its result, in Triton."""
+"""Epilogue of the GEMM of `linear`, and the records of its inputs and sizes (Triton)."""
 
 from typing import Any, NamedTuple
 
@@ -11,16 +11,16 @@ from shared.models.fp8_packing import Shares
 
 
 class Ends(NamedTuple):
-    """What is read before and after the sums, and what is written.
+    """Inputs of the prologue and the epilogue, and outputs.
 
     Attributes:
-      squares: Of the rows, in chunks, for their norm.
-      bias: What is added to each row.
-      added, norm: What is added to the result, and what multiplies it for its next reader.
-      out, scaled, sums: The result, the same times `norm`, and its squares in chunks.
-      eps: Of the norm.
+      squares: Sums of squares of the rows per chunk, for their norm.
+      bias: Added to each row.
+      added, norm: Added to the result, and the scale that multiplies it for the next norm.
+      out, scaled, sums: The result, the result times `norm`, and its sums of squares per chunk.
+      eps: Epsilon of the norm.
       asks, warmth, tokens, keys, ids, bad, peaks, masses: See `leaves.Leaves`.
-      all_words, all_sums: What the ranks have of the result, or of what is `scaled`, and of `sums`.
+      all_words, all_sums: All ranks' result, or their `scaled`; and all ranks' `sums`.
       mail, clock, call: See `ranks.Gather`.
     """
 
@@ -48,17 +48,17 @@ class Ends(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is multiplied: outputs, inputs, and what is done with the sums.
+    """Problem size: outputs, inputs, and the fused operations.
 
     Attributes:
-      shares: Of a weight that is FP8 in words of four; None: it is numbers, or codes.
-      is_quantised: Whether the weight is codes, as rows are then.
-      is_interpreted: Whether no GPU runs the kernel.
-      is_biased, is_gated, is_added, is_scaled: Whether it is.
-      factor: Of a result that is not gated.
-      leaves: Blocks of outputs that leave the best of each row; 0: the result is stored.
-      box: Of the mailboxes through which the result is gathered; None: it is not, or afterwards.
-      pack: Words of a block, for which a thread waits at once.
+      shares: Layout of packed FP8 weights; None: the weight is bfloat16, float32 or quantised FP8.
+      is_quantised: Whether rows and weight are quantised (W8A8).
+      is_interpreted: Whether the interpreter runs the kernel.
+      is_biased, is_gated, is_added, is_scaled: Fused operations.
+      factor: Factor of a result that is not gated.
+      leaves: Output blocks with LM-head partials; 0: the result is stored.
+      box: Layout of the symmetric buffers for a fused all-gather; None: no gather, or a later one.
+      pack: Words of a block that a thread polls at once.
     """
 
     N: int
@@ -77,12 +77,12 @@ class Sizes(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """How squares are summed.
+    """Reduction order of squares.
 
     Attributes:
       count, spread: Chunks of a row of inputs, 0 without a norm, and lanes that read them.
       length: Outputs of a chunk of the result.
-      digits, digits_of_chunks: Of the integers that squares, and sums of chunks, are added as.
+      digits, digits_of_chunks: Bits of the integers in which squares and chunk sums are added.
     """
 
     count: int
@@ -93,7 +93,7 @@ class Chunks(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the work is cut, and whether every block of rows is full."""
+    """Tile config, and whether every block of rows is full."""
 
     rows: int
     columns: int
@@ -109,7 +109,7 @@ class Cut(NamedTuple):
 def store_result(
     out, norm, ends, row, column, block, num_rows, sizes: tl.constexpr, squares: tl.constexpr
 ):
-    """Stores a block of the result, what its next reader reads, and its squares in chunks."""
+    """Stores a block of the result, the next norm's input, and its sums of squares per chunk."""
     N: tl.constexpr = sizes.N
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     is_row, is_column = row < num_rows, column < N
@@ -133,10 +133,10 @@ def share_result(
     out, norm, ends, row, column, block, num_rows, rank, number, sizes: tl.constexpr,
     squares: tl.constexpr,
 ):  # fmt: skip
-    """As `store_result`, but what is read next, and the squares, are those of all ranks.
+    """Same as `store_result`, with all-gather: the next input and the squares are of all ranks.
 
-    Programs of the same number have the same block on each rank, and run at the same time. What the
-    others wait for is sent first.
+    Programs of the same number have the same block on every rank and run at the same time. Data
+    that other ranks wait for is sent first.
     """
     N: tl.constexpr = sizes.N
     ranks: tl.constexpr = sizes.box.ranks

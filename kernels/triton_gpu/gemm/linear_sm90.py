@@ -1,12 +1,11 @@
-"""Products in tiles of 192 columns of the weight, in Gluon.
+"""WGMMA GEMM in tiles of 192 weight columns, with TMA and warp specialisation (Gluon).
 
-A tile is two products with one block of rows, of 128 and of 64 columns; plain Triton has none but
-powers of two. One warp more than multiply copies blocks by tensor descriptors (TMA) ahead of the
-others. There are as many programs as the GPU has multiprocessors. A program takes one block of the
-result after the other, so that the first copies for a block go on while the one before is stored.
+A tile is two products of one block of rows, with 128 and 64 columns; plain Triton requires powers
+of two. One producer warp copies blocks by TMA ahead of the consumers. Programs are persistent, one
+per multiprocessor: the first copies of a block overlap with the epilogue of the block before it.
 
-A sum is one chain of products along the inputs, and what follows is computed as in `linear`, so the
-bits are those of that kernel.
+Accumulation is one chain along the inputs and the epilogue computes as in `linear`, so the bits
+equal that kernel's.
 """
 
 from functools import cache
@@ -31,22 +30,22 @@ from kernels.tiles import LinearTiles
 from kernels.triton_gpu.gemm.linear_epilogue import Chunks, Cut, Ends, Sizes
 
 WIDE, NARROW = gl.constexpr(128), gl.constexpr(64)
-"""Columns of the weight of the two products."""
+"""Weight columns of the two products."""
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LINE = 64
-"""Inputs of a line of shared memory, which descriptors fill."""
+"""Inputs of a shared-memory line that TMA fills."""
 _COPYING_REGISTERS = gl.constexpr(24)
 
-# A name that is another from one version of Triton to the next.
+# The name differs between versions of Triton.
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 class Ring(NamedTuple):
-    """Blocks in shared memory, and the barriers that tell how far both sides are.
+    """Ring of blocks in shared memory, with the mbarriers of producer and consumers.
 
     Attributes:
-      rows, wide, narrow: Of the rows, and of the weight for each product.
-      full, free: Barriers: the blocks of a place have come, and are multiplied.
+      rows, wide, narrow: Blocks of the rows, and of the weight for each product.
+      full, free: Barriers: the blocks of a slot are loaded, and are consumed.
     """
 
     rows: Any
@@ -58,7 +57,7 @@ class Ring(NamedTuple):
 
 @cache
 def is_on_hopper() -> bool:
-    """Whether the GPU is one, whose matrix units no other has."""
+    """Returns whether the GPU is a Hopper, the only one with WGMMA."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
@@ -70,7 +69,7 @@ def takes(
     is_added: bool,
     tiles: LinearTiles,
 ) -> bool:
-    """Whether `launch` can be called: for tiles of 192 columns, bfloat16 and descriptors."""
+    """Returns whether `launch` supports a call: tiles of 192 columns, bfloat16 and TMA."""
     is_half = x.dtype == weight.dtype == torch.bfloat16 and x.shape[1] % 8 == 0
     is_wide = tiles.columns * (2 if is_gated else 1) == WIDE.value + NARROW.value
     is_deep = tiles.depth_of(x.shape[1]) >= _LINE
@@ -92,20 +91,20 @@ def launch(
     warps: int,
     **launching: bool,
 ) -> None:
-    """Multiplies arrays that `takes` accepts, and writes what `ends` says.
+    """Launches the GEMM for arrays that `takes` accepts; writes the outputs of `ends`.
 
     Args:
-      row_blocks, blocks: Blocks of the result in a column, and in all.
-      programs: That take them in turn.
-      sizes, squares, cut: As of the kernel of `linear`.
-      warps: That multiply.
+      row_blocks, blocks: Row blocks of the result, and blocks in all.
+      programs: Number of persistent programs.
+      sizes, squares, cut: Same as for the kernel of `linear`.
+      warps: Consumer warps.
     """
 
     def described(array: Tensor, *shape: int) -> TensorDescriptor:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
         return TensorDescriptor.from_tensor(array, list(shape), layout)
 
-    if sizes.is_gated:  # a block of the gate and that of up beside it are one
+    if sizes.is_gated:  # blocks of gate and up form one tile
         weight = weight.view(2, sizes.N, sizes.K)
         parts = [(2, size.value // 2, cut.depth) for size in (WIDE, NARROW)]
     else:
@@ -131,7 +130,7 @@ def _described_kernel(
     x_of, wide_of, narrow_of, ends, num_rows, row_blocks, blocks, sizes: gl.constexpr,
     squares: gl.constexpr, cut: gl.constexpr, warps: gl.constexpr, is_launched: gl.constexpr,
 ):  # fmt: skip
-    """A program that takes blocks of outputs and rows in turn, the rows first."""
+    """Persistent program: processes blocks of outputs and rows in turn; rows vary first."""
     stages: gl.constexpr = cut.stages
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     ring = Ring(
@@ -165,7 +164,7 @@ def _described_kernel(
 def _copy(
     x_of, wide_of, narrow_of, ring, row_blocks, blocks, sizes: gl.constexpr, cut: gl.constexpr
 ):
-    """Copies all that blocks of the result are the products of; what lies outside is zero."""
+    """Producer: copies all operand blocks of the result's blocks, zero outside the arrays."""
     second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
     count: gl.constexpr = (cut.rows + WIDE + NARROW) * cut.depth * 2
     done = 0
@@ -192,13 +191,13 @@ def _multiply(
     ring, ends, num_rows, row_blocks, blocks, sizes: gl.constexpr, squares: gl.constexpr,
     cut: gl.constexpr, warps: gl.constexpr,
 ):  # fmt: skip
-    """Adds the blocks of the ring, and finishes and stores the sums."""
+    """Consumer: accumulates the blocks of the ring, applies the epilogue and stores."""
     rows: gl.constexpr = cut.rows
     depth: gl.constexpr = cut.depth
     second: gl.constexpr = WIDE // 2 if sizes.is_gated else WIDE
     of_row = gl.program_id(0) % row_blocks * rows
     scale = of_row
-    if squares.count > 0:  # while the first blocks are copied
+    if squares.count > 0:  # overlaps with the first copies
         scale = _scale_of(ends, of_row, num_rows, sizes, squares, rows, warps)
     done = 0
     for number in range(gl.program_id(0), blocks, gl.num_programs(0)):
@@ -222,7 +221,7 @@ def _multiply(
             sums = warpgroup_mma(x, wide.permute((1, 0)), sums, is_async=True)
             more = warpgroup_mma(x, narrow.permute((1, 0)), more, is_async=True)
             sums, more = warpgroup_mma_wait(num_outstanding=2, deps=(sums, more))
-            # The two products of the step before are done.
+            # The two products of the previous step are complete.
             before = ring.free.index((done + cut.stages - 1) % cut.stages)
             mbarrier.arrive(before, count=1, pred=at > 0)
             done += 1
@@ -237,7 +236,7 @@ def _store(
     acc, scale, ends, first_row, first_column, num_rows, sizes: gl.constexpr,
     squares: gl.constexpr, warps: gl.constexpr,
 ):  # fmt: skip
-    """Does what follows a product, and stores it with what its next reader reads."""
+    """Applies the epilogue, and stores the result with the inputs of the next norm."""
     N: gl.constexpr = sizes.N
     rows: gl.constexpr = acc.shape[0]
     width: gl.constexpr = acc.shape[1]
@@ -291,7 +290,7 @@ def _scale_of(
     ends, first_row, num_rows, sizes: gl.constexpr, squares: gl.constexpr, rows: gl.constexpr,
     warps: gl.constexpr,
 ):  # fmt: skip
-    """The scale of the norm of each row."""
+    """Computes the norm scale of each row."""
     layout: gl.constexpr = _squares_layout(squares.spread, warps)
     row = first_row + gl.arange(0, rows, layout=gl.SliceLayout(1, layout))
     chunk = gl.arange(0, squares.spread, layout=gl.SliceLayout(0, layout))
@@ -303,7 +302,7 @@ def _scale_of(
 
 @gluon.jit
 def _add_up(terms, digits: gl.constexpr):
-    """As `squares.add_up`."""
+    """Same as `squares.add_up`."""
     largest = gl.max(terms, 1).to(gl.int32, bitcast=True)
     exponent = gl.minimum(gl.maximum(largest >> 23, digits + 1), 254)
     unit = ((digits + 254 - exponent) << 23).to(gl.float32, bitcast=True)
@@ -315,20 +314,20 @@ def _add_up(terms, digits: gl.constexpr):
 
 @gluon.constexpr_function
 def _sums_layout(columns, warps):
-    """How the matrix units leave sums, of 16 rows or more a warp."""
+    """Returns the layout of WGMMA accumulators, with 16 rows or more per warp."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def _lines_layout(columns, warps):
-    """How warps write rows of so many numbers, eight by a thread."""
+    """Returns the layout in which warps store rows, eight elements per thread."""
     threads = columns // 8
     return gl.BlockedLayout([1, 8], [32 // threads, threads], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _squares_layout(chunks, warps):
-    """How warps read rows of so many squares, up to four by a thread."""
+    """Returns the layout in which warps load rows of squares, up to four per thread."""
     each = min(chunks, 4)
     threads = min(chunks // each, 8)
     return gl.BlockedLayout([1, each], [32 // threads, threads], [warps, 1], [1, 0])

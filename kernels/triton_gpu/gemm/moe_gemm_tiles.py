@@ -1,4 +1,4 @@
-"""Tiles of the products of experts: whose rows they have, and steps along the chain, in Triton."""
+"""Grouped GEMM of experts: tiles of slots, and steps along the inputs (Triton)."""
 
 from typing import Any, NamedTuple
 
@@ -12,9 +12,10 @@ _BLOCK = tl.constexpr(FP8_BLOCK)
 
 
 class Stored(NamedTuple):
-    """The weights of experts, and their scales, if they are FP8 in words of four.
+    """Expert weights, and their scales if they are packed FP8.
 
-    Of some outputs, `place_of` gives where both begin; a scale that is an output's alone is read.
+    `place_of` returns pointers to the weights and scales of some outputs; a scale per output is
+    loaded.
     """
 
     weights: Any
@@ -22,10 +23,10 @@ class Stored(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Outputs and inputs of an expert's product; slots of a row.
+    """Outputs and inputs of an expert's GEMM, and slots of a row.
 
     Attributes:
-      shares: Of weights that are FP8 in words of four; None: they are numbers.
+      shares: Layout of packed FP8 weights; None: the weights are bfloat16 or float32.
       is_scaled: Whether the next norm has a scale.
     """
 
@@ -37,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a product is cut; lanes of a tile, and whether tiles are those of lists."""
+    """Tile config of a GEMM; lanes of a tile, and whether tiles are expert blocks."""
 
     lanes: int
     columns: int
@@ -47,7 +48,7 @@ class Cut(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The expert of a tile, how many slots it has, and which."""
+    """Expert of a tile, number of its slots, and the slots."""
 
     expert: Any
     count: Any
@@ -56,7 +57,7 @@ class Tile(NamedTuple):
 
 @triton.jit
 def tile_of(number, ids_at, lists, cut: tl.constexpr):
-    """A tile of a list; without lists, each slot is a tile."""
+    """Returns a tile of expert-aligned slots; without expert blocks, each slot is a tile."""
     lane = tl.arange(0, cut.lanes)
     if cut.is_grouped:
         expert, count = tl.load(lists.experts + number), tl.load(lists.counts + number)
@@ -75,9 +76,9 @@ def product_of(
     x_at, is_slot, stored, expert, outputs: tl.constexpr, output, is_output, has_all: tl.constexpr,
     sizes: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """The product of some slots, [lanes, 1] pointers, with outputs of an expert, [outputs, lanes].
+    """Multiplies some slots, [lanes, 1] pointers, with outputs of an expert, [outputs, lanes].
 
-    The weight is the wide side of the matrix unit.
+    The weight is the wide side of the tensor core (swap-AB).
     """
     K: tl.constexpr = sizes.K
     of_weight = place_of(stored, expert, outputs, output, is_output, has_all, sizes)
@@ -101,7 +102,7 @@ def place_of(
     stored, expert, outputs: tl.constexpr, output, is_output, has_all: tl.constexpr,
     sizes: tl.constexpr,
 ):  # fmt: skip
-    """Where some outputs of an expert begin, [outputs, 1] pointers, and their scales."""
+    """Returns pointers to some outputs of an expert, [outputs, 1], and their scales."""
     expert = expert.to(tl.int64)
     if sizes.shares is not None:
         share: tl.constexpr = sizes.shares.outputs
@@ -115,7 +116,7 @@ def place_of(
 
 @triton.jit
 def place_in_words(stored, output, scale, is_output, has_all: tl.constexpr, sizes: tl.constexpr):
-    """Where some outputs of FP8 begin, and their scales, which are numbered along the outputs."""
+    """Returns pointers to some packed FP8 outputs and their scales, numbered along the outputs."""
     weights = stored.weights + (output.to(tl.int64) * (sizes.K // 4))[:, None]
     scales = stored.scales + (scale * sizes.shares.scales_in)[:, None]
     if sizes.shares.scales_in == 1:
@@ -130,7 +131,7 @@ def _scale_at(at, is_output, has_all: tl.constexpr):
 
 @triton.jit
 def part_of(at, step, is_one, has_all: tl.constexpr, K: tl.constexpr, depth: tl.constexpr):
-    """A step of some rows or outputs, which begin at [rows, 1] pointers; zero where none is."""
+    """Loads a step of some rows or outputs, from [rows, 1] pointers; zero out of bounds."""
     inputs = step + tl.arange(0, depth)
     at += inputs[None, :]
     if has_all and K % depth == 0:
@@ -147,7 +148,7 @@ def add_four(
     acc, of_weight, x_at, step, is_row, is_column, has_all: tl.constexpr, sizes: tl.constexpr,
     is_launched: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products of a block of inputs with an FP8 weight, in the order of the inputs."""
+    """Adds the products of a block of inputs with a packed FP8 weight, in input order."""
     x0 = tl.trans(part_of(x_at, step, is_row, False, 32, 32))
     x1 = tl.trans(part_of(x_at, step + 32, is_row, False, 32, 32))
     x2 = tl.trans(part_of(x_at, step + 64, is_row, False, 32, 32))

@@ -1,7 +1,8 @@
-"""Sums of squares that no order changes, in Triton; see `shared.spec.reduction_order.SquaresOrder`.
+"""Order-independent sums of squares in fixed point (Triton).
 
-Terms are added in three steps, so that a caller can add parts that it holds apart: the exponent of
-the largest term, whole numbers of units, and their sum as a float again.
+Implements `shared.spec.reduction_order.SquaresOrder`. A sum has three steps, so that callers can
+combine partial sums: the exponent of the largest term, the terms as integers, and the integer sum
+as a float.
 """
 
 import triton
@@ -10,20 +11,20 @@ import triton.language as tl
 
 @triton.jit
 def exponent_of(largest, digits: tl.constexpr):
-    """Of terms whose largest is given, none of them negative."""
+    """Returns the exponent for non-negative terms, from the largest of them."""
     return tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, digits + 1), 254)
 
 
 @triton.jit
 def units_of(terms, exponent, digits: tl.constexpr):
-    """Terms as whole numbers of units."""
+    """Converts terms to integers in fixed-point units."""
     scale = ((digits + 254 - exponent) << 23).to(tl.float32, bitcast=True)
     return tl.floor(terms * scale + 0.5).to(tl.int32)
 
 
 @triton.jit
 def in_floats(units, exponent, digits: tl.constexpr):
-    """A sum of units as the float that it stands for."""
+    """Converts a fixed-point sum to a float."""
     return units.to(tl.float32) * ((exponent - digits) << 23).to(tl.float32, bitcast=True)
 
 
@@ -36,7 +37,7 @@ def add_up(terms, digits: tl.constexpr):
 
 @triton.jit
 def squares_of(squares_at, row, is_row, squares: tl.constexpr):
-    """The squares of some rows, [rows, spread]."""
+    """Loads the sums of squares of some rows, [rows, spread]."""
     chunks: tl.constexpr = squares.count
     place = tl.arange(0, squares.spread)
     mask = is_row[:, None] & (place < chunks)[None, :]
@@ -46,7 +47,7 @@ def squares_of(squares_at, row, is_row, squares: tl.constexpr):
 
 @triton.jit
 def chunks_of(out, is_column, squares: tl.constexpr):
-    """The squares of a block of a result, [rows, chunks of the block]."""
+    """Computes the sums of squares of a block of a result, [rows, chunks of the block]."""
     length: tl.constexpr = squares.length
     parts: tl.constexpr = out.shape[1] // length
     terms = out.to(tl.float32)
