@@ -1,10 +1,11 @@
-"""A block of experts in three Pallas kernels, or in five where rows are many.
+"""Fused MoE block: routing and two grouped GEMMs (Pallas, Triton backend).
 
-`route` chooses; then come the product of gate and up, and that of down. Where rows are few, each
-slot of a row is a tile of those products, and the program that brings a row's last slot adds them.
-Where rows are many, rows of one expert share a tile, `group` lists them, and a kernel of its own
-adds. Both ways a slot is added along the inputs in one chain and a row's slots are added in their
-order, so that a row's bits depend neither on the rows beside it nor on the way.
+The block takes three kernels for few rows and five for many. `route` selects the experts; then
+follow the gate-up GEMM and the down GEMM. With few rows, each slot of a row is a tile, and the
+program with a row's last slot adds its slots. With many rows, `group` aligns the slots by expert,
+rows of one expert share a tile, and a separate kernel adds the slots. Both paths accumulate a slot
+along the inputs in one chain and add a row's slots in their order. The bits of a row therefore
+depend neither on other rows nor on the path (batch-invariant).
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
 class Stream(NamedTuple):
-    """Rows, the rows times the next norm's scale, and their squares in chunks."""
+    """Rows of the residual stream, the rows scaled for the next norm, and sums of squares."""
 
     rows: Any
     scaled: Any
@@ -38,9 +39,9 @@ class Stream(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """What rows are added to, the weights of their slots, and the scale of the next norm.
+    """Epilogue inputs: the residual, the weights of the slots, and the scale of the next norm.
 
-    That lies in a stack, at a place of its own.
+    The scale is stored in a stack, with an index of its own.
     """
 
     rows: Any
@@ -73,31 +74,30 @@ def experts(
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> tuple[Stream, Int[jax.Array, " counters"]]:
-    """Adds to each row what its experts make of it.
+    """Adds the output of its experts to each row.
 
-    Of several ranks each has inner columns of every expert and columns of the stream: the rows that
-    are added to, the outputs of down and the next norm are its share, and so is what this gives.
+    With tensor parallelism, each rank has inner columns of every expert and columns of the residual
+    stream: the rows, the outputs of down, the next norm and the result are its shard.
 
     Args:
-      rows: Of the residual stream.
+      rows: Rows of the residual stream.
       scaled, squares, router, bias, live, arrivals, layer, eps, order, squares_order: See `route`;
-        arrivals as many as `arrivals_of_experts` says.
-      gate_up: `[L, stored, 2 inner, hidden]`, of each expert the gate's rows and then those of up;
-        or FP8 in words of four, `[L, stored, 2 inner, hidden / 4]`. A slice of a stack would be
-        copied for the kernel.
-      gate_up_scales: Of FP8; see `shared.models.fp8_packing`.
-      down, down_scales: `[L, stored, hidden, inner]` in the same way.
-      next_norm, norm_layer: A stack of scales of norms, and which of it is that behind the block;
-        None where nothing scales the new rows.
-      gathered: Gives a rank's inner columns of all slots with those of the others; what one rank
-        has as it is.
-      routing: How rows choose; the shared expert is the last that is stored.
-      tiles: How the work is cut.
+        `arrivals_of_experts` returns the number of arrivals.
+      gate_up: `[L, stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
+        projection's; or packed FP8, `[L, stored, 2 inner, hidden / 4]`. The stack avoids the copy
+        of a slice.
+      gate_up_scales: Scales of packed FP8, see `shared.models.fp8_packing`.
+      down, down_scales: `[L, stored, hidden, inner]`, in the same way.
+      next_norm, norm_layer: Stacked norm scales, and the index of the norm after the block; None if
+        nothing scales the new rows.
+      gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
+      routing: Router config; the shared expert is stored last.
+      tiles: Tile config.
       interpret: Run on a CPU.
 
     Returns:
-      The new rows; the same times the next norm's scale, or themselves where there is none; and
-      their squares. What they hold behind the real rows is no result. And the zeros again.
+      The new rows; the rows times the next norm's scale, or the rows themselves without one; and
+      their sums of squares. Padding rows are undefined. And the arrivals, reset to zero.
     """
     chosen, arrivals = route(
         scaled,
@@ -163,10 +163,10 @@ def gated_product(
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "all_slots inner"]:
-    """silu(gate) * up of every slot, by its expert and of its row's norm.
+    """Computes silu(gate) * up of every slot, with its expert and its row's norm.
 
     Args:
-      lists: Of `group`, where tiles are grouped.
+      lists: Expert blocks of `group`, if tiles are grouped.
     """
     R, N = len(scaled), gate_up.weights.shape[2] // 2
     cut = Cut(tiles.slots, tiles.columns, tiles.depth, routing.slots, interpret)
@@ -197,7 +197,7 @@ def added_product(
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> tuple[Stream, Int[jax.Array, " counters"]]:
-    """Adds the product of down of all slots of a row, each times its weight, to the row."""
+    """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     R, N = rows.shape
     cut = Cut(tiles.slots, tiles.down_columns, tiles.down_depth, routing.slots, interpret)
     _check(down, cut)
@@ -253,10 +253,10 @@ def _tiles(rows, routing, tiles):
 
 
 def _check(stored, cut):
-    """Refuses tiles of FP8 whose steps are not its blocks.
+    """Checks that steps of packed FP8 are whole blocks.
 
     Raises:
-      ValueError: They are not.
+      ValueError: A step is not a block.
     """
     if stored.scales is not None and cut.depth != FP8_BLOCK:
         raise ValueError(f"the depth of FP8 must be its block of {FP8_BLOCK}, got {cut.depth}")
@@ -265,9 +265,9 @@ def _check(stored, cut):
 def _gated_kernel(
     x_ref, squares_ref, gate_up, ids_ref, lists, layer_ref, inner_ref, *, eps, squares_order, cut
 ):
-    """One program per tile and block of outputs, whose rows of gate and of up are one matrix.
+    """One program per tile and block of outputs; gate and up rows form one matrix.
 
-    So few rows suffice for the wide side of the matrix unit, and there are twice as many programs.
+    Fewer outputs then fill the wide side of the tensor core, and there are twice as many programs.
     """
     (_, K), (S, N) = x_ref.shape, inner_ref.shape
     blocks, layer = pl.cdiv(N, cut.columns), layer_ref[0]
@@ -289,7 +289,8 @@ def _gated_kernel(
         gate, up = lax.split(early(total, cut.interpret).T, (cut.columns, cut.columns), axis=1)
         gate, up = gate * scale[:, None], up * scale[:, None]
         out = gate / (1.0 + jnp.exp2(-gate * LOG2_E)) * up
-        # A place that is not written gets an index outside, for the interpreter.
+        # Elements that are not stored get an index outside the array, which the interpreter
+        # requires.
         column = first + lax.iota(jnp.int32, cut.columns)
         slot, column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
         keep = is_slot[:, None] & (column < N)[None, :]
@@ -301,7 +302,7 @@ def _down_kernel(
     _, x_ref, down, ids_ref, lists, ends, layer_ref, arrivals_ref, parts_ref, stream, *,
     squares_order, cut,
 ):  # fmt: skip
-    """As `_gated_kernel`; where slots are tiles, who brings a row's last one adds the row's."""
+    """Same as `_gated_kernel`, for down; if slots are tiles, a row's last program adds them."""
     S, N = parts_ref.shape
     blocks, layer = pl.cdiv(N, cut.columns), layer_ref[0]
     number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
@@ -345,12 +346,12 @@ def _sum_kernel(parts_ref, ids_ref, ends, stream, *, columns, squares_order, int
 
 
 def _add_slots(parts_ref, ends, stream, row, column, block, order, interpret):
-    """Adds the slots of a row in their order, each a rounded product, and ends the row."""
+    """Adds the slots of a row in their order, each a rounded product, and applies the epilogue."""
     N, slots = parts_ref.shape[1], ends.weights.shape[1]
     is_column, total = column < N, jnp.zeros(column.shape, jnp.float32)
     load = partial(pltriton.load, mask=is_column, other=0.0)
     for slot in range(slots):
-        # Past the multiprocessor's cache: other programs have written them.
+        # Volatile loads bypass the L1 cache: other programs have written the values.
         part = load(parts_ref.at[row * slots + slot, column], volatile=not interpret)
         total += part * ends.weights[row, slot]
     out = total + load(ends.rows.at[row, column]).astype(jnp.float32)

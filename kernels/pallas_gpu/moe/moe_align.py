@@ -1,4 +1,4 @@
-"""The lists of each expert's slots, for Pallas."""
+"""MoE align: groups the slots of a batch by expert and tiles them (Pallas, Triton backend)."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ from kernels.tiles import ExpertsTiles
 
 
 class Lists(NamedTuple):
-    """The slots of each expert, cut into tiles.
+    """Expert blocks: the slots of each expert, cut into tiles.
 
     Attributes:
-      slots: Of each expert, by ascending row; `rows` places for each.
-      experts, firsts, counts: Of each tile, its first place in the slots and how many it has, which
-        is 0 behind the last tile.
+      slots: Slots of each expert by ascending row, with space for `rows` slots per expert.
+      experts, firsts, counts: For each tile its expert, its first index in the slots and their
+        number, which is 0 after the last tile.
     """
 
     slots: Any
@@ -42,14 +42,14 @@ def group(
     """Lists the slots of each expert and cuts them into tiles.
 
     Args:
-      ids: Of `route`.
-      arrivals: As there.
-      routing: How rows have chosen.
-      tiles: How the work is cut.
+      ids: Expert ids of `route`.
+      arrivals: Same as for `route`.
+      routing: Router config.
+      tiles: Tile config.
       interpret: Run on a CPU.
 
     Returns:
-      The lists, and the zeros again.
+      The expert blocks, and the arrivals, reset to zero.
     """
     R = len(ids)
     most = most_tiles(R, routing, tiles.slots)
@@ -81,14 +81,14 @@ def group(
 
 
 def most_tiles(rows: int, routing: Routing, slots: int) -> int:
-    """Tiles that cannot be too few: each expert may have one that is not full."""
+    """Returns an upper bound of the tiles: each expert may have one tile that is not full."""
     chosen = rows * routing.top
     tiles = min(chosen, routing.experts + chosen // slots)
     return tiles + (pl.cdiv(rows, slots) if routing.is_shared else 0)
 
 
 def _group_kernel(_, ids_ref, arrivals_ref, lists, counts_ref, *, rows, tile, interpret):
-    """One program per expert, which lists its slots; the last to arrive cuts all lists."""
+    """One program per expert, which lists its slots; the last to finish cuts all lists."""
     R, slots = ids_ref.shape
     expert, lane = pl.program_id(0), early(lanes_of(slots), interpret)
 
@@ -100,7 +100,7 @@ def _group_kernel(_, ids_ref, arrivals_ref, lists, counts_ref, *, rows, tile, in
         has_one = is_one.astype(jnp.int32).max(axis=1)
         place = count + jnp.cumsum(has_one) - has_one
         slot = jnp.where(is_one, row[:, None] * slots + lane[None, :], 0).max(axis=1)
-        at = jnp.where(has_one > 0, place, R)  # outside, for the interpreter
+        at = jnp.where(has_one > 0, place, R)  # outside the array, for the interpreter
         pltriton.store(lists.slots.at[expert, at], slot, mask=has_one > 0)
         return count + has_one.sum()
 
@@ -115,7 +115,7 @@ def _group_kernel(_, ids_ref, arrivals_ref, lists, counts_ref, *, rows, tile, in
 
 
 def _cut(counts_ref, lists, tile, interpret):
-    """Cuts the lists into tiles, those of the last expert first: if it is shared, it has most."""
+    """Cuts the lists into tiles, from the last expert on: a shared expert has the most slots."""
     (stored, R), most = lists.slots.shape, len(lists.counts)
     place = lanes_of(stored)
     expert = jnp.where(place == 0, stored - 1, place - 1)

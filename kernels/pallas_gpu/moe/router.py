@@ -1,4 +1,4 @@
-"""The choice of experts of each row, for Pallas."""
+"""MoE router: top-k experts of each row and their weights (Pallas, Triton backend)."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,13 +19,13 @@ from shared.spec.reduction_order import RouterOrder, SquaresOrder
 LOG2_E = 1.4426950408889634
 _LOWEST = -(2**31)
 _OUTPUTS = 16
-"""Logits of a program: as few as a matrix unit takes, so that there are many programs."""
+"""Logits per program: the fewest that a tensor core supports, so that there are many programs."""
 
 
 class Chosen(NamedTuple):
-    """The experts of each row by ascending number, the shared one last, and their weights.
+    """Experts of each row by ascending number, the shared one last, and their weights.
 
-    A row behind the real ones has -1 in every slot.
+    Padding rows have -1 in every slot.
     """
 
     ids: Any
@@ -33,7 +33,7 @@ class Chosen(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What logits are made of; the squares are those of the rows before their scale."""
+    """Inputs of the logits; the sums of squares are of the rows before their scale."""
 
     scaled: Any
     squares: Any
@@ -44,7 +44,7 @@ class _Read(NamedTuple):
 
 
 class _How(NamedTuple):
-    """What is settled of the work before a kernel runs."""
+    """Static config of the router kernel."""
 
     eps: float
     routing: Routing
@@ -71,25 +71,25 @@ def route(
     tiles: ExpertsTiles,
     interpret: bool = False,
 ) -> tuple[Chosen, Int[jax.Array, " counters"]]:
-    """Chooses the experts of each row: the highest scores, and of equal ones the lower number.
+    """Selects the experts of each row: the highest scores, and the lower number among equal ones.
 
     Args:
-      scaled: The rows times the scale of their norm; what the norm divides by is left out.
-      squares: The rows' squares in chunks, for that.
-      router: Of all layers the experts' rows, and behind them that of the shared expert's gate, if
-        it has one.
-      bias: What is added to an expert's score where it is chosen by it, and not to its weight.
-      live: How many rows are real; those behind them choose nothing and are not read.
-      arrivals: Zeros, a counter for each row or more.
-      layer: Which of the stacks.
-      eps: Of the norm.
-      routing: How scores choose and weigh.
-      order, squares_order: How logits, weights and squares are summed.
-      tiles: How the work is cut.
+      scaled: Rows times the scale of their norm, without the division by the norm.
+      squares: Sums of squares of the rows per chunk, for that division.
+      router: Stacked router weights: the experts' rows, then that of the shared expert's gate, if
+        any.
+      bias: Added to an expert's score for the selection, not for its weight.
+      live: Number of rows without padding; padding rows select nothing and are not read.
+      arrivals: Zeros, one counter per row or more.
+      layer: Index into the stacks.
+      eps: Epsilon of the norm.
+      routing: Router config.
+      order, squares_order: Reduction orders of logits, weights and squares.
+      tiles: Tile config.
       interpret: Run on a CPU.
 
     Returns:
-      The choice, and the zeros again.
+      The selected experts, and the arrivals, reset to zero.
     """
     R = len(scaled)
     rows = min(tiles.router_rows, pl.next_power_of_2(R))
@@ -136,7 +136,7 @@ def route(
 
 
 def _route_kernel(_, read, arrivals_ref, chosen, parts_ref, *, blocks, how):
-    """One program per block of rows, block of logits and segment; the last of a block chooses."""
+    """One program per block of rows, block of logits and segment; the last of a block selects."""
     R, hidden = read.scaled.shape
     outputs, segment_size = how.routing.outputs, how.order.segment(hidden)
     columns = pl.cdiv(outputs, _OUTPUTS)
@@ -175,7 +175,8 @@ def _route_kernel(_, read, arrivals_ref, chosen, parts_ref, *, blocks, how):
         nothing = jnp.zeros((_OUTPUTS, len(lane)), jnp.float32)
         total = lax.fori_loop(0, pl.cdiv(segment_size, how.depth), add, nothing)
         total = early(total, how.interpret)
-        # A place that is not written gets an index outside, for the interpreter.
+        # Elements that are not stored get an index outside the array, which the interpreter
+        # requires.
         at = (jnp.where(is_row, row, R)[:, None], jnp.where(is_column, column, outputs)[None, :])
         keep = is_row[:, None] & is_column[None, :]
         pltriton.store(parts_ref.at[(segment, *at)], total.T, mask=keep)
@@ -189,7 +190,7 @@ def _route_kernel(_, read, arrivals_ref, chosen, parts_ref, *, blocks, how):
 
 
 def _choose_nothing(chosen, block, how):
-    """Of rows that are not real."""
+    """Stores -1 for padding rows."""
     R, slots = chosen.ids.shape
     row, slot = block * how.rows + lax.iota(jnp.int32, how.rows), lanes_of(slots)
     keep = (row < R)[:, None] & (slot < slots)[None, :]
@@ -198,13 +199,13 @@ def _choose_nothing(chosen, block, how):
 
 
 def _choose(read, parts_ref, chosen, block, live, layer, how):
-    """Chooses for a block of rows, whose logits all have been found."""
+    """Selects the experts of a block of rows, after all its logits are stored."""
     routing, (R, hidden) = how.routing, read.scaled.shape
     row, expert = block * how.rows + lax.iota(jnp.int32, how.rows), lanes_of(routing.experts)
     is_row, is_live, is_expert = row < R, row < live, expert < routing.experts
     spread, at_row = len(expert), jnp.where(is_row, row, R)
     load = partial(pltriton.load, other=0.0)
-    # Past the multiprocessor's cache: other programs have written them.
+    # Volatile loads bypass the L1 cache: other programs have written the values.
     again = partial(load, volatile=not how.interpret)
     scale = scale_of(read.squares, row, is_live, hidden, how.eps, how.squares)
     logits = jnp.zeros((how.rows, spread), jnp.float32)
@@ -215,7 +216,7 @@ def _choose(read, parts_ref, chosen, block, live, layer, how):
         if routing.is_gated:
             column = jnp.full(row.shape, routing.experts, jnp.int32)
             gate += again(parts_ref.at[segment, row, column], mask=is_live)
-    scores = logits * scale[:, None] + 0.0  # there is one zero
+    scores = logits * scale[:, None] + 0.0  # turns -0 into 0
     if routing.is_sigmoid:
         scores = 1.0 / (1.0 + jnp.exp2(-scores * LOG2_E))
     keys = scores
@@ -240,7 +241,7 @@ def _choose(read, parts_ref, chosen, block, live, layer, how):
     shape = (how.rows, lane.shape[1])
     found = (keys, jnp.full(shape, spread, jnp.int32), jnp.zeros(shape, jnp.float32))
     _, ids, values = lax.fori_loop(0, routing.top, choose, found)
-    # In how many places of a row a lower number stands is the place of a number.
+    # The position of an expert is the number of lower experts in its row.
     place = (ids[:, None, :] < ids[:, :, None]).astype(jnp.int32).sum(axis=2)
     weights = _weights(values, scores, lane < routing.top, is_expert, how)
     keep = is_row[:, None] & (lane < routing.top)
@@ -258,14 +259,14 @@ def _choose(read, parts_ref, chosen, block, live, layer, how):
 
 
 def _sortable(x):
-    """Whole numbers in the order of floats, none of them the lowest; what is no number is first."""
+    """Maps floats to integers above the lowest, in the same order; NaN becomes the smallest."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     sign = lax.shift_right_arithmetic(bits, jnp.int32(31))
     return jnp.where(x == x, bits ^ (sign & 0x7FFFFFFF), _LOWEST + 1)
 
 
 def _within_groups(keys, expert, routing):
-    """Leaves a row the keys of those groups whose two highest have the highest sum."""
+    """Keeps the keys of the groups whose two highest keys have the highest sum."""
     group = lax.div(expert, routing.experts // routing.groups)
     lane = lanes_of(routing.groups)[None, :]
 
@@ -291,15 +292,15 @@ def _within_groups(keys, expert, routing):
 
 
 def _float_of(key):
-    """Of a sortable whole number."""
+    """Converts a sortable integer back to a float."""
     sign = lax.shift_right_arithmetic(key, jnp.int32(31))
     return lax.bitcast_convert_type(key ^ (sign & 0x7FFFFFFF), jnp.float32)
 
 
 def _weights(values, scores, is_chosen, is_expert, how):
-    """What the chosen are weighted with; the first of them has the highest score.
+    """Computes the weights of the selected experts; the first has the highest score.
 
-    Sums are those of whole numbers of units, so that no order decides them.
+    Sums are in integer units, so they do not depend on the order.
     """
     routing, digits = how.routing, how.order.digits
     if routing.is_sigmoid:
@@ -320,17 +321,17 @@ def _weights(values, scores, is_chosen, is_expert, how):
 
 
 def scale_of(squares_ref, row, is_row, hidden, eps, order):
-    """What the norm of some rows multiplies them by."""
+    """Computes the norm scale of some rows."""
     squares = load_squares(squares_ref, row, is_row)
     return lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / hidden) + eps)
 
 
 def lanes_of(count):
-    """Lanes for so many numbers, which need not be a power of two, as lanes must."""
+    """Returns the number of lanes for a count: the next power of two."""
     return lax.iota(jnp.int32, pl.next_power_of_2(count))
 
 
 def barrier(interpret):
-    """Makes what threads of the program have written seen by its other threads."""
+    """Makes stores of the program's threads visible to its other threads."""
     if not interpret:
         pltriton.debug_barrier()

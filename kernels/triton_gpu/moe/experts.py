@@ -1,10 +1,11 @@
-"""A block of experts in three Triton kernels, or in five where rows are many.
+"""Fused MoE block: routing and two grouped GEMMs (Triton).
 
-`route` chooses; then come the product of gate and up, and that of down. Where rows are few, each
-slot of a row is a tile of those products, and the program that brings a row's last slot adds them.
-Where rows are many, rows of one expert share a tile, `group` lists them, and a kernel of its own
-adds. Both ways a slot is added along the inputs in one chain and a row's slots are added in their
-order, so that a row's bits depend neither on the rows beside it nor on the way.
+The block takes three kernels for few rows and five for many. `route` selects the experts; then
+follow the gate-up GEMM and the down GEMM. With few rows, each slot of a row is a tile, and the
+program with a row's last slot adds its slots. With many rows, `group` aligns the slots by expert,
+rows of one expert share a tile, and a separate kernel adds the slots. Both paths accumulate a slot
+along the inputs in one chain and add a row's slots in their order. The bits of a row therefore
+depend neither on other rows nor on the path (batch-invariant).
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ from shared.spec.reduction_order import RouterOrder, SquaresOrder
 
 
 class Stream(NamedTuple):
-    """Rows, the rows times the next norm's scale, and their squares in chunks."""
+    """Rows of the residual stream, the rows scaled for the next norm, and sums of squares."""
 
     rows: Any
     scaled: Any
@@ -43,7 +44,7 @@ class Stream(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """What rows are added to, the weights of their slots, and the scale of the next norm."""
+    """Epilogue inputs: the residual, the weights of the slots, and the scale of the next norm."""
 
     rows: Any
     weights: Any
@@ -51,7 +52,7 @@ class Ends(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Columns of a chunk of squares, and the digits of their units."""
+    """Columns of a chunk of squares, and the bits of their fixed-point units."""
 
     length: int
     digits: int
@@ -78,28 +79,27 @@ def experts(
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> Stream:
-    """Adds to each row what its experts make of it.
+    """Adds the output of its experts to each row.
 
-    Of several ranks each has inner columns of every expert and columns of the stream: the rows that
-    are added to, the outputs of down and the next norm are its share, and so is what this gives.
+    With tensor parallelism, each rank has inner columns of every expert and columns of the residual
+    stream: the rows, the outputs of down, the next norm and the result are its shard.
 
     Args:
-      rows: Of the residual stream.
+      rows: Rows of the residual stream.
       scaled, squares, router, bias, live, arrivals, eps, order, squares_order: See `route`;
-        arrivals as many as `arrivals_of_experts` says.
-      gate_up: `[stored, 2 inner, hidden]`, of each expert the gate's rows and then those of up; or
-        FP8 in words of four, `[stored, 2 inner, hidden / 4]`.
-      gate_up_scales: Of FP8; see `shared.models.fp8_packing`.
-      down, down_scales: `[stored, hidden, inner]` in the same way.
-      next_norm: The scale of the norm behind the block; None where that is in a weight.
-      gathered: Gives a rank's inner columns of all slots with those of the others; what one rank
-        has as it is.
-      routing: How rows choose; the shared expert is the last that is stored.
-      tiles: How the work is cut.
+        `arrivals_of_experts` returns the number of arrivals.
+      gate_up: `[stored, 2 inner, hidden]`, for each expert the gate's rows, then the up
+        projection's; or packed FP8, `[stored, 2 inner, hidden / 4]`.
+      gate_up_scales: Scales of packed FP8, see `shared.models.fp8_packing`.
+      down, down_scales: `[stored, hidden, inner]`, in the same way.
+      next_norm: Scale of the norm after the block; None if it is folded into a weight.
+      gathered: All-gather of the ranks' inner columns of all slots; the identity for one rank.
+      routing: Router config; the shared expert is stored last.
+      tiles: Tile config.
 
     Returns:
-      The new rows; the same times the next norm's scale, or themselves where there is none; and
-      their squares. What they hold behind the real rows is no result.
+      The new rows; the rows times the next norm's scale, or the rows themselves without one; and
+      their sums of squares. Padding rows are undefined.
     """
     chosen = route(
         scaled,
@@ -152,10 +152,10 @@ def gated_product(
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> Float[Tensor, "all_slots inner"]:
-    """silu(gate) * up of every slot, by its expert and of its row's norm.
+    """Computes silu(gate) * up of every slot, with its expert and its row's norm.
 
     Args:
-      lists: Of `group`, where tiles are grouped.
+      lists: Expert blocks of `group`, if tiles are grouped.
     """
     (R, hidden), N = scaled.shape, gate_up.weights.shape[1] // 2
     chunks = squares.shape[1]
@@ -192,7 +192,7 @@ def added_product(
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> Stream:
-    """Adds the product of down of all slots of a row, each times its weight, to the row."""
+    """Adds the down GEMM of all slots of a row, each times its weight, to the row."""
     (R, N), K = rows.shape, inner.shape[1]
     cut = Cut(tiles.slots, tiles.down_columns, tiles.down_depth, tiles.down_stages, tiles.grouped)
     sizes = _sizes(down, N, K, routing, cut, is_scaled=next_norm is not None)
@@ -245,7 +245,7 @@ def _tiles(rows: int, routing: Routing, tiles: ExpertsTiles) -> int:
 
 
 def _lists(lists: Lists | None, ids: Tensor) -> Lists:
-    """A pointer must be there, also where nothing reads it."""
+    """Returns the expert blocks or, without any, another array: Triton requires a pointer."""
     return Lists(slots=ids, experts=ids, firsts=ids, counts=ids) if lists is None else lists
 
 
@@ -256,10 +256,10 @@ def _stored(stored: Stored) -> Stored:
 def _sizes(
     stored: Stored, outputs: int, inputs: int, routing: Routing, cut: Cut, *, is_scaled: bool
 ) -> Sizes:
-    """Of a product.
+    """Returns the sizes of a GEMM.
 
     Raises:
-      ValueError: The weights are FP8, and a step is not a block of them.
+      ValueError: The weights are packed FP8, and a step is not a block.
     """
     is_fp8 = stored.scales is not None
     if is_fp8 and cut.depth != FP8_BLOCK:
@@ -273,9 +273,9 @@ def _gated_kernel(
     x_at, squares_at, gate_up, ids_at, lists, inner_at, eps, sizes: tl.constexpr,
     chunks: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile and block of outputs, whose rows of gate and of up are one matrix.
+    """One program per tile and block of outputs; gate and up rows form one matrix.
 
-    So few rows suffice for the wide side of the matrix unit, and there are twice as many programs.
+    Fewer outputs then fill the wide side of the tensor core, and there are twice as many programs.
     """
     N: tl.constexpr = sizes.N
     blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
@@ -312,7 +312,7 @@ def _down_kernel(
     x_at, down, ids_at, lists, parts_at, arrivals_at, ends, stream, sizes: tl.constexpr,
     sums: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """As `_gated_kernel`; where slots are tiles, who brings a row's last one adds the row's."""
+    """Same as `_gated_kernel`, for down; if slots are tiles, a row's last program adds them."""
     N: tl.constexpr = sizes.N
     blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
     number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -361,7 +361,7 @@ def _sum_kernel(
 
 @triton.jit
 def _add_slots(parts_at, ends, stream, row, column, block, sizes: tl.constexpr, sums: tl.constexpr):
-    """Adds the slots of a row in their order, each a rounded product, and ends the row."""
+    """Adds the slots of a row in their order, each a rounded product, and applies the epilogue."""
     N: tl.constexpr = sizes.N
     columns: tl.constexpr = column.shape[0]
     chunks: tl.constexpr = (N + sums.length - 1) // sums.length
@@ -371,7 +371,7 @@ def _add_slots(parts_at, ends, stream, row, column, block, sizes: tl.constexpr, 
     first, total = row * slots, tl.zeros((columns,), tl.float32)
     for slot in tl.static_range(slots):
         at = parts_at + (first + slot).to(tl.int64) * N + column
-        # Past the multiprocessor's cache: other programs have written them.
+        # Volatile loads bypass the L1 cache: other programs have written the values.
         part = tl.load(at, mask=is_column, other=0.0, cache_modifier=".cg")
         total += part * tl.load(ends.weights + first + slot)
     place = row.to(tl.int64) * N + column

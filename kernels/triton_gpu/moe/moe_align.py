@@ -1,4 +1,4 @@
-"""The lists of each expert's slots, in Triton."""
+"""MoE align: groups the slots of a batch by expert and tiles them (Triton)."""
 
 from typing import Any, NamedTuple
 
@@ -15,12 +15,12 @@ from kernels.triton_gpu.gemm.linear import launching
 
 
 class Lists(NamedTuple):
-    """The slots of each expert, cut into tiles.
+    """Expert blocks: the slots of each expert, cut into tiles.
 
     Attributes:
-      slots: Of each expert, by ascending row; `rows` places for each.
-      experts, firsts, counts: Of each tile, its first place in the slots and how many it has, which
-        is 0 behind the last tile.
+      slots: Slots of each expert by ascending row, with space for `rows` slots per expert.
+      experts, firsts, counts: For each tile its expert, its first index in the slots and their
+        number, which is 0 after the last tile.
     """
 
     slots: Any
@@ -30,7 +30,7 @@ class Lists(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """Stored experts, slots of a row, lanes of both, rows read at once, and slots of a tile."""
+    """Stored experts, slots of a row, lanes of both, rows per step, and slots of a tile."""
 
     stored: int
     spread: int
@@ -50,10 +50,10 @@ def group(
     """Lists the slots of each expert and cuts them into tiles.
 
     Args:
-      ids: Of `route`.
-      arrivals: As there.
-      routing: How rows have chosen.
-      tiles: How the work is cut.
+      ids: Expert ids of `route`.
+      arrivals: Same as for `route`.
+      routing: Router config.
+      tiles: Tile config.
     """
     R = len(ids)
     most = most_tiles(R, routing, tiles.slots)
@@ -86,7 +86,7 @@ def group(
 
 
 def most_tiles(rows: int, routing: Routing, slots: int) -> int:
-    """Tiles that cannot be too few: each expert may have one that is not full."""
+    """Returns an upper bound of the tiles: each expert may have one tile that is not full."""
     chosen = rows * routing.top
     tiles = min(chosen, routing.experts + chosen // slots)
     return tiles + (triton.cdiv(rows, slots) if routing.is_shared else 0)
@@ -97,7 +97,7 @@ def _group_kernel(
     ids_at, counts_at, arrivals_at, lists, num_rows, most_tiles, grouping: tl.constexpr,
     is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per expert, which lists its slots; the last to arrive cuts all lists."""
+    """One program per expert, which lists its slots; the last to finish cuts all lists."""
     expert, lane = tl.program_id(0), tl.arange(0, grouping.lanes)
     if is_launched:
         gdc_wait()
@@ -122,7 +122,7 @@ def _group_kernel(
 
 @triton.jit
 def _cut(counts_at, lists, num_rows, most_tiles, grouping: tl.constexpr):
-    """Cuts the lists into tiles, those of the last expert first: if it is shared, it has most."""
+    """Cuts the lists into tiles, from the last expert on: a shared expert has the most slots."""
     tile: tl.constexpr = grouping.tile
     place = tl.arange(0, grouping.spread)
     expert = tl.where(place == 0, grouping.stored - 1, place - 1)

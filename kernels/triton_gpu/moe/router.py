@@ -1,4 +1,4 @@
-"""The choice of experts of each row, in Triton."""
+"""MoE router: top-k experts of each row and their weights (Triton)."""
 
 from typing import Any, NamedTuple
 
@@ -18,13 +18,13 @@ from shared.spec.reduction_order import RouterOrder, SquaresOrder
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LOWEST = tl.constexpr(-(2**31))
 _OUTPUTS = 16
-"""Logits of a program: as few as a matrix unit takes, so that there are many programs."""
+"""Logits per program: the fewest that a tensor core supports, so that there are many programs."""
 
 
 class Chosen(NamedTuple):
-    """The experts of each row by ascending number, the shared one last, and their weights.
+    """Experts of each row by ascending number, the shared one last, and their weights.
 
-    A row behind the real ones has -1 in every slot.
+    Padding rows have -1 in every slot.
     """
 
     ids: Any
@@ -43,14 +43,14 @@ class Read(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What programs leave each other: sums of segments, and how many have arrived."""
+    """Partial logits of segments, and the number of programs that have finished."""
 
     parts: Any
     arrivals: Any
 
 
 class Chunks(NamedTuple):
-    """The chunks of a row's squares, lanes that read them, and the digits of their units."""
+    """Chunks of a row's squares, lanes that read them, and the bits of their fixed-point units."""
 
     count: int
     spread: int
@@ -58,7 +58,7 @@ class Chunks(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """As `Routing`; lanes of a row's experts and of those that it chooses; digits of weights."""
+    """Fields of `Routing`, lanes of all and of selected experts, and bits of the weights."""
 
     experts: int
     top: int
@@ -78,7 +78,7 @@ class Choice(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How logits are cut: inputs, those of a segment and of a step, and the rows of a program."""
+    """Tile config: inputs, inputs of a segment and of a step, and the rows of a program."""
 
     hidden: int
     segment: int
@@ -103,19 +103,19 @@ def route(
     squares_order: SquaresOrder,
     tiles: ExpertsTiles,
 ) -> Chosen:
-    """Chooses the experts of each row: the highest scores, and of equal ones the lower number.
+    """Selects the experts of each row: the highest scores, and the lower number among equal ones.
 
     Args:
-      scaled: The rows times the scale of their norm; what the norm divides by is left out.
-      squares: The rows' squares in chunks, for that.
-      router: The experts' rows, and behind them that of the shared expert's gate, if it has one.
-      bias: What is added to an expert's score where it is chosen by it, and not to its weight.
-      live: How many rows are real; those behind them choose nothing and are not read.
-      arrivals: Zeros, which they are again afterwards, a counter for each row or more.
-      eps: Of the norm.
-      routing: How scores choose and weigh.
-      order, squares_order: How logits, weights and squares are summed.
-      tiles: How the work is cut.
+      scaled: Rows times the scale of their norm, without the division by the norm.
+      squares: Sums of squares of the rows per chunk, for that division.
+      router: Router weights: the experts' rows, then that of the shared expert's gate, if any.
+      bias: Added to an expert's score for the selection, not for its weight.
+      live: Number of rows without padding; padding rows select nothing and are not read.
+      arrivals: Zeros, one counter per row or more; the kernel resets them to zero.
+      eps: Epsilon of the norm.
+      routing: Router config.
+      order, squares_order: Reduction orders of logits, weights and squares.
+      tiles: Tile config.
     """
     (R, hidden), chunks = scaled.shape, squares.shape[1]
     rows = min(tiles.router_rows, triton.next_power_of_2(R))
@@ -174,7 +174,7 @@ def _route_kernel(
     read, kept, chosen, num_rows, blocks, chunks: tl.constexpr, choice: tl.constexpr,
     cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of rows, block of logits and segment; the last of a block chooses."""
+    """One program per block of rows, block of logits and segment; the last of a block selects."""
     number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if is_launched:
         gdc_wait()
@@ -192,7 +192,7 @@ def _route_block(
     read, kept, chosen, number, block, live, num_rows, chunks: tl.constexpr, choice: tl.constexpr,
     cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """The part of one program, of a block with real rows."""
+    """Runs one program, for a block with rows that are not padding."""
     hidden: tl.constexpr = cut.hidden
     rows: tl.constexpr = cut.rows
     outputs: tl.constexpr = choice.outputs
@@ -232,7 +232,7 @@ def _route_block(
 
 @triton.jit
 def _choose_nothing(chosen, block, num_rows, choice: tl.constexpr, rows: tl.constexpr):
-    """Of rows that are not real."""
+    """Stores -1 for padding rows."""
     lanes: tl.constexpr = 2 * choice.lanes
     row, slot = block * rows + tl.arange(0, rows), tl.arange(0, lanes)
     at = row[:, None] * choice.slots + slot[None, :]
@@ -246,7 +246,7 @@ def _choose(
     read, kept, chosen, block, live, num_rows, chunks: tl.constexpr, choice: tl.constexpr,
     cut: tl.constexpr,
 ):  # fmt: skip
-    """Chooses for a block of rows, whose logits all have been found."""
+    """Selects the experts of a block of rows, after all its logits are stored."""
     rows: tl.constexpr = cut.rows
     top: tl.constexpr = choice.top
     row, expert = block * rows + tl.arange(0, rows), tl.arange(0, choice.spread)
@@ -260,11 +260,11 @@ def _choose(
     segments: tl.constexpr = cut.segments
     for segment in tl.static_range(segments):
         at = kept.parts + (segment * num_rows + row.to(tl.int64)) * choice.outputs
-        # Past the multiprocessor's cache: other programs have written them.
+        # Volatile loads bypass the L1 cache: other programs have written the values.
         logits += tl.load(at[:, None] + expert[None, :], mask=keep, other=0.0, cache_modifier=".cg")
         if choice.is_gated:
             gate += tl.load(at + choice.experts, mask=is_live, other=0.0, cache_modifier=".cg")
-    scores = logits * scale[:, None] + 0.0  # there is one zero
+    scores = logits * scale[:, None] + 0.0  # turns -0 into 0
     if choice.is_sigmoid:
         scores = 1.0 / (1.0 + tl.exp2(-scores * LOG2_E))
     keys = scores
@@ -286,7 +286,7 @@ def _choose(
         keys = tl.where(is_best, _LOWEST, keys)
         ids = tl.where(lane == number, best[:, None], ids)
         values = tl.where(lane == number, value[:, None], values)
-    # In how many places of a row a lower number stands is the place of a number.
+    # The position of an expert is the number of lower experts in its row.
     place = tl.sum((ids[:, None, :] < ids[:, :, None]).to(tl.int32), 2)
     weights = _weights(values, scores, lane < top, is_expert, choice)
     at = row[:, None] * choice.slots + place
@@ -304,14 +304,14 @@ def _choose(
 
 @triton.jit
 def _sortable(x):
-    """Whole numbers in the order of floats, none of them the lowest; what is no number is first."""
+    """Maps floats to integers above the lowest, in the same order; NaN becomes the smallest."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), _LOWEST + 1)
 
 
 @triton.jit
 def _within_groups(keys, expert, choice: tl.constexpr):
-    """Leaves a row the keys of those groups whose two highest have the highest sum."""
+    """Keeps the keys of the groups whose two highest keys have the highest sum."""
     group = expert // (choice.experts // choice.groups)
     groups: tl.constexpr = choice.groups
     lanes: tl.constexpr = triton.next_power_of_2(groups)
@@ -335,15 +335,15 @@ def _within_groups(keys, expert, choice: tl.constexpr):
 
 @triton.jit
 def _float_of(key):
-    """Of a sortable whole number."""
+    """Converts a sortable integer back to a float."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _weights(values, scores, is_chosen, is_expert, choice: tl.constexpr):
-    """What the chosen are weighted with; the first of them has the highest score.
+    """Computes the weights of the selected experts; the first has the highest score.
 
-    Sums are those of whole numbers of units, so that no order decides them.
+    Sums are in integer units, so they do not depend on the order.
     """
     if choice.is_sigmoid:
         weights = tl.where(is_chosen, values, 0.0)
@@ -366,7 +366,7 @@ def _weights(values, scores, is_chosen, is_expert, choice: tl.constexpr):
 
 @triton.jit
 def scale_of(squares_at, row, is_row, eps, hidden: tl.constexpr, chunks: tl.constexpr):
-    """What the norm of some rows multiplies them by."""
+    """Computes the norm scale of some rows."""
     chunk = tl.arange(0, chunks.spread)
     mask = is_row[:, None] & (chunk < chunks.count)[None, :]
     at = squares_at + row.to(tl.int64)[:, None] * chunks.count + chunk[None, :]
