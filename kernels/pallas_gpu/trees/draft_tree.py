@@ -1,7 +1,7 @@
-"""Draft trees in Pallas: the ancestors of nodes, the next level, and what is kept; see `ops`.
+"""Draft tree building: ancestor masks, the next level, and the best nodes (Pallas, Triton backend).
 
-Candidates are ranked by counting those before them: no lane waits for another one, as in a sort.
-Of many candidates the border of the best is found by halving instead.
+Candidates are ranked by counting the better ones, so no lane waits for another, as in a sort. Among
+many candidates the threshold of the best is found by bisection.
 """
 
 import functools
@@ -16,12 +16,12 @@ from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.sampling.logits_processing import HIGHEST, LOWEST, key_of
 
-_AT_ONCE = 16  # candidates that others are compared with
-_MOST_RANKED = 512  # candidates that are compared with each other
+_AT_ONCE = 16  # candidates compared per step
+_MOST_RANKED = 512  # largest number of candidates ranked by comparing all pairs
 
 
 def ancestors(parents: Int[jax.Array, "B N"], interpret: bool = False) -> Bool[jax.Array, "B N N"]:
-    """As `shared.spec.draft_tree.ancestors`."""
+    """Implements `shared.spec.draft_tree.ancestors`."""
     B, N = parents.shape
     return pl.pallas_call(
         _ancestors_kernel,
@@ -34,14 +34,14 @@ def ancestors(parents: Int[jax.Array, "B N"], interpret: bool = False) -> Bool[j
 
 
 def _ancestors_kernel(parents_ref, reached_ref):
-    """One program per request, whose nodes are its lanes."""
+    """One program per request; nodes are its lanes."""
     request, nodes = pl.program_id(0), parents_ref.shape[1]
     node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
     is_node = node < nodes
 
     def goes_on(carry):
         above, _, steps = carry
-        return (jnp.max(above) > 0) & (steps < nodes)  # what is no tree has an end too
+        return (jnp.max(above) > 0) & (steps < nodes)  # terminates also if the parents are no tree
 
     def climb(carry):
         above, reached, steps = carry
@@ -51,7 +51,7 @@ def _ancestors_kernel(parents_ref, reached_ref):
     above = jnp.where(is_node, node, 0)
     start = above, above[:, None] == node[None, :], jnp.int32(0)
     _, reached, _ = lax.while_loop(goes_on, climb, start)
-    at = jnp.where(is_node, node, nodes)  # outside, for the interpreter
+    at = jnp.where(is_node, node, nodes)  # outside the array, for the interpreter
     keep = is_node[:, None] & is_node[None, :]
     pltriton.store(
         reached_ref.at[request, at[:, None], at[None, :]], reached.astype(jnp.int8), mask=keep
@@ -59,7 +59,7 @@ def _ancestors_kernel(parents_ref, reached_ref):
 
 
 class Expanded(NamedTuple):
-    """A level, and of each of its nodes the candidates below it and what their edges weigh."""
+    """Level of a tree, with the candidates below each node and the weights of their edges."""
 
     tokens: Any
     edges: Any
@@ -70,7 +70,7 @@ class Expanded(NamedTuple):
 
 
 class Level(NamedTuple):
-    """As of `shared.spec.draft_tree`."""
+    """Same as `shared.spec.draft_tree.Level`."""
 
     tokens: Any
     weights: Any
@@ -100,7 +100,7 @@ def next_level(
     Int[jax.Array, "B k path"],
     Bool[jax.Array, "B k window"],
 ]:
-    """As `shared.spec.draft_tree.next_level`, a level as its fields."""
+    """Implements `shared.spec.draft_tree.next_level`; returns the fields of the level."""
     (B, k, path), window = paths.shape, sees.shape[2]
     of = jax.ShapeDtypeStruct
     node, weight = of((B, k), jnp.int32), of((B, k), jnp.float32)
@@ -136,12 +136,12 @@ def next_level(
 
 
 def _next_level_kernel(expanded, s_ref, found_parents_ref, found_weights_ref, level, *, root_rows):
-    """One program per request, whose candidates are its lanes."""
+    """One program per request; candidates are its lanes."""
     (_, width, path), window = expanded.paths.shape, expanded.sees.shape[2]
     request, s, count = pl.program_id(0), s_ref[0], width * width
     lane = lax.iota(jnp.int32, pl.next_power_of_2(count))
     is_in = lane < count
-    # A lane that is no candidate gets a place outside, for the interpreter.
+    # Lanes without a candidate get an index outside the array, which the interpreter requires.
     place, parent = jnp.where(is_in, lane, count), jnp.where(is_in, lane // width, width)
 
     def weight_of(some):
@@ -178,7 +178,7 @@ def _next_level_kernel(expanded, s_ref, found_parents_ref, found_weights_ref, le
 
 
 def _rank(key, lane, count, key_at):
-    """How many candidates go before each one; equal ones by the lower index."""
+    """Counts the candidates before each one; among equal ones the lower index is first."""
 
     def add(chunk, rank):
         other = chunk * _AT_ONCE + lax.iota(jnp.int32, _AT_ONCE)
@@ -191,7 +191,7 @@ def _rank(key, lane, count, key_at):
 
 
 def _is_best(key, count):
-    """Whether each key is among so many largest; of equal ones the first are."""
+    """Returns whether each key is among the `count` largest; the first ones among equal keys."""
 
     def is_open(span):
         low, high = span
@@ -211,7 +211,7 @@ def _is_best(key, count):
 
 
 class Candidates(NamedTuple):
-    """Those of each request, and what it may keep of them."""
+    """Candidates of each request, and the number of nodes that it may keep."""
 
     newest: Any
     tokens: Any
@@ -222,7 +222,7 @@ class Candidates(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The trees that are made of the best, and which node a candidate is, in its turn."""
+    """Trees of the best candidates, and the candidate of each node."""
 
     tokens: Any
     parents: Any
@@ -246,7 +246,7 @@ def keep_best(
     Int[jax.Array, " B"],
     Float[jax.Array, "B N"],
 ]:
-    """As `shared.spec.draft_tree.keep_best`."""
+    """Implements `shared.spec.draft_tree.keep_best`."""
     B, C = tokens.shape
     of, node = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((B, nodes), jnp.int32)
     (kept,) = pl.pallas_call(
@@ -278,7 +278,7 @@ def keep_best(
 
 
 def _keep_best_kernel(candidates, kept, *, interpret):
-    """One program per request, whose candidates are its lanes."""
+    """One program per request; candidates are its lanes."""
     request, (count, nodes) = pl.program_id(0), (candidates.tokens.shape[1], kept.tokens.shape[1])
     lane = lax.iota(jnp.int32, pl.next_power_of_2(count))
     is_in, place = lane < count, jnp.minimum(lane, count)
@@ -299,7 +299,7 @@ def _keep_best_kernel(candidates, kept, *, interpret):
     node = lax.cumsum(keep.astype(jnp.int32), axis=0)
     pltriton.store(kept.node_of.at[request, place], node, mask=is_in)
     if not interpret:
-        pltriton.debug_barrier()  # they are read by other threads than wrote them
+        pltriton.debug_barrier()  # other threads than the writers read them
     parent = pltriton.load(candidates.parents.at[request, place], mask=keep, other=0)
     at = kept.node_of.at[request, jnp.maximum(parent - 1, 0)]
     parent = pltriton.load(at, mask=keep & (parent > 0), other=0, volatile=True)
@@ -307,7 +307,7 @@ def _keep_best_kernel(candidates, kept, *, interpret):
     target = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
     is_rest = (target < nodes) & ((target == 0) | (target > num_drafts))
     root = jnp.where(target == 0, candidates.newest[request], 0)
-    # What is not written gets a place outside, for the interpreter.
+    # Lanes that store nothing get an index outside the array, which the interpreter requires.
     node, target = jnp.where(keep, node, nodes), jnp.where(is_rest, target, nodes)
     stores = (kept.tokens, token, root), (kept.parents, parent, 0 * root)
     for ref, x, rest in (*stores, (kept.weights, weight, jnp.zeros(target.shape, jnp.float32))):
@@ -323,7 +323,7 @@ def chains(
     can_draft: Bool[jax.Array, " B"],
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """As `shared.spec.draft_tree.chains`."""
+    """Implements `shared.spec.draft_tree.chains`."""
     B, S = drafts.shape
     outputs = pl.pallas_call(
         _chains_kernel,
@@ -341,7 +341,7 @@ def chains(
 def _chains_kernel(
     drafts_ref, newest_ref, max_drafts_ref, can_draft_ref, tokens_ref, parents_ref, num_nodes_ref
 ):
-    """One program per request, whose nodes are its lanes."""
+    """One program per request; nodes are its lanes."""
     request, depth = pl.program_id(0), drafts_ref.shape[1]
     node = lax.iota(jnp.int32, pl.next_power_of_2(depth + 1))
     most = jnp.clip(max_drafts_ref[request], 0, depth)
@@ -353,7 +353,7 @@ def _chains_kernel(
         jnp.where(node == 0, newest_ref[request], draft),
         jnp.where(is_draft, node - 1, 0),
     )
-    at = jnp.minimum(node, depth + 1)  # outside, for the interpreter
+    at = jnp.minimum(node, depth + 1)  # outside the array, for the interpreter
     pltriton.store(tokens_ref.at[request, at], token, mask=is_node)
     pltriton.store(parents_ref.at[request, at], parent, mask=is_node)
     num_nodes_ref[request] = 1 + num_drafts

@@ -1,4 +1,4 @@
-"""Draft trees as rows that lie together by request, in Pallas; see `ops.attention`."""
+"""Flattened draft trees: the nodes of all requests as consecutive rows (Pallas, Triton backend)."""
 
 import functools
 from typing import Any, NamedTuple
@@ -10,11 +10,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Int
 
-_PAIRS = 4096  # of a row and a request that a program compares
+_PAIRS = 4096  # (row, request) pairs that a program compares
 
 
 class Flat(NamedTuple):
-    """Rows that lie together by request; in chains there is no window that they see."""
+    """Rows of flattened trees, consecutive per request; chains have no tree mask."""
 
     row_starts: Any
     request: Any
@@ -43,8 +43,11 @@ def flat_nodes(
     Int[jax.Array, " R"],
     Bool[jax.Array, "R seen"],
 ]:
-    """As `shared.spec.attention.tree_rows`: where each row's request begins, its request and node,
-    whether it is real, its position, its place, and what it sees."""
+    """Implements `shared.spec.attention.tree_rows`.
+
+    Returns the first row of each request, and per row its request and node, whether it is valid,
+    its position, its KV position and its visible range.
+    """
     (B, N), lanes = parents.shape, pl.next_power_of_2(len(parents))
     block = max(1, min(32, _PAIRS // lanes))
     of = jax.ShapeDtypeStruct
@@ -73,7 +76,7 @@ def flat_nodes(
 
 
 def _flat_nodes_kernel(parents_ref, num_nodes_ref, lengths_ref, flat, *, block):
-    """One program per block of rows, which looks at all requests."""
+    """One program per block of rows, which scans all requests."""
     (requests, nodes), rows = parents_ref.shape, flat.request.shape[0]
     lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
     row = pl.program_id(0) * block + lax.iota(jnp.int32, block)
@@ -93,7 +96,7 @@ def _flat_nodes_kernel(parents_ref, num_nodes_ref, lengths_ref, flat, *, block):
     start = jnp.where(is_before, count[None, :], 0).sum(axis=1)
     node = jnp.where(is_real, row - start, 0)
     place = pltriton.load(lengths_ref.at[request]) + node
-    at, depth, until = jnp.where(is_row, row, rows), node, place + 1  # outside: the interpreter's
+    at, depth, until = jnp.where(is_row, row, rows), node, place + 1  # outside: for the interpreter
     if flat.window is not None:
         column = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
 

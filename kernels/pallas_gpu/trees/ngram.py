@@ -1,6 +1,6 @@
-"""The table of n-grams in Pallas: what is learnt, and the trees that follow; see `ops`.
+"""N-gram hash table on the device: inserts tokens and grows draft trees (Pallas, Triton backend).
 
-A table's entries lie by length, group and place, with `_WAYS` places of each of eight lengths.
+Entries are indexed by length, group and way, with `_WAYS` ways for each of eight lengths.
 """
 
 import functools
@@ -14,18 +14,18 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 _AT_ONCE = 64
-"""Tokens that a program learns at once."""
+"""Tokens that a program inserts per step."""
 
 _WINDOW, _LENGTHS, _WAYS = 16, 8, 8
 _LATEST, _MOST_AGE = 2**31 - 1, 2**28 - 1
 _FIRST, _SECOND = 0x01000193, 0x5BD1E995
 _NONE = 2**30
 _RING = 32
-"""Beginnings of n-grams that are followed along a path; the oldest make room."""
+"""N-gram starts that are followed along a path; the oldest are replaced."""
 
 
 class Held(NamedTuple):
-    """A table."""
+    """Arrays of an n-gram table."""
 
     tokens: Any
     checks: Any
@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 class Texts(NamedTuple):
-    """What texts went on with."""
+    """Contexts, and the tokens that followed them."""
 
     contexts: Any
     following: Any
@@ -43,14 +43,14 @@ class Texts(NamedTuple):
 
 
 class Tree(NamedTuple):
-    """A tree while it grows.
+    """Draft tree while it grows.
 
     Attributes:
-      firsts, seconds: Of each node, the hashes of what began at each place of the ring.
+      firsts, seconds: For each node, the hashes of the n-grams that start at each slot of the ring.
       tokens, parents, levels, costs: Of each node.
-      open_costs, open_tokens: Of each node, what may come below it.
-      size: Nodes.
-      grows: Whether it found one more the last time.
+      open_costs, open_tokens: Candidate children of each node.
+      size: Number of nodes.
+      grows: Whether the last step added a node.
     """
 
     firsts: Any
@@ -81,7 +81,7 @@ def learn(
     Int[jax.Array, "lengths groups ways"],
     Int[jax.Array, " lengths"],
 ]:
-    """As `shared.spec.ngram.learn`; the table is written in place."""
+    """Implements `shared.spec.ngram.learn`; the table is updated in place."""
     held = Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks)
     texts = Texts(contexts=contexts, following=following, scopes=scopes, is_real=is_real)
     outputs = pl.pallas_call(
@@ -97,22 +97,22 @@ def learn(
 
 
 def _mix(values):
-    """As `shared.spec.ngram.mix`: a shift brings the sign in, which is masked out."""
+    """Same as `shared.spec.ngram.mix`; a shift copies the sign bit, which is masked out."""
     mixed = (values ^ ((values >> 16) & 0xFFFF)) * -2048144789
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * -1028477387
     return mixed ^ ((mixed >> 16) & 0xFFFF)
 
 
 def _length(place):
-    """1, 2, and then three and four times the powers of two."""
+    """Returns an n-gram length: 1, 2, then 3 and 4 times the powers of two."""
     above = jnp.maximum(place - 2, 0)
     return jnp.where(place < 2, place + 1, (3 + (place & 1)) << (above >> 1))
 
 
 def _learn_kernel(_, texts, tokens_ref, checks_ref, stamps_ref, clocks_ref, *, interpret):
-    """One program per length, which learns in order, some tokens at once.
+    """One program per length, which inserts in order, several tokens per step.
 
-    Its threads are those of one warp: what they store later is there later.
+    The program has one warp, so its stores are ordered.
     """
     place, count, groups = pl.program_id(0), texts.following.shape[0], tokens_ref.shape[1]
     length, clock = _length(place), clocks_ref[place]
@@ -136,7 +136,7 @@ def _learn_kernel(_, texts, tokens_ref, checks_ref, stamps_ref, clocks_ref, *, i
         later = (entry[:, None] == entry[None, :]) & (row[None, :] > row[:, None])
         is_last = (later & is_real[None, :]).astype(jnp.int32).max(axis=1) == 0
         is_kept = is_real & is_last
-        group = jnp.where(is_kept, group, groups)  # outside, for the interpreter
+        group = jnp.where(is_kept, group, groups)  # outside the array, for the interpreter
         pltriton.store(tokens_ref.at[place, group, way], token, mask=is_kept)
         pltriton.store(checks_ref.at[place, group, way], _mix(second), mask=is_kept)
         stamp = (clock + row) & _LATEST
@@ -164,7 +164,7 @@ def draft(
 ) -> tuple[
     Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"], Float[jax.Array, "B N"]
 ]:
-    """As `shared.spec.ngram.draft`."""
+    """Implements `shared.spec.ngram.draft`."""
     B, held = len(contexts), Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks)
     shapes = ((B, nodes), jnp.int32), ((B, nodes), jnp.int32), ((B,), jnp.int32)
     outputs = pl.pallas_call(
@@ -179,22 +179,22 @@ def draft(
 
 
 def _at(values, is_at):
-    """The one number of a matrix at a place; 0 without one."""
+    """Returns the element of a matrix selected by a mask; 0 without one."""
     return jnp.sum(jnp.sum(jnp.where(is_at, values, 0), axis=1), axis=0)
 
 
 def _row(values, is_row):
-    """One row of a matrix."""
+    """Returns the row of a matrix selected by a mask."""
     return jnp.sum(jnp.where(is_row[:, None], values, 0), axis=0)
 
 
 def _entry(held, first, second, level, missing):
-    """What the groups of a text's n-grams hold: tokens, and how they rank; -1 where none is there.
+    """Looks up a sequence's n-grams: returns tokens and their ranking keys, -1 for misses.
 
     Args:
-      first, second: Hashes of what began at each place of the ring.
-      level: How far the text has gone on.
-      missing: Tokens that the text has not, before its beginning.
+      first, second: Hashes of the n-grams that start at each slot of the ring.
+      level: Depth along the path.
+      missing: Tokens missing before the start of the sequence.
     """
     groups = held.tokens.shape[1]
     ring, place, way = (lax.iota(jnp.int32, size) for size in (_RING, _LENGTHS, _WAYS))
@@ -260,7 +260,7 @@ def _draft_kernel(
         is_last = node == tree.size - 1
         level = jnp.sum(jnp.where(is_last, tree.levels, 0))
         spent = jnp.sum(jnp.where(is_last, tree.costs, 0))
-        absent = jnp.where(level < depth, missing, _NONE)  # at the last level nothing is there
+        absent = jnp.where(level < depth, missing, _NONE)  # the last level has no children
         hashes = _row(tree.firsts, is_last), _row(tree.seconds, is_last)
         token, rank = _entry(held, *hashes, level, absent)
         open_costs, open_tokens = tree.open_costs, tree.open_tokens
@@ -300,10 +300,10 @@ def _draft_kernel(
         )
 
     tree = lax.while_loop(lambda tree: (tree.size < limit) & tree.grows, grow, root)
-    is_in, at = node < nodes, jnp.minimum(node, nodes)  # outside, for the interpreter
+    is_in, at = node < nodes, jnp.minimum(node, nodes)  # outside the array, for the interpreter
     pltriton.store(tokens_ref.at[request, at], tree.tokens, mask=is_in)
     pltriton.store(parents_ref.at[request, at], tree.parents, mask=is_in)
-    # A power of two divides without rounding.
+    # Division by a power of two is exact.
     weight = jnp.where(node < tree.size, -tree.costs.astype(jnp.float32) * (1 / 1024), -jnp.inf)
     pltriton.store(weights_ref.at[request, at], weight, mask=is_in)
     num_nodes_ref[request] = tree.size

@@ -1,4 +1,4 @@
-"""What a step leaves in the numbers of a slot, and what a new owner finds there, in Pallas."""
+"""Slot state: commits accepted tokens, restores slots for new requests (Pallas, Triton backend)."""
 
 from math import prod
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Int, Shaped
 
 _PART = 4096
-"""Numbers of a state that a program copies."""
+"""Elements of a state that a program copies."""
 
 
 class Slots(NamedTuple):
-    """What changes; without drafters of their own lengths there are no `draft_from`."""
+    """Arrays updated per slot; `draft_from` is absent if drafters have no lengths of their own."""
 
     lengths: Any
     newest: Any
@@ -24,7 +24,7 @@ class Slots(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a step has made of its requests."""
+    """Results of a step per request."""
 
     slots: Any
     before: Any
@@ -50,7 +50,10 @@ def commit(
     Int[jax.Array, "slots vocab"],
     Int[jax.Array, " slots"] | None,
 ]:
-    """As `shared.spec.slot_state.commit`; every slot but the sink has one row at most."""
+    """Implements `shared.spec.slot_state.commit`.
+
+    A slot has at most one row, except slot 0, which is for padding.
+    """
     held = Slots(lengths=lengths, newest=newest, seen=seen, draft_from=draft_from)
     rows = Rows(
         slots=slots, before=before, tokens=tokens, counts=counts, prompt_length=prompt_length
@@ -69,7 +72,7 @@ def commit(
 
 
 def _commit_kernel(_, rows, lengths_ref, newest_ref, seen_ref, draft_ref):
-    """One program per request, whose tokens are its lanes."""
+    """One program per request; tokens are its lanes."""
     row, (width, vocab) = pl.program_id(0), (rows.tokens.shape[1], seen_ref.shape[1])
     slot, before = rows.slots[row], rows.before[row]
     count, prompt = rows.counts[row], rows.prompt_length[row]
@@ -78,13 +81,13 @@ def _commit_kernel(_, rows, lengths_ref, newest_ref, seen_ref, draft_ref):
     at = jnp.minimum(place, width - 1)
     token = pltriton.load(rows.tokens.at[row, at], mask=is_counted, other=-1)
     is_output = before + 1 + place >= prompt
-    # A token that is repeated is written once, by the first of its lanes.
+    # A repeated token is stored once, by the first of its lanes.
     same = (token[:, None] == token[None, :]) & is_counted[None, :]
     earlier = (same & (place[None, :] < place[:, None])).astype(jnp.int32).sum(axis=1)
     outputs = (same & is_output[None, :]).astype(jnp.int32).sum(axis=1)
     is_mark = (same & ~is_output[None, :]).astype(jnp.int32).max(axis=1)
     is_first = is_counted & (earlier == 0)
-    at = jnp.where(is_first, token, vocab)  # outside, for the interpreter
+    at = jnp.where(is_first, token, vocab)  # outside the array, for the interpreter
     known = pltriton.load(seen_ref.at[slot, at], mask=is_first, other=0)
     pltriton.store(seen_ref.at[slot, at], (known + 2 * outputs) | is_mark, mask=is_first)
 
@@ -105,7 +108,7 @@ def restore(
     starts: Bool[jax.Array, " B"],
     interpret: bool = False,
 ) -> Shaped[jax.Array, "L slots *state"]:
-    """As `shared.spec.slot_state.restore`; a row that does not start costs nothing."""
+    """Implements `shared.spec.slot_state.restore`; rows that do not start cost nothing."""
     size = prod(memory.shape[2:])
     part = min(_PART, pl.next_power_of_2(size))
     flat, kept = (x.reshape(*x.shape[:2], size) for x in (memory, saved))
@@ -131,7 +134,7 @@ def _restore_kernel(_, saved_ref, slots_ref, sources_ref, starts_ref, memory_ref
     def _():
         slot, source = slots_ref[row], sources_ref[row]
         at = number * part + lax.iota(jnp.int32, part)
-        at = jnp.where(at < size, at, size)  # outside, for the interpreter
+        at = jnp.where(at < size, at, size)  # outside the array, for the interpreter
         mask = (at < size) & (source != 0)
         state = pltriton.load(saved_ref.at[layer, source, at], mask=mask, other=0)
         pltriton.store(memory_ref.at[layer, slot, at], state, mask=at < size)

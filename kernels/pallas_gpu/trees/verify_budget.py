@@ -1,6 +1,6 @@
-"""Sharing the verify rows of a batch in Pallas; see `ops`.
+"""Verify budget: allocates the verify rows of a batch to draft tokens (Pallas, Triton backend).
 
-Drafts are ranked by counting those before them: no lane waits for another one, as in a sort.
+Draft tokens are ranked by counting the better ones, so no lane waits for another, as in a sort.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-_AT_ONCE = 64  # drafts that a request's are compared with
+_AT_ONCE = 64  # draft tokens compared per step
 
 
 def rank_weights(
@@ -21,7 +21,7 @@ def rank_weights(
     calibration: Float[jax.Array, "B S_max"],
     interpret: bool = False,
 ) -> Float[jax.Array, "B N"]:
-    """As `shared.spec.verify_budget.rank_weights`."""
+    """Implements `shared.spec.verify_budget.rank_weights`."""
     return pl.pallas_call(
         _rank_weights_kernel,
         grid=(len(parents),),
@@ -33,7 +33,7 @@ def rank_weights(
 
 
 def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, least_ref):
-    """One program per request, whose nodes are its lanes; each climbs to the root twice."""
+    """One program per request; nodes are its lanes, and each climbs to the root twice."""
     request, nodes = pl.program_id(0), parents_ref.shape[1]
     node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
     start_node = jnp.where(node < nodes, node, 0)
@@ -66,7 +66,7 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, least_ref):
 
     start = start_node, depth, jnp.zeros(start_node.shape, jnp.float32)
     *_, least = lax.while_loop(is_on_the_way, weigh, start)
-    at = jnp.minimum(node, nodes)  # outside, for the interpreter
+    at = jnp.minimum(node, nodes)  # outside the array, for the interpreter
     pltriton.store(least_ref.at[request, at], least, mask=node < nodes)
 
 
@@ -78,7 +78,7 @@ def share(
     rows: int,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """As `shared.spec.verify_budget.share`."""
+    """Implements `shared.spec.verify_budget.share`."""
     B, N = tokens.shape
     outputs = pl.pallas_call(
         functools.partial(_share_kernel, most=rows - B),
@@ -102,7 +102,7 @@ def _share_kernel(
     *,
     most,
 ):
-    """One program per request, whose nodes are its lanes."""
+    """One program per request; nodes are its lanes."""
     request, (requests, nodes) = pl.program_id(0), tokens_ref.shape
     node, count = lax.iota(jnp.int32, pl.next_power_of_2(nodes)), requests * nodes
     is_node, at = node < nodes, request * nodes + node
@@ -126,7 +126,7 @@ def _share_kernel(
     parent = pltriton.load(parents_ref.at[request, held], mask=keep, other=0)
     kept = keep.astype(jnp.int32).sum()
     is_rest = is_node & (node >= kept)
-    # What is not written gets a place outside, for the interpreter.
+    # Lanes that store nothing get an index outside the array, which the interpreter requires.
     place = jnp.where(keep, _kept_before(keep, node, node), nodes)
     rest = jnp.where(is_rest, node, nodes)
     for ref, x in ((kept_tokens_ref, token), (kept_parents_ref, _kept_before(keep, node, parent))):
@@ -136,5 +136,5 @@ def _share_kernel(
 
 
 def _kept_before(keep, node, bound):
-    """How many kept nodes go before each bound."""
+    """Counts the kept nodes before each bound."""
     return (keep[None, :] & (node[None, :] < bound[:, None])).astype(jnp.int32).sum(axis=1)

@@ -1,7 +1,7 @@
-"""Draft trees in Triton: the ancestors of nodes, the next level, and what is kept; see `ops`.
+"""Draft tree building: ancestor masks, the next level, and the best nodes (Triton).
 
-Candidates are ranked by counting those before them: no lane waits for another one, as in a sort.
-Of many candidates the border of the best is found by halving instead.
+Candidates are ranked by counting the better ones, so no lane waits for another, as in a sort. Among
+many candidates the threshold of the best is found by bisection.
 """
 
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kernels.triton_gpu.sampling.logits_processing import HIGHEST, LOWEST, key_of
 
-_AT_ONCE = 16  # candidates that others are compared with
-_MOST_RANKED = tl.constexpr(512)  # candidates that are compared with each other
+_AT_ONCE = 16  # candidates compared per step
+_MOST_RANKED = tl.constexpr(512)  # largest number of candidates ranked by comparing all pairs
 
 
 def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
-    """As `shared.spec.draft_tree.ancestors`."""
+    """Implements `shared.spec.draft_tree.ancestors`."""
     B, N = parents.shape
     reached = parents.new_empty((B, N, N), dtype=torch.bool)
     lanes = triton.next_power_of_2(N)
@@ -29,11 +29,11 @@ def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
 
 @triton.jit
 def _ancestors_kernel(parents_at, reached_at, nodes: tl.constexpr, lanes: tl.constexpr):
-    """One program per request, whose nodes are its lanes."""
+    """One program per request; nodes are its lanes."""
     request, node = tl.program_id(0), tl.arange(0, lanes)
     above, steps = tl.where(node < nodes, node, 0), 0
     reached = above[:, None] == node[None, :]
-    while (tl.max(above) > 0) & (steps < nodes):  # what is no tree has an end too
+    while (tl.max(above) > 0) & (steps < nodes):  # terminates also if the parents are no tree
         above = tl.load(parents_at + request * nodes + above, mask=above > 0, other=0)
         reached = reached | (above[:, None] == node[None, :])
         steps += 1
@@ -42,7 +42,7 @@ def _ancestors_kernel(parents_at, reached_at, nodes: tl.constexpr, lanes: tl.con
 
 
 class Expanded(NamedTuple):
-    """A level, and of each of its nodes the candidates below it and what their edges weigh."""
+    """Level of a tree, with the candidates below each node and the weights of their edges."""
 
     tokens: Any
     edges: Any
@@ -53,7 +53,7 @@ class Expanded(NamedTuple):
 
 
 class Level(NamedTuple):
-    """As of `shared.spec.draft_tree`."""
+    """Same as `shared.spec.draft_tree.Level`."""
 
     tokens: Any
     weights: Any
@@ -64,7 +64,7 @@ class Level(NamedTuple):
 
 
 class LevelSizes(NamedTuple):
-    """Sizes of the arrays: of a path before and after, and of the window."""
+    """Sizes of the arrays: of a path before and after the level, and of the tree mask."""
 
     width: int
     path: int
@@ -92,7 +92,7 @@ def next_level(
     Int[Tensor, "B k longer"],
     Bool[Tensor, "B k window"],
 ]:
-    """As `shared.spec.draft_tree.next_level`, a level as its fields."""
+    """Implements `shared.spec.draft_tree.next_level`; returns the fields of the level."""
     (B, k, path), window = paths.shape, sees.shape[2]
     longer = max(path, s + 1)
     found_parents, found_weights = numbers.new_empty((B, k * k)), weights.new_empty((B, k * k))
@@ -129,12 +129,12 @@ def _next_level_kernel(
     expanded, found_parents_at, found_weights_at, level, s, sizes: tl.constexpr,
     lanes: tl.constexpr, places: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
-    """One program per request, whose candidates are its lanes."""
+    """One program per request; candidates are its lanes."""
     width: tl.constexpr = sizes.width
     count: tl.constexpr = width * width
     request, lane = tl.program_id(0), tl.arange(0, lanes)
     is_in = lane < count
-    node = request * width + lane // width  # the candidate's parent
+    node = request * width + lane // width  # parent of the candidate
     weight = _sum(expanded, request, lane, width)
     of = tl.load(expanded.numbers + node, mask=is_in, other=0)
     tl.store(found_weights_at + request * count + lane, weight, mask=is_in)
@@ -167,7 +167,7 @@ def _next_level_kernel(
 
 @triton.jit
 def _sum(expanded, request, lane, width: tl.constexpr):
-    """The path weights of some candidates of a level."""
+    """Computes the path weights of some candidates of a level."""
     count: tl.constexpr = width * width
     weight = tl.load(
         expanded.weights + request * width + lane // width, mask=lane < count, other=0.0
@@ -177,14 +177,14 @@ def _sum(expanded, request, lane, width: tl.constexpr):
 
 @triton.jit
 def _before(key, lane, theirs, other):
-    """How many of some others go before each candidate; equal ones by the lower index."""
+    """Counts the candidates among some others before each one; equal ones by the lower index."""
     is_equal = (theirs[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
     return tl.sum(((theirs[None, :] > key[:, None]) | is_equal).to(tl.int32), axis=1)
 
 
 @triton.jit
 def _is_best(key, count):
-    """Whether each key is among so many largest; of equal ones the first are."""
+    """Returns whether each key is among the `count` largest; the first ones among equal keys."""
     low, high = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)
@@ -196,7 +196,7 @@ def _is_best(key, count):
 
 
 class Candidates(NamedTuple):
-    """Those of each request, and what it may keep of them."""
+    """Candidates of each request, and the number of nodes that it may keep."""
 
     newest: Any
     tokens: Any
@@ -207,7 +207,7 @@ class Candidates(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The trees that are made of the best, and which node a candidate is, in its turn."""
+    """Trees of the best candidates, and the candidate of each node."""
 
     tokens: Any
     parents: Any
@@ -225,7 +225,7 @@ def keep_best(
     has_relay: Bool[Tensor, " B"],
     nodes: int,
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]:
-    """As `shared.spec.draft_tree.keep_best`."""
+    """Implements `shared.spec.draft_tree.keep_best`."""
     B, C = tokens.shape
     kept = Kept(
         tokens=newest.new_empty((B, nodes), dtype=torch.int32),
@@ -264,7 +264,7 @@ def _keep_best_kernel(
     ways: tl.constexpr,
     at_once: tl.constexpr,
 ):
-    """One program per request, whose candidates are its lanes."""
+    """One program per request; candidates are its lanes."""
     request, lane = tl.program_id(0), tl.arange(0, lanes)
     at, is_in = request * count + lane, lane < count
     weight = tl.load(candidates.weights + at, mask=is_in, other=0.0)
@@ -287,7 +287,7 @@ def _keep_best_kernel(
         keep = is_in & _is_best(key, num_drafts)
     node = tl.cumsum(keep.to(tl.int32), 0)
     tl.store(kept.node_of + at, node, mask=is_in)
-    tl.debug_barrier()  # they are read by other threads than wrote them
+    tl.debug_barrier()  # other threads than the writers read them
     parent = tl.load(candidates.parents + at, mask=keep, other=0)
     of_parent = kept.node_of + request * count + parent - 1
     parent = tl.load(of_parent, mask=keep & (parent > 0), other=0, volatile=True)
@@ -310,7 +310,7 @@ def chains(
     max_drafts: Int[Tensor, " B"],
     can_draft: Bool[Tensor, " B"],
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    """As `shared.spec.draft_tree.chains`."""
+    """Implements `shared.spec.draft_tree.chains`."""
     B, S = drafts.shape
     tokens, parents = newest.new_empty((2, B, S + 1), dtype=torch.int32)
     num_nodes = newest.new_empty(B, dtype=torch.int32)
@@ -337,7 +337,7 @@ def _chains_kernel(
     depth: tl.constexpr,
     lanes: tl.constexpr,
 ):
-    """One program per request, whose nodes are its lanes."""
+    """One program per request; nodes are its lanes."""
     request, node = tl.program_id(0), tl.arange(0, lanes)
     most = tl.minimum(tl.maximum(tl.load(max_drafts_at + request), 0), depth)
     num_drafts = tl.where(tl.load(can_draft_at + request).to(tl.int32) != 0, most, 0)

@@ -1,4 +1,4 @@
-"""Draft trees as rows that lie together by request, in Triton; see `ops.attention`."""
+"""Flattened draft trees: the nodes of all requests as consecutive rows (Triton)."""
 
 from typing import Any, NamedTuple
 
@@ -8,11 +8,11 @@ import triton.language as tl
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-_PAIRS = 4096  # of a row and a request that a program compares
+_PAIRS = 4096  # (row, request) pairs that a program compares
 
 
 class Flat(NamedTuple):
-    """Rows that lie together by request; in chains there is no window that they see."""
+    """Rows of flattened trees, consecutive per request; chains have no tree mask."""
 
     row_starts: Any
     request: Any
@@ -40,8 +40,11 @@ def flat_nodes(
     Int[Tensor, " R"],
     Bool[Tensor, "R seen"],
 ]:
-    """As `shared.spec.attention.tree_rows`: where each row's request begins, its request and node,
-    whether it is real, its position, its place, and what it sees."""
+    """Implements `shared.spec.attention.tree_rows`.
+
+    Returns the first row of each request, and per row its request and node, whether it is valid,
+    its position, its KV position and its visible range.
+    """
     (B, N), lanes = parents.shape, triton.next_power_of_2(len(parents))
     block = max(1, min(32, _PAIRS // lanes))
     is_real = lengths.new_empty(rows, dtype=torch.bool)
@@ -83,7 +86,7 @@ def _flat_nodes_kernel(
     lanes: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """One program per block of rows, which looks at all requests."""
+    """One program per block of rows, which scans all requests."""
     lane, row = tl.arange(0, lanes), tl.program_id(0) * block + tl.arange(0, block)
     is_row = row < rows
     count = tl.load(num_nodes_at + lane, mask=lane < requests, other=0)

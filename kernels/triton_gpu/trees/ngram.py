@@ -1,6 +1,6 @@
-"""The table of n-grams in Triton: what is learnt, and the trees that follow; see `ops`.
+"""N-gram hash table on the device: inserts tokens and grows draft trees (Triton).
 
-A table's entries lie by length, group and place, with `_WAYS` places of each of eight lengths.
+Entries are indexed by length, group and way, with `_WAYS` ways for each of eight lengths.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 _AT_ONCE = 64
-"""Tokens that a program learns at once."""
+"""Tokens that a program inserts per step."""
 
 _WINDOW = tl.constexpr(16)
 _LENGTHS = tl.constexpr(8)
@@ -23,11 +23,11 @@ _FIRST = tl.constexpr(0x01000193)
 _SECOND = tl.constexpr(0x5BD1E995)
 _NONE = tl.constexpr(2**30)
 _RING = tl.constexpr(32)
-"""Beginnings of n-grams that are followed along a path; the oldest make room."""
+"""N-gram starts that are followed along a path; the oldest are replaced."""
 
 
 class Held(NamedTuple):
-    """A table."""
+    """Arrays of an n-gram table."""
 
     tokens: Any
     checks: Any
@@ -36,7 +36,7 @@ class Held(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """What is drafted."""
+    """Output trees."""
 
     tokens: Any
     parents: Any
@@ -45,7 +45,7 @@ class Trees(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of the trees: nodes, levels, children of a node, and powers of two that hold them."""
+    """Tree sizes: nodes, levels and children of a node, and powers of two that hold them."""
 
     nodes: int
     depth: int
@@ -65,7 +65,7 @@ def learn(
     scopes: Int[Tensor, "n 2"],
     is_real: Bool[Tensor, " n"],
 ) -> None:
-    """As `shared.spec.ngram.learn`, in place."""
+    """Implements `shared.spec.ngram.learn`, in place."""
     given = (x.contiguous() for x in (contexts, following, scopes, is_real))
     _learn_kernel[(len(clocks),)](
         Held(tokens=tokens, checks=checks, stamps=stamps, clocks=clocks),
@@ -78,7 +78,7 @@ def learn(
 
 @triton.jit
 def _mix(values):
-    """As `shared.spec.ngram.mix`: a shift brings the sign in, which is masked out."""
+    """Same as `shared.spec.ngram.mix`; a shift copies the sign bit, which is masked out."""
     mixed = (values ^ ((values >> 16) & 0xFFFF)) * -2048144789
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * -1028477387
     return mixed ^ ((mixed >> 16) & 0xFFFF)
@@ -86,7 +86,7 @@ def _mix(values):
 
 @triton.jit
 def _length(place):
-    """1, 2, and then three and four times the powers of two."""
+    """Returns an n-gram length: 1, 2, then 3 and 4 times the powers of two."""
     above = tl.maximum(place - 2, 0)
     return tl.where(place < 2, place + 1, (3 + (place & 1)) << (above >> 1))
 
@@ -95,9 +95,9 @@ def _length(place):
 def _learn_kernel(
     held, contexts_at, following_at, scopes_at, real_at, count, groups, at_once: tl.constexpr
 ):
-    """One program per length, which learns in order, some tokens at once.
+    """One program per length, which inserts in order, several tokens per step.
 
-    Its threads are those of one warp: what they store later is there later.
+    The program has one warp, so its stores are ordered.
     """
     place = tl.program_id(0)
     length, clock = _length(place), tl.load(held.clocks + place)
@@ -139,7 +139,7 @@ def draft(
     depth: int,
     width: int,
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]:
-    """As `shared.spec.ngram.draft`."""
+    """Implements `shared.spec.ngram.draft`."""
     B, lanes = len(contexts), triton.next_power_of_2(nodes)
     trees = Trees(
         tokens=contexts.new_empty((B, nodes)),
@@ -163,18 +163,18 @@ def draft(
 
 @triton.jit
 def _row(values, is_row):
-    """One row of a matrix."""
+    """Returns the row of a matrix selected by a mask."""
     return tl.sum(tl.where(is_row[:, None], values, 0), axis=0)
 
 
 @triton.jit
 def _entry(held, first, second, level, missing, groups):
-    """What the groups of a text's n-grams hold: tokens, and how they rank; -1 where none is there.
+    """Looks up a sequence's n-grams: returns tokens and their ranking keys, -1 for misses.
 
     Args:
-      first, second: Hashes of what began at each place of the ring.
-      level: How far the text has gone on.
-      missing: Tokens that the text has not, before its beginning.
+      first, second: Hashes of the n-grams that start at each slot of the ring.
+      level: Depth along the path.
+      missing: Tokens missing before the start of the sequence.
     """
     ring, place, way = tl.arange(0, _RING), tl.arange(0, _LENGTHS), tl.arange(0, _WAYS)
     begin = _WINDOW + level - _length(place)
@@ -224,7 +224,7 @@ def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: t
     while (size < limit) & (grows > 0):
         is_last = node == size - 1
         level, spent = tl.sum(tl.where(is_last, level_of, 0)), tl.sum(tl.where(is_last, cost_of, 0))
-        # At the last level nothing is there.
+        # The last level has no children.
         absent = tl.where(level < sizes.depth, missing, _NONE)
         token, rank = _entry(
             held, _row(firsts, is_last), _row(seconds, is_last), level, absent, groups
@@ -263,7 +263,7 @@ def _draft_kernel(held, contexts_at, scopes_at, most_at, trees, groups, sizes: t
     is_in, at = node < sizes.nodes, request * sizes.nodes + node
     tl.store(trees.tokens + at, token_of, mask=is_in)
     tl.store(trees.parents + at, parent_of, mask=is_in)
-    # A power of two divides without rounding.
+    # Division by a power of two is exact.
     weight = tl.where(node < size, -cost_of.to(tl.float32) * (1 / 1024), -float("inf"))
     tl.store(trees.weights + at, weight, mask=is_in)
     tl.store(trees.num_nodes + request, size)

@@ -1,4 +1,4 @@
-"""What a step leaves in the numbers of a slot, and what a new owner finds there, in Triton."""
+"""Slot state: commits accepted tokens, restores slots for new requests (Triton)."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 _PART = 4096
-"""Numbers of a state that a program copies."""
+"""Elements of a state that a program copies."""
 
 
 def commit(
@@ -20,7 +20,10 @@ def commit(
     counts: Int[Tensor, " B"],
     prompt_length: Int[Tensor, " B"],
 ) -> None:
-    """As `shared.spec.slot_state.commit`, in place; every slot but the sink has one row at most."""
+    """Implements `shared.spec.slot_state.commit` in place.
+
+    A slot has at most one row, except slot 0, which is for padding.
+    """
     B, W = tokens.shape
     rows = (x.contiguous() for x in (slots, before, tokens, counts, prompt_length))
     _commit_kernel[(B,)](
@@ -49,7 +52,7 @@ def _commit_kernel(
     lanes: tl.constexpr,
     feeds: tl.constexpr,
 ):
-    """One program per request, whose tokens are its lanes."""
+    """One program per request; tokens are its lanes."""
     row = tl.program_id(0)
     slot, before = tl.load(slots_at + row).to(tl.int64), tl.load(before_at + row)
     count, prompt = tl.load(counts_at + row), tl.load(prompt_at + row)
@@ -57,7 +60,7 @@ def _commit_kernel(
     is_counted = (place < count) & (place < width)
     token = tl.load(tokens_at + row * width + place, mask=is_counted, other=-1)
     is_output = before + 1 + place >= prompt
-    # A token that is repeated is written once, by the first of its lanes.
+    # A repeated token is stored once, by the first of its lanes.
     same = (token[:, None] == token[None, :]) & is_counted[None, :]
     earlier = tl.sum((same & (place[None, :] < place[:, None])).to(tl.int32), axis=1)
     outputs = tl.sum((same & is_output[None, :]).to(tl.int32), axis=1)
@@ -80,7 +83,7 @@ def restore(
     sources: Int[Tensor, " B"],
     starts: Bool[Tensor, " B"],
 ) -> None:
-    """As `shared.spec.slot_state.restore`, in place; a row that does not start costs nothing.
+    """Implements `shared.spec.slot_state.restore` in place; rows that do not start cost nothing.
 
     Raises:
       ValueError: The states are not contiguous.

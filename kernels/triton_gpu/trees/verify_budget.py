@@ -1,6 +1,6 @@
-"""Sharing the verify rows of a batch in Triton; see `ops`.
+"""Verify budget: allocates the verify rows of a batch to draft tokens (Triton).
 
-Drafts are ranked by counting those before them: no lane waits for another one, as in a sort.
+Draft tokens are ranked by counting the better ones, so no lane waits for another, as in a sort.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_AT_ONCE = 64  # drafts that a request's are compared with
+_AT_ONCE = 64  # draft tokens compared per step
 
 
 def rank_weights(
@@ -17,7 +17,7 @@ def rank_weights(
     weights: Float[Tensor, "B N"],
     calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
-    """As `shared.spec.verify_budget.rank_weights`."""
+    """Implements `shared.spec.verify_budget.rank_weights`."""
     (B, N), least = parents.shape, torch.empty_like(weights)
     _rank_weights_kernel[(B,)](
         *(x.contiguous() for x in (parents, weights, calibration)),
@@ -40,7 +40,7 @@ def _rank_weights_kernel(
     depths: tl.constexpr,
     lanes: tl.constexpr,
 ):
-    """One program per request, whose nodes are its lanes; each climbs to the root twice."""
+    """One program per request; nodes are its lanes, and each climbs to the root twice."""
     request, node = tl.program_id(0), tl.arange(0, lanes)
     start_node = tl.where(node < nodes, node, 0)
     above, depth, steps = start_node, start_node * 0, 0
@@ -67,7 +67,7 @@ def share(
     rank_weights: Float[Tensor, "B N"],
     rows: int,
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    """As `shared.spec.verify_budget.share`."""
+    """Implements `shared.spec.verify_budget.share`."""
     B, N = tokens.shape
     kept_tokens, kept_parents = tokens.new_empty((2, B, N), dtype=torch.int32)
     kept_nodes = tokens.new_empty(B, dtype=torch.int32)
@@ -99,7 +99,7 @@ def _share_kernel(
     lanes: tl.constexpr,
     at_once: tl.constexpr,
 ):
-    """One program per request, whose nodes are its lanes."""
+    """One program per request; nodes are its lanes."""
     count: tl.constexpr = requests * nodes
     request, node = tl.program_id(0), tl.arange(0, lanes)
     is_node = node < nodes
@@ -130,5 +130,5 @@ def _share_kernel(
 
 @triton.jit
 def _kept_before(keep, node, bound):
-    """How many kept nodes go before each bound."""
+    """Counts the kept nodes before each bound."""
     return tl.sum((keep[None, :] & (node[None, :] < bound[:, None])).to(tl.int32), axis=1)
