@@ -216,7 +216,7 @@ def _choose(read, parts_ref, chosen, block, live, layer, how):
         if routing.is_gated:
             column = jnp.full(row.shape, routing.experts, jnp.int32)
             gate += again(parts_ref.at[segment, row, column], mask=is_live)
-    scores = logits * scale[:, None] + 0.0  # turns -0 into 0
+    scores = logits * scale[:, None] + 0.0  # maps -0 to 0
     if routing.is_sigmoid:
         scores = 1.0 / (1.0 + jnp.exp2(-scores * LOG2_E))
     keys = scores

@@ -264,7 +264,7 @@ def _choose(
         logits += tl.load(at[:, None] + expert[None, :], mask=keep, other=0.0, cache_modifier=".cg")
         if choice.is_gated:
             gate += tl.load(at + choice.experts, mask=is_live, other=0.0, cache_modifier=".cg")
-    scores = logits * scale[:, None] + 0.0  # turns -0 into 0
+    scores = logits * scale[:, None] + 0.0  # maps -0 to 0
     if choice.is_sigmoid:
         scores = 1.0 / (1.0 + tl.exp2(-scores * LOG2_E))
     keys = scores
