@@ -23,9 +23,9 @@ from shared.options.algorithms import (
 )
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
-from shared.options.request_fields import NOT_SERVED
+from shared.options.rule_context import WORDS, Rule, RuleContext
 from shared.options.rules import RULES
-from shared.options.setup import WORDS, Rule, Setup
+from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +125,7 @@ def _model(name: str) -> ModelConfig:
     return config_from_folder(SHAPES / name)
 
 
-def setup_of(method: str, flags: Flags, model: str) -> Setup:
+def setup_of(method: str, flags: Flags, model: str) -> RuleContext:
     """Returns the startup configuration of a method with more flags."""
     own = method.removesuffix(WITH_COPIES)
     line = {"--model-path": str(SHAPES / model)}
@@ -137,13 +137,15 @@ def setup_of(method: str, flags: Flags, model: str) -> Setup:
     head = own if own in HEAD_ALGORITHMS else None
     config, block = _model(model), BLOCK if head in BLOCK_ALGORITHMS else None
     options = parse(words)
-    return Setup(options=options, model=config, has_mtp=config.has_mtp, head_kind=head, block=block)
+    return RuleContext(
+        options=options, model=config, has_mtp=config.has_mtp, head_kind=head, block=block
+    )
 
 
 def broken(method: str, flags: Flags, model: str) -> list[Rule]:
     """Returns the rules that make a combination an error at startup."""
     setup = setup_of(method, flags, model)
-    return [rule for rule in RULES if rule.refuses(setup)]
+    return [rule for rule in RULES if rule.applies(setup)]
 
 
 def cell(method: str, feature: Feature) -> str:
@@ -197,7 +199,7 @@ def request_rows() -> list[list[str]]:
 
 
 def _is_served(field: str, known: set[str]) -> bool:
-    listed = [each for each in NOT_SERVED if each.name == field]
+    listed = [each for each in UNSUPPORTED_FIELDS if each.name == field]
     return field in known and not any(len(each.endpoints) > 1 for each in listed)
 
 
@@ -234,7 +236,7 @@ def _example(rule: Rule) -> str:
 
 def _fields(*, is_advice: bool) -> str:
     rows = [["field", "endpoints", "example"]]
-    for field in NOT_SERVED:
+    for field in UNSUPPORTED_FIELDS:
         if field.is_advice == is_advice:
             example = f"`{json.dumps(field.example)}`"
             rows.append([f"`{field.name}`", ", ".join(field.endpoints), example])

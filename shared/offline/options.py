@@ -13,10 +13,10 @@ from typing import Any
 from shared.offline.values import number, truth, whole_number
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError, spelling, spellings, switches, usual_value
-from shared.options.not_served import NOT_SUPPORTED, asks_for_nothing
 from shared.options.observing import ObservingOptions
 from shared.options.options import PARTS, Options
 from shared.options.server import ServerOptions
+from shared.options.unsupported_flags import UNSUPPORTED_FLAGS, asks_for_nothing
 from shared.text.tokenizer import is_text
 
 DEFAULT_LOG_LEVEL = "warning"
@@ -56,7 +56,7 @@ _SWITCHES = {
 _FLAG = re.compile(r"(?<!\w)--([a-z][a-z0-9-]*)(?:[ =]([^\s`;,:)]*[^\s`;,:).]))?")
 """Pattern of a flag with its value in a sentence; a part of a path does not match."""
 
-_UNSUPPORTED = {_python_name(flag): reason for flag, reason in NOT_SUPPORTED.items()}
+_UNSUPPORTED = {_python_name(flag): reason for flag, reason in UNSUPPORTED_FLAGS.items()}
 
 
 def read_options(given: Mapping[str, Any]) -> Options:

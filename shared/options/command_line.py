@@ -14,13 +14,13 @@ from shared.options.completion import completion_script
 from shared.options.config_file import read_config, read_words
 from shared.options.flag_parser import FlagParser, make_parser
 from shared.options.flags import ConfigError, spelling, spellings, switches
-from shared.options.not_served import (
+from shared.options.options import PARTS, Options
+from shared.options.unsupported_flags import (
     NEUTRAL,
-    NOT_SUPPORTED,
-    NOT_SUPPORTED_PREFIXES,
+    UNSUPPORTED_FLAGS,
+    UNSUPPORTED_PREFIXES,
     asks_for_nothing,
 )
-from shared.options.options import PARTS, Options
 
 FLAGS: dict[str, "Field[Any]"] = {
     name: item
@@ -119,9 +119,9 @@ def _check(word: str, known: Iterable[str]) -> None:
     names = sorted(known)
     if word in names:
         return
-    if word in NOT_SUPPORTED:
-        raise ConfigError(f"{word} is not supported: {NOT_SUPPORTED[word]}")
-    if word.startswith(NOT_SUPPORTED_PREFIXES):
+    if word in UNSUPPORTED_FLAGS:
+        raise ConfigError(f"{word} is not supported: {UNSUPPORTED_FLAGS[word]}")
+    if word.startswith(UNSUPPORTED_PREFIXES):
         raise ConfigError(f"{word} is not supported; remove the flag")
     shown = [name for name in names if name in SHOWN or name not in FLAGS]
     near = difflib.get_close_matches(word, shown, n=1)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.options.flags import ConfigError, check_value, spelling, switches, usual_value
-from shared.options.not_served import asks_for_nothing
+from shared.options.unsupported_flags import asks_for_nothing
 
 
 def read_config(

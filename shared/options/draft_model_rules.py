@@ -1,90 +1,90 @@
 """Rules between the drafting method and the files of its draft model or head."""
 
 from shared.options.algorithms import BLOCK_ALGORITHMS, HEAD_ALGORITHMS, MODEL_ALGORITHM
-from shared.options.setup import Example, Rule, Setup, flags_of
+from shared.options.rule_context import Example, Rule, RuleContext, flags_of
 
 
-def _wants_mtp(s: Setup) -> bool:
+def _wants_mtp(s: RuleContext) -> bool:
     return s.algorithm in ("NEXTN", "NAIVE_EAGLE") and s.draft.with_mtp
 
 
 DRAFT_MODEL_RULES = (
     Rule(
-        refuses=lambda s: _wants_mtp(s) and not (s.has_mtp and s.model.has_mtp),
+        applies=lambda s: _wants_mtp(s) and not (s.has_mtp and s.model.has_mtp),
         reason="--speculative-algorithm {algorithm} requires an MTP layer that is supported, and "
         "this {family} checkpoint has none",
-        way_out="give a draft head with --speculative-algorithm EAGLE or EAGLE3 and "
+        hint="give a draft head with --speculative-algorithm EAGLE or EAGLE3 and "
         "--speculative-draft-model-path, or remove the flag",
         example=Example(drafter="NEXTN", model_type="llama"),
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.algorithm == "NEXTN"
             and s.draft.speculative_draft_model_path is not None
             and s.head_kind != "NEXTN"
         ),
         reason="--speculative-draft-model-path with --speculative-algorithm NEXTN must be an MTP "
         "layer in the speculators format, and the draft model is not",
-        way_out="give one, or remove the flag to use the checkpoint's own MTP layer",
+        hint="give one, or remove the flag to use the checkpoint's own MTP layer",
         example=None,
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.algorithm in HEAD_ALGORITHMS and s.draft.speculative_draft_model_path is None
         ),
         reason="--speculative-algorithm {algorithm} requires a draft head",
-        way_out="give its folder as --speculative-draft-model-path",
+        hint="give its folder as --speculative-draft-model-path",
         example=None,
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.algorithm == MODEL_ALGORITHM and s.draft.speculative_draft_model_path is None
         ),
         reason="--speculative-algorithm STANDALONE requires a small model with the target's "
         "tokenizer",
-        way_out="give its folder as --speculative-draft-model-path",
+        hint="give its folder as --speculative-draft-model-path",
         example=None,
     ),
     Rule(
-        refuses=lambda s: s.algorithm == MODEL_ALGORITHM and s.head_kind is not None,
+        applies=lambda s: s.algorithm == MODEL_ALGORITHM and s.head_kind is not None,
         reason="--speculative-algorithm STANDALONE requires a whole model, and the draft model's "
         "tensors are those of {head}",
-        way_out="give --speculative-algorithm {head_kind}, or a model",
+        hint="give --speculative-algorithm {head_kind}, or a model",
         example=None,
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.head_kind is not None
             and s.algorithm in HEAD_ALGORITHMS
             and s.algorithm != s.head_kind
         ),
         reason="--speculative-algorithm {algorithm} does not fit the draft model, whose tensors "
         "are those of {head}",
-        way_out="give --speculative-algorithm {head_kind}, or another head",
+        hint="give --speculative-algorithm {head_kind}, or another head",
         example=None,
     ),
     Rule(
-        refuses=lambda s: s.algorithm == "NAIVE_EAGLE" and s.head_kind in BLOCK_ALGORITHMS,
+        applies=lambda s: s.algorithm == "NAIVE_EAGLE" and s.head_kind in BLOCK_ALGORITHMS,
         reason="--speculative-algorithm NAIVE_EAGLE drafts one token per step, and the draft "
         "model drafts blocks",
-        way_out="give --speculative-algorithm {head_kind}",
+        hint="give --speculative-algorithm {head_kind}",
         example=None,
     ),
     Rule(
-        refuses=lambda s: bool(s.draft.speculative_draft_window_size) and not s.drafts_blocks,
+        applies=lambda s: bool(s.draft.speculative_draft_window_size) and not s.drafts_blocks,
         reason="--speculative-draft-window-size requires --speculative-algorithm DFLASH, DSPARK "
         "or DFLASH2",
-        way_out="remove the flag",
+        hint="remove the flag",
         example=Example(drafter="NEXTN", flags=flags_of("--speculative-draft-window-size 512")),
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.draft.speculative_aux_layer_convention is not None
             and (s.head_kind or s.algorithm) not in ("EAGLE3", *BLOCK_ALGORITHMS)
         ),
         reason="--speculative-aux-layer-convention requires a head that lists layers of its "
         "target: EAGLE3, DFLASH, DSPARK or DFLASH2",
-        way_out="remove the flag",
+        hint="remove the flag",
         example=Example(
             drafter="NEXTN", flags=flags_of("--speculative-aux-layer-convention inputs")
         ),

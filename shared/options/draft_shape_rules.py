@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from shared.options.adaptive import MOST_STEPS, TREE_ALGORITHMS
 from shared.options.algorithms import HOST_ALGORITHM, MODEL_ALGORITHM
-from shared.options.setup import Example, Rule, Setup, flags_of
+from shared.options.rule_context import Example, Rule, RuleContext, flags_of
 from shared.options.speculative import NAIVE_SHAPE
 
 
@@ -13,13 +13,13 @@ def _differ(given: Sequence[int | None], fixed: Sequence[int]) -> bool:
     return any(number not in (None, want) for number, want in zip(given, fixed, strict=True))
 
 
-def _shapes_naive(s: Setup) -> bool:
+def _shapes_naive(s: RuleContext) -> bool:
     names = ("num_steps", "eagle_topk", "num_draft_tokens")
     given = [getattr(s.draft, f"speculative_{name}") for name in names]
     return s.algorithm == "NAIVE_EAGLE" and _differ(given, NAIVE_SHAPE)
 
 
-def _shapes_text(s: Setup) -> bool:
+def _shapes_text(s: RuleContext) -> bool:
     draft = s.draft
     given = (
         draft.speculative_draft_model_path,
@@ -29,21 +29,21 @@ def _shapes_text(s: Setup) -> bool:
     return draft.from_text and given != (None, None, None)
 
 
-def _shapes_itself(s: Setup) -> bool:
+def _shapes_itself(s: RuleContext) -> bool:
     """Whether the drafter's shape follows from the flags of a tree."""
     return s.draft.drafts and s.algorithm not in ("NAIVE_EAGLE", HOST_ALGORITHM)
 
 
-def _lacks_nodes(s: Setup) -> bool:
+def _lacks_nodes(s: RuleContext) -> bool:
     return _shapes_itself(s) and s.draft.topk > 1 and s.draft.speculative_num_draft_tokens is None
 
 
-def _breaks_block(s: Setup) -> bool:
+def _breaks_block(s: RuleContext) -> bool:
     given = (s.draft.speculative_num_steps, s.draft.speculative_num_draft_tokens)
     return s.block is not None and _differ(given, (s.block - 1, s.block))
 
 
-def _is_shaped_twice(s: Setup) -> bool:
+def _is_shaped_twice(s: RuleContext) -> bool:
     """Whether flags name a shape where it is chosen; NGRAM's is the largest to choose from."""
     draft = s.draft
     shape = (draft.speculative_num_steps, draft.speculative_eagle_topk)
@@ -54,7 +54,7 @@ def _is_shaped_twice(s: Setup) -> bool:
     )
 
 
-def _names_other_drafts(s: Setup) -> bool:
+def _names_other_drafts(s: RuleContext) -> bool:
     """Whether the file names shapes that the drafter cannot have."""
     most = NAIVE_SHAPE[0] if s.algorithm == "NAIVE_EAGLE" else MOST_STEPS
     if s.drafts_blocks:
@@ -65,74 +65,74 @@ def _names_other_drafts(s: Setup) -> bool:
     )
 
 
-def _simulates_more(s: Setup) -> bool:
+def _simulates_more(s: RuleContext) -> bool:
     """Whether drafts are to be accepted on levels that no tree has."""
     return len(s.draft.accept_rates or ()) > s.num_levels
 
 
 DRAFT_SHAPE_RULES = (
     Rule(
-        refuses=lambda s: s.drafts_blocks and s.draft.topk > 1,
+        applies=lambda s: s.drafts_blocks and s.draft.topk > 1,
         reason="--speculative-eagle-topk {k} is not supported with --speculative-algorithm "
         "{algorithm}, which drafts chains",
-        way_out="remove the flag",
+        hint="remove the flag",
         example=Example(
             drafter="DFLASH",
             flags=flags_of("--speculative-eagle-topk 2 --speculative-num-draft-tokens 6"),
         ),
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.block is not None and (s.draft.speculative_draft_window_size or s.block) < s.block
         ),
         reason="--speculative-draft-window-size {window} is shorter than the draft model's chain "
         "of {block} nodes",
-        way_out="give at least {block}",
+        hint="give at least {block}",
         example=Example(drafter="DFLASH", flags=flags_of("--speculative-draft-window-size 2")),
     ),
     Rule(
-        refuses=_breaks_block,
+        applies=_breaks_block,
         reason="--speculative-num-steps and --speculative-num-draft-tokens must fit the draft "
         "model, which drafts chains of {block} nodes",
-        way_out="remove them",
+        hint="remove them",
         example=Example(drafter="DFLASH", flags=flags_of("--speculative-num-draft-tokens 3")),
     ),
     Rule(
-        refuses=_shapes_naive,
+        applies=_shapes_naive,
         reason="--speculative-num-steps, --speculative-eagle-topk and "
         "--speculative-num-draft-tokens are not supported with --speculative-algorithm "
         "NAIVE_EAGLE, which always drafts one token",
-        way_out="remove them",
+        hint="remove them",
         example=Example(drafter="NAIVE_EAGLE", flags=flags_of("--speculative-num-steps 2")),
     ),
     Rule(
-        refuses=_shapes_text,
+        applies=_shapes_text,
         reason="--speculative-draft-model-path, --speculative-num-steps and "
         "--speculative-eagle-topk are not supported with --speculative-algorithm NGRAM, whose "
         "trees have --speculative-num-draft-tokens nodes",
-        way_out="remove them",
+        hint="remove them",
         example=Example(drafter="NGRAM", flags=flags_of("--speculative-num-steps 3")),
     ),
     Rule(
-        refuses=_lacks_nodes,
+        applies=_lacks_nodes,
         reason="--speculative-eagle-topk {k} requires the size of the draft tree",
-        way_out="set --speculative-num-draft-tokens",
+        hint="set --speculative-num-draft-tokens",
         example=Example(drafter="NEXTN", flags=flags_of("--speculative-eagle-topk 2")),
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             _shapes_itself(s) and s.draft.topk == 1 and s.draft.num_draft_tokens != s.most_nodes
         ),
         reason="--speculative-num-draft-tokens {N} must be --speculative-num-steps + 1 = {chain} "
         "with --speculative-eagle-topk 1",
-        way_out="remove it",
+        hint="remove it",
         example=Example(
             drafter="NEXTN",
             flags=flags_of("--speculative-num-steps 2 --speculative-num-draft-tokens 8"),
         ),
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             _shapes_itself(s)
             and s.draft.topk > 1
             and not _lacks_nodes(s)
@@ -140,7 +140,7 @@ DRAFT_SHAPE_RULES = (
         ),
         reason="--speculative-num-draft-tokens must be {chain} to {most} with "
         "--speculative-num-steps {S} and --speculative-eagle-topk {k}, got {N}",
-        way_out="give a number in that range",
+        hint="give a number in that range",
         example=Example(
             drafter="NEXTN",
             flags=flags_of(
@@ -150,31 +150,31 @@ DRAFT_SHAPE_RULES = (
         ),
     ),
     Rule(
-        refuses=_simulates_more,
+        applies=_simulates_more,
         reason="--speculative-simulate-accept-length {simulated} needs more draft levels than the "
         "{levels} that are drafted",
-        way_out="lower it, or draft more",
+        hint="lower it, or draft more",
         example=Example(
             drafter="NAIVE_EAGLE", flags=flags_of("--speculative-simulate-accept-length 2.5")
         ),
     ),
     Rule(
-        refuses=_is_shaped_twice,
+        applies=_is_shaped_twice,
         reason="--speculative-num-steps, --speculative-eagle-topk and "
         "--speculative-num-draft-tokens fix one draft shape, and --speculative-adaptive chooses "
         "among several",
-        way_out="list the shapes in the file of --speculative-adaptive-config; with NGRAM alone, "
+        hint="list the shapes in the file of --speculative-adaptive-config; with NGRAM alone, "
         "--speculative-num-draft-tokens is the largest size",
         example=Example(
             drafter="NEXTN", flags=flags_of("--speculative-num-steps 3 --speculative-adaptive")
         ),
     ),
     Rule(
-        refuses=_names_other_drafts,
+        applies=_names_other_drafts,
         reason="--speculative-adaptive-config contains shapes that --speculative-algorithm "
         "{algorithm} does not support: trees with NGRAM, NAIVE_EAGLE, DFLASH, DSPARK and DFLASH2, "
         "more than one step with NAIVE_EAGLE, and more than a block with the last three",
-        way_out="remove these shapes",
+        hint="remove these shapes",
         example=None,
     ),
 )

@@ -2,10 +2,10 @@
 
 from shared.options.algorithms import HOST_ALGORITHM
 from shared.options.flags import spelling
-from shared.options.joined_rules import JOINED_RULES
 from shared.options.ngram import OF_A_TRIE
+from shared.options.ngram_merge_rules import JOINED_RULES
 from shared.options.options import Options
-from shared.options.setup import Example, Rule, flags_of
+from shared.options.rule_context import Example, Rule, flags_of
 
 
 def needs_trie(options: Options) -> bool:
@@ -15,30 +15,30 @@ def needs_trie(options: Options) -> bool:
 
 NGRAM_RULES = (
     Rule(
-        refuses=lambda s: s.ngram_flag is not None and not s.draft.copies_text,
+        applies=lambda s: s.ngram_flag is not None and not s.draft.copies_text,
         reason="{ngram_flag} requires an n-gram drafter",
-        way_out="add --speculative-algorithm NGRAM, or remove the flag",
+        hint="add --speculative-algorithm NGRAM, or remove the flag",
         example=Example(drafter="NEXTN", flags=flags_of("--speculative-ngram-capacity 4096")),
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.options.ngram.speculative_ngram_min_bfs_breadth
             > s.options.ngram.speculative_ngram_max_bfs_breadth
         ),
         reason="--speculative-ngram-min-bfs-breadth {min_breadth} must not exceed "
         "--speculative-ngram-max-bfs-breadth {max_breadth}",
-        way_out="lower it",
+        hint="lower it",
         example=Example(
             drafter=HOST_ALGORITHM, flags=flags_of("--speculative-ngram-min-bfs-breadth 64")
         ),
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.draft.from_text and s.options.ngram.sam_budget >= s.draft.num_draft_tokens
         ),
         reason="--speculative-ngram-external-sam-budget {budget} must be less than "
         "--speculative-num-draft-tokens {N}",
-        way_out="give at most {most_budget}",
+        hint="give at most {most_budget}",
         example=Example(
             drafter=HOST_ALGORITHM,
             flags=flags_of(
@@ -47,12 +47,12 @@ NGRAM_RULES = (
         ),
     ),
     Rule(
-        refuses=lambda s: (
+        applies=lambda s: (
             s.options.ngram.speculative_ngram_external_corpus_path is not None
             and not s.options.ngram.sam_budget
         ),
         reason="--speculative-ngram-external-corpus-path requires draft nodes for the corpus",
-        way_out="set --speculative-ngram-external-sam-budget",
+        hint="set --speculative-ngram-external-sam-budget",
         example=Example(
             drafter=HOST_ALGORITHM,
             flags=flags_of("--speculative-ngram-external-corpus-path corpus.jsonl"),
@@ -60,17 +60,17 @@ NGRAM_RULES = (
     ),
     *JOINED_RULES,
     Rule(
-        refuses=lambda s: s.draft.speculative_ngram_backend is not None and not s.draft.from_text,
+        applies=lambda s: s.draft.speculative_ngram_backend is not None and not s.draft.from_text,
         reason="--speculative-ngram-backend requires --speculative-algorithm NGRAM",
-        way_out="remove the flag",
+        hint="remove the flag",
         example=Example(drafter="NEXTN", flags=("--speculative-ngram-backend", "host")),
     ),
     Rule(
-        refuses=lambda s: s.draft.drafts_from_table and needs_trie(s.options),
+        applies=lambda s: s.draft.drafts_from_table and needs_trie(s.options),
         reason="--speculative-ngram-backend device does not support --speculative-adaptive, "
         + ", ".join(map(spelling, OF_A_TRIE[:-1]))
         + f" and {spelling(OF_A_TRIE[-1])}",
-        way_out="give --speculative-ngram-backend host, or remove the other flag",
+        hint="give --speculative-ngram-backend host, or remove the other flag",
         example=Example(
             drafter=HOST_ALGORITHM,
             flags=("--speculative-ngram-backend", "device", "--speculative-adaptive"),

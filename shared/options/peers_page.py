@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shared.options.command_line import FLAGS
 from shared.options.flags import spelling
-from shared.options.not_served import ALWAYS, NEUTRAL, NOT_SUPPORTED
+from shared.options.unsupported_flags import ALWAYS, NEUTRAL, UNSUPPORTED_FLAGS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming_from_vllm_or_sglang.md"
 MARKERS = ("<!-- peer flags -->", "<!-- /peer flags -->")
@@ -103,7 +103,7 @@ def _note(name: str) -> str:
     if name in ALWAYS:
         return "accepted, always on"
     values = " or ".join(f"`{value}`" for value in NEUTRAL.get(name, ()))
-    return f"{values} is accepted; {NOT_SUPPORTED[name]}" if values else NOT_SUPPORTED[name]
+    return f"{values} is accepted; {UNSUPPORTED_FLAGS[name]}" if values else UNSUPPORTED_FLAGS[name]
 
 
 def with_table(text: str) -> str:

@@ -14,8 +14,8 @@ from shared.options.algorithms import (
     algorithm_of,
 )
 from shared.options.flags import ConfigError, check_rules, flag, spelling
-from shared.options.lot import rates_of
 from shared.options.ngram import BACKENDS, DEFAULT_NODES, DEVICE, HOST
+from shared.options.simulated_acceptance import rates_of
 
 EXACT, REJECTION = ACCEPT_RULES = ("exact", "rejection")
 

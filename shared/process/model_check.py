@@ -44,8 +44,8 @@ from shared.options.adaptive import read_candidates
 from shared.options.algorithms import BLOCK_ALGORITHMS
 from shared.options.flags import ConfigError, in_full
 from shared.options.options import PARTS, Options
+from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
-from shared.options.setup import Setup
 from shared.options.speculative import SpeculativeConfig
 from shared.process.algorithm_choice import with_algorithm
 from shared.process.defaults import with_grammars, with_parsers
@@ -181,7 +181,7 @@ class _Opened:
     Attributes:
       model, checkpoint: The target, with the MTP layer of another folder where that drafts.
       draft: The files of a head or a small model; None without one.
-      head_kind: See `Setup`.
+      head_kind: See `RuleContext`.
     """
 
     model: ModelConfig
@@ -217,7 +217,7 @@ def _opened(options: Options, opens: Callable[[str], Weights]) -> _Opened:
 
 def _check_rules(options: Options, opened: _Opened) -> None:
     path, head_kind = options.speculative.head_path, opened.head_kind
-    setup = Setup(
+    setup = RuleContext(
         options=options,
         model=opened.model,
         has_mtp=opened.checkpoint.has_mtp,

@@ -12,8 +12,8 @@ from shared.drafts.dflash_config import stated_nodes
 from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import CheckpointError
 from shared.options.command_line import parse
+from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
-from shared.options.setup import Setup
 from tests.support.tiny_heads import tiny_block_config, tiny_pair_config, write_tiny_pair
 from tests.support.tiny_models import tiny_model
 
@@ -102,6 +102,8 @@ def test_it_is_told_from_a_dflash_head(tmp_path):
     ):
         check_head(open_head(tmp_path / "head"), other)
     line = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "head"]
-    setup = Setup(options=parse(line), model=TARGET, has_mtp=False, head_kind="DFLASH2", block=4)
+    setup = RuleContext(
+        options=parse(line), model=TARGET, has_mtp=False, head_kind="DFLASH2", block=4
+    )
     (refused,) = refusals(setup)
     assert "give --speculative-algorithm DFLASH2" in refused

@@ -15,8 +15,8 @@ from shared.drafts.drafter_spec import Drafts
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.models.saving import split
 from shared.options.command_line import parse
+from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
-from shared.options.setup import Setup
 from shared.process.device import Device
 from shared.process.memory_plan import plan
 from shared.spec.draft_tree import TreeShape
@@ -206,7 +206,7 @@ def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
 def test_a_shape_that_is_not_the_blocks_is_refused(flag, told):
     options = parse([*DFLASH, *flag.split()])
     (refused,) = refusals(
-        Setup(options=options, model=TARGET, has_mtp=False, head_kind="DFLASH", block=4)
+        RuleContext(options=options, model=TARGET, has_mtp=False, head_kind="DFLASH", block=4)
     )
     assert told in refused
 

@@ -14,8 +14,8 @@ from shared.drafts.dspark_config import MarkovConfig
 from shared.drafts.infer_from_tensors import fitted
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.options.command_line import parse
+from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
-from shared.options.setup import Setup
 from tests.support.tiny_heads import (
     cyclic,
     tiny_block_config,
@@ -146,7 +146,9 @@ def test_tensors_of_another_kind_are_refused_by_name(tmp_path):
 def test_the_algorithm_is_that_of_the_head():
     for told, kind in (("DFLASH", "DSPARK"), ("DSPARK", "DFLASH")):
         line = ["--speculative-algorithm", told, "--speculative-draft-model-path", "head"]
-        setup = Setup(options=parse(line), model=TARGET, has_mtp=False, head_kind=kind, block=4)
+        setup = RuleContext(
+            options=parse(line), model=TARGET, has_mtp=False, head_kind=kind, block=4
+        )
         (refused,) = refusals(setup)
         assert f"give --speculative-algorithm {kind}" in refused
         assert not refusals(replace(setup, head_kind=told))

@@ -7,8 +7,8 @@ import pytest
 
 from shared.offline.options import OF_A_SERVER, in_python, read_options
 from shared.options.flags import ConfigError
-from shared.options.not_served import NOT_SUPPORTED
 from shared.options.options import PARTS
+from shared.options.unsupported_flags import UNSUPPORTED_FLAGS
 
 FIELDS = {
     item.name: item
@@ -16,7 +16,7 @@ FIELDS = {
     for item in part.__dataclass_fields__.values()
     if item.name not in OF_A_SERVER
 }
-UNSUPPORTED = [flag.removeprefix("--").replace("-", "_") for flag in NOT_SUPPORTED]
+UNSUPPORTED = [flag.removeprefix("--").replace("-", "_") for flag in UNSUPPORTED_FLAGS]
 
 
 def error_of(**options) -> str:

@@ -15,8 +15,8 @@ from shared.options.adaptive import Candidate, read_candidates
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.options.options import Options
+from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
-from shared.options.setup import Setup
 from shared.process.buckets import ProgramCosts
 from shared.process.device import Device
 from shared.process.memory_plan import MemoryPlan, plan
@@ -93,7 +93,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 )
 def test_shapes_that_a_drafter_does_not_have_are_refused(algorithm, candidate, is_refused):
     options = replace(adaptive(algorithm), candidates=(candidate,))
-    setup = Setup(options=options, model=MODEL, has_mtp=True, head_kind=None)
+    setup = RuleContext(options=options, model=MODEL, has_mtp=True, head_kind=None)
     told = [sentence for sentence in refusals(setup) if "contains shapes that" in sentence]
     assert len(told) == is_refused
 

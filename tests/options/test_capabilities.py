@@ -27,8 +27,8 @@ from shared.options.algorithms import (
 )
 from shared.options.command_line import parse
 from shared.options.flags import ConfigError
+from shared.options.rule_context import RuleContext
 from shared.options.rules import RULES, refusals
-from shared.options.setup import Setup
 from shared.process import engines
 from shared.process.device import Device
 from shared.process.start import prepare
@@ -206,7 +206,9 @@ def test_every_drafter_has_the_plain_steps_of_a_shadow_check(drafter: str, house
 def blocked(drafter: str, line: list[str]) -> list[str]:
     """What the rules say of a start whose files are right."""
     model, _ = tiny_model(FAMILY, 0)
-    return refusals(Setup(options=parse(line), model=model, has_mtp=True, **drafting(drafter)))
+    return refusals(
+        RuleContext(options=parse(line), model=model, has_mtp=True, **drafting(drafter))
+    )
 
 
 def drafting(drafter: str) -> dict:
@@ -232,10 +234,12 @@ def test_an_example_is_refused_for_the_reason_that_it_stands_beside(rule, house:
     family = example.model_type or FAMILY
     model, _ = tiny_model(family, 0, with_mtp=example.model_type is None)
 
-    def setup(flags: tuple[str, ...]) -> Setup:
+    def setup(flags: tuple[str, ...]) -> RuleContext:
         options = parse(house.start(example.drafter, flags))
         has_mtp = example.model_type is None
-        return Setup(options=options, model=model, has_mtp=has_mtp, **drafting(example.drafter))
+        return RuleContext(
+            options=options, model=model, has_mtp=has_mtp, **drafting(example.drafter)
+        )
 
     refused = setup(example.flags)
     assert rule.sentence(refused.words()) in refusals(refused)

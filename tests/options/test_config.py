@@ -7,10 +7,10 @@ import pytest
 
 from shared.options.command_line import FLAGS, parse
 from shared.options.flags import ConfigError, spelling, spellings, switches
-from shared.options.not_served import ALWAYS, NEUTRAL, NOT_SUPPORTED
 from shared.options.options import PARTS
+from shared.options.rule_context import RuleContext
 from shared.options.rules import refusals
-from shared.options.setup import Setup
+from shared.options.unsupported_flags import ALWAYS, NEUTRAL, UNSUPPORTED_FLAGS
 from tests.support.tiny_models import tiny_model
 
 NEXTN = ["--speculative-algorithm", "NEXTN"]
@@ -140,7 +140,7 @@ def test_a_wrong_command_line_is_refused_by_name_in_one_sentence(line):
     assert "\n" not in sentence
 
 
-@pytest.mark.parametrize("name", NOT_SUPPORTED)
+@pytest.mark.parametrize("name", UNSUPPORTED_FLAGS)
 def test_a_flag_of_sglang_is_refused_with_its_reason(name):
     with pytest.raises(ConfigError, match="is not supported: ") as refused:
         parse([name, "some"])
@@ -149,14 +149,14 @@ def test_a_flag_of_sglang_is_refused_with_its_reason(name):
 
 def test_a_reason_names_flags_that_there_are():
     """A reason that outlives a flag would send its reader to another error."""
-    for name, reason in NOT_SUPPORTED.items():
+    for name, reason in UNSUPPORTED_FLAGS.items():
         for named in re.findall(r"--[a-z-]+", reason):
             assert named in FLAGS, (name, reason)
 
 
 def test_no_reason_denies_a_type_that_is_served():
     """Weights may be stored in FP8 and served in bfloat16, which are deterministic too."""
-    assert not [reason for reason in NOT_SUPPORTED.values() if "float32" in reason]
+    assert not [reason for reason in UNSUPPORTED_FLAGS.values() if "float32" in reason]
     assert parse(["--quantization", "fp8", "--dtype", "bfloat16"]).model.quantization == "fp8"
 
 
@@ -175,8 +175,8 @@ def test_a_value_that_asks_for_something_is_an_error(line):
 def test_no_flag_is_both_known_and_not_supported():
     fields = {f for part in PARTS.values() for f in dataclasses.fields(part)}
     known = {name for f in fields for name in (*spellings(f), *switches(f))}
-    assert not known & (NOT_SUPPORTED.keys() | ALWAYS)
-    assert NOT_SUPPORTED.keys() >= NEUTRAL.keys()
+    assert not known & (UNSUPPORTED_FLAGS.keys() | ALWAYS)
+    assert UNSUPPORTED_FLAGS.keys() >= NEUTRAL.keys()
 
 
 def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
@@ -331,8 +331,8 @@ def test_naive_eagle_drafts_with_the_head_it_is_given_or_else_the_mtp_layer(line
 
 def setup(
     line: list[str], model=MODEL, has_mtp: bool = True, head_kind: str | None = None
-) -> Setup:
-    return Setup(options=parse(line), model=model, has_mtp=has_mtp, head_kind=head_kind)
+) -> RuleContext:
+    return RuleContext(options=parse(line), model=model, has_mtp=has_mtp, head_kind=head_kind)
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])

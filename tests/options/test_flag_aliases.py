@@ -7,7 +7,7 @@ import pytest
 from shared.options.algorithms import KNOWN_ALGORITHMS
 from shared.options.command_line import FLAGS, SHOWN, parse
 from shared.options.flags import ConfigError, spelling, switches
-from shared.options.not_served import NOT_SUPPORTED
+from shared.options.unsupported_flags import UNSUPPORTED_FLAGS
 
 PEERS = {
     "--max-model-len 100": "--context-length 100",
@@ -113,7 +113,7 @@ SERVED = {
 def test_unsupported_reason_denies_no_served_feature():
     """A reason that names a served feature must say which flag turns it on, not deny it."""
     assert {*SERVED.values()} <= FLAGS.keys()
-    for name, reason in NOT_SUPPORTED.items():
+    for name, reason in UNSUPPORTED_FLAGS.items():
         served = [word for word in SERVED if re.search(rf"\b{re.escape(word)}", reason.lower())]
         denied = re.search(r"\b(not|no|never|cannot|unsupported)\b", reason)
         if served and denied:

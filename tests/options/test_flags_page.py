@@ -3,7 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from shared.options import page
+from shared.options import flags_doc
 from shared.options.flags import spelling
 from shared.options.options import PARTS
 
@@ -12,11 +12,13 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "server_flags.md"
 
 def test_the_page_of_flags_is_up_to_date() -> None:
     told = PAGE.read_text(encoding="utf-8")
-    assert told == page.to_markdown(), "run python -m shared.options.page > docs/server_flags.md"
+    assert told == flags_doc.to_markdown(), (
+        "run python -m shared.options.flags_doc > docs/server_flags.md"
+    )
 
 
 def test_the_page_has_every_flag_with_a_default_that_one_can_give() -> None:
-    lines = page.to_markdown().splitlines()
+    lines = flags_doc.to_markdown().splitlines()
     for part in PARTS.values():
         for item in fields(part):
             (line,) = [each for each in lines if each.startswith(f"| `{spelling(item.name)}`")]

@@ -139,7 +139,7 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
 @pytest.mark.parametrize(
     ("line", "device", "flag"),
     [
-        (["--max-total-tokens", "4"], CPU, "--max-total-tokens 4 has no room"),
+        (["--max-total-tokens", "4"], CPU, "--max-total-tokens 4 is too small"),
         (["--max-total-tokens", str(1 << 30)], CPU, "lower --max-total-tokens"),
         ([], Device("gpu", "GPU", 1000), "lower --max-running-requests"),
         (

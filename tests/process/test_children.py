@@ -6,14 +6,14 @@ import subprocess
 from pathlib import Path
 
 from shared import children
-from shared.options import page
+from shared.options import flags_doc
 
 
 def test_child_in_foreign_folder_runs_our_modules(tmp_path: Path) -> None:
     for name in ("shared", "argparse"):
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('a foreign {name}')\n")
-    command, environment = children.command("shared.options.page"), children.environment()
+    command, environment = children.command("shared.options.flags_doc"), children.environment()
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
-    assert done.stdout.rstrip() == page.to_markdown().rstrip()
+    assert done.stdout.rstrip() == flags_doc.to_markdown().rstrip()

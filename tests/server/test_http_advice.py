@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.options.request_fields import NOT_SERVED, NotServed
+from shared.options.unsupported_fields import UNSUPPORTED_FIELDS, UnsupportedField
 from shared.server.api.request_parsing import parse
 from shared.server.protocol.openai_types import ChatRequest
 from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, save_tokenizer, serving
@@ -86,14 +86,16 @@ def result(answer: httpx.Response) -> dict[str, Any]:
 
 ADVICE = [
     (field, endpoint)
-    for field in NOT_SERVED
+    for field in UNSUPPORTED_FIELDS
     for endpoint in field.endpoints
     if field.is_advice and "image_url" not in field.name
 ]
 
 
 @pytest.mark.parametrize(("field", "endpoint"), ADVICE, ids=lambda of: getattr(of, "name", of))
-def test_advice_is_listed_and_changes_nothing(lenient, strict, field: NotServed, endpoint: str):
+def test_advice_is_listed_and_changes_nothing(
+    lenient, strict, field: UnsupportedField, endpoint: str
+):
     path = CHAT if endpoint == "chat" else COMPLETIONS
     asked = with_field(endpoint, field.name, field.example)
     told = result(lenient.post(path, **asked))

@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from shared.options.request_fields import NOT_SERVED
+from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
@@ -206,7 +206,7 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
 
 OF_ENDPOINTS = [
     (field, endpoint)
-    for field in NOT_SERVED
+    for field in UNSUPPORTED_FIELDS
     for endpoint in field.endpoints
     if not field.is_advice  # see test_http_advice.py
 ]
@@ -223,7 +223,7 @@ def test_a_field_that_is_not_served_is_taken_where_it_asks_for_nothing(server, f
         assert answer.status_code == 200, answer.text
     error = server.post(path, **prompt, max_tokens=1, **{field.name: field.example}).json()["error"]
     assert error["param"] == field.name
-    assert error["message"] == f"{field.reason}; {field.way_out}"
+    assert error["message"] == f"{field.reason}; {field.hint}"
 
 
 def test_hints_of_whose_request_it_is_and_an_empty_stop_ask_for_nothing(server):

@@ -10,7 +10,7 @@ import pytest
 from fastapi.openapi.models import OpenAPI
 from pydantic import BaseModel
 
-from shared.options.request_fields import NOT_SERVED
+from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.api.admin import AddCorpus, RemoveCorpus
 from shared.server.api.tokens import Detokenize, TokenizeChat, TokenizeText
 from shared.server.protocol import response_types as answers
@@ -108,7 +108,7 @@ def test_every_field_is_told(told, kind: type[BaseModel]):
     schema = told["components"]["schemas"][kind.__name__]
     fields = set(kind.model_fields)
     endpoint = {CompletionRequest: "completions", ChatRequest: "chat"}.get(kind)
-    told_apart = [field for field in NOT_SERVED if "." not in field.name]
+    told_apart = [field for field in UNSUPPORTED_FIELDS if "." not in field.name]
     fields |= {field.name for field in told_apart if endpoint in field.endpoints}
     assert set(schema["properties"]) == fields
     assert schema["additionalProperties"] is False

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from shared.options.request_fields import CHAT, COMPLETIONS, NOT_SERVED
+from shared.options.unsupported_fields import CHAT, COMPLETIONS, UNSUPPORTED_FIELDS
 from shared.server.api.access_middleware import OPEN_PATH
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 from shared.server.protocol.response_types import STREAM_END, Error
@@ -118,7 +118,7 @@ def _neutral_fields(endpoint: str) -> dict[str, Any]:
             **({"type": _ANYTHING} if field.is_advice else {"enum": [None, *field.neutral]}),
             "description": field.reason,
         }
-        for field in NOT_SERVED
+        for field in UNSUPPORTED_FIELDS
         if endpoint in field.endpoints and not field.is_read and "." not in field.name
     }
 

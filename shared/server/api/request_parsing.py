@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED
+from shared.options.unsupported_fields import BOTH, CHAT, COMPLETIONS, UNSUPPORTED_FIELDS
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import Strict
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
@@ -26,8 +26,9 @@ _SUBJECT = re.compile(r"^(Input|Value) |( after validation)")
 _SHORT = reprlib.Repr()  # writes the beginning of what a request has, without walking all of it
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
-_NOT_SERVED = {
-    endpoint: [field for field in NOT_SERVED if endpoint in field.endpoints] for endpoint in BOTH
+_UNSUPPORTED = {
+    endpoint: [field for field in UNSUPPORTED_FIELDS if endpoint in field.endpoints]
+    for endpoint in BOTH
 }
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -122,10 +123,10 @@ def _take_not_served(fields: dict[str, Any], endpoint: str) -> tuple[str, ...]:
     Raises:
       ApiError: A value asks for what would change the answer.
     """
-    asked = [field for field in _NOT_SERVED[endpoint] if field.take_from(fields)]
+    asked = [field for field in _UNSUPPORTED[endpoint] if field.take_from(fields)]
     for field in asked:
         if not field.is_advice:
-            raise ApiError(400, f"{field.reason}; {field.way_out}", field.name)
+            raise ApiError(400, f"{field.reason}; {field.hint}", field.name)
     return tuple(field.name for field in asked if not field.is_of_template)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from shared.engine.checks import check
 from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
-from shared.options.request_fields import CHAT, COMPLETIONS
+from shared.options.unsupported_fields import CHAT, COMPLETIONS
 from shared.server.completions.choice import Choice, Piece, Speculation, StopFinder
 from shared.server.completions.grammars import Grammars
 from shared.server.completions.logprobs import PromptText, TokenNames, offsets_in

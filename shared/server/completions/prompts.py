@@ -12,7 +12,7 @@ from typing import Any
 from shared.engine.checks import TOO_LONG, RequestLimits
 from shared.engine.image_inputs import Picture
 from shared.images.placeholders import expanded
-from shared.options.request_fields import NOT_SERVED
+from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.image_decoder_pool import PictureOpener
 from shared.server.engine_link.body_thread import LongWork
@@ -26,7 +26,7 @@ from shared.text.template_worker import pack_conversation
 from shared.text.tokenizer import Tokenizer
 from shared.text.worker import WorkRefused
 
-_ADVICE = {field.name: field for field in NOT_SERVED if field.is_of_template}
+_ADVICE = {field.name: field for field in UNSUPPORTED_FIELDS if field.is_of_template}
 _FIELD_OF = {"arguments": "chat_template_kwargs"}  # of what a template refuses
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr
 
-from shared.options.request_fields import NOT_SERVED
+from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.protocol.chat_messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 from shared.server.protocol.content import few_pictures
 from shared.server.protocol.fields import (
@@ -38,7 +38,7 @@ from shared.server.protocol.structured import (
 from shared.text.chat_template import text_of
 from shared.text.grammar_worker import Form
 
-TEMPLATE_ADVICE = tuple(field.name for field in NOT_SERVED if field.is_of_template)
+TEMPLATE_ADVICE = tuple(field.name for field in UNSUPPORTED_FIELDS if field.is_of_template)
 MAX_PRIORITY = 1000
 MAX_SEED = (1 << 63) - 1  # OpenAI's bounds
 MAX_ARGUMENTS = 32  # of a chat template
@@ -131,7 +131,7 @@ class GenerationRequest(Strict):
         return bool(self.trace)
 
     def with_advice(self, names: tuple[str, ...]) -> Self:
-        """The same request, which had these fields of `request_fields` beside its own."""
+        """The same request, which had these fields of `unsupported_fields` beside its own."""
         self._advice = names
         return self
 
@@ -261,7 +261,7 @@ class ChatPrompt(Strict):
 
     @property
     def advice(self) -> dict[str, Any]:
-        """What the chat template may read or not, by the names of `request_fields`."""
+        """What the chat template may read or not, by the names of `unsupported_fields`."""
         return {}
 
 
@@ -287,7 +287,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
     @property
     def advice(self) -> dict[str, Any]:
-        """What the chat template may read or not, by the names of `request_fields`."""
+        """What the chat template may read or not, by the names of `unsupported_fields`."""
         given = {name: getattr(self, name) for name in TEMPLATE_ADVICE}
         return {name: value for name, value in given.items() if value is not None}
 

@@ -14,7 +14,7 @@ from shared.options.speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setup:
+class RuleContext:
     """What the rules look at.
 
     Attributes:
@@ -184,23 +184,23 @@ class Rule:
     """One combination that does not work.
 
     Attributes:
-      refuses: Whether a setup is one of them.
-      reason: Why, with the flag; a format string over `Setup.words`.
-      way_out: What to do instead, a format string too.
+      applies: Whether a setup is one of them.
+      reason: Why, with the flag; a format string over `RuleContext.words`.
+      hint: What to do instead, a format string too.
       example: One that is refused; None where files decide, which no flag can name.
     """
 
-    refuses: Callable[[Setup], bool]
+    applies: Callable[[RuleContext], bool]
     reason: str
-    way_out: str
+    hint: str
     example: Example | None
 
     def sentence(self, words: dict[str, Any]) -> str:
         """Why, and what to do instead."""
-        return f"{self.reason}; {self.way_out}".format(**words)
+        return f"{self.reason}; {self.hint}".format(**words)
 
     def to_json(self) -> dict[str, Any]:
         """As `GET /capabilities` shows it; only of a rule with an example."""
         assert self.example is not None  # what files decide is not listed
-        sentences = {"reason": self.reason.format(**WORDS), "hint": self.way_out.format(**WORDS)}
+        sentences = {"reason": self.reason.format(**WORDS), "hint": self.hint.format(**WORDS)}
         return {**sentences, "example": self.example.to_json()}

@@ -53,7 +53,7 @@ def asks_for_nothing(name: str, value: str | None) -> bool:
     return value in NEUTRAL.get(name, ()) if value is not None else name in ALWAYS
 
 
-NOT_SUPPORTED = {
+UNSUPPORTED_FLAGS = {
     **dict.fromkeys(
         ("--dp-size", "--dp", "--pp-size", "--pp", "--pipeline-parallel-size")
         + ("--data-parallel-size", "--ep-size", "--ep", "--nnodes", "--enable-expert-parallel")
@@ -129,7 +129,7 @@ NOT_SUPPORTED = {
     "to serve the text model alone",
 }
 
-NOT_SUPPORTED_PREFIXES = (
+UNSUPPORTED_PREFIXES = (
     "--speculative-dspark-",
     "--disaggregation-",
 )

@@ -15,7 +15,7 @@ BOTH = (COMPLETIONS, CHAT)
 
 
 @dataclass(frozen=True)
-class NotServed:
+class UnsupportedField:
     """One of them.
 
     Attributes:
@@ -24,7 +24,7 @@ class NotServed:
       neutral: Values that ask for nothing, and are taken beside null.
       example: A value that is refused.
       why: Why other values are refused, after the field's name.
-      way_out: What to do instead.
+      hint: What to do instead.
       is_read: Values that are taken are passed on to who reads the request.
       is_advice: Other values are ignored unless the server is strict.
       is_of_template: Advice that the chat template may read as its own variable.
@@ -35,7 +35,7 @@ class NotServed:
     neutral: tuple[Any, ...]
     example: Any
     why: str = "is not supported"
-    way_out: str = "leave it out"
+    hint: str = "leave it out"
     is_read: bool = False
     is_advice: bool = False
     is_of_template: bool = False
@@ -83,27 +83,27 @@ def _advice(
     endpoints: tuple[str, ...] = BOTH,
     is_read: bool = False,
     is_of_template: bool = False,
-) -> NotServed:
-    return NotServed(
+) -> UnsupportedField:
+    return UnsupportedField(
         name,
         endpoints,
         neutral,
         example,
         why="has no effect here",
-        way_out="leave it out, or start the server without --strict-fields",
+        hint="leave it out, or start the server without --strict-fields",
         is_read=is_read or is_of_template,
         is_advice=True,
         is_of_template=is_of_template,
     )
 
 
-def _template_advice(name: str, example: Any, *neutral: Any) -> NotServed:
+def _template_advice(name: str, example: Any, *neutral: Any) -> UnsupportedField:
     return _advice(name, example, *neutral, endpoints=(CHAT,), is_of_template=True)
 
 
 _FORMS = "give structured_outputs, which has the same"
 
-NOT_SERVED = (
+UNSUPPORTED_FIELDS = (
     # Advice: OpenAI's, then what vLLM, SGLang, llama.cpp, Ollama, OpenRouter and litellm add.
     _template_advice("reasoning_effort", "low"),
     _template_advice("verbosity", "low", "medium"),
@@ -170,64 +170,64 @@ NOT_SERVED = (
         )
     ),
     # What would change the answer.
-    NotServed("best_of", BOTH, (1,), 3),
-    NotServed("suffix", (COMPLETIONS,), ("",), "end"),
-    NotServed("audio", (CHAT,), (), {"voice": "alloy", "format": "wav"}),
-    NotServed("function_call", (CHAT,), ("none",), "auto"),
-    NotServed("functions", (CHAT,), ([],), [{"name": "f"}]),
-    NotServed("modalities", (CHAT,), (["text"],), ["text", "audio"]),
-    NotServed("allowed_token_ids", BOTH, (), [1, 2]),
-    NotServed("bad_words", BOTH, ([],), ["word"]),
-    NotServed("include_stop_str_in_output", BOTH, (False,), True),
-    NotServed("length_penalty", BOTH, (1, 1.0), 0.8),
-    NotServed(
+    UnsupportedField("best_of", BOTH, (1,), 3),
+    UnsupportedField("suffix", (COMPLETIONS,), ("",), "end"),
+    UnsupportedField("audio", (CHAT,), (), {"voice": "alloy", "format": "wav"}),
+    UnsupportedField("function_call", (CHAT,), ("none",), "auto"),
+    UnsupportedField("functions", (CHAT,), ([],), [{"name": "f"}]),
+    UnsupportedField("modalities", (CHAT,), (["text"],), ["text", "audio"]),
+    UnsupportedField("allowed_token_ids", BOTH, (), [1, 2]),
+    UnsupportedField("bad_words", BOTH, ([],), ["word"]),
+    UnsupportedField("include_stop_str_in_output", BOTH, (False,), True),
+    UnsupportedField("length_penalty", BOTH, (1, 1.0), 0.8),
+    UnsupportedField(
         "skip_special_tokens",
         BOTH,
         (True,),
         False,
-        way_out="ask for return_token_ids and send them to /detokenize",
+        hint="ask for return_token_ids and send them to /detokenize",
     ),
-    NotServed("spaces_between_special_tokens", BOTH, (True,), False),
-    NotServed("truncate_prompt_tokens", BOTH, (), 100),
-    NotServed("use_beam_search", BOTH, (False,), True),
-    NotServed("add_special_tokens", (CHAT,), (False,), True),
-    NotServed("add_special_tokens", (COMPLETIONS,), (True,), False),
-    NotServed("echo", (CHAT,), (False,), True, way_out="use /v1/completions, which has it"),
-    NotServed("include_reasoning", (CHAT,), (True,), False),
-    NotServed("separate_reasoning", (CHAT,), (True,), False),
-    NotServed("stream_reasoning", (CHAT,), (True,), False),
-    NotServed("regex", BOTH, (), "a+", way_out=_FORMS),
-    NotServed("ebnf", BOTH, (), "root ::= [a]", way_out=_FORMS),
-    NotServed("json_schema", BOTH, (), "{}", way_out=_FORMS),
-    NotServed("stop_regex", BOTH, (), "a+", way_out="give stop"),
-    NotServed("no_stop_trim", BOTH, (False,), True),
-    NotServed("thinking_token_budget", BOTH, (), 100),
-    NotServed("cache_salt", BOTH, (), "a", way_out="give user, whose prefix cache is its own"),
-    NotServed("extra_key", BOTH, (), "a", way_out="give user, whose prefix cache is its own"),
-    NotServed("lora_path", BOTH, (), "a"),
-    NotServed("guided_whitespace_pattern", BOTH, (), " ?"),
-    NotServed("structural_tag", BOTH, (), "{}", way_out=_FORMS),
-    NotServed("logits_processors", BOTH, ([],), ["a"]),
-    NotServed("custom_logit_processor", BOTH, (), "a"),
-    NotServed("custom_params", BOTH, ({},), {"a": 1}),
-    NotServed("session_params", BOTH, ({},), {"id": "a"}),
-    NotServed("vllm_xargs", BOTH, ({},), {"a": 1}),
-    NotServed("kv_transfer_params", BOTH, ({},), {"do_remote_decode": True}),
-    NotServed(
-        "return_tokens_as_token_ids", BOTH, (False,), True, way_out="ask for return_token_ids"
+    UnsupportedField("spaces_between_special_tokens", BOTH, (True,), False),
+    UnsupportedField("truncate_prompt_tokens", BOTH, (), 100),
+    UnsupportedField("use_beam_search", BOTH, (False,), True),
+    UnsupportedField("add_special_tokens", (CHAT,), (False,), True),
+    UnsupportedField("add_special_tokens", (COMPLETIONS,), (True,), False),
+    UnsupportedField("echo", (CHAT,), (False,), True, hint="use /v1/completions, which has it"),
+    UnsupportedField("include_reasoning", (CHAT,), (True,), False),
+    UnsupportedField("separate_reasoning", (CHAT,), (True,), False),
+    UnsupportedField("stream_reasoning", (CHAT,), (True,), False),
+    UnsupportedField("regex", BOTH, (), "a+", hint=_FORMS),
+    UnsupportedField("ebnf", BOTH, (), "root ::= [a]", hint=_FORMS),
+    UnsupportedField("json_schema", BOTH, (), "{}", hint=_FORMS),
+    UnsupportedField("stop_regex", BOTH, (), "a+", hint="give stop"),
+    UnsupportedField("no_stop_trim", BOTH, (False,), True),
+    UnsupportedField("thinking_token_budget", BOTH, (), 100),
+    UnsupportedField("cache_salt", BOTH, (), "a", hint="give user, whose prefix cache is its own"),
+    UnsupportedField("extra_key", BOTH, (), "a", hint="give user, whose prefix cache is its own"),
+    UnsupportedField("lora_path", BOTH, (), "a"),
+    UnsupportedField("guided_whitespace_pattern", BOTH, (), " ?"),
+    UnsupportedField("structural_tag", BOTH, (), "{}", hint=_FORMS),
+    UnsupportedField("logits_processors", BOTH, ([],), ["a"]),
+    UnsupportedField("custom_logit_processor", BOTH, (), "a"),
+    UnsupportedField("custom_params", BOTH, ({},), {"a": 1}),
+    UnsupportedField("session_params", BOTH, ({},), {"id": "a"}),
+    UnsupportedField("vllm_xargs", BOTH, ({},), {"a": 1}),
+    UnsupportedField("kv_transfer_params", BOTH, ({},), {"do_remote_decode": True}),
+    UnsupportedField(
+        "return_tokens_as_token_ids", BOTH, (False,), True, hint="ask for return_token_ids"
     ),
-    NotServed("return_hidden_states", BOTH, (False,), True),
-    NotServed("media_io_kwargs", (CHAT,), ({},), {"image": {}}),
-    NotServed(
+    UnsupportedField("return_hidden_states", BOTH, (False,), True),
+    UnsupportedField("media_io_kwargs", (CHAT,), ({},), {"image": {}}),
+    UnsupportedField(
         "chat_template",
         (CHAT,),
         (),
         "{{ messages }}",
         why="of a request is not supported",
-        way_out="put it into the model folder, or send its text to /v1/completions",
+        hint="put it into the model folder, or send its text to /v1/completions",
     ),
-    NotServed(
-        "documents", (CHAT,), ([],), [{"text": "a"}], way_out="put their texts into messages"
+    UnsupportedField(
+        "documents", (CHAT,), ([],), [{"text": "a"}], hint="put their texts into messages"
     ),
-    NotServed("mm_processor_kwargs", (CHAT,), ({},), {"max_pixels": 1}),
+    UnsupportedField("mm_processor_kwargs", (CHAT,), ({},), {"max_pixels": 1}),
 )

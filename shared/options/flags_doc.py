@@ -1,6 +1,6 @@
 """Generator of `docs/server_flags.md`.
 
-python -m shared.options.page > docs/server_flags.md
+python -m shared.options.flags_doc > docs/server_flags.md
 """
 
 import re
@@ -9,11 +9,11 @@ from dataclasses import Field, fields
 from typing import Any
 
 from shared.options.flags import spelling, switches
-from shared.options.not_served import ALWAYS, NEUTRAL
 from shared.options.options import HEADINGS, PARTS
+from shared.options.unsupported_flags import ALWAYS, NEUTRAL
 
 _DEFAULT = re.compile(r"(.*) \(default: (.*)\)", re.DOTALL)
-_HEAD = """<!-- Made by `python -m shared.options.page`; a test compares. -->
+_HEAD = """<!-- Made by `python -m shared.options.flags_doc`; a test compares. -->
 # Server flags
 
 All flags of the server with defaults and choices, as in `--help`. Names follow SGLang; the names of
