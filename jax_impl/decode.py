@@ -1,4 +1,9 @@
-"""Steps of decoding: draft, verify, accept, commit and draft-extend."""
+"""Decode steps: draft, verify, accept, commit and draft extend.
+
+Policy, what may not be added here: code for one drafter or one model (its place is `drafters/` or
+`layers.py`), kernels and sampling rules (`ops/`), decisions that depend on device values (the
+program fixes all branches), scheduling and memory limits (the host plans them).
+"""
 
 from typing import NamedTuple
 
@@ -25,12 +30,12 @@ from shared.spec.ngram import width_of
 
 
 class Trees(NamedTuple):
-    """The draft tree of each row.
+    """Draft tree of each row.
 
     Attributes:
-      forced: Rows that force theirs; None: no row can.
-      drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
-      origins: Where the nodes come from; None where no copies join.
+      forced: Rows whose draft tokens are accepted unconditionally; None if the program has none.
+      drafted: Processed logits that a chain was sampled from; None if it was not sampled.
+      origins: Source of each node; None without merged n-gram drafts.
     """
 
     tokens: Int[jax.Array, "B N"]
@@ -48,13 +53,13 @@ class Trees(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What a verify found.
+    """Result of a verify.
 
     Attributes:
-      passed: The target's pass over all nodes.
-      accepted: The way down each row's tree.
-      logits: This rank's part of those of all nodes, where the program reads them.
-      mixer: Ran the gated-delta layers, and knows what is left of them.
+      passed: Target's forward pass over all nodes.
+      accepted: Accepted path of each row's tree.
+      logits: This rank's shard of the logits of all nodes; None if the program does not read them.
+      mixer: Mixer that ran the GDN layers, with the inputs that a commit replays.
     """
 
     passed: model.Forward
@@ -66,7 +71,7 @@ class Verified(NamedTuple):
 def decode(
     machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
-    """Drafts or takes the plan's trees, verifies them, and commits what is accepted."""
+    """Builds draft trees or reads the plan's, verifies them, and commits accepted tokens."""
     lengths = state.lengths[plan.slots]
     trees, state = grow(machine, state, plan, program, lengths)
     verified = verify(machine, state, plan, program, trees, lengths)
@@ -78,7 +83,7 @@ def decode(
 def draft(
     machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
-    """Drafts and ranks; writes nothing but draft KV past the lengths."""
+    """Drafts only; writes nothing but draft KV past the lengths."""
     trees, state = grow(machine, state, plan, program, state.lengths[plan.slots])
     return state, trees.fields()
 
@@ -90,11 +95,11 @@ def grow(
     program: Program,
     lengths: Int[jax.Array, " B"],
 ) -> tuple[Trees, DeviceState]:
-    """The trees of a step: the plan's, the drafter's, or the root alone."""
+    """Builds the draft trees of a step: from the plan, from the drafter, or the root alone."""
     newest, shape = state.newest[plan.slots], program.shape
     if plan.drafts is not None:
         tokens = plan.drafts.tokens.at[:, 0].set(newest)
-        # A padded row's own node count is 0, but every row verifies its root.
+        # The node count of a padded row is 0, but every row verifies its root.
         num_nodes = jnp.maximum(plan.drafts.num_nodes, 1)
         return Trees(tokens, plan.drafts.parents, num_nodes, plan.drafts.forced, None), state
     if shape.is_plain:
@@ -104,7 +109,7 @@ def grow(
         return _joined(_no_drafts(newest), plan, program, plan.copies, lengths), state
     if program.has(Extra.TEXTS):
         return _of_texts(machine, state, plan, program), state
-    assert machine.drafter is not None  # a program that drafts has one
+    assert machine.drafter is not None  # required by a program that drafts
     assert state.draft is not None
     rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
     deltas = None if state.pictures is None else state.pictures.deltas[plan.slots]
@@ -120,9 +125,9 @@ def grow(
 
 
 def _of_texts(machine: Machine, state: DeviceState, plan: Plan, program: Program) -> Trees:
-    """What followed the texts' newest tokens before."""
+    """Drafts the tokens that followed earlier occurrences of each row's last n-gram."""
     shape, memory = program.shape, state.texts
-    assert memory is not None  # the program needs one
+    assert memory is not None  # required by the program
     assert plan.texts is not None
     width = width_of(shape.nodes, machine.capacity.accept_rule)
     given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
@@ -135,16 +140,16 @@ def _of_texts(machine: Machine, state: DeviceState, plan: Plan, program: Program
 def _share(
     drafted: Drafted, plan: Plan, rows: int
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """Those of the drafts for which there are verify rows: tokens, parents, node counts."""
-    assert drafted.weights is not None  # of a program that shares rows
+    """Prunes the trees to the verify budget; returns tokens, parents and node counts."""
+    assert drafted.weights is not None  # set by a program with a verify budget
     ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     return verify_budget.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
 
 
 def _no_drafts(newest: Int[jax.Array, " B"]) -> Drafted:
-    """What a drafter that is not asked has drafted: roots, with a node of padding each.
+    """Returns trees without drafts: each root and one padding node.
 
-    Kernels take trees of several nodes.
+    Kernels require trees of more than one node.
     """
     tokens = jnp.pad(newest[:, None], ((0, 0), (0, 1)))
     weights = jnp.zeros(tokens.shape, jnp.float32)
@@ -154,8 +159,8 @@ def _no_drafts(newest: Int[jax.Array, " B"]) -> Drafted:
 def _joined(
     drafted: Drafted, plan: Plan, program: Program, given: Copies, lengths: Int[jax.Array, " B"]
 ) -> Trees:
-    """The best nodes of what was drafted and of the plan's copies."""
-    assert drafted.weights is not None  # of a shape that copies join
+    """Merges the plan's n-gram drafts into the drafter's trees and keeps the best nodes."""
+    assert drafted.weights is not None  # set by a shape with merged drafts
     ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     grown = Grown(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
     shape, most = program.shape, plan.sampling.max_drafts
@@ -171,7 +176,7 @@ def verify(
     trees: Trees,
     lengths: Int[jax.Array, " B"],
 ) -> Verified:
-    """Runs the target over all trees and follows its choices; the states stay as they are."""
+    """Runs the target over all trees and finds the accepted paths; GDN states are not changed."""
     shape = program.shape
     rows, node = attention.tree_rows(
         trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, program.is_chain
@@ -181,7 +186,7 @@ def verify(
     mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
     passed = model.forward(machine.model, tokens, None, rows, state.kv, mixer, streams)
-    # A choice alone is joined with the product, and needs none of its scores.
+    # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
     reads = program.has(Extra.LOGPROBS) or trees.drafted is not None
     projected = model.projected(machine.model, passed.hidden)
     logits = lm_head.scores(projected) if reads else None
@@ -213,7 +218,7 @@ def _mixer(
     node: Int[jax.Array, " R"],
     row_of: Int[jax.Array, "B N"],
 ) -> VerifyMixer | None:
-    """How the step runs gated-delta layers; None where the model has none."""
+    """Returns the mixer of the step's GDN layers, or None for a model without them."""
     if state.delta is None:
         return None
     parents = None if program.is_chain else trees.parents
@@ -235,7 +240,7 @@ def _choose(
     row_of: Int[jax.Array, "B N"],
     lengths: Int[jax.Array, " B"],
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
-    """The token after each node, and which rows of the logits are finite."""
+    """Chooses the token after each node; also returns the mask of rows with finite logits."""
     of_trees = (trees.tokens, trees.parents, rows.request, node, program.is_chain)
     seen = sampling.seen_in_trees(state.seen, plan.slots, *of_trees)
     positions, params = rows.positions + 1, plan.sampling
@@ -247,7 +252,7 @@ def _choose(
         else:
             chosen = sampling.choose(logits, *given)
         return chosen.ids[row_of], chosen.is_finite
-    assert logits is not None  # a rule that judges reads them
+    assert logits is not None  # read by rejection sampling
     return acceptance.judge(
         logits=logits,
         seen=seen,
@@ -268,7 +273,7 @@ def _choose(
 def _allowed(
     mask: Mask | None, request: Int[jax.Array, " R"], node: Int[jax.Array, " R"], vocab: int
 ) -> Bool[jax.Array, "R vocab"] | None:
-    """The tokens that each verify row may choose; None: all."""
+    """Returns the tokens that the grammar allows each verify row, or None for all."""
     return (
         None
         if mask is None
@@ -284,7 +289,10 @@ def _accepting(
     choices: Int[jax.Array, "B N"],
     lengths: Int[jax.Array, " B"],
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """The choices and the node counts to walk by: the target's, a lot's, or a row's own."""
+    """Returns the choices and node counts that determine acceptance.
+
+    They come from the target, from simulated acceptance, or from forced drafts of a row.
+    """
     tokens, walked, rates = trees.tokens, trees.num_nodes, machine.capacity.accept_rates
     if rates is not None and not program.shape.is_plain:
         seeds = plan.sampling.seed
@@ -305,12 +313,12 @@ def commit(
     verified: Verified,
     lengths: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
-    """Makes the accepted path the slots' past; says which snapshots were taken."""
+    """Commits the accepted paths to the slots; returns which snapshots were saved."""
     kv, counts = verified.passed.kv, verified.accepted.counts
     if not program.is_chain:
         kv = attention.commit_window(kv, plan.page_table, lengths, verified.accepted.path, counts)
     state, saved = _commit_state(state, plan, verified, plan.save_at - lengths)
-    draft = None if machine.feeds(program) else state.draft  # it gets a hole
+    draft = None if machine.feeds(program) else state.draft  # leaves a gap in its KV
     new_lengths, newest, seen, draft_from = slot_state.commit(
         lengths=state.lengths,
         newest=state.newest,
@@ -326,7 +334,7 @@ def commit(
     if draft is not None:
         state = state._replace(draft=draft._replace(draft_from=draft_from))
     if state.texts is not None:
-        assert plan.texts is not None  # it names whose text is learnt
+        assert plan.texts is not None  # n-gram scopes of the rows
         rows = (plan.slots, verified.accepted.tokens, counts, plan.texts.scopes)
         state = state._replace(texts=ngram.learn_outputs(state.texts, *rows))
     return state, saved
@@ -338,7 +346,7 @@ def _commit_state(
     verified: Verified,
     save_after: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
-    """Advances the gated-delta states along the path; says which snapshots were taken."""
+    """Advances the GDN states along the accepted paths; returns which snapshots were saved."""
     accepted = verified.accepted
     passed = (plan.save != 0) & (save_after >= 1) & (save_after <= accepted.counts)
     if verified.mixer is None or state.snapshots is None:
@@ -357,13 +365,13 @@ def extend(
     verified: Verified,
     lengths: Int[jax.Array, " B"],
 ) -> DeviceState:
-    """Extends the drafter over the accepted path, with the target's hidden states.
+    """Extends the drafter over the accepted paths with the target's hidden states.
 
-    A plain step leaves a hole in its KV instead.
+    A step of plain decoding leaves a gap in the draft KV instead.
     """
     if not machine.feeds(program):
         return state
-    assert machine.drafter is not None  # there is one to feed
+    assert machine.drafter is not None  # required by draft extend
     assert state.draft is not None
     (B, W), counts = verified.accepted.path.shape, verified.accepted.counts
     draft_from = state.draft.draft_from[plan.slots]
@@ -386,7 +394,7 @@ def result_fields(
     verified: Verified,
     saved: Bool[jax.Array, " B"],
 ) -> Fields:
-    """The fields of a decode step's result."""
+    """Returns the fields of a decode step's result."""
     accepted = verified.accepted
     values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
     values |= {"saved": saved} | trees.fields()

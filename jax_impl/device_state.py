@@ -1,4 +1,4 @@
-"""What a device holds between steps: KV pages, recurrent states, and a few numbers per slot."""
+"""Device state between steps: KV pages, GDN states and per-slot values; plan and result buffers."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -33,11 +33,11 @@ Words = Int[jax.Array, " words"]
 
 
 class Relay(NamedTuple):
-    """What a slot carries from one step's extend to the next step's draft.
+    """Draft input: values a slot carries from one step's draft extend to the next step's draft.
 
     Attributes:
-      tokens, weights: The best candidates for the token after the newest, and their log weights.
-      hidden: The head's hidden state of the last extended row.
+      tokens, weights: Top candidates for the token after the newest, and their log weights.
+      hidden: Hidden state of the head at the last extended row.
     """
 
     tokens: Int[jax.Array, "B k"]
@@ -46,13 +46,13 @@ class Relay(NamedTuple):
 
 
 class DraftState(NamedTuple):
-    """What a drafter holds.
+    """State of a drafter.
 
     Attributes:
-      draft_from: Where the slot's whole draft KV begins.
-      relay: By slot; None where the drafter carries none.
-      kv: The drafter's own pools; page numbers are the target's.
-      delta, snapshots: Its recurrent states by slot and by snapshot; None without such layers.
+      draft_from: First position from which the slot's draft KV has no gap.
+      relay: Draft input by slot; None for drafters without one.
+      kv: KV pools of the drafter, indexed by the target's page numbers.
+      delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
     """
 
     draft_from: Int[jax.Array, " slots"]
@@ -63,12 +63,12 @@ class DraftState(NamedTuple):
 
 
 class PictureState(NamedTuple):
-    """What a model that sees keeps beside.
+    """State of a vision-language model for images.
 
     Attributes:
-      pool: Rows of pictures that wait for their prompts; row 0 is the sink.
-      deltas: By slot, what the turns of later tokens are above their positions.
-      begun: A picture between two blocks; None where each is encoded in one step.
+      pool: Encoder cache: image embeddings for later prompts; row 0 is reserved for padding.
+      deltas: M-RoPE position delta of each slot.
+      begun: Activations of a partly encoded image; None if each image is encoded in one step.
     """
 
     pool: Float[jax.Array, "rows hidden"]
@@ -77,17 +77,17 @@ class PictureState(NamedTuple):
 
 
 class DeviceState(NamedTuple):
-    """The donated state of all slots; slot, page and snapshot 0 are sinks.
+    """State of all slots, donated to each step. Slot, page and snapshot 0 are reserved for padding.
 
     Attributes:
-      lengths: Committed tokens, whose KV is in the pages.
-      newest: The token after them, which has no KV yet.
-      seen: Twice the count in the output, plus 1 where the prompt has the token.
-      kv: The target's pools.
-      delta, snapshots: Recurrent states by slot and by snapshot; None without such layers.
+      lengths: Number of committed tokens of each slot; their KV is in the pages.
+      newest: The token after the committed ones; it has no KV yet.
+      seen: Token counts: twice the count in the output, plus 1 if the prompt has the token.
+      kv: KV pools of the target.
+      delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
       draft: None without a drafter.
-      pictures: None where the model sees none.
-      texts: None where nothing drafts from seen text.
+      pictures: None for a model without a vision encoder.
+      texts: N-gram table; None if no n-gram drafts are made on the device.
     """
 
     lengths: Int[jax.Array, " slots"]
@@ -108,15 +108,15 @@ def allocate(
     dtype: np.dtype | type,
     device: jax.Device,
 ) -> DeviceState:
-    """The state before the first step, all zeros.
+    """Allocates the state before the first step, all zeros.
 
     Args:
-      drafter: What the drafter keeps; None without one.
+      drafter: Sizes of the drafter's state; None without a drafter.
     """
 
     slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
 
-    # One program: made one by one, each size would be a program of its own.
+    # One program: separate allocations would compile one program for each size.
     @partial(jax.jit, out_shardings=SingleDeviceSharding(device))
     def zeros() -> DeviceState:
         return DeviceState(
@@ -183,7 +183,7 @@ def _new_relay(drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type) 
 
 
 def new_states(config: ModelConfig, count: int, dtype: np.dtype | type) -> DeltaState | None:
-    """Recurrent states before the first token; None where the model has no such layers."""
+    """Returns GDN states before the first token, or None for a model without GDN layers."""
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
         return None
@@ -201,14 +201,14 @@ def new_kv(
     pool: tuple[int, int],
     dtype: np.dtype | type,
 ) -> KV:
-    """Empty pools of some attention layers; `pool` is the number of pages and their size."""
+    """Returns empty pools for some attention layers; `pool` is the page count and page size."""
     planes = config.attention.kept
     return jnp.zeros((num_layers, len(planes), *pool, *planes[0].shape), dtype)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """What pictures bring to a prefill; see `shared.boundary.images.Pictures`."""
+    """Image inputs of a prefill; see `shared.boundary.images.Pictures`."""
 
     sources: Int[jax.Array, " T"]
     turns: Int[jax.Array, "T 3"]
@@ -218,7 +218,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture to be encoded; see `shared.boundary.images.Encode`."""
+    """Image to encode; see `shared.boundary.images.Encode`."""
 
     pixels: Pixels | None
     place: Int[jax.Array, " 1"]
@@ -226,9 +226,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt chunks of a plan; see `shared.boundary.backend.Prefill`.
+    """Prefill chunks of a plan; see `shared.boundary.backend.Prefill`.
 
-    Tokens that are only counted stand from position 0 on, and no token follows them.
+    In a count step the tokens begin at position 0 and have no following token.
     """
 
     tokens: Int[jax.Array, " T"]
@@ -241,7 +241,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HostDraft:
-    """The draft trees of a plan; see `shared.boundary.backend.HostDraft`."""
+    """Draft trees of a plan; see `shared.boundary.backend.HostDraft`."""
 
     tokens: Int[jax.Array, "B N"]
     parents: Int[jax.Array, "B N"]
@@ -251,7 +251,7 @@ class HostDraft:
 
 @dataclass(frozen=True)
 class Mask:
-    """What grammars allow; see `shared.boundary.backend.Mask`."""
+    """Grammar token bitmask; see `shared.boundary.backend.Mask`."""
 
     bits: Int[jax.Array, "Q words"]
     index: Int[jax.Array, "B N"]
@@ -259,7 +259,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Texts:
-    """Whose texts the rows are; see `shared.boundary.ngram_table.Texts`."""
+    """N-gram scopes of the rows; see `shared.boundary.ngram_table.Texts`."""
 
     scopes: Int[jax.Array, "B 2"]
     before: Int[jax.Array, "B window"] | None
@@ -267,19 +267,19 @@ class Texts:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan on the device: views into its words.
+    """Plan on the device: views into its int32 buffer.
 
     Attributes:
-      slots, starts, draft_from, reports, page_table: Of the rows; see
+      slots, starts, draft_from, reports, page_table: Fields of the rows; see
         `shared.boundary.backend.StepPlan`.
-      restore, save, save_at: Snapshots.
-      sampling: Parameters of the rows.
-      prompt: The chunks that are fed or counted; None in other work.
-      drafts: The trees that the plan brings; None where it brings none.
-      copies: Copies of seen text that join what is drafted; None where none do.
-      mask: What grammars allow; None where the program takes no mask.
-      picture: What is encoded; None in other work.
-      texts: Whose texts the rows are; None where nothing drafts from text.
+      restore, save, save_at: State snapshots to restore and to save.
+      sampling: Sampling parameters of the rows.
+      prompt: Chunks of a prefill or count step; None in other steps.
+      drafts: Draft trees from the host; None without them.
+      copies: N-gram drafts to merge into the drafter's trees; None without them.
+      mask: Grammar token bitmask; None if the program takes no mask.
+      picture: Image of an encode step; None in other steps.
+      texts: N-gram scopes of the rows; None without n-gram drafts on the device.
     """
 
     slots: Int[jax.Array, " B"]
@@ -300,7 +300,7 @@ class Plan:
 
 
 def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
-    """Views of a plan's fields; floats and seeds are bit-cast."""
+    """Returns views of a plan's fields; floats and seeds are bit-cast."""
     layout = plan_layout(program, capacity)
     at = {name: _view(words, field) for name, field in layout.fields.items()}
     return Plan(
@@ -324,7 +324,7 @@ def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
 
 def _view(words: Words, field: Field) -> jax.Array:
     part = lax.slice(words, (field.offset,), (field.offset + field.size,))
-    # As it is: XLA copies a bare slice in a launch of its own, and fuses what is computed.
+    # Identity: XLA copies a bare slice in a separate launch, but fuses computed values.
     part = lax.clamp(jnp.int32(-(2**31)), part, jnp.int32(2**31 - 1))
     return lax.bitcast_convert_type(part, jnp.dtype(field.dtype)).reshape(field.shape)
 
@@ -384,7 +384,7 @@ def _read_copies(at: Fields) -> Copies:
 
 
 def pack(values: Fields, program: Program, capacity: Capacity) -> Words:
-    """Lays the fields of a result behind one another; what the work did not give is 0."""
+    """Concatenates the fields of a result; fields that the step did not compute are 0."""
     parts = []
     for name, field in result_layout(program, capacity).fields.items():
         value = values.get(name, jnp.zeros(field.shape, field.dtype))
@@ -396,7 +396,7 @@ def pack(values: Fields, program: Program, capacity: Capacity) -> Words:
 def start(state: DeviceState, plan: Plan) -> DeviceState:
     """Resets the slots of starting rows and restores their snapshots.
 
-    What was there is replaced, not multiplied: it may hold a NaN.
+    Old values are replaced, not multiplied by 0, because they may be NaN.
     """
     state = state._replace(
         lengths=_reset(plan, state.lengths),
@@ -417,7 +417,7 @@ def start(state: DeviceState, plan: Plan) -> DeviceState:
 
 
 def _reset(plan: Plan, memory: jax.Array) -> jax.Array:
-    """Zeros in the slots of starting rows."""
+    """Sets the slots of starting rows to zero."""
     starts = plan.starts.reshape(-1, *[1] * (memory.ndim - 1))
     rows = jnp.where(starts, jnp.zeros((), memory.dtype), memory[plan.slots])
     return memory.at[plan.slots].set(rows)
@@ -426,7 +426,7 @@ def _reset(plan: Plan, memory: jax.Array) -> jax.Array:
 def _restore(
     plan: Plan, states: DeltaState | None, snapshots: DeltaState | None
 ) -> DeltaState | None:
-    """Gives starting rows the states of their snapshots, or zeros."""
+    """Sets the states of starting rows to their snapshots, or to zero."""
     if states is None or snapshots is None:
         return None
     rows = (plan.slots, plan.restore, plan.starts)
@@ -436,7 +436,7 @@ def _restore(
 
 
 def select(is_first: Bool[jax.Array, " B"], first: DeltaState, second: DeltaState) -> DeltaState:
-    """Per row the first states or the second; a NaN in the others does not matter."""
+    """Selects the first or second states per row; NaN in states not selected has no effect."""
 
     def pick(first: jax.Array, second: jax.Array) -> jax.Array:
         mask = is_first.reshape(1, -1, *[1] * (second.ndim - 2))

@@ -1,4 +1,4 @@
-"""Steps that make the rows of a picture."""
+"""Encode steps: compute image embeddings with the vision encoder."""
 
 import jax.numpy as jnp
 
@@ -12,13 +12,13 @@ from shared.boundary.program import Program
 def encode(
     machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
-    """Takes a picture through blocks of the tower; behind the last its rows are in the pool.
+    """Runs blocks of the vision encoder; after the last block writes the encoder cache.
 
-    Those of its padding go to the sink. What is left for later steps waits in the state.
+    Padding writes row 0. The activations for later steps are stored in the device state.
     """
     picture, held, pictures = plan.picture, state.pictures, machine.capacity.pictures
-    assert picture is not None  # an encoding has one
-    assert held is not None  # and a model that sees
+    assert picture is not None  # set in an encode step
+    assert held is not None  # set with a vision encoder
     assert pictures is not None
     assert machine.tower is not None
     vision = pictures.vision
@@ -39,8 +39,8 @@ def encode(
 
 
 def _kept(held: PictureState, size: int) -> Begun:
-    """The picture of the encoding before, in so many rows."""
-    assert held.begun is not None  # a program that goes on has one to go on with
+    """Returns the activations stored by the previous encode step, cut to `size` rows."""
+    assert held.begun is not None  # required by a program that continues
     return Begun(*(x[:size] for x in held.begun))
 
 

@@ -1,4 +1,4 @@
-"""The layers of a model over flat rows: attention on paged KV, the MLP, gated-delta layers."""
+"""Model layers on flat rows: attention on paged KV, MLP, MoE and gated DeltaNet (GDN)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -35,10 +35,10 @@ Feed = Callable[[ModelConfig, Layer, Stream, Norm | None], Stream]
 
 
 class DeltaMixer(Protocol):
-    """How a pass runs its gated-delta layers.
+    """Runs the GDN layers of a pass.
 
     Attributes:
-      carry: Before the next layer; a pass replaces it layer by layer.
+      carry: State passed to the next layer; a pass replaces it after each layer.
     """
 
     carry: LayerCarry
@@ -50,32 +50,32 @@ class DeltaMixer(Protocol):
         inputs: Float[jax.Array, "R outputs"],
         carry: LayerCarry,
     ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
-        """From a layer's projected inputs to the heads' outputs after the gated norm."""
+        """Maps a layer's projected inputs to the head outputs after the gated norm."""
         ...
 
 
 def angles(config: AttentionConfig, positions: Int[jax.Array, "R ..."]) -> Angles:
-    """The rotation at each row's position, once for all layers of a kind in a pass."""
+    """Computes the RoPE cos and sin of each row, once for all layers of a kind in a pass."""
     frequencies = jnp.asarray(rotary_frequencies(config.rotary))
     return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
 
 
 def turning(config: AttentionConfig, rows: Rows) -> Int[jax.Array, "R ..."]:
-    """By what rows turn: their positions or, of a model that sees, what each pair takes of them."""
+    """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
     if rows.turns is None or not config.rotary.sections:
         return rows.positions
     return rows.turns[:, turn_of_pairs(config.rotary)]
 
 
 class Sight(NamedTuple):
-    """What attention layers of one kind share in a pass.
+    """Inputs shared by the attention layers of one kind in a pass.
 
     Attributes:
-      turn: The rotation of each row.
-      growth: What each row's queries have grown by, in models where they do.
-      rows: Where the rows stand, and what they see in such a layer.
-      kv: The pools of all attention layers, as the first of them finds them.
-      group: The ranks that have the heads between them.
+      turn: RoPE cos and sin of each row.
+      growth: Long-context query scale of each row; None for models without it.
+      rows: Positions of the rows, and the KV visible to them in such a layer.
+      kv: Pools of all attention layers before the first layer.
+      group: Tensor-parallel group of the heads.
     """
 
     turn: Angles
@@ -86,7 +86,7 @@ class Sight(NamedTuple):
 
     @classmethod
     def of(cls, config: AttentionConfig, rows: Rows, kv: KV, group: Ranks) -> "Sight":
-        """Of a pass over rows."""
+        """Builds the inputs for a pass over rows."""
         seen = windowed(rows, config.window)
         turn = angles(config, turning(config, rows))
         return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
@@ -100,7 +100,7 @@ def _growth(config: AttentionConfig, rows: Rows) -> Float[jax.Array, " R"] | Non
 
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
-    """The norms of a layer's heads, where the model has them."""
+    """Returns the Q and K norms of a layer, or None for a model without them."""
     if weights.q_norm is None or weights.k_norm is None:
         return None
     return HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
@@ -114,10 +114,10 @@ def attention(
     qkv: Float[jax.Array, "R outputs"],
     kv: PagedKV,
 ) -> tuple[Float[jax.Array, "R values"], PagedKV]:
-    """What attention makes of a layer's projection; its pools are those at `place`.
+    """Runs attention on a layer's QKV projection; its pools are at index `place`.
 
     Args:
-      kv: As the attention layer before gave it back, though its rows may see otherwise.
+      kv: Pools returned by the previous attention layer; visible KV may differ by layer.
     """
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, weights)
@@ -137,10 +137,10 @@ def finished(
     stream: Stream,
     norm: Norm | None = None,
 ) -> Stream:
-    """What follows a mixer: its product, then what feeds the layer forward, added to the stream.
+    """Adds the output projection of a mixer and then the MLP or MoE block to the residual stream.
 
     Args:
-      norm: Of the stream that this gives.
+      norm: Norm fused into the returned stream; that of the next layer's input.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
     mixed = all_gather.gathered(stream.group, mixed)
@@ -148,13 +148,13 @@ def finished(
 
 
 def mlp(config: ModelConfig, layer: Layer, stream: Stream, norm: Norm | None) -> Stream:
-    """Feeds a layer forward by its gated MLP."""
+    """Adds the gated MLP of a layer to the residual stream."""
     x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
     return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
 
 
 def experts(config: ModelConfig, layer: Layer, stream: Stream, norm: Norm | None) -> Stream:
-    """Feeds a layer forward by its experts."""
+    """Adds the MoE block of a layer to the residual stream."""
     assert isinstance(layer.feed, Experts)
     assert config.experts is not None  # a model with such layers has their sizes
     return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
@@ -172,7 +172,7 @@ def _added(
     stream: Stream,
     norm: Norm | None,
 ) -> Stream:
-    """The stream with a product, which a model may norm before it is added."""
+    """Adds a GEMM to the residual stream, after `end_norm` if the model has one."""
     if end_norm is None:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
     x = all_gather.gathered(stream.group, linear.product(x, weight))
@@ -188,9 +188,9 @@ def write_keys(
     kv: KV,
     place: Place,
 ) -> KV:
-    """Writes the keys and values of one layer's rows, which nothing queries.
+    """Writes the keys and values of one layer's rows without running attention.
 
-    For a model with norms of its keys.
+    The model must have a K norm.
     """
     assert isinstance(layer.mixer, Attention)
     keys, norms = config.attention.key_size, head_norms(config, layer.mixer)
@@ -203,7 +203,7 @@ def write_keys(
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
-    """What a gated-delta layer holds besides its two matrices."""
+    """Returns the weights of a GDN layer other than its two matrices."""
     return DeltaWeights(
         conv=weights.conv,
         a_log=weights.a_log,
@@ -219,7 +219,7 @@ def _sizes(config: ModelConfig) -> GatedDeltaConfig:
 
 
 class PrefillMixer:
-    """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
+    """GDN layers of a prefill: chunked over each request's rows, with advancing states."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class PrefillMixer:
         save_after: Int[jax.Array, " B"],
         save: Int[jax.Array, " B"],
     ) -> None:
-        """See `gdn_layer.feed`; `carry` are the states and the snapshots."""
+        """Initialises the mixer; see `gdn_layer.feed`. `carry` holds states and snapshots."""
         self._config, self.carry = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
@@ -251,9 +251,9 @@ class PrefillMixer:
 
 
 class VerifyMixer:
-    """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept.
+    """GDN layers of a verify: each node continues from its parent, and inputs are kept for replay.
 
-    In a step of plain decoding a request has one node, and its recurrent state moves with it.
+    In plain decoding a request has one node, and its recurrent state is advanced in place.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class VerifyMixer:
         nodes: Nodes,
         advances: bool,
     ) -> None:
-        """`advances` is that the step is one of plain decoding."""
+        """Initialises the mixer; `advances` is True in a step of plain decoding."""
         self._config, self._slots, self._nodes = config, slots, nodes
         B, N = nodes.row_of.shape
         self.carry = (states, gdn_layer.verify_scratch(states, B, N, advances))
@@ -287,9 +287,9 @@ class VerifyMixer:
 
     @property
     def advanced(self) -> DeltaState:
-        """The states after a step of plain decoding."""
+        """Returns the states after a step of plain decoding."""
         states, scratch = self.carry
-        assert not isinstance(scratch.kept, Kept)  # it was one
+        assert not isinstance(scratch.kept, Kept)  # plain decoding
         return gdn_layer.followed(states, scratch.kept)
 
     def commit(

@@ -1,4 +1,7 @@
-"""The forward pass of Llama, Qwen3, Qwen3.5 and their kin on flat rows; as `shared.spec.model`."""
+"""Forward pass of decoder-only models (Llama, Qwen3, Qwen3.5, ...) on flat rows.
+
+Same results as `shared.spec.model`.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +27,12 @@ from shared.models.layers import AttentionConfig, GatedDeltaConfig
 
 
 class Forward(NamedTuple):
-    """What a pass gives.
+    """Result of a forward pass.
 
     Attributes:
-      hidden: After the final norm.
-      streams: The residual streams that were kept.
-      kv: The pools with the rows' keys and values.
+      hidden: Hidden states after the final norm.
+      streams: Requested residual streams.
+      kv: KV pools that include the keys and values of the rows.
     """
 
     hidden: Hidden
@@ -37,12 +40,12 @@ class Forward(NamedTuple):
     kv: KV
 
     def at(self, rows: Int[jax.Array, " some"]) -> "Forward":
-        """What the pass gave for some of its rows."""
+        """Returns the result for some rows."""
         return Forward(self.hidden[rows], tuple(x[rows] for x in self.streams), self.kv)
 
 
 class Block(NamedTuple):
-    """A decoder layer of a model; `place` counts the layers whose mixer is of its kind."""
+    """Decoder layer; `place` is its index among the layers with the same kind of mixer."""
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed: Feed
@@ -51,10 +54,10 @@ class Block(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A model on a device: its settings, its weights and its blocks, of one rank a share.
+    """Model on a device: config, weights and decoder layers; with TP, the shard of one rank.
 
     Attributes:
-      group: The ranks that have the model between them.
+      group: Tensor-parallel group of the model.
     """
 
     config: ModelConfig
@@ -64,7 +67,7 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights, group: Ranks) -> "Model":
-        """Binds weights to their settings."""
+        """Builds the model from its config and weights."""
         kinds = config.layer_kinds
         blocks = tuple(
             Block(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
@@ -74,7 +77,7 @@ class Model(NamedTuple):
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The tokens of its head."""
+        """Returns the vocabulary of the LM head."""
         return Vocabulary(self.config.vocab, self.group)
 
 
@@ -90,16 +93,16 @@ def forward(
     """Runs all layers over flat rows and writes their KV.
 
     Args:
-      tokens: The token of each row.
-      shown: What stands in the place of some tokens'; None of text.
-      rows: Where the rows stand and what they see.
-      kv: The pools of the attention layers.
-      mixer: Runs the gated-delta layers; None for a model without them.
-      kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
+      tokens: Token of each row.
+      shown: Image embeddings that replace token embeddings; None for text.
+      rows: Positions and visible KV of the rows.
+      kv: Pools of the attention layers.
+      mixer: Runs the GDN layers; None for a model without them.
+      kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
     config, eps = model.config, model.config.rms_eps
     sights = {each: Sight.of(each, rows, kv, model.group) for each in config.attentions}
-    # Layers that are alike share a mixer; those of one kind hand on what it carries.
+    # Layers of one configuration share a mixer; layers of one kind pass its carry on.
     mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {
         each: partial(attention, config, sight) for each, sight in sights.items()
     }
@@ -107,7 +110,7 @@ def forward(
     if mixer is not None:
         mixers[config.gated_delta], carries["gated_delta"] = mixer, mixer.carry
 
-    # Traced and lowered once for all blocks of a kind, which differ in their arrays alone.
+    # Traced and lowered once for all layers of a kind, which differ only in their arrays.
     @partial(jax.jit, static_argnums=(0, 1))
     def run_block(
         like: AttentionConfig | GatedDeltaConfig,
@@ -124,7 +127,7 @@ def forward(
 
     embedded = layers.embedded(model.weights.embed, tokens, shown, config.embedding_factor)
     norms = [block.layer.input_norm for block in model.blocks]
-    # What leaves the last layer no product reads; with some norm all layers are one trace.
+    # No GEMM reads the normed output of the last layer; any norm gives all layers one trace.
     norms.append(norms[-1])
     stream = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group)
     if config.experts is not None:
@@ -145,13 +148,13 @@ def forward(
 
 
 def projected(model: Model, hidden: Hidden) -> Projection:
-    """What scores the next token: of the tokens that this rank scores.
+    """Returns the LM-head projection of this rank's vocabulary shard.
 
-    They are filled up to as many as each of the others has; see `ops.vocabulary`.
+    Shards are padded to equal size; see `ops.sampling.vocab_parallel`.
     """
     return Projection(hidden, model.weights.lm_head, model.config.logits_factor)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R share"]:
-    """Those scores, float32."""
+    """Returns the logits of this rank's vocabulary shard, float32."""
     return lm_head.scores(projected(model, hidden))

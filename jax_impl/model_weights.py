@@ -1,4 +1,4 @@
-"""The weights of a model by layers, as a step reads them."""
+"""Weights of target models, draft heads and vision encoders, grouped by layer."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from shared.models.parameters import BIAS
 
 
 class Attention(NamedTuple):
-    """An attention layer; the norms, alone or in their stack, are None in a model without them."""
+    """Attention layer. Norms (single or stacked) are None for a model without them."""
 
     inputs: Matrix
     out: Matrix
@@ -25,7 +25,7 @@ class Attention(NamedTuple):
 
 
 class GatedDelta(NamedTuple):
-    """A gated-delta layer; its small parameters are those of all where matrices are in stacks."""
+    """GDN layer. With stacked matrices the small parameters are those of all layers."""
 
     inputs: Matrix
     conv: Float[jax.Array, "*L C 4"]
@@ -36,16 +36,16 @@ class GatedDelta(NamedTuple):
 
 
 class Mlp(NamedTuple):
-    """A gated MLP; `gate_up` holds the gate's rows, then those of up."""
+    """Gated MLP; `gate_up` holds the gate rows, then the up rows."""
 
     gate_up: Matrix
     down: Matrix
 
 
 class Layer(NamedTuple):
-    """A decoder layer; that of an EAGLE head has no norm of its input.
+    """Decoder layer; a layer of an EAGLE head has no input norm.
 
-    Norms stand before mixers and MLPs, or at the ends of both; the others are None.
+    Norms are applied before the mixer and the MLP, or to their outputs; unused ones are None.
     """
 
     input_norm: Norm | None
@@ -57,7 +57,7 @@ class Layer(NamedTuple):
 
 
 class Mtp(NamedTuple):
-    """The MTP layer of a Qwen3.5 checkpoint, which drafts for NEXTN."""
+    """MTP layer of a Qwen3.5 checkpoint, the drafter of NEXTN."""
 
     fc: Matrix
     embedding_norm: Float[jax.Array, " hidden"]
@@ -67,17 +67,17 @@ class Mtp(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """The rows of a model's head that drafts are scored by, and the model's id of each."""
+    """LM-head rows of the reduced draft vocabulary, and the target's id of each."""
 
     lm_head: Matrix
     ids: Int[jax.Array, " draft_vocab"]
 
 
 class Weights(NamedTuple):
-    """A model's weights.
+    """Model weights.
 
     Attributes:
-      draft_rows: None where drafts are of all tokens.
+      draft_rows: None if the draft vocabulary is the whole vocabulary.
     """
 
     embed: Float[jax.Array, "vocab hidden"]
@@ -89,11 +89,11 @@ class Weights(NamedTuple):
 
 
 class HeadWeights(NamedTuple):
-    """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
+    """EAGLE or EAGLE-3 head. Fields that are None are absent or shared with the target.
 
     Attributes:
-      layers: Of an EAGLE-3 head the first has the norm of the embedding as its input norm.
-      draft_ids: The target's id of each token of the draft vocabulary.
+      layers: The input norm of the first layer of an EAGLE-3 head is its embedding norm.
+      draft_ids: Target id of each token of the draft vocabulary (`d2t`).
     """
 
     config: DraftConfig
@@ -110,12 +110,12 @@ class HeadWeights(NamedTuple):
 
 
 class MarkovWeights(NamedTuple):
-    """What a DSpark head has beside a DFlash one; what is None it does without.
+    """Weights of a DSpark head beyond those of a DFlash head. Absent weights are None.
 
     Attributes:
-      embed: Of the token before a draft.
-      lm_head: What scores it, of the tokens that the head scores.
-      mix: What makes a gate, or a state and what is scored.
+      embed: Embedding of the token before a draft token.
+      lm_head: Output matrix of the Markov part, over the head's vocabulary.
+      mix: Matrix that computes the gate, or the state and the input of `lm_head`.
     """
 
     config: MarkovConfig
@@ -126,7 +126,7 @@ class MarkovWeights(NamedTuple):
 
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, jax.Array]) -> "MarkovWeights | None":
-        """Of a head's arrays by name; None of a head that is no DSpark head."""
+        """Builds the weights from a head's named arrays; None unless it is a DSpark head."""
         if config.block is None or config.block.markov is None:
             return None
 
@@ -143,11 +143,11 @@ class MarkovWeights(NamedTuple):
 
 
 class Conv(NamedTuple):
-    """The convolutions before and behind a part of a DFlash2 layer.
+    """Convolutions before and after the attention or the MLP of a DFlash2 layer.
 
     Attributes:
-      base: Their coefficients.
-      moved: What makes what each row moves them by, of both.
+      base: Coefficients of both convolutions.
+      moved: Matrix that computes each row's coefficient offsets for both convolutions.
     """
 
     base: Float[jax.Array, "2 taps hidden"]
@@ -155,7 +155,7 @@ class Conv(NamedTuple):
 
 
 class Around(NamedTuple):
-    """The convolutions around the parts of a DFlash2 layer."""
+    """Convolutions around the attention and the MLP of a DFlash2 layer."""
 
     attention: Conv
     mlp: Conv
@@ -164,7 +164,7 @@ class Around(NamedTuple):
     def of(
         cls, config: DraftConfig, arrays: Mapping[str, jax.Array]
     ) -> "tuple[Around, ...] | None":
-        """Of each layer, from a head's arrays by name; None of a head that is no DFlash2 head."""
+        """Builds the weights of each layer from named arrays; None unless it is a DFlash2 head."""
         if config.block is None or config.block.conv is None:
             return None
 
@@ -176,11 +176,11 @@ class Around(NamedTuple):
 
 
 class SelectorWeights(NamedTuple):
-    """What a DFlash2 head selects drafts by.
+    """Weights of the low-rank selector of a DFlash2 head.
 
     Attributes:
-      before, after: Of the first and the second token of a pair.
-      hidden: What makes what weighs their numbers, of a slot's hidden state.
+      before, after: Embeddings of the first and the second token of a pair.
+      hidden: Matrix that computes the weights of the rank dimensions from a slot's hidden state.
     """
 
     config: SelectorConfig
@@ -190,7 +190,7 @@ class SelectorWeights(NamedTuple):
 
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, jax.Array]) -> "SelectorWeights | None":
-        """Of a head's arrays by name; None of a head that is no DFlash2 head."""
+        """Builds the weights from a head's named arrays; None unless it is a DFlash2 head."""
         if config.block is None or config.block.selector is None:
             return None
         return cls(
@@ -202,12 +202,12 @@ class SelectorWeights(NamedTuple):
 
 
 class BlockWeights(NamedTuple):
-    """A DFlash, DSpark or DFlash2 head; what is None it shares with its target.
+    """DFlash, DSpark or DFlash2 head. Fields that are None are absent or shared with the target.
 
     Attributes:
-      draft_ids: The target's id of each token of the draft vocabulary.
-      markov: Of a DSpark head; None of the others.
-      around, selector: Of a DFlash2 head; None of the others.
+      draft_ids: Target id of each token of the draft vocabulary (`d2t`).
+      markov: Set for DSpark only.
+      around, selector: Set for DFlash2 only.
     """
 
     config: DraftConfig
@@ -226,7 +226,7 @@ class BlockWeights(NamedTuple):
     def of(
         cls, config: DraftConfig, layers: tuple[Layer, ...], arrays: Mapping[str, jax.Array]
     ) -> "BlockWeights":
-        """Of a head's layers and its other arrays by name."""
+        """Builds the weights from a head's layers and its other named arrays."""
         return cls(
             config=config,
             fc=Matrix(arrays["fc"]),
@@ -243,14 +243,14 @@ class BlockWeights(NamedTuple):
 
 
 class LayerNorm(NamedTuple):
-    """What a layer norm scales by, and what it adds; float32."""
+    """Scale and bias of a layer norm, float32."""
 
     weight: Float[jax.Array, "*blocks size"]
     bias: Float[jax.Array, "*blocks size"]
 
 
 class TowerBlock(NamedTuple):
-    """A block of a vision tower, or all of them in stacks."""
+    """Block of a vision encoder, or all blocks stacked."""
 
     attention_norm: LayerNorm
     inputs: Matrix
@@ -261,12 +261,12 @@ class TowerBlock(NamedTuple):
 
 
 class TowerWeights(NamedTuple):
-    """A vision tower.
+    """Vision encoder weights.
 
     Attributes:
-      patches: What a patch's numbers are multiplied with.
-      places: The learned table of places, row by row.
-      blocks: All blocks in stacks.
+      patches: Patch embedding matrix.
+      places: Learned position embeddings, row by row of the grid.
+      blocks: All blocks, stacked.
     """
 
     patches: Matrix

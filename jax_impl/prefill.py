@@ -1,4 +1,4 @@
-"""Steps over prompts: chunks of them are fed, or tokens counted that a cache hit spares."""
+"""Prefill steps over prompt chunks, and count steps for tokens found in the prefix cache."""
 
 import math
 
@@ -26,7 +26,7 @@ from shared.spec.logprobs import SCORED_ROWS
 def count_tokens(
     machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
-    """Adds tokens to `seen`; of a starting row it resets everything first."""
+    """Adds tokens to the token counts in `seen`; resets the slots of starting rows first."""
     state, prompt = start(state, plan), plan.prompt
     assert prompt is not None  # a count has one
     num_tokens = prompt.row_starts[1:] - prompt.row_starts[:-1]
@@ -40,7 +40,7 @@ def count_tokens(
 def prefill(
     machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
-    """Feeds chunks of prompts, and chooses the first token of those that end."""
+    """Prefills prompt chunks and chooses the first output token of prompts that end."""
     state, prompt = start(state, plan), plan.prompt
     assert prompt is not None  # a prefill has one
     prompts = Prompts.of(plan, program)
@@ -76,7 +76,7 @@ def prefill(
 
 
 def _following(prompts: Prompts, newest: Int[jax.Array, " B"]) -> Int[jax.Array, " T"]:
-    """The token after each of the chunks'."""
+    """Returns the token that follows each token of the chunks."""
     request = prompts.rows.request
     is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
     return jnp.where(is_last, newest[request], jnp.roll(prompts.tokens, -1))
@@ -85,9 +85,9 @@ def _following(prompts: Prompts, newest: Int[jax.Array, " B"]) -> Int[jax.Array,
 def _learnt_texts(
     memory: ngram.Memory, plan: Plan, prompts: Prompts, following: Int[jax.Array, " T"]
 ) -> ngram.Memory:
-    """Learns the chunks' texts; a run of one token, as a picture is, is no text."""
+    """Adds the chunks to the n-gram table, without runs of one token, such as image tokens."""
     assert plan.texts is not None
-    assert plan.texts.before is not None  # of a prefill
+    assert plan.texts.before is not None  # set in a prefill
     request, is_real = prompts.rows.request, prompts.rows.is_real
     sources = prompts.sources, _following_sources(plan, prompts)
     for source in sources:
@@ -98,7 +98,7 @@ def _learnt_texts(
 
 
 def _following_sources(plan: Plan, prompts: Prompts) -> Int[jax.Array, " T"] | None:
-    """The sources of those tokens."""
+    """Returns the encoder-cache rows of those tokens."""
     if prompts.sources is None or plan.prompt is None or plan.prompt.pictures is None:
         return None
     request = prompts.rows.request
@@ -108,7 +108,7 @@ def _following_sources(plan: Plan, prompts: Prompts) -> Int[jax.Array, " T"] | N
 
 
 def _shown(state: DeviceState, sources: Int[jax.Array, " T"] | None) -> Shown | None:
-    """The rows of pictures that stand in the place of tokens'; None where the model sees none."""
+    """Returns the image embeddings that replace token embeddings; None for a text-only model."""
     pictures = state.pictures
     return None if sources is None or pictures is None else Shown(pictures.pool, sources)
 
@@ -120,15 +120,15 @@ def _scores(
     passed: Forward,
     following: Int[jax.Array, " T"],
 ) -> Fields:
-    """What the token after each of the chunks' was to the model; some rows' logits at a time."""
+    """Computes prompt logprobs; the logits of a block of rows are computed at a time."""
     if not program.has(Extra.SCORES):
         return {}
     rows, k = math.gcd(program.tokens, SCORED_ROWS), machine.capacity.max_scores
     blocks = passed.hidden.reshape(-1, rows, passed.hidden.shape[1]), following.reshape(-1, rows)
 
     def score(before: Scored, block: tuple[jax.Array, jax.Array]) -> tuple[Scored, Scored]:
-        # A block begins when the one before has ended, or all logits would be there at once. What
-        # passes a barrier and is not used is forgotten, so the results pass it and go on.
+        # A block begins after the previous block has ended: otherwise all logits would be in
+        # # memory at once. XLA drops unused outputs of a barrier, so the results pass through it.
         (hidden, ids), before = lax.optimization_barrier((block, before))
         logits, vocabulary = model.logits(machine.model, hidden), machine.model.vocabulary
         return logprobs.scored(logits, ids, k, vocabulary), before
@@ -142,7 +142,7 @@ def _scores(
 
 
 def _real(prompts: Prompts, values: Shaped[jax.Array, "T ..."]) -> Shaped[jax.Array, "T ..."]:
-    """Zero where there is no token of a chunk."""
+    """Sets values of padding rows to zero."""
     is_real = prompts.rows.is_real.reshape(-1, *[1] * (values.ndim - 1))
     return jnp.where(is_real, values, jnp.zeros((), values.dtype))
 
@@ -150,7 +150,7 @@ def _real(prompts: Prompts, values: Shaped[jax.Array, "T ..."]) -> Shaped[jax.Ar
 def _count_prompts(
     machine: Machine, state: DeviceState, plan: Plan, prompts: Prompts
 ) -> DeviceState:
-    """Counts the chunks' tokens, but for those that were their slot's newest token already."""
+    """Counts the chunks' tokens, except those already counted as their slot's newest token."""
     rows = prompts.rows
     was_newest = (rows.positions == prompts.first[rows.request]) & ~plan.starts[rows.request]
     is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
@@ -169,8 +169,8 @@ def _feed_prompts(
     passed: Forward,
     following: Int[jax.Array, " T"],
 ) -> DeviceState:
-    """Extends the drafter over the chunks, each row with the token after it."""
-    assert machine.drafter is not None  # there is one to feed
+    """Extends the drafter over the chunks; each row has the token that follows it."""
+    assert machine.drafter is not None  # required by draft extend
     assert state.draft is not None
     rows, draft_from = prompts.rows, state.draft.draft_from[plan.slots]
     rows = rows._replace(first=draft_from[rows.request])
@@ -184,7 +184,7 @@ def _feed_prompts(
 def _read_prompts(
     machine: Machine, state: DeviceState, plan: Plan, program: Program, prompts: Prompts
 ) -> tuple[Forward, DeviceState, Bool[jax.Array, " B"]]:
-    """Runs the target over the chunks and carries its states on; says which were saved."""
+    """Runs the target over the chunks and advances its GDN states; returns which were saved."""
     streams, mixer = machine.streams(program), None
     save_after = plan.save_at - prompts.first
     is_saved = gdn_state.ends_chunk(save_after, prompts.lengths - prompts.first)
@@ -210,7 +210,7 @@ def _choose_next(
     logits: Float[jax.Array, "B share"],
     lengths: Int[jax.Array, " B"],
 ) -> sampling.Chosen:
-    """The target's token after the chunks."""
+    """Chooses the target's token after each chunk."""
     seen = sampling.seen_alone(state.seen, plan.slots)
     request = jnp.arange(len(lengths))
     vocabulary = machine.model.vocabulary

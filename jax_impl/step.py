@@ -1,4 +1,4 @@
-"""One step as one function of the device state and the plan's words; compiled once per program."""
+"""A step as one function of the device state and the plan buffer, compiled once per program."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from shared.boundary.program import Program, Work
 def step(
     machine: Machine, state: DeviceState, words: Int[jax.Array, " words"], program: Program
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
-    """Runs one plan, given as its words: the state after it, and the words of its result."""
+    """Runs the plan in an int32 buffer; returns the new state and the result buffer."""
     plan = read_plan(words, program, machine.capacity)
     work = {
         Work.PREFILL: prefill,
@@ -32,13 +32,13 @@ def step(
 def _end(
     machine: Machine, state: DeviceState, plan: Plan, fields: Fields, program: Program
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
-    """What every step does last; gives the words of its result."""
+    """Finishes a step of any kind; returns the result buffer."""
     is_row = plan.slots != 0
     fields = {
         name: value if name in SCORES else _rows_only(is_row, value)
         for name, value in fields.items()
     }
-    # Nobody resets the sink: without the pin, padding would grow its length for ever.
+    # Slot 0 is never reset: without this, padded rows would grow its length without bound.
     state = state._replace(lengths=state.lengths.at[0].set(0))
     return state, pack(fields, program, machine.capacity)
 

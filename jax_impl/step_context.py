@@ -1,4 +1,4 @@
-"""What all kinds of step work with, and what more than one of them does."""
+"""Context shared by all kinds of steps, and functions used by several of them."""
 
 from typing import NamedTuple
 
@@ -16,13 +16,13 @@ from shared.boundary.program import Extra, Program, Work
 
 
 class Machine(NamedTuple):
-    """All that a step works with beside the state.
+    """Context of a step: everything that it reads except the device state.
 
     Attributes:
-      model: The target.
-      drafter: None without one.
-      tower: Of a model that sees; None without one.
-      capacity: What exists.
+      model: Target model.
+      drafter: None without speculation.
+      tower: Vision encoder; None for a text-only model.
+      capacity: Numbers of slots, pages and snapshots.
     """
 
     model: Model
@@ -31,16 +31,16 @@ class Machine(NamedTuple):
     capacity: Capacity
 
     def feeds(self, program: Program) -> bool:
-        """Whether the drafter follows a step; plain decoding leaves a hole in its KV instead."""
+        """Returns True if the step extends the drafter; else the draft KV gets a gap."""
         is_prefill = program.work is Work.PREFILL
         return self.drafter is not None and (is_prefill or not program.shape.is_plain)
 
     def samples(self, program: Program) -> bool:
-        """Whether a step samples its drafts from the drafter, to be judged by a rejection rule."""
+        """Returns True if drafts are sampled from the drafter, for rejection sampling."""
         return program.drafts_on_device and self.capacity.accept_rule != "exact"
 
     def streams(self, program: Program) -> tuple[int, ...]:
-        """The residual streams that a step keeps for the drafter."""
+        """Returns the residual streams (auxiliary hidden states) that the drafter reads."""
         return self.drafter.streams if self.drafter is not None and self.feeds(program) else ()
 
 
@@ -52,7 +52,7 @@ def ranking(
     width: int,
     is_sampled: bool,
 ) -> Ranking:
-    """How candidates are ranked after `lengths` committed tokens."""
+    """Returns the ranking of candidates after `lengths` committed tokens."""
     vocabulary = machine.model.vocabulary
     return Ranking(plan.sampling, state.seen, plan.slots, lengths, width, is_sampled, vocabulary)
 
@@ -66,21 +66,20 @@ def logprobs_of(
     tokens: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
 ) -> Fields:
-    """The logprobs among a result's fields; none where the program has none.
+    """Returns the logprob fields of a result from this rank's shard of the logits.
 
-    Args:
-      logits: This rank's part of them, where the program reads them.
+    The result is empty if the program has no logprobs.
     """
     if not program.has(Extra.LOGPROBS):
         return {}
-    assert logits is not None  # a program that has logprobs reads them
+    assert logits is not None  # read by a program with logprobs
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
 def behind_pictures(machine: Machine, state: DeviceState, plan: Plan, rows: Rows) -> Rows:
-    """Rows of text, turned as those of a model that sees, behind the pictures of their slots."""
+    """Adds the M-RoPE positions of text rows that follow the images of their slots."""
     if state.pictures is None:
         return rows
     return turned(rows, state.pictures.deltas[plan.slots])

@@ -1,4 +1,4 @@
-"""The vision tower over the patches of one picture; as `shared.spec.vision_encoder`."""
+"""Vision encoder over the patches of one image; same as `shared.spec.vision_encoder`."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from shared.models.vision_config import EPS, VisionConfig
 
 
 class Pixels(NamedTuple):
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     bytes: UInt8[jax.Array, " bytes"]
     sides: Int[jax.Array, " 2"]
@@ -26,7 +26,7 @@ class Pixels(NamedTuple):
 
 
 class Patches(NamedTuple):
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     pixels: Float[jax.Array, "R numbers"]
     corners: Int[jax.Array, "R 4"]
@@ -37,7 +37,7 @@ class Patches(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     rows: Float[jax.Array, "R hidden"]
     cos: Float[jax.Array, "R half"]
@@ -46,7 +46,7 @@ class Begun(NamedTuple):
 
 
 def patches(vision: VisionConfig, picture: Pixels) -> Patches:
-    """Cuts a picture into patches; those of padding are the last one again."""
+    """Cuts an image into patches; padding repeats the last patch."""
     size, merge = vision.patch_size, vision.merge_size
     rows, columns = jnp.maximum(picture.sides, merge)
     number = jnp.arange(vision.num_patches(len(picture.bytes)), dtype=jnp.int32)
@@ -54,7 +54,7 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
     block, within = number // merge**2, number % merge**2
     row = block // (columns // merge) * merge + within // merge
     column = block % (columns // merge) * merge + within % merge
-    # A patch's part of a row of pixels is one piece of the picture's bytes.
+    # The pixels of a patch in one row of the image are contiguous bytes.
     pieces = picture.bytes[: len(number) * vision.patch_bytes].reshape(-1, size, 3)
     piece = (row[:, None] * size + jnp.arange(size)) * columns + column[:, None]
     by_channel = pieces[piece].transpose(0, 3, 1, 2).astype(jnp.int32)  # [R, 3, rows, columns]
@@ -77,21 +77,21 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
 def encoded(
     config: VisionConfig, weights: TowerWeights, picture: Patches
 ) -> Float[jax.Array, "tokens out"]:
-    """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
+    """Computes the image embeddings, in the order of the image tokens in the prompt."""
     return finished(
         config, weights, advanced(weights, begun(weights, picture), range(config.depth))
     )
 
 
 def begun(weights: TowerWeights, picture: Patches) -> Begun:
-    """A picture before the first block."""
+    """Computes the activations before the first block."""
     x = linear.product(picture.pixels.astype(weights.places.dtype), weights.patches)
     x = x + layers.blended(weights.places, picture.corners, picture.shares)
     return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
 
 
 def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
-    """A picture behind these blocks, which are the next ones."""
+    """Runs the given blocks, which must be the next ones."""
 
     def block(x: jax.Array, place: Place) -> tuple[jax.Array, None]:
         return _block(_at(weights.blocks, place), x, picture), None
@@ -103,14 +103,14 @@ def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
 def finished(
     config: VisionConfig, weights: TowerWeights, picture: Begun
 ) -> Float[jax.Array, "tokens out"]:
-    """The rows of the prompt, of a picture behind the last block."""
+    """Computes the image embeddings from the activations after the last block."""
     merged = _normed(weights.merger_norm, picture.rows).reshape(-1, config.merged * config.hidden)
     wide = layers.gelu(linear.product(merged, weights.merger_up))
     return linear.product(wide, weights.merger_down)
 
 
 def _at(blocks: TowerBlock, place: Place) -> TowerBlock:
-    """One block; a product takes its weight out of the stack, where a kernel reads it."""
+    """Returns the weights of one block; GEMM weights stay in the stack that kernels read."""
 
     def norm(stacks: LayerNorm) -> LayerNorm:
         return LayerNorm(stacks.weight[place], stacks.bias[place])

@@ -1,4 +1,9 @@
-"""Steps of decoding: draft, verify, accept, commit and draft-extend."""
+"""Decode steps: draft, verify, accept, commit and draft extend.
+
+Policy, what may not be added here: code for one drafter or one model (its place is `drafters/` or
+`layers.py`), kernels and sampling rules (`ops/`), decisions that depend on device values (the
+program fixes all branches), scheduling and memory limits (the host plans them).
+"""
 
 from dataclasses import dataclass
 
@@ -27,12 +32,12 @@ from torch_impl.step_context import Machine, behind_pictures, logprobs_of, ranki
 
 @dataclass(frozen=True)
 class Trees:
-    """The draft tree of each row.
+    """Draft tree of each row.
 
     Attributes:
-      forced: Rows that force theirs; None: no row can.
-      drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
-      origins: Where the nodes come from; None where no copies join.
+      forced: Rows whose draft tokens are accepted unconditionally; None if the program has none.
+      drafted: Processed logits that a chain was sampled from; None if it was not sampled.
+      origins: Source of each node; None without merged n-gram drafts.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -51,8 +56,8 @@ class Trees:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verify found: the target's pass over all nodes, the ways down the trees, this rank's
-    part of the logits of all nodes where a program reads them, and what a commit needs."""
+    """Result of a verify: the target's forward pass over all nodes, the accepted paths, this rank's
+    shard of the logits of all nodes (if the program reads them), and the inputs of a commit."""
 
     passed: Forward
     accepted: Followed
@@ -75,7 +80,7 @@ def draft(machine: Machine, plan: Plan, program: Program) -> Fields:
 
 
 def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"]) -> Trees:
-    """The trees of a step: the plan's, the drafter's, or the root alone."""
+    """Builds the draft trees of a step: from the plan, from the drafter, or the root alone."""
     state, shape = machine.state, program.shape
     newest = state.newest[plan.slots]
     if plan.drafts is not None:
@@ -86,7 +91,7 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
         return _joined(_no_drafts(newest), plan, program, plan.copies, lengths)
     if program.has(Extra.TEXTS):
         return _of_texts(machine, plan, program)
-    assert machine.drafter is not None  # it has the program
+    assert machine.drafter is not None  # required by a program that drafts
     assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
     deltas = None if state.pictures is None else state.pictures.deltas[plan.slots]
@@ -99,9 +104,9 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
 
 
 def _of_texts(machine: Machine, plan: Plan, program: Program) -> Trees:
-    """What followed the texts' newest tokens before."""
+    """Drafts the tokens that followed earlier occurrences of each row's last n-gram."""
     shape, memory = program.shape, machine.state.texts
-    assert memory is not None  # the program needs one
+    assert memory is not None  # required by the program
     assert plan.texts is not None
     width = width_of(shape.nodes, machine.capacity.accept_rule)
     given = (memory.tails[plan.slots], plan.texts.scopes, plan.sampling.max_drafts)
@@ -115,16 +120,16 @@ def _of_texts(machine: Machine, plan: Plan, program: Program) -> Trees:
 def _share(
     drafted: Drafted, plan: Plan, rows: int
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    """Those of the drafts for which there are verify rows: tokens, parents, node counts."""
-    assert drafted.weights is not None  # of a program that shares rows
+    """Prunes the trees to the verify budget; returns tokens, parents and node counts."""
+    assert drafted.weights is not None  # set by a program with a verify budget
     ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     return verify_budget.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
 
 
 def _no_drafts(newest: Int[Tensor, " B"]) -> Drafted:
-    """What a drafter that is not asked has drafted: roots, with a node of padding each.
+    """Returns trees without drafts: each root and one padding node.
 
-    Kernels take trees of several nodes.
+    Kernels require trees of more than one node.
     """
     tokens = torch.stack([newest, torch.zeros_like(newest)], dim=1)
     weights = torch.zeros_like(tokens, dtype=torch.float32)
@@ -134,8 +139,8 @@ def _no_drafts(newest: Int[Tensor, " B"]) -> Drafted:
 def _joined(
     drafted: Drafted, plan: Plan, program: Program, given: Copies, lengths: Int[Tensor, " B"]
 ) -> Trees:
-    """The best nodes of what was drafted and of the plan's copies."""
-    assert drafted.weights is not None  # of a shape that copies join
+    """Merges the plan's n-gram drafts into the drafter's trees and keeps the best nodes."""
+    assert drafted.weights is not None  # set by a shape with merged drafts
     ranked = verify_budget.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
     grown = Grown(drafted.tokens, drafted.parents, drafted.num_nodes, ranked)
     shape, most = program.shape, plan.sampling.max_drafts
@@ -147,7 +152,7 @@ def _host_trees(drafts: HostDraft, newest: Int[Tensor, " B"]) -> Trees:
     return Trees(
         tokens=torch.cat([newest[:, None], drafts.tokens[:, 1:]], dim=1),
         parents=drafts.parents,
-        # A padded row's own node count is 0, but every row verifies its root.
+        # The node count of a padded row is 0, but every row verifies its root.
         num_nodes=drafts.num_nodes.clamp(min=1),
         forced=drafts.forced,
         drafted=None,
@@ -171,7 +176,7 @@ def verify(
     trees: Trees,
     lengths: Int[Tensor, " B"],
 ) -> Verified:
-    """Runs the target over all trees and follows its choices; the states stay as they are."""
+    """Runs the target over all trees and finds the accepted paths; GDN states are not changed."""
     shape = program.shape
     rows, node = attention.tree_rows(
         trees.parents,
@@ -187,7 +192,7 @@ def verify(
     tokens = trees.tokens[rows.request, node]
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, None, rows, machine.state.kv, mixer, streams)
-    # A choice alone is joined with the product, and needs none of its scores.
+    # An argmax alone is fused into the LM-head GEMM and needs no stored logits.
     reads = program.has(Extra.LOGPROBS) or trees.drafted is not None
     projected = model.projected(machine.model, passed.hidden)
     logits = lm_head.scores(projected) if reads else None
@@ -238,10 +243,7 @@ def _choose(
     row_of: Int[Tensor, "B N"],
     lengths: Int[Tensor, " B"],
 ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
-    """The token after each node, by the target alone or by the rule that judges drafts.
-
-    And which rows of the logits are finite.
-    """
+    """Chooses the token after each node; also returns the mask of rows with finite logits."""
     request, positions, params = rows.request, rows.positions + 1, plan.sampling
     of_trees = (trees.tokens, trees.parents, request, node, program.is_chain)
     seen = sampling.seen_in_trees(machine.state.seen, plan.slots, *of_trees)
@@ -253,7 +255,7 @@ def _choose(
         else:
             chosen = sampling.choose(logits, *given)
         return chosen.ids[row_of], chosen.is_finite
-    assert logits is not None  # a rule that judges reads them
+    assert logits is not None  # read by rejection sampling
     return acceptance.judge(
         logits=logits,
         seen=seen,
@@ -274,7 +276,7 @@ def _choose(
 def _allowed(
     mask: Mask | None, request: Int[Tensor, " R"], node: Int[Tensor, " R"], vocab: int
 ) -> Bool[Tensor, "R vocab"] | None:
-    """The tokens that each verify row may choose; None: all."""
+    """Returns the tokens that the grammar allows each verify row, or None for all."""
     return (
         None
         if mask is None
@@ -290,7 +292,10 @@ def _accepting(
     choices: Int[Tensor, "B N"],
     lengths: Int[Tensor, " B"],
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    """The choices and the node counts to walk by: the target's, a lot's, or a row's own."""
+    """Returns the choices and node counts that determine acceptance.
+
+    They come from the target, from simulated acceptance, or from forced drafts of a row.
+    """
     tokens, walked, rates = trees.tokens, trees.num_nodes, machine.capacity.accept_rates
     if rates is not None and not program.shape.is_plain:
         seeds = plan.sampling.seed
@@ -306,7 +311,7 @@ def _accepting(
 def commit(
     machine: Machine, plan: Plan, program: Program, verified: Verified, lengths: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
-    """Makes the accepted path the slots' past; returns which snapshots were taken."""
+    """Commits the accepted paths to the slots; returns which snapshots were saved."""
     state, draft = machine.state, machine.state.draft
     if not program.is_chain:
         attention.commit_window(
@@ -325,7 +330,7 @@ def commit(
         prompt_length=plan.sampling.prompt_length,
     )
     if state.texts is not None:
-        assert plan.texts is not None  # it names whose text is learnt
+        assert plan.texts is not None  # n-gram scopes of the rows
         accepted = verified.accepted
         rows = (plan.slots, accepted.tokens, accepted.counts, plan.texts.scopes)
         ngram.learn_outputs(state.texts, *rows)
@@ -335,7 +340,7 @@ def commit(
 def _commit_state(
     machine: Machine, plan: Plan, verified: Verified, save_after: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
-    """Advances the gated-delta states along the path; returns which snapshots were taken."""
+    """Advances the GDN states along the accepted paths; returns which snapshots were saved."""
     accepted, snapshots = verified.accepted, machine.state.snapshots
     if verified.mixer is None or snapshots is None:
         return torch.zeros_like(plan.starts)
@@ -351,9 +356,9 @@ def extend(
     verified: Verified,
     lengths: Int[Tensor, " B"],
 ) -> None:
-    """Extends the drafter over the accepted path, with the target's hidden states.
+    """Extends the drafter over the accepted paths with the target's hidden states.
 
-    A plain step leaves a hole in its KV instead.
+    A step of plain decoding leaves a gap in the draft KV instead.
     """
     if not machine.feeds(program):
         return
@@ -362,7 +367,7 @@ def extend(
         verified.accepted.counts,
         machine.state.draft,
     )
-    assert machine.drafter is not None  # there is one to feed
+    assert machine.drafter is not None  # required by draft extend
     assert draft is not None
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     rank = ranking(machine, plan, lengths + counts, machine.capacity.max_width, False)
@@ -385,7 +390,7 @@ def result_fields(
     verified: Verified,
     saved: Bool[Tensor, " B"],
 ) -> Fields:
-    """The fields of a decode step's result."""
+    """Returns the fields of a decode step's result."""
     accepted = verified.accepted
     values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
     values |= {"saved": saved} | trees.fields()

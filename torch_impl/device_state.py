@@ -1,4 +1,4 @@
-"""What a step reads and writes: the memory of all slots and pages, the plan and the result."""
+"""Device state between steps: KV pages, GDN states and per-slot values; plan and result buffers."""
 
 from dataclasses import dataclass, fields
 
@@ -26,11 +26,11 @@ Fields = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Relay:
-    """What a slot carries from one step's extend to the next step's draft.
+    """Draft input: values a slot carries from one step's draft extend to the next step's draft.
 
     Attributes:
-      tokens, weights: The best candidates for the token after the newest, and their log weights.
-      hidden: The head's hidden state of the last extended row.
+      tokens, weights: Top candidates for the token after the newest, and their log weights.
+      hidden: Hidden state of the head at the last extended row.
     """
 
     tokens: Int[Tensor, "B k"]
@@ -40,13 +40,13 @@ class Relay:
 
 @dataclass(frozen=True)
 class DraftState:
-    """What a drafter holds.
+    """State of a drafter.
 
     Attributes:
-      draft_from: First position at which the slot's draft KV is whole.
-      relay: By slot; None where the drafter carries none.
-      kv: The drafter's own pools; page numbers are the target's.
-      delta, snapshots: Its recurrent states by slot and by snapshot; None without such layers.
+      draft_from: First position from which the slot's draft KV has no gap.
+      relay: Draft input by slot; None for drafters without one.
+      kv: KV pools of the drafter, indexed by the target's page numbers.
+      delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
     """
 
     draft_from: Int[Tensor, " slots"]
@@ -58,12 +58,12 @@ class DraftState:
 
 @dataclass(frozen=True)
 class PictureState:
-    """What a model that sees keeps beside.
+    """State of a vision-language model for images.
 
     Attributes:
-      pool: Rows of pictures that wait for their prompts; row 0 is the sink.
-      deltas: By slot, what the turns of later tokens are above their positions.
-      begun: A picture between two blocks; None where each is encoded in one step.
+      pool: Encoder cache: image embeddings for later prompts; row 0 is reserved for padding.
+      deltas: M-RoPE position delta of each slot.
+      begun: Activations of a partly encoded image; None if each image is encoded in one step.
     """
 
     pool: Float[Tensor, "rows hidden"]
@@ -73,19 +73,19 @@ class PictureState:
 
 @dataclass(frozen=True)
 class DeviceState:
-    """All memory that outlives a step. It is allocated once and written in place.
+    """State of all slots, allocated once and written in place.
 
-    Slot, page and snapshot 0 are sinks.
+    Slot, page and snapshot 0 are reserved for padding.
 
     Attributes:
-      lengths: Committed tokens of each slot, whose KV is in the pages.
-      newest: The token after them, which has no KV yet.
-      seen: Twice a token's count in the output, plus 1 where the prompt has it.
-      kv: Keys and values of each attention layer's page pool.
-      delta, snapshots: Recurrent states by slot and by snapshot; None without such layers.
+      lengths: Number of committed tokens of each slot; their KV is in the pages.
+      newest: The token after the committed ones; it has no KV yet.
+      seen: Token counts: twice the count in the output, plus 1 if the prompt has the token.
+      kv: KV pools of the target.
+      delta, snapshots: GDN states by slot and by snapshot; None without GDN layers.
       draft: None without a drafter.
-      pictures: None where the model sees none.
-      texts: None where nothing drafts from seen text.
+      pictures: None for a model without a vision encoder.
+      texts: N-gram table; None if no n-gram drafts are made on the device.
     """
 
     lengths: Int[Tensor, " slots"]
@@ -106,10 +106,10 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> DeviceState:
-    """Memory for all slots, pages and snapshots, zeroed.
+    """Allocates the state before the first step, all zeros.
 
     Args:
-      drafter: What the drafter keeps; None without one.
+      drafter: Sizes of the drafter's state; None without a drafter.
     """
     slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
     per_slot = {"dtype": torch.int32, "device": device}
@@ -193,7 +193,7 @@ def _new_relay(
 def new_states(
     config: ModelConfig, count: int, dtype: torch.dtype, device: torch.device
 ) -> DeltaState | None:
-    """Recurrent states before the first token; None where the model has no such layers."""
+    """Returns GDN states before the first token, or None for a model without GDN layers."""
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
         return None
@@ -212,7 +212,7 @@ def new_kv(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Float[Tensor, "L 2 pages page H D"]:
-    """Empty pools of some attention layers; `pool` is the number of pages and their size."""
+    """Returns empty pools for some attention layers; `pool` is the page count and page size."""
     planes = config.attention.kept
     shape = (num_layers, len(planes), *pool, *planes[0].shape)
     return torch.zeros(shape, dtype=dtype, device=device)
@@ -220,7 +220,7 @@ def new_kv(
 
 @dataclass(frozen=True)
 class Pictures:
-    """What pictures bring to a prefill; see `shared.boundary.images.Pictures`."""
+    """Image inputs of a prefill; see `shared.boundary.images.Pictures`."""
 
     sources: Int[Tensor, " T"]
     turns: Int[Tensor, "T 3"]
@@ -230,7 +230,7 @@ class Pictures:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture to be encoded; see `shared.boundary.images.Encode`."""
+    """Image to encode; see `shared.boundary.images.Encode`."""
 
     pixels: Pixels | None
     place: Int[Tensor, " 1"]
@@ -238,9 +238,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The prompt chunks of a plan; see `shared.boundary.backend.Prefill`.
+    """Prefill chunks of a plan; see `shared.boundary.backend.Prefill`.
 
-    Tokens that are only counted stand from position 0 on, and no token follows them.
+    In a count step the tokens begin at position 0 and have no following token.
     """
 
     tokens: Int[Tensor, " T"]
@@ -253,7 +253,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class HostDraft:
-    """The draft trees of a plan; see `shared.boundary.backend.HostDraft`."""
+    """Draft trees of a plan; see `shared.boundary.backend.HostDraft`."""
 
     tokens: Int[Tensor, "B N"]
     parents: Int[Tensor, "B N"]
@@ -263,7 +263,7 @@ class HostDraft:
 
 @dataclass(frozen=True)
 class Mask:
-    """What grammars allow; see `shared.boundary.backend.Mask`."""
+    """Grammar token bitmask; see `shared.boundary.backend.Mask`."""
 
     bits: Int[Tensor, "Q words"]
     index: Int[Tensor, "B N"]
@@ -271,7 +271,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Texts:
-    """Whose texts the rows are; see `shared.boundary.ngram_table.Texts`."""
+    """N-gram scopes of the rows; see `shared.boundary.ngram_table.Texts`."""
 
     scopes: Int[Tensor, "B 2"]
     before: Int[Tensor, "B window"] | None
@@ -279,19 +279,19 @@ class Texts:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan on the device: views into its words.
+    """Plan on the device: views into its int32 buffer.
 
     Attributes:
-      slots, starts, draft_from, reports, page_table: Of the rows; see
+      slots, starts, draft_from, reports, page_table: Fields of the rows; see
         `shared.boundary.backend.StepPlan`.
-      restore, save, save_at: Snapshots.
-      sampling: Parameters of the rows.
-      prompt: The chunks that are fed or counted; None in other work.
-      drafts: The trees that the plan brings; None where it brings none.
-      copies: Copies of seen text that join what is drafted; None where none do.
-      mask: What grammars allow; None where the program takes no mask.
-      picture: What is encoded; None in other work.
-      texts: Whose texts the rows are; None where nothing drafts from text.
+      restore, save, save_at: State snapshots to restore and to save.
+      sampling: Sampling parameters of the rows.
+      prompt: Chunks of a prefill or count step; None in other steps.
+      drafts: Draft trees from the host; None without them.
+      copies: N-gram drafts to merge into the drafter's trees; None without them.
+      mask: Grammar token bitmask; None if the program takes no mask.
+      picture: Image of an encode step; None in other steps.
+      texts: N-gram scopes of the rows; None without n-gram drafts on the device.
     """
 
     slots: Int[Tensor, " B"]
@@ -315,13 +315,13 @@ _TYPES = {"float32": torch.float32, "uint8": torch.uint8}
 
 
 def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity) -> Plan:
-    """Views of a plan's fields; floats are bit-cast, an unsigned seed keeps its bits."""
+    """Returns views of a plan's fields; floats are bit-cast, an unsigned seed keeps its bits."""
     at = {}
     for name, field in plan_layout(program, capacity).fields.items():
         view = words[field.offset : field.offset + field.size]
         at[name] = view.view(_TYPES.get(field.dtype.name, torch.int32)).view(field.shape)
     for name in ("slots", "page_table", "restore", "save"):
-        at[name] = at[name].long()  # indices: torch would convert them at every use
+        at[name] = at[name].long()  # indices: torch would convert them at each use
     return Plan(
         slots=at["slots"],
         starts=at["starts"] != 0,
@@ -396,7 +396,7 @@ def _read_copies(at: Fields) -> Copies:
 
 
 def pack(values: Fields, program: Program, capacity: Capacity) -> Int[Tensor, " out"]:
-    """Lays the fields of a result behind one another; what the work did not give is 0."""
+    """Concatenates the fields of a result; fields that the step did not compute are 0."""
     device, parts = next(iter(values.values())).device, []
     for name, field in result_layout(program, capacity).fields.items():
         if name not in values:
@@ -411,7 +411,7 @@ def pack(values: Fields, program: Program, capacity: Capacity) -> Int[Tensor, " 
 def start(state: DeviceState, plan: Plan) -> None:
     """Resets the slots of starting rows and restores their snapshots.
 
-    What was there is replaced, not multiplied: it may hold a NaN.
+    Old values are replaced, not multiplied by 0, because they may be NaN.
     """
     owners, draft = plan.slots, state.draft
     memory = [state.lengths, state.newest, state.seen]
@@ -428,7 +428,7 @@ def start(state: DeviceState, plan: Plan) -> None:
 
 
 def _restore(plan: Plan, states: DeltaState | None, snapshots: DeltaState | None) -> None:
-    """Gives starting rows the states of their snapshots, or zeros."""
+    """Sets the states of starting rows to their snapshots, or to zero."""
     if states is None or snapshots is None:
         return
     for memory, saved in (

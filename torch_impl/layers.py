@@ -1,4 +1,4 @@
-"""The layers of a model over flat rows: attention on paged KV, the MLP, gated-delta layers."""
+"""Model layers on flat rows: attention on paged KV, MLP, MoE and gated DeltaNet (GDN)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,12 +38,12 @@ Feed = Callable[[ModelConfig, Layer, Stream, Float[Tensor, " hidden"] | None], S
 
 
 def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[Tensor, " half"]:
-    """The rotary frequencies of attention layers, which `angles` reads."""
+    """Computes the RoPE frequencies of attention layers for `angles`."""
     return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
 
 
 def turning(config: AttentionConfig, rows: Rows) -> Int[Tensor, "R ..."]:
-    """By what rows turn: their positions or, of a model that sees, what each pair takes of them."""
+    """Returns the RoPE positions of the rows; for M-RoPE one position per rotary pair."""
     if rows.turns is None or not config.rotary.sections:
         return rows.positions
     return rows.turns[:, _turn_of_pairs(config.rotary, rows.turns.device)]
@@ -51,26 +51,26 @@ def turning(config: AttentionConfig, rows: Rows) -> Int[Tensor, "R ..."]:
 
 @cache
 def _turn_of_pairs(rotary: RotaryConfig, device: torch.device) -> Int[Tensor, " half"]:
-    """On the device once, as nothing of the host's can be copied while a graph is captured."""
+    """Uploads the M-RoPE section map once: graph capture allows no copy from the host."""
     return torch.from_numpy(turn_of_pairs(rotary)).to(device)
 
 
 def angles(config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Angles:
-    """The rotation at each row's position, once for all layers of a kind in a pass."""
+    """Computes the RoPE cos and sin of each row, once for all layers of a kind in a pass."""
     positions = turning(config, rows)
     return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What attention layers of one kind share in a pass.
+    """Inputs shared by the attention layers of one kind in a pass.
 
     Attributes:
-      turn: The rotation of each row.
-      growth: What each row's queries have grown by, in models where they do.
-      rows: Where the rows stand, and what they see in such a layer.
-      kv: The pools of all attention layers.
-      group: The ranks that have the heads between them.
+      turn: RoPE cos and sin of each row.
+      growth: Long-context query scale of each row; None for models without it.
+      rows: Positions of the rows, and the KV visible to them in such a layer.
+      kv: Pools of all attention layers.
+      group: Tensor-parallel group of the heads.
     """
 
     turn: Angles
@@ -88,7 +88,7 @@ class Sight:
         kv: Pools,
         group: Ranks,
     ) -> "Sight":
-        """Of a pass over rows."""
+        """Builds the inputs for a pass over rows."""
         seen = windowed(rows, config.window)
         turn = angles(config, frequencies, rows)
         return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen), group)
@@ -102,7 +102,7 @@ def _growth(config: AttentionConfig, rows: Rows) -> Float[Tensor, " R"] | None:
 
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
-    """The norms of a layer's heads, where the model has them."""
+    """Returns the Q and K norms of a layer, or None for a model without them."""
     if weights.q_norm is None or weights.k_norm is None:
         return None
     return HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
@@ -115,7 +115,7 @@ def attention(
     weights: Attention | GatedDelta,
     qkv: Float[Tensor, "R outputs"],
 ) -> Float[Tensor, "R values"]:
-    """What attention makes of a layer's projection; writes the pools at `place`."""
+    """Runs attention on a layer's QKV projection; writes the pools at index `place`."""
     assert isinstance(weights, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, weights)
     if sight.growth is not None:
@@ -133,10 +133,10 @@ def finished(
     stream: Stream,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    """What follows a mixer: its product, then what feeds the layer forward, added to the stream.
+    """Adds the output projection of a mixer and then the MLP or MoE block to the residual stream.
 
     Args:
-      norm: Of the stream that this gives.
+      norm: Norm fused into the returned stream; that of the next layer's input.
     """
     end, out = layer.mixer_end_norm, layer.mixer.out
     mixed = all_gather.gathered(stream.group, mixed)
@@ -146,7 +146,7 @@ def finished(
 def mlp(
     config: ModelConfig, layer: Layer, stream: Stream, norm: Float[Tensor, " hidden"] | None
 ) -> Stream:
-    """Feeds a layer forward by its gated MLP."""
+    """Adds the gated MLP of a layer to the residual stream."""
     x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
     return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
 
@@ -154,7 +154,7 @@ def mlp(
 def experts(
     config: ModelConfig, layer: Layer, stream: Stream, norm: Float[Tensor, " hidden"] | None
 ) -> Stream:
-    """Feeds a layer forward by its experts."""
+    """Adds the MoE block of a layer to the residual stream."""
     assert isinstance(layer.feed, Experts)
     assert config.experts is not None  # a model with such layers has their sizes
     return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
@@ -172,7 +172,7 @@ def _added(
     stream: Stream,
     norm: Float[Tensor, " hidden"] | None,
 ) -> Stream:
-    """The stream with a product, which a model may norm before it is added."""
+    """Adds a GEMM to the residual stream, after `end_norm` if the model has one."""
     if end_norm is None:
         return linear.added_product(x, weight, stream, config.residual_factor, norm)
     x = all_gather.gathered(stream.group, linear.product(x, weight))
@@ -188,9 +188,9 @@ def write_keys(
     kv: Pools,
     place: int,
 ) -> None:
-    """Writes the keys and values of one layer's rows, which nothing queries.
+    """Writes the keys and values of one layer's rows without running attention.
 
-    For a model with norms of its keys.
+    The model must have a K norm.
     """
     assert isinstance(layer.mixer, Attention)
     keys, norms = config.attention.key_size, head_norms(config, layer.mixer)
@@ -201,7 +201,7 @@ def write_keys(
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
-    """What a gated-delta layer holds besides its two matrices."""
+    """Returns the weights of a GDN layer other than its two matrices."""
     return DeltaWeights(
         conv=weights.conv,
         a_log=weights.a_log,
@@ -217,7 +217,7 @@ def _sizes(config: ModelConfig) -> GatedDeltaConfig:
 
 
 class PrefillMixer:
-    """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
+    """GDN layers of a prefill: chunked over each request's rows, with advancing states."""
 
     def __init__(
         self,
@@ -230,7 +230,7 @@ class PrefillMixer:
         save_after: Int[Tensor, " B"],
         save: Int[Tensor, " B"],
     ) -> None:
-        """See `gdn_layer.feed`."""
+        """Initialises the mixer; see `gdn_layer.feed`."""
         self._config, self._pools = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
@@ -242,9 +242,9 @@ class PrefillMixer:
 
 
 class VerifyMixer:
-    """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept.
+    """GDN layers of a verify: each node continues from its parent, and inputs are kept for replay.
 
-    In a step of plain decoding a request has one node, and its recurrent state moves with it.
+    In plain decoding a request has one node, and its recurrent state is advanced in place.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class VerifyMixer:
         nodes: Nodes,
         advances: bool,
     ) -> None:
-        """`advances` is that the step is one of plain decoding."""
+        """Initialises the mixer; `advances` is True in a step of plain decoding."""
         self._config, self._states, self._slots, self._nodes = config, states, slots, nodes
         B, N = nodes.row_of.shape
         self._scratch = gdn_layer.verify_scratch(states, B, N, advances)
@@ -271,8 +271,8 @@ class VerifyMixer:
 
     @property
     def advanced(self) -> DeltaState:
-        """The states after a step of plain decoding."""
-        assert not isinstance(self._scratch.kept, Kept)  # it was one
+        """Returns the states after a step of plain decoding."""
+        assert not isinstance(self._scratch.kept, Kept)  # plain decoding
         return gdn_layer.followed(self._states, self._scratch.kept)
 
     def commit(

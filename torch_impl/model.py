@@ -1,4 +1,7 @@
-"""The forward pass of Llama, Qwen3, Qwen3.5 and their kin over flat rows."""
+"""Forward pass of decoder-only models (Llama, Qwen3, Qwen3.5, ...) on flat rows.
+
+Same results as `shared.spec.model`.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,19 +36,24 @@ from torch_impl.ops.sampling.vocab_parallel import Vocabulary
 
 @dataclass(frozen=True)
 class Forward:
-    """What a pass gives: the hidden states after the final norm, and the streams that were kept."""
+    """Result of a forward pass.
+
+    Attributes:
+      hidden: Hidden states after the final norm.
+      streams: Requested residual streams.
+    """
 
     hidden: Hidden
     streams: tuple[Hidden, ...]
 
     def at(self, rows: Int[Tensor, " some"]) -> "Forward":
-        """What the pass gave for some of its rows."""
+        """Returns the result for some rows."""
         return Forward(self.hidden[rows], tuple(stream[rows] for stream in self.streams))
 
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder layer of a model; `place` counts the layers whose mixer is of its kind."""
+    """Decoder layer; `place` is its index among the layers with the same kind of mixer."""
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed: Feed
@@ -55,11 +63,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Model:
-    """A model on a device: its settings, its weights and its blocks, of one rank a share.
+    """Model on a device: config, weights and decoder layers; with TP, the shard of one rank.
 
     Attributes:
-      frequencies: The rotary ones of each kind of its attention layers, those that draft first.
-      group: The ranks that have the model between them.
+      frequencies: RoPE frequencies of each kind of attention layer; the kind of drafters is first.
+      group: Tensor-parallel group of the model.
     """
 
     config: ModelConfig
@@ -70,7 +78,7 @@ class Model:
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights, group: Ranks) -> "Model":
-        """Binds weights to their settings."""
+        """Builds the model from its config and weights."""
         kinds, device = config.layer_kinds, weights.embed.device
         blocks = tuple(
             Block(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
@@ -81,7 +89,7 @@ class Model:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The tokens of its head."""
+        """Returns the vocabulary of the LM head."""
         return Vocabulary(self.config.vocab, self.group)
 
 
@@ -97,22 +105,22 @@ def forward(
     """Runs all layers over flat rows and writes their KV.
 
     Args:
-      tokens: The token of each row.
-      shown: What stands in the place of some tokens'; None of text.
-      rows: Where the rows stand and what they see.
-      kv: The pools of the attention layers, written in place.
-      mixer: Runs the gated-delta layers; None for a model without them.
-      kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
+      tokens: Token of each row.
+      shown: Image embeddings that replace token embeddings; None for text.
+      rows: Positions and visible KV of the rows.
+      kv: Pools of the attention layers, written in place.
+      mixer: Runs the GDN layers; None for a model without them.
+      kept_streams: Residual streams to return, ascending; stream i is the input of layer i.
     """
     config, weights = model.config, model.weights
-    # Layers that are alike share a mixer.
+    # Layers of one configuration share a mixer.
     mixers: dict[object, Callable[..., Tensor]] = {
         each: partial(attention, config, Sight.of(each, turns, rows, kv, model.group))
         for each, turns in model.frequencies.items()
     }
     if mixer is not None:
         mixers[config.gated_delta] = mixer
-    norms = [*(block.layer.input_norm for block in model.blocks), None]  # none behind the last
+    norms = [*(block.layer.input_norm for block in model.blocks), None]  # none after the last
     embedded = layers.embedded(weights.embed, tokens, shown, config.embedding_factor)
     stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:], model.group), []
     if config.experts is not None:
@@ -130,13 +138,13 @@ def forward(
 
 
 def projected(model: Model, hidden: Hidden) -> Projection:
-    """What scores the next token: of the tokens that this rank scores.
+    """Returns the LM-head projection of this rank's vocabulary shard.
 
-    They are filled up to as many as each of the others has; see `ops.vocabulary`.
+    Shards are padded to equal size; see `ops.sampling.vocab_parallel`.
     """
     return Projection(hidden, model.weights.lm_head, model.config.logits_factor)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R share"]:
-    """Those scores, float32."""
+    """Returns the logits of this rank's vocabulary shard, float32."""
     return lm_head.scores(projected(model, hidden))

@@ -1,4 +1,4 @@
-"""The weights of a model by layers, as a step reads them."""
+"""Weights of target models, draft heads and vision encoders, grouped by layer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch_impl.ops.moe.experts import Experts
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention layer; the norms are None in a model without them."""
+    """Attention layer. Norms are None for a model without them."""
 
     inputs: Matrix
     out: Matrix
@@ -26,7 +26,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class GatedDelta:
-    """A gated-delta layer."""
+    """GDN layer."""
 
     inputs: Matrix
     conv: Float[Tensor, "C 4"]
@@ -38,7 +38,7 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class Mlp:
-    """A gated MLP; `gate_up` holds the gate's rows, then those of up."""
+    """Gated MLP; `gate_up` holds the gate rows, then the up rows."""
 
     gate_up: Matrix
     down: Matrix
@@ -46,9 +46,9 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer; that of an EAGLE head has no norm of its input.
+    """Decoder layer; a layer of an EAGLE head has no input norm.
 
-    Norms stand before mixers and MLPs, or at the ends of both; the others are None.
+    Norms are applied before the mixer and the MLP, or to their outputs; unused ones are None.
     """
 
     input_norm: Float[Tensor, " hidden"] | None
@@ -61,7 +61,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Mtp:
-    """The MTP layer of a Qwen3.5 checkpoint."""
+    """MTP layer of a Qwen3.5 checkpoint, the drafter of NEXTN."""
 
     fc: Matrix
     embedding_norm: Float[Tensor, " hidden"]
@@ -72,7 +72,7 @@ class Mtp:
 
 @dataclass(frozen=True)
 class DraftRows:
-    """The rows of a model's head that drafts are scored by, and the model's id of each."""
+    """LM-head rows of the reduced draft vocabulary, and the target's id of each."""
 
     lm_head: Matrix
     ids: Int[Tensor, " draft_vocab"]
@@ -80,10 +80,10 @@ class DraftRows:
 
 @dataclass(frozen=True)
 class Weights:
-    """A model's weights. All norm weights are float32 and scale by what they are, not by 1 more.
+    """Model weights. Norm weights are float32; the norm scales by the weight, not by 1 + weight.
 
     Attributes:
-      draft_rows: None where drafts are of all tokens.
+      draft_rows: None if the draft vocabulary is the whole vocabulary.
     """
 
     embed: Float[Tensor, "vocab hidden"]
@@ -96,11 +96,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
+    """EAGLE or EAGLE-3 head. Fields that are None are absent or shared with the target.
 
     Attributes:
-      layers: Of an EAGLE-3 head the first has the norm of the embedding as its input norm.
-      draft_ids: The target's id of each token of the draft vocabulary.
+      layers: The input norm of the first layer of an EAGLE-3 head is its embedding norm.
+      draft_ids: Target id of each token of the draft vocabulary (`d2t`).
     """
 
     config: DraftConfig
@@ -118,12 +118,12 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class MarkovWeights:
-    """What a DSpark head has beside a DFlash one; what is None it does without.
+    """Weights of a DSpark head beyond those of a DFlash head. Absent weights are None.
 
     Attributes:
-      embed: Of the token before a draft.
-      lm_head: What scores it, of the tokens that the head scores.
-      mix: What makes a gate, or a state and what is scored.
+      embed: Embedding of the token before a draft token.
+      lm_head: Output matrix of the Markov part, over the head's vocabulary.
+      mix: Matrix that computes the gate, or the state and the input of `lm_head`.
     """
 
     config: MarkovConfig
@@ -134,7 +134,7 @@ class MarkovWeights:
 
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "MarkovWeights | None":
-        """Of a head's arrays by name; None of a head that is no DSpark head."""
+        """Builds the weights from a head's named arrays; None unless it is a DSpark head."""
         if config.block is None or config.block.markov is None:
             return None
 
@@ -152,11 +152,11 @@ class MarkovWeights:
 
 @dataclass(frozen=True)
 class Conv:
-    """The convolutions before and behind a part of a DFlash2 layer.
+    """Convolutions before and after the attention or the MLP of a DFlash2 layer.
 
     Attributes:
-      base: Their coefficients.
-      moved: What makes what each row moves them by, of both.
+      base: Coefficients of both convolutions.
+      moved: Matrix that computes each row's coefficient offsets for both convolutions.
     """
 
     base: Float[Tensor, "2 taps hidden"]
@@ -165,14 +165,14 @@ class Conv:
 
 @dataclass(frozen=True)
 class Around:
-    """The convolutions around the parts of a DFlash2 layer."""
+    """Convolutions around the attention and the MLP of a DFlash2 layer."""
 
     attention: Conv
     mlp: Conv
 
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "tuple[Around, ...] | None":
-        """Of each layer, from a head's arrays by name; None of a head that is no DFlash2 head."""
+        """Builds the weights of each layer from named arrays; None unless it is a DFlash2 head."""
         if config.block is None or config.block.conv is None:
             return None
 
@@ -185,11 +185,11 @@ class Around:
 
 @dataclass(frozen=True)
 class SelectorWeights:
-    """What a DFlash2 head selects drafts by.
+    """Weights of the low-rank selector of a DFlash2 head.
 
     Attributes:
-      before, after: Of the first and the second token of a pair.
-      hidden: What makes what weighs their numbers, of a slot's hidden state.
+      before, after: Embeddings of the first and the second token of a pair.
+      hidden: Matrix that computes the weights of the rank dimensions from a slot's hidden state.
     """
 
     config: SelectorConfig
@@ -199,7 +199,7 @@ class SelectorWeights:
 
     @classmethod
     def of(cls, config: DraftConfig, arrays: Mapping[str, Tensor]) -> "SelectorWeights | None":
-        """Of a head's arrays by name; None of a head that is no DFlash2 head."""
+        """Builds the weights from a head's named arrays; None unless it is a DFlash2 head."""
         if config.block is None or config.block.selector is None:
             return None
         return cls(
@@ -212,12 +212,12 @@ class SelectorWeights:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """A DFlash, DSpark or DFlash2 head; what is None it shares with its target.
+    """DFlash, DSpark or DFlash2 head. Fields that are None are absent or shared with the target.
 
     Attributes:
-      draft_ids: The target's id of each token of the draft vocabulary.
-      markov: Of a DSpark head; None of the others.
-      around, selector: Of a DFlash2 head; None of the others.
+      draft_ids: Target id of each token of the draft vocabulary (`d2t`).
+      markov: Set for DSpark only.
+      around, selector: Set for DFlash2 only.
     """
 
     config: DraftConfig
@@ -236,7 +236,7 @@ class BlockWeights:
     def of(
         cls, config: DraftConfig, layers: tuple[Layer, ...], arrays: Mapping[str, Tensor]
     ) -> "BlockWeights":
-        """Of a head's layers and its other arrays by name."""
+        """Builds the weights from a head's layers and its other named arrays."""
         return cls(
             config=config,
             fc=Matrix(arrays["fc"]),
@@ -254,7 +254,7 @@ class BlockWeights:
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """What a layer norm scales by, and what it adds; float32."""
+    """Scale and bias of a layer norm, float32."""
 
     weight: Float[Tensor, " size"]
     bias: Float[Tensor, " size"]
@@ -262,7 +262,7 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class TowerBlock:
-    """A block of a vision tower."""
+    """Block of a vision encoder."""
 
     attention_norm: LayerNorm
     inputs: Matrix
@@ -274,11 +274,11 @@ class TowerBlock:
 
 @dataclass(frozen=True)
 class TowerWeights:
-    """A vision tower.
+    """Vision encoder weights.
 
     Attributes:
-      patches: What a patch's numbers are multiplied with.
-      places: The learned table of places, row by row.
+      patches: Patch embedding matrix.
+      places: Learned position embeddings, row by row of the grid.
     """
 
     patches: Matrix

@@ -1,4 +1,4 @@
-"""Steps over prompts: chunks of them are fed, or tokens counted that a cache hit spares."""
+"""Prefill steps over prompt chunks, and count steps for tokens found in the prefix cache."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
         seen=state.seen,
         draft_from=None,
         slots=plan.slots,
-        before=lengths - 1,  # the chunks' tokens are counted already
+        before=lengths - 1,  # the chunks' tokens are already counted
         tokens=newest[:, None],
         counts=is_row.int(),
         prompt_length=plan.sampling.prompt_length,
@@ -74,7 +74,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
 
 
 def _following(prompts: Prompts, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]:
-    """The token after each of the chunks'."""
+    """Returns the token that follows each token of the chunks."""
     request = prompts.rows.request
     is_last = draft_tree.is_last(prompts.row_starts, request)
     return torch.where(is_last, newest[request], prompts.tokens.roll(-1))
@@ -83,9 +83,9 @@ def _following(prompts: Prompts, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]
 def _learn_texts(
     memory: ngram.Memory, plan: Plan, prompts: Prompts, following: Int[Tensor, " T"]
 ) -> None:
-    """Learns the chunks' texts; a run of one token, as a picture is, is no text."""
+    """Adds the chunks to the n-gram table, without runs of one token, such as image tokens."""
     assert plan.texts is not None
-    assert plan.texts.before is not None  # of a prefill
+    assert plan.texts.before is not None  # set in a prefill
     request, is_real = prompts.rows.request, prompts.rows.is_real
     sources = prompts.sources, _following_sources(plan, prompts)
     for source in sources:
@@ -96,7 +96,7 @@ def _learn_texts(
 
 
 def _following_sources(plan: Plan, prompts: Prompts) -> Int[Tensor, " T"] | None:
-    """The sources of those tokens."""
+    """Returns the encoder-cache rows of those tokens."""
     if prompts.sources is None or plan.prompt is None or plan.prompt.pictures is None:
         return None
     request = prompts.rows.request
@@ -106,7 +106,7 @@ def _following_sources(plan: Plan, prompts: Prompts) -> Int[Tensor, " T"] | None
 
 
 def _shown(machine: Machine, sources: Int[Tensor, " T"] | None) -> Shown | None:
-    """The rows of pictures that stand in the place of tokens'; None where the model sees none."""
+    """Returns the image embeddings that replace token embeddings; None for a text-only model."""
     pictures = machine.state.pictures
     return None if sources is None or pictures is None else Shown(pictures.pool, sources)
 
@@ -118,7 +118,7 @@ def _scores(
     passed: Forward,
     following: Int[Tensor, " T"],
 ) -> Fields:
-    """What the token after each of the chunks' was to the model; some rows' logits at a time."""
+    """Computes prompt logprobs; the logits of a block of rows are computed at a time."""
     if not program.has(Extra.SCORES):
         return {}
     blocks = []
@@ -135,7 +135,7 @@ def _scores(
 def _real(
     program: Program, prompts: Prompts, values: Shaped[Tensor, "R ..."]
 ) -> Shaped[Tensor, "T ..."]:
-    """Zero where there is no token of a chunk; a CPU has no rows past the last one."""
+    """Sets values of padding rows to zero; on a CPU there are none."""
     is_real = prompts.rows.is_real.view(-1, *[1] * (values.dim() - 1))
     padded = values.new_zeros(program.tokens, *values.shape[1:])
     padded[: len(values)] = torch.where(is_real, values, 0)
@@ -145,7 +145,7 @@ def _real(
 def _read_prompts(
     machine: Machine, plan: Plan, prompts: Prompts, streams: tuple[int, ...]
 ) -> tuple[Forward, Bool[Tensor, " B"]]:
-    """Runs the target over prompt chunks and carries its states on; says what was saved."""
+    """Runs the target over the chunks and advances its GDN states; returns which were saved."""
     state, config, rows = machine.state, machine.model.config, prompts.rows
     shown = _shown(machine, prompts.sources)
     if state.delta is None:
@@ -163,7 +163,7 @@ def _read_prompts(
 
 
 def _count_prompts(machine: Machine, plan: Plan, prompts: Prompts) -> None:
-    """Counts the chunks' tokens, but for those that were their slot's newest token already."""
+    """Counts the chunks' tokens, except those already counted as their slot's newest token."""
     rows, starts = prompts.rows, plan.starts
     was_newest = (rows.positions == prompts.first[rows.request]) & ~starts[rows.request]
     is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
@@ -177,7 +177,7 @@ def _choose_next(
     logits: Float[Tensor, "B share"],
     lengths: Int[Tensor, " B"],
 ) -> sampling.Chosen:
-    """The target's token after each chunk."""
+    """Chooses the target's token after each chunk."""
     seen = sampling.seen_alone(machine.state.seen, plan.slots)
     request = torch.arange(len(lengths), device=lengths.device)
     vocabulary = machine.model.vocabulary
@@ -191,9 +191,9 @@ def _feed_prompts(
     passed: Forward,
     following: Int[Tensor, " T"],
 ) -> None:
-    """Extends the drafter over the chunks, each row with the token after it."""
+    """Extends the drafter over the chunks; each row has the token that follows it."""
     rows, draft = prompts.rows, machine.state.draft
-    assert machine.drafter is not None  # there is one to feed
+    assert machine.drafter is not None  # required by draft extend
     assert draft is not None
     rank = ranking(machine, plan, prompts.lengths, machine.capacity.max_width, False)
     fed = Fed(

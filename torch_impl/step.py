@@ -1,7 +1,7 @@
-"""One step on the device: draft, verify, accept, commit and draft-extend, or a prefill.
+"""A step on the device: draft, verify, accept, commit and draft extend, or a prefill.
 
-Everything is written in place into the slots' memory, and nothing is read back: which work runs
-follows from the program alone, so a whole decode step can be captured as one CUDA graph.
+All state is written in place and no value is read back to the host. The program alone determines
+the operations of a step, so a whole decode step can be captured as one CUDA graph.
 """
 
 from jaxtyping import Int
@@ -24,8 +24,8 @@ WORK = {
 
 
 def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> Int[Tensor, " out"]:
-    """Runs one plan, given as its words; returns the words of its result."""
-    exchange = machine.model.group.on_device  # of several ranks with a GPU each
+    """Runs the plan in an int32 buffer; returns the result buffer."""
+    exchange = machine.model.group.on_device  # set if each rank has a GPU
     if exchange is not None:
         exchange.begin()
     plan = read_plan(words, program, machine.capacity)
@@ -36,6 +36,6 @@ def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> In
 
 
 def _end(machine: Machine, fields: Fields, program: Program) -> Int[Tensor, " out"]:
-    """What every step does last; returns the words of its result."""
-    machine.state.lengths[:1].zero_()  # the sink would grow by every padded row
+    """Finishes a step of any kind; returns the result buffer."""
+    machine.state.lengths[:1].zero_()  # padded rows would grow slot 0 without bound
     return pack(fields, program, machine.capacity)

@@ -1,4 +1,4 @@
-"""What all kinds of step work with, and what more than one of them does."""
+"""Context shared by all kinds of steps, and functions used by several of them."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,14 @@ from torch_impl.ops.sampling import logprobs
 
 @dataclass(frozen=True)
 class Machine:
-    """All that a step works with.
+    """Context of a step.
 
     Attributes:
-      model: The target.
-      drafter: None without one.
-      tower: Of a model that sees; None without one.
-      capacity: What exists.
-      state: The memory of all slots and pages.
+      model: Target model.
+      drafter: None without speculation.
+      tower: Vision encoder; None for a text-only model.
+      capacity: Numbers of slots, pages and snapshots.
+      state: Device state of all slots and pages.
     """
 
     model: Model
@@ -34,23 +34,23 @@ class Machine:
     state: DeviceState
 
     def feeds(self, program: Program) -> bool:
-        """Whether the drafter follows a step; plain decoding leaves a hole in its KV instead."""
+        """Returns True if the step extends the drafter; else the draft KV gets a gap."""
         is_prefill = program.work is Work.PREFILL
         return self.drafter is not None and (is_prefill or not program.shape.is_plain)
 
     def samples(self, program: Program) -> bool:
-        """Whether drafts are sampled from the drafter, and judged by a rejection rule."""
+        """Returns True if drafts are sampled from the drafter, for rejection sampling."""
         return program.drafts_on_device and self.capacity.accept_rule != "exact"
 
     def streams(self, program: Program) -> tuple[int, ...]:
-        """The residual streams that a step keeps for the drafter."""
+        """Returns the residual streams (auxiliary hidden states) that the drafter reads."""
         return self.drafter.streams if self.drafter is not None and self.feeds(program) else ()
 
 
 def ranking(
     machine: Machine, plan: Plan, lengths: Int[Tensor, " B"], width: int, is_sampled: bool
 ) -> Ranking:
-    """How candidates are ranked after `lengths` committed tokens."""
+    """Returns the ranking of candidates after `lengths` committed tokens."""
     return Ranking(
         sampling=plan.sampling,
         counts=machine.state.seen,
@@ -71,10 +71,13 @@ def logprobs_of(
     tokens: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> Fields:
-    """What a result tells of the tokens, from the logits that this rank has a part of."""
+    """Returns the logprob fields of a result from this rank's shard of the logits.
+
+    The result is empty if the program has no logprobs.
+    """
     if not program.has(Extra.LOGPROBS):
         return {}
-    assert logits is not None  # a program that has logprobs reads them
+    assert logits is not None  # read by a program with logprobs
     k, vocabulary = machine.capacity.max_logprobs, machine.model.vocabulary
     given = (logits, row_of, tokens, counts, plan.reports, k, vocabulary)
     reported = logprobs.reported(*given)
@@ -82,6 +85,6 @@ def logprobs_of(
 
 
 def behind_pictures(machine: Machine, plan: Plan, rows: Rows) -> Rows:
-    """Rows of text, turned as those of a model that sees, behind the pictures of their slots."""
+    """Adds the M-RoPE positions of text rows that follow the images of their slots."""
     pictures = machine.state.pictures
     return rows if pictures is None else turned(rows, pictures.deltas[plan.slots])

@@ -1,4 +1,4 @@
-"""The vision tower over the patches of one picture; as `shared.spec.vision_encoder`."""
+"""Vision encoder over the patches of one image; same as `shared.spec.vision_encoder`."""
 
 from dataclasses import dataclass, replace
 
@@ -14,7 +14,7 @@ from torch_impl.ops.gemm import layers, linear
 
 @dataclass(frozen=True)
 class Pixels:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     bytes: UInt8[Tensor, " bytes"]
     sides: Int[Tensor, " 2"]
@@ -27,7 +27,7 @@ class Pixels:
 
 @dataclass(frozen=True)
 class Patches:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     pixels: Float[Tensor, "R numbers"]
     corners: Int[Tensor, "R 4"]
@@ -39,7 +39,7 @@ class Patches:
 
 @dataclass(frozen=True)
 class Begun:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     rows: Float[Tensor, "R hidden"]
     cos: Float[Tensor, "R half"]
@@ -48,7 +48,7 @@ class Begun:
 
 
 def patches(vision: VisionConfig, picture: Pixels) -> Patches:
-    """Cuts a picture into patches; those of padding are the last one again."""
+    """Cuts an image into patches; padding repeats the last patch."""
     size, merge, device = vision.patch_size, vision.merge_size, picture.bytes.device
     rows, columns = picture.sides.clamp(min=merge)
     number = torch.arange(vision.num_patches(len(picture.bytes)), device=device)
@@ -56,7 +56,7 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
     block, within = number // merge**2, number % merge**2
     row = block // (columns // merge) * merge + within // merge
     column = block % (columns // merge) * merge + within % merge
-    # A patch's part of a row of pixels is one piece of the picture's bytes.
+    # The pixels of a patch in one row of the image are contiguous bytes.
     pieces = picture.bytes[: len(number) * vision.patch_bytes].view(-1, size, 3)
     piece = (row[:, None] * size + torch.arange(size, device=device)) * columns + column[:, None]
     by_channel = pieces[piece].permute(0, 3, 1, 2).int()  # [R, 3, rows of pixels, columns]
@@ -79,24 +79,24 @@ def patches(vision: VisionConfig, picture: Pixels) -> Patches:
 def encoded(
     config: VisionConfig, weights: TowerWeights, picture: Patches
 ) -> Float[Tensor, "tokens out"]:
-    """The rows that stand in the prompt in the place of a picture's tokens, in their order."""
+    """Computes the image embeddings, in the order of the image tokens in the prompt."""
     return finished(
         config, weights, advanced(weights, begun(weights, picture), range(config.depth))
     )
 
 
 def begun(weights: TowerWeights, picture: Patches) -> Begun:
-    """A picture before the first block."""
+    """Computes the activations before the first block."""
     x = linear.product(picture.pixels.to(weights.places.dtype), weights.patches)
     x = x + layers.blended(weights.places, picture.corners, picture.shares)
     return Begun(rows=x, cos=picture.cos, sin=picture.sin, count=picture.count)
 
 
 def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
-    """A picture behind these blocks, which are the next ones."""
+    """Runs the given blocks, which must be the next ones."""
     x = picture.rows
     for block in weights.blocks[blocks.start : blocks.stop]:
-        # Each half lets go of its arrays: of a large picture the widest is 141 MB.
+        # Two functions, so that each frees its arrays: the largest takes 141 MB for a large image.
         x = x + _mixed(block, x, picture)
         x = x + _fed(block, x)
     return replace(picture, rows=x)
@@ -105,7 +105,7 @@ def advanced(weights: TowerWeights, picture: Begun, blocks: range) -> Begun:
 def finished(
     config: VisionConfig, weights: TowerWeights, picture: Begun
 ) -> Float[Tensor, "tokens out"]:
-    """The rows of the prompt, of a picture behind the last block."""
+    """Computes the image embeddings from the activations after the last block."""
     merged = _normed(weights.merger_norm, picture.rows).reshape(-1, config.merged * config.hidden)
     wide = layers.gelu(linear.product(merged, weights.merger_up))
     return linear.product(wide, weights.merger_down)
@@ -114,14 +114,14 @@ def finished(
 def _mixed(
     block: TowerBlock, x: Float[Tensor, "R hidden"], picture: Begun
 ) -> Float[Tensor, "R hidden"]:
-    """What a block's attention adds."""
+    """Computes the attention output of a block."""
     qkv = linear.product(_normed(block.attention_norm, x), block.inputs)
     mixed = attention.attend_all(qkv, picture.cos, picture.sin, picture.count)
     return linear.product(mixed, block.out)
 
 
 def _fed(block: TowerBlock, x: Float[Tensor, "R hidden"]) -> Float[Tensor, "R hidden"]:
-    """What a block's MLP adds."""
+    """Computes the MLP output of a block."""
     wide = layers.gelu_tanh(linear.product(_normed(block.mlp_norm, x), block.up))
     return linear.product(wide, block.down)
 

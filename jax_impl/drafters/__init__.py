@@ -1,4 +1,4 @@
-"""How drafts are made; all drafters rank their candidates in the same way."""
+"""Drafters: the interface of a step, and the ranking of candidates that all drafters share."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -23,12 +23,12 @@ from shared.spec.gumbel_noise import DRAFT_STREAM, TARGET_STREAM
 
 
 class Drafted(NamedTuple):
-    """Draft trees, as `draft_tree.keep_best` builds them.
+    """Draft trees, built by `draft_tree.keep_best`.
 
     Attributes:
-      weights: Path weights; None where there is a verify row for each node.
-      processed: The processed logits that the draft of each level of a chain was sampled from; None
-        where drafts are not sampled.
+      weights: Path weights; None if there is a verify row for each node.
+      processed: Processed logits that each level of a chain was sampled from; None if drafts are
+        not sampled.
     """
 
     tokens: Int[jax.Array, "B N"]
@@ -39,16 +39,16 @@ class Drafted(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """The prompt chunks of a prefill.
+    """Prompt chunks of a prefill.
 
     Attributes:
-      tokens: All chunks, then padding.
-      row_starts: First token of each chunk, and the end.
+      tokens: Tokens of all chunks, then padding.
+      row_starts: First flat row of each chunk, and the end.
       first: Position of each chunk's first token.
-      lengths: Of the slots after the chunks.
-      last: The flat row of each chunk's last token.
-      rows: Where the tokens stand and what they see.
-      sources: Of the pool of pictures, the row in the place of each token's; None: there is none.
+      lengths: Lengths of the slots after the chunks.
+      last: Flat row of each chunk's last token.
+      rows: Positions and visible KV of the tokens.
+      sources: Encoder-cache row that replaces each token's embedding; None for a text-only model.
     """
 
     tokens: Int[jax.Array, " T"]
@@ -80,17 +80,17 @@ class Prompts(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """How a batch's candidates are ranked: as the target will choose, with its noise.
+    """Ranks draft candidates with the logits processing and Gumbel noise of the target.
 
     Attributes:
-      sampling: Parameters of the B requests.
-      counts: Of all slots, see `sampling.Seen`; the newest tokens included.
-      slots: Of the requests.
-      lengths: Committed tokens of each request; its newest token stands there.
-      width: Children of a node.
-      is_sampled: Drafts are sampled, to be judged by a rejection rule; their noise is their own.
-      vocabulary: Of the drafter's head, whose scores each rank has a part of.
-      columns: The target's token of each score of the drafter; None where they are the same.
+      sampling: Sampling parameters of the B requests.
+      counts: Token counts of all slots, see `sampling.Seen`; they include the newest tokens.
+      slots: Slots of the requests.
+      lengths: Committed tokens of each request, which is the position of its newest token.
+      width: Number of children of a node.
+      is_sampled: True if drafts are sampled for rejection sampling, with separate noise.
+      vocabulary: Vocabulary of the drafter's LM head; each rank has a shard of its logits.
+      columns: Target token of each logit of the drafter; None if the vocabularies are equal.
     """
 
     sampling: Sampling
@@ -105,11 +105,11 @@ class Ranking(NamedTuple):
     def __call__(
         self, scored: Projection, paths: Int[jax.Array, "B k path"], depth: Int[jax.Array, ""] | int
     ) -> Ranked:
-        """The best children of k nodes of each request at one depth.
+        """Returns the top children of k nodes of each request, all at one depth.
 
         Args:
-          scored: What scores the tokens after each node, or those that this rank has.
-          paths: Drafts from below the root to each node; the first `depth` of them are real.
+          scored: LM-head projection of each node, or this rank's shard of it.
+          paths: Draft tokens from below the root to each node; the first `depth` are valid.
         """
         return lm_head.rank(scored, *self._given(paths, depth))
 
@@ -119,13 +119,13 @@ class Ranking(NamedTuple):
         paths: Int[jax.Array, "B k path"],
         depth: Int[jax.Array, ""] | int,
     ) -> Ranked:
-        """As for what scores tokens, from the scores."""
+        """Same as `__call__`, for logits instead of a projection."""
         return sampling.rank(logits, *self._given(paths, depth))
 
     def _given(
         self, paths: Int[jax.Array, "B k path"], depth: Int[jax.Array, ""] | int
     ) -> tuple[Any, ...]:
-        """What candidates are ranked by, as `sampling.rank` takes it."""
+        """Returns the ranking inputs of candidates, in the order of `sampling.rank`."""
         B, k, length = paths.shape
         path = paths.reshape(B * k, length)
         on_path = jnp.broadcast_to(jnp.arange(length) < depth, path.shape)
@@ -138,16 +138,16 @@ class Ranking(NamedTuple):
         return seen, positions, self.sampling, *how
 
     def roots(self, scored: Projection) -> Ranked:
-        """The best children of each request's root."""
+        """Returns the top children of each request's root."""
         return self(scored, jnp.zeros((len(self.lengths), 1, 0), jnp.int32), 0)
 
     def candidates(
         self, logits: Float[jax.Array, "B S share"], k: int
     ) -> tuple[Float[jax.Array, "B S k"], Int[jax.Array, "B S k"]]:
-        """The k best tokens of S places and their scores, whatever the requests ask for.
+        """Returns the top k tokens of S positions and their logits, without logits processing.
 
         Args:
-          logits: The drafter's, or this rank's part of them.
+          logits: Logits of the drafter, or this rank's shard of them.
         """
         B, S, share = logits.shape
         seen = sampling.seen_alone(self.counts, jnp.repeat(self.slots, S))
@@ -164,16 +164,16 @@ class Ranking(NamedTuple):
         Float[jax.Array, "B S"] | None,
         Float[jax.Array, "B S vocab"] | None,
     ]:
-        """Drafts at S places in a row.
+        """Drafts S consecutive tokens in one pass.
 
-        They are made at once, so a place's penalties do not count the drafts before it.
+        Penalties at a position therefore do not count the drafts before it.
 
         Args:
-          scored: What scores them, in the order of the requests.
-          is_weighed: The log weights of their edges are asked for; of drafts that are not sampled.
+          scored: LM-head projection of the positions, in the order of the requests.
+          is_weighed: True if log edge weights are required; only for drafts that are not sampled.
 
         Returns:
-          The drafts, those weights, and the processed logits that they are sampled from, if so.
+          Draft tokens, log edge weights or None, and processed logits of sampled drafts or None.
         """
         B = len(self.lengths)
         if self.is_sampled:
@@ -203,15 +203,15 @@ class Ranking(NamedTuple):
 
 
 class Fed(NamedTuple):
-    """Committed rows that a drafter is extended over.
+    """Committed rows of a draft extend.
 
     Attributes:
-      rows: Where they stand; they see draft KV from `draft_from` on.
-      tokens: Each row's own token.
-      following: The token after each row's.
-      shown: What stands in the place of some of those; None of text.
-      passed: The target's pass over the rows, with the streams that the drafter reads.
-      last: The flat row that is each request's last.
+      rows: Positions of the rows; draft KV from `draft_from` on is visible.
+      tokens: Token of each row.
+      following: Token after each row's token.
+      shown: Image embeddings that replace embeddings of `following`; None for text.
+      passed: Target's forward pass over the rows, with the streams that the drafter reads.
+      last: Flat row of each request's last token.
     """
 
     rows: Rows
@@ -223,16 +223,16 @@ class Fed(NamedTuple):
 
 
 class Drafter(Protocol):
-    """What a step asks of a drafter, whose memory is the draft part of `DeviceState`."""
+    """Interface of a drafter for a step. Its state is the draft part of `DeviceState`."""
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """The residual streams of the target that it reads, ascending."""
+        """Returns the residual streams of the target that the drafter reads, ascending."""
         ...
 
     @property
     def sizes(self) -> DraftSizes:
-        """What it keeps between steps; only with a relay is `rank` used while it is extended."""
+        """Returns the sizes of its state; draft extend uses `rank` only if there is a relay."""
         ...
 
     def prefill(
@@ -241,7 +241,7 @@ class Drafter(Protocol):
         """Extends the drafter over prompt chunks.
 
         Args:
-          rank: Of the token after each row's newest, which the relay holds.
+          rank: Ranking of the candidates for the token after the newest, stored in the relay.
         """
         ...
 
@@ -254,11 +254,11 @@ class Drafter(Protocol):
         fed: Fed,
         rank: Ranking,
     ) -> DraftState:
-        """Extends the drafter over accepted paths, of W rows a request.
+        """Extends the drafter over accepted paths, with W rows per request.
 
         Args:
           before: Lengths before the path.
-          counts: How many of a request's rows are real.
+          counts: Number of valid rows of each request.
         """
         ...
 
@@ -272,11 +272,11 @@ class Drafter(Protocol):
         shape: TreeShape,
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:
-        """Drafts a tree for each request; one whose `draft_from` is its length gets its root.
+        """Drafts a tree for each request; only the root if `draft_from` equals its length.
 
-        The memory's committed rows stay as they are.
+        Committed rows of the state are not changed.
 
         Args:
-          deltas: What the turns of rows are above their positions; None: the model sees nothing.
+          deltas: M-RoPE position delta of each request; None for a text-only model.
         """
         ...

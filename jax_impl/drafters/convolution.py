@@ -1,4 +1,4 @@
-"""A layer of a DFlash2 head; as `shared.spec.convolution`."""
+"""Decoder layer of a DFlash2 head with its convolutions; same as `shared.spec.convolution`."""
 
 from collections.abc import Callable
 
@@ -28,13 +28,13 @@ def layer(
     normed: Hidden,
     sight: Sight,
 ) -> tuple[Hidden, Hidden, PagedKV]:
-    """Each part stands between two convolutions, and is added then.
+    """Runs attention and MLP, each between two convolutions, and adds them to the stream.
 
-    Every rank makes whole convolutions, and of its products its share.
+    Each rank computes the whole convolutions and its shard of the GEMMs.
 
     Args:
-      norms: Scales of the layer's second norm, and of that through which the stream is read next.
-      place: The layer's number.
+      norms: Scales of the layer's second norm and of the norm after the layer.
+      place: Index of the layer.
       size: Rows of a block.
     """
     group = sight.group
@@ -51,9 +51,10 @@ def layer(
 def _around(
     sizes: ModelConfig, conv: Conv, size: int, normed: Hidden
 ) -> tuple[Hidden, Callable[[Hidden, Hidden, Norm], tuple[Hidden, Hidden]]]:
-    """What a part reads, and what is made of what it gives, of the stream and of its next norm.
+    """Returns the input of attention or MLP, and a function that adds its output to the stream.
 
-    What moves the coefficients of both convolutions is read before the part.
+    The function also applies the next norm. The coefficient offsets of both convolutions are
+    computed before attention or MLP.
     """
     moved = product(normed, conv.moved).reshape(len(normed), 2, conv.base.shape[1], -1)
 

@@ -1,4 +1,4 @@
-"""DFlash: fills a block of masks in one pass and drafts a chain; as `shared.spec.dflash`."""
+"""DFlash drafter: predicts a block of mask tokens in one pass; same as `shared.spec.dflash`."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from shared.spec.draft_tree import TreeShape
 
 
 class BlockDrafter(NamedTuple):
-    """A `jax_impl.drafters.Drafter` of a DFlash, DSpark or DFlash2 head, on its target."""
+    """Drafter with a DFlash, DSpark or DFlash2 head."""
 
     target: Model
     weights: BlockWeights
@@ -74,7 +74,7 @@ class BlockDrafter(NamedTuple):
         shape: TreeShape,
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:
-        """The tree is a chain of the block's first drafts; rows past the lengths hold its KV."""
+        """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed = embedding(self.target, self.weights)
@@ -103,7 +103,7 @@ class BlockDrafter(NamedTuple):
     ) -> tuple[
         Int[jax.Array, "B S"], Float[jax.Array, "B S"] | None, Float[jax.Array, "B S vocab"] | None
     ]:
-        """The drafts; see `Ranking.chain`."""
+        """Chooses the draft tokens; see `Ranking.chain`."""
         weights, first = self.weights, _block_of(self.weights.config).first_slot
         if weights.markov is None and weights.selector is None:
             return rank.chain(scored, S, is_weighed)
@@ -115,14 +115,14 @@ class BlockDrafter(NamedTuple):
 
 
 def head(target: Model, weights: BlockWeights, hidden: Float[jax.Array, "R hidden"]) -> Projection:
-    """What scores the tokens that this rank has: its own `lm_head` or the target's."""
+    """Returns the LM-head projection of this rank's shard, by the head's or target's `lm_head`."""
     if weights.lm_head is None:
         return projected(target, hidden)
     return Projection(hidden, weights.lm_head)
 
 
 def own_ranking(target: Model, weights: BlockWeights, rank: Ranking) -> Ranking:
-    """For scores over the head's vocabulary."""
+    """Returns the ranking for logits over the head's vocabulary."""
     if weights.lm_head is None:
         return rank
     vocabulary = Vocabulary(weights.config.draft_vocab, target.group)
@@ -135,11 +135,11 @@ def _block_of(config: DraftConfig) -> BlockConfig:
 
 
 def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV, group: Ranks) -> KV:
-    """Writes rows of context, committed tokens, to the pools of all layers.
+    """Writes the KV of context rows (committed tokens) to the pools of all layers.
 
     Args:
-      passed: The target's pass over the rows, with the streams that the head reads.
-      group: The ranks that have the head between them.
+      passed: Target's forward pass over the rows, with the streams that the head reads.
+      group: Tensor-parallel group of the head.
     """
     config = weights.config.layer
     joined = product(jnp.concatenate(passed.streams, axis=1), weights.fc)
@@ -157,7 +157,7 @@ def block_rows(
     draft_from: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
 ) -> list[Rows]:
-    """The B * size rows of the blocks, as each layer sees them."""
+    """Returns the B * size rows of the blocks for each layer."""
     B, size = len(lengths), block.size
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), size)
     slot = jnp.tile(jnp.arange(size, dtype=jnp.int32), B)
@@ -199,13 +199,13 @@ def fill(
     kv: KV,
     group: Ranks,
 ) -> tuple[Float[jax.Array, "B size hidden"], KV]:
-    """Runs the blocks: their hidden states after the final norm, and the pools with their rows.
+    """Runs the blocks; returns the hidden states after the final norm and the updated pools.
 
     Args:
-      embed: The head's own, or the target's.
-      newest: The token of slot 0; the others hold masks.
-      rows: Of `block_rows`.
-      group: The ranks that have the head between them.
+      embed: Embedding table of the head or of the target.
+      newest: Token of block position 0; the other positions are mask tokens.
+      rows: Rows from `block_rows`.
+      group: Tensor-parallel group of the head.
     """
     config, block = weights.config.layer, _block_of(weights.config)
     turn = angles(config.attention, rows[0].positions)

@@ -1,4 +1,7 @@
-"""DFlash2: drafts of a block, each selected by the one before it; as `shared.spec.dflash2`."""
+"""DFlash2 selection: each draft token of a block depends on the token before it.
+
+Same results as `shared.spec.dflash2`.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +21,10 @@ def pairs(
     projected: Float[jax.Array, "B rank"],
     ids: Int[jax.Array, "B k"],
 ) -> Float[jax.Array, "B k"]:
-    """What candidates score as the tokens behind others.
+    """Scores candidate tokens given the previous token.
 
-    By one product with the candidates of all requests, whose sums are of one order; each request
-    takes its own.
+    One GEMM covers the candidates of all requests, so the order of its sums is fixed. Each request
+    reads its own scores.
     """
     (B, k), before = ids.shape, selector.before[previous] * projected
     every = product_float32(before, Matrix(selector.after[ids.reshape(-1)]))
@@ -38,10 +41,10 @@ def chain(
 ) -> tuple[
     Int[jax.Array, "B S"], Float[jax.Array, "B S"] | None, Float[jax.Array, "B S vocab"] | None
 ]:
-    """Selects S drafts of each block, one after the other; as `Ranking.chain` gives them.
+    """Selects S draft tokens of each block one by one; same results as `Ranking.chain`.
 
     Args:
-      scored: Of the target's tokens that this rank scores.
+      scored: Logits of this rank's shard of the target vocabulary.
     """
     B, S, _ = scored.shape
     values, ids = rank.candidates(scored, selector.config.candidates)

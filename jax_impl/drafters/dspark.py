@@ -1,4 +1,4 @@
-"""DSpark: drafts of a block that are chosen knowing the one before; as `shared.spec.dspark`."""
+"""DSpark sampling: the logits of a block depend on the previous draft; see `shared.spec.dspark`."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from shared.drafts.dspark_config import GATED, VANILLA
 
 
 class Mixed(NamedTuple):
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     before: Float[jax.Array, "B rank"]
     factors: Float[jax.Array, "B rank"]
@@ -28,11 +28,11 @@ def mix(
     hidden: Float[jax.Array, "B hidden"],
     state: Float[jax.Array, "B rank"],
 ) -> Mixed:
-    """One slot of each block."""
+    """Mixes the Markov part into one position of each block."""
     before, kind = layers.embedded(markov.embed, previous, None), markov.config.kind
     if kind == VANILLA:
         return Mixed(before, before, state)
-    assert markov.mix is not None  # the others have one
+    assert markov.mix is not None  # set for all other kinds
     if kind == GATED:
         gate = layers.sigmoid(_joined(markov.mix, hidden, before))
         return Mixed(before, (gate * before).astype(before.dtype), state)
@@ -46,7 +46,7 @@ def mix(
 def confidence(
     markov: MarkovWeights, hidden: Float[jax.Array, "B hidden"], before: Float[jax.Array, "B rank"]
 ) -> Float[jax.Array, " B"]:
-    """Of a head that has one."""
+    """Returns the acceptance confidence; only for a head with a confidence output."""
     assert markov.confidence is not None
     read = (hidden, before) if markov.config.confidence_sees_previous else (hidden,)
     return -layers.softplus(-_joined(markov.confidence, *read))[:, 0]
@@ -57,7 +57,7 @@ def _joined(weight: Matrix, *read: Float[jax.Array, "B _"]) -> Float[jax.Array, 
 
 
 def _tanh(x: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """By the sigmoid, as in torch, where its bits do not depend on a row's neighbours."""
+    """Computes tanh with the sigmoid, which is batch-invariant in torch."""
     return 2 * layers.sigmoid(2 * x) - 1
 
 
@@ -71,10 +71,10 @@ def chain(
 ) -> tuple[
     Int[jax.Array, "B S"], Float[jax.Array, "B S"] | None, Float[jax.Array, "B S vocab"] | None
 ]:
-    """Chooses S drafts of each block, one after the other; as `Ranking.chain` gives them.
+    """Chooses S draft tokens of each block one by one; same results as `Ranking.chain`.
 
     Args:
-      scored: Of the head's tokens that this rank scores.
+      scored: Logits of this rank's shard of the head's vocabulary.
     """
     block, markov = weights.config.block, weights.markov
     assert block is not None  # a DSpark head has both
@@ -82,7 +82,7 @@ def chain(
     factor = 1.0 if weights.lm_head is not None else weights.config.layer.logits_factor
     (B, S, _), first = scored.shape, block.first_slot
     state = jnp.zeros((B, markov.config.rank), hidden.dtype)
-    for slot in range(first):  # without a draft: the token before it is itself
+    for slot in range(first):  # positions without a draft: the previous token is `newest`
         state = mix(markov, newest, hidden[:, slot], state).state
 
     def body(carry: tuple, at: tuple) -> tuple[tuple, tuple]:

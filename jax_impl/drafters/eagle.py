@@ -1,8 +1,8 @@
-"""Drafting with a head that reads the target's hidden states; as `shared.spec.eagle`.
+"""EAGLE drafter and the tree expansion of all autoregressive drafters; same as `shared.spec.eagle`.
 
-Row i of a head pairs the hidden state of token i with the embedding of token i + 1 and stands at
-position i. After a step the head is extended over the accepted path with hidden states of the
-target; while drafting it goes on from its own. How its tree grows is how any drafter's does.
+Row i of a head has position i and combines the hidden state of token i with the embedding of token
+i + 1. After a step the head is extended over the accepted path with hidden states of the target.
+While drafting it reads its own hidden states.
 """
 
 from collections.abc import Callable
@@ -29,13 +29,13 @@ Carried = Any
 
 
 class Expand(NamedTuple):
-    """How a drafter expands nodes.
+    """Functions with which a drafter expands nodes.
 
     Attributes:
-      run: Runs the nodes of a level, each with what its parent's row handed on: what scores their
-        children, what they hand on, and the drafter's pools.
-      pick: What some of a level's rows handed on.
-      carried: What each request's root hands on.
+      run: Runs the nodes of a level, each with its parent's carry. Returns the LM-head projection
+        for their children, their carry, and the drafter's pools.
+      pick: Selects the carry of some rows of a level.
+      carried: Carry of each request's root.
     """
 
     run: Callable[[Rows, Tokens, Carried, KV], tuple[Projection, Carried, KV]]
@@ -44,7 +44,7 @@ class Expand(NamedTuple):
 
 
 class EagleDrafter(NamedTuple):
-    """A `jax_impl.drafters.Drafter` made of a head."""
+    """Drafter with a NEXTN, EAGLE or EAGLE-3 head."""
 
     head: Head
 
@@ -73,7 +73,7 @@ class EagleDrafter(NamedTuple):
         return self._extend(memory, plan, fed, rank)
 
     def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Ranking) -> DraftState:
-        assert memory.relay is not None  # a head's memory has one
+        assert memory.relay is not None  # a head has a relay
         new, kv = relay_of(self.head, memory.kv, fed, rank)
         relay = jax.tree.map(lambda old, rows: old.at[plan.slots].set(rows), memory.relay, new)
         return memory._replace(kv=kv, relay=relay)
@@ -106,7 +106,7 @@ class EagleDrafter(NamedTuple):
 
 
 def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
-    """Extends the draft KV over committed rows, and makes the relay of each request's last."""
+    """Extends the draft KV over committed rows; returns the relay of each request's last row."""
     out, kv = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)
     ends = out[fed.last]
     rank = rank._replace(columns=head.columns, vocabulary=head.vocabulary)
@@ -115,10 +115,10 @@ def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
 
 
 class First(NamedTuple):
-    """The first level of a tree: the candidates below its root.
+    """First level of a tree: the candidates below its root.
 
     Attributes:
-      processed: The processed logits that a chain's first draft was sampled from; None: it was not.
+      processed: Processed logits that a chain's first draft was sampled from; None if not sampled.
     """
 
     tokens: Int[jax.Array, "B k"]
@@ -127,14 +127,14 @@ class First(NamedTuple):
 
     @classmethod
     def of(cls, ranked: Ranked) -> "First":
-        """Of the roots' ranked children."""
+        """Builds the first level from the ranked children of the roots."""
         return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
 def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
-    """The relay's candidates; a draft that is judged is sampled anew.
+    """Returns the relay's candidates; for rejection sampling the draft is sampled again.
 
-    A slot does not keep the law that such a one comes from.
+    A slot does not store the draft distribution.
     """
     if rank.is_sampled:
         return First.of(rank.roots(head.projected(relay.hidden)))
@@ -154,7 +154,7 @@ def draft(
     shape: TreeShape,
     rank: Ranking,
 ) -> tuple[Drafted, KV]:
-    """Grows one draft tree per request: the relay is its first level, then S - 1 expansions."""
+    """Builds one draft tree per request: first level from the relay, then S - 1 expansions."""
 
     def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Projection, Carried, KV]:
         rows = rows if deltas is None else turned(rows, deltas)
@@ -187,9 +187,9 @@ def extend_rows(
     page_table: Int[jax.Array, "B table"],
     depth: int,
 ) -> Rows:
-    """The B * (depth + 1) rows that extend a drafter over accepted paths.
+    """Returns the B * (depth + 1) rows of a draft extend over accepted paths.
 
-    Row j of a request stands at position `lengths + j` and is padding from `counts` on.
+    Row j of a request has position `lengths + j` and is padding from `counts` on.
     """
     B, W = len(lengths), depth + 1
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), W)
@@ -211,11 +211,11 @@ def extend_rows(
 
 
 class _Frontier(NamedTuple):
-    """What the next expansion runs on.
+    """Inputs of the next expansion of a tree.
 
     Attributes:
-      carried: What each node's parent handed on.
-      kv: The drafter's pools.
+      carried: Carry of each node's parent.
+      kv: Pools of the drafter.
     """
 
     level: Level
@@ -224,7 +224,7 @@ class _Frontier(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """What an expansion found: its k * k candidates."""
+    """The k * k candidates of an expansion."""
 
     tokens: Int[jax.Array, "B kk"]
     weights: Float[jax.Array, "B kk"]
@@ -232,7 +232,7 @@ class _Candidates(NamedTuple):
 
 
 class _Link(NamedTuple):
-    """The end of a chain, as `_Frontier`."""
+    """Inputs of the next expansion of a chain; see `_Frontier`."""
 
     tokens: Int[jax.Array, " B"]
     carried: Carried
@@ -241,11 +241,11 @@ class _Link(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What an expansion of a chain found.
+    """Result of one expansion of a chain.
 
     Attributes:
-      edge: The log weight of the edge to the token; None where nobody asks.
-      law: Processed logits that the token was sampled from; None: it was not.
+      edge: Log weight of the edge to the token; None if not requested.
+      law: Processed logits that the token was sampled from; None if not sampled.
     """
 
     token: Int[jax.Array, " B"]
@@ -266,7 +266,7 @@ def grow(
     rank: Ranking,
     root_rows: int,
 ) -> tuple[Drafted, KV]:
-    """Grows trees from their first level; `root_rows` of the window are the root's."""
+    """Builds trees from their first level; the first `root_rows` of the window are the root's."""
     B, k, S = len(newest), shape.width, shape.depth
     if k == 1:
         bounds = (lengths, draft_from, max_drafts, page_table)
@@ -326,7 +326,7 @@ def _grow_chain(
     rank: Ranking,
     root_rows: int,
 ) -> tuple[Drafted, KV]:
-    """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
+    """Same as `grow`, for chains: drafts are already ordered by weight, so none is dropped."""
     (B, depth), can_draft = (len(newest), shape.depth), draft_from < lengths
     tokens, edges, is_weighed = first.tokens, first.weights, shape.shares_rows(B)
     processed = [] if first.processed is None else [first.processed[:, None]]
@@ -381,7 +381,7 @@ def _expansion_rows(
     page_table: Int[jax.Array, "B table"],
     root_rows: int,
 ) -> Rows:
-    """Expansion `s` stands at one position and writes k rows of the window; see `grow`."""
+    """Returns the rows of expansion `s`: one position, k rows of the window; see `grow`."""
     B, k, _ = sees.shape
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), k)
     is_real = can_draft[request]

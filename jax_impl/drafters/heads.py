@@ -1,7 +1,7 @@
-"""The heads of the EAGLE kind: NEXTN (MTP), EAGLE and EAGLE-3; as `shared.spec.eagle`.
+"""NEXTN (MTP), EAGLE and EAGLE-3 heads; same as `shared.spec.eagle`.
 
-They differ in what they read of the target, in how a row's embedding and hidden state enter their
-one layer, and in whose matrix gives their logits. How they draft is in `jax_impl.drafters.eagle`.
+The heads differ in the hidden states of the target that they read, in how these and the embedding
+enter the first layer, and in the LM head. `jax_impl.drafters.eagle` drafts with them.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,19 +34,18 @@ Logits = Float[jax.Array, "R vocab"]
 
 
 class Head(NamedTuple):
-    """A head bound to its weights and its target.
+    """Draft head with its weights and its target.
 
     Attributes:
-      config: Settings of its decoder layers, which also size the draft KV and the relay.
-      num_layers: How many it has.
-      streams: Residual streams of the target that `read` needs, ascending.
-      read: From a pass of the target, the hidden states of its rows as the head reads them.
-      forward: Runs the head over rows, each with its next token, what stands in the place of some,
-        and its hidden state; gives the hidden state that the next draft step reads, and the head's
-        KV.
-      projected: What scores the head's tokens that this rank has, by what `forward` gives.
-      vocabulary: The head's.
-      columns: The target's token of each score; None where they are the same.
+      config: Config of its decoder layers, which also determines the sizes of draft KV and relay.
+      num_layers: Number of decoder layers.
+      streams: Residual streams of the target that `read` requires, ascending.
+      read: Computes the head's input hidden states from a forward pass of the target.
+      forward: Runs the head over rows, given their next tokens, image embeddings and hidden states.
+        Returns the hidden states for the next draft level, and the head's KV.
+      projected: Returns the LM-head projection of this rank's shard from the output of `forward`.
+      vocabulary: Vocabulary of the head.
+      columns: Target token of each logit; None if the vocabularies are equal.
     """
 
     config: ModelConfig
@@ -59,15 +58,15 @@ class Head(NamedTuple):
     columns: Int[jax.Array, " draft_vocab"] | None = None
 
     def logits(self, hidden: Hidden) -> Logits:
-        """The scores over the target's vocabulary."""
+        """Returns the logits over the target's vocabulary."""
         whole_rows = whole(lm_head.scores(self.projected(hidden)), self.vocabulary)
         return over_tokens(whole_rows, self.columns, self.config.vocab)
 
 
 def mtp(model: Model) -> Head:
-    """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model."""
+    """Builds the MTP layer of a Qwen3.5 checkpoint; embedding and LM head are the target's."""
     config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
-    assert weights is not None  # the checkpoint was read with its MTP layer
+    assert weights is not None  # loaded with the checkpoint
     like = (config.draft_layer,)
 
     def forward(
@@ -86,9 +85,9 @@ def mtp(model: Model) -> Head:
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
-    """An EAGLE-1 or EAGLE-2 head: its first layer has no input norm, and none stands at its end.
+    """Builds an EAGLE-1 or EAGLE-2 head: no input norm in its first layer and no final norm.
 
-    It shares the `lm_head` of the target.
+    The `lm_head` is the target's.
     """
     config, embed, group = weights.config.layer, embedding(model, weights), model.group
 
@@ -104,7 +103,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
-    """An EAGLE-3 head: its first layer attends by embedding and hidden state side by side."""
+    """Builds an EAGLE-3 head: its first layer reads embedding and hidden state, concatenated."""
     config, embed, group = weights.config.layer, embedding(model, weights), model.group
     eps, norm_output = config.rms_eps, weights.config.norm_output
     norm_residual, first = weights.config.norm_residual, weights.layers[0]
@@ -144,7 +143,7 @@ HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
 def _head(
     model: Model,
 ) -> tuple[Callable[[Hidden], Projection], Vocabulary, Int[jax.Array, " draft_vocab"] | None]:
-    """Its target's matrix, or the rows of it that drafts are made of."""
+    """Returns the target's LM head, or its rows of the draft vocabulary."""
     if (rows := model.weights.draft_rows) is None:
         return partial(projected, model), model.vocabulary, None
     head = partial(Projection, weight=rows.lm_head, factor=model.config.logits_factor)
@@ -156,7 +155,7 @@ def _final_hidden(passed: Forward) -> Hidden:
 
 
 def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
-    """As `shared.spec.eagle.eagle3_project`."""
+    """Same as `shared.spec.eagle.eagle3_project`."""
     aux, eps = list(passed.streams), weights.config.layer.rms_eps
     if weights.aux_norm is not None:
         pairs = zip(aux, weights.aux_norm, strict=True)
@@ -175,7 +174,7 @@ def _fc(group: Ranks, weights: HeadWeights, x: Inputs) -> Hidden:
 def embedding(
     model: Model, weights: HeadWeights | BlockWeights
 ) -> Float[jax.Array, "vocab hidden"]:
-    """A head's own, or its target's."""
+    """Returns the embedding table of the head, or of its target if the head has none."""
     return model.weights.embed if weights.embed is None else weights.embed
 
 
@@ -188,10 +187,10 @@ def _through(
     rows: Rows,
     kv: KV,
 ) -> tuple[Hidden, KV]:
-    """The head's layers, of which the first has made its projection; angles are the head's own.
+    """Runs the head's layers after the QKV projection of the first; RoPE is the head's own.
 
     Args:
-      like: What they are like, each with attention.
+      like: Configs of the layers, all with attention.
     """
     sights: dict[object, Sight] = {
         each.mixer: Sight.of(each.mixer, rows, kv, stream.group)

@@ -1,4 +1,4 @@
-"""A whole small model drafts; as `shared.spec.standalone`."""
+"""STANDALONE drafter: a small draft model; same as `shared.spec.standalone`."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from shared.spec.draft_tree import TreeShape
 
 
 class StandaloneDrafter(NamedTuple):
-    """A `jax_impl.drafters.Drafter` made of a small model."""
+    """Drafter with a small draft model."""
 
     small: Model
 
@@ -122,24 +122,24 @@ class StandaloneDrafter(NamedTuple):
         return drafted, memory._replace(kv=kv)
 
     def _without_states(self, memory: DraftState, fed: Fed) -> DraftState:
-        """Extends a model that has nothing but KV."""
+        """Extends a draft model without GDN states."""
         return memory._replace(kv=self._forward(memory.kv, fed.rows, fed.tokens, None).kv)
 
     def _forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
-        rows = rows._replace(turns=None)  # a small model sees nothing, whatever its target does
+        rows = rows._replace(turns=None)  # the draft model is text-only, also with a VLM as target
         return model.forward(self.small, known, None, rows, kv, mixer, ())
 
 
 def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
-    """As `shared.spec.standalone.context_of` of the slots' states."""
-    assert memory.delta is not None  # there are states to read
+    """Same as `shared.spec.standalone.context_of`, for the states of the slots."""
+    assert memory.delta is not None  # a draft model with GDN layers
     held = gdn_layer.take(memory.delta, plan.slots)
     is_whole = memory.draft_from[plan.slots] < lengths
     return select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
 
 
 def _in_slots(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
-    """All slots' states, those of the plan as their context has them."""
-    assert memory.delta is not None  # there are states to read
+    """Returns the states of all slots; those in the plan are the states of their context."""
+    assert memory.delta is not None  # a draft model with GDN layers
     return gdn_layer.put(memory.delta, plan.slots, _context(memory, plan, lengths))

@@ -1,4 +1,4 @@
-"""How drafts are made; all drafters rank their candidates in the same way."""
+"""Drafters: the interface of a step, and the ranking of candidates that all drafters share."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,15 +24,17 @@ from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary
 
 @dataclass(frozen=True)
 class Ranking:
-    """Ranks the children of nodes as the target would choose: the same processing and noise.
+    """Ranks draft candidates with the logits processing and Gumbel noise of the target.
 
     Attributes:
-      sampling, slots, lengths: Of the requests.
-      counts: What all slots have seen; see `Seen`.
-      width: Children of a node.
-      is_sampled: Drafts are sampled, to be judged by a rejection rule: their noise is their own.
-      vocabulary: Of the drafter's head, whose scores each rank has a part of.
-      columns: The target's token of each score of the drafter; None where they are the same.
+      sampling: Sampling parameters of the B requests.
+      counts: Token counts of all slots, see `sampling.Seen`; they include the newest tokens.
+      slots: Slots of the requests.
+      lengths: Committed tokens of each request, which is the position of its newest token.
+      width: Number of children of a node.
+      is_sampled: True if drafts are sampled for rejection sampling, with separate noise.
+      vocabulary: Vocabulary of the drafter's LM head; each rank has a shard of its logits.
+      columns: Target token of each logit of the drafter; None if the vocabularies are equal.
     """
 
     sampling: Sampling
@@ -45,22 +47,22 @@ class Ranking:
     columns: Int[Tensor, " draft_vocab"] | None = None
 
     def __call__(self, scored: Projection, paths: Int[Tensor, "B k path"], depth: int) -> Ranked:
-        """The best children of nodes, which all stand at one depth.
+        """Returns the top children of k nodes of each request, all at one depth.
 
         Args:
-          scored: What scores the tokens after each node, or those that this rank has.
-          paths: The drafts from below the root to each node, `depth` of them.
+          scored: LM-head projection of each node, or this rank's shard of it.
+          paths: Draft tokens from below the root to each node, `depth` of them.
         """
         return lm_head.rank(scored, *self._given(paths, depth))
 
     def of_scores(
         self, logits: Float[Tensor, "B k share"], paths: Int[Tensor, "B k path"], depth: int
     ) -> Ranked:
-        """As for what scores tokens, from the scores."""
+        """Same as `__call__`, for logits instead of a projection."""
         return sampling.rank(logits, *self._given(paths, depth))
 
     def _given(self, paths: Int[Tensor, "B k path"], depth: int) -> tuple[Any, ...]:
-        """What candidates are ranked by, as `sampling.rank` takes it."""
+        """Returns the ranking inputs of candidates, in the order of `sampling.rank`."""
         k, path = paths.shape[1], paths.flatten(0, 1)
         is_real = torch.ones_like(path, dtype=torch.bool)
         slots = self.slots if k == 1 else self.slots.repeat_interleave(k)
@@ -73,16 +75,16 @@ class Ranking:
         return seen, positions, self.sampling, *how
 
     def roots(self, scored: Projection) -> Ranked:
-        """The best children of each request's root."""
+        """Returns the top children of each request's root."""
         return self(scored, self.lengths.new_zeros(len(self.lengths), 1, 0), 0)
 
     def candidates(
         self, logits: Float[Tensor, "B S share"], k: int
     ) -> tuple[Float[Tensor, "B S k"], Int[Tensor, "B S k"]]:
-        """The k best tokens of S places and their scores, whatever the requests ask for.
+        """Returns the top k tokens of S positions and their logits, without logits processing.
 
         Args:
-          logits: The drafter's, or this rank's part of them.
+          logits: Logits of the drafter, or this rank's shard of them.
         """
         seen = sampling.seen_alone(self.counts, self.slots.repeat_interleave(logits.shape[1]))
         params, at, of = self.sampling.unasked, self.lengths, self.vocabulary
@@ -94,16 +96,16 @@ class Ranking:
     def chain(
         self, scored: Projection, S: int, is_weighed: bool
     ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
-        """Drafts at S places in a row.
+        """Drafts S consecutive tokens in one pass.
 
-        They are made at once, so a place's penalties do not count the drafts before it.
+        Penalties at a position therefore do not count the drafts before it.
 
         Args:
-          scored: What scores them, in the order of the requests.
-          is_weighed: The log weights of their edges are asked for; of drafts that are not sampled.
+          scored: LM-head projection of the positions, in the order of the requests.
+          is_weighed: True if log edge weights are required; only for drafts that are not sampled.
 
         Returns:
-          The drafts, those weights, and the processed logits that they are sampled from, if so.
+          Draft tokens, log edge weights or None, and processed logits of sampled drafts or None.
         """
         B, device = len(self.lengths), self.lengths.device
         if self.is_sampled:
@@ -130,16 +132,16 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompt chunks of a prefill.
+    """Prompt chunks of a prefill.
 
     Attributes:
-      tokens: All chunks, then padding.
-      row_starts: First token of each chunk, and the end.
+      tokens: Tokens of all chunks, then padding.
+      row_starts: First flat row of each chunk, and the end.
       first: Position of each chunk's first token.
-      lengths: Of the slots after the chunks.
-      last: The flat row of each chunk's last token.
-      rows: Where the tokens stand and what they see.
-      sources: Of the pool of pictures, the row in the place of each token's; None: there is none.
+      lengths: Lengths of the slots after the chunks.
+      last: Flat row of each chunk's last token.
+      rows: Positions and visible KV of the tokens.
+      sources: Encoder-cache row that replaces each token's embedding; None for a text-only model.
     """
 
     tokens: Int[Tensor, " T"]
@@ -175,15 +177,15 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Fed:
-    """Committed rows that a drafter is extended over.
+    """Committed rows of a draft extend.
 
     Attributes:
-      rows: Where they stand; they see draft KV from `draft_from` on.
-      tokens: Each row's own token.
-      following: The token after each row's.
-      shown: What stands in the place of some of those; None of text.
-      passed: The target's pass over the rows, with the streams that the drafter reads.
-      last: The flat row that is each request's last.
+      rows: Positions of the rows; draft KV from `draft_from` on is visible.
+      tokens: Token of each row.
+      following: Token after each row's token.
+      shown: Image embeddings that replace embeddings of `following`; None for text.
+      passed: Target's forward pass over the rows, with the streams that the drafter reads.
+      last: Flat row of each request's last token.
     """
 
     rows: Rows
@@ -196,11 +198,12 @@ class Fed:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Drafted trees, as `draft_tree.keep_best` gives them.
+    """Draft trees, built by `draft_tree.keep_best`.
 
     Attributes:
-      weights: Path weights; None where there is a verify row for each node.
-      processed: Processed logits that each level of a chain was sampled from; None: it was not.
+      weights: Path weights; None if there is a verify row for each node.
+      processed: Processed logits that each level of a chain was sampled from; None if drafts are
+        not sampled.
     """
 
     tokens: Int[Tensor, "B N"]
@@ -211,16 +214,16 @@ class Drafted:
 
 
 class Drafter(Protocol):
-    """What a step asks of a drafter; it writes its memory but for `draft_from`."""
+    """Interface of a drafter for a step. It writes its state in place, except `draft_from`."""
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """The residual streams of the target that it reads, ascending."""
+        """Returns the residual streams of the target that the drafter reads, ascending."""
         ...
 
     @property
     def sizes(self) -> DraftSizes:
-        """What it keeps between steps; only with a relay is `rank` used while it is extended."""
+        """Returns the sizes of its state; draft extend uses `rank` only if there is a relay."""
         ...
 
     def prefill(
@@ -229,7 +232,7 @@ class Drafter(Protocol):
         """Extends the drafter over prompt chunks.
 
         Args:
-          rank: Of the token after each row's newest, which the relay holds.
+          rank: Ranking of the candidates for the token after the newest, stored in the relay.
         """
         ...
 
@@ -242,11 +245,11 @@ class Drafter(Protocol):
         fed: Fed,
         rank: Ranking,
     ) -> None:
-        """Extends the drafter over accepted paths, of W rows a request.
+        """Extends the drafter over accepted paths, with W rows per request.
 
         Args:
           before: Lengths before the path.
-          counts: How many of a request's rows are real.
+          counts: Number of valid rows of each request.
         """
         ...
 
@@ -260,9 +263,9 @@ class Drafter(Protocol):
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
-        """Drafts a tree for each request; one whose `draft_from` is its length gets its root.
+        """Drafts a tree for each request; only the root if `draft_from` equals its length.
 
         Args:
-          deltas: What the turns of rows are above their positions; None: the model sees nothing.
+          deltas: M-RoPE position delta of each request; None for a text-only model.
         """
         ...

@@ -1,4 +1,4 @@
-"""As `shared.spec.convolution`, in torch: a layer of a DFlash2 head."""
+"""Decoder layer of a DFlash2 head with its convolutions; same as `shared.spec.convolution`."""
 
 from collections.abc import Callable
 
@@ -26,11 +26,13 @@ def layer(
     normed: Hidden,
     sight: Sight,
 ) -> tuple[Hidden, Hidden]:
-    """As the specification; every rank makes whole convolutions, and of its products its share.
+    """Runs attention and MLP, each between two convolutions, and adds them to the stream.
+
+    Each rank computes the whole convolutions and its shard of the GEMMs.
 
     Args:
-      norms: Scales of the layer's second norm, and of that through which the stream is read next.
-      place: The layer's number.
+      norms: Scales of the layer's second norm and of the norm after the layer.
+      place: Index of the layer.
       size: Rows of a block.
     """
     group = sight.group
@@ -46,7 +48,11 @@ def layer(
 def _around(
     sizes: ModelConfig, conv: Conv, size: int, normed: Hidden
 ) -> tuple[Hidden, Callable[[Hidden, Hidden, Scale], tuple[Hidden, Hidden]]]:
-    """As the specification's."""
+    """Returns the input of attention or MLP, and a function that adds its output to the stream.
+
+    The function also applies the next norm. The coefficient offsets of both convolutions are
+    computed before attention or MLP.
+    """
     moved = product(normed, conv.moved).view(len(normed), 2, conv.base.shape[1], -1)
 
     def added(given: Hidden, x: Hidden, norm: Scale) -> tuple[Hidden, Hidden]:

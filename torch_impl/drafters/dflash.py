@@ -1,4 +1,4 @@
-"""As `shared.spec.dflash`, in torch: fills a block of masks in one pass and drafts a chain."""
+"""DFlash drafter: predicts a block of mask tokens in one pass; same as `shared.spec.dflash`."""
 
 from dataclasses import dataclass, replace
 
@@ -39,10 +39,10 @@ from torch_impl.ops.trees import draft_tree, verify_budget
 
 @dataclass(frozen=True)
 class BlockDrafter:
-    """A `torch_impl.drafters.Drafter` made of a DFlash, DSpark or DFlash2 head.
+    """Drafter with a DFlash, DSpark or DFlash2 head.
 
     Attributes:
-      frequencies: Of its own rotation.
+      frequencies: RoPE frequencies of the head.
     """
 
     target: Model
@@ -51,7 +51,7 @@ class BlockDrafter:
 
     @classmethod
     def of(cls, model: Model, weights: BlockWeights) -> "BlockDrafter":
-        """Binds a head to its target."""
+        """Builds the drafter from its target and the weights of its head."""
         device = model.weights.embed.device
         return cls(model, weights, rotary_frequencies(weights.config.layer.attention, device))
 
@@ -91,8 +91,7 @@ class BlockDrafter:
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
-        """See `Drafter`; the tree is a chain of the block's first drafts, and rows past the lengths
-        hold the whole block's KV."""
+        """Drafts a chain of the block's first tokens; rows past the lengths hold the block's KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed, kv = embedding(self.target, self.weights), memory.kv
@@ -119,7 +118,7 @@ class BlockDrafter:
         rank: Ranking,
         is_weighed: bool,
     ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
-        """The drafts; see `Ranking.chain`."""
+        """Chooses the draft tokens; see `Ranking.chain`."""
         weights, first = self.weights, _block_of(self.weights).first_slot
         if weights.markov is None and weights.selector is None:
             return rank.chain(scored, S, is_weighed)
@@ -131,14 +130,14 @@ class BlockDrafter:
 
 
 def head(target: Model, weights: BlockWeights, hidden: Float[Tensor, "R hidden"]) -> Projection:
-    """What scores the tokens that this rank has: its own `lm_head` or the target's."""
+    """Returns the LM-head projection of this rank's shard, by the head's or target's `lm_head`."""
     if weights.lm_head is None:
         return projected(target, hidden)
     return Projection(hidden, weights.lm_head)
 
 
 def own_ranking(target: Model, weights: BlockWeights, rank: Ranking) -> Ranking:
-    """For scores over the head's vocabulary."""
+    """Returns the ranking for logits over the head's vocabulary."""
     if weights.lm_head is None:
         return rank
     vocabulary = Vocabulary(weights.config.draft_vocab, target.group)
@@ -158,11 +157,11 @@ def write_context(
     kv: Pools,
     group: Ranks,
 ) -> None:
-    """Writes rows of context, committed tokens, to the pools of all layers.
+    """Writes the KV of context rows (committed tokens) to the pools of all layers.
 
     Args:
-      passed: The target's pass over the rows, with the streams that the head reads.
-      group: The ranks that have the head between them.
+      passed: Target's forward pass over the rows, with the streams that the head reads.
+      group: Tensor-parallel group of the head.
     """
     config = weights.config.layer
     joined = all_gather.gathered(group, product(torch.cat(passed.streams, dim=1), weights.fc))
@@ -218,13 +217,13 @@ def fill(
     kv: Pools,
     group: Ranks,
 ) -> Float[Tensor, "B size hidden"]:
-    """Runs the blocks, whose KV is written; gives their hidden states after the final norm.
+    """Runs the blocks and writes their KV; returns the hidden states after the final norm.
 
     Args:
-      embed: The head's own, or the target's.
-      newest: The token of slot 0; the others hold masks.
-      rows: Of `block_rows`.
-      group: The ranks that have the head between them.
+      embed: Embedding table of the head or of the target.
+      newest: Token of block position 0; the other positions are mask tokens.
+      rows: Rows from `block_rows`.
+      group: Tensor-parallel group of the head.
     """
     config, block = weights.config.layer, _block_of(weights)
     turn = angles(config.attention, frequencies, rows[0])

@@ -1,4 +1,7 @@
-"""As `shared.spec.dflash2`, in torch: drafts of a block, each selected by the one before it."""
+"""DFlash2 selection: each draft token of a block depends on the token before it.
+
+Same results as `shared.spec.dflash2`.
+"""
 
 import torch
 from jaxtyping import Float, Int
@@ -17,8 +20,11 @@ def pairs(
     projected: Float[Tensor, "B rank"],
     ids: Int[Tensor, "B k"],
 ) -> Float[Tensor, "B k"]:
-    """As the specification, by one product with the candidates of all requests, whose sums are of
-    one order; each request takes its own."""
+    """Scores candidate tokens given the previous token.
+
+    One GEMM covers the candidates of all requests, so the order of its sums is fixed. Each request
+    reads its own scores.
+    """
     (B, k), before = ids.shape, selector.before[previous] * projected
     every = product_float32(before, Matrix(selector.after[ids.flatten()]))
     return every.view(B, B, k).diagonal(dim1=0, dim2=1).t()
@@ -32,10 +38,10 @@ def chain(
     rank: Ranking,
     is_weighed: bool,
 ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
-    """Selects S drafts of each block, one after the other; as `Ranking.chain` gives them.
+    """Selects S draft tokens of each block one by one; same results as `Ranking.chain`.
 
     Args:
-      scored: Of the target's tokens that this rank scores.
+      scored: Logits of this rank's shard of the target vocabulary.
     """
     B, S, _ = scored.shape
     values, ids = rank.candidates(scored, selector.config.candidates)

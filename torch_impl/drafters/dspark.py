@@ -1,4 +1,4 @@
-"""As `shared.spec.dspark`, in torch: drafts of a block that are chosen knowing the one before."""
+"""DSpark sampling: the logits of a block depend on the previous draft; see `shared.spec.dspark`."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch_impl.ops.gemm.linear import Matrix, product_float32
 
 
 class Mixed(NamedTuple):
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     before: Float[Tensor, "B rank"]
     factors: Float[Tensor, "B rank"]
@@ -30,7 +30,7 @@ def mix(
     before, kind = layers.embedded(markov.embed, previous, None), markov.config.kind
     if kind == VANILLA:
         return Mixed(before, before, state)
-    assert markov.mix is not None  # the others have one
+    assert markov.mix is not None  # set for all other kinds
     if kind == GATED:
         gate = layers.sigmoid(_joined(markov.mix, hidden, before))
         return Mixed(before, (gate * before).to(before.dtype), state)
@@ -43,7 +43,7 @@ def mix(
 def confidence(
     markov: MarkovWeights, hidden: Float[Tensor, "B hidden"], before: Float[Tensor, "B rank"]
 ) -> Float[Tensor, " B"]:
-    """Of a head that has one."""
+    """Returns the acceptance confidence; only for a head with a confidence output."""
     assert markov.confidence is not None
     read = (hidden, before) if markov.config.confidence_sees_previous else (hidden,)
     return -layers.softplus(-_joined(markov.confidence, *read))[:, 0]
@@ -54,7 +54,7 @@ def _joined(weight: Matrix, *read: Float[Tensor, "B _"]) -> Float[Tensor, "B out
 
 
 def _tanh(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """By the sigmoid, whose bits do not depend on a row's neighbours."""
+    """Computes tanh with the sigmoid, which is batch-invariant in torch."""
     return 2 * layers.sigmoid(2 * x) - 1
 
 
@@ -66,10 +66,10 @@ def chain(
     rank: Ranking,
     is_weighed: bool,
 ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
-    """Chooses S drafts of each block, one after the other; as `Ranking.chain` gives them.
+    """Chooses S draft tokens of each block one by one; same results as `Ranking.chain`.
 
     Args:
-      scored: Of the head's tokens that this rank scores.
+      scored: Logits of this rank's shard of the head's vocabulary.
     """
     block, markov = weights.config.block, weights.markov
     assert block is not None  # a DSpark head has both
@@ -79,7 +79,7 @@ def chain(
     state = hidden.new_zeros(B, markov.config.rank)
     previous, drafts = newest, newest.new_zeros(B, 0)
     edges, laws = [], []
-    for slot in range(first):  # without a draft: the token before it is itself
+    for slot in range(first):  # positions without a draft: the previous token is `newest`
         state = mix(markov, newest, hidden[:, slot], state).state
     for level in range(S):
         of_slot = hidden[:, first + level]

@@ -1,4 +1,9 @@
-"""As `shared.spec.eagle`, in torch: what all heads share, and how any drafter's tree grows."""
+"""EAGLE drafter and the tree expansion of all autoregressive drafters; same as `shared.spec.eagle`.
+
+Row i of a head has position i and combines the hidden state of token i with the embedding of token
+i + 1. After a step the head is extended over the accepted path with hidden states of the target.
+While drafting it reads its own hidden states.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +30,7 @@ Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Projection]
 
 @dataclass(frozen=True)
 class EagleDrafter:
-    """A `torch_impl.drafters.Drafter` made of a head."""
+    """Drafter with a NEXTN, EAGLE or EAGLE-3 head."""
 
     head: Head
 
@@ -55,7 +60,7 @@ class EagleDrafter:
 
     def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Ranking) -> None:
         new, held = relay_of(self.head, memory.kv, fed, rank), memory.relay
-        assert held is not None  # a head's memory has one
+        assert held is not None  # a head has a relay
         held.tokens[plan.slots] = new.tokens
         held.weights[plan.slots] = new.weights
         held.hidden[plan.slots] = new.hidden
@@ -71,7 +76,7 @@ class EagleDrafter:
         rank: Ranking,
     ) -> Drafted:
         slots, held = plan.slots, memory.relay
-        assert held is not None  # a head's memory has one
+        assert held is not None  # a head has a relay
         relay = Relay(held.tokens[slots], held.weights[slots], held.hidden[slots])
         return draft(
             self.head,
@@ -90,10 +95,10 @@ class EagleDrafter:
 
 @dataclass(frozen=True)
 class First:
-    """The candidates below the roots.
+    """First level of a tree: the candidates below its root.
 
     Attributes:
-      processed: Processed logits that they were sampled from; None: they were not.
+      processed: Processed logits that a chain's first draft was sampled from; None if not sampled.
     """
 
     tokens: Int[Tensor, "B k"]
@@ -102,19 +107,22 @@ class First:
 
     @classmethod
     def of(cls, ranked: Ranked) -> "First":
-        """Of the ranked children of one node a request, its root."""
+        """Builds the first level from the ranked children of the roots."""
         return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
 def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
-    """The relay's candidates, or a draft sampled anew: a slot does not keep the law of one."""
+    """Returns the relay's candidates; for rejection sampling the draft is sampled again.
+
+    A slot does not store the draft distribution.
+    """
     if not rank.is_sampled:
         return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
     return First.of(rank.roots(head.projected(relay.hidden)))
 
 
 def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
-    """Extends the draft KV over committed rows, and makes the relay of each request's last."""
+    """Extends the draft KV over committed rows; returns the relay of each request's last row."""
     ends = head.forward(fed.rows, fed.following, fed.shown, head.read(fed.passed), kv)[fed.last]
     rank = replace(rank, columns=head.columns, vocabulary=head.vocabulary)
     ranked = rank.roots(head.projected(ends))
@@ -204,10 +212,10 @@ def _grow_chain(
     rank: Ranking,
     root_rows: int,
 ) -> Drafted:
-    """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
+    """Same as `grow`, for chains: drafts are already ordered by weight, so none is dropped."""
     can_draft = draft_from < lengths
     tokens, edges = [first.tokens], [first.weights]
-    laws = [first.processed]  # of each place, or None
+    laws = [first.processed]  # of each position, or None
     rows: Rows | None = None
     for s in range(1, shape.depth):
         if rows is None:
@@ -253,7 +261,7 @@ def extend_rows(
 
 
 def _next_link(rows: Rows) -> Rows:
-    """The rows of a chain's next expansion; what is padding stays it."""
+    """Returns the rows of a chain's next expansion; padding stays padding."""
     positions = rows.positions + rows.is_real
     return replace(rows, positions=positions, places=positions, until=rows.until + rows.is_real)
 
@@ -285,7 +293,7 @@ def _expansion_rows(
     page_table: Int[Tensor, "B P"],
     root_rows: int,
 ) -> Rows:
-    """The first expansion stands at one position and writes k rows of the window; see `grow`."""
+    """Returns the rows of the first expansion: one position, k rows of the window; see `grow`."""
     B, k, _ = sees.shape
     until, is_real = _each(torch.where(can_draft, lengths, 0), k), _each(can_draft, k)
     node = torch.arange(root_rows, root_rows + k, dtype=torch.int32, device=sees.device)
@@ -304,7 +312,7 @@ def _expansion_rows(
 
 
 def _next_rows(rows: Rows, sees: Bool[Tensor, "B k window"]) -> Rows:
-    """The rows of the next expansion: a position further on, and behind what was written."""
+    """Returns the rows of the next expansion: the next position, after the rows written so far."""
     return replace(
         rows,
         positions=rows.positions + 1,
@@ -314,7 +322,7 @@ def _next_rows(rows: Rows, sees: Bool[Tensor, "B k window"]) -> Rows:
 
 
 def _each(values: Shaped[Tensor, " B"], rows: int) -> Shaped[Tensor, " R"]:
-    """A request's value for each of its rows."""
+    """Repeats each request's value for all of its rows."""
     return values[:, None].expand(len(values), rows).flatten()
 
 

@@ -1,4 +1,8 @@
-"""As the heads of `shared.spec.eagle`, in torch: NEXTN (MTP), EAGLE and EAGLE-3."""
+"""NEXTN (MTP), EAGLE and EAGLE-3 heads; same as `shared.spec.eagle`.
+
+The heads differ in the hidden states of the target that they read, in how these and the embedding
+enter the first layer, and in the LM head. `torch_impl.drafters.eagle` drafts with them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,19 +41,18 @@ Logits = Float[Tensor, "R vocab"]
 
 @dataclass(frozen=True)
 class Head:
-    """A head bound to its weights and its target.
+    """Draft head with its weights and its target.
 
     Attributes:
-      config: Settings of its decoder layers, which also size the draft KV and the relay.
-      num_layers: How many it has.
-      streams: Residual streams of the target that `read` needs, ascending.
-      read: From a pass of the target, the hidden states of its rows as the head reads them.
-      forward: Runs the head over rows, each with its next token, what stands in the place of some,
-        and its hidden state, and writes the head's KV; gives the hidden state that the next draft
-        step reads.
-      projected: What scores the head's tokens that this rank has, by what `forward` gives.
-      vocabulary: The head's.
-      columns: The target's token of each score; None where they are the same.
+      config: Config of its decoder layers, which also determines the sizes of draft KV and relay.
+      num_layers: Number of decoder layers.
+      streams: Residual streams of the target that `read` requires, ascending.
+      read: Computes the head's input hidden states from a forward pass of the target.
+      forward: Runs the head over rows, given their next tokens, image embeddings and hidden states.
+        Writes the head's KV and returns the hidden states for the next draft level.
+      projected: Returns the LM-head projection of this rank's shard from the output of `forward`.
+      vocabulary: Vocabulary of the head.
+      columns: Target token of each logit; None if the vocabularies are equal.
     """
 
     config: ModelConfig
@@ -62,15 +65,15 @@ class Head:
     columns: Int[Tensor, " draft_vocab"] | None = None
 
     def logits(self, hidden: Hidden) -> Logits:
-        """The scores over the target's vocabulary."""
+        """Returns the logits over the target's vocabulary."""
         whole_rows = whole(lm_head.scores(self.projected(hidden)), self.vocabulary)
         return over_tokens(whole_rows, self.columns, self.config.vocab)
 
 
 def mtp(model: Model) -> Head:
-    """As the specification; embedding and `lm_head` are the model's."""
+    """Builds the MTP layer of a Qwen3.5 checkpoint; embedding and LM head are the target's."""
     config, weights, eps, group = model.config, model.weights.mtp, model.config.rms_eps, model.group
-    assert weights is not None  # the checkpoint was read with its MTP layer
+    assert weights is not None  # loaded with the checkpoint
     turns, like = model.frequencies[config.attention], (config.draft_layer,)
 
     def forward(
@@ -144,7 +147,7 @@ HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
 def _head(
     model: Model,
 ) -> tuple[Callable[[Hidden], Projection], Vocabulary, Int[Tensor, " draft_vocab"] | None]:
-    """Its target's matrix, or the rows of it that drafts are made of."""
+    """Returns the target's LM head, or its rows of the draft vocabulary."""
     if (rows := model.weights.draft_rows) is None:
         return partial(projected, model), model.vocabulary, None
     head = partial(Projection, weight=rows.lm_head, factor=model.config.logits_factor)
@@ -156,7 +159,7 @@ def _final_hidden(passed: Forward) -> Hidden:
 
 
 def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
-    """As `shared.spec.eagle.eagle3_project`."""
+    """Same as `shared.spec.eagle.eagle3_project`."""
     aux, eps = list(passed.streams), weights.config.layer.rms_eps
     if weights.aux_norm is not None:
         pairs = zip(aux, weights.aux_norm, strict=True)
@@ -169,7 +172,7 @@ def _project(group: Ranks, weights: HeadWeights, passed: Forward) -> Hidden:
 
 
 def embedding(model: Model, weights: HeadWeights | BlockWeights) -> Float[Tensor, "vocab hidden"]:
-    """A head's own, or its target's."""
+    """Returns the embedding table of the head, or of its target if the head has none."""
     return model.weights.embed if weights.embed is None else weights.embed
 
 
@@ -183,10 +186,10 @@ def _through(
     rows: Rows,
     kv: Pools,
 ) -> Hidden:
-    """The head's layers, of which the first has made its projection.
+    """Runs the head's layers after the QKV projection of the first.
 
     Args:
-      like: What they are like, each with attention; all turn alike.
+      like: Configs of the layers, all with attention and the same RoPE.
     """
     sights: dict[object, Sight] = {
         each.mixer: Sight.of(each.mixer, turns, rows, kv, stream.group)

@@ -1,4 +1,4 @@
-"""As `shared.spec.standalone`, in torch: a whole small model drafts."""
+"""STANDALONE drafter: a small draft model; same as `shared.spec.standalone`."""
 
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,7 @@ from torch_impl.ops.sampling.lm_head import Projection
 
 @dataclass(frozen=True)
 class StandaloneDrafter:
-    """A `torch_impl.drafters.Drafter` made of a small model."""
+    """Drafter with a small draft model."""
 
     small: Model
 
@@ -120,14 +120,14 @@ class StandaloneDrafter:
         self, memory: DraftState, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None
     ) -> Float[Tensor, "R hidden"]:
         known = tokens.clamp(max=self.small.config.vocab - 1)
-        rows = replace(rows, turns=None)  # a small model sees nothing, whatever its target does
+        rows = replace(rows, turns=None)  # the draft model is text-only, also with a VLM as target
         return model.forward(self.small, known, None, rows, memory.kv, mixer, ()).hidden
 
 
 def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> DeltaState:
-    """As `shared.spec.standalone.context_of` of the slots' states."""
+    """Same as `shared.spec.standalone.context_of`, for the states of the slots."""
     is_whole = (memory.draft_from[plan.slots] < lengths).view(1, -1, 1, 1)
-    assert memory.delta is not None  # there are states to read
+    assert memory.delta is not None  # a draft model with GDN layers
     held = gdn_layer.take(memory.delta, plan.slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
     return DeltaState(recurrent, torch.where(is_whole, held.window, 0))

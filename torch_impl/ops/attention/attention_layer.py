@@ -23,7 +23,7 @@ from torch_impl.ops.gemm import layers
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     q: Float[Tensor, " queries"]
     k: Float[Tensor, " keys"]
@@ -32,7 +32,7 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class Angles:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     cos: Float[Tensor, "R half"]
     sin: Float[Tensor, "R half"]

@@ -16,7 +16,7 @@ from torch_impl.ops.gemm import layers
 
 @dataclass(frozen=True)
 class DeltaState:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     recurrent: Float[Tensor, "L B H K V"]
     window: Float[Tensor, "L B 3 C"]
@@ -24,7 +24,7 @@ class DeltaState:
 
 @dataclass(frozen=True)
 class Kept:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     k: Float[Tensor, "L B N H K"]
     v: Float[Tensor, "L B N H V"]
@@ -35,7 +35,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     conv: Float[Tensor, "C 4"]
     a_log: Float[Tensor, " H"]

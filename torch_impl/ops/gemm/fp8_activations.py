@@ -12,7 +12,7 @@ from torch_impl.ops.gemm import layers
 
 
 class Quantised(NamedTuple):
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     codes: Float8e4m3fn[Tensor, "R inputs"]
     scales: Float32[Tensor, "R blocks"]

@@ -81,7 +81,7 @@ def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 @dataclass(frozen=True)
 class Shown:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     pool: Float[Tensor, "rows hidden"]
     sources: Int[Tensor, " R"]

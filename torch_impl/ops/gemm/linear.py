@@ -20,7 +20,7 @@ from torch_impl.ops.gemm import fp8_activations, layers
 
 @dataclass(frozen=True)
 class Matrix:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     values: (
         Float[Tensor, "*experts outputs inputs"]

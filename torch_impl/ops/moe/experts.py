@@ -21,7 +21,7 @@ from torch_impl.ops.gemm.linear import Matrix, Stream
 
 @dataclass(frozen=True)
 class Experts:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     router: Matrix
     gate_up: Matrix
@@ -33,7 +33,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Chosen:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     ids: Int[Tensor, "R chosen"]
     weights: Float32[Tensor, "R chosen"]

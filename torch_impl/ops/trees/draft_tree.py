@@ -61,7 +61,7 @@ def next_frontier(
 
 @dataclass(frozen=True)
 class Level:
-    """As the specification's."""
+    """Same as the class of this name in the specification."""
 
     tokens: Int[Tensor, "B k"]
     weights: Float[Tensor, "B k"]
