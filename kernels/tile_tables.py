@@ -1,4 +1,4 @@
-"""Tables of tiles: lines with bounds, of which a call takes the first that bounds its sizes."""
+"""Tables of tiles: a call uses the first line whose bounds its sizes do not exceed."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,22 +9,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Line(Generic[T]):
-    """Tiles, and the sizes up to which they are taken."""
+    """Tiles, and the largest sizes for which they are used."""
 
     at_most: Mapping[str, int]
     tiles: T
 
     def takes(self, sizes: Mapping[str, int]) -> bool:
-        """Whether no size is above its bound."""
+        """Returns whether no size exceeds its bound."""
         return all(sizes[name] <= bound for name, bound in self.at_most.items())
 
 
 @dataclass(frozen=True)
 class Table(Generic[T]):
-    """The tiles of one kernel; the first line that takes a call's sizes holds, the last takes all.
+    """Tiles of one kernel. A call uses the first line that fits its sizes; the last line fits all.
 
     Raises:
-      ValueError: The last line does not take all sizes.
+      ValueError: The last line does not fit all sizes.
     """
 
     lines: tuple[Line[T], ...]
@@ -34,15 +34,15 @@ class Table(Generic[T]):
             raise ValueError("the last line must have no at_most, so that every size has tiles")
 
     def of(self, **sizes: int) -> T:
-        """The tiles for a call; `sizes` names every one that the tables of the kernel can bound."""
+        """Returns the tiles for a call; `sizes` has all sizes that the tables can bound."""
         return next(line.tiles for line in self.lines if line.takes(sizes))
 
 
 def check_at_least(tiles: object, **least: int) -> None:
-    """Checks fields of tiles.
+    """Checks minimum values of fields.
 
     Raises:
-      ValueError: One is below the least value of it; says which.
+      ValueError: A field is below its minimum; names it.
     """
     for name, bound in least.items():
         if getattr(tiles, name) < bound:
@@ -50,10 +50,10 @@ def check_at_least(tiles: object, **least: int) -> None:
 
 
 def check_one_of(tiles: object, **choices: Collection[int]) -> None:
-    """As `check_at_least`, with the values that a field can have.
+    """Checks that fields have one of their allowed values.
 
     Raises:
-      ValueError: One has another; says which.
+      ValueError: A field has another value; names it.
     """
     for name, values in choices.items():
         if getattr(tiles, name) not in values:
@@ -62,10 +62,10 @@ def check_one_of(tiles: object, **choices: Collection[int]) -> None:
 
 
 def check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:
-    """As `check_at_least`, of powers of two.
+    """Checks that fields are powers of two and not below their minimum.
 
     Raises:
-      ValueError: One is below it, or no power of two; says which.
+      ValueError: A field is below its minimum, or not a power of two; names it.
     """
     for name, bound in least.items():
         value = getattr(tiles, name)

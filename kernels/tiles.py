@@ -15,27 +15,26 @@ from shared.models.fp8_packing import FP8_BLOCK
 
 FOLDER = Path(__file__).parent / "gpus"
 MEASURED = "nvidia_h200"
-"""A GPU without a file has the tiles of this one, until it is measured itself."""
+"""GPU whose tiles a GPU without a file uses, until its own are measured."""
 _THREE_HALVES = (96, 192)
-"""Columns of tiles that are a power of two and half of one, so that they fill more of a GPU."""
+"""Tile columns that are one and a half powers of two, to fill more of a GPU."""
 _WIDE = 64
-"""Of the sides of a tile of codes one is as wide, or a compiler takes no unit that multiplies
-codes."""
+"""Minimum of one side of an FP8 tile; below, a compiler does not select FP8 tensor cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderAttentionTiles:
-    """Tiles of `encoder_attention`, whose rows are a picture's patches.
+    """Tiles of `encoder_attention`, whose rows are the patches of an image.
 
     Attributes:
       lanes: Rows of a product.
       warps, stages: Of the kernel.
-      described: Stages of `attend_all_described`, which attends where it can; 0: it does not.
-      groups: Its warpgroups that multiply.
+      described: Stages of `encoder_attention_sm90`, used if it supports the call; 0: never.
+      groups: Consumer warpgroups of that kernel.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "head_size")
-    """Bytes of an element of q, the rows, and D."""
+    """Bytes of an element of q, rows, and D."""
 
     lanes: int
     warps: int
@@ -44,7 +43,7 @@ class EncoderAttentionTiles:
     groups: int
 
     def __post_init__(self) -> None:
-        # Fewer than 16 rows or columns a matrix unit does not take.
+        # Tensor cores require at least 16 rows and columns.
         check_powers_of_two(self, {"lanes": 16, "warps": 1})
         check_at_least(self, stages=1)
         check_one_of(self, described=(0, *range(2, 9)), groups=(2, 3))
@@ -55,16 +54,16 @@ class AttentionTiles:
     """Tiles of `attention.attend`.
 
     Attributes:
-      lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
-      ones: Weights are summed by a matrix product with so many columns of 1. Where there are no
-        more of them than lanes, Triton splits the rows over its warps, otherwise the columns.
-      unroll: Tiles of a split that a step of the loop adds; all where a split has fewer.
+      lanes: Rows of a product: packed (query head, row) pairs of a KV head.
+      ones: Columns of 1 in the product that sums the softmax weights. If they are at most the
+        lanes, Triton splits the rows over its warps, otherwise the columns.
+      unroll: Tiles of a split per loop step; all if a split has fewer.
       warps, stages: Of the kernel.
-      described: Stages of `attend_described`, which attends where it can; 0: it does not.
+      described: Stages of `attention_sm90`, used if it supports the call; 0: never.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "head_size")
-    """Bytes of an element of q, the most pairs that a request can have, and D."""
+    """Bytes of an element of q, the most pairs of a request, and D."""
 
     lanes: int
     ones: int
@@ -79,27 +78,25 @@ class AttentionTiles:
 
 
 BLOCKS = 16
-"""Most blocks that `mix.attention_layer` cuts the pairs of a request and key head into, of 16 or
-more.
-"""
+"""Most blocks, of 16 or more pairs each, of a request and KV head in `attention_layer`."""
 MOST_LANES = 16 * BLOCKS
-"""Most pairs of a row and a query head of a key head that a request can have there."""
+"""Most (query head, row) pairs of a KV head that a request can have there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeAttentionTiles:
-    """Tiles of `mix.attention_layer`.
+    """Tiles of `attention_layer.attention_layer`.
 
     Attributes:
-      lanes: Pairs of a program; fewer where a request cannot have so many.
-      programs: Most programs that share the positions of a request and key head.
-      splits: Fewest splits of a program, unless there are fewer. Above 1, a program that has all
-        positions of a request keeps its sums, where they are within a span.
-      ones: As of `AttentionTiles`.
-      placed: Whether `place` makes the queries first and writes keys and values.
-      described: Whether `mix_described` attends behind `place`, where it can.
+      lanes: Pairs of a program; fewer if a request cannot have that many.
+      programs: Most programs that share the positions of a request and KV head (split-KV).
+      splits: Minimum splits of a program, if there are enough. Above 1, a program with all
+        positions of a request keeps its softmax state in registers within a span.
+      ones: Same as in `AttentionTiles`.
+      placed: Whether `place` first computes queries and writes keys and values.
+      described: Whether `attention_layer_sm90` attends after `place`, if it supports the call.
       warps, stages: Of the kernel.
-      registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
+      registers: Maximum per thread; 0 for no maximum, the only value that Pallas supports.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "requests", "head_size")
@@ -125,14 +122,14 @@ class GDNLayerTiles:
     """Tiles of `gdn_layer`.
 
     Attributes:
-      columns: Of a state, in a program; all where a state has fewer.
+      columns: State columns of a program; all if a state has fewer.
       warps: Of the kernel.
-      prepare_warps: Of a launch of its own that prepares rows for the recurrence; 0: there is none.
-      commit_columns, commit_warps: As columns and warps, of `commit`.
+      prepare_warps: Warps of a separate kernel that prepares rows for the recurrence; 0: none.
+      commit_columns, commit_warps: Same as `columns` and `warps`, for `commit`.
     """
 
     sizes: ClassVar = ("nodes", "requests")
-    """The most nodes that a request can have, and the requests."""
+    """Most nodes of a request, and number of requests."""
 
     columns: int
     warps: int
@@ -151,14 +148,14 @@ class GDNPrefillTiles:
     """Tiles of `gdn_prefill`.
 
     Attributes:
-      columns: Of the state, of a program that carries it; fewer where a head has fewer.
+      columns: State columns of a program that carries the state; fewer if a head has fewer.
       warps, stages: Of that kernel.
-      prepare_warps: Of the kernel that prepares chunks.
-      rows, row_warps: Rows of a program before and after that, up to 64, and its warps.
+      prepare_warps: Warps of the kernel that prepares chunks.
+      rows, row_warps: Rows, up to 64, of a program before and after that kernel, and its warps.
     """
 
     sizes: ClassVar = ("requests",)
-    """Requests of a call."""
+    """Number of requests of a call."""
 
     columns: int
     warps: int
@@ -168,10 +165,10 @@ class GDNPrefillTiles:
     row_warps: int
 
     def __post_init__(self) -> None:
-        # Fewer than 16 columns a matrix unit does not take.
+        # Tensor cores require at least 16 columns.
         least = {"columns": 16, "warps": 1, "prepare_warps": 1, "rows": 1, "row_warps": 1}
         check_powers_of_two(self, least)
-        if self.stages < 2:  # by Triton 3.6 the kernel reads and writes what it must not
+        if self.stages < 2:  # Triton 3.6 compiles invalid memory accesses
             raise ValueError(f"stages must be at least 2, got {self.stages}")
         if self.rows > 64:
             raise ValueError(f"rows must be at most 64, got {self.rows}")
@@ -179,24 +176,24 @@ class GDNPrefillTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsTiles:
-    """Tiles of a block of experts: of `router.route`, and of `experts`.
+    """Tiles of a MoE block: of `router.route` and of `experts`.
 
     Attributes:
-      grouped: Whether rows of one expert share a tile; otherwise each slot of a row is a tile, and
-        the last product adds a row's slots too.
+      grouped: Whether rows of one expert share a tile (grouped GEMM). Otherwise each slot of a row
+        is a tile, and the down GEMM adds a row's slots too.
       slots: Slots of a tile.
-      columns, depth: Outputs of a program of the first product, and inputs of a step of its chain.
+      columns, depth: Outputs of a program of the gate-up GEMM, and inputs per step.
       warps, stages: Of its kernel.
-      down_columns, down_depth, down_warps, down_stages: The same of the second product.
+      down_columns, down_depth, down_warps, down_stages: The same for the down GEMM.
       sum_columns, sum_warps: Outputs of a program that adds a row's slots, and its warps.
-      router_rows, router_depth: Rows of a program that finds logits, of which one chooses for all,
-        and inputs of a step.
+      router_rows, router_depth: Rows of a program that computes logits, of which one selects for
+        all, and inputs per step.
       router_warps, router_stages: Of its kernel.
-      group_rows: Rows that are looked at at once for those of an expert.
+      group_rows: Rows per step of the search for an expert's slots.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "inner")
-    """Bytes of a number of the weights, rows of a call, and values between an expert's products."""
+    """Bytes of a weight element, rows of a call, and inner size of an expert."""
 
     grouped: bool
     slots: int
@@ -217,7 +214,7 @@ class ExpertsTiles:
     group_rows: int
 
     def __post_init__(self) -> None:
-        # Fewer than 16 of each a matrix unit does not take, and squares are summed by 64.
+        # Tensor cores require at least 16 of each, and squares are summed by 64.
         least = {"slots": 16, "columns": 16, "depth": 16, "warps": 1}
         least |= {"down_columns": 64, "down_depth": 16, "down_warps": 1}
         least |= {"sum_columns": 64, "sum_warps": 1}
@@ -228,24 +225,24 @@ class ExpertsTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearTiles:
-    """Tiles of a product of `linear`.
+    """Tiles of a GEMM of `linear`.
 
     Attributes:
-      rows, columns: Rows and outputs of a program; fewer rows where a call has fewer. Blocks that
-        descriptors copy can also have 96 or 192 columns, or 8 rows where they are swapped.
-      depth: Inputs of a step along the chain; of codes some blocks, which are added one by one.
-      swapped: Whether the outputs, not the rows, are the wide side of the matrix unit.
-      described: Whether blocks are copied by tensor descriptors (TMA); in Pallas by a kernel of its
-        own, which is persistent and has as many warps more as copy, where that takes the product.
-      persistent: Whether a multiprocessor has one program, which takes blocks in turn.
-      widens: Whether a weight in FP8 is widened in memory first, by a kernel of its own. Otherwise
-        it is in registers, which takes a depth of a block of FP8 and tiles that are swapped and
-        neither described nor persistent.
+      rows, columns: Rows and outputs of a program; fewer rows if a call has fewer. With TMA,
+        columns can also be 96 or 192, and rows 8 with swap-AB.
+      depth: Inputs per step; for quantised rows some FP8 blocks, added one by one.
+      swapped: Swap-AB: outputs, not rows, are the wide side of the tensor core.
+      described: Whether blocks are copied by TMA descriptors; in Pallas by `linear_sm90`, which is
+        persistent and has additional producer warps, if it supports the call.
+      persistent: Whether a multiprocessor has one program, which processes blocks in turn.
+      widens: Whether packed FP8 is dequantised in memory first, by a separate kernel. Otherwise it
+        is dequantised in registers, which requires the depth of an FP8 block and swapped tiles that
+        are neither described nor persistent.
       warps, stages: Of the kernel.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "outputs", "gated")
-    """Bytes of a number of the weight, rows and outputs of a call; 1 with a gate, else 0."""
+    """Bytes of a weight element, rows and outputs of a call; 1 with a gate, else 0."""
 
     rows: int
     columns: int
@@ -259,7 +256,7 @@ class LinearTiles:
 
     @property
     def takes_fp8(self) -> bool:
-        """Whether a weight in FP8 can be widened in registers."""
+        """Returns whether packed FP8 can be dequantised in registers."""
         has_blocks = self.depth == FP8_BLOCK and self.swapped
         return has_blocks and not (self.described or self.persistent)
 
@@ -284,22 +281,22 @@ class LinearTiles:
 
     @property
     def are_powers_of_two(self) -> bool:
-        """Whether every kernel can have blocks of these columns."""
+        """Returns whether every kernel supports these columns."""
         return self.columns not in _THREE_HALVES
 
     @property
     def narrowed(self) -> "LinearTiles":
-        """With a power of two of columns, for a kernel that can have no others."""
+        """Returns the tiles with a power of two of columns, for kernels that require it."""
         return self if self.are_powers_of_two else replace(self, columns=self.columns * 2 // 3)
 
     def rows_of_codes(self, rows: int) -> int:
-        """The rows of a tile of codes; all of them where they are the wide side of the matrix unit.
+        """Returns the rows of an FP8 tile; all rows with swap-AB.
 
         Args:
-          rows: As many as there are to multiply, and at most those of the tiles.
+          rows: Rows to multiply, at most those of the tiles.
 
         Raises:
-          ValueError: The wide side is not wide enough, so that the bits would be others.
+          ValueError: The wide side is too narrow, so the bits would differ.
         """
         wide = self.columns if self.swapped else self.rows
         is_wide = wide >= _WIDE and self.are_powers_of_two
@@ -311,13 +308,14 @@ class LinearTiles:
         return rows if self.swapped else self.rows
 
     def depth_of_codes(self, inputs: int) -> int:
-        """Inputs of a step of a chain along so many, whole blocks of FP8."""
+        """Returns the inputs per step of a chain of `inputs`, in whole FP8 blocks."""
         return self.depth if inputs % self.depth == 0 else FP8_BLOCK
 
     def depth_of(self, inputs: int) -> int:
-        """Inputs of a step of a chain along so many; fewer than all, where there are more than 16.
+        """Returns the inputs per step of a chain; less than all of them, if there are more than 16.
 
-        A compiler begins a chain of one step with what is added to its end, and rounds otherwise.
+        A compiler starts a chain of one step with the value added at its end, which rounds
+        differently.
         """
         depth = self.depth
         while depth >= inputs and depth > 16:
@@ -327,15 +325,15 @@ class LinearTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class LmHeadEpilogueTiles:
-    """How tokens are chosen behind a head, see `lm_head_epilogue`.
+    """Choice of the LM-head epilogue, see `lm_head_epilogue`.
 
     Attributes:
-      joined: Whether the head's product leaves what the choice needs, and scores where asked for.
-      ranked: The same of a drafter's head and the best children of nodes.
+      joined: Whether the LM head stores block partials, and logits only on request.
+      ranked: The same for a drafter's LM head and the top-k children of nodes.
     """
 
     sizes: ClassVar = ("rows",)
-    """Rows of the product."""
+    """Rows of the GEMM."""
 
     joined: bool
     ranked: bool
@@ -346,11 +344,11 @@ class SamplingTiles:
     """Tiles of `sampling.choose`, `sampling.score` and `sampling.rank`.
 
     Attributes:
-      groups, warps: Groups of tokens of a tile, and of the kernels that look at one.
+      groups, warps: Groups of tokens of a tile, and warps of the kernels that process one.
       programs: Most programs that share the tiles of a row with a filter.
-      row_programs, at_once, row_warps: Most programs that share the search of its support, groups
-        that one reads at once, and of the kernel.
-      sampled, listed: Tokens of the sample by which it guesses, and those that it can list.
+      row_programs, at_once, row_warps: Most programs that share the threshold search of a row,
+        groups per step of one, and warps of the kernel.
+      sampled, listed: Sampled tokens for the threshold bracket, and capacity of the list of tokens.
     """
 
     sizes: ClassVar = ("rows",)
@@ -373,7 +371,7 @@ class SamplingTiles:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tables of all kernels of one language, a field for each module that has some."""
+    """Tables of all kernels of one language, one field per module that has tiles."""
 
     encoder_attention: Table[EncoderAttentionTiles]
     attention: Table[AttentionTiles]
@@ -391,12 +389,12 @@ class Tiles:
         """Reads the tables of a GPU.
 
         Args:
-          language: `pallas_gpu` or `triton_gpu`; they are compiled differently, hence two tables.
-          gpu: The name that the driver gives the GPU; a file's name must begin it.
-          folder: Of the files.
+          language: `pallas_gpu` or `triton_gpu`; compiled differently, hence two tables.
+          gpu: Name of the GPU from its driver; it must begin with a file's name.
+          folder: Folder of the files.
 
         Raises:
-          ValueError: A table is missing, is of no kernel, or has a wrong line; says which.
+          ValueError: A table is missing, belongs to no kernel, or has an invalid line; names it.
         """
         path = _file_of(gpu, folder)
         tables = json.loads(path.read_text(encoding="utf-8"))[language]
@@ -418,11 +416,11 @@ CLASSES: dict[str, Any] = {
     "attention_layer": DecodeAttentionTiles,
     "sampling": SamplingTiles,
 }
-"""The class of the tiles of each module of kernels that has some."""
+"""Tile class of each kernel module that has tiles."""
 
 
 def _file_of(gpu: str, folder: Path) -> Path:
-    """The file with the longest name that begins the GPU's."""
+    """Returns the file with the longest name that begins the GPU's name."""
     name = re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") + "_"
     stems = [path.stem for path in folder.glob("*.json") if name.startswith(path.stem + "_")]
     return folder / f"{max(stems, key=len, default=MEASURED)}.json"

@@ -15,7 +15,7 @@ from shared.models.fp8 import BLOCK
 LINES, ROWS = 8, 128
 """Row multiples to which quantised rows and their scales are padded.
 
-`linear_described` copies and loads whole groups. Padding rows are not written.
+`linear_sm90` copies and loads whole groups. Padding rows are not written.
 """
 _FEW = 64
 _ROWS, _ROWS_OF_MANY, _WARPS = 4, 32, 4

@@ -45,8 +45,8 @@ class Given(NamedTuple):
       bias, added: Added to the accumulators, and to the result.
       norms, norm_layer: Stacked norm scales, and the index of the one that multiplies the result
         for the next norm.
-      place: See `ranks.Gather`; None if ranks gather nothing, or in a later kernel.
-      asks, warmth, tokens: For an LM head, see `leaves.Asks`.
+      place: See `all_gather.Gather`; None if ranks gather nothing, or in a later kernel.
+      asks, warmth, tokens: For an LM head, see `lm_head_epilogue.Asks`.
     """
 
     scales: Any
@@ -116,8 +116,8 @@ def product(
       order: Reduction order of squares.
       tiles: Tile config.
       gather: All-gather of the outputs; the weight is this rank's shard.
-      asks: Outputs needed from an LM head, of `leaves.asking`. The result is float32; it is stored
-        for blocks of rows in which some row needs logits, and undefined elsewhere.
+      asks: Outputs needed from an LM head, of `lm_head_epilogue.asking`. The result is float32; it
+        is stored for blocks of rows in which some row needs logits, and undefined elsewhere.
       interpret: Run on a CPU.
 
     Returns:

@@ -75,7 +75,7 @@ def scales_from(refs, work, row):
 
 
 def added_up(parts, digits, axis=1):
-    """Same as `squares.add_up`, for rows whose columns are in parts or along the other axis."""
+    """Same as `sum_of_squares.add_up`, for rows with columns in parts or along the other axis."""
     largest = functools.reduce(jnp.maximum, (x.max(axis=axis) for x in parts))
     exponent = exponent_of(largest, digits)
     across = lax.broadcast_in_dim(exponent, parts[0].shape, [1 - axis])
@@ -212,7 +212,7 @@ class Result:
                     self._leave_group(sums, rows, down, at, warmth, tokens)
 
     def _leave_group(self, sums, rows, down, at, warmth, tokens):
-        """Same as `scores.store_groups`, for a group of rows with a temperature."""
+        """Same as `logits_processing.store_groups`, for a group of rows with a temperature."""
         keys, scores = [], []
         for part in range(at, at + GROUP, self._line):
             x = self._finished(sums, down, part)

@@ -5,7 +5,7 @@ ring of blocks of rows and weight in shared memory. Programs are persistent, one
 the first copies of a block overlap with the epilogue of the block before it.
 
 With swap-AB tiles one program has all rows, which are few, and fewer operations can be fused, see
-`takes`; the epilogue is in `linear_swapped`.
+`takes`; the epilogue is in `linear_swap_ab`.
 
 Accumulation is one chain along the inputs and the epilogue computes as in `linear`, so the bits
 equal that kernel's and Triton's. If rows are not whole blocks, separate kernels compute the scales

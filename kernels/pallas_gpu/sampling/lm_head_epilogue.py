@@ -54,7 +54,7 @@ class Leaves(NamedTuple):
       keys, ids: Best token of each block of outputs.
       bad: 1 if some logit of a block is not finite.
       peaks, masses: Group maxima and sums of exponentials, of rows with a temperature; see
-        `scores.store_groups`.
+        `logits_processing.store_groups`.
     """
 
     asks: Any
@@ -149,7 +149,7 @@ def store_leaves(out, out_ref, given, left_refs, row, column, block):
 
 
 def _store_groups(x, peaks_ref, masses_ref, at_row, row, column, block, num_tokens):
-    """Same as `scores.store_groups`, for the groups of a block of rows."""
+    """Same as `logits_processing.store_groups`, for the groups of a block of rows."""
     groups = x.shape[1] // GROUP
     shape = (x.shape[0], groups, GROUP)
     keys = jnp.where((column < num_tokens)[None, :], key_of(x), LOWEST).reshape(shape)

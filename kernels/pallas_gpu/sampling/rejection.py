@@ -5,8 +5,8 @@ part of the vocabulary. The second combines the parts to a distribution per leve
 in each part, a replacement for a rejected draft token. The fourth accepts, and reduces the
 replacements. Only levels that a chain has, of rows with a temperature, are computed.
 
-Weights are summed as integers, see `scores`. `kernels/__init__.py` lists what must stay equal to
-the Triton twin.
+Weights are summed as integers, see `logits_processing`. `kernels/__init__.py` lists what must stay
+equal to the Triton twin.
 """
 
 import functools

@@ -1,13 +1,12 @@
-"""Sampling from logits: top-k / top-p filters, Gumbel-max, ranking (Pallas, Triton
-backend).
+"""Sampling from logits: top-k / top-p filters, Gumbel-max, ranking (Pallas, Triton backend).
 
 Three kernels. The first processes tiles of the vocabulary in parallel. It finds the best tokens of
 a tile or, for a row with a filter, the sums of exponentials of the tile's groups. The second finds
-the top-k / top-p threshold of rows with a filter (`support`). The third finds the best tokens of
+the top-k / top-p threshold of rows with a filter (`topk_topp`). The third finds the best tokens of
 the filtered tiles, and reduces the tiles of all rows. Rows skip the work that they do not need.
 
-Results depend neither on order nor on tiles, see `scores`. `kernels/__init__.py` lists what must
-stay equal to the Triton twin.
+Results depend neither on order nor on tiles, see `logits_processing`. `kernels/__init__.py` lists
+what must stay equal to the Triton twin.
 """
 
 import functools
@@ -132,7 +131,8 @@ def rank(
       tau: Softness of the weights of sampled tokens.
       tiles: Tile config.
       leaves: Block partials of the LM head, for rows that may lack logits. They come from
-        `leaves.asking` with this width, and include the logits of rows with a temperature.
+        `lm_head_epilogue.asking` with this width, and include the logits of rows with a
+        temperature.
       interpret: Run on a CPU.
     """
     B, k, vocab = logits.shape
@@ -172,7 +172,7 @@ def leave(
     leaves: Leaves | None = None,
     interpret: bool = False,
 ) -> tuple[Int32[jax.Array, "R words"], Int32[jax.Array, "R groups"], Float[jax.Array, "R groups"]]:
-    """Computes the candidates of a rank's vocabulary shard, for `vocabulary.join`.
+    """Computes the candidates of a rank's vocabulary shard, for `vocab_parallel.join`.
 
     Args:
       logits: Logits of this rank's tokens.
@@ -184,7 +184,7 @@ def leave(
       nodes: Rows per request, if positions and keys are per request; 0: `request` maps rows to
         requests.
       tiles: Tile config.
-      leaves: Block partials of the LM head's shard, see `leaves.asking`.
+      leaves: Block partials of the LM head's shard, see `lm_head_epilogue.asking`.
       interpret: Run on a CPU.
 
     Returns:

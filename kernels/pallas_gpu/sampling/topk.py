@@ -35,7 +35,7 @@ class Partials(NamedTuple):
     Attributes:
       peaks, masses: Of groups, see `store_groups`.
       winners: Keys and ids of the best tokens of tiles.
-      notes: See `support`.
+      notes: See `topk_topp.NOTES`.
       scores: Processed logits of the target's tokens, if requested.
     """
 
@@ -50,7 +50,8 @@ class Best(NamedTuple):
     """Best tokens of each row, their weights, and whether the row's logits are finite.
 
     Attributes:
-      left: Candidates of a vocabulary shard, in place of the other fields: see `vocabulary.join`.
+      left: Candidates of a vocabulary shard, in place of the other fields: see
+        `vocab_parallel.join`.
     """
 
     ids: Any

@@ -1,5 +1,5 @@
-# What pyright takes Triton for: a language of its own, of which it knows nothing. Bodies of kernels
-# are read for what they share with Python, and the functions that launch them are read in full.
+# Stub for pyright, which cannot type-check the Triton language. Kernel bodies are checked only as
+# far as they are plain Python; the functions that launch them are checked fully.
 from typing import Any
 
 def jit(*args: Any, **kwargs: Any) -> Any: ...

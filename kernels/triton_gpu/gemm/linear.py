@@ -86,8 +86,8 @@ def product(
       order: Reduction order of squares.
       tiles: Tile config.
       gather: All-gather of the outputs; the weight is this rank's shard.
-      asks: Outputs needed from an LM head, of `leaves.asking`. The result is float32; it is stored
-        for blocks of rows in which some row needs logits, and undefined elsewhere.
+      asks: Outputs needed from an LM head, of `lm_head_epilogue.asking`. The result is float32; it
+        is stored for blocks of rows in which some row needs logits, and undefined elsewhere.
 
     Returns:
       The result. With `added`, also the result times `norm`, if there is one, and its sums of

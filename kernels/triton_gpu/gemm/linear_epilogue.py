@@ -19,9 +19,9 @@ class Ends(NamedTuple):
       added, norm: Added to the result, and the scale that multiplies it for the next norm.
       out, scaled, sums: The result, the result times `norm`, and its sums of squares per chunk.
       eps: Epsilon of the norm.
-      asks, warmth, tokens, keys, ids, bad, peaks, masses: See `leaves.Leaves`.
+      asks, warmth, tokens, keys, ids, bad, peaks, masses: See `lm_head_epilogue.Leaves`.
       all_words, all_sums: All ranks' result, or their `scaled`; and all ranks' `sums`.
-      mail, clock, call: See `ranks.Gather`.
+      mail, clock, call: See `all_gather.Gather`.
     """
 
     squares: Any

@@ -302,7 +302,7 @@ def _scale_of(
 
 @gluon.jit
 def _add_up(terms, digits: gl.constexpr):
-    """Same as `squares.add_up`."""
+    """Same as `sum_of_squares.add_up`."""
     largest = gl.max(terms, 1).to(gl.int32, bitcast=True)
     exponent = gl.minimum(gl.maximum(largest >> 23, digits + 1), 254)
     unit = ((digits + 254 - exponent) << 23).to(gl.float32, bitcast=True)

@@ -39,7 +39,7 @@ class Leaves(NamedTuple):
       keys, ids: Best token of each block of outputs.
       bad: 1 if some logit of a block is not finite.
       peaks, masses: Group maxima and sums of exponentials, of rows with a temperature; see
-        `scores.store_groups`.
+        `logits_processing.store_groups`.
     """
 
     asks: Int32[Tensor, " R"]
@@ -161,7 +161,7 @@ def store_leaves(out, ends, row, column, block, num_rows, sizes: tl.constexpr):
 
 @triton.jit
 def _store_groups(x, ends, row, column, block, num_rows, sizes: tl.constexpr):
-    """Same as `scores.store_groups`, for the groups of a block of rows."""
+    """Same as `logits_processing.store_groups`, for the groups of a block of rows."""
     groups: tl.constexpr = x.shape[1] // (2 * PAIRS)
     shape: tl.constexpr = (x.shape[0], groups, 2 * PAIRS)
     keys = tl.where((column < tl.load(ends.tokens))[None, :], key_of(x), LOWEST)

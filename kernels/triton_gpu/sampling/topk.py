@@ -31,7 +31,7 @@ class Partials(NamedTuple):
       peaks, masses: Of groups, see `store_groups`.
       winners, winner_ids: Keys and ids of the best tokens of tiles.
       bad: Whether some logits of tiles are not finite.
-      notes: See `support`.
+      notes: See `topk_topp.NOTES`.
       scores: Processed logits of the target's tokens, if requested.
     """
 
@@ -48,7 +48,8 @@ class Best(NamedTuple):
     """Best tokens of each row, their weights, and whether the row's logits are finite.
 
     Attributes:
-      left: Candidates of a vocabulary shard, in place of the other fields: see `vocabulary.join`.
+      left: Candidates of a vocabulary shard, in place of the other fields: see
+        `vocab_parallel.join`.
     """
 
     ids: Any
