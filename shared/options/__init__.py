@@ -1,1 +1,1 @@
-"""The flags of a server, and the rules of what does not go together."""
+"""Flags of the server, and rules of unsupported combinations."""

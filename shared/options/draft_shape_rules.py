@@ -9,7 +9,7 @@ from shared.options.speculative import NAIVE_SHAPE
 
 
 def _differ(given: Sequence[int | None], fixed: Sequence[int]) -> bool:
-    """Whether one of the numbers was given and is another one than the fixed."""
+    """Returns True if a number was given and differs from the fixed one."""
     return any(number not in (None, want) for number, want in zip(given, fixed, strict=True))
 
 
@@ -30,7 +30,7 @@ def _shapes_text(s: RuleContext) -> bool:
 
 
 def _shapes_itself(s: RuleContext) -> bool:
-    """Whether the drafter's shape follows from the flags of a tree."""
+    """Returns True if the flags determine the draft shape."""
     return s.draft.drafts and s.algorithm not in ("NAIVE_EAGLE", HOST_ALGORITHM)
 
 
@@ -44,7 +44,7 @@ def _breaks_block(s: RuleContext) -> bool:
 
 
 def _is_shaped_twice(s: RuleContext) -> bool:
-    """Whether flags name a shape where it is chosen; NGRAM's is the largest to choose from."""
+    """Returns True if flags fix a shape and `--speculative-adaptive` chooses one."""
     draft = s.draft
     shape = (draft.speculative_num_steps, draft.speculative_eagle_topk)
     nodes = draft.speculative_num_draft_tokens
@@ -55,7 +55,7 @@ def _is_shaped_twice(s: RuleContext) -> bool:
 
 
 def _names_other_drafts(s: RuleContext) -> bool:
-    """Whether the file names shapes that the drafter cannot have."""
+    """Returns True if the file contains shapes that the drafter does not support."""
     most = NAIVE_SHAPE[0] if s.algorithm == "NAIVE_EAGLE" else MOST_STEPS
     if s.drafts_blocks:
         most = (s.block or 1) - 1
@@ -66,7 +66,7 @@ def _names_other_drafts(s: RuleContext) -> bool:
 
 
 def _simulates_more(s: RuleContext) -> bool:
-    """Whether drafts are to be accepted on levels that no tree has."""
+    """Returns True if acceptance is simulated beyond the draft depth."""
     return len(s.draft.accept_rates or ()) > s.num_levels
 
 

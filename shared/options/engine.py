@@ -133,7 +133,7 @@ class EngineConfig:
 
     @property
     def has_grammars(self) -> bool:
-        """Whether structured output is on; valid once startup has resolved `auto`."""
+        """True if structured output is on; valid once startup has resolved `auto`."""
         return self.grammar_backend == LLGUIDANCE
 
     @property

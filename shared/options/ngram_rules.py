@@ -9,7 +9,7 @@ from shared.options.rule_context import Example, Rule, flags_of
 
 
 def needs_trie(options: Options) -> bool:
-    """Returns whether a flag requires the trie on the host."""
+    """Returns True if a flag requires the trie on the host."""
     return options.adaptive.speculative_adaptive or not options.explicit_flags.isdisjoint(OF_A_TRIE)
 
 

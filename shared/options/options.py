@@ -99,7 +99,7 @@ class ModelOptions:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the weights are random."""
+        """True if the weights are random."""
         return self.load_format == DUMMY
 
 

@@ -1,4 +1,4 @@
-"""What a start was told, and how a combination that does not work is told of it."""
+"""Context of the startup rules, and the rules' record type."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -15,7 +15,7 @@ from shared.options.speculative import SpeculativeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RuleContext:
-    """What the rules look at.
+    """Inputs of the rules.
 
     Attributes:
       options: What the start was told.
@@ -34,49 +34,49 @@ class RuleContext:
 
     @property
     def draft(self) -> SpeculativeConfig:
-        """The flags of speculative decoding, settled."""
+        """Options of speculative decoding, resolved."""
         return self.options.speculative
 
     @property
     def algorithm(self) -> str | None:
-        """The drafter that `--speculative-algorithm` names; None without drafts."""
+        """Drafter of `--speculative-algorithm`; None for plain decoding."""
         return self.draft.drafter
 
     @property
     def drafts_blocks(self) -> bool:
-        """Whether that drafter fills a block in one pass."""
+        """True if that drafter fills a block in one pass."""
         return self.algorithm in BLOCK_ALGORITHMS
 
     @property
     def adaptive(self) -> AdaptiveConfig:
-        """How it is chosen how much is drafted."""
+        """Options of adaptive speculation."""
         return self.options.adaptive
 
     @property
     def adaptive_flag(self) -> str | None:
-        """The first flag of the adaptive choice that was given."""
+        """First explicit flag of adaptive speculation."""
         names = [item.name for item in fields(AdaptiveConfig)]
         return next((spelling(name) for name in names if name in self.options.explicit_flags), None)
 
     @property
     def most_nodes(self) -> int:
-        """Nodes of the largest tree with the S and k of the setup."""
+        """Maximum number of nodes of a tree with S and k."""
         k = self.draft.topk
         return min(1 + k + (self.draft.num_steps - 1) * k * k, MOST_NODES)
 
     @property
     def num_copies(self) -> int:
-        """C, nodes of seen text that join what is drafted."""
+        """C, number of n-gram nodes in a merged tree."""
         return self.options.ngram.num_copies
 
     @property
     def num_drafted_nodes(self) -> int:
-        """N of what is drafted, with the root."""
+        """N, number of drafted nodes with the root."""
         return self.draft.settled(self.model.drafts_trees, self.block).num_draft_tokens
 
     @property
     def num_levels(self) -> int:
-        """S, the levels that are drafted; the most there can be where that is decided later."""
+        """S, draft depth; the maximum if it is chosen later."""
         if self.options.candidates:
             return max(each.steps for each in self.options.candidates)
         is_fixed = self.drafts_blocks or self.draft.from_text or self.algorithm == "NAIVE_EAGLE"
@@ -86,12 +86,12 @@ class RuleContext:
 
     @property
     def ngram_flag(self) -> str | None:
-        """The first flag of NGRAM that was given."""
+        """First explicit flag of the n-gram drafter."""
         names = [item.name for item in fields(NgramConfig)]
         return next((spelling(name) for name in names if name in self.options.explicit_flags), None)
 
     def words(self) -> dict[str, Any]:
-        """What the sentences of the rules speak of."""
+        """Returns the placeholders of the rules' sentences."""
         return {
             "algorithm": self.algorithm,
             "family": self.model.name,
@@ -148,7 +148,7 @@ WORDS = {
     "context": "N",
     "model_context": "own",
 }
-"""The same words where no setup is at hand."""
+"""Placeholders of the sentences on the page of the rules."""
 
 
 def flags_of(line: str) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ def flags_of(line: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A combination that a rule refuses.
+    """Unsupported combination, as an example of a rule.
 
     Attributes:
       drafter: One of `shared.options.options.ALGORITHMS`.
@@ -173,7 +173,7 @@ class Example:
     request: tuple[tuple[str, Any], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As `GET /capabilities` shows it."""
+        """Returns the JSON of `GET /capabilities`."""
         model = {} if self.model_type is None else {"model_type": self.model_type}
         rest = {"flags": list(self.flags), "request": dict(self.request)}
         return {"drafter": self.drafter, **model, **rest}
@@ -181,7 +181,7 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One combination that does not work.
+    """Unsupported combination.
 
     Attributes:
       applies: Whether a setup is one of them.
@@ -196,11 +196,11 @@ class Rule:
     example: Example | None
 
     def sentence(self, words: dict[str, Any]) -> str:
-        """Why, and what to do instead."""
+        """Returns the reason and the hint."""
         return f"{self.reason}; {self.hint}".format(**words)
 
     def to_json(self) -> dict[str, Any]:
-        """As `GET /capabilities` shows it; only of a rule with an example."""
+        """Returns the JSON of `GET /capabilities`, for a rule with an example."""
         assert self.example is not None  # what files decide is not listed
         sentences = {"reason": self.reason.format(**WORDS), "hint": self.hint.format(**WORDS)}
         return {**sentences, "example": self.example.to_json()}

@@ -171,7 +171,7 @@ class SpeculativeConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether speculative decoding is on."""
+        """True if speculative decoding is on."""
         return self.speculative_algorithm is not None
 
     @property
@@ -182,12 +182,12 @@ class SpeculativeConfig:
 
     @property
     def joins_copies(self) -> bool:
-        """Whether n-gram drafts are merged into the trees of another drafter."""
+        """True if n-gram drafts are merged into the trees of another drafter."""
         return self.speculative_algorithm in JOINED_ALGORITHMS
 
     @property
     def with_mtp(self) -> bool:
-        """Whether an MTP layer drafts, of the checkpoint or of the draft model."""
+        """True if an MTP layer drafts, of the checkpoint or of the draft model."""
         has_path = self.speculative_draft_model_path is not None
         is_own = self.drafts and not (has_path or self.from_text)
         return is_own or self.drafter == "NEXTN"
@@ -205,27 +205,27 @@ class SpeculativeConfig:
 
     @property
     def drafts_with_a_model(self) -> bool:
-        """Whether a small model drafts (STANDALONE)."""
+        """True if a small model drafts (STANDALONE)."""
         return self.drafter == MODEL_ALGORITHM
 
     @property
     def from_text(self) -> bool:
-        """Whether all drafts are n-grams (NGRAM)."""
+        """True if all drafts are n-grams (NGRAM)."""
         return self.speculative_algorithm == HOST_ALGORITHM
 
     @property
     def drafts_on_host(self) -> bool:
-        """Whether NGRAM drafts on the host."""
+        """True if NGRAM drafts on the host."""
         return self.from_text and not self.drafts_from_table
 
     @property
     def drafts_from_table(self) -> bool:
-        """Whether NGRAM drafts on the device, from a hash table."""
+        """True if NGRAM drafts on the device, from a hash table."""
         return self.speculative_ngram_backend == DEVICE
 
     @property
     def copies_text(self) -> bool:
-        """Whether n-grams are drafted, alone or merged."""
+        """True if n-grams are drafted, alone or merged."""
         return self.from_text or self.joins_copies
 
     @property

@@ -1,4 +1,4 @@
-"""Fields of other servers' APIs that are not served, or not every value of them.
+"""Request fields of other servers that are not supported, or not with every value.
 
 Fields of OpenAI's, vLLM's and SGLang's APIs and of the proxies and agents that speak them are of
 two kinds. *Advice* cannot change a token of the answer: a request that has such a field is served,
@@ -16,7 +16,7 @@ BOTH = (COMPLETIONS, CHAT)
 
 @dataclass(frozen=True)
 class UnsupportedField:
-    """One of them.
+    """Unsupported request field.
 
     Attributes:
       name: The field, or a path such as `tools[].function.cache_control`.
@@ -42,11 +42,11 @@ class UnsupportedField:
 
     @property
     def reason(self) -> str:
-        """Why a request is refused."""
+        """Reason of the error."""
         return f"{self.name} {self.why}"
 
     def refuses(self, value: Any) -> bool:
-        """Whether a value asks for something."""
+        """Returns True if a value asks for something."""
         if value is None:
             return False
         return not any(type(value) is type(other) and value == other for other in self.neutral)
@@ -64,7 +64,7 @@ class UnsupportedField:
 
 
 def _holders(value: Any, parents: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a body in which the last field of a path may stand."""
+    """Yields the objects of a body that may contain the last field of a path."""
     if not isinstance(value, dict):
         return
     if not parents:

@@ -1,4 +1,4 @@
-"""Flags of SGLang and vLLM that are not here, each with the reason or the way out.
+"""Flags of SGLang and vLLM without an equivalent, with the reason or the flag to use.
 
 Some of them ask for what every server does, or for nothing by one of their values: those are taken.
 """
@@ -28,7 +28,7 @@ ALWAYS = frozenset(
     + ("--enable-cache-report", "--enable-prompt-tokens-details")
     + ("--disable-log-requests", "--no-enable-log-requests")
 )
-"""Switches for what every server does."""
+"""Switches that request the only supported behaviour."""
 
 NEUTRAL = {
     **dict.fromkeys(
@@ -41,11 +41,11 @@ NEUTRAL = {
     "--schedule-policy": ("fcfs",),
     "--scheduling-policy": ("fcfs", "priority"),
 }
-"""Values of flags that ask for nothing."""
+"""Values of unsupported flags that have no effect."""
 
 
 def asks_for_nothing(name: str, value: str | None) -> bool:
-    """Returns whether a flag that is not here asks for what every server does.
+    """Returns True if an unsupported flag requests the only supported behaviour.
 
     Args:
       value: None of a switch.

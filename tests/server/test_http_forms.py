@@ -175,5 +175,5 @@ def test_sites_are_read_from_one_flag_or_refused():
     assert ServerOptions(allowed_origins="*").origins == ("*",)
     assert ServerOptions().origins == ()
     for wrong in ("chat.example", SITE + "/", SITE + "/chat", "null", "https://a@b"):
-        with pytest.raises(ConfigError, match="--allowed-origins has .* is no site"):
+        with pytest.raises(ConfigError, match="--allowed-origins contains .* not an origin"):
             ServerOptions(allowed_origins=wrong)

@@ -79,7 +79,7 @@ def test_pictures_come_by_file_drop_and_paste_and_show_their_places(page, server
     ]
     page.until(lambda: page.one(".turn.user figcaption").text)
     notes = [note.text for note in page.all(".turn.user figcaption")]
-    assert notes == ["6 tokens, from 1 on", "2 tokens, from 9 on"]
+    assert notes == ["6 tokens from position 1", "2 tokens from position 9"]
     assert "what is it?" in page.one(".turn.user").text
     assert page.complaints() == []
 
@@ -89,7 +89,7 @@ def test_what_is_no_picture_is_said_and_a_refused_question_keeps_its_pictures(pa
     page.set_most_tokens(7)
     page.driver.execute_script(GIVE, "drop", "not.png", "bm8=")
     page.until(lambda: page.one("#alert").text)
-    assert page.one("#alert").text == "not.png is no picture that this browser can show"
+    assert page.one("#alert").text == "not.png cannot be decoded by this browser"
     give(page, "drop", "kept.png", png(1, 1))
     page.one("#question").send_keys("<|image|>", "\n")
     page.until(lambda: page.one("#alert").text)
@@ -106,4 +106,4 @@ def test_a_model_that_sees_nothing_takes_no_picture(page, tmp_path):
         assert not page.one("#add-picture").is_displayed()
         page.driver.execute_script(GIVE, "drop", "a.png", "bm8=")
         page.until(lambda: page.one("#alert").text)
-        assert "sees no pictures" in page.one("#alert").text
+        assert "does not support image input" in page.one("#alert").text

@@ -1,4 +1,4 @@
-"""What stands before every route: the names that a server answers to, its key, the longest head.
+"""ASGI middleware before all routes: allowed hosts, API key and header size.
 
 A page of any site may let its site's name stand for 127.0.0.1; to the browser it then is a page of
 the server on that machine. The name is what the browser writes into the request's Host.
@@ -19,18 +19,18 @@ from shared.process.address import is_local
 from shared.server.protocol.errors import ApiError
 
 MAX_HEAD_BYTES = 1 << 14
-"""Of the first line of a request and its header fields."""
+"""Maximum bytes of the request line and the headers."""
 
 _KEY_HEADERS = ("x-api-key", "api-key")
 
 _BASIC = 'Basic realm="Tandem", charset="UTF-8"'
 
 OPEN_PATH = "/live"
-"""The route that needs no key: who watches the process has none."""
+"""Route without a key, for liveness probes."""
 
 
 class HostCheck:
-    """Refuses requests whose Host is a name that the server does not answer to.
+    """Rejects requests whose Host header is not allowed.
 
     A request without a Host passes: no browser sends one.
 
@@ -52,7 +52,7 @@ class HostCheck:
 
 
 class KeyCheck:
-    """Refuses requests that do not know a key of the server.
+    """Rejects requests without a valid API key.
 
     Args:
       keys: Each opens every route; which of them a route asks for beyond that is its own affair.
@@ -78,7 +78,7 @@ class KeyCheck:
 
 
 class HeadLimit:
-    """Refuses requests with a long head, which came too fast to be refused while it did."""
+    """Rejects requests whose headers are too large."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -96,7 +96,7 @@ class HeadLimit:
 
 
 def head_too_large() -> ApiError:
-    """The answer to a head that is too long."""
+    """Returns the error for headers that are too large."""
     message = f"the request headers exceed {MAX_HEAD_BYTES} bytes"
     return ApiError(431, message, code="request_head_too_large")
 
@@ -110,7 +110,7 @@ def sent_keys(headers: Headers) -> list[bytes]:
 
 
 def is_among(given: Collection[bytes], keys: Collection[str]) -> bool:
-    """Whether one of these is one of the keys; the time says nothing of which one it is like."""
+    """Returns True if one of the values is a key; compares in constant time."""
     matches = [hmac.compare_digest(each, key.encode()) for each in given for key in keys]
     return any(matches)
 

@@ -1,4 +1,4 @@
-"""The routes that change a running server: external corpora of the drafter NGRAM."""
+"""Admin routes: external corpora of the n-gram drafter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The applications of the listeners: OpenAI's routes, and those of who runs the server."""
+"""ASGI applications of the two listeners: API routes and admin routes."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _with_routes(served: Sequence[Route], has_key: bool) -> FastAPI:
 
 
 def _model_routes(routes: Routes, tokens: TokenRoutes) -> Iterator[Route]:
-    """What clients of OpenAI's and vLLM's APIs ask for."""
+    """Routes of the OpenAI-compatible API."""
     yield Route(
         path="/v1/completions",
         method="POST",
@@ -212,7 +212,7 @@ def _model_routes(routes: Routes, tokens: TokenRoutes) -> Iterator[Route]:
 
 
 def _state_routes(routes: Routes) -> Iterator[Route]:
-    """What clients may want to know of the server."""
+    """Routes about the server and the model."""
     yield Route(
         path="/capabilities",
         method="GET",
@@ -224,20 +224,20 @@ def _state_routes(routes: Routes) -> Iterator[Route]:
 
 
 def _health_routes(routes: Routes) -> Iterator[Route]:
-    """What watches a listener."""
+    """Health routes of a listener."""
     for path in ("/health", "/ping"):  # the second is what SageMaker asks
         yield Route(path=path, method="GET", handler=routes.health, errors=(503,))
     yield Route(path=OPEN_PATH, method="GET", handler=routes.live, errors=(503,))
 
 
 def _metrics_routes(routes: Routes) -> Iterator[Route]:
-    """What tells of the server's work."""
+    """Metrics route."""
     page = CONTENT_TYPE_LATEST.partition(";")[0]
     yield Route(path="/metrics", method="GET", handler=routes.metrics, media_type=page)
 
 
 def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
-    """What changes the server."""
+    """Admin routes."""
     for path, handler, body in (
         ("/add_external_corpus", admin.add_corpus, AddCorpus),
         ("/remove_external_corpus", admin.remove_corpus, RemoveCorpus),
@@ -260,7 +260,7 @@ def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
 
 
 def _page_routes() -> Iterator[Route]:
-    """The page for people."""
+    """Routes of the web page."""
     yield Route(path="/", method="GET", handler=playground.page, media_type="text/html")
     yield Route(
         path="/playground/{name}",

@@ -1,4 +1,4 @@
-"""The connections of clients: how long a request may take to arrive."""
+"""Client connections: connection limit and read timeouts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WRITE_TIMEOUT_S = 60.0  # for a client to take something of what waits for it
 
 @dataclass
 class Room:
-    """How many connections a listener has at a time: `most` that are served, `spare` beside them.
+    """Connection limit of a listener: `most` are served, `spare` more get an error.
 
     Those are told that there is no room, with time to hear it; one more is told and closed at once.
     Where descriptors are used up, a process cannot even see who connects.
@@ -48,7 +48,7 @@ class Room:
 
 
 class HttpConfig(uvicorn.Config):
-    """How an application is served, and in what room."""
+    """Uvicorn configuration with the connection limit."""
 
     def __init__(self, app: ASGIApp, room: Room, grace_s: int) -> None:
         self.room = room
@@ -67,7 +67,7 @@ class HttpConfig(uvicorn.Config):
 
 
 class TimedConnection(H11Protocol):
-    """A connection on which requests arrive in time, or that ends.
+    """HTTP connection that closes when a request does not arrive in time.
 
     uvicorn bounds the time between two requests (its `timeout_keep_alive`) and nothing else: a
     client that says nothing, or half of a request, would keep its connection for ever. An answer

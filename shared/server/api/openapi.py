@@ -1,4 +1,4 @@
-"""`/openapi.json`: every route with its body, bounds, answers and errors."""
+"""Generator of `/openapi.json`: every route with body, limits, responses and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Web pages of other sites that may read what the server answers (CORS, by the Fetch standard)."""
+"""CORS middleware (Fetch standard)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KNOWN_FOR_S = "600"  # a browser need not ask again before
 
 
 class Origins:
-    """Tells browsers that pages of some sites may read answers; passwords are never theirs.
+    """Allows pages of some origins to read responses, without credentials.
 
     A browser asks before it sends JSON or a key; that question has no key of its own, so this
     stands before the check of keys, and behind that of names.
@@ -58,7 +58,7 @@ class Origins:
 
 
 def _permission(asked: str) -> dict[str, str]:
-    """What a page may send: any field that it asks for, as the keys of routes are in some."""
+    """Returns the CORS headers of a preflight response; any requested header is allowed."""
     return {
         "access-control-allow-methods": METHODS,
         "access-control-allow-headers": asked,

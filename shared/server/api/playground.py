@@ -1,4 +1,4 @@
-"""The playground at `/`: a static page that talks to this server and to nobody else."""
+"""Web page at `/`: static files that call this server only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A line of the log for each request that ends."""
+"""Log line for each finished request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shared.server.engine_link.request_end import RequestEnd
 from shared.text.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 8192
-"""Of what a request asked, and of each of its choices, where these are logged."""
+"""Maximum characters of a logged prompt and of each logged output."""
 
 
 class RequestLog:

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a checked request, or to the error that names the field at fault."""
+"""Parser of request bodies: JSON to a validated request, or an error that names the field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AT_ONCE = 1 << 20  # bytes that are counted while no other thread runs
 
 _A_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _SUBJECT = re.compile(r"^(Input|Value) |( after validation)")
-"""What pydantic calls the field itself, and when it counted."""
+"""Words of pydantic's messages that are removed."""
 _SHORT = reprlib.Repr()  # writes the beginning of what a request has, without walking all of it
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
@@ -105,7 +105,7 @@ def _is_wide(body: bytes) -> bool:
 
 
 def _count(body: bytes, sign: bytes) -> int:
-    """How often a body has a sign, which may begin in one piece and end in the next."""
+    """Counts a byte sequence in a body, across the borders of its chunks."""
     longer = AT_ONCE + len(sign) - 1
     return sum(body.count(sign, at, at + longer) for at in range(0, len(body), AT_ONCE))
 
@@ -143,7 +143,7 @@ def _api_error(error: ValidationError) -> ApiError:
 
 
 def _path(steps: tuple[int | str, ...]) -> str:
-    """Where a field is, without the kind of message that pydantic writes as `<tool>` among them."""
+    """Returns the path of a field without pydantic's tags of message types."""
     shown = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
     parts = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in shown)
     return "".join(parts).lstrip(".")

@@ -1,4 +1,4 @@
-"""The handlers of the routes that serve the model."""
+"""Handlers of the API routes."""
 
 from __future__ import annotations
 

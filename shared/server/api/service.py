@@ -1,4 +1,4 @@
-"""The HTTP server's process: its listeners, from the engine's first word to its last."""
+"""HTTP server process: listeners, startup and shutdown."""
 
 from __future__ import annotations
 

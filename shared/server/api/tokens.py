@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: texts and tokens without the model, in vLLM's form."""
+"""Routes /tokenize and /detokenize, in vLLM's format."""
 
 from __future__ import annotations
 

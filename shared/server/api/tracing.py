@@ -1,4 +1,4 @@
-"""A span for each request, sent to an OpenTelemetry collector.
+"""OpenTelemetry: one span per request, sent to a collector.
 
 The packages are those of the extra `otel`, so this module is imported only where a start names a
 collector. Names of spans and attributes are vLLM's, which follow OpenTelemetry's for generative AI.

@@ -1,4 +1,4 @@
-"""ASGI parts below the routes: the bound on bodies, clients that leave, streams of events."""
+"""ASGI parts below the routes: body size limit, disconnects, server-sent events."""
 
 from __future__ import annotations
 

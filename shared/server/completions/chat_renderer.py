@@ -1,4 +1,4 @@
-"""What renders the chat template."""
+"""Renderer of the chat template, in a worker process with a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One choice of a response as it grows: its text, where the text ends, and what speculation did."""
+"""State of one choice: its text, stop strings and acceptance counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.text.tokenizer import Detokenizer
 
 @dataclass(frozen=True)
 class Piece:
-    """What one event added to a choice.
+    """Update of a choice by one engine event.
 
     Attributes:
       delta: What it says anew; may lag behind the tokens.
@@ -110,7 +110,7 @@ class StopFinder:
         return given, False
 
     def flush(self) -> str:
-        """What was held back: the text ends without a stop string."""
+        """Returns the text that was held back for a possible stop string."""
         given, self._held = self._held, ""
         return given
 
@@ -207,7 +207,7 @@ class Choice:
         return self._piece(text, begin)
 
     def _piece(self, text: str, begin: int) -> Piece:
-        """What came in from token number `begin` on."""
+        """Returns the update from token number `begin`."""
         delta = Delta(self.echo) + self.parser.push(text)
         self.echo = ""
         if self.finish_reason:

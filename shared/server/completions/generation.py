@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the engine: from a checked body to pieces of text."""
+"""Generation of one HTTP request: from the validated body to updates of its choices."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Generation:
         return index, self._take(index, event)
 
     def _refusal_of(self, error: Exception) -> ApiError:
-        """What the client is told of a failure."""
+        """Returns the API error of an engine failure."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, EngineLost):
@@ -133,7 +133,7 @@ class Generation:
         return ApiError(408, f"the client has more than {most} unread", code="slow_reader")
 
     async def _next_event(self) -> tuple[int, Event]:
-        """Of a choice that has not ended here: the engine hears of a stop string later."""
+        """Returns the next event of a running choice; stop strings end a choice here first."""
         while True:
             index, event = await self._submission.next()
             if self.answer.choices[index].finish_reason is None:
@@ -282,7 +282,7 @@ class Generator:
     async def _prompt_text(
         self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str
     ) -> PromptText | None:
-        """What is told of a prompt's tokens; None where nothing is."""
+        """Returns the text of a prompt for prompt logprobs; None if not requested."""
         if prompt.sampling.prompt_logprobs is None:
             return None
         offsets = [0] * len(prompt.tokens)
@@ -310,7 +310,7 @@ class Generator:
         )
 
     def _echo(self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str) -> str:
-        """What a choice says before its own text."""
+        """Returns the echoed prompt of a choice."""
         if isinstance(request, ChatRequest) or not request.echo or self.tokenizer is None:
             return ""
         return text or self.tokenizer.decode(prompt.tokens)

@@ -1,4 +1,4 @@
-"""The grammar that an answer is held to: made and proved in another process, and kept."""
+"""Grammars of structured output: compiled and checked in a worker process, with a cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.text.grammar_worker import DEADLINE_S, Calls, Wanted
 from shared.text.worker import WorkRefused, pack
 
 MAX_KEPT_BYTES = 1 << 23
-"""Of requests' wishes and their grammars, kept for the next ones that ask for the same."""
+"""Maximum bytes of cached requests and their grammars."""
 
 
 class Grammars(Workers):
@@ -86,7 +86,7 @@ class Grammars(Workers):
 
 
 def held_calls(request: ChatRequest, style: str | None) -> Calls | None:
-    """How an answer may call, where that is to be held to something.
+    """Returns the constraint on tool calls; None without one.
 
     Args:
       style: Of the model's calls; None: it has none.

@@ -1,4 +1,4 @@
-"""What opens the pictures of a request."""
+"""Pool of worker processes that decode images."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from shared.server.protocol.errors import ApiError
 from shared.text.worker import WorkRefused
 
 MAX_BYTES = 1 << 28
-"""Of the pixels of one request's pictures, once they have the size that the model wants."""
+"""Maximum bytes of the resized pixels of one request."""
 
 MAX_S = 30.0
-"""In which all pictures of a request are opened, from when its turn has come."""
+"""Seconds to decode all images of a request, without waiting."""
 
 
 class PictureOpener(Workers):
@@ -50,7 +50,7 @@ class PictureOpener(Workers):
 
     @property
     def bounds(self) -> dict[str, int]:
-        """What a client has to know; see `shared.server.protocol.response_types.ImageLimits`."""
+        """Returns the limits of images; see `shared.server.protocol.response_types.ImageLimits`."""
         per_row = self._config.factor**2
         return {
             "max_images": MAX_PICTURES,

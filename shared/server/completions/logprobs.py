@@ -1,4 +1,4 @@
-"""Logprobs as OpenAI's clients read them, and how a token is written as text."""
+"""Logprobs in OpenAI's format, and the text of single tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class PromptText:
-    """What the scores of a prompt are told with.
+    """Tokens and text of a prompt, for prompt logprobs.
 
     Attributes:
       tokens: Its tokens.
@@ -60,7 +60,7 @@ class PromptText:
 
 
 class TokenNames:
-    """How a response writes single tokens.
+    """Names of single tokens in responses.
 
     Args:
       tokenizer: None where the checkpoint has none.
@@ -70,7 +70,7 @@ class TokenNames:
         self._tokenizer = tokenizer
 
     def bytes_of(self, token: int) -> bytes | None:
-        """What the token adds to a text, or None where no tokenizer knows it."""
+        """Returns the bytes of a token; None without a tokenizer."""
         return self._tokenizer.bytes_of(token) if self._tokenizer else None
 
     def name(self, token: int) -> str:
@@ -85,7 +85,7 @@ class TokenNames:
 
 
 def unknown_name(token: int) -> str:
-    """How a token is written by its id alone."""
+    """Returns the name of a token without a tokenizer."""
     return f"token_id:{token}"
 
 

@@ -1,4 +1,4 @@
-"""Which parsers read the output of a request."""
+"""Selection of the output parsers of a request."""
 
 from __future__ import annotations
 

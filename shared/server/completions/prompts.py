@@ -1,4 +1,4 @@
-"""The prompts of a request: texts and conversations become tokens."""
+"""Tokenization of prompts and conversations."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def _asks(name: str, value: Any) -> bool:
 
 
 def conversation_of(request: ChatPrompt) -> Conversation:
-    """What the chat template writes of a request."""
+    """Returns the inputs of the chat template for a request."""
     continues, begins = bool(request.continue_final_message), request.add_generation_prompt
     return Conversation(
         messages=list(map(for_template, request.messages)),

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole ones and the events of a stream."""
+"""Responses in OpenAI's format: whole, and as stream events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.server.protocol.response_types import STREAM_END
 
 
 class Form(Protocol):
-    """How an endpoint writes a choice.
+    """Format of a choice in an endpoint.
 
     Attributes:
       has_one_prompt: The logprobs of the prompt stand beside the choices, and not in each.
@@ -155,7 +155,7 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Whether every choice has ended."""
+        """True if every choice has ended."""
         return self._num_ended == len(self.choices)
 
     def take(self, index: int, event: Event) -> Piece:
@@ -215,7 +215,7 @@ class Answer:
         return {**head, **self._beside(index, piece), **ignored, "choices": [choice]}
 
     def matters(self, index: int, piece: Piece) -> bool:
-        """Whether a stream has to carry a piece: one that says nothing is of use to few."""
+        """Returns True if a stream has to carry a piece: one that says nothing is of use to few."""
         shows_more = self.shows_tokens or self.shows_logprobs or self.shows_trace
         return shows_more or index not in self._begun or bool(piece.delta or piece.finish_reason)
 
@@ -225,12 +225,12 @@ class Answer:
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices."""
+        """Output tokens of all choices."""
         return sum(len(choice.tokens) for choice in self.choices)
 
     @property
     def speculation(self) -> Speculation:
-        """Of all choices."""
+        """Acceptance counts of all choices."""
         total = Speculation.empty(len(self.choices[0].speculation.histogram) - 1)
         for choice in self.choices:
             total.add(choice.speculation)
@@ -252,7 +252,7 @@ class Answer:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of all prompts; of one with several choices what its first one found."""
+        """Cached tokens of all prompts; for several choices, those of the first."""
         return sum(choice.cached_tokens for choice in self.choices[:: self.choices_of_prompt])
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -262,7 +262,7 @@ class Answer:
         return {"ignored": list(self.ignored)} if self.ignored else {}
 
     def _beside(self, index: int, piece: Piece) -> dict[str, Any]:
-        """What stands beside the choices: of the first one, as they have one prompt."""
+        """Returns the response fields next to the choices, taken from the first one."""
         return self._of_prompt(piece) if self.form.has_one_prompt and index == 0 else {}
 
     def _of_prompt(self, piece: Piece) -> dict[str, Any]:

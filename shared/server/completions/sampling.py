@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen: an API's fields in the engine's words."""
+"""Conversion of API fields to the engine's sampling parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Asked(Protocol):
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the request asks for a trace of its steps."""
+        """True if the request asks for a trace of its steps."""
         ...
 
     @property

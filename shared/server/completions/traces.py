@@ -1,4 +1,4 @@
-"""The traces of requests: each verify step as a client reads it, and which of them are kept."""
+"""Step traces of requests: JSON of each step, and the store of recent traces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TRACES = 64
 """Requests whose traces are kept."""
 
 MAX_TRACE_BYTES = 32 << 20
-"""Of all traces in JSON; a step of a tree of 16 nodes has about 1.5 KB."""
+"""Maximum JSON bytes of all traces; a step of a 16-node tree takes about 1.5 KB."""
 
 TARGET, BONUS = "target", "bonus"
 
@@ -36,7 +36,7 @@ class Trace:
 
     @property
     def num_bytes(self) -> int:
-        """Of its steps."""
+        """JSON bytes of its steps."""
         return sum(len(step) for _, step in self._steps)
 
     def add(self, choice: int, step: dict[str, Any], finish_reason: str | None) -> None:
@@ -176,7 +176,7 @@ def step_json(
 
 
 def _origins(step: StepTrace) -> list[str]:
-    """Where the token of each node comes from; in place of the root, the target's own token."""
+    """Returns the origin of each node; entry 0 is the target's own token."""
     origin = TARGET if step.source in (PREFILL, PLAIN) else BONUS
     return [origin, *step.origins]
 

@@ -1,4 +1,4 @@
-"""What takes long of a body of megabytes, done beside the event loop."""
+"""Worker thread for large request bodies, so that the event loop is not blocked."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LongWork:
         *args: Args.args,
         **fields: Args.kwargs,
     ) -> Result:
-        """What `work` gives or raises; it is called at once where the body is short.
+        """Returns or raises the result of `work`; short bodies are handled on the event loop.
 
         Args:
           num_bytes: Of the body that the request came with.

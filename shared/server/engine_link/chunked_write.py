@@ -1,4 +1,4 @@
-"""Bytes that are handed over in pieces, between which the event loop has its turn."""
+"""Chunked writes that yield to the event loop between chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's side of the engine: sends requests, hands out the events of each."""
+"""Client of the engine process: sends requests and distributes their events."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ RECEIVE_BYTES = 1 << 18
 METRICS_WAIT_S = 1.0  # a step may take long; the last snapshot is served then
 LOOK_S = 1.0  # between two looks whether the engine still says something
 MAX_OPEN_PICTURE_BYTES = 1 << 30
-"""Of the pixels of all requests that run and wait, which the engine's process keeps."""
+"""Maximum bytes of image data of all queued and running requests."""
 
 MAX_UNREAD_EVENTS = 4096
-"""Of each choice: steps that a client may be behind before its requests are ended."""
+"""Maximum unread steps per choice before a slow client's request is aborted."""
 
 
 class EngineLost(Exception):
@@ -109,7 +109,7 @@ class Prompt:
 
     @property
     def picture_bytes(self) -> int:
-        """Of the pixels, which the engine keeps until its choices have ended."""
+        """Bytes of image data, which the engine keeps until the choices have finished."""
         return sum(picture.pixels.nbytes for picture in self.pictures)
 
 
@@ -155,7 +155,7 @@ class Submission:
             self.put(event)
 
     def _drop_reader(self) -> None:
-        """What is kept for a client that does not read must not grow for ever."""
+        """Aborts the request of a slow client, so that its queue stays bounded."""
         self.close()
         while not self._queue.empty():
             self._queue.get_nowait()
@@ -237,12 +237,12 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether requests can be submitted."""
+        """True if requests can be submitted."""
         return not self.ended.done()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is open."""
+        """True if no request is open."""
         return not self._submissions
 
     def submit(self, prompts: list[Prompt], times: TokenTimes) -> Submission:

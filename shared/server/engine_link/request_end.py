@@ -1,4 +1,4 @@
-"""What became of a request, for those who watch the server: log, metrics, traces."""
+"""Summary of a finished request, for log, metrics and traces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RequestEnd:
 
 
 class Watcher(Protocol):
-    """Who is told of every end."""
+    """Observer of finished requests."""
 
     def ended(self, end: RequestEnd) -> None:
         """A request has ended."""

@@ -1,4 +1,4 @@
-"""/metrics: the engine's counters beside the server's own, as Prometheus text.
+"""Prometheus text of /metrics: counters of the engine and of the server.
 
 Names are vLLM's behind another prefix, and each has vLLM's label `model_name`.
 """

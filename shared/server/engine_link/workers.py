@@ -1,4 +1,4 @@
-"""Processes that do what may not end, so that nothing holds up the event loop."""
+"""Worker processes with deadlines, for work that might not terminate."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Workers:
         return str(await self.ask_bytes(message), "utf-8")
 
     async def ask_bytes(self, *message: bytes) -> memoryview:
-        """What a worker answers, which may be megabytes that are not copied.
+        """Returns the response of a worker without copying it.
 
         Args:
           message: Its parts, in their order.

@@ -18,7 +18,7 @@ async function ask(path, options = {}) {
   const answer = await fetch(new URL(path, location.origin), { ...options, headers });
   if (answer.ok) return answer;
   const found = await answer.json().catch(() => null);
-  const message = found?.error?.message ?? `the server answered ${answer.status}`;
+  const message = found?.error?.message ?? `The server returned HTTP ${answer.status}.`;
   throw answer.status === 401 ? new KeyNeeded(message) : new Error(message);
 }
 
@@ -63,7 +63,7 @@ export async function* answer(fields, signal) {
     if (event.error) throw new Error(event.error.message);
     yield event;
   }
-  throw new Error("the connection ended before the answer did");
+  throw new Error("The connection closed before the response was complete.");
 }
 
 async function* lines(body) {

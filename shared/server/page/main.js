@@ -13,7 +13,7 @@ const EXAMPLES = [
   "Extract the fields name, order, city as JSON. The order number is KT-4821. " +
     "The customer is Elena Moroz. It goes to Lisbon.",
 ];
-const TEXT_ALONE = "a text that the model continues has no pictures; let it be a part of the chat";
+const TEXT_ALONE = "Text completion does not support images; use a chat message.";
 const THEME = "tandem-theme", GHOSTS = "tandem-ghosts";
 const $ = (id) => document.getElementById(id);
 

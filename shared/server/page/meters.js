@@ -1,4 +1,4 @@
-// What an answer's steps add up to: three numbers and a strip with a bar for each step.
+// Summary of the steps of an answer: three numbers, and a bar for each step.
 
 import { shade } from "./tokens.js";
 import { isCut, svg } from "./tree.js";
@@ -30,7 +30,7 @@ export function told(step) {
   const parts = [`${step.time_ms.toFixed(0)} ms after arrival`];
   parts.push(step.batch_size === 1 ? "alone in its batch" : `batch of ${step.batch_size}`);
   const took = step.device_ms ?? step.host_ms;
-  const where = step.device_ms === null ? "with the host" : "on the device";
+  const where = step.device_ms === null ? "with host time" : "on the device";
   parts.push(`${took.toFixed(1)} ms ${where}`);
   return parts.join(" · ");
 }
@@ -38,10 +38,10 @@ export function told(step) {
 /** A step's name, and what became of its drafts. */
 export function title(step) {
   const drafts = step.drafts.length;
-  if (step.source === "prefill") return "The prompt, and the first token";
-  if (!drafts) return `Step ${step.index}: plain`;
+  if (step.source === "prefill") return "Prefill and first token";
+  if (!drafts) return `Step ${step.index}: no drafts`;
   const taken = accepted(step), kept = used(step);
-  const end = kept < taken ? `, ${kept} used: the text ended there` : "";
+  const end = kept < taken ? `, ${kept} used: the output ended` : "";
   return `Step ${step.index}: ${taken} of ${drafts} drafts accepted${end}`;
 }
 

@@ -1,11 +1,11 @@
-// Pictures that a question brings: chosen, dropped or pasted, and shown where they stand.
+// Images of a message: chosen, dropped or pasted, and shown with their position in the prompt.
 
 import { element } from "./tokens.js";
 
 const TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
 const SIDE = 96; // of what is shown, in CSS pixels
 
-/** A picture as a client sends it, and its likeness on the page. */
+/** Image as sent to the server, and its preview on the page. */
 class Picture {
   constructor(name, url, likeness) {
     this.name = name;
@@ -13,17 +13,17 @@ class Picture {
     this.likeness = likeness;
   }
 
-  /** The part of a message that it is. */
+  /** Message part of the image. */
   get part() {
     return { type: "image_url", image_url: { url: this.url } };
   }
 
-  /** How it is called on the page. */
+  /** Title of the image on the page. */
   get title() {
     return `${this.name}, ${this.likeness.width} × ${this.likeness.height} pixels`;
   }
 
-  /** A small canvas: pictures of addresses are nothing that the page may load. */
+  /** Preview as a canvas, because the page may not load image URLs. */
   draw() {
     const { width, height } = this.likeness;
     const scale = (SIDE * devicePixelRatio) / Math.max(width, height, 1);
@@ -38,9 +38,9 @@ class Picture {
   }
 }
 
-/** What the browser makes of a file; the server looks again. */
+/** Reads and decodes a file; the server checks it again. */
 async function read(file) {
-  if (!TYPES.includes(file.type)) throw new Error(`${file.name} is no PNG, JPEG, WebP or GIF`);
+  if (!TYPES.includes(file.type)) throw new Error(`${file.name} is not a PNG, JPEG, WebP or GIF image`);
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
@@ -48,29 +48,29 @@ async function read(file) {
     reader.readAsDataURL(file);
   });
   const likeness = await createImageBitmap(file).catch(() => {
-    throw new Error(`${file.name} is no picture that this browser can show`);
+    throw new Error(`${file.name} cannot be decoded by this browser`);
   });
   return new Picture(file.name, url, likeness);
 }
 
-/** The pictures that go with the next question. */
+/** Images of the next message. */
 export class Tray {
-  /** `list` shows them; `tell(text)` and `warn(text)` say what became of them. */
+  /** `list` shows the images; `tell(text)` and `warn(text)` report changes. */
   constructor(list, tell, warn) {
     this._list = list;
     this._tell = tell;
     this._warn = warn;
     this._held = [];
-    this.bounds = null; // of `/capabilities`; null: the model sees none
+    this.bounds = null; // from `/capabilities`; null: no image input
     this.mostBytes = Infinity; // of a request's body
   }
 
-  /** Whether it holds some. */
+  /** True if there are images. */
   get holds() {
     return this._held.length > 0;
   }
 
-  /** Adds files, or says why one is not taken. */
+  /** Adds files, or reports why a file is rejected. */
   async add(files) {
     this._warn("");
     for (const file of files) {
@@ -87,26 +87,26 @@ export class Tray {
   }
 
   _check(file) {
-    if (!this.bounds) throw new Error("the model that is served sees no pictures");
+    if (!this.bounds) throw new Error("This model does not support image input.");
     if (this._held.length >= this.bounds.max_images) {
-      throw new Error(`a request has at most ${this.bounds.max_images} pictures`);
+      throw new Error(`A request may have at most ${this.bounds.max_images} images.`);
     }
     const length = (file.size * 4) / 3; // as base64
     const held = this._held.reduce((sum, picture) => sum + picture.url.length, 0);
     if (held + length > this.mostBytes) {
       const most = Math.floor((this.mostBytes * 3) / 4 / 2 ** 20);
-      throw new Error(`with ${file.name} the pictures are larger than ${most} MB together`);
+      throw new Error(`With ${file.name} the images exceed ${most} MB.`);
     }
   }
 
-  /** All of them; the tray is empty then. */
+  /** Returns all images and empties the tray. */
   take() {
     const taken = this._held;
     this.putBack([]);
     return taken;
   }
 
-  /** Holds these and no others. */
+  /** Replaces all images. */
   putBack(pictures) {
     this._held = pictures;
     this._list.hidden = !pictures.length;
@@ -127,7 +127,7 @@ export class Tray {
   }
 }
 
-/** A question with its pictures as a turn of the chat. */
+/** Message of the user with its images. */
 export class Question {
   constructor(text, pictures) {
     this.text = text;
@@ -140,26 +140,26 @@ export class Question {
       this.element.append(figure);
       return note;
     });
-    this.element.append(element("div", "", text)); // below the pictures
+    this.element.append(element("div", "", text)); // below the images
   }
 
-  /** The message for the chat's next request: pictures, then the text. */
+  /** Message of the next request: images, then the text. */
   get message() {
     const said = this.text ? [{ type: "text", text: this.text }] : [];
     const parts = [...this.pictures.map((picture) => picture.part), ...said];
     return { role: "user", content: this.pictures.length ? parts : this.text };
   }
 
-  /** Says of each picture where it stands in the prompt. */
+  /** Writes the position of each image in the prompt. */
   place(runs) {
     this._notes.forEach((note, number) => {
       const { first, count } = runs[number];
-      note.textContent = `${count} tokens, from ${first} on`;
+      note.textContent = `${count} tokens from position ${first}`;
     });
   }
 }
 
-/** Where pictures stand in a prompt: the runs of the token that stands for them. */
+/** Positions of images in a prompt: runs of the image token. */
 export function runsOf(tokens, imageToken) {
   const runs = [];
   tokens.forEach((token, at) => {
@@ -170,7 +170,7 @@ export function runsOf(tokens, imageToken) {
   return runs;
 }
 
-/** Has files that are dropped on or pasted into an element go to a tray. */
+/** Adds files that are dropped on or pasted into an element to a tray. */
 export function takeFiles(target, tray) {
   const has = (transfer) => [...(transfer?.types ?? [])].includes("Files");
   const over = (event) => {

@@ -1,4 +1,4 @@
-"""Arguments of calls: JSON as models write it, and values that they write without quotes."""
+"""Arguments of tool calls: JSON, and unquoted values converted by the schema."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _takes(schemas: ParameterSchemas, key: str, value: Any) -> bool:
 
 
 def _is_json(text: str) -> bool:
-    """Returns whether a text is JSON, whatever the size of its numbers."""
+    """Returns True if a text is JSON, whatever the size of its numbers."""
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

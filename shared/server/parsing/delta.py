@@ -1,4 +1,4 @@
-"""What a choice says to its client: text, reasoning and calls of tools, part by part."""
+"""Increments of a choice: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Delta:
-    """What a choice says anew. Sums of deltas are deltas: all of a choice's make its message."""
+    """Increment of a choice; the sum of all increments is its message."""
 
     text: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether it says anything."""
+        """Returns True if it says anything."""
         return bool(self.text or self.reasoning or self.tool_calls)
 
     def __add__(self, later: Delta) -> Delta:
@@ -53,15 +53,15 @@ class OutputParser(Protocol):
 
     @property
     def has_whole_calls(self) -> bool:
-        """Whether it has called, and no call has broken off within its arguments."""
+        """True if it has called, and no call has broken off within its arguments."""
         ...
 
     def push(self, text: str) -> Delta:
-        """What is certain with this text; what is not yet is held back."""
+        """Returns the parsed increment and holds back ambiguous text."""
         ...
 
     def flush(self, was_cut: bool) -> Delta:
-        """What was held back: the text has ended, or was cut since it may have no more tokens."""
+        """Returns the text that was held back, at the end of the output."""
         ...
 
 

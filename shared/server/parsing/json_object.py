@@ -1,4 +1,4 @@
-"""A JSON object, followed character by character while a model writes it."""
+"""Incremental scanner of a JSON object."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class JsonObject:
 
     @property
     def ended(self) -> bool:
-        """Whether the object is whole."""
+        """True if the object is whole."""
         return self._state == self._end
 
     def take(self, char: str) -> bool:

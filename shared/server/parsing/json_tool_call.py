@@ -1,4 +1,4 @@
-"""Calls that a model writes as a JSON object."""
+"""Parser of tool calls written as a JSON object."""
 
 from __future__ import annotations
 

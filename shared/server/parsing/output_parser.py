@@ -1,4 +1,4 @@
-"""What reads a model's text: characters in; text, reasoning and calls out."""
+"""Incremental output parser: splits generated text into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Call:
 
 
 class Said:
-    """What was read since it was last asked for.
+    """Builder of the output since the last call.
 
     Attributes:
       tools: The schema of the parameters of each function that may be called.
@@ -52,7 +52,7 @@ class Said:
         self._calls: dict[int, _Call] = {}
 
     def takes(self, name: Any) -> bool:
-        """Whether a call of this function may begin."""
+        """Returns True if a call of this function may begin."""
         return isinstance(name, str) and name in self.tools and self.num_calls != self._most_calls
 
     def say(self, text: str) -> None:
@@ -131,7 +131,7 @@ class Source:
         self._record = []
 
     def recorded(self) -> str:
-        """What was read since `record`; where the text has ended, all that is left as well."""
+        """Returns the output since `record`, and the rest at the end of the text."""
         record, self._record = self._record or [], None
         if self.ended:
             record += reversed(self._back)
@@ -231,13 +231,13 @@ class TextReader:
         return self._said.num_whole == self._said.num_calls > 0
 
     def push(self, text: str) -> Delta:
-        """What is certain with this text."""
+        """Returns the parsed output of a text."""
         for char in text:
             self._reading.send(char)
         return self._said.take()
 
     def flush(self, was_cut: bool) -> Delta:
-        """What was held back."""
+        """Returns the text that was held back."""
         self._said.was_cut = was_cut
         with contextlib.suppress(StopIteration):
             self._reading.send("")

@@ -1,4 +1,4 @@
-"""Reasoning: what a model thinks before it answers, told from its answer."""
+"""Reasoning parsers: separate reasoning from the content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _read_more_calls(source: Source, said: Said, read_call: ReadCall) -> Reading
 
 
 def is_open_after(prompt: str, name: str, begun: str = "") -> bool | None:
-    """Whether a text begins within its reasoning; None where it follows the answer's own words.
+    """Returns True if an output begins in reasoning; None if its text decides.
 
     Args:
       prompt: What the chat template wrote. Templates of models that think open the reasoning at
@@ -62,7 +62,7 @@ def is_open_after(prompt: str, name: str, begun: str = "") -> bool | None:
 
 
 def _is_open_within(prompt: str, begun: str) -> bool:
-    """Whether the last tag in the beginning of an answer, or else right before it, opens."""
+    """Returns True if the last tag before or at the start of the output opens reasoning."""
     opened, closed = begun.rfind(THINK), begun.rfind(THINK_END)
     if opened == closed:  # there is neither
         return prompt.removesuffix(begun).rstrip().endswith(THINK)
@@ -70,7 +70,7 @@ def _is_open_within(prompt: str, begun: str) -> bool:
 
 
 def thinking_after(prompt: str, name: str, begun: str = "") -> str | None:
-    """Whether a text begins within its reasoning: "open", "maybe", or None where it has none.
+    """Returns "open" or "maybe" if an output begins in reasoning; None without a parser.
 
     Args: as of `is_open_after`.
     """

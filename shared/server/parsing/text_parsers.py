@@ -1,4 +1,4 @@
-"""The parser of one text, whatever API it is the answer of."""
+"""Selection of the parser of one output, for all APIs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a schema takes a text, or null: the rules of JSON Schema that speak of such values.
+"""JSON Schema rules that decide if a schema accepts a string or null.
 
 A schema comes with the request and is judged within the server's event loop, so the work for one
 value is bounded, nothing is fetched, and expressions are matched in linear time. What is not known
@@ -47,7 +47,7 @@ class ParameterSchemas:
         self._others = whole.get("additionalProperties", True)
 
     def takes(self, key: str, value: str | None) -> bool:
-        """Whether a value is valid as this parameter.
+        """Returns True if a value is valid as this parameter.
 
         Raises:
           TooMuchWork: That takes too long to find out.
@@ -107,7 +107,7 @@ class ParameterSchemas:
             raise TooMuchWork
 
     def _target(self, reference: Any) -> Any:
-        """What a reference within the document points at; a schema that takes all without one."""
+        """Returns the target of a reference; without one, a schema that accepts all."""
         if not (isinstance(reference, str) and reference.startswith("#")):
             return True
         self._spend(len(reference) // 8)  # some for each of its names

@@ -1,4 +1,4 @@
-"""How models write calls of tools: a reader for each format.
+"""Tool-call parsers, one for each format.
 
 A reader sees one character at a time, so what it says cannot depend on how the text was cut. It
 says what is certain as soon as it is, and as text whatever turns out to be no call.
@@ -166,7 +166,7 @@ def _later_mark(source: Source, value: str, openings: tuple[str, ...]) -> Readin
 
 
 def _comes_next(source: Source, marks: tuple[str, ...]) -> Reading[bool]:
-    """Whether one of the marks comes next, or the end of the text; reads nothing."""
+    """Returns True if one of the marks comes next, or the end of the text; reads nothing."""
     for mark in marks:
         if text := (yield from source.expect(mark)):
             source.put_back(text)

@@ -1,4 +1,4 @@
-"""The messages of a conversation as OpenAI's clients write them."""
+"""Chat messages in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _read_arguments(value: Any) -> dict[str, Any]:
 
 
 def _read_cut(text: str) -> Any:
-    """What there is of the arguments of an answer that its length has cut, which comes back so."""
+    """Reads the arguments of a tool call that was truncated by max_tokens."""
     beginning = JsonObject()
     if not all(map(beginning.take, text.lstrip())) or beginning.ended:
         return None
@@ -61,11 +61,11 @@ Arguments = Annotated[
 
 
 Client = Annotated[Any, Field(exclude=True)]
-"""What a client keeps of its own in an answer; templates do not read it."""
+"""Fields that clients add to assistant messages; templates do not read them."""
 
 
 class TemplateInput(Strict):
-    """What chat templates read, with its keys in the order in which the client wrote them."""
+    """Input of chat templates, with the keys in the order of the client."""
 
     _keys: tuple[str, ...] = PrivateAttr(())
 
@@ -91,7 +91,7 @@ class PlainMessage(TemplateInput):
 
 
 class CalledFunction(TemplateInput):
-    """What was called, and with what."""
+    """Name and arguments of a tool call."""
 
     name: FunctionName
     arguments: Arguments
@@ -140,7 +140,7 @@ class AssistantMessage(TemplateInput):
 
 
 class ToolMessage(TemplateInput):
-    """What a tool answered."""
+    """Result of a tool."""
 
     role: Literal["tool"]
     content: Content
@@ -149,7 +149,7 @@ class ToolMessage(TemplateInput):
 
 
 def _kind(value: Any) -> str:
-    """Which class reads a message; that of plain ones names a role that nobody has."""
+    """Returns the class that parses a message."""
     role = value.get("role") if isinstance(value, dict) else None
     return f"<{role}>" if role in ("assistant", "tool") else "<plain>"
 
@@ -171,7 +171,7 @@ class Function(TemplateInput):
     strict: bool | None = None
 
     def arguments_schema(self, is_forced: bool) -> dict[str, Any] | None:
-        """What the arguments of a call are held to; None: they are any object.
+        """Schema of the arguments of a call; None: any object.
 
         Args:
           is_forced: A call must be made, and then every function is held to its schema.

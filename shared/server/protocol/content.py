@@ -1,4 +1,4 @@
-"""The content of a message: a text, or parts of text and pictures in their order."""
+"""Message content: a string, or parts of text and images in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT, PICTURE = "text", "image_url"
 """The types of parts that there are."""
 
 MAX_PICTURES = 64
-"""Of one request."""
+"""Maximum number of images of one request."""
 
 _CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
 

@@ -1,4 +1,4 @@
-"""The errors that clients get, in OpenAI's form."""
+"""API errors in OpenAI's format."""
 
 from __future__ import annotations
 

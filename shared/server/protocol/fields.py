@@ -1,4 +1,4 @@
-"""Fields of requests as clients write them: what many bodies share, and what has several forms."""
+"""Request fields with several accepted forms, shared by the endpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Nested = Annotated[dict[str, Any], AfterValidator(check_depth)]
 
 
 def is_id_list(value: Any) -> bool:
-    """Whether a value is a list of integers, which may be ids of tokens."""
+    """Returns True if a value is a list of integers, which may be ids of tokens."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 

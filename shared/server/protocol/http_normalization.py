@@ -1,4 +1,4 @@
-"""Requests in HTTP's rarer forms, written as the routes read them."""
+"""ASGI middleware that normalises HEAD requests and absolute-form request targets."""
 
 from __future__ import annotations
 

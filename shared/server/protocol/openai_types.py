@@ -1,4 +1,4 @@
-"""Requests as OpenAI's clients write them, checked field by field."""
+"""Request types of the OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StreamOptions(Strict):
 
 
 class SpeculativeOptions(Strict):
-    """How much may be drafted for one request; the law of its text never depends on it."""
+    """Speculation options of a request; the distribution of its output does not depend on them."""
 
     enabled: bool | None = None
     max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
@@ -127,7 +127,7 @@ class GenerationRequest(Strict):
 
     @property
     def wants_trace(self) -> bool:
-        """Whether the request asks for a trace of its steps."""
+        """True if the request asks for a trace of its steps."""
         return bool(self.trace)
 
     def with_advice(self, names: tuple[str, ...]) -> Self:
@@ -137,7 +137,7 @@ class GenerationRequest(Strict):
 
     @property
     def forms(self) -> dict[str, Form]:
-        """What the text is to look like, by the field that says so; one at most is served."""
+        """Output formats by the field that requests them; at most one is supported."""
         by_field = {
             "response_format": form_of(self.response_format) if self.response_format else None,
             "structured_outputs": self.structured_outputs and self.structured_outputs.form,
@@ -151,7 +151,7 @@ class GenerationRequest(Strict):
 
     @property
     def form(self) -> Form | None:
-        """What the text is to look like; None: anything."""
+        """Requested output format; None without one."""
         return next(iter(self.forms.values()), None)
 
     @property
@@ -176,12 +176,12 @@ class GenerationRequest(Strict):
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether an answer says something of the prompt."""
+        """True if an answer says something of the prompt."""
         return self.prompt_logprobs is not None
 
     @property
     def echoed_logprobs(self) -> int | None:
-        """How many of the best tokens come with each token of an echoed prompt; None: none do."""
+        """Number of top logprobs of an echoed prompt; None without echo."""
         return None
 
     @property
@@ -219,12 +219,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether an answer says something of the prompt."""
+        """True if an answer says something of the prompt."""
         return bool(self.echo) or super().tells_prompt
 
     @property
     def echoed_logprobs(self) -> int | None:
-        """Those that `logprobs` asks for."""
+        """Number of top logprobs of an echoed prompt, from `logprobs`."""
         return self.logprobs if self.echo else None
 
     @property
@@ -251,17 +251,17 @@ class ChatPrompt(Strict):
 
     @property
     def begun(self) -> str:
-        """What is there of the answer: the end of a last message that is to be continued."""
+        """Start of the output: the last message, if it is to be continued."""
         return text_of(vars(self.messages[-1])) if self.continue_final_message else ""
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """Those that the model is told of."""
+        """Tools that the chat template lists."""
         return self.tools or []
 
     @property
     def advice(self) -> dict[str, Any]:
-        """What the chat template may read or not, by the names of `unsupported_fields`."""
+        """Optional inputs of the chat template, by the names in `unsupported_fields`."""
         return {}
 
 
@@ -282,12 +282,12 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """Those that the model is told of."""
+        """Tools that the chat template lists."""
         return [] if self.tool_choice == "none" else super().usable_tools
 
     @property
     def advice(self) -> dict[str, Any]:
-        """What the chat template may read or not, by the names of `unsupported_fields`."""
+        """Optional inputs of the chat template, by the names in `unsupported_fields`."""
         given = {name: getattr(self, name) for name in TEMPLATE_ADVICE}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -298,20 +298,20 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
     @property
     def must_call(self) -> bool:
-        """Whether an answer has to be a call."""
+        """True if an answer has to be a call."""
         choice = self.tool_choice
         is_required = isinstance(choice, AllowedChoice) and choice.allowed_tools.mode == "required"
         return choice == "required" or isinstance(choice, NamedTool) or is_required
 
     @property
     def holds_calls(self) -> bool:
-        """Whether a grammar holds the calls of an answer, if it has tools."""
+        """True if a grammar holds the calls of an answer, if it has tools."""
         is_strict = any(tool.function.strict for tool in self.callable_tools)
         return is_strict or self._names_calls or self.form is not None
 
     @property
     def _names_calls(self) -> bool:
-        """Whether `tool_choice` says what has to be called, or what alone may be."""
+        """True if `tool_choice` says what has to be called, or what alone may be."""
         return self.must_call or isinstance(self.tool_choice, AllowedChoice)
 
     @property
@@ -324,7 +324,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Those that an answer may call."""
+        """Tools that the output may call."""
         names = self.chosen_names
         if names is None:
             return self.usable_tools

@@ -1,4 +1,4 @@
-"""The answers of the routes as types, of which `/openapi.json` is made; tests hold them to it."""
+"""Response types of the routes, the source of `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 STREAM_END = "[DONE]"
-"""What the last event of a stream says."""
+"""Data of the last event of a stream."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -19,7 +19,7 @@ class Answer(BaseModel):
 
 
 class ErrorFields(Answer):
-    """What went wrong: a sentence, the field at fault and a word for programs."""
+    """Error message, with the field and a code."""
 
     message: str
     type: Literal["invalid_request_error", "server_error"]
@@ -34,7 +34,7 @@ class Error(Answer):
 
 
 class PromptDetails(Answer):
-    """How much of the prompts the prefix cache had, and how much of them stands for pictures."""
+    """Prompt tokens found in the prefix cache, and image tokens."""
 
     cached_tokens: int
     image_tokens: int
@@ -50,7 +50,7 @@ class Usage(Answer):
 
 
 class Speculative(Answer):
-    """What speculation did: entry i of the histogram counts the steps that accepted i drafts."""
+    """Acceptance figures; entry i of the histogram counts the steps that accepted i drafts."""
 
     verify_steps: int
     accept_length: float
@@ -78,7 +78,7 @@ class PromptLogprob(Answer):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Of each token of a prompt, by id: the most likely ones of its place, and the token itself. The
+"""Logprobs of each prompt token by id: the most likely tokens and the token itself. The
 first follows nothing and has null. In a stream the first event of a choice has them."""
 
 
@@ -132,7 +132,7 @@ class TracedDraft(Answer):
 
 
 class TracedStep(Answer):
-    """What one step did for one choice.
+    """Step trace of one choice.
 
     `step` counts the engine's, `time_ms` begins when the engine had the request, `host_ms` is from
     the step's submission to its result.
@@ -169,7 +169,7 @@ class RequestTrace(Answer):
 
 
 class ChoiceBase(Answer):
-    """What all choices have; `token_ids` and `trace` where the request asked for them."""
+    """Fields of all choices; `token_ids` and `trace` if requested."""
 
     index: int
     finish_reason: FinishReason | None
@@ -218,14 +218,14 @@ class ChatChoice(ChoiceBase):
 
 
 class ChatPart(ChoiceBase):
-    """What a step added to a choice of a chat."""
+    """Increment of a chat choice by one step."""
 
     delta: ChatMessage
     logprobs: ChatLogprobs | None
 
 
 class ResponseHeader(Answer):
-    """What all answers begin with."""
+    """First fields of all responses."""
 
     id: str
     created: int
@@ -305,7 +305,7 @@ class Detokenized(Answer):
 
 
 class UnsupportedFeature(Answer):
-    """What is refused, why, what to do instead and an example."""
+    """Unsupported combination or field: reason, hint and example."""
 
     reason: str
     hint: str
@@ -354,7 +354,7 @@ class IgnoredField(Answer):
 
 
 class Capabilities(Answer):
-    """What works with what, and within which bounds.
+    """Supported methods, unsupported combinations and limits.
 
     `ignored` is empty where the server was started with `--strict-fields`. The parsers are those in
     use, `chat_template` is the file of the flag.

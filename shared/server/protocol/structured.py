@@ -1,4 +1,4 @@
-"""What an answer is to look like, as clients of OpenAI's and vLLM's APIs write it."""
+"""Structured output fields of OpenAI's and vLLM's APIs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StructuredOutputs(Strict):
 
     @property
     def form(self) -> Form:
-        """What is asked for.
+        """Requested output format.
 
         Raises:
           ValueError: Nothing is, or several things are.
@@ -88,14 +88,14 @@ class StructuredOutputs(Strict):
 
 
 def form_of(asked: PlainFormat | SchemaFormat) -> Form | None:
-    """What a `response_format` asks for; None for any text."""
+    """Returns the output format of a `response_format`; None for any text."""
     if isinstance(asked, SchemaFormat):
         return Form(kind="schema", value=asked.json_schema.schema_)
     return Form(kind="schema", value={"type": "object"}) if asked.type == "json_object" else None
 
 
 class NamedFunction(Strict):
-    """Which function."""
+    """Name of a function."""
 
     name: FunctionName
 
