@@ -57,8 +57,8 @@ def check_one_of(tiles: object, **choices: Collection[int]) -> None:
     """
     for name, values in choices.items():
         if getattr(tiles, name) not in values:
-            told = ", ".join(map(str, values))
-            raise ValueError(f"{name} must be one of {told}, got {getattr(tiles, name)}")
+            allowed = ", ".join(map(str, values))
+            raise ValueError(f"{name} must be one of {allowed}, got {getattr(tiles, name)}")
 
 
 def check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:

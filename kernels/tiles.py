@@ -274,7 +274,7 @@ class LinearTiles:
         check_powers_of_two(self, least)
         if not (self.widens or self.takes_fp8):
             raise ValueError(
-                f"tiles that widen no weight must be swapped, {FP8_BLOCK} deep, and neither "
+                f"tiles without widens must be swapped, {FP8_BLOCK} deep, and neither "
                 "described nor persistent"
             )
         check_at_least(self, stages=1)
@@ -302,8 +302,8 @@ class LinearTiles:
         is_wide = wide >= _WIDE and self.are_powers_of_two
         if not is_wide or self.columns > FP8_BLOCK or self.depth < FP8_BLOCK:
             raise ValueError(
-                f"tiles of codes must be {FP8_BLOCK} deep or more, {_WIDE} wide or more, and have "
-                f"{FP8_BLOCK} columns at most, a power of two, got {self}"
+                f"tiles of FP8 rows must be {FP8_BLOCK} deep or more, {_WIDE} wide or more, and "
+                f"have {FP8_BLOCK} columns at most, a power of two, got {self}"
             )
         return rows if self.swapped else self.rows
 
@@ -444,5 +444,5 @@ def _line(kind: Any, *, at_most: dict[str, int], **tiles: int) -> Line[Any]:
     if tiles.keys() != names:
         raise ValueError(f"tiles must be {sorted(names)}, got {sorted(tiles)}")
     if unknown := at_most.keys() - set(kind.sizes):
-        raise ValueError(f"at_most takes {list(kind.sizes)}, got {sorted(unknown)}")
+        raise ValueError(f"at_most supports {list(kind.sizes)}, got {sorted(unknown)}")
     return Line(at_most, kind(**tiles))

@@ -237,5 +237,5 @@ def test_a_choice_that_is_none_is_refused(changed: dict[str, int], why: str) -> 
 @each_language
 def test_steps_of_fp8_are_its_blocks(language: str) -> None:
     case = SMALL["FP8"]
-    with pytest.raises(ValueError, match="the depth of FP8 must be its block of 128, got 64"):
+    with pytest.raises(ValueError, match="the depth of tiles for packed FP8 must be 128, got 64"):
         run(language, case, cut=tiles(fp8=True, depth=64))

@@ -195,7 +195,7 @@ def test_tiles_that_a_compiler_would_add_otherwise_are_refused(
 ) -> None:
     """Below 64 on the wide side it makes float16 of codes."""
     given = SIZES[0] | {"kind": "plain", "out_type": "float32", "first": 0}
-    with pytest.raises(ValueError, match="tiles of codes must be 128 deep or more, 64 wide or"):
+    with pytest.raises(ValueError, match="tiles of FP8 rows must be 128 deep or more, 64 wide or"):
         multiplied(language, cut=of_codes(**change), **given)
 
 
@@ -294,7 +294,7 @@ def test_pallas_asks_for_the_unit_that_adds_codes(
 def test_tiles_of_other_blocks_are_refused_by_name(change: dict[str, int], why: str) -> None:
     kind = jnp.float8_e4m3fn
     how = {"rows": 64, "swapped": False, "described": True, "persistent": True} | change
-    with pytest.raises(ValueError, match=f"tiles of codes {why}, got"):
+    with pytest.raises(ValueError, match=f"tiles of FP8 rows {why}, got"):
         described_product(
             jnp.zeros((64, 128), kind),
             jnp.zeros((1, 256, 128), kind),

@@ -133,5 +133,5 @@ def test_every_number_of_fp8_is_widened_in_memory_as_in_numpy(
     ids=str,
 )
 def test_tiles_that_widen_nothing_are_those_of_fp8(change: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="tiles that widen no weight must be swapped, 128 deep"):
+    with pytest.raises(ValueError, match="tiles without widens must be swapped, 128 deep"):
         tiles(**{"depth": FP8_BLOCK, "widens": False} | change)

@@ -309,7 +309,7 @@ def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
 ) -> None:
     x, weights = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)
     how = {"rows": 64, "swapped": False} | TMA
-    with pytest.raises(ValueError, match=f"tiles of blocks that descriptors copy {why}"):
+    with pytest.raises(ValueError, match=f"described tiles {why}"):
         described_product(x, weights, jnp.int32(0), **alone(tiles(**how | change)))
 
 
@@ -349,7 +349,7 @@ def test_mosaic_is_called_by_the_jax_that_it_is_written_for(
 
 
 def test_programs_that_stay_are_refused_where_pallas_has_none() -> None:
-    with pytest.raises(ValueError, match="in Pallas only what descriptors copy is persistent"):
+    with pytest.raises(ValueError, match="persistent tiles must be described in Pallas"):
         multiply("pallas", normal(0, 3, 64), normal(1, 64, 64), cut=tiles(persistent=True))
 
 

@@ -96,7 +96,7 @@ def test_a_gpu_has_the_file_with_the_longest_name_that_begins_its_own(tmp_path: 
         ([LINE | {"stages": 0}], "attention, line 1: stages must be at least 1, got 0"),
         ([LINE | {"described": -1}], "line 1: described must be at least 0, got -1"),
         ([LINE, LINE | {"split": 256}], "attention, line 2: tiles must be .*, got .*'split'"),
-        ([LINE | {"at_most": {"batch": 8}}], r"line 1: at_most takes .*, got \['batch'\]"),
+        ([LINE | {"at_most": {"batch": 8}}], r"line 1: at_most supports .*, got \['batch'\]"),
         ([{"at_most": {}, "lanes": 16}], r"line 1: tiles must be .*, got \['lanes'\]"),
         ([LINE | {"at_most": {"rows": 8}}], "attention: the last line must have no at_most"),
         ([], "attention: the last line must have no at_most"),

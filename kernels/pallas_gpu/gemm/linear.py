@@ -131,7 +131,7 @@ def product(
         Hopper, whose tensor cores alone give the required bits.
     """
     if tiles.persistent and not tiles.described:
-        raise ValueError("in Pallas only what descriptors copy is persistent")
+        raise ValueError("persistent tiles must be described in Pallas")
     is_quantised = row_scales is not None
     if scales is not None and tiles.widens and not is_quantised:
         weights, scales = widened(weights, scales, layer, interpret=interpret)[None], None
@@ -180,7 +180,7 @@ def product(
         )
         return found if gather is None else _gathered(*found[:3], gather)
     if is_quantised and not (interpret or is_on_hopper()):
-        raise ValueError("rows in FP8 are multiplied on a Hopper alone")
+        raise ValueError("quantised FP8 rows require a Hopper GPU (H100, H200)")
     tiles = tiles.narrowed
     rows = max(16, min(tiles.rows, pl.next_power_of_2(R)))
     if is_quantised:

@@ -238,7 +238,7 @@ def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
-            raise ValueError(f"tiles of blocks that descriptors copy must {what}, got {tiles}")
+            raise ValueError(f"described tiles must {what}, got {tiles}")
 
 
 def _check_codes(tiles: LinearTiles, first: int) -> None:
@@ -250,7 +250,7 @@ def _check_codes(tiles: LinearTiles, first: int) -> None:
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
-            raise ValueError(f"tiles of codes must {what}, got {tiles}")
+            raise ValueError(f"tiles of FP8 rows must {what}, got {tiles}")
     first_scale(first, FP8_BLOCK, 1)
 
 

@@ -259,7 +259,7 @@ def _check(stored, cut):
       ValueError: A step is not a block.
     """
     if stored.scales is not None and cut.depth != FP8_BLOCK:
-        raise ValueError(f"the depth of FP8 must be its block of {FP8_BLOCK}, got {cut.depth}")
+        raise ValueError(f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {cut.depth}")
 
 
 def _gated_kernel(

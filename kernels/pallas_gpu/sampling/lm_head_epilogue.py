@@ -74,7 +74,7 @@ def room_of(rows: int, outputs: int, columns: int) -> dict[str, jax.ShapeDtypeSt
       ValueError: A block is not a whole number of groups.
     """
     if columns % GROUP:
-        raise ValueError(f"blocks of a head must have whole groups of {GROUP}, got {columns}")
+        raise ValueError(f"LM-head tiles must have a multiple of {GROUP} columns, got {columns}")
     of_blocks = jax.ShapeDtypeStruct((rows, pl.cdiv(outputs, columns)), jnp.int32)
     groups = (rows, pl.cdiv(outputs, GROUP))
     room = dict.fromkeys(("keys", "ids", "bad"), of_blocks)

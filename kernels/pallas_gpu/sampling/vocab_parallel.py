@@ -87,7 +87,7 @@ def gathered_rows(
     most = pl.cdiv(R, len(gathers))
     if 4 * most * share + 8 > boxes.block_bytes:
         raise ValueError(
-            f"a rank may send {boxes.block_bytes} bytes in a call, got {4 * most * share}"
+            f"an all-gather sends at most {boxes.block_bytes} bytes, got {4 * most * share}"
         )
     out: list[Any] = []
     for number, gather in enumerate(gathers):

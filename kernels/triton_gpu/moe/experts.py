@@ -263,7 +263,7 @@ def _sizes(
     """
     is_fp8 = stored.scales is not None
     if is_fp8 and cut.depth != FP8_BLOCK:
-        raise ValueError(f"the depth of FP8 must be its block of {FP8_BLOCK}, got {cut.depth}")
+        raise ValueError(f"the depth of tiles for packed FP8 must be {FP8_BLOCK}, got {cut.depth}")
     shares = shares_of(stored.weights.shape, stored.scales.shape) if is_fp8 else None
     return Sizes(outputs, inputs, routing.slots, shares, is_scaled)
 

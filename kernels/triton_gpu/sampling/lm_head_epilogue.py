@@ -59,7 +59,9 @@ class Leaves(NamedTuple):
           ValueError: A block is not a whole number of groups.
         """
         if columns % GROUP:
-            raise ValueError(f"blocks of a head must have whole groups of {GROUP}, got {columns}")
+            raise ValueError(
+                f"LM-head tiles must have a multiple of {GROUP} columns, got {columns}"
+            )
         R, room = len(asks.asks), asks.asks.new_empty
         keys, ids, bad = room(3, R, triton.cdiv(outputs, columns))
         peaks = room(R, triton.cdiv(outputs, GROUP))

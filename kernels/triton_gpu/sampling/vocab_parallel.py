@@ -101,7 +101,7 @@ def gathered_rows(
     most = triton.cdiv(R, len(gathers))
     if 4 * most * share + 8 > boxes.block_bytes:
         raise ValueError(
-            f"a rank may send {boxes.block_bytes} bytes in a call, got {4 * most * share}"
+            f"an all-gather sends at most {boxes.block_bytes} bytes, got {4 * most * share}"
         )
     out = values.new_empty((R, boxes.ranks * share))
     given, to = in_words(values), out.view(torch.int32)
