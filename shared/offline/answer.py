@@ -12,7 +12,7 @@ from typing import Any
 from shared.engine.request import Event, FinishReason, Request
 from shared.offline.engine_thread import EngineThread
 from shared.offline.results import CompletionOutput, RequestOutput, StreamChunk
-from shared.server.completions.choice import Choice, Piece
+from shared.server.completions.choice import Choice, ChoiceUpdate
 from shared.server.completions.logprobs import TokenNames
 from shared.server.completions.traces import step_json
 from shared.server.parsing.delta import Delta
@@ -81,7 +81,7 @@ class Answer:
             self._steps.append(step)
         return self._part(piece, step)
 
-    def _part(self, piece: Piece, step: dict[str, Any] | None) -> StreamChunk:
+    def _part(self, piece: ChoiceUpdate, step: dict[str, Any] | None) -> StreamChunk:
         return StreamChunk(
             index=self.index,
             text=piece.delta.text,

@@ -35,7 +35,7 @@ from shared.process.progress import console_of
 from shared.process.start import Platform
 from shared.process.startup_report import start_notes
 from shared.process.tp.startup import ranked_start
-from shared.server.completions.choice import Choice, Speculation, StopFinder
+from shared.server.completions.choice import Choice, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import PromptText, TokenNames
 from shared.server.completions.sampling import make_sampling
 from shared.server.parsing.output_parser import Said
@@ -241,7 +241,7 @@ class LLM:
         prompt_text = PromptText(prompt.tokens, [0] * len(prompt.tokens))
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
-            StopFinder(tuple(params.stop)),
+            StopStringMatcher(tuple(params.stop)),
             new_parser(style, Said(schemas, None, calls is not None), is_open),
             sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),

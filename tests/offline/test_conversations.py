@@ -13,7 +13,7 @@ from shared.offline.messages import (
     read_variables,
 )
 from shared.server.completions.prompts import conversation_of
-from shared.server.protocol.chat_messages import AssistantMessage, PlainMessage, ToolMessage
+from shared.server.protocol.chat_messages import AssistantMessage, TextMessage, ToolMessage
 from shared.server.protocol.openai_types import ChatPrompt
 
 FUNCTION = {"name": "weather", "arguments": '{"city": "Rome"}'}
@@ -77,7 +77,7 @@ def test_a_tool_is_a_function_with_a_name():
 def test_fields_of_messages_are_those_of_the_server():
     models = {"assistant": AssistantMessage, "tool": ToolMessage}
     for role in ROLES:
-        wanted = models.get(role, PlainMessage).model_fields.keys()
+        wanted = models.get(role, TextMessage).model_fields.keys()
         assert set(FIELDS.get(role, PLAIN_FIELDS)) == set(wanted)
 
 

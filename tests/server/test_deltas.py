@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from shared.engine.request import Event, FinishReason
-from shared.server.completions.choice import Choice, Piece, Speculation, StopFinder
+from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import TokenNames
 from shared.server.completions.responses import Answer, ChatForm, CompletionForm, Form
-from shared.server.parsing.delta import Delta, OutputParser, PlainText, ToolCall
+from shared.server.parsing.delta import Delta, OutputParser, PassthroughParser, ToolCall
 from shared.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.http_fixtures import byte_tokenizer
 
@@ -57,7 +57,13 @@ def new_answer(form: Form, parsers: list[OutputParser], stops: tuple[str, ...] =
         num_image_tokens=0,
         choices=[
             Choice(
-                Detokenizer(BYTES, []), StopFinder(stops), parser, 0, Speculation.empty(3), "", ()
+                Detokenizer(BYTES, []),
+                StopStringMatcher(stops),
+                parser,
+                0,
+                Speculation.empty(3),
+                "",
+                (),
             )
             for parser in parsers
         ],
@@ -76,7 +82,7 @@ def events(text: str, size: int) -> Iterator[Event]:
         yield Event(1, tokens[begin : begin + size], None, reason, None, None)
 
 
-def total(pieces: list[Piece]) -> Delta:
+def total(pieces: list[ChoiceUpdate]) -> Delta:
     return sum((piece.delta for piece in pieces), Delta())
 
 
@@ -127,7 +133,7 @@ def test_a_stop_string_ends_what_a_parser_sees():
 
 
 def test_plain_text_says_nothing_of_reasoning_and_tools():
-    answer = new_answer(ChatForm(), [PlainText()])
+    answer = new_answer(ChatForm(), [PassthroughParser()])
     pieces = [answer.take(0, event) for event in events(SAID, 2)]
     message = answer.whole([total(pieces)])["choices"][0]["message"]
     assert message == {"role": "assistant", "content": SAID}
@@ -150,7 +156,7 @@ class Unwalkable(list):
 
 
 def test_the_end_of_an_answer_is_known_without_walking_its_choices():
-    answer = new_answer(CompletionForm(), [PlainText() for _ in range(3)])
+    answer = new_answer(CompletionForm(), [PassthroughParser() for _ in range(3)])
     answer.choices = Unwalkable(answer.choices)
     for index in (2, 0, 1):
         assert not answer.ended

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shared.server.api import connection
-from shared.server.api.connection import HttpConfig, Room
+from shared.server.api.connection import ConnectionLimit, HttpConfig
 from tests.support.http_fixtures import COMPLETIONS, HOST_NAME, JSON, Server, serving
 
 TIMEOUT_S = 1.0
@@ -70,7 +70,7 @@ async def _reads_and_waits(scope: Scope, receive: Receive, send: Send) -> None:
 async def _listening() -> AsyncIterator[int]:
     """The port of a server of this process."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        running = uvicorn.Server(HttpConfig(_reads_and_waits, Room.of(500, 1), 1))
+        running = uvicorn.Server(HttpConfig(_reads_and_waits, ConnectionLimit.of(500, 1), 1))
         task = asyncio.create_task(running.serve([listener]))
         while not running.started:
             await asyncio.sleep(0.01)

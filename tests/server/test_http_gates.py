@@ -219,7 +219,7 @@ def test_keys_are_compared_in_constant_time(monkeypatch):
         passed.append(given)
 
     with pytest.raises(StopIteration):
-        gates.KeyCheck(app, ["a", "b"])(scope, None, None).send(None)
+        gates.ApiKeyMiddleware(app, ["a", "b"])(scope, None, None).send(None)
     assert asked == [(b"k", b"a"), (b"k", b"b")]
     assert len(passed) == 1
     assert gates.hmac is hmac

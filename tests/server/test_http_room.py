@@ -14,7 +14,7 @@ import pytest
 
 from shared.process import logs
 from shared.process.logs import Repeats
-from shared.server.api.connection import LINGER_S, MAX_BACKLOG, MAX_SPARE, Room
+from shared.server.api.connection import LINGER_S, MAX_BACKLOG, MAX_SPARE, ConnectionLimit
 from tests.support.http_fixtures import Server, serving
 
 DESCRIPTORS, NUM_CLIENTS = 48, 120
@@ -85,7 +85,7 @@ def test_who_finds_no_room_is_told_and_who_is_in_is_served(server):
 @pytest.mark.parametrize("descriptors", [0, 1, 7, 40, 1000, 1 << 16])
 @pytest.mark.parametrize("num_sockets", [1, 2])
 def test_all_that_may_be_open_at_once_has_a_descriptor(descriptors, num_sockets):
-    room = Room.of(descriptors, num_sockets)
+    room = ConnectionLimit.of(descriptors, num_sockets)
     assert min(room.most, room.spare, room.backlog) >= 1
     assert room.spare <= MAX_SPARE
     assert room.backlog <= MAX_BACKLOG

@@ -22,7 +22,7 @@ from shared.engine.request import Event
 from shared.process.ipc_messages import FrameReader, event_to_row, pack
 from shared.server.api import connection
 from shared.server.api.app import make_apps
-from shared.server.api.connection import HttpConfig, Room
+from shared.server.api.connection import ConnectionLimit, HttpConfig
 from shared.server.completions.grammars import Grammars
 from shared.server.engine_link import engine_client
 from shared.server.engine_link.engine_client import EngineClient
@@ -97,7 +97,7 @@ async def served() -> AsyncIterator[Served]:
     app = make_apps(client, None, None, None, Grammars(FACTS), (), has_admin_listener=False).clients
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        running = uvicorn.Server(HttpConfig(app, Room.of(500, 1), 1))
+        running = uvicorn.Server(HttpConfig(app, ConnectionLimit.of(500, 1), 1))
         tasks = [asyncio.create_task(running.serve([listener]))]
         tasks.append(asyncio.create_task(engine.listen()))
         while not running.started:

@@ -19,7 +19,7 @@ from shared.options.command_line import parse
 from shared.options.flags import ConfigError
 from shared.process.start import prepare
 from shared.server.api.tracing import Tracing
-from shared.server.engine_link.request_end import RequestEnd
+from shared.server.engine_link.request_end import RequestSummary
 from shared.server.protocol.openai_types import CompletionRequest
 from tests.support.http_fixtures import COMPLETIONS, FAIL, save_tokenizer, serving
 from tests.support.serve_reference import PLATFORM
@@ -29,7 +29,7 @@ PARENT = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
 BEGAN_NS = 1_790_000_000_000_000_000
 
 
-def end(**changed: Any) -> RequestEnd:
+def end(**changed: Any) -> RequestSummary:
     asked = CompletionRequest(prompt="a secret", temperature=0.5, max_tokens=9)
     fields: dict[str, Any] = {
         "request_id": "cmpl-1",
@@ -50,10 +50,10 @@ def end(**changed: Any) -> RequestEnd:
         "outputs": [[1] * 7],
         "ignored": (),
     }
-    return RequestEnd(**{**fields, **changed})
+    return RequestSummary(**{**fields, **changed})
 
 
-def span_of(told: RequestEnd) -> Any:
+def span_of(told: RequestSummary) -> Any:
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
     tracing.ended(told)

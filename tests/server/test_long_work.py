@@ -17,9 +17,9 @@ from shared.engine.checks import RequestLimits
 from shared.server.api import request_parsing as bodies
 from shared.server.api.app import make_apps
 from shared.server.completions.grammars import Grammars
-from shared.server.engine_link.body_thread import SHORT_BYTES, LongWork
+from shared.server.engine_link.body_thread import SHORT_BYTES, BodyParsingThread
 from shared.server.engine_link.chunked_write import PIECE
-from shared.server.engine_link.workers import Workers
+from shared.server.engine_link.workers import WorkerPool
 from shared.server.protocol import content
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
@@ -89,7 +89,7 @@ def test_the_loop_goes_on_while_a_long_body_is_read_and_one_is_read_at_a_time():
         return threading.get_ident()
 
     async def run() -> list[int]:
-        work = LongWork()
+        work = BodyParsingThread()
         long = [work.do(1 + SHORT_BYTES, each) for each in (first, threading.get_ident)]
         both = asyncio.gather(*long)
         await asyncio.sleep(0)
@@ -127,7 +127,9 @@ def test_the_routes_read_long_bodies_beside_the_loop(path, monkeypatch):
 def test_a_refusal_holds_nothing_of_what_was_read():
     async def refused() -> ApiError:
         with pytest.raises(ApiError) as raised:
-            await LongWork().do(1 + SHORT_BYTES, bodies.parse, b'{"messages": [3]}', ChatRequest)
+            await BodyParsingThread().do(
+                1 + SHORT_BYTES, bodies.parse, b'{"messages": [3]}', ChatRequest
+            )
         return raised.value
 
     error = asyncio.run(refused())
@@ -154,6 +156,6 @@ def test_a_long_message_is_handed_to_a_worker_in_pieces(monkeypatch):
         return Process()
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-    workers = Workers("", b"first", name="", deadline_s=1.0, part="")
+    workers = WorkerPool("", b"first", name="", deadline_s=1.0, part="")
     assert asyncio.run(workers.ask_bytes(bytes(2 * PIECE + 1))) == b"read"
     assert taken == [5, PIECE, 0, PIECE, 0, 1, 0]

@@ -16,12 +16,12 @@ from shared.engine.image_inputs import Picture
 from shared.engine.request import SamplingParams
 from shared.process.ipc_messages import FrameReader, pack, requests_of
 from shared.server.completions import image_decoder_pool as pictures
-from shared.server.completions.image_decoder_pool import PictureOpener
+from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link import chunked_write as pieces
 from shared.server.engine_link import engine_client
 from shared.server.engine_link.engine_client import EngineClient, Prompt, QueueFull
 from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
-from shared.server.protocol.content import SentPicture
+from shared.server.protocol.content import ImagePart
 from shared.server.protocol.errors import ApiError
 from tests.support.engine_info import facts_of
 from tests.support.golden_images import picture_config
@@ -44,13 +44,13 @@ MAX_GAP_S = 0.05
 TRIES = 5  # a machine that is busy otherwise makes everybody wait, but not each time
 
 
-def sent(*urls: str) -> list[SentPicture]:
-    return [SentPicture(f"place {number}", url) for number, url in enumerate(urls)]
+def sent(*urls: str) -> list[ImagePart]:
+    return [ImagePart(f"place {number}", url) for number, url in enumerate(urls)]
 
 
-def with_opener(work: Callable[[PictureOpener], Awaitable[None]]) -> None:
+def with_opener(work: Callable[[ImageDecoderPool], Awaitable[None]]) -> None:
     async def run() -> None:
-        opener = PictureOpener(picture_config())
+        opener = ImageDecoderPool(picture_config())
         try:
             await work(opener)
         finally:
@@ -71,7 +71,7 @@ async def longest_gap(work: Awaitable[None]) -> float:
 
 
 def test_pictures_come_in_the_order_of_their_addresses():
-    async def work(opener: PictureOpener) -> None:
+    async def work(opener: ImageDecoderPool) -> None:
         turned = url_of(stored(rgb().rotate(90, expand=True)))
         first, second = await opener.open(sent(GOOD, turned))
         assert (first.height, first.width, first.rgb) == (40, 48, PATTERN.tobytes())
@@ -85,9 +85,9 @@ def test_image_of_low_detail_is_opened_within_its_bound():
     config = replace(picture_config(), most=1024 * 1024)
 
     async def work() -> None:
-        opener = PictureOpener(config)
+        opener = ImageDecoderPool(config)
         url = url_of(large)
-        both = [SentPicture("a", url), SentPicture("b", url, is_low=True)]
+        both = [ImagePart("a", url), ImagePart("b", url, is_low=True)]
         assert [each.height for each in await opener.open(both)] == [1024, 512]
         await opener.close()
 
@@ -95,19 +95,19 @@ def test_image_of_low_detail_is_opened_within_its_bound():
 
 
 def test_bad_pictures_are_refused_and_hold_up_neither_the_loop_nor_other_requests():
-    async def refused(opener: PictureOpener, name: str) -> None:
+    async def refused(opener: ImageDecoderPool, name: str) -> None:
         url, words = REFUSED[name]
         with pytest.raises(ApiError) as error:
             await opener.open(sent(GOOD, url))
         assert words in str(error.value)
         assert (error.value.status, error.value.param) == (400, "place 1")
 
-    async def all_of_them(opener: PictureOpener) -> None:
+    async def all_of_them(opener: ImageDecoderPool) -> None:
         refusals = (refused(opener, name) for name in REFUSED)
         *_, (good,) = await asyncio.gather(*refusals, opener.open(sent(GOOD)))
         assert good.rgb == PATTERN.tobytes()
 
-    async def work(opener: PictureOpener) -> None:
+    async def work(opener: ImageDecoderPool) -> None:
         gaps = [await longest_gap(all_of_them(opener)) for _ in range(TRIES)]
         assert min(gaps) < MAX_GAP_S
 
@@ -215,7 +215,7 @@ def test_pixels_of_who_has_left_count_until_their_turn_and_are_left_out_then(mon
 
 
 def test_pictures_of_one_request_are_bounded_in_memory_and_time(monkeypatch):
-    async def work(opener: PictureOpener) -> None:
+    async def work(opener: ImageDecoderPool) -> None:
         await opener.open(sent(GOOD, GOOD))
         monkeypatch.setattr(pictures, "MAX_BYTES", 2 * PATTERN.nbytes - 1)
         with pytest.raises(ApiError, match="more than 11519 bytes of pixels"):

@@ -13,9 +13,9 @@ from tokenizers import decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.engine.request import Event, FinishReason
-from shared.server.completions.choice import Choice, Speculation, StopFinder
+from shared.server.completions.choice import Choice, Speculation, StopStringMatcher
 from shared.server.completions.logprobs import TokenLogprob, TokenNames, for_completion
-from shared.server.parsing.delta import PlainText
+from shared.server.parsing.delta import PassthroughParser
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
 from shared.text.delimiters import marks_of
 from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
@@ -60,7 +60,7 @@ def with_logprobs(given: Event) -> Event:
 
 
 def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
-    parts = (Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens)
+    parts = (Detokenizer(BYTES, []), StopStringMatcher(stops), PassthroughParser(), min_tokens)
     return Choice(*parts, Speculation.empty(3), "", (ord("."),))
 
 
@@ -168,7 +168,7 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(seed: int):
     stops = tuple("".join(rng.choice("ab") for _ in range(rng.randint(3, 6))) for _ in range(3))
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     want = text[: min(ends)[1]] if ends else text
-    finder, got, rest, ended = StopFinder(stops), "", text, False
+    finder, got, rest, ended = StopStringMatcher(stops), "", text, False
     while rest and not ended:
         size = rng.randint(1, 5)
         given_text, ended = finder.push(rest[:size], armed=True)
@@ -177,7 +177,7 @@ def test_a_stop_string_is_found_wherever_the_text_is_cut(seed: int):
 
 
 def test_text_that_may_begin_a_stop_string_is_held_back():
-    finder = StopFinder(("STOP",))
+    finder = StopStringMatcher(("STOP",))
     assert finder.push("go ST", armed=True) == ("go ", False)
     assert finder.push("ST", armed=True) == ("ST", False)
     assert finder.push("OP!", armed=True) == ("", True)

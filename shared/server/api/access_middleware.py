@@ -29,7 +29,7 @@ OPEN_PATH = "/live"
 """Route without a key, for liveness probes."""
 
 
-class HostCheck:
+class HostMiddleware:
     """Rejects requests whose Host header is not allowed.
 
     A request without a Host passes: no browser sends one.
@@ -51,7 +51,7 @@ class HostCheck:
         await refuse(ApiError(403, message, code="host_not_allowed"), scope, receive, send)
 
 
-class KeyCheck:
+class ApiKeyMiddleware:
     """Rejects requests without a valid API key.
 
     Args:
@@ -67,7 +67,7 @@ class KeyCheck:
         given = sent_keys(headers)
         if browsers := password(headers.get("authorization", "")):
             given.append(browsers)
-        if is_among(given, self._keys) or scope["path"] == OPEN_PATH:
+        if matches_any_key(given, self._keys) or scope["path"] == OPEN_PATH:
             await self._app(scope, receive, send)
             return
         message = "the API key is missing or invalid; send it as a bearer token"
@@ -77,7 +77,7 @@ class KeyCheck:
         await refuse(error, scope, receive, send, challenge)
 
 
-class HeadLimit:
+class HeaderSizeLimit:
     """Rejects requests whose headers are too large."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -90,12 +90,12 @@ class HeadLimit:
             target + sum(len(name) + len(value) for name, value in scope["headers"])
             > MAX_HEAD_BYTES
         ):
-            await refuse(head_too_large(), scope, receive, send)
+            await refuse(headers_too_large(), scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
-def head_too_large() -> ApiError:
+def headers_too_large() -> ApiError:
     """Returns the error for headers that are too large."""
     message = f"the request headers exceed {MAX_HEAD_BYTES} bytes"
     return ApiError(431, message, code="request_head_too_large")
@@ -109,7 +109,7 @@ def sent_keys(headers: Headers) -> list[bytes]:
     return [key.encode("latin-1") for key in (bearer, *map(headers.get, _KEY_HEADERS)) if key]
 
 
-def is_among(given: Collection[bytes], keys: Collection[str]) -> bool:
+def matches_any_key(given: Collection[bytes], keys: Collection[str]) -> bool:
     """Returns True if one of the values is a key; compares in constant time."""
     matches = [hmac.compare_digest(each, key.encode()) for each in given for key in keys]
     return any(matches)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from shared.engine.checks import check_ids
 from shared.engine.request import Refusal
-from shared.server.api.access_middleware import is_among, sent_keys
+from shared.server.api.access_middleware import matches_any_key, sent_keys
 from shared.server.api.request_parsing import parse_plain
 from shared.server.api.transport import read_json
 from shared.server.engine_link.engine_client import EngineClient, EngineLost, Refused
@@ -100,7 +100,7 @@ class AdminRoutes:
         if key is None:
             reason = "this route is disabled; start the server with --admin-api-key"
             raise ApiError(403, reason, code="admin_closed")
-        if not is_among(sent_keys(request.headers), [key]):
+        if not matches_any_key(sent_keys(request.headers), [key]):
             reason = "the admin key is missing or invalid; send it as a bearer token"
             raise ApiError(401, reason, code="invalid_api_key")
 

@@ -16,7 +16,12 @@ from starlette.types import ASGIApp
 from shared import VERSION
 from shared.process.ipc_messages import ModelFacts
 from shared.server.api import playground
-from shared.server.api.access_middleware import OPEN_PATH, HeadLimit, HostCheck, KeyCheck
+from shared.server.api.access_middleware import (
+    OPEN_PATH,
+    ApiKeyMiddleware,
+    HeaderSizeLimit,
+    HostMiddleware,
+)
 from shared.server.api.admin import AddCorpus, AdminRoutes, RemoveCorpus
 from shared.server.api.openapi import Route, document
 from shared.server.api.origins import Origins
@@ -27,15 +32,15 @@ from shared.server.api.transport import BodyLimit
 from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.generation import Generator
 from shared.server.completions.grammars import Grammars
-from shared.server.completions.image_decoder_pool import PictureOpener
+from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.completions.prompts import PromptReader
-from shared.server.engine_link.body_thread import LongWork
+from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.engine_link.engine_client import ClientLeft, EngineClient
-from shared.server.engine_link.request_end import Watcher
+from shared.server.engine_link.request_end import RequestObserver
 from shared.server.engine_link.server_metrics import ServerMetrics
 from shared.server.protocol import response_types as answers
 from shared.server.protocol.errors import ApiError
-from shared.server.protocol.http_normalization import UsualForm
+from shared.server.protocol.http_normalization import HttpNormalization
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
 from shared.text.tokenizer import Tokenizer
 
@@ -98,9 +103,9 @@ def make_apps(
     client: EngineClient,
     tokenizer: Tokenizer | None,
     renderer: Renderer | None,
-    opener: PictureOpener | None,
+    opener: ImageDecoderPool | None,
     grammars: Grammars,
-    tracing: Sequence[Watcher],
+    tracing: Sequence[RequestObserver],
     has_admin_listener: bool,
 ) -> Apps:
     """The applications over a connected engine.
@@ -114,7 +119,7 @@ def make_apps(
     facts = client.facts
     metrics = ServerMetrics(facts.model_name)
     watchers = (metrics, RequestLog(tokenizer, facts.observing.log_requests), *tracing)
-    work = LongWork()
+    work = BodyParsingThread()
     reader = PromptReader(tokenizer, renderer, opener, facts.limits, facts.max_open_requests, work)
     generator = Generator(client, reader, grammars, tokenizer, metrics, watchers)
     routes = Routes(generator, metrics, opener, work)
@@ -276,9 +281,9 @@ def _gated(
 ) -> ASGIApp:
     """The application behind all that is checked before a route is found."""
     if facts.api_key is not None:
-        app = KeyCheck(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
+        app = ApiKeyMiddleware(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
     if origins:
         app = Origins(app, origins)
     if names is not None:
-        app = HostCheck(app, names)
-    return HeadLimit(UsualForm(app))
+        app = HostMiddleware(app, names)
+    return HeaderSizeLimit(HttpNormalization(app))

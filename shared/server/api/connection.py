@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from shared.process.logs import log
-from shared.server.api.access_middleware import MAX_HEAD_BYTES, head_too_large
+from shared.server.api.access_middleware import MAX_HEAD_BYTES, headers_too_large
 from shared.server.protocol.errors import ApiError
 
 LINGER_S = 1.0
@@ -23,7 +23,7 @@ WRITE_TIMEOUT_S = 60.0  # for a client to take something of what waits for it
 
 
 @dataclass
-class Room:
+class ConnectionLimit:
     """Connection limit of a listener: `most` are served, `spare` more get an error.
 
     Those are told that there is no room, with time to hear it; one more is told and closed at once.
@@ -40,7 +40,7 @@ class Room:
     num_refused: int = 0
 
     @classmethod
-    def of(cls, descriptors: int, num_sockets: int) -> Room:
+    def of(cls, descriptors: int, num_sockets: int) -> ConnectionLimit:
         """The room of a listener with these sockets, whose connections may have so many."""
         part = max(1, descriptors // 8)
         backlog, spare = max(1, min(MAX_BACKLOG, part // num_sockets)), min(MAX_SPARE, part)
@@ -50,11 +50,11 @@ class Room:
 class HttpConfig(uvicorn.Config):
     """Uvicorn configuration with the connection limit."""
 
-    def __init__(self, app: ASGIApp, room: Room, grace_s: int) -> None:
+    def __init__(self, app: ASGIApp, room: ConnectionLimit, grace_s: int) -> None:
         self.room = room
         super().__init__(
             app,
-            http=TimedConnection,
+            http=TimeoutConnection,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             log_config=None,  # `logs.set_up` has said how and what
             log_level="warning",
@@ -66,7 +66,7 @@ class HttpConfig(uvicorn.Config):
         )
 
 
-class TimedConnection(H11Protocol):
+class TimeoutConnection(H11Protocol):
     """HTTP connection that closes when a request does not arrive in time.
 
     uvicorn bounds the time between two requests (its `timeout_keep_alive`) and nothing else: a
@@ -134,7 +134,7 @@ class TimedConnection(H11Protocol):
         self._end = None
 
     @property
-    def _room(self) -> Room:
+    def _room(self) -> ConnectionLimit:
         assert isinstance(self.config, HttpConfig)
         return self.config.room
 
@@ -161,7 +161,7 @@ class TimedConnection(H11Protocol):
         """Answers what h11 does not take for a request, say a head that is too long."""
         unread, _ = self.conn.trailing_data
         is_long = len(unread) > MAX_HEAD_BYTES
-        self._end_with(head_too_large() if is_long else ApiError(400, "invalid HTTP request"))
+        self._end_with(headers_too_large() if is_long else ApiError(400, "invalid HTTP request"))
 
     def _end_with(self, error: ApiError) -> None:
         """The last answer, unless one is under way; h11 would not write it in every state."""

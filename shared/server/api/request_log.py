@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.process import logs
-from shared.server.engine_link.request_end import RequestEnd
+from shared.server.engine_link.request_end import RequestSummary
 from shared.text.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 8192
@@ -21,7 +21,7 @@ class RequestLog:
     def __init__(self, tokenizer: Tokenizer | None, tells_texts: bool) -> None:
         self._tokenizer, self._tells_texts = tokenizer, tells_texts
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: RequestSummary) -> None:
         """Writes the line of a request."""
         first = end.first_token_s
         texts = self._texts(end) if self._tells_texts else {}
@@ -42,7 +42,7 @@ class RequestLog:
             **texts,
         )
 
-    def _texts(self, end: RequestEnd) -> dict[str, object]:
+    def _texts(self, end: RequestSummary) -> dict[str, object]:
         answered = [
             self._tokenizer.decode(list(tokens)) if self._tokenizer else str(list(tokens))
             for tokens in end.outputs

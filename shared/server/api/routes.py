@@ -19,11 +19,11 @@ from shared.server.api.access_middleware import MAX_HEAD_BYTES
 from shared.server.api.request_parsing import Body, parse
 from shared.server.api.transport import MAX_BODY_BYTES, EventStream, read_json, watch_client
 from shared.server.completions.generation import Generation, Generator
-from shared.server.completions.image_decoder_pool import PictureOpener
+from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.completions.prompts import check_model
 from shared.server.completions.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.completions.traces import MAX_TRACES
-from shared.server.engine_link.body_thread import LongWork
+from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.engine_link.server_metrics import ServerMetrics
 from shared.server.parsing.delta import Delta
 from shared.server.protocol.errors import ApiError
@@ -37,8 +37,8 @@ class Routes:
         self,
         generator: Generator,
         metrics: ServerMetrics,
-        opener: PictureOpener | None,
-        work: LongWork,
+        opener: ImageDecoderPool | None,
+        work: BodyParsingThread,
     ) -> None:
         self._generator, self._opener, self._work = generator, opener, work
         self._client = generator.client

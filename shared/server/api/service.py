@@ -22,10 +22,10 @@ from shared.process.address import Listeners
 from shared.process.logs import log
 from shared.server.api.admin import load_start_corpus
 from shared.server.api.app import make_apps
-from shared.server.api.connection import HttpConfig, Room
+from shared.server.api.connection import ConnectionLimit, HttpConfig
 from shared.server.completions.chat_renderer import Renderer
 from shared.server.completions.grammars import Grammars
-from shared.server.completions.image_decoder_pool import PictureOpener
+from shared.server.completions.image_decoder_pool import ImageDecoderPool
 from shared.server.engine_link.engine_client import End, EngineClient, EngineLost
 from shared.server.engine_link.request_end import ClosableWatcher
 from shared.text.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ EXIT_REFUSED = 2
 class _HttpServer(uvicorn.Server):
     """Leaves signals to the engine's process, and says when it listens."""
 
-    def __init__(self, app: ASGIApp, room: Room, on_start: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, room: ConnectionLimit, on_start: Callable[[], None]) -> None:
         super().__init__(HttpConfig(app, room, GRACE_S))
         self._on_start = on_start
 
@@ -66,7 +66,7 @@ class Service:
         facts, templates = client.facts, tokenizer.templates if tokenizer else None
         self._client, self._listeners = client, listeners
         grammars, renderer = Grammars(facts), Renderer(templates) if templates else None
-        opener = PictureOpener(facts.pictures) if facts.pictures else None
+        opener = ImageDecoderPool(facts.pictures) if facts.pictures else None
         self._workers = [each for each in (grammars, renderer, opener) if each is not None]
         self._tracing = _tracing(facts.observing.otlp_traces_endpoint)
         watchers = (self._tracing,) if self._tracing else ()
@@ -124,11 +124,11 @@ class Service:
         logs.announce(message)
 
 
-def _rooms(listeners: Listeners) -> tuple[Room, Room]:
+def _rooms(listeners: Listeners) -> tuple[ConnectionLimit, ConnectionLimit]:
     """The room of each listener: who runs a server that is full gets through to it all the same."""
     num_free, clients, admin = descriptors.num_free(), len(listeners.clients), len(listeners.admin)
     admins = num_free // ADMIN_SHARE if admin else 0
-    return Room.of(num_free - admins, clients), Room.of(admins, max(1, admin))
+    return ConnectionLimit.of(num_free - admins, clients), ConnectionLimit.of(admins, max(1, admin))
 
 
 def _tracing(endpoint: str | None) -> ClosableWatcher | None:

@@ -16,7 +16,7 @@ from shared.server.api.request_parsing import parse_plain, parse_with
 from shared.server.api.transport import read_json
 from shared.server.completions.logprobs import TokenNames
 from shared.server.completions.prompts import PromptReader, check_model
-from shared.server.engine_link.body_thread import LongWork
+from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import No, Strict, Text
 from shared.server.protocol.openai_types import ChatPrompt, TokenId
@@ -55,7 +55,7 @@ class TokenRoutes:
         facts: ModelFacts,
         reader: PromptReader,
         tokenizer: Tokenizer | None,
-        work: LongWork,
+        work: BodyParsingThread,
     ) -> None:
         self._facts, self._reader, self._tokenizer = facts, reader, tokenizer
         self._work = work

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from shared.server.engine_link.request_end import RequestEnd
+from shared.server.engine_link.request_end import RequestSummary
 
 SPAN_NAME = "llm_request"
 EXPORT_TIMEOUT_S = 5.0
@@ -41,7 +41,7 @@ class Tracing:
         """Spans leave in batches, from a thread of their own; one that fails is logged."""
         return cls(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: RequestSummary) -> None:
         """The span of a request."""
         span = self._tracer.start_span(
             SPAN_NAME,
@@ -61,7 +61,7 @@ class Tracing:
         last.join(LAST_EXPORT_S)
 
 
-def _attributes(end: RequestEnd) -> dict[str, Any]:
+def _attributes(end: RequestSummary) -> dict[str, Any]:
     asked = {f"gen_ai.request.{name}": getattr(end.asked, name, None) for name in ASKED}
     first = {"gen_ai.latency.time_to_first_token": end.first_token_s}
     given = {name: value for name, value in {**asked, **first}.items() if value is not None}

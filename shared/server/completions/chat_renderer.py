@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from shared.server.engine_link.workers import Workers
+from shared.server.engine_link.workers import WorkerPool
 from shared.text.chat_templates import ChatTemplates
 from shared.text.template_worker import DEADLINE_S, pack_templates
 
 
-class Renderer(Workers):
+class Renderer(WorkerPool):
     """Renders conversations, each within a deadline.
 
     Attributes:

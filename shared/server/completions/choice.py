@@ -13,7 +13,7 @@ from shared.text.tokenizer import Detokenizer
 
 
 @dataclass(frozen=True)
-class Piece:
+class ChoiceUpdate:
     """Update of a choice by one engine event.
 
     Attributes:
@@ -74,7 +74,7 @@ class Speculation:
         }
 
 
-class StopFinder:
+class StopStringMatcher:
     """Finds stop strings in a text that arrives in pieces, whatever the borders.
 
     The string whose end comes first wins, so the outcome does not depend on how the text was cut.
@@ -161,7 +161,7 @@ class Choice:
     """
 
     detokenizer: Detokenizer | None
-    stops: StopFinder
+    stops: StopStringMatcher
     parser: OutputParser
     min_tokens: int
     speculation: Speculation
@@ -179,7 +179,7 @@ class Choice:
     def __post_init__(self) -> None:
         self._num_characters = len(self.echo)
 
-    def take(self, event: Event) -> Piece:
+    def take(self, event: Event) -> ChoiceUpdate:
         """Adds an event; the text may end within it.
 
         Tokens, logprobs and text are cut at the same place: after the token that completes a stop
@@ -206,7 +206,7 @@ class Choice:
             self.finish_reason = event.finish_reason.value
         return self._piece(text, begin)
 
-    def _piece(self, text: str, begin: int) -> Piece:
+    def _piece(self, text: str, begin: int) -> ChoiceUpdate:
         """Returns the update from token number `begin`."""
         delta = Delta(self.echo) + self.parser.push(text)
         self.echo = ""
@@ -215,7 +215,7 @@ class Choice:
         if self.finish_reason == "stop" and self.parser.has_whole_calls:
             self.finish_reason = "tool_calls"
         new = self.tokens[begin:], self.logprobs[begin:]
-        piece = Piece(delta, *new, self.finish_reason, self._texts)
+        piece = ChoiceUpdate(delta, *new, self.finish_reason, self._texts)
         return piece if begin else replace(piece, prompt=self.prompt)
 
     def _note(self, event: Event, index: int) -> None:

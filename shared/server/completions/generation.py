@@ -11,7 +11,7 @@ from dataclasses import replace
 from shared.engine.checks import check
 from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
 from shared.options.unsupported_fields import CHAT, COMPLETIONS
-from shared.server.completions.choice import Choice, Piece, Speculation, StopFinder
+from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation, StopStringMatcher
 from shared.server.completions.grammars import Grammars
 from shared.server.completions.logprobs import PromptText, TokenNames, offsets_in
 from shared.server.completions.parsers import Parsers
@@ -27,11 +27,11 @@ from shared.server.engine_link.engine_client import (
     EngineLost,
     Prompt,
     QueueFull,
-    ReadsTooSlowly,
     Refused,
+    SlowClientError,
     Submission,
 )
-from shared.server.engine_link.request_end import RequestEnd, Watcher
+from shared.server.engine_link.request_end import RequestObserver, RequestSummary
 from shared.server.engine_link.server_metrics import ServerMetrics, TokenTimes
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
@@ -55,8 +55,8 @@ class Generation:
         submission: Submission,
         answer: Answer,
         request: CompletionRequest | ChatRequest,
-        arrival: Arrival,
-        watchers: Sequence[Watcher],
+        arrival: RequestContext,
+        watchers: Sequence[RequestObserver],
     ) -> None:
         self.answer = answer
         self.request = request
@@ -78,10 +78,10 @@ class Generation:
             for watcher in self._watchers:
                 watcher.ended(end)
 
-    def _end(self) -> RequestEnd:
+    def _end(self) -> RequestSummary:
         answer, arrival = self.answer, self._arrival
         speculation, cut_short = answer.speculation, "error" if self._has_failed else "abort"
-        return RequestEnd(
+        return RequestSummary(
             request_id=answer.name,
             endpoint=CHAT if isinstance(self.request, ChatRequest) else COMPLETIONS,
             model=answer.model,
@@ -101,7 +101,7 @@ class Generation:
             ignored=answer.ignored,
         )
 
-    async def next(self) -> tuple[int, Piece]:
+    async def next(self) -> tuple[int, ChoiceUpdate]:
         """The number of a choice and what its next event adds.
 
         Raises:
@@ -114,7 +114,7 @@ class Generation:
                 raise ApiError(400, event.error or "refused", self.request.grammar_field)
             if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise ApiError(500, event.error or "the engine aborted the request")
-        except (EngineLost, Refused, ReadsTooSlowly, ApiError) as error:
+        except (EngineLost, Refused, SlowClientError, ApiError) as error:
             self._has_failed = True
             self.answer.close("error")
             raise self._refusal_of(error) from error
@@ -139,20 +139,20 @@ class Generation:
             if self.answer.choices[index].finish_reason is None:
                 return index, event
 
-    def _take(self, index: int, event: Event) -> Piece:
+    def _take(self, index: int, event: Event) -> ChoiceUpdate:
         piece = self.answer.take(index, event)
         was_cut = len(piece.tokens) < len(event.tokens)
         if piece.finish_reason and (was_cut or not event.finish_reason):
             self._submission.finish(index, len(self.answer.choices[index].tokens))
         return piece
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, ChoiceUpdate]]:
         """All pieces until every choice has ended; errors as `next`."""
         while not self.answer.ended:
             yield await self.next()
 
 
-class Arrival:
+class RequestContext:
     """When a request came, and from which trace.
 
     Attributes:
@@ -182,7 +182,7 @@ class Generator:
         grammars: Grammars,
         tokenizer: Tokenizer | None,
         metrics: ServerMetrics,
-        watchers: Sequence[Watcher],
+        watchers: Sequence[RequestObserver],
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -208,7 +208,7 @@ class Generator:
         Raises:
           ApiError: It cannot be served.
         """
-        arrival = Arrival(self._metrics, headers)
+        arrival = RequestContext(self._metrics, headers)
         check_model(request.model, self._facts.model_name)
         if request.stop and self.tokenizer is None:
             raise ApiError(
@@ -255,7 +255,7 @@ class Generator:
             answer.follow(self.traces, self._facts.drafter)
         return Generation(submission, answer, request, arrival, self._watchers)
 
-    def _submit(self, prompts: list[Prompt], arrival: Arrival) -> Submission:
+    def _submit(self, prompts: list[Prompt], arrival: RequestContext) -> Submission:
         try:
             return self.client.submit(prompts, arrival.times)
         except EngineLost as error:
@@ -300,7 +300,7 @@ class Generator:
     ) -> Choice:
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
-            StopFinder(tuple(request.stop)),
+            StopStringMatcher(tuple(request.stop)),
             self._parsers.new(request, text),
             prompt.sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from shared.engine.checks import NO_GRAMMARS
 from shared.process.ipc_messages import ModelFacts
-from shared.server.engine_link.workers import Workers
+from shared.server.engine_link.workers import WorkerPool
 from shared.server.parsing.reasoning import thinking_after
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.openai_types import ChatRequest, CompletionRequest
@@ -17,7 +17,7 @@ MAX_KEPT_BYTES = 1 << 23
 """Maximum bytes of cached requests and their grammars."""
 
 
-class Grammars(Workers):
+class Grammars(WorkerPool):
     """Proves grammars, each within a deadline.
 
     Args:

@@ -16,8 +16,8 @@ from shared.images.worker_protocol import (
     unpack_picture,
 )
 from shared.models.image_processor import PictureConfig
-from shared.server.engine_link.workers import NUM_WORKERS, Workers
-from shared.server.protocol.content import MAX_PICTURES, SentPicture
+from shared.server.engine_link.workers import NUM_WORKERS, WorkerPool
+from shared.server.protocol.content import MAX_PICTURES, ImagePart
 from shared.server.protocol.errors import ApiError
 from shared.text.worker import WorkRefused
 
@@ -28,7 +28,7 @@ MAX_S = 30.0
 """Seconds to decode all images of a request, without waiting."""
 
 
-class PictureOpener(Workers):
+class ImageDecoderPool(WorkerPool):
     """Opens pictures in processes of their own, each picture within a deadline.
 
     Args:
@@ -71,7 +71,7 @@ class PictureOpener(Workers):
             for each, first in zip(opened, firsts, strict=True)
         )
 
-    async def open(self, sent: Sequence[SentPicture]) -> list[OpenedPicture]:
+    async def open(self, sent: Sequence[ImagePart]) -> list[OpenedPicture]:
         """The pictures of a request, one after the other, so that a request has one worker.
 
         Raises:
@@ -85,7 +85,7 @@ class PictureOpener(Workers):
             reason = f"decoding the images of the request takes longer than {MAX_S:g} s"
             raise ApiError(400, reason, "messages") from None
 
-    async def _open_all(self, sent: Sequence[SentPicture]) -> list[OpenedPicture]:
+    async def _open_all(self, sent: Sequence[ImagePart]) -> list[OpenedPicture]:
         opened: list[OpenedPicture] = []
         for each in sent:
             try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.process.ipc_messages import ModelFacts
-from shared.server.parsing.delta import OutputParser, PlainText
+from shared.server.parsing.delta import OutputParser, PassthroughParser
 from shared.server.parsing.output_parser import Said
 from shared.server.parsing.reasoning import is_open_after
 from shared.server.parsing.text_parsers import new_parser
@@ -38,7 +38,7 @@ class Parsers:
           prompt: The text of the prompt, which may have opened the reasoning.
         """
         if not isinstance(request, ChatRequest):
-            return PlainText()
+            return PassthroughParser()
         functions = [tool.function for tool in request.callable_tools]
         schemas = {function.name: function.parameters or {} for function in functions}
         name, begun = self._reasoning, request.begun

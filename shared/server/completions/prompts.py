@@ -14,10 +14,10 @@ from shared.engine.image_inputs import Picture
 from shared.images.placeholders import expanded
 from shared.options.unsupported_fields import UNSUPPORTED_FIELDS
 from shared.server.completions.chat_renderer import Renderer
-from shared.server.completions.image_decoder_pool import PictureOpener
-from shared.server.engine_link.body_thread import LongWork
+from shared.server.completions.image_decoder_pool import ImageDecoderPool
+from shared.server.engine_link.body_thread import BodyParsingThread
 from shared.server.protocol.chat_messages import for_template
-from shared.server.protocol.content import SentPicture, pictures_in
+from shared.server.protocol.content import ImagePart, pictures_in
 from shared.server.protocol.errors import ApiError
 from shared.server.protocol.fields import MAX_CHOICES
 from shared.server.protocol.openai_types import ChatPrompt, ChatRequest, CompletionRequest
@@ -61,10 +61,10 @@ class PromptReader:
         self,
         tokenizer: Tokenizer | None,
         renderer: Renderer | None,
-        opener: PictureOpener | None,
+        opener: ImageDecoderPool | None,
         limits: RequestLimits,
         max_open_requests: int | None,
-        work: LongWork,
+        work: BodyParsingThread,
     ) -> None:
         self._tokenizer, self._renderer, self._limits = tokenizer, renderer, limits
         self._opener, self._work = opener, work
@@ -139,7 +139,7 @@ class PromptReader:
             return ReadPrompt(tokens, text)
         return await self._with_pictures(ReadPrompt(tokens, text), sent, self._opener)
 
-    def _packed(self, request: ChatPrompt, tokenizer: Tokenizer) -> tuple[list[SentPicture], bytes]:
+    def _packed(self, request: ChatPrompt, tokenizer: Tokenizer) -> tuple[list[ImagePart], bytes]:
         """The pictures of a conversation, and what the renderer is asked; raises as `read`."""
         sent = pictures_in(message.content for message in request.messages)
         if sent and self._opener is None:
@@ -163,7 +163,7 @@ class PromptReader:
             raise ApiError(400, f"{reason}; remove it", "messages")
 
     async def _with_pictures(
-        self, prompt: ReadPrompt, sent: Sequence[SentPicture], opener: PictureOpener
+        self, prompt: ReadPrompt, sent: Sequence[ImagePart], opener: ImageDecoderPool
     ) -> ReadPrompt:
         """A prompt in whose places for pictures these stand; raises as `read`."""
         token = self._limits.image_token

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from shared.engine.request import Event
-from shared.server.completions.choice import Choice, Piece, Speculation
+from shared.server.completions.choice import Choice, ChoiceUpdate, Speculation
 from shared.server.completions.logprobs import (
     TokenLogprob,
     TokenNames,
@@ -158,7 +158,7 @@ class Answer:
         """True if every choice has ended."""
         return self._num_ended == len(self.choices)
 
-    def take(self, index: int, event: Event) -> Piece:
+    def take(self, index: int, event: Event) -> ChoiceUpdate:
         """Adds an event to a choice that has not ended."""
         piece = self.choices[index].take(event)
         self._num_ended += piece.finish_reason is not None
@@ -185,7 +185,7 @@ class Answer:
     def whole(self, messages: list[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         pieces = [
-            Piece(
+            ChoiceUpdate(
                 message,
                 choice.tokens,
                 choice.logprobs,
@@ -202,7 +202,7 @@ class Answer:
         beside = {**self._beside(0, pieces[0]), **self._ignored()}
         return {**head, **beside, "choices": choices, **self.totals()}
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: ChoiceUpdate) -> dict[str, Any]:
         """An event of a stream: what one step added to one choice.
 
         The first event of all has what the request has in vain.
@@ -214,7 +214,7 @@ class Answer:
         head = self._head(self.form.chunk_object)
         return {**head, **self._beside(index, piece), **ignored, "choices": [choice]}
 
-    def matters(self, index: int, piece: Piece) -> bool:
+    def matters(self, index: int, piece: ChoiceUpdate) -> bool:
         """Returns True if a stream has to carry a piece: one that says nothing is of use to few."""
         shows_more = self.shows_tokens or self.shows_logprobs or self.shows_trace
         return shows_more or index not in self._begun or bool(piece.delta or piece.finish_reason)
@@ -261,16 +261,16 @@ class Answer:
     def _ignored(self) -> dict[str, Any]:
         return {"ignored": list(self.ignored)} if self.ignored else {}
 
-    def _beside(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _beside(self, index: int, piece: ChoiceUpdate) -> dict[str, Any]:
         """Returns the response fields next to the choices, taken from the first one."""
         return self._of_prompt(piece) if self.form.has_one_prompt and index == 0 else {}
 
-    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
+    def _of_prompt(self, piece: ChoiceUpdate) -> dict[str, Any]:
         if self.num_of_prompt is None or not piece.prompt:
             return {}
         return {"prompt_logprobs": for_prompt(cut(piece.prompt, self.num_of_prompt), self.names)}
 
-    def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, said: dict[str, Any], piece: ChoiceUpdate) -> dict[str, Any]:
         logprobs = None
         if self.shows_logprobs:
             echoed = [] if self.num_echoed is None else cut(piece.prompt, self.num_echoed)

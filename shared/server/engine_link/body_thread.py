@@ -24,7 +24,7 @@ Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
 
-class LongWork:
+class BodyParsingThread:
     """One thread: of several, each would have the interpreter in turn, and the loop seldom."""
 
     def __init__(self) -> None:

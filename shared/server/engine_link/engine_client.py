@@ -73,7 +73,7 @@ class ClientLeft(Exception):
     """The client closed its connection."""
 
 
-class ReadsTooSlowly(Exception):
+class SlowClientError(Exception):
     """The client has left so much unread that its requests were ended."""
 
 
@@ -134,7 +134,7 @@ class Submission:
         """The number of a choice and its next event, which may be later than its `finish`.
 
         Raises:
-          EngineLost, Refused, ClientLeft, ReadsTooSlowly: There will be no further event.
+          EngineLost, Refused, ClientLeft, SlowClientError: There will be no further event.
         """
         item = await self._queue.get()
         if isinstance(item, Exception):
@@ -159,7 +159,7 @@ class Submission:
         self.close()
         while not self._queue.empty():
             self._queue.get_nowait()
-        self.put(ReadsTooSlowly())
+        self.put(SlowClientError())
 
     def finish(self, choice: int, num_tokens: int) -> None:
         """Ends a choice whose text has ended with its `num_tokens`-th token."""

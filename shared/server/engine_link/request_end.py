@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestEnd:
+class RequestSummary:
     """A request that the engine was given, once its answer has ended.
 
     Attributes:
@@ -48,15 +48,15 @@ class RequestEnd:
     ignored: tuple[str, ...]
 
 
-class Watcher(Protocol):
+class RequestObserver(Protocol):
     """Observer of finished requests."""
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: RequestSummary) -> None:
         """A request has ended."""
         ...
 
 
-class ClosableWatcher(Watcher, Protocol):
+class ClosableWatcher(RequestObserver, Protocol):
     """One that keeps something for later."""
 
     def close(self) -> None:

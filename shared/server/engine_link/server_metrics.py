@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from shared.server.engine_link.metric_texts import HELP
-from shared.server.engine_link.request_end import RequestEnd
+from shared.server.engine_link.request_end import RequestSummary
 
 PREFIX = "tandem:"
 MODEL_LABEL = "model_name"
@@ -43,7 +43,7 @@ class ServerMetrics:
         self._output_tokens = self._histogram("request_generation_tokens", _TOKENS)
         self._image_tokens = self._counter("prompt_image_tokens")
 
-    def ended(self, end: RequestEnd) -> None:
+    def ended(self, end: RequestSummary) -> None:
         """A request has ended; one that was cut short says nothing of how long requests take."""
         self._image_tokens.inc(end.image_tokens)
         if not {"abort", "error"} & set(end.finish_reasons):

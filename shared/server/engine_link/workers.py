@@ -17,7 +17,7 @@ from shared.text.worker import DONE, LENGTH, WorkRefused
 NUM_WORKERS = 2  # so that one piece of work that hangs leaves the others served
 
 
-class Workers:
+class WorkerPool:
     """Works within a deadline; who finds no worker free waits for one.
 
     Args:

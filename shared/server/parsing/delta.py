@@ -65,7 +65,7 @@ class OutputParser(Protocol):
         ...
 
 
-class PlainText:
+class PassthroughParser:
     """The parser of a model whose whole output is text."""
 
     has_whole_calls = False

@@ -7,13 +7,13 @@ from typing import Any
 
 from shared.server.parsing.arguments import from_json, to_json
 from shared.server.parsing.json_object import JsonObject
-from shared.server.parsing.output_parser import Reading, Said, Source
+from shared.server.parsing.output_parser import ParserStep, Said, Source
 
 _HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 
 
-def read_json_call(source: Source, said: Said, lead: str) -> Reading[bool]:
+def read_json_call(source: Source, said: Said, lead: str) -> ParserStep[bool]:
     """Reads a call as a JSON object of a name and arguments.
 
     The arguments are said while they are read where the name stands before them, as models are

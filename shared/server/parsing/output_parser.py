@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from shared.server.parsing.delta import Delta, ToolCall
 
 Result = TypeVar("Result")
-Reading = Generator[None, str, Result]
+ParserStep = Generator[None, str, Result]
 """A part of a text being read: it is sent a character at a time, and "" at the end of the text."""
 
 MAX_HELD = 256  # characters of white space that may stand before a mark and belong to it
@@ -107,7 +107,7 @@ class Source:
         self._back: list[str] = []  # the next one last
         self._record: list[str] | None = None
 
-    def next(self) -> Reading[str]:
+    def next(self) -> ParserStep[str]:
         """The next character; "" at the end, again and again."""
         if self._back:
             char = self._back.pop()
@@ -138,12 +138,12 @@ class Source:
             self._back = []
         return "".join(record)
 
-    def rest(self, said: Said) -> Reading[None]:
+    def rest(self, said: Said) -> ParserStep[None]:
         """Says all that is left as text."""
         while char := (yield from self.next()):
             said.say(char)
 
-    def skip_space(self) -> Reading[str]:
+    def skip_space(self) -> ParserStep[str]:
         """The white space that comes next."""
         space = ""
         while (char := (yield from self.next())) and char.isspace():
@@ -151,7 +151,7 @@ class Source:
         self.put_back(char)
         return space
 
-    def up_to(self, marks: tuple[str, ...], said: Said) -> Reading[str]:
+    def up_to(self, marks: tuple[str, ...], said: Said) -> ParserStep[str]:
         """Says text up to a mark and the white space before it; returns both, "" at the end."""
         self._record = None
         held, first = "", {mark[0] for mark in marks}
@@ -171,7 +171,7 @@ class Source:
             said.say(held)
         return ""
 
-    def expect(self, mark: str) -> Reading[str]:
+    def expect(self, mark: str) -> ParserStep[str]:
         """Reads white space and a mark; reads and returns nothing where other text comes next."""
         held = yield from self.skip_space()
         for want in mark:
@@ -188,7 +188,7 @@ class Source:
         said.say(words)
         self.put_back(text[len(words) :])
 
-    def close(self, mark: str, said: Said) -> Reading[None]:
+    def close(self, mark: str, said: Said) -> ParserStep[None]:
         """Reads the mark that ends a call, which may be missing or cut."""
         self.record()
         if (yield from self.expect(mark)) or not self.ended:
@@ -204,10 +204,10 @@ def _may_begin(text: str, marks: tuple[str, ...]) -> bool:
     return any(mark.startswith(text) for mark in marks)
 
 
-ReadAll = Callable[[Source, Said], Reading[None]]
+ReadAll = Callable[[Source, Said], ParserStep[None]]
 """Reads a text to its end."""
 
-ReadCall = Callable[[Source, Said, str], Reading[bool]]
+ReadCall = Callable[[Source, Said, str], ParserStep[bool]]
 """Reads a call behind the mark that begins it, which is its last argument, with the white space
 before; whether there was one. All that is not of it is said as text, or left to be read."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.server.parsing.output_parser import ReadCall, Reading, Said, Source
+from shared.server.parsing.output_parser import ParserStep, ReadCall, Said, Source
 from shared.text.delimiters import CALL, THINK, THINK_END
 
 ALWAYS_OPEN = "deepseek-r1"
@@ -11,7 +11,7 @@ ALWAYS_OPEN = "deepseek-r1"
 
 def read_reasoning(
     source: Source, said: Said, is_open: bool, read_call: ReadCall | None
-) -> Reading[None]:
+) -> ParserStep[None]:
     """Reads the reasoning with which a text begins, if it does; what is left is the answer.
 
     Only the beginning of a text can be reasoning, so an answer may speak of the tags. The white
@@ -37,7 +37,7 @@ def read_reasoning(
             return
 
 
-def _read_more_calls(source: Source, said: Said, read_call: ReadCall) -> Reading[None]:
+def _read_more_calls(source: Source, said: Said, read_call: ReadCall) -> ParserStep[None]:
     """Reads what may follow a call within the reasoning: more calls, and then its end."""
     while lead := (yield from source.expect(CALL)):
         if not (yield from read_call(source, said, lead)):

@@ -82,7 +82,7 @@ class TemplateInput(Strict):
         return {key: written[key] for key in self._keys if key in written} | written
 
 
-class PlainMessage(TemplateInput):
+class TextMessage(TemplateInput):
     """A message of anybody but the assistant and its tools."""
 
     role: Literal["system", "developer", "user"]
@@ -155,7 +155,7 @@ def _kind(value: Any) -> str:
 
 
 Message = Annotated[
-    Annotated[PlainMessage, Tag("<plain>")]
+    Annotated[TextMessage, Tag("<plain>")]
     | Annotated[AssistantMessage, Tag("<assistant>")]
     | Annotated[ToolMessage, Tag("<tool>")],
     Discriminator(_kind),
@@ -188,7 +188,7 @@ class Tool(TemplateInput):
     function: Function
 
 
-def for_template(message: PlainMessage | AssistantMessage | ToolMessage) -> dict[str, Any]:
+def for_template(message: TextMessage | AssistantMessage | ToolMessage) -> dict[str, Any]:
     """A message as chat templates read it.
 
     What is null is left out, as transformers does, but for `content`: many templates put it into

@@ -171,7 +171,7 @@ AnswerContent = Annotated[
 
 
 @dataclass(frozen=True)
-class SentPicture:
+class ImagePart:
     """A picture as a client has sent it.
 
     Attributes:
@@ -185,10 +185,10 @@ class SentPicture:
     is_low: bool = False
 
 
-def pictures_in(contents: Iterable[str | list[Any] | None]) -> list[SentPicture]:
+def pictures_in(contents: Iterable[str | list[Any] | None]) -> list[ImagePart]:
     """The pictures of messages, given by their contents, in their order."""
     return [
-        SentPicture(
+        ImagePart(
             f"messages[{number}].content[{index}].{PICTURE}",
             part[PICTURE]["url"],
             part[PICTURE].get("detail") == LOW,

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 _ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 
 
-class UsualForm:
+class HttpNormalization:
     """Asks the application for what a request means.
 
     HEAD asks as GET does, and the connection sends no body. A target may be a whole address, whose
