@@ -210,7 +210,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
     ("fields", "sentence"),
     [
         ({"temperature": 3}, "temperature must be a number from 0 to 2, got 3"),
-        ({"max_tokens": True}, "max_tokens must be an integer"),
+        ({"max_tokens": True}, "max_tokens must be a whole number"),
         ({"top_p": 0}, "top_p must be a number above 0 to 1, got 0"),
         ({"stop": [""]}, "stop must be a list of non-empty strings"),
         ({"stop": ["\ud800"]}, "stop must be a list of non-empty strings"),
