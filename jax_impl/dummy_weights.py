@@ -24,7 +24,7 @@ def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:
 def elements(
     law: Law, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
 ) -> Float[jax.Array, "..."]:
-    """As the specification; key and places may have any shapes that go together."""
+    """Same as the specification; key and places may have any shapes that go together."""
     tops = _tops(law, key, places)
     whole = 2 * tops.astype(jnp.int32) + (1 - 2**law.bits)
     return whole.astype(jnp.float32) * np.float32(law.step) + np.float32(law.centre)

@@ -15,7 +15,7 @@ PIECE = 1 << 24
 
 
 def mixed(words: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
-    """As the specification; a word is the bits of an int32, whose products wrap."""
+    """Same as the specification; a word is the bits of an int32, whose products wrap."""
     for shift, factor in ROUNDS:
         words = (words ^ _shifted(words, shift)).mul_(_signed(factor))
     return words ^ _shifted(words, LAST_SHIFT)

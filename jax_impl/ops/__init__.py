@@ -1,8 +1,8 @@
-"""The operations of a step, one module for each specification.
+"""Operations of a step, one module per specification.
 
-This package is the one place that decides which operations are kernels: where there is a GPU, or a
-program is made for one, those of `KERNELS`. Elsewhere, as in programs for another device of such a
-machine, every operation is plain jnp.
+This package alone decides which operations run kernels. Programs for a GPU, present or as an AOT
+target, run the kernels in `KERNELS`. All other programs, also those for the CPU of a machine with a
+GPU, run the reference implementations in jnp.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ Place = int | Int[jax.Array, ""]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of a GPU, module by module, and their tiles."""
+    """Kernel modules of a GPU and their tile configs."""
 
     acceptance: ModuleType
     encoder_attention: ModuleType
@@ -63,14 +63,14 @@ class Kernels:
 
     @classmethod
     def of(cls, gpu: str) -> Self:
-        """Those of a GPU, by the name that the driver gives it."""
+        """Returns the kernels of a GPU, given its name as reported by the driver."""
         names = [field.name for field in fields(cls) if field.name != "tiles"]
         modules = {name: module_in("kernels.pallas_gpu", name) for name in names}
         return cls(**modules, tiles=Tiles.load("pallas_gpu", gpu))
 
 
 def _is_on_gpu() -> bool:
-    """Whether JAX has a GPU; where it has no device that the environment names, the start says."""
+    """Returns True if JAX has a GPU; startup reports a missing device named by the environment."""
     try:
         return jax.default_backend() == "gpu"
     except (RuntimeError, AssertionError):
@@ -82,12 +82,12 @@ _is_plain = False
 
 
 def kernels_on(device: jax.Device) -> Kernels | None:
-    """The kernels that operations on a device run; None where they are plain."""
+    """Returns the kernels that operations on a device run, or None for reference operations."""
     return None if _is_plain or device.platform != "gpu" else KERNELS
 
 
 def kernel_names() -> list[str]:
-    """The modules of kernels that are taken on a GPU now."""
+    """Returns the names of the kernel modules in use on a GPU."""
     is_any = KERNELS is not None and not _is_plain
     names = [field.name for field in fields(Kernels)]
     return [name for name in names if name != "tiles"] if is_any else []
@@ -99,14 +99,16 @@ def kernel_or_plain(
     takes: Callable[[jax.Array], bool] = lambda x: True,
     elsewhere: Callable[P, R] | None = None,
 ) -> Callable[P, R]:
-    """An operation: `plain`, or where there are kernels what a program's platform asks for.
+    """Returns an operation that dispatches to a kernel or to its reference implementation.
+
+    The platform of the program decides, if kernels are available.
 
     Args:
-      kernel: Takes the kernels, and what `plain` takes.
-      plain: The operation in plain jnp.
-      takes: Whether the kernel takes such a first argument; of a record, its first field.
-      elsewhere: What programs for other devices run where there are kernels, if that is not `plain`
-        because the results of the two must have one structure.
+      kernel: Called with the kernels and the arguments of `plain`.
+      plain: Reference implementation in jnp.
+      takes: Returns True if the kernel supports the first argument (its first field for a record).
+      elsewhere: Implementation for programs of other devices on a machine with kernels, if not
+        `plain` because both results must have one structure.
     """
 
     @wraps(plain)
@@ -122,17 +124,17 @@ def kernel_or_plain(
 
 
 def _first_array(args: tuple[Any, ...]) -> jax.Array:
-    """The first argument, or its first field where it is a record."""
+    """Returns the first argument, or its first field if it is a record."""
     return args[0] if isinstance(args[0], jax.Array) else args[0][0]
 
 
 def operand(place: Place) -> Int[jax.Array, " 1"]:
-    """A layer's number as an operand of a kernel: as a constant, each layer would compile one."""
+    """Returns a layer index as a kernel operand; as a constant it would compile once per layer."""
     return jnp.asarray(place, jnp.int32).reshape(1)
 
 
 class Scale(NamedTuple):
-    """The scale of a norm where it lies in a stack, as `linear.Matrix`; float32."""
+    """Norm scale that may be stored in a stack of layers, like `linear.Matrix`; float32."""
 
     values: Float[jax.Array, "layers size"]
     layer: Place
@@ -143,30 +145,30 @@ Norm = Float[jax.Array, " size"] | Scale
 
 
 def alone(norm: Norm | None) -> Float[jax.Array, " size"] | None:
-    """The scale of a norm out of its stack, where there is one."""
+    """Returns the scale of a norm, taken out of its stack if it is in one."""
     return norm.values[norm.layer] if isinstance(norm, Scale) else norm
 
 
 def in_stack(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
-    """As kernels take a scale: in a stack, which may be of one, with its place there."""
+    """Returns a scale in the form of kernels: a stack (possibly of one) and the index in it."""
     if isinstance(norm, Scale):
         return norm.values, jnp.asarray(norm.layer, jnp.int32)
     return None if norm is None else norm[None], jnp.asarray(0, jnp.int32)
 
 
 def is_bfloat16(x: jax.Array) -> bool:
-    """Whether kernels for numbers of two bytes take an array."""
+    """Returns True if kernels for 2-byte numbers support an array."""
     return x.dtype == jnp.bfloat16
 
 
 @contextmanager
 def compiled_for(gpu: str) -> Iterator[None]:
-    """Takes the kernels of a GPU, which need not be here, in programs that are traced within it.
+    """Context in which programs are traced with the kernels of a GPU, which may be absent.
 
-    It holds for the whole process.
+    It applies to the whole process.
 
     Args:
-      gpu: The name that the driver gives the GPU.
+      gpu: Name of the GPU as reported by the driver.
     """
     global KERNELS
     before, KERNELS = KERNELS, Kernels.of(gpu)
@@ -178,9 +180,9 @@ def compiled_for(gpu: str) -> Iterator[None]:
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Makes every operation the plain one of programs that are first run within it.
+    """Context in which programs that run for the first time use reference operations only.
 
-    For tests and benches, which compare; it holds for the whole process.
+    It applies to the whole process. Tests and benchmarks use it for comparisons.
     """
     global _is_plain
     before, _is_plain = _is_plain, True
@@ -196,10 +198,10 @@ def when_any(
     skipped: Callable[..., R],
     *arrays: jax.Array,
 ) -> R:
-    """`work` of the arrays where a flag is set, else `skipped`, which must give the same then.
+    """Runs `work` on the arrays if a flag is set, else `skipped`, whose result must be the same.
 
-    A GPU always does the work: a branch would have to wait for the flags, and a step is one command
-    buffer that nothing interrupts.
+    A GPU always runs `work`: a branch would wait for the flags, but a step is one uninterrupted
+    command buffer.
     """
 
     def by_data(*arrays: jax.Array) -> R:
@@ -211,7 +213,7 @@ def when_any(
 def scan(
     body: Callable[[Carry, Any], tuple[Carry, Any]], carry: Carry, inputs: Any
 ) -> tuple[Carry, Any]:
-    """`lax.scan`; on a GPU the steps are written out, for a command buffer has no loops."""
+    """Runs `lax.scan`, unrolled on a GPU because command buffers have no loops."""
 
     def loop(carry: Carry, inputs: Any) -> tuple[Carry, Any]:
         return lax.scan(body, carry, inputs)

@@ -64,7 +64,7 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int], dtype: DTypeLike) -> jax.Array:
-    # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
+    # HIGHEST: float32 precision on a GPU as well (no TF32).
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contract = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=dtype)

@@ -1,8 +1,8 @@
-"""The operations of a step, one module for each specification.
+"""Operations of a step, one module per specification.
 
-This package is the one place that decides, once and at import, which operations are kernels: where
-there is a GPU, those of `KERNELS`. Triton is not installed on other machines, and there, as for
-tensors on the CPU, every operation is plain torch.
+This package alone decides, once and at import, which operations run kernels. On a machine with a
+GPU these are the kernels in `KERNELS`. Machines without a GPU have no Triton; there, and for CPU
+tensors, all operations run the reference implementations in torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of this machine's GPU, module by module, and their tiles."""
+    """Kernel modules of this machine's GPU and their tile configs."""
 
     acceptance: ModuleType
     encoder_attention: ModuleType
@@ -71,12 +71,12 @@ _is_plain = False
 
 
 def kernels_on(device: torch.device) -> Kernels | None:
-    """The kernels that operations on a device run; None where they are plain."""
+    """Returns the kernels that operations on a device run, or None for reference operations."""
     return None if _is_plain or device.type != "cuda" else KERNELS
 
 
 def kernel_names() -> list[str]:
-    """The modules of kernels that are taken on a GPU now."""
+    """Returns the names of the kernel modules in use on a GPU."""
     is_any = KERNELS is not None and not _is_plain
     names = [field.name for field in fields(Kernels)]
     return [name for name in names if name != "tiles"] if is_any else []
@@ -87,12 +87,14 @@ def kernel_or_plain(
     plain: Callable[P, R],
     takes: Callable[[Tensor], bool] = lambda x: True,
 ) -> Callable[P, R]:
-    """An operation of this machine: `plain`, or with a GPU what its first argument asks for.
+    """Returns an operation that dispatches to a kernel or to its reference implementation.
+
+    The device of the first argument decides, if kernels are available.
 
     Args:
-      kernel: Takes the kernels, and what `plain` takes.
-      plain: The operation in plain torch.
-      takes: Whether the kernel takes such a first argument; of a record, its first field.
+      kernel: Called with the kernels and the arguments of `plain`.
+      plain: Reference implementation in torch.
+      takes: Returns True if the kernel supports the first argument (its first field for a record).
     """
     if KERNELS is None:
         return plain
@@ -109,22 +111,22 @@ def kernel_or_plain(
 
 
 def _first_array(args: tuple[Any, ...]) -> Tensor:
-    """The first argument, or its first field where it is a record."""
+    """Returns the first argument, or its first field if it is a record."""
     first = args[0] if isinstance(args[0], Tensor) else getattr(args[0], fields(args[0])[0].name)
-    assert isinstance(first, Tensor)  # operations with kernels begin with one
+    assert isinstance(first, Tensor)  # operations with kernels have a tensor first
     return first
 
 
 def is_bfloat16(x: Tensor) -> bool:
-    """Whether kernels for numbers of two bytes take an array."""
+    """Returns True if kernels for 2-byte numbers support an array."""
     return x.dtype == torch.bfloat16
 
 
 @contextmanager
 def plain() -> Iterator[None]:
-    """Makes every operation the plain one of programs that are first run within it.
+    """Context in which programs that run for the first time use reference operations only.
 
-    For tests and benches, which compare; it holds for the whole process.
+    It applies to the whole process. Tests and benchmarks use it for comparisons.
     """
     global _is_plain
     before, _is_plain = _is_plain, True
@@ -135,18 +137,19 @@ def plain() -> Iterator[None]:
 
 
 def any_row(flags: Bool[Tensor, "..."]) -> bool:
-    """Whether work that only some rows need must run at all; skipping it changes no result.
+    """Returns True if work that only some rows need must run; skipping it changes no result.
 
-    Reading a flag on a CPU is free. On a GPU it would be a wait and break graph capture, so there
-    the work always runs.
+    Reading a flag on a CPU is free. On a GPU it would synchronise and break graph capture, so the
+    work always runs there.
     """
     return flags.is_cuda or bool(flags.any())
 
 
 def at_most(size: Int[Tensor, ""], bound: int, multiple: int) -> int:
-    """How far an array that is `bound` long must be worked through: `size` rounded up, at least 1.
+    """Returns the number of elements of an array of length `bound` to process.
 
-    As with `any_row` the number is read where that is free; a GPU works through all of it.
+    On a CPU this is `size`, rounded up and at least 1. On a GPU it is the whole array, because the
+    value is not read (see `any_row`).
     """
     if size.is_cuda:
         return bound

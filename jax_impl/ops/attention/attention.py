@@ -1,7 +1,7 @@
-"""Attention over paged KV; as `shared.spec.attention`.
+"""Attention over paged KV; same results as `shared.spec.attention`.
 
-Rows are flat. The product pads the queries of each request to `most_rows` and reads all positions
-that the page table reaches.
+Rows are flat. The reference implementation pads the queries of each request to `most_rows` and
+reads all positions of the page table.
 
 On a GPU `flatten_tree` and `commit_window` are kernels; see `jax_impl.ops`.
 """
@@ -24,20 +24,19 @@ KV = Float[jax.Array, "L 2 P page Hk D"]
 
 
 class Rows(NamedTuple):
-    """Where the rows of a forward pass stand and what they see.
+    """Positions of the rows of a forward pass, and the KV visible to them.
 
     Attributes:
-      request: The request that a row belongs to.
-      positions: For the rotation.
+      request: Request of each row.
+      positions: Positions for RoPE.
       places: KV position that the row is written to.
-      first, until, window: What the row sees, see `visible`.
+      first, until, window: KV visible to the row, see `visible`.
       is_real: False for padding.
       page_table: Pages of each request.
-      row_starts: First row of each request, and the end of the last; the rest is padding, which
-        belongs to request 0.
-      most_rows: No request has more rows.
-      turns: By time, row and column, for the rotation of a model that sees; None: all three are
-        the position.
+      row_starts: First row of each request, and the end of the last; later rows are padding and
+        belong to request 0.
+      most_rows: Maximum number of rows of a request.
+      turns: M-RoPE positions (time, row, column); None if all three are equal to the position.
     """
 
     request: Int[jax.Array, " R"]
@@ -60,7 +59,7 @@ def causal_rows(
     page_table: Int[jax.Array, "B table"],
     tokens: int,
 ) -> Rows:
-    """Consecutive rows of each request, each of which sees its request up to itself."""
+    """Returns rows at consecutive positions of each request, with causal visibility."""
     num_rows = row_starts[1:] - row_starts[:-1]
     _, request, column, is_real = draft_tree.flatten(num_rows, tokens)
     positions = jnp.where(is_real, first_positions[request] + column, 0)
@@ -79,7 +78,7 @@ def causal_rows(
 
 
 class FlatNodes(NamedTuple):
-    """The nodes of trees as flat rows: what `Rows` has of them, and the node of each."""
+    """Flat rows of the nodes of draft trees: fields of `Rows`, and the node of each row."""
 
     row_starts: Int[jax.Array, " B1"]
     request: Int[jax.Array, " R"]
@@ -141,10 +140,10 @@ def tree_rows(
     rows: int,
     is_chain: bool,
 ) -> tuple[Rows, Int[jax.Array, " R"]]:
-    """The flat verify rows of a batch of trees, and the node of each row.
+    """Returns the flat verify rows of a batch of trees, and the node of each row.
 
     Args:
-      is_chain: Every tree is known to be a chain, whose nodes need no mask.
+      is_chain: True if all trees are chains, whose nodes need no tree mask.
     """
     flat = flat_nodes(parents, num_nodes, lengths, rows, is_chain)
     flat_rows = Rows(
@@ -163,10 +162,10 @@ def tree_rows(
 
 
 def turned(rows: Rows, delta: Int[jax.Array, " B"]) -> Rows:
-    """Rows of text that stand behind pictures, or behind none.
+    """Adds M-RoPE positions to text rows that may follow images.
 
     Args:
-      delta: What the turns of each request's text are above its positions.
+      delta: M-RoPE position delta of each request.
     """
     turn = rows.positions + delta[rows.request]
     return rows._replace(turns=jnp.stack([turn] * 3, axis=1))
@@ -178,15 +177,15 @@ def last_seen(
     window: Bool[jax.Array, "R N"],
     size: int,
 ) -> tuple[Int[jax.Array, " R"], Bool[jax.Array, "R N"]]:
-    """`first` and `kv_compaction` of rows that see the last `size` positions of what they saw."""
+    """Returns `first` and `window` of rows restricted to the last `size` visible positions."""
     slid = jnp.maximum(first, until + window.sum(axis=1, dtype=jnp.int32) - size)
-    if window.shape[1] > size:  # a tree may be deeper
+    if window.shape[1] > size:  # a tree may be deeper than the window
         window &= lax.cumsum(window.astype(jnp.int32), axis=1, reverse=True) <= size
     return jnp.minimum(slid, until), window
 
 
 def windowed(rows: Rows, size: int | None) -> Rows:
-    """Rows as a layer with a sliding window sees them; None: as one without."""
+    """Returns the rows with the visibility of a sliding-window layer; None for full attention."""
     if size is None:
         return rows
     first, window = last_seen(rows.first, rows.until, rows.window, size)
@@ -201,7 +200,7 @@ def write(
     is_real: Bool[jax.Array, " R"],
     rows: Float[jax.Array, "R H D"],
 ) -> Float[jax.Array, "P page H D"]:
-    """Writes one row of keys (or of values) each at its KV position; padding goes to the sink."""
+    """Writes each row of keys (or values) at its KV position; padding writes page 0."""
     page_size = pages.shape[1]
     column = jnp.where(is_real, places // page_size, 0)
     page = jnp.where(is_real, page_table[request, column], 0)
@@ -211,7 +210,7 @@ def write(
 def read(
     pages: Float[jax.Array, "P page H D"], page_table: Int[jax.Array, "B table"]
 ) -> Float[jax.Array, "B positions H D"]:
-    """All KV positions that each request's page table reaches."""
+    """Returns the KV of all positions in each request's page table."""
     B, columns = page_table.shape
     return pages[page_table].reshape(B, columns * pages.shape[1], *pages.shape[2:])
 
@@ -222,7 +221,7 @@ def visible(
     window: Bool[jax.Array, "*R N"],
     position: Int[jax.Array, " positions"],
 ) -> Bool[jax.Array, "*R positions"]:
-    """Which of some KV positions each row sees: `[first, until)` and its part of the window."""
+    """Returns the visibility of KV positions for each row: `[first, until)` and its tree window."""
     seen = (position >= first[..., None]) & (position < until[..., None])
     if window.shape[-1]:
         place = position - until[..., None]
@@ -251,12 +250,12 @@ def attend(
     k_offset: int = 0,
     v_offset: int = 0,
 ) -> Float[jax.Array, "R Hq D"]:
-    """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
+    """Computes softmax attention of each row; query head h reads KV head h // (Hq / Hk).
 
-    A page table of more than `BLOCK` positions is read block by block, as far as the longest row
-    sees: one program serves rows of any length. A row of padding gives anything. Scores are
-    multiplied by `scale`, or without one by the root of 1 / D. The offsets are pages of a larger
-    pool that lie before the keys, and before the values.
+    A page table of more than `BLOCK` positions is read in blocks up to the last visible position,
+    so one program serves rows of any length. Padding rows are undefined. Scores are multiplied by
+    `scale`, by default 1 / sqrt(D). The offsets are the first pages of the keys and of the values
+    in a larger pool.
     """
     factor = q.shape[2] ** -0.5 if scale is None else scale
     grid, back = _grid(request, row_starts, most_rows)
@@ -285,21 +284,21 @@ def attend(
 def _grid(
     request: Int[jax.Array, " R"], row_starts: Int[jax.Array, " B1"], most_rows: int
 ) -> tuple[Int[jax.Array, "B M"], Int[jax.Array, " R"]]:
-    """The flat row at each place of a [request, row] grid, and the place of each flat row."""
+    """Returns the flat row at each index of a [request, row] grid, and the index of each row."""
     R = len(request)
     grid = row_starts[:-1, None] + jnp.arange(most_rows, dtype=jnp.int32)
     grid = jnp.minimum(grid, R - 1)
     place = jnp.arange(R, dtype=jnp.int32) - row_starts[request]
-    place = jnp.minimum(place, most_rows - 1)  # padding takes any
+    place = jnp.minimum(place, most_rows - 1)  # any, for padding
     return grid, request * most_rows + place
 
 
 class _Partial(NamedTuple):
-    """Attention over the positions so far: the softmax's maximum, its sum, and the weighted values.
+    """Online softmax accumulator: maximum, sum and weighted values over the positions so far.
 
     Attributes:
-      sees_spoiled: Rows that see a value that is not finite. 0 x NaN is NaN, so such values are
-        taken out before the product, and given back to those rows alone.
+      sees_spoiled: Rows with a visible value that is not finite. 0 x NaN is NaN, so such values
+        are zeroed before the GEMM, and only these rows are set to NaN afterwards.
     """
 
     highest: Float[jax.Array, "B Hk g M"]
@@ -309,7 +308,7 @@ class _Partial(NamedTuple):
 
     @classmethod
     def nothing(cls, q: Float[jax.Array, "B M Hq D"], num_kv_heads: int) -> "_Partial":
-        """No position at all; the lowest maximum is finite, so that rows without any give 0."""
+        """Returns the empty accumulator; its maximum is finite, so empty rows give 0."""
         B, M, Hq, D = q.shape
         heads = (B, num_kv_heads, Hq // num_kv_heads, M)
         zeros = jnp.zeros(heads, jnp.float32)
@@ -318,7 +317,7 @@ class _Partial(NamedTuple):
         )
 
     def attended(self) -> Float[jax.Array, "B M Hq D"]:
-        """The output of each row."""
+        """Returns the output of each row."""
         B, Hk, g, M, D = self.values.shape
         out = self.values / jnp.maximum(self.total, 1e-30)[..., None]
         out = jnp.moveaxis(out, 3, 1).reshape(B, M, Hk * g, D)
@@ -336,8 +335,8 @@ def _with_block(
     B, M, Hq, D = q.shape
     Hk = k.shape[2]
     product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    # A query head at a time: what a library for CPUs makes of a group's product follows from how
-    # many of its heads a rank has.
+    # One query head at a time: the reduction order of a CPU GEMM over a GQA group depends on the
+    # # number of heads, and so on the TP size.
     grouped = jnp.unstack(q.reshape(B, M, Hk, Hq // Hk, D), axis=3)
     scores = jnp.stack(
         [jnp.einsum("bmhd,bphd->bhmp", head, k, **product) for head in grouped], axis=2
@@ -364,12 +363,12 @@ def plain_attend_all(
     sin: Float[jax.Array, "R half"],
     count: Int[jax.Array, " 1"],
 ) -> Float[jax.Array, "R hidden"]:
-    """Softmax attention of each row over all rows that are real; a row of padding gives anything.
+    """Computes bidirectional softmax attention over the valid rows; padding rows are undefined.
 
     Args:
-      qkv: Queries, not scaled, of all heads; then keys, then values, of as many.
-      cos, sin: Of the angles by which queries and keys turn, whose pairs are a head.
-      count: How many rows are real, the first of them.
+      qkv: Unscaled queries, then keys, then values, with the same number of heads.
+      cos, sin: RoPE cos and sin of the rows.
+      count: Number of valid rows, which come first.
     """
     q, k, v = qkv.reshape(len(qkv), 3, -1, 2 * cos.shape[1]).swapaxes(0, 1)
     q, k = (layers.apply_rotary(each, cos, sin) for each in (q, k))
@@ -411,7 +410,7 @@ def plain_commit_window(
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
 ) -> Float[jax.Array, "*pools P page H D"]:
-    """Moves the rows of an accepted path to the front of the window, in any number of pools."""
+    """Compacts the KV of accepted paths to the front of the window, in any number of pools."""
     page_size = pages.shape[-3]
     steps = jnp.arange(path.shape[1])
     is_real = steps < counts[:, None]
@@ -429,7 +428,7 @@ def kernel_commit_window(
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
 ) -> Float[jax.Array, "*pools P page H D"]:
-    """As `plain_commit_window`, where XLA would copy all pools to scatter into the copy."""
+    """Same as `plain_commit_window`; without a kernel XLA would copy all pools to scatter."""
     return kernels.kv_compaction.commit(pages, page_table, lengths, path, counts)
 
 

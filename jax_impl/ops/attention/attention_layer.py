@@ -1,6 +1,6 @@
-"""What an attention layer does between its two products; as `shared.spec.attention_layer`.
+"""Attention layer between the QKV and output projections; same as `shared.spec.attention_layer`.
 
-On a GPU `attention_layer` and `mix_keys` are kernels, see `jax_impl.ops`.
+On a GPU `attention_layer` and `mix_keys` are kernels; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -22,9 +22,9 @@ from shared.spec.reduction_order import ATTENTION, SQUARES
 
 
 class HeadNorms(NamedTuple):
-    """RMS norms of each query and key head; fields as in the specification.
+    """RMS norms of each query and key head; same fields as in the specification.
 
-    Scales are a layer's, or those of all attention layers, of which an operation takes its own.
+    Scales are those of one layer, or stacked over all attention layers.
     """
 
     q: Float[jax.Array, "*L queries"]
@@ -32,12 +32,12 @@ class HeadNorms(NamedTuple):
     eps: float
 
     def alone(self, layer: Place) -> "HeadNorms":
-        """Those of one layer."""
+        """Returns the norms of one layer."""
         return HeadNorms(_of_layer(self.q, layer), _of_layer(self.k, layer), self.eps)
 
 
 class Angles(NamedTuple):
-    """Cosine and sine of the rotation at each row's position."""
+    """RoPE cos and sin of each row."""
 
     cos: Float[jax.Array, "R half"]
     sin: Float[jax.Array, "R half"]
@@ -46,7 +46,7 @@ class Angles(NamedTuple):
 def _no_bounds(
     rows: Rows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """Of rows that are too many for the kernel of `attention_layer`, or where there is none."""
+    """Returns empty bounds, for more rows than the fused kernel supports or without a kernel."""
     B = len(rows.page_table)
     counters = jnp.zeros((B, num_kv_heads * BLOCKS), jnp.int32)
     return jnp.zeros((B, BOUNDS), jnp.int32), counters
@@ -55,8 +55,9 @@ def _no_bounds(
 def plain_reach(
     rows: Rows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """What the kernel of `attention_layer` asks of rows, once for all layers; plain operations ask
-    nothing.
+    """Computes the row bounds for the fused attention kernel, once for all layers.
+
+    Reference operations need none.
     """
     return _no_bounds(rows, num_kv_heads)
 
@@ -64,7 +65,7 @@ def plain_reach(
 def kernel_reach(
     kernels: Kernels, rows: Rows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """As `plain_reach`, where rows may be few enough for that kernel."""
+    """Same as `plain_reach`, for steps with few enough rows for the kernel."""
     if rows.most_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
@@ -75,12 +76,12 @@ reach = kernel_or_plain(kernel_reach, plain_reach)
 
 
 class PagedKV(NamedTuple):
-    """The pools of a stack of attention layers, for the layers of one pass over some rows.
+    """KV pools of a stack of attention layers, in one pass over some rows.
 
     Attributes:
       pools: Keys and values of each layer.
-      bounds: Of what the rows of a request see and write; a kernel's alone.
-      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+      bounds: Bounds of the KV positions that each request reads and writes; for a kernel only.
+      arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
     """
 
     pools: KV
@@ -89,7 +90,7 @@ class PagedKV(NamedTuple):
 
     @classmethod
     def of(cls, pools: KV, rows: Rows) -> "PagedKV":
-        """For a pass over the rows."""
+        """Builds the KV pools for a pass over the rows."""
         return cls(pools, *reach(rows, pools.shape[4]))
 
 
@@ -102,9 +103,9 @@ def plain_mix(
     kv: PagedKV,
     layer: Place,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
-    """All that an attention layer does between its two products; `layer` names its pools in `kv`.
+    """Computes an attention layer between its two projections; `layer` indexes the pools in `kv`.
 
-    The stack of pools is read as one long pool, so that no layer's is copied out.
+    The stack of pools is read as one long pool, which avoids a copy of the layer's pool.
     """
     q, k, v, gate = _heads_of(qkv, heads)
     if norms is not None:
@@ -143,7 +144,7 @@ def kernel_mix(
     kv: PagedKV,
     layer: Place,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
-    """As `plain_mix`, by one kernel where rows are few, else by two."""
+    """Same as `plain_mix`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
@@ -204,10 +205,10 @@ mix = kernel_or_plain(kernel_mix, plain_mix)
 def normed_rows(
     qkv: Float[jax.Array, "R outputs"], heads: Heads, norms: HeadNorms, group: Ranks
 ) -> Float[jax.Array, "R outputs"]:
-    """A projection whose queries, and whose keys, are normed over all heads of a row.
+    """Applies RMS norms over all query heads and all key heads of a row.
 
     Args:
-      group: The ranks that have the heads between them; the norms are of all heads.
+      group: Tensor-parallel group of the heads; the norms cover the heads of all ranks.
     """
     keys = heads.num_kv_heads * heads.head_size
     q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * keys, qkv.shape[1] - keys], axis=1)
@@ -221,7 +222,7 @@ def normed_rows(
 def grown_rows(
     qkv: Float[jax.Array, "R outputs"], heads: Heads, growth: Float[jax.Array, " R"]
 ) -> Float[jax.Array, "R outputs"]:
-    """A projection whose queries are multiplied by what each row's have grown by."""
+    """Multiplies the queries of each row by its long-context query scale."""
     keys = 2 * heads.num_kv_heads * heads.head_size
     q, kv = jnp.split(qkv, [qkv.shape[1] - keys], axis=1)
     return jnp.concatenate([(q * growth[:, None]).astype(qkv.dtype), kv], axis=1)
@@ -236,9 +237,7 @@ def plain_mix_keys(
     kv: KV,
     layer: Place,
 ) -> KV:
-    """The part of `attention_layer` that writes, of rows that nothing queries: key heads, then
-    value heads.
-    """
+    """Writes the KV of rows that run no attention; `projected` has key heads, then value heads."""
     k, v = jnp.split(projected, 2, axis=1)
     k, v = (part.reshape(len(projected), -1, heads.head_size) for part in (k, v))
     k = layers.rms_norm(k, _of_layer(norms.k, layer), norms.eps)
@@ -271,7 +270,7 @@ def _place(
     kv: KV,
     layer: Place,
 ) -> tuple[Float[jax.Array, "R Hq D"], KV]:
-    """Writes the rows' keys and values by a kernel, which gives the queries to attend with."""
+    """Writes the rows' keys and values with a kernel; returns the queries for attention."""
     return kernels.qk_norm_rope_kv_write.place(
         projected,
         *((None, None) if norms is None else (norms.q, norms.k)),
@@ -300,7 +299,7 @@ def _write_pair(
     k: Float[jax.Array, "R Hk D"],
     v: Float[jax.Array, "R Hk D"],
 ) -> KV:
-    """Writes keys and values into the stack as one long pool, at once: no pool is copied."""
+    """Writes keys and values into the stack as one long pool, which copies no pool."""
     num_pages, requests = kv.shape[2], len(rows.page_table)
     pool = kv.reshape(-1, *kv.shape[3:])
     keys = rows.page_table + 2 * layer * num_pages
@@ -319,7 +318,7 @@ def _heads_of(
     Float[jax.Array, "R Hk D"],
     Float[jax.Array, "R Hq D"] | None,
 ]:
-    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    """Splits the projection into queries, keys, values and the gate (None without one)."""
     R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
     queries = qkv.shape[1] - 2 * keys
     q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)

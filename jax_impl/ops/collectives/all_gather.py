@@ -1,8 +1,8 @@
-"""What ranks give each other; as `shared.spec.all_gather`.
+"""All-gather of tensor-parallel ranks; same results as `shared.spec.all_gather`.
 
-A rank is a device of the mesh axis `AXIS`, under one `shard_map` over all of them. On a CPU XLA
-gathers; between GPUs kernels do, which write in each other's memory. One rank alone gathers
-nothing, and its programs know of no mesh.
+A rank is a device of the mesh axis `AXIS` under one `shard_map`. On CPUs XLA gathers. Between GPUs
+kernels gather through symmetric memory. With TP 1 an all-gather is the identity, and programs have
+no mesh.
 """
 
 import jax
@@ -16,14 +16,14 @@ from shared.spec.reduction_order import SQUARES
 AXIS = "ranks"
 """Of the mesh whose devices are the ranks."""
 
-# It decides what is traced. What it holds on a device is an operand of a step.
+# Static: it determines the traced program. Its device arrays are operands of the step.
 jax.tree_util.register_dataclass(
     Ranks, data_fields=["on_device"], meta_fields=["rank", "count", "mailboxes", "meeting"]
 )
 
 
 def gathered(ranks: Ranks, values: Shaped[jax.Array, "... share"]) -> Shaped[jax.Array, "... size"]:
-    """The whole rows, of which each rank has as many columns, in the order of the ranks."""
+    """Gathers whole rows; each rank has the same number of columns, in the order of ranks."""
     if ranks.is_alone:
         return values
     if ranks.on_device is not None:
@@ -34,21 +34,21 @@ def gathered(ranks: Ranks, values: Shaped[jax.Array, "... share"]) -> Shaped[jax
 def gathered_rows(
     ranks: Ranks, values: Float[jax.Array, "R share"], rows: Int[jax.Array, " R_and_1"]
 ) -> Float[jax.Array, "R size"]:
-    """As `gathered`, of the rows that are listed; others are undefined."""
+    """Same as `gathered`, for the listed rows only; other rows are undefined."""
     if ranks.on_device is not None:
         return ranks.on_device.gathered_rows(values, rows)
     return gathered(ranks, values)
 
 
 def own(ranks: Ranks, rows: Shaped[jax.Array, "... size"]) -> Shaped[jax.Array, "... share"]:
-    """The columns of the rank that runs this."""
+    """Returns the columns of the calling rank."""
     return own_keys(ranks, rows, 1)
 
 
 def own_keys(
     ranks: Ranks, rows: Shaped[jax.Array, "... size"], num_copies: int
 ) -> Shaped[jax.Array, "... share"]:
-    """As `own`, of heads of which each stands on `num_copies` ranks in a row."""
+    """Same as `own`, for heads that are replicated on `num_copies` consecutive ranks."""
     if ranks.is_alone:
         return rows
     share = rows.shape[-1] * num_copies // ranks.count
@@ -59,7 +59,7 @@ def own_keys(
 def gathered_keys(
     ranks: Ranks, values: Shaped[jax.Array, "... share"], num_copies: int
 ) -> Shaped[jax.Array, "... size"]:
-    """As `gathered`, of heads of which each stands on `num_copies` ranks in a row."""
+    """Same as `gathered`, for heads that are replicated on `num_copies` consecutive ranks."""
     if ranks.is_alone:
         return values
     shares = gathered(ranks, values).reshape(*values.shape[:-1], ranks.count, -1)
@@ -67,9 +67,9 @@ def gathered_keys(
 
 
 def gathers_beside(ranks: Ranks, columns: Float[jax.Array, "R share"]) -> bool:
-    """Whether ranks gather what stands beside their columns of a stream, and not the columns.
+    """Returns True if ranks gather scaled columns and sums of squares instead of the columns.
 
-    Squares are of chunks that lie whole on a rank; else those of gathered rows are taken.
+    This requires that each chunk of the sums of squares is on one rank.
     """
     rows, share = columns.shape
     exchange, is_whole = ranks.on_device, share % SQUARES.chunk == 0
@@ -79,7 +79,7 @@ def gathers_beside(ranks: Ranks, columns: Float[jax.Array, "R share"]) -> bool:
 def kept(
     ranks: Ranks, rows: Float[jax.Array, "R hidden"], norm: Norm | None
 ) -> Float[jax.Array, "R columns"]:
-    """What a rank keeps of the rows of a stream of which all have the scaled ones."""
+    """Returns the rank's columns of the residual stream if all ranks have the scaled rows."""
     columns = own(ranks, rows)
     return columns if norm is not None and gathers_beside(ranks, columns) else rows
 
@@ -87,16 +87,16 @@ def kept(
 def norm_beside(
     ranks: Ranks, columns: Float[jax.Array, "R share"], norm: Norm | None
 ) -> Norm | None:
-    """The scale by which a kernel multiplies the columns of a stream that it makes."""
+    """Returns the norm scale that a kernel applies to the stream columns that it writes."""
     if norm is None or ranks.is_alone:
         return norm
     if not gathers_beside(ranks, columns):
         return None
-    if isinstance(norm, Scale):  # of all layers at once: XLA cuts the stack once in a step
+    if isinstance(norm, Scale):  # for all layers: XLA slices the stack once per step
         return norm._replace(values=own(ranks, norm.values))
     return own(ranks, norm)
 
 
 def number(ranks: Ranks) -> Int[jax.Array, ""]:
-    """Which rank runs the program; on a GPU nothing of XLA's, which no command buffer takes."""
+    """Returns the calling rank; on a GPU not by XLA, since command buffers do not support it."""
     return lax.axis_index(AXIS) if ranks.on_device is None else ranks.on_device.rank

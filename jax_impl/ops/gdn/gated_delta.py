@@ -1,6 +1,6 @@
-"""The gated delta rule, token by token, in chunks and over a tree; float32 throughout.
+"""Gated delta rule in float32: recurrent, chunked and over a tree.
 
-As `shared.spec.gated_delta`.
+Same results as `shared.spec.gated_delta`.
 """
 
 import jax
@@ -20,7 +20,7 @@ Prepared = tuple[Float[jax.Array, "chunks H ..."], ...]
 def split(
     channels: Float[jax.Array, "R C"], num_key_heads: int, num_value_heads: int, key_size: int
 ) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
-    """Makes queries, keys and values of the convolution's output, per value head."""
+    """Splits the convolution's output into queries, keys and values, per value head."""
     R, keys = channels.shape[0], num_key_heads * key_size
     q, k, v = jnp.split(channels.astype(jnp.float32), [keys, 2 * keys], axis=-1)
     repeats = num_value_heads // num_key_heads
@@ -36,7 +36,7 @@ def gates(
     a_log: Float[jax.Array, " H"],
     dt_bias: Float[jax.Array, " H"],
 ) -> tuple[Float[jax.Array, "R H"], Float[jax.Array, "R H"]]:
-    """The natural log of the decay (at most 0), and beta in [0, 1], of each token and head."""
+    """Computes the log decay (at most 0) and beta in [0, 1] of each token and head."""
     wide_a, wide_b = a.astype(jnp.float32), b.astype(jnp.float32)
     return -jnp.exp(a_log) * layers.softplus(wide_a + dt_bias), layers.sigmoid(wide_b)
 
@@ -47,7 +47,7 @@ def gated_norm(
     weight: Float[jax.Array, " V"],
     eps: float,
 ) -> Float[jax.Array, "R H V"]:
-    """RMS over V with a plain weight, then the gate silu(z); the result has the dtype of `z`."""
+    """Applies RMS norm over V, then the gate silu(z); the result has the dtype of `z`."""
     normed = layers.rms_norm(out, weight, eps)
     return (normed * layers.silu(z.astype(jnp.float32))).astype(z.dtype)
 
@@ -68,10 +68,10 @@ def update(
 def _read(
     key: Float[jax.Array, "*batch H K"], state: Float[jax.Array, "*batch H K V"]
 ) -> Float[jax.Array, "*batch H V"]:
-    """What the state holds under a key: a product for each row, so the batch moves no bits.
+    """Reads the value stored under a key, with one GEMM per row, so it is batch-invariant.
 
-    On a CPU a sum fused with what it sums up, the exponential of the decay too, takes ten times as
-    long as a product; on a GPU the product would be a kernel of its own.
+    On a CPU a sum fused with its terms, including the exponential of the decay, takes ten times as
+    long as a GEMM. On a GPU the GEMM would be a separate kernel.
     """
 
     def fused(key: jax.Array, state: jax.Array) -> Float[jax.Array, "*batch H V"]:
@@ -105,19 +105,19 @@ def verify(
     beta: Float[jax.Array, "B N H"],
     parents: Int[jax.Array, "B N"] | None,
 ) -> Float[jax.Array, "B N H V"]:
-    """The outputs of a draft tree's nodes; the state itself is left as it is.
+    """Computes the outputs of a draft tree's nodes; the state is not changed.
 
     Args:
       state: State before the root.
       q, k, v, log_decay, beta: Inputs of the nodes.
-      parents: Where each node starts from; None for a chain, which keeps one state at a time.
+      parents: Parent of each node; None for a chain, which keeps one state at a time.
     """
     nodes = (q, k, v, log_decay, beta)
     if parents is None:
         nodes = tuple(jnp.moveaxis(x, 1, 0) for x in nodes)
         return jnp.moveaxis(scan(lambda s, node: step(s, *node), state, nodes)[1], 0, 1)
     sees = draft_tree.ancestors(parents)
-    # 0 x NaN is NaN: a spoiled node is taken out, and given back to those below it.
+    # 0 x NaN is NaN: a node that is not finite is zeroed, and its descendants are set to NaN.
     spoiled = ~jnp.stack([jnp.isfinite(x).reshape(*sees.shape[:2], -1).all(2) for x in nodes[1:]])
     spoiled = spoiled.any(axis=0)
     q, *others = (jnp.moveaxis(x, 1, 2) for x in nodes)  # [B, H, N, ...]
@@ -140,13 +140,13 @@ def _along_paths(
     log_decay: Float[jax.Array, "B H N"],
     beta: Float[jax.Array, "B H N"],
 ) -> Float[jax.Array, "B H N V"]:
-    """The outputs of all nodes at once: a chunk whose tokens see their ancestors alone.
+    """Computes the outputs of all nodes as one chunk in which only ancestors are visible.
 
-    No node's state is computed, which would be a `[K, V]` written and read for each.
+    The states of nodes are not computed: each would be a `[K, V]` matrix to write and read.
     """
     ours = sees[:, None].astype(jnp.float32)
-    decays = ours * log_decay[:, :, None]  # of the nodes on the way to each
-    # Summed over the way from one node to another, where a difference of sums would cancel.
+    decays = ours * log_decay[:, :, None]  # of each node's ancestors and itself
+    # Summed over the path between two nodes: a difference of prefix sums would cancel.
     between = _matmul(decays, 1 - jnp.swapaxes(ours, 2, 3))
     decay = jnp.where(sees[:, None], jnp.exp(between), 0)
     carried, beta = jnp.exp(layers.summed(decays)), beta[..., None]
@@ -167,17 +167,17 @@ def chunked(
     row_starts: Int[jax.Array, " B1"],
     save_after: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "B H K V"], Float[jax.Array, "T H V"], Float[jax.Array, "B H K V"]]:
-    """As the specification, for the tokens of many requests; chunks begin at each one's first.
+    """Same as the specification, for many requests; chunks start at each request's first token.
 
     Args:
       state: Each request's state before its tokens.
-      q, k, v, log_decay, beta: The tokens of all requests, one request behind the other.
-      row_starts: First token of each request, and the end; past it is padding.
-      save_after: Tokens of this call after which a snapshot is taken, at the end of a chunk.
+      q, k, v, log_decay, beta: Inputs of all requests, concatenated.
+      row_starts: First token of each request, and the end; later tokens are padding.
+      save_after: Number of tokens of this call after which a snapshot is saved, at a chunk end.
 
     Returns:
-      The states after the tokens, the outputs, and the snapshots, which mean something only where
-      `save_after` was the end of a chunk.
+      The states after the tokens, the outputs, and the snapshots, which are valid only if
+      `save_after` is the end of a chunk.
     """
     T, B = len(q), len(state)
     owner, start, stop = _chunks(row_starts, T // CHUNK + B)
@@ -197,7 +197,7 @@ def chunked(
 
     chunks = (owner, is_saved, _prepare(*inputs))
     (final, saved), out = lax.scan(advance, (state, state), chunks)
-    places = jnp.where(is_real, at, T)  # padding falls off the end
+    places = jnp.where(is_real, at, T)  # out of bounds for padding, which is dropped
     flat = jnp.zeros((T, *v.shape[1:]), v.dtype)
     return final, flat.at[places].set(jnp.moveaxis(out, 1, 2), mode="drop"), saved
 
@@ -205,9 +205,9 @@ def chunked(
 def _chunks(
     row_starts: Int[jax.Array, " B1"], count: int
 ) -> tuple[Int[jax.Array, " chunks"], Int[jax.Array, " chunks"], Int[jax.Array, " chunks"]]:
-    """The request of each chunk, its first token and its end.
+    """Returns the request of each chunk, its first token and its end.
 
-    A chunk to spare is an empty one behind the tokens of the last request.
+    An unused chunk is empty and follows the tokens of the last request.
     """
     needed = -(-(row_starts[1:] - row_starts[:-1]) // CHUNK)
     ends = jnp.cumsum(needed)
@@ -223,7 +223,7 @@ def _rows_of_chunks(
     at: Int[jax.Array, "chunks c"],
     is_real: Bool[jax.Array, "chunks c"],
 ) -> Float[jax.Array, "chunks H c ..."]:
-    """The chunks' rows, heads first; padding changes nothing: no decay, beta 0, key 0."""
+    """Returns the rows of the chunks, heads first; padding has no decay, beta 0 and key 0."""
     rows = x[jnp.where(is_real, at, 0)]
     mask = is_real.reshape(*is_real.shape, *[1] * (rows.ndim - 2))
     return jnp.moveaxis(jnp.where(mask, rows, 0), 1, 2)
@@ -236,11 +236,11 @@ def _prepare(
     log_decay: Float[jax.Array, "chunks H c"],
     beta: Float[jax.Array, "chunks H c"],
 ) -> Prepared:
-    """All of a chunk's work that does not need the incoming state.
+    """Computes the part of a chunk that does not depend on the incoming state S.
 
     Returns:
-      `U` and `W`: what the chunk stores is `U - W S`; the queries' reach into the incoming state
-      and into the chunk; the keys as they are left at the end, and what is left of the state.
+      `U` and `W`, where the chunk stores `U - W S`; the queries scaled for the incoming state and
+      their scores within the chunk; the keys decayed to the chunk end, and the decay of the state.
     """
     c = q.shape[2]
     total = jnp.cumsum(log_decay, axis=2)
@@ -267,7 +267,7 @@ def _one_chunk(
     left: Float[jax.Array, "H K c"],
     carried: Float[jax.Array, "H 1 1"],
 ) -> tuple[Float[jax.Array, "H K V"], Float[jax.Array, "H c V"]]:
-    """Carries the state over one prepared chunk."""
+    """Advances the state over one prepared chunk."""
     stored = stored - _matmul(read, state)
     out = _matmul(queries, state) + _matmul(among, stored)
     return carried * state + _matmul(left, stored), out
@@ -276,15 +276,14 @@ def _one_chunk(
 def _solve(
     among: Float[jax.Array, "*batch c c"], target: Float[jax.Array, "*batch c size"]
 ) -> Float[jax.Array, "*batch c size"]:
-    """Solves `(I + among) x = target`, where `among` has nothing on its diagonal or above.
+    """Solves `(I + among) x = target`, where `among` is strictly lower triangular.
 
-    Never by JAX's solver on a CPU: it shares its batch out among the threads of XLA's pool and
-    waits in one of them. Where as many solvers as there are threads run at once, and independent
-    ones do, all of them wait for ever.
+    JAX's solver is not used on a CPU. It distributes its batch over the threads of XLA's pool and
+    waits in one of them, so independent solvers that occupy all threads deadlock.
     """
 
     def library(among: jax.Array, target: jax.Array) -> Float[jax.Array, "*batch c size"]:
-        return lax.linalg.triangular_solve(  # noqa: TID251 - no program of a CPU holds it
+        return lax.linalg.triangular_solve(  # noqa: TID251 - not in CPU programs
             among, target, left_side=True, lower=True, unit_diagonal=True
         )
 
@@ -294,7 +293,7 @@ def _solve(
 def _by_rows(
     among: Float[jax.Array, "*batch c c"], target: Float[jax.Array, "*batch c size"]
 ) -> Float[jax.Array, "*batch c size"]:
-    """As `_solve`: each row less what the rows before it, which are known by then, add to it."""
+    """Same as `_solve`, by forward substitution: subtracts the known rows from each row."""
 
     def substitute(x: jax.Array, row: Int[jax.Array, ""]) -> tuple[jax.Array, None]:
         line, wanted = (lax.dynamic_slice_in_dim(part, row, 1, -2) for part in (among, target))

@@ -1,6 +1,6 @@
-"""A gated-delta layer between its two products, in the slots; as `shared.spec.gdn_layer`.
+"""GDN layer between its two projections, on the states of slots; same as `shared.spec.gdn_layer`.
 
-On a GPU these are kernels, of prompts in bfloat16; see `jax_impl.ops`.
+On a GPU these are kernels (prefill: bfloat16 only); see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -26,13 +26,13 @@ from shared.spec.reduction_order import SQUARES
 
 
 class Nodes(NamedTuple):
-    """Where the nodes of a step's trees stand.
+    """Nodes of a step's draft trees and their flat rows.
 
     Attributes:
-      parents: None where all trees are chains.
+      parents: Parent of each node; None if all trees are chains.
       row_starts: First flat row of each request, and the end.
-      row_of: The row of each node.
-      request, node: Of each row.
+      row_of: Flat row of each node.
+      request, node: Request and node of each row.
     """
 
     parents: Int[jax.Array, "B N"] | None
@@ -43,11 +43,12 @@ class Nodes(NamedTuple):
 
 
 class VerifyScratch(NamedTuple):
-    """Memory for what a step keeps of its nodes until the commit.
+    """Scratch memory of a verify until its commit.
 
     Attributes:
-      kept: Of all nodes; of plain decoding, which advances the states, the inputs alone.
-      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+      kept: Replay inputs of all nodes; only convolution inputs in plain decoding, which advances
+        the states itself.
+      arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
     """
 
     kept: Kept | Float[jax.Array, "L B one C"]
@@ -55,7 +56,7 @@ class VerifyScratch(NamedTuple):
 
 
 def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
-    """For so many nodes of each request."""
+    """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = lax.empty((L, requests, nodes, C), states.window.dtype)
     arrivals = jnp.zeros((requests, H), jnp.int32)
@@ -69,7 +70,7 @@ def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool
 
 
 def take(states: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
-    """The states of some slots or snapshots."""
+    """Reads the states of some slots or snapshots."""
     return DeltaState(states.recurrent[:, index], states.window[:, index])
 
 
@@ -82,7 +83,7 @@ def put(states: DeltaState, index: Int[jax.Array, " B"], rows: DeltaState) -> De
 
 
 def followed(states: DeltaState, inputs: Float[jax.Array, "L B one C"]) -> DeltaState:
-    """Advanced states with the windows that belong to them."""
+    """Adds the new convolution windows to advanced states."""
     window = jnp.concatenate([states.window[:, :, 1:], inputs], axis=2)
     return DeltaState(states.recurrent, window)
 
@@ -100,11 +101,11 @@ def plain_feed(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
-    """`mix_chunks` of a layer's states in their slots.
+    """Runs `mix_chunks` on a layer's states in their slots.
 
     Args:
-      states, snapshots: Of all slots, and all snapshots.
-      save: Which snapshot the state after `save_after` rows is written to; 0: none.
+      states, snapshots: States of all slots and of all snapshots.
+      save: Snapshot to which the state after `save_after` rows is written; 0 for none.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, *new, saved = mix_chunks(
@@ -164,12 +165,12 @@ def plain_verify(
     nodes: Nodes,
     scratch: VerifyScratch,
 ) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
-    """`mix_tree` of a layer's states in their slots, which stay as they are.
+    """Runs `mix_tree` on a layer's states in their slots, which are not changed.
 
     Args:
-      states: Of all slots and layers.
-      slots: Of the requests.
-      scratch: What a replay needs is written there.
+      states: States of all slots and layers.
+      slots: Slots of the requests.
+      scratch: Receives the replay inputs.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
@@ -189,7 +190,7 @@ def kernel_verify(
     nodes: Nodes,
     scratch: VerifyScratch,
 ) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
-    """As `plain_verify`, and as `plain_advance` where the scratch is of plain decoding."""
+    """Same as `plain_verify`, or as `plain_advance` if the scratch is for plain decoding."""
     B, N = nodes.row_of.shape
     out, recurrent, kept, arrivals = kernels.gdn_layer.verify(
         inputs,
@@ -225,15 +226,15 @@ def plain_advance(
     nodes: Nodes,
     scratch: VerifyScratch,
 ) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
-    """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
+    """Runs `mix_step` on a layer's states in their slots; `commit` advances their windows.
 
     Args:
-      nodes: One of each request, in its row.
+      nodes: One node per request.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, new, _ = mix_step(inputs, weights.alone(layer), sizes, *held)
     recurrent = states.recurrent.at[layer, slots].set(new)
-    assert not isinstance(scratch.kept, Kept)  # it is plain decoding
+    assert not isinstance(scratch.kept, Kept)  # plain decoding
     kept = scratch.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
     return out, DeltaState(recurrent, states.window), scratch._replace(kept=kept)
 
@@ -252,11 +253,11 @@ def plain_commit(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[DeltaState, DeltaState]:
-    """`replay` of the slots' states; of those that have advanced only the windows follow.
+    """Replays accepted paths on the slots' states; in plain decoding advances only the windows.
 
     Args:
-      states, snapshots: Of all slots, and all snapshots.
-      save: Which snapshot a request's is written to; 0: none.
+      states, snapshots: States of all slots and of all snapshots.
+      save: Snapshot to which a request's state is written; 0 for none.
     """
     before = take(states, slots)
     places = jnp.where((save_after >= 1) & (save_after <= counts), save, 0)
@@ -295,6 +296,6 @@ def _arrays_of(kept: Kept | jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _kept_of_arrays(arrays: tuple[jax.Array, ...]) -> Kept | jax.Array:
-    """As they were before `_arrays_of`."""
+    """Inverts `_arrays_of`."""
     *fields, inputs = arrays
     return Kept(*arrays) if fields else inputs

@@ -1,4 +1,4 @@
-"""The state that a slot holds for gated-delta layers; as `shared.spec.gdn_state`."""
+"""GDN state of a slot, and its replay over accepted paths; same as `shared.spec.gdn_state`."""
 
 from typing import NamedTuple
 
@@ -15,14 +15,14 @@ from shared.spec.gdn_state import WINDOW
 
 
 class DeltaState(NamedTuple):
-    """The states of rows (or slots) in all gated-delta layers."""
+    """States of rows (or slots) in all GDN layers."""
 
     recurrent: Float[jax.Array, "L B H K V"]
     window: Float[jax.Array, "L B 3 C"]
 
 
 class Kept(NamedTuple):
-    """What a verify keeps of its nodes in all gated-delta layers, exactly as it used them."""
+    """Replay inputs: the inputs of a verify's nodes in all GDN layers, exactly as it used them."""
 
     k: Float[jax.Array, "L B N H K"]
     v: Float[jax.Array, "L B N H V"]
@@ -32,9 +32,9 @@ class Kept(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """What a gated-delta layer holds besides its two matrices; fields as in the specification.
+    """Weights of a GDN layer other than its two matrices; same fields as in the specification.
 
-    Or what all hold, of which kernels take their layer's.
+    They may be stacked over all GDN layers; kernels index the stack.
     """
 
     conv: Float[jax.Array, "*L C 4"]
@@ -55,10 +55,10 @@ def conv(
     inputs: Float[jax.Array, "*rows C"],
     weight: Float[jax.Array, "C 4"],
 ) -> Float[jax.Array, "*rows C"]:
-    """The depthwise causal convolution of width 4 and silu, in float32."""
+    """Computes the depthwise causal convolution of width 4 and silu, in float32."""
     # Tap by tap: a sum over an axis that is not the last takes four times as long on a CPU. And in
-    # steps: which of two products is rounded before they are added would follow from what else XLA
-    # computes beside them, and so from the number of ranks.
+    # # steps: XLA's other operations, and so the TP size, would determine which of two products is
+    # # rounded before the addition.
     taps = jnp.stack([*(windows[..., i, :] for i in range(WINDOW)), inputs]).astype(jnp.float32)
 
     def add(total: jax.Array, tap: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -74,13 +74,13 @@ def chain_windows(
     request: Int[jax.Array, " T"],
     places: Int[jax.Array, " T"],
 ) -> Float[jax.Array, "T 3 C"]:
-    """The window before each token of many requests.
+    """Returns the convolution window before each token of many requests.
 
     Args:
       window: Each request's last inputs before its tokens.
-      inputs: The tokens' inputs, one request behind the other.
-      request: The request of each token.
-      places: Which of its request's tokens it is.
+      inputs: Inputs of the tokens of all requests, concatenated.
+      request: Request of each token.
+      places: Index of each token among its request's tokens.
     """
     back = jnp.arange(WINDOW, 0, -1, dtype=jnp.int32)
     number = jnp.arange(len(inputs), dtype=jnp.int32)[:, None]
@@ -96,7 +96,7 @@ def chain_end(
     row_starts: Int[jax.Array, " B1"],
     taken: Int[jax.Array, " B"],
 ) -> Float[jax.Array, "B 3 C"]:
-    """The window after the first `taken` tokens of each of many requests."""
+    """Returns the convolution window after the first `taken` tokens of each request."""
     place = taken[:, None] + jnp.arange(-WINDOW, 0, dtype=jnp.int32)
     from_inputs = inputs[jnp.clip(row_starts[:-1, None] + place, 0, len(inputs) - 1)]
     request = jnp.arange(len(window))[:, None]
@@ -109,13 +109,13 @@ def tree_windows(
     inputs: Float[jax.Array, "B N C"],
     parents: Int[jax.Array, "B N"] | None,
 ) -> Float[jax.Array, "B N 3 C"]:
-    """The window before each node of a draft tree; None for the parents of a chain."""
+    """Returns the window before each node of a draft tree; `parents` is None for chains."""
     N, rows = inputs.shape[1], jnp.arange(len(window))[:, None]
     if parents is None:
         parents = jnp.broadcast_to(jnp.arange(-1, N - 1, dtype=jnp.int32), inputs.shape[:2])
     else:
         parents = parents.at[:, 0].set(-1)
-    # Places in window and inputs in a row: node i is WINDOW + i, the root's parent is WINDOW - 1.
+    # Indices into window + inputs: node i is WINDOW + i, the root's parent is WINDOW - 1.
     place, taps = parents + WINDOW, []
     for _ in range(WINDOW):
         taps.append(place)
@@ -130,7 +130,7 @@ def path_window(
     inputs: Float[jax.Array, "L B W C"],
     taken: Int[jax.Array, " B"],
 ) -> Float[jax.Array, "L B 3 C"]:
-    """The window after `taken` inputs of a path: rows `[taken, taken + 3)` of both in a row."""
+    """Returns the window after `taken` inputs of a path: rows `[taken, taken + 3)` of both."""
     rows = jnp.concatenate([window, inputs], axis=2)
     index = taken[:, None] + jnp.arange(WINDOW, dtype=jnp.int32)
     return rows[:, jnp.arange(len(taken))[:, None], index]
@@ -139,7 +139,7 @@ def path_window(
 def ends_chunk(
     save_after: Int[jax.Array, " B"], num_tokens: Int[jax.Array, " B"]
 ) -> Bool[jax.Array, " B"]:
-    """Whether a state exists after `save_after` of a prefill's tokens: at the end of a chunk."""
+    """Returns True if a prefill has a chunk that ends after `save_after` tokens."""
     is_end = (save_after % CHUNK == 0) | (save_after == num_tokens)
     return is_end & (save_after > 0) & (save_after <= num_tokens)
 
@@ -153,7 +153,7 @@ def replay(
 ) -> tuple[DeltaState, DeltaState, Bool[jax.Array, " B"]]:
     """Advances each row's state along its accepted path, in all layers at once.
 
-    Returns the states after the path; the snapshots; and whether the step passed the row's.
+    Returns the states after the path, the snapshots, and the mask of rows with a snapshot.
     """
     rows = jnp.arange(len(path))[:, None]
     *steps, inputs = (x[:, rows, path] for x in kept)
@@ -196,14 +196,14 @@ def mix_chunks(
     Float[jax.Array, "B 3 C"],
     tuple[Float[jax.Array, "B H K V"], Float[jax.Array, "B 3 C"]],
 ]:
-    """All that a gated-delta layer does between its two products, over chunks of prompts.
+    """Computes a GDN layer between its two projections, over prefill chunks.
 
     Args:
-      request: The request of each row.
-      save_after: Rows after which the state is asked for; see `gated_delta.chunked`.
+      request: Request of each row.
+      save_after: Number of rows after which the state is returned too; see `gated_delta.chunked`.
 
     Returns:
-      The heads' outputs, recurrent state and window after the rows, and both after `save_after`.
+      Head outputs, recurrent state and window after the rows, and both after `save_after` rows.
     """
     channels, z, b, a = split_inputs(inputs, sizes)
     places = jnp.arange(len(request), dtype=jnp.int32) - row_starts[request]
@@ -230,7 +230,7 @@ def mix_tree(
     request: Int[jax.Array, " R"],
     node: Int[jax.Array, " R"],
 ) -> tuple[Float[jax.Array, "R values"], Kept]:
-    """As `mix_chunks`, over draft trees whose states stay; None for the parents of chains."""
+    """Same as `mix_chunks`, over draft trees, with unchanged states; no `parents` for chains."""
     channels, z, b, a = split_inputs(inputs, sizes)
     (B, N), C = row_of.shape, channels.shape[1]
     before = channels[row_of]  # [B, N, C]
@@ -251,7 +251,7 @@ def mix_step(
     recurrent: Float[jax.Array, "B H K V"],
     window: Float[jax.Array, "B 3 C"],
 ) -> tuple[Float[jax.Array, "B values"], Float[jax.Array, "B H K V"], Float[jax.Array, "B 3 C"]]:
-    """As `mix_chunks`, over one row of each request, by the recurrence itself."""
+    """Same as `mix_chunks`, over one row of each request, with the recurrent form."""
     channels, z, b, a = split_inputs(inputs, sizes)
     q, k, v = _heads_of(conv(window, channels, weights.conv), sizes)
     log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
@@ -268,7 +268,7 @@ def split_inputs(
     Float[jax.Array, "R H"],
     Float[jax.Array, "R H"],
 ]:
-    """Takes the projection apart: inputs of the convolution, z, b, a, in this order."""
+    """Splits the projection into inputs of the convolution, z, b and a."""
     heads, size = sizes.num_value_heads, sizes.value_size
     ends = (sizes.channels, sizes.channels + heads * size, sizes.channels + heads * (size + 1))
     channels, z, b, a = jnp.split(inputs, ends, axis=1)

@@ -1,6 +1,6 @@
-"""A convolution along the rows of a block; as `shared.spec.convolution`.
+"""Convolution along the rows of a block; same as `shared.spec.convolution`.
 
-On a GPU what is in bfloat16 is kernels.
+On a GPU these are kernels for bfloat16.
 """
 
 import jax
@@ -19,9 +19,9 @@ def convolved(
     size: int,
     added: Float[jax.Array, "R hidden"] | None,
 ) -> Float[jax.Array, "R hidden"]:
-    """What is added, then each row and those before it in its block, column by column; float32.
+    """Convolves each column over a row and the rows before it in its block, after `added`; float32.
 
-    Products of two numbers in bfloat16 are whole in float32, so no fusion with a sum changes a bit.
+    Products of two bfloat16 numbers are exact in float32, so fused multiply-add changes no bit.
     """
     (R, hidden), groups = values.shape, moved.shape[2]
     wide = values.astype(jnp.float32).reshape(-1, size, hidden)
@@ -39,7 +39,7 @@ def plain_before(
     moved: Float[jax.Array, "R 2 taps groups"],
     size: int,
 ) -> Float[jax.Array, "R hidden"]:
-    """What a part of a layer reads, by the first of its convolutions, in the type of the rows."""
+    """Applies the first convolution; the result is the input of attention or MLP."""
     return convolved(normed, base[0], moved[:, 0], size, None).astype(normed.dtype)
 
 
@@ -65,7 +65,7 @@ def plain_behind(
     norm: Norm,
     eps: float,
 ) -> tuple[Float[jax.Array, "R hidden"], Float[jax.Array, "R hidden"]]:
-    """The stream with what a part gives, by the second convolution, and that stream normed."""
+    """Applies the second convolution, adds to the residual stream, and returns it and its norm."""
     x = convolved(given, base[1], moved[:, 1], size, x).astype(x.dtype)
     return x, plain_rms_norm(x, alone(norm), eps)
 

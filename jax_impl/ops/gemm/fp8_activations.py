@@ -1,4 +1,4 @@
-"""As `shared.spec.fp8_activations`, in JAX."""
+"""FP8 activations (W8A8): dynamic quantisation of rows; same as `shared.spec.fp8_activations`."""
 
 from typing import NamedTuple
 
@@ -11,10 +11,10 @@ from shared.models.fp8 import BLOCK, OF_LARGEST
 
 
 class Quantised(NamedTuple):
-    """Rows as codes of e4m3.
+    """Rows quantised to e4m3.
 
     Attributes:
-      scales: Of each block of 128 inputs; the last block may be smaller.
+      scales: Scale of each block of 128 inputs; the last block may be smaller.
     """
 
     codes: Float8e4m3fn[jax.Array, "R inputs"]
@@ -22,7 +22,7 @@ class Quantised(NamedTuple):
 
 
 def quantised(x: Float[jax.Array, "R inputs"]) -> Quantised:
-    """The codes of each row, rounded to the nearest, of two to the even one."""
+    """Quantises each row, with rounding to nearest even."""
     blocks = _in_blocks(x.astype(jnp.float32))
     scales = jnp.abs(blocks).max(axis=2) * OF_LARGEST
     scales = jnp.where(scales == 0, 1.0, scales)
@@ -35,14 +35,14 @@ def product(
     codes: Float8e4m3fn[jax.Array, "outputs inputs"],
     scales: Float32[jax.Array, "outputs blocks"],
 ) -> Float32[jax.Array, "R outputs"]:
-    """As the specification's, but scales multiply codes before the sums, not after them."""
+    """Same as the specification, but scales multiply quantised values before the sums."""
     return layers.linear(numbers(*x), numbers(codes, scales))
 
 
 def numbers(
     codes: Float8e4m3fn[jax.Array, "R inputs"], scales: Float32[jax.Array, "R blocks"]
 ) -> Float32[jax.Array, "R inputs"]:
-    """What codes and their scales stand for."""
+    """Dequantises values with their scales."""
     across = jnp.repeat(scales, BLOCK, axis=1)[:, : codes.shape[1]]
     return codes.astype(jnp.float32) * across
 

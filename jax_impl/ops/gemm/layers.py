@@ -1,6 +1,6 @@
-"""The small operations that every layer is made of: float32 inside, the input's dtype outside.
+"""Row-wise layer operations: float32 inside, dtype of the input outside.
 
-As `shared.spec.layers`; on a GPU norms, GELUs and blends of bfloat16 are kernels.
+Same as `shared.spec.layers`. On a GPU norms, GELU and `blended` are kernels for bfloat16.
 """
 
 from typing import NamedTuple
@@ -22,40 +22,40 @@ PIECE = 64
 def linear(
     x: Float[jax.Array, "R inputs"], weight: Float[jax.Array, "outputs inputs"]
 ) -> Float[jax.Array, "R outputs"]:
-    """The products of rows with each output's weights, as float32.
+    """Computes a GEMM in float32.
 
-    On a CPU an output's bits would else follow from how many stand beside it, and so from the
-    number of ranks; the weights of most models are whole pieces, to which nothing is done.
+    On a CPU the weight is padded to whole pieces, because the reduction order depends on the number
+    of outputs and so on the TP size. The weights of most models need no padding.
     """
     outputs = len(weight)
     weight = jnp.pad(weight, ((0, -outputs % PIECE), (0, 0)))
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
+    # HIGHEST: float32 precision on a GPU as well (no TF32).
     options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     return lax.dot_general(x, weight, contract, **options)[:, :outputs]
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x))."""
+    """Computes 1 / (1 + exp(-x))."""
     return jax.nn.sigmoid(x)
 
 
 def softplus(x: Array) -> Array:
-    """log(1 + exp(x)), without overflow."""
+    """Computes log(1 + exp(x)) without overflow."""
     return jnp.logaddexp(x, jnp.zeros((), x.dtype))
 
 
 def silu(x: Array) -> Array:
-    """x * sigmoid(x)."""
+    """Computes x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
 class Shown(NamedTuple):
-    """Rows of pictures, some of which stand in the place of tokens'.
+    """Image embeddings that replace token embeddings.
 
     Attributes:
-      pool: Of all pictures; row 0 is nobody's.
-      sources: The row that stands in the place of each token's own; 0: none does.
+      pool: Encoder cache; row 0 is unused.
+      sources: Encoder-cache row used for each token, or 0 for the token's own embedding.
     """
 
     pool: Float[jax.Array, "rows hidden"]
@@ -68,7 +68,7 @@ def embedded(
     shown: Shown | None,
     factor: float = 1.0,
 ) -> Float[jax.Array, "R hidden"]:
-    """The stored vector of each token, times a factor; or a picture's row that stands there."""
+    """Returns each token's embedding times a factor, or the image embedding that replaces it."""
     own = table[tokens]
     if factor != 1:
         own = (own.astype(jnp.float32) * factor).astype(table.dtype)
@@ -80,7 +80,7 @@ def embedded(
 def plain_rms_norm(
     x: Float[jax.Array, "... size"], weight: Float[jax.Array, " size"] | None, eps: float
 ) -> Float[jax.Array, "... size"]:
-    """Divides by the root mean square over the last axis and scales by `weight`, in float32."""
+    """Computes RMS norm over the last axis in float32."""
     wide = x.astype(jnp.float32)
     normed = wide / _root(_sums_of_squares(wide) / x.shape[-1] + eps)
     return (normed if weight is None else normed * weight).astype(x.dtype)
@@ -105,7 +105,7 @@ def plain_layer_norm(
     bias: Float[jax.Array, " size"],
     eps: float,
 ) -> Float[jax.Array, "... size"]:
-    """Takes the mean off, divides by the deviation over the last axis, scales and shifts."""
+    """Computes layer norm over the last axis in float32."""
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(axis=-1, keepdims=True)
     deviation = _root((centred * centred).mean(axis=-1, keepdims=True) + eps)
@@ -127,7 +127,7 @@ layer_norm = kernel_or_plain(kernel_layer_norm, plain_layer_norm, is_bfloat16)
 
 
 def plain_gelu(x: Array) -> Array:
-    """x times the share of a normal distribution that lies below x."""
+    """Computes GELU (exact)."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
 
 
@@ -139,7 +139,7 @@ gelu = kernel_or_plain(kernel_gelu, plain_gelu, is_bfloat16)
 
 
 def plain_gelu_tanh(x: Array) -> Array:
-    """`gelu` by an approximation of that share."""
+    """Computes GELU (tanh approximation)."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
@@ -155,7 +155,7 @@ def plain_blended(
     corners: Int[jax.Array, "R 4"],
     shares: Float[jax.Array, "R 4"],
 ) -> Float[jax.Array, "R hidden"]:
-    """What lies between four rows of a table, of each of which a row has a share."""
+    """Interpolates between four rows of a table with the given weights."""
     return (table[corners].astype(jnp.float32) * shares[..., None]).sum(axis=1).astype(table.dtype)
 
 
@@ -172,41 +172,41 @@ blended = kernel_or_plain(kernel_blended, plain_blended, is_bfloat16)
 
 
 def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:
-    """Scales the last axis to unit length; the 1e-6 stands inside the root."""
+    """Scales the last axis to unit length; 1e-6 is added inside the square root."""
     return x / _root(_sums_of_squares(x) + 1e-6)
 
 
 def summed(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... 1"]:
-    """The sum over the last axis, float32.
+    """Sums over the last axis in float32.
 
-    XLA adds in an order that follows from all sizes of an array, and so from how many heads a rank
-    has. As a product a sum is one of many outputs, see `linear`, whatever stands beside it.
+    XLA's reduction order depends on all sizes of an array, and so on the number of heads of a rank.
+    The sum is therefore a GEMM, whose order is fixed; see `linear`.
     """
     rows, ones = x.astype(jnp.float32).reshape(-1, x.shape[-1]), jnp.ones((1, x.shape[-1]))
     return linear(ones, rows).reshape(*x.shape[:-1], 1)
 
 
 def _root(x: Float[jax.Array, "... 1"]) -> Float[jax.Array, "... 1"]:
-    """The square root to divide by.
+    """Computes the square root of a divisor.
 
-    XLA would make a product of the division, with an inverse root that a CPU only estimates where
-    it works on several numbers at once.
+    XLA would replace the division by a product with the inverse root, which vectorised CPU code
+    only estimates.
     """
     return lax.optimization_barrier(jnp.sqrt(x))
 
 
 def _sums_of_squares(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... 1"]:
-    """Of whole rows, or of the heads of rows, of which ranks have some each."""
+    """Sums squares over whole rows, or over heads that are sharded over ranks."""
     return summed(x * x) if x.ndim > 2 else jnp.sum(x * x, axis=-1, keepdims=True)
 
 
 def rotary_angles(
     positions: Int[jax.Array, "R ..."], frequencies: Float[jax.Array, " half"], factor: float
 ) -> tuple[Float[jax.Array, "R half"], Float[jax.Array, "R half"]]:
-    """Cosine and sine of each position's angles, times the attention factor.
+    """Computes RoPE cos and sin of each position, times the attention factor.
 
     Args:
-      positions: Of each row, or of each pair of its dimensions.
+      positions: Position of each row, or of each rotary pair of a row.
     """
     angles = positions.astype(jnp.float32).reshape(len(positions), -1) * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
@@ -215,7 +215,7 @@ def rotary_angles(
 def query_growth(
     positions: Int[jax.Array, " R"], beta: float, context: int
 ) -> Float[jax.Array, " R"]:
-    """By how much queries grow with their position: not at all before the first `context`."""
+    """Computes the long-context query scale of each position; 1 below position `context`."""
     return 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / context))
 
 
@@ -224,7 +224,7 @@ def apply_rotary(
     cos: Float[jax.Array, "R half"],
     sin: Float[jax.Array, "R half"],
 ) -> Float[jax.Array, "R H D"]:
-    """Turns dimension i with dimension i + half; dimensions past 2 * half pass through."""
+    """Rotates dimension i with dimension i + half; dimensions past 2 * half are unchanged."""
     half = cos.shape[-1]
     wide = x.astype(jnp.float32)
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]

@@ -1,7 +1,7 @@
-"""Matrix products with stored weights, and what a layer does around them; as `shared.spec.linear`.
+"""GEMMs with fused norms (prologue) and epilogues; same as `shared.spec.linear`.
 
-Sums are float32; what leaves an operation has the dtype of its rows. On a GPU the products of
-bfloat16 are kernels; see `jax_impl.ops`.
+Sums are float32; results have the dtype of the rows. On a GPU bfloat16 GEMMs are kernels; see
+`jax_impl.ops`.
 """
 
 from typing import Any, NamedTuple
@@ -30,14 +30,12 @@ from shared.spec.reduction_order import SQUARES
 
 
 class Matrix(NamedTuple):
-    """A stored weight, `[out, in]`, and the bias that its products add, if there is one.
+    """Stored weight `[out, in]` with an optional bias.
 
     Attributes:
-      values: Numbers; or FP8, where scales stand beside them: in words of four, whose rows are
-        multiplied as they are, or as codes, whose rows are quantised.
-      layer: The weight's place, where `values` is a stack `[layers, out, in]`, and `bias` and
-        `scales` are stacks beside it. A kernel reads the stack where it lies; a slice would be
-        copied for it.
+      values: Numbers, or FP8 values with `scales`: packed by four for W8A16, or unpacked for W8A8.
+      layer: Index of the weight if `values` is a stack `[layers, out, in]`; `bias` and `scales` are
+        stacks then. A kernel reads the stack in place; a slice would be copied.
       scales: Of words, see `shared.models.fp8_packing`; of codes, those of each block of inputs,
         for each output or for each block of them. None: the values are numbers.
     """
@@ -53,7 +51,7 @@ class Matrix(NamedTuple):
 
     @property
     def alone(self) -> "Matrix":
-        """The weight, its bias and its scales out of their stacks."""
+        """Returns the weight, its bias and its scales, taken out of their stacks."""
         if self.layer is None:
             return self
         beside = (self.bias, self.scales)
@@ -62,38 +60,38 @@ class Matrix(NamedTuple):
 
     @property
     def num_outputs(self) -> int:
-        """Rows of the weight."""
+        """Returns the number of rows of the weight."""
         return self.values.shape[-2]
 
     @property
     def quantises(self) -> bool:
-        """Whether rows are quantised before they are multiplied."""
+        """Returns True if rows are quantised before the GEMM (W8A8)."""
         return self.values.dtype == jnp.float8_e4m3fn
 
     @property
     def item_bytes(self) -> int:
-        """Of a number as it is stored."""
+        """Returns the bytes of a stored number."""
         return self.values.dtype.itemsize if self.scales is None else 1
 
     def rows(self, first: int) -> "Matrix":
-        """The outputs from `first` on, out of their stacks; a scale of FP8 must begin there."""
+        """Returns the outputs from `first` on, unstacked; an FP8 scale block must begin there."""
         values, _, bias, scales = self.alone
         if scales is not None:
             scales = scales[first_scale(first, self.num_outputs, len(scales)) :]
         return Matrix(values[first:], None, None if bias is None else bias[first:], scales)
 
     def of_expert(self, expert: Place) -> "Matrix":
-        """The weight of one expert, out of its layer's stack, or out of that of all layers."""
+        """Returns the weight of one expert from the stack of its layer or of all layers."""
         at = (expert,) if self.layer is None else (self.layer, expert)
         return Matrix(self.values[at], scales=None if self.scales is None else self.scales[at])
 
 
 def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
-    """The numbers of a weight; those of FP8 are its codes times their scales, in bfloat16."""
+    """Returns the numbers of a weight; FP8 values are dequantised to bfloat16."""
     if matrix.scales is None:
         return matrix.values
     scales = matrix.scales.astype(jnp.float32) * (1 / SCALE_FACTOR)
-    if scales.shape[-2] != matrix.num_outputs:  # of blocks
+    if scales.shape[-2] != matrix.num_outputs:  # block scales
         scales = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
     codes = lax.bitcast_convert_type(matrix.values, jnp.float8_e4m3fn)  # [.., outputs, words, 4]
     *stack, words = matrix.values.shape
@@ -103,17 +101,16 @@ def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
 
 
 class Stream(NamedTuple):
-    """The residual stream between two operations of a layer.
+    """Residual stream between two operations of a layer.
 
     Attributes:
-      norm: Scale of the norm through which the rows are read next; None: nothing scales them.
-      scaled: The rows times that scale, where kernels keep them for the next product.
-      squares: Of each chunk of a row, where kernels keep them for the next norm.
-      count: How many of the rows are real, the first of them; None: all.
-      arrivals: Zeros, in which kernels of experts count their programs, and which they leave as
-        zeros.
-      group: The ranks of which each makes its share of the columns; all of them have whole rows, or
-        each its columns of them, and whole `scaled` and `squares`.
+      norm: Scale of the next norm; None if the rows are not scaled.
+      scaled: Rows times that scale, stored by kernels for the next GEMM.
+      squares: Sum of squares of each chunk of a row, stored by kernels for the next norm.
+      count: Number of valid rows, which come first; None for all.
+      arrivals: Zeros, in which MoE kernels count their programs; they reset them to zero.
+      group: Tensor-parallel group; each rank computes its columns. All ranks have whole rows, or
+        their own columns and whole `scaled` and `squares`.
     """
 
     rows: Float[jax.Array, "R columns"]
@@ -126,12 +123,12 @@ class Stream(NamedTuple):
 
     @property
     def is_share(self) -> bool:
-        """Whether `rows` are this rank's columns."""
+        """Returns True if `rows` has only this rank's columns."""
         return self.scaled is not None and self.scaled.shape != self.rows.shape
 
     @property
     def factors(self) -> Float[jax.Array, "R hidden"]:
-        """What products with kernels multiply: the rows times the scale of their norm."""
+        """Returns the input of GEMM kernels: the rows times the scale of their norm."""
         return self.rows if self.scaled is None else self.scaled
 
     def followed(
@@ -141,17 +138,17 @@ class Stream(NamedTuple):
         scaled: Float[jax.Array, "R hidden"] | None = None,
         squares: Float[jax.Array, "R chunks"] | None = None,
     ) -> "Stream":
-        """What comes behind this one: other rows, of which as many are real."""
+        """Returns the stream with new rows and the same number of valid rows."""
         return self._replace(rows=rows, norm=norm, scaled=scaled, squares=squares)
 
     @property
     def own(self) -> Float[jax.Array, "R share"]:
-        """This rank's columns of the rows."""
+        """Returns this rank's columns of the rows."""
         return self.rows if self.is_share else all_gather.own(self.group, self.rows)
 
     @property
     def whole(self) -> Float[jax.Array, "R hidden"]:
-        """The rows with the columns of all ranks."""
+        """Returns the rows with the columns of all ranks."""
         return all_gather.gathered(self.group, self.rows) if self.is_share else self.rows
 
 
@@ -161,7 +158,7 @@ def plain_stream(
     count: Int[jax.Array, " 1"] | None = None,
     group: Ranks = ALONE,
 ) -> Stream:
-    """The residual stream as a pass begins it."""
+    """Builds the residual stream at the start of a pass."""
     return Stream(rows, norm, count=count, group=group)
 
 
@@ -177,7 +174,7 @@ def kernel_stream(
 
 
 def beside_kernels(stream: Stream) -> Stream:
-    """A stream of plain products, of the structure that kernels give: with what nobody reads."""
+    """Gives a stream of reference GEMMs the structure of kernel results, with unused fields."""
     rows = stream.rows
     squares = jnp.zeros((len(rows), -(-rows.shape[1] // SQUARES.chunk)))
     scaled = None if stream.norm is None else rows
@@ -200,7 +197,7 @@ stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16, _stream_besid
 def plain_product(
     x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[jax.Array, "R outputs"]:
-    """Multiplies each row by a weight; gives the outputs from `first` on."""
+    """Multiplies each row by a weight; returns the outputs from `first` on."""
     return _sums(x, weight, first).astype(x.dtype)
 
 
@@ -216,7 +213,7 @@ product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
 def plain_product_float32(
     x: Float[jax.Array, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[jax.Array, "R outputs"]:
-    """As `product` times a factor, but the sums are not rounded to the dtype of the rows."""
+    """Same as `product` times a factor, but the result stays float32."""
     return _times(_sums(x, weight), factor)
 
 
@@ -255,10 +252,10 @@ def plain_added_product(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> Stream:
-    """Adds the product of each row with a weight, times a factor, to the stream.
+    """Adds the GEMM of the rows with a weight, times a factor, to the residual stream.
 
     Args:
-      norm: Of the stream that this gives.
+      norm: Next norm of the returned stream.
     """
     own = stream.own + _times(plain_product(x, weight), factor)
     return stream.followed(all_gather.gathered(stream.group, own), norm)
@@ -272,7 +269,7 @@ def kernel_added_product(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> Stream:
-    """As `plain_added_product`, with what stands beside the sum."""
+    """Same as `plain_added_product`, and also returns the fields for the next norm."""
     group, own = stream.group, stream.own
     gather = group.on_device.next() if all_gather.gathers_beside(group, own) else None
     scale = all_gather.norm_beside(group, own, norm)
@@ -281,10 +278,10 @@ def kernel_added_product(
 
 
 def ended(kernels: Kernels, stream: Stream, added: Any, norm: Norm | None) -> Stream:
-    """What follows a stream to which a kernel has added.
+    """Returns the stream after a kernel has added to it.
 
     Args:
-      added: This rank's columns; where `gathers_beside`, with what stands beside those of all.
+      added: This rank's columns; with `gathers_beside` also the scaled rows and squares of all.
     """
     group, rows = stream.group, added.rows
     if not (group.is_alone or all_gather.gathers_beside(group, rows)):
@@ -320,7 +317,7 @@ def added_norm(x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: 
 def plain_gated_product(
     stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
-    """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
+    """Computes silu(gate) * up of the normed rows; the weight holds gate rows, then up rows."""
     gate, up = jnp.split(plain_normed_product(stream, eps, weight), 2, axis=-1)
     return all_gather.gathered(stream.group, layers.silu(gate) * up)
 
@@ -344,7 +341,7 @@ def _times(x: Float[jax.Array, "R outputs"], factor: float) -> Float[jax.Array, 
 def _sums(
     x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[jax.Array, "R outputs"]:
-    """The products in float32, from the output `first` on, with the bias."""
+    """Computes the GEMM in float32 from output `first` on, with the bias."""
     weight = weight.rows(first)
     bias = weight.bias
     if weight.quantises:
@@ -355,8 +352,8 @@ def _sums(
 
 
 def _of_codes(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Array, "R outputs"]:
-    """The products of quantised rows in float32."""
-    assert weight.scales is not None  # of codes
+    """Computes the W8A8 GEMM in float32."""
+    assert weight.scales is not None  # W8A8
     scales = jnp.repeat(weight.scales, weight.num_outputs // len(weight.scales), axis=0)
     rows = fp8_activations.quantised(x)
     return fp8_activations.product(rows, weight.values, scales)
@@ -370,7 +367,7 @@ def _normed(
     is_gated: bool,
     gather: Any = None,
 ) -> Float[jax.Array, "R outputs"]:
-    """The product of rows that are normed or, without `eps`, of the rows as they are."""
+    """Computes the GEMM of the normed rows, or of the rows themselves without `eps`."""
     if eps is None:
         return _multiplied(kernels, stream.whole, weight, is_gated=is_gated, gather=gather).rows
     stream = completed(kernels, stream)
@@ -379,7 +376,7 @@ def _normed(
 
 
 def completed(kernels: Kernels, stream: Stream) -> Stream:
-    """A stream as a kernel begins it, if none has."""
+    """Adds the kernel fields to a stream that has none yet."""
     if stream.squares is not None:
         return stream
     begun = kernel_stream(kernels, stream.whole, stream.norm)
@@ -409,7 +406,7 @@ def kernel_products(
     norm: Norm | None = None,
     **how: Any,
 ) -> tuple[Any, ...]:
-    """What `kernels.linear.product` gives, by the tiles of such a product."""
+    """Runs `kernels.linear.product` with the tile config of the GEMM."""
     stored, scales, row_scales = weight.num_outputs, weight.scales, None
     tables = kernels.tiles
     tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
@@ -442,5 +439,5 @@ def kernel_products(
 
 
 def reads_stacks(x: Float[jax.Array, "..."], device: jax.Device) -> bool:
-    """Whether products of such arrays on a device read the stacks of their weights."""
+    """Returns True if GEMMs of such arrays on a device read stacked weights."""
     return kernels_on(device) is not None and is_bfloat16(x)

@@ -1,4 +1,4 @@
-"""A mixture of experts, as `shared.spec.experts`."""
+"""Mixture of experts (MoE): router and expert GEMMs; same as `shared.spec.experts`."""
 
 from functools import partial
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from shared.spec.reduction_order import ROUTER, SQUARES
 
 
 class Experts(NamedTuple):
-    """The weights of a layer's experts; matrices are alone or in the stacks of all layers."""
+    """Weights of an MoE block; matrices are those of one layer or stacks of all layers."""
 
     router: Matrix
     gate_up: Matrix
@@ -31,7 +31,7 @@ class Experts(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The experts of each row, by ascending number, and their weights."""
+    """Selected experts of each row, in ascending order, and their weights."""
 
     ids: Int[jax.Array, "R chosen"]
     weights: Float32[jax.Array, "R chosen"]
@@ -42,7 +42,7 @@ def choose(
     config: ExpertsConfig,
     bias: Float32[jax.Array, " experts"] | None,
 ) -> Chosen:
-    """Chooses the experts of each row; without a sort, which no command buffer takes."""
+    """Selects the experts of each row, without a sort, which command buffers do not support."""
     scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else logits
     ranked = scores if bias is None else scores + bias
     ranked = jnp.where(jnp.isnan(ranked), -jnp.inf, ranked)
@@ -75,7 +75,7 @@ def _in_best_groups(
 
 
 def _places(ranked: Float32[jax.Array, "R some"]) -> Int[jax.Array, "R some"]:
-    """How many of a row stand before each: the larger ones, and equals of lower number."""
+    """Returns the rank of each value in its row, descending; ties go to the lower index."""
     one, other = ranked[:, :, None], ranked[:, None, :]
     number = jnp.arange(ranked.shape[1])
     is_before = (other > one) | ((other == one) & (number[None, :] < number[:, None]))
@@ -85,13 +85,13 @@ def _places(ranked: Float32[jax.Array, "R some"]) -> Int[jax.Array, "R some"]:
 def experts(
     x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
 ) -> Float32[jax.Array, "R share"]:
-    """What the experts of each row add to the stream, in float32.
+    """Computes the MoE output in float32.
 
-    Each expert runs over all rows, and a row that has not chosen it goes on with its sum: no row is
-    dropped, and none sees what others chose.
+    Each expert runs over all rows, and rows that did not select it keep their sum. No row is
+    dropped, and results do not depend on the experts of other rows.
 
     Args:
-      group: The ranks that have a share of each expert; what this gives are a rank's columns.
+      group: Tensor-parallel group, which shards each expert; the result has this rank's columns.
     """
     logits = linear.product_float32(x, weights.router)
     chosen = choose(logits[:, : config.num_experts], config, alone(weights.score_bias))
@@ -135,7 +135,7 @@ def _mlp(
 
 
 def plain_counted(stream: Stream) -> Stream:
-    """A stream on its way through layers with experts; kernels count their programs in it."""
+    """Adds the program counters of MoE kernels to a stream."""
     return stream
 
 
@@ -158,7 +158,7 @@ def plain_added_experts(
     weights: Experts,
     norm: Norm | None = None,
 ) -> Stream:
-    """Adds what the experts give of the normed rows to the stream; the sum is rounded once."""
+    """Adds the MoE output of the normed rows to the residual stream; the sum is rounded once."""
     rows = stream.whole
     normed = layers.rms_norm(rows, alone(stream.norm), eps)
     added = experts(normed, config, weights, stream.group)
@@ -176,7 +176,7 @@ def kernel_added_experts(
 ) -> Stream:
     stream, group = linear.completed(kernels, stream), stream.group
     own = stream.own
-    if stream.arrivals is None:  # the pass is a part alone
+    if stream.arrivals is None:  # a partial pass
         stream = kernel_counted(kernels, stream)
     count = stream.count
     if count is None:
@@ -234,5 +234,5 @@ added_experts = kernel_or_plain(
 
 
 def _stacked(weight: jax.Array | None, rank: int) -> jax.Array | None:
-    """As kernels take a weight: in a stack, which may be of one."""
+    """Returns a weight in the form of kernels: a stack, possibly of one."""
     return None if weight is None else weight.reshape(-1, *weight.shape[-rank:])

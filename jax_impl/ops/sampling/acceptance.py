@@ -1,4 +1,4 @@
-"""Which drafts of a tree become text; as `shared.spec.acceptance`."""
+"""Acceptance of draft tokens: exact match, rejection sampling; same as `shared.spec.acceptance`."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ def force(
     choices: Int[jax.Array, "B N"],
     forced: Bool[jax.Array, " B"],
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """Puts a forced row's own tokens in the place of the target's choices."""
+    """Replaces the target's choices of forced rows by the row's own tokens."""
     following = jnp.concatenate([tokens[:, 1:], choices[:, -1:]], axis=1)
     forces = forced & (num_nodes > 1)
     return jnp.where(forces[:, None], following, choices), num_nodes - forces.astype(jnp.int32)
@@ -51,7 +51,7 @@ def simulate(
     seeds: UInt32[jax.Array, " B"],
     lengths: Int[jax.Array, " B"],
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """Accepts drafts by lot, whatever they say."""
+    """Simulates acceptance at the given rates, whatever the tokens are."""
     B, N = tokens.shape
     place, chance = jnp.arange(N), uniforms(seeds, lengths, len(rates))
     is_draft = (place > 0) & (place < num_nodes[:, None])
@@ -74,9 +74,9 @@ def walk(
     depth: int,
     is_chain: bool = False,
 ) -> tuple[Int[jax.Array, "B W"], Int[jax.Array, " B"]]:
-    """Follows the target's choices from each root: the nodes on the way, and how many.
+    """Follows the target's choices from each root; returns the accepted nodes and their number.
 
-    The way down a chain is as long as its drafts are the choices.
+    For a chain this is the longest prefix of draft tokens that equal the choices.
     """
     B, N = tokens.shape
     numbers = jnp.arange(N, dtype=jnp.int32)
@@ -100,18 +100,18 @@ def walk(
 def emitted(
     choices: Int[jax.Array, "B N"], path: Int[jax.Array, "B W"], counts: Int[jax.Array, " B"]
 ) -> Int[jax.Array, "B W"]:
-    """The step's tokens, the bonus token last; 0 past a row's count."""
+    """Returns the step's tokens, the bonus token last; 0 past a row's count."""
     chosen = jnp.take_along_axis(choices, path, axis=1)
     return jnp.where(jnp.arange(path.shape[1]) < counts[:, None], chosen, 0)
 
 
 def failed(is_bad: Bool[jax.Array, "B N"], path: Int[jax.Array, "B W"]) -> Bool[jax.Array, " B"]:
-    """Whether a logit on the way was not finite; elsewhere in the tree it cannot reach the text."""
+    """Returns True for rows with a non-finite logit on the path; other nodes affect no output."""
     return jnp.take_along_axis(is_bad, path, axis=1).any(axis=1)
 
 
 class Followed(NamedTuple):
-    """The way that a verify goes down each tree; fields as in the specification."""
+    """Accepted path of each tree; same fields as in the specification."""
 
     path: Int[jax.Array, "B W"]
     counts: Int[jax.Array, " B"]
@@ -131,7 +131,7 @@ def plain_follow(
     depth: int,
     is_chain: bool = False,
 ) -> Followed:
-    """Goes the way of the choices, and says what it emits."""
+    """Follows the choices; returns the accepted path and the emitted tokens."""
     path, counts = walk(tokens, parents, num_nodes, choices, depth, is_chain)
     has_failed = failed(~is_finite[row_of], path) & is_row
     counts = jnp.where(is_row & ~has_failed, counts, 0)
@@ -151,7 +151,7 @@ def kernel_follow(
     depth: int,
     is_chain: bool = False,
 ) -> Followed:
-    """As `plain_follow`; a chain is followed as any tree."""
+    """Same as `plain_follow`; a chain is handled like any tree."""
     given = (tokens, parents, num_nodes, choices, row_of, is_finite, is_row)
     return Followed(*kernels.acceptance.follow(*given, depth))
 
@@ -160,7 +160,7 @@ follow = kernel_or_plain(kernel_follow, plain_follow)
 
 
 def certain_law(tokens: Int[jax.Array, "B N"], vocab: int) -> Float[jax.Array, "B S vocab"]:
-    """q of drafts that were not sampled: each is certain."""
+    """Returns q for drafts that were not sampled: one-hot distributions."""
     return jax.nn.one_hot(tokens[:, 1:], vocab)
 
 
@@ -169,7 +169,7 @@ def sampled_law(
     tokens: Int[jax.Array, "B N"],
     vocabulary: Vocabulary = ALL,
 ) -> Float[jax.Array, "B S vocab"]:
-    """q of drafts sampled from the drafter's processed logits."""
+    """Returns q for drafts sampled from the drafter's processed logits."""
     B, S, vocab = scores.shape
     q = probabilities(scores.reshape(B * S, vocab), vocabulary)
     is_law = all_of(jnp.isfinite(q).all(axis=1), vocabulary).reshape(B, S, 1)
@@ -186,7 +186,7 @@ def rejection_choices(
     lengths: Int[jax.Array, " B"],
     vocabulary: Vocabulary = ALL,
 ) -> Int[jax.Array, "B N"]:
-    """Accepts each draft x with probability min(1, p(x) / q(x)), or draws from what is left."""
+    """Accepts draft x with probability min(1, p(x) / q(x)), else samples from the residual."""
     chance = uniforms(sampling.seed, lengths, q.shape[1])
     p_of, q_of = _of_drafts(p, tokens, vocabulary), _of_drafts(q, tokens, vocabulary)
     given = (tokens, num_nodes, choices, chance * q_of < p_of, p, p[:, :-1] - q)
@@ -203,7 +203,7 @@ def block_choices(
     lengths: Int[jax.Array, " B"],
     vocabulary: Vocabulary = ALL,
 ) -> Int[jax.Array, "B N"]:
-    """Accepts the longest prefix of a chain that passes, or draws from what is left after it."""
+    """Block verification: accepts the longest passing prefix, then samples from the residual."""
     S = q.shape[1]
     p_of, q_of = _of_drafts(p, tokens, vocabulary), _of_drafts(q, tokens, vocabulary)
     weight, passes, residuals = jnp.ones(len(p), jnp.float32), [], []
@@ -220,7 +220,7 @@ def block_choices(
             passing = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), 1)
             share = jnp.where(level + 2 < num_nodes, passing, weight)
         passes.append((chance[:, level] < share) & (level + 1 < num_nodes))
-    # A draft is accepted where a prefix passes that reaches it.
+    # A draft is accepted if a prefix that contains it passes.
     reached = jnp.cumsum(jnp.stack(passes, axis=1)[:, ::-1].astype(jnp.int32), axis=1)
     accepted, residual = reached[:, ::-1] > 0, jnp.stack(residuals, axis=1)
     given = (tokens, num_nodes, choices, accepted, p, residual)
@@ -246,16 +246,16 @@ def plain_judge(
     rule: str,
     vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
-    """The token after each node of chains that were sampled from the drafter.
+    """Chooses the token after each node of sampled chains by rejection sampling.
 
-    Of several ranks, logits and what drafts were sampled from are this one's part.
+    With TP, target and draft logits are this rank's shard.
     """
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)[row_of]
     B, N, vocab = scores.shape
 
     def judged(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
-        # A chain's last node is the only one that asks for the target's noise.
+        # Only a chain's last node uses the target's noise.
         noisy = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
         chosen = best(noisy.reshape(B * N, vocab), vocabulary).reshape(B, N)
         p = probabilities(scores.reshape(B * N, vocab), vocabulary).reshape(B, N, vocab)
@@ -285,7 +285,7 @@ def kernel_judge(
     rule: str,
     vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
-    """As `plain_judge`, with its kernels, to which both laws come as scores, and whole."""
+    """Same as `plain_judge`, with kernels that read both distributions as whole logits."""
     chosen, is_finite, scores = kernels.sampling.score(
         *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
@@ -325,7 +325,7 @@ def _decided(
     lengths: Int[jax.Array, " B"],
     vocabulary: Vocabulary,
 ) -> Int[jax.Array, "B N"]:
-    """The draft where it is accepted, else a token drawn from the residual's positive part."""
+    """Returns accepted draft tokens, and else samples from the positive part of the residual."""
     B, S, vocab = residual.shape
     is_left = any_of((residual > 0).any(axis=2).reshape(-1), vocabulary).reshape(B, S, 1)
     left = jnp.where(is_left, jnp.maximum(residual, 0), p[:, :S])

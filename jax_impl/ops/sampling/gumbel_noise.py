@@ -1,5 +1,6 @@
-"""Noise that is a function of seed, position, stream and token id; as
-`shared.spec.gumbel_noise`.
+"""Counter-based Gumbel noise, a function of seed, position, stream and token id.
+
+Same as `shared.spec.gumbel_noise`.
 """
 
 import jax
@@ -16,7 +17,7 @@ def threefry2x32(
     key: tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]],
     counter: tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]],
 ) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]]:
-    """Threefry-2x32 with 20 rounds: two words from a key and a counter of two words each."""
+    """Computes Threefry-2x32 with 20 rounds; key, counter and result are two 32-bit words each."""
     keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x0, x1 = jnp.broadcast_arrays(counter[0] + keys[0], counter[1] + keys[1])
     for group in range(5):
@@ -30,20 +31,20 @@ def threefry2x32(
 
 
 def uniform_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """Numbers above 0 and below 1 from uniform 32-bit words."""
+    """Maps uniform 32-bit words to numbers in (0, 1)."""
     uniform = words.astype(jnp.float32) * jnp.float32(2**-32) + jnp.float32(2**-33)
     return jnp.minimum(uniform, jnp.float32(1 - 2**-24))
 
 
 def noise_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """Gumbel noise from uniform 32-bit words; finite for all of them."""
+    """Maps uniform 32-bit words to Gumbel noise, finite for all words."""
     return -jnp.log(-jnp.log1p(-uniform_of_words(words)))
 
 
 def plain_uniforms(
     seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
 ) -> Float[jax.Array, "R levels"]:
-    """The number that decides on the draft of each level; `positions` are the newest tokens'."""
+    """Returns the uniform number that decides on each level's draft, by the newest position."""
     counter = jnp.arange(levels, dtype=jnp.uint32)[None, :]
     key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
     words, _ = threefry2x32(key, (counter, jnp.full_like(counter, ACCEPT_STREAM)))
@@ -62,7 +63,7 @@ uniforms = kernel_or_plain(kernel_uniforms, plain_uniforms)
 def gumbel(
     seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], vocab: int, stream: Stream
 ) -> Float[jax.Array, "R vocab"]:
-    """The noise of every token id at one position of each row."""
+    """Returns the Gumbel noise of all token ids at one position of each row."""
     counter = jnp.arange(-(-vocab // 2), dtype=jnp.uint32)[None, :]
     key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
     words = threefry2x32(key, (counter, jnp.asarray(stream).astype(jnp.uint32)))

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens and of the best; as `shared.spec.logprobs`."""
+"""Logprobs of output tokens and of the top tokens; same as `shared.spec.logprobs`."""
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,14 @@ Scored = tuple[
 def chosen(
     rows: Float[jax.Array, "R vocab"], ids: Int[jax.Array, " R"], vocabulary: Vocabulary = ALL
 ) -> Float[jax.Array, " R"]:
-    """The log-probability of one token of each row."""
+    """Returns the logprob of one token of each row."""
     return log_probabilities(at(rows, ids[:, None], vocabulary), norm(rows, vocabulary))[:, 0]
 
 
 def top(
     rows: Float[jax.Array, "R vocab"], k: int, vocabulary: Vocabulary = ALL
 ) -> tuple[Int[jax.Array, "R k"], Float[jax.Array, "R k"]]:
-    """The k most likely tokens of each row, and their log-probabilities."""
+    """Returns the top k tokens of each row and their logprobs."""
     values, ids = best_of(rows, k, vocabulary)
     return ids, log_probabilities(values, norm(rows, vocabulary))
 
@@ -47,10 +47,10 @@ def reported(
     k: int,
     vocabulary: Vocabulary = ALL,
 ) -> Reported:
-    """What a step reports of its tokens, else 0; where no row reports, a CPU computes nothing.
+    """Computes the logprobs of a step's tokens, 0 for other rows; a CPU may skip it.
 
     Args:
-      logits: Whole, or a rank's part of them.
+      logits: Whole logits, or this rank's shard.
     """
     B, W = tokens.shape
     is_reported = (jnp.arange(W) < counts[:, None]) & reports[:, None]
@@ -79,7 +79,7 @@ def scored(
     k: int,
     vocabulary: Vocabulary = ALL,
 ) -> Scored:
-    """The log-probability and the rank of one token of each row, and both parts of `top`."""
+    """Returns the logprob and the rank of one token of each row, and the results of `top`."""
     rows = spread(logits, vocabulary)
     logit = at(rows, ids[:, None], vocabulary)
     is_before = (rows > logit) | ((rows == logit) & (jnp.arange(rows.shape[1]) < ids[:, None]))

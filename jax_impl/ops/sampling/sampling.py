@@ -1,7 +1,7 @@
-"""Sampling from logits, see `shared.spec.sampling`.
+"""Sampling from logits; same as `shared.spec.sampling`.
 
 On a CPU, penalties, filters and noise that no row needs are skipped at run time, so one program
-serves every mixture of rows. On a GPU `choose` and `rank` are kernels, see `jax_impl.ops`."""
+serves any mixture of rows. On a GPU `choose` and `rank` are kernels; see `jax_impl.ops`."""
 
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ Scores = Float[jax.Array, "R vocab"]
 
 
 class Sampling(NamedTuple):
-    """The parameters of each row; fields as in the specification."""
+    """Sampling parameters of each row; same fields as in the specification."""
 
     temperature: Float[jax.Array, " B"]
     top_p: Float[jax.Array, " B"]
@@ -54,24 +54,24 @@ class Sampling(NamedTuple):
     calibration: Float[jax.Array, "B S_max"]
 
     def rows(self, index: Int[jax.Array, " R"]) -> "Sampling":
-        """The parameters of the rows that `index` names, which may repeat."""
+        """Returns the parameters of the rows in `index`, which may repeat."""
         return Sampling(*(field[index] for field in self))
 
     @property
     def unasked(self) -> "Sampling":
-        """Of rows that ask for nothing: their best token is the one with the highest logit."""
+        """Returns neutral parameters, with which the best token has the highest logit."""
         ask = ("temperature", "presence", "frequency", "min_length", "bias_values")
         nothing = {name: jnp.zeros_like(getattr(self, name)) for name in ask}
         return self._replace(**nothing, repetition=jnp.ones_like(self.repetition))
 
     @property
     def has_penalty(self) -> Bool[jax.Array, " B"]:
-        """Whether a row looks at what was seen before."""
+        """Returns True for rows with a penalty, whose logits depend on token counts."""
         return (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
 
 
 class Seen(NamedTuple):
-    """What stands in the text before each row's choice; fields as in the specification."""
+    """Token counts before each row's choice; same fields as in the specification."""
 
     counts: Int[jax.Array, "slots vocab"]
     slots: Int[jax.Array, " R"]
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 
 
 def seen_alone(counts: Int[jax.Array, "slots vocab"], slots: Int[jax.Array, " R"]) -> Seen:
-    """Of rows that choose right after their newest token."""
+    """Returns the token counts of rows that choose directly after their newest token."""
     nothing = jnp.zeros((len(slots), 0), jnp.int32)
     return Seen(counts, slots, nothing, nothing > 0)
 
@@ -94,9 +94,9 @@ def seen_in_trees(
     node: Int[jax.Array, " R"],
     is_chain: bool = False,
 ) -> Seen:
-    """Of rows that are nodes of draft trees; node 0 is the newest token, which `counts` holds.
+    """Returns the token counts of draft-tree nodes; `counts` includes node 0, the newest token.
 
-    On a chain all nodes before one are its ancestors.
+    In a chain all earlier nodes are ancestors.
     """
     if tokens.shape[1] == 1:
         return seen_alone(counts, slots[request])
@@ -106,13 +106,13 @@ def seen_in_trees(
 
 
 def seen_rows(seen: Seen) -> Int[jax.Array, "R vocab"]:
-    """The counts before each row's choice."""
+    """Computes the token counts before each row's choice."""
     counts, row = seen.counts[seen.slots], jnp.arange(len(seen.slots))[:, None]
     return counts.at[row, seen.path].add(2 * seen.on_path.astype(jnp.int32))
 
 
 def penalized(logits: Scores, seen: Int[jax.Array, "R vocab"], sampling: Sampling) -> Scores:
-    """Applies repetition, then presence and frequency."""
+    """Applies the repetition penalty, then presence and frequency penalties."""
     repetition = sampling.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = jnp.where(seen > 0, repeated, logits)
@@ -130,9 +130,9 @@ def processed(
     allowed: Bool[jax.Array, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Float[jax.Array, "R vocab"]:
-    """Everything between raw logits and the choice, but the noise; excluded tokens are -inf.
+    """Applies all logits processing except the noise; excluded tokens are -inf.
 
-    Of several ranks, of the tokens of one, the others excluded.
+    With TP, tokens of other ranks are excluded.
     """
     logits = _edited(logits, seen, positions, sampling, request, allowed)
     return _supported(logits, sampling, request, vocabulary)
@@ -146,7 +146,7 @@ def _edited(
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
 ) -> Float[jax.Array, "R vocab"]:
-    """What is done to each token by itself, before the division by the temperature."""
+    """Applies penalties, biases and masks, which precede the division by the temperature."""
     by_row, row = sampling.rows(request), jnp.arange(len(logits))[:, None]
 
     def with_penalties(logits: Scores) -> Scores:
@@ -165,7 +165,7 @@ def _supported(
     request: Int[jax.Array, " R"],
     vocabulary: Vocabulary,
 ) -> Float[jax.Array, "R size"]:
-    """Logits over the temperature; what is not of the support is excluded."""
+    """Divides by the temperature and excludes tokens outside the top-k, top-p and min-p filters."""
     by_row = sampling.rows(request)
     is_sampled = by_row.temperature > 0
     scaled = logits / jnp.where(is_sampled, by_row.temperature, 1)[:, None]
@@ -189,7 +189,7 @@ def perturbed(
     keys: Int[jax.Array, " R"],
     stream: Stream,
 ) -> Float[jax.Array, "R vocab"]:
-    """Adds the noise to rows with a temperature above 0."""
+    """Adds Gumbel noise to rows with a temperature above 0."""
     warm = (sampling.temperature > 0)[request, None]
 
     def noisy(processed: Scores) -> Scores:
@@ -205,7 +205,7 @@ def perturbed_alike(
     keys: Int[jax.Array, " B"],
     stream: Stream,
 ) -> Float[jax.Array, "B k vocab"]:
-    """As `perturbed`, where one row of noise serves the k rows of a request."""
+    """Same as `perturbed`, with one row of noise for the k rows of a request."""
     warm = (sampling.temperature > 0)[:, None, None]
 
     def noisy(processed: Float[jax.Array, "B k vocab"]) -> Float[jax.Array, "B k vocab"]:
@@ -216,7 +216,7 @@ def perturbed_alike(
 
 
 class Chosen(NamedTuple):
-    """The target's tokens; fields as in the specification."""
+    """Tokens chosen by the target; same fields as in the specification."""
 
     ids: Int[jax.Array, " R"]
     is_finite: Bool[jax.Array, " R"]
@@ -231,10 +231,10 @@ def plain_choose(
     allowed: Bool[jax.Array, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """The target's token of each row: the first maximum of its processed logits and the noise.
+    """Chooses the target's token of each row: first argmax of processed logits plus noise.
 
     Args:
-      logits: Whole, or a rank's part of them.
+      logits: Whole logits, or this rank's shard.
     """
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
@@ -252,7 +252,7 @@ def kernel_choose(
     allowed: Bool[jax.Array, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As `plain_choose`."""
+    """Same as `plain_choose`."""
     given = (seen, positions, sampling, request, allowed)
     if is_parted(vocabulary, len(logits)):
         return choose_parts(kernels, logits, *given, vocabulary)
@@ -277,11 +277,11 @@ def of_parts(
     vocabulary: Vocabulary,
     **how: Any,
 ) -> tuple[Int[jax.Array, "R width"], Float[jax.Array, "R width"], Bool[jax.Array, " R"]]:
-    """What `kernels.vocab_parallel.join` makes of what all ranks' parts of the vocabulary leave.
+    """Combines the partial results of all vocabulary shards with `kernels.vocab_parallel.join`.
 
     Args:
-      logits, seen, positions, sampling, request, allowed, keys, columns: Of `sampling.leave`.
-      how: The stream of the noise, and `width`, `tau`, `nodes` and `leaves` as there.
+      logits, seen, positions, sampling, request, allowed, keys, columns: See `sampling.leave`.
+      how: RNG stream, and `width`, `tau`, `nodes` and `leaves` of `sampling.leave`.
     """
     group, size = vocabulary.group, vocabulary.size
     rows = kernels.vocab_parallel.filtered(sampling, request, len(logits), how["nodes"], size)
@@ -315,7 +315,7 @@ def choose_parts(
     vocabulary: Vocabulary,
     leaves: Any = None,
 ) -> Chosen:
-    """As `plain_choose` of several ranks; `leaves` are of the head that has given the logits."""
+    """Same as `plain_choose`, with TP; `leaves` are the partial results of the LM-head epilogue."""
     given = (logits, seen, positions, sampling, request, allowed, positions, None, vocabulary)
     how = {"stream": TARGET_STREAM, "width": 1, "tau": None, "nodes": 0, "leaves": leaves}
     ids, _, is_finite = of_parts(kernels, *given, **how)
@@ -328,19 +328,19 @@ choose = kernel_or_plain(kernel_choose, plain_choose)
 def is_finite(
     logits: Float[jax.Array, "R share"], vocabulary: Vocabulary = ALL
 ) -> Bool[jax.Array, " R"]:
-    """Rows whose logits are finite, all of them."""
+    """Returns True for rows with only finite logits."""
     return all_of(jnp.isfinite(logits).all(axis=1), vocabulary)
 
 
 def best(
     perturbed: Float[jax.Array, "R vocab"], vocabulary: Vocabulary = ALL
 ) -> Int[jax.Array, " R"]:
-    """The first maximum of each row, NaN as the maximum included."""
+    """Returns the first argmax of each row; NaN counts as the maximum."""
     return best_of(perturbed, 1, vocabulary)[1][:, 0]
 
 
 class Ranked(NamedTuple):
-    """Candidates for the children of nodes; fields as in the specification."""
+    """Candidates for the children of nodes; same fields as in the specification."""
 
     ids: Int[jax.Array, "B k width"]
     weights: Float[jax.Array, "B k width"]
@@ -361,10 +361,10 @@ def plain_rank(
 ) -> Ranked:
     """Ranks the children of k nodes of each request as the target will choose among them.
 
-    What drafts are sampled from is, of several ranks, this one's part of the target's vocabulary.
+    With TP, the returned draft logits are this rank's shard of the target vocabulary.
 
     Args:
-      logits: Whole, or a rank's part of a head's.
+      logits: Whole logits, or this rank's shard of the head's.
     """
     (B, k, share), vocab = logits.shape, seen.counts.shape[1]
     request = jnp.repeat(jnp.arange(B), k)
@@ -397,9 +397,9 @@ def kernel_rank(
     columns: Int[jax.Array, " size"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Ranked:
-    """As `plain_rank`; what drafts are sampled from is whole.
+    """Same as `plain_rank`, but the returned draft logits are not sharded.
 
-    Logits are gathered where a law is asked for or the drafter has a vocabulary of another size.
+    Logits are gathered for sampled drafts, or if the draft vocabulary has another size.
     """
     (B, k, share), target = logits.shape, seen.counts.shape[1]
     is_whole = is_sampled or (columns is None and vocabulary.size != target)
@@ -430,7 +430,7 @@ def draft_weights(
     tau: float,
     vocabulary: Vocabulary = ALL,
 ) -> Float[jax.Array, "R some"]:
-    """How likely the drafter takes some of the tokens for the target's choice, as a logarithm."""
+    """Computes log weights: the drafter's estimate that a token is the target's choice."""
     softness = jnp.where(temperature > 0, jnp.float32(tau), jnp.float32(1))[:, None]
     return log_probabilities(some / softness, norm(perturbed / softness, vocabulary))
 
@@ -438,13 +438,13 @@ def draft_weights(
 def log_softmax(
     logits: Float[jax.Array, "R vocab"], vocabulary: Vocabulary = ALL
 ) -> Float[jax.Array, "R vocab"]:
-    """Natural logarithms of the probabilities of each row."""
+    """Computes the log probabilities of each row."""
     return log_probabilities(logits, norm(logits, vocabulary))
 
 
 def probabilities(
     processed: Float[jax.Array, "R vocab"], vocabulary: Vocabulary = ALL
 ) -> Float[jax.Array, "R vocab"]:
-    """What a row with a temperature samples from; 0 for what is excluded."""
+    """Computes the sampling distribution of a row with a temperature; 0 for excluded tokens."""
     highest, total = norm(processed, vocabulary)
     return jnp.exp(processed - highest[:, None]) / total[:, None]

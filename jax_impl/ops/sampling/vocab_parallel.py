@@ -1,8 +1,8 @@
-"""What a part of the vocabulary leaves of a row; as `shared.spec.vocab_parallel`.
+"""Vocab-parallel sampling over TP ranks; same as `shared.spec.vocab_parallel`.
 
-A part is spread over all tokens first: those of other ranks are excluded in it, so whatever is
-done to a row, such as penalties and noise, is done to a part alike. The rest exchanges what is
-left, in few words a row. One rank alone has whole rows and exchanges nothing.
+A shard is first expanded to all tokens, with the tokens of other ranks excluded, so penalties and
+noise apply to it like to a whole row. The other functions exchange a few partial results per row.
+With TP 1 rows are whole and nothing is exchanged.
 """
 
 from dataclasses import dataclass
@@ -32,18 +32,18 @@ Words = tuple[Int[jax.Array, "..."], Int[jax.Array, "..."], Int[jax.Array, "..."
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a head, and the ranks that score them between them."""
+    """Vocabulary of an LM head, and the TP group over which it is sharded."""
 
     size: int
     group: Ranks
 
     @property
     def share(self) -> int:
-        """Tokens of a rank; the last ones may have less, filled up with scores of no token."""
+        """Returns the padded shard size of a rank; the last ranks may have fewer tokens."""
         return vocab_section(self.size).share(self.group.count)
 
 
-# It decides what is traced, as the ranks do.
+# Static: it determines the traced program, like `Ranks`.
 jax.tree_util.register_dataclass(Vocabulary, data_fields=["group"], meta_fields=["size"])
 
 ALL = Vocabulary(0, ALONE)
@@ -51,24 +51,24 @@ ALL = Vocabulary(0, ALONE)
 
 
 def first_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
-    """The first token of this rank's part, if there were as many as places."""
+    """Returns the first token id of this rank's shard."""
     return all_gather.number(vocabulary.group) * vocabulary.share
 
 
 def num_tokens_of(vocabulary: Vocabulary) -> Int[jax.Array, ""]:
-    """How many of this rank's places are tokens."""
+    """Returns the number of tokens in this rank's shard, without padding."""
     return jnp.clip(vocabulary.size - first_of(vocabulary), 0, vocabulary.share)
 
 
 def is_parted(vocabulary: Vocabulary, rows: int) -> bool:
-    """Whether kernels choose so many rows from what parts leave, and not from whole rows."""
+    """Returns True if kernels sample this many rows from partial results, not from whole rows."""
     return not vocabulary.group.is_alone and rows * vocabulary.share > MOST_WHOLE_WORDS
 
 
 def whole(
     part: Float[jax.Array, "... share"], vocabulary: Vocabulary
 ) -> Float[jax.Array, "... size"]:
-    """The scores of all tokens."""
+    """Gathers the logits of all tokens."""
     if vocabulary.group.is_alone:
         return part
     return all_gather.gathered(vocabulary.group, part)[..., : vocabulary.size]
@@ -77,7 +77,7 @@ def whole(
 def part(
     rows: Float[jax.Array, "... size"], vocabulary: Vocabulary
 ) -> Float[jax.Array, "... share"]:
-    """This rank's part of the scores of all tokens."""
+    """Returns this rank's shard of the logits of all tokens."""
     group = vocabulary.group
     if group.is_alone:
         return rows
@@ -87,7 +87,7 @@ def part(
 def spread(
     part: Float[jax.Array, "... share"], vocabulary: Vocabulary
 ) -> Float[jax.Array, "... size"]:
-    """A part in its place among all tokens, of which those of other ranks are excluded."""
+    """Expands a shard to all tokens, with the tokens of other ranks excluded."""
     if vocabulary.group.is_alone:
         return part
     shape = (*part.shape[:-1], vocabulary.share * vocabulary.group.count)
@@ -102,9 +102,9 @@ def moved(
     vocabulary: Vocabulary,
     target: Vocabulary,
 ) -> Float[jax.Array, "R vocab"]:
-    """What ranks have spread of a drafter's tokens, each with its part of the target's instead.
+    """Converts expanded shards of the draft vocabulary to shards of the target vocabulary.
 
-    Whole rows are gathered only where a drafter's vocabulary is not the target's.
+    Whole rows are gathered only if the two vocabularies differ.
     """
     if columns is None and vocabulary.size == target.size:
         return rows
@@ -120,9 +120,9 @@ def moved(
 def over_tokens(
     logits: Float[jax.Array, "... size"], columns: Int[jax.Array, " size"] | None, vocab: int
 ) -> Float[jax.Array, "... vocab"]:
-    """A drafter's logits over the target's vocabulary; -inf where it has no token.
+    """Maps a drafter's logits to the target vocabulary; -inf for tokens that it does not have.
 
-    Without columns a token has the same id in both; those that the target lacks are left out.
+    Without `columns` ids are equal in both; tokens that the target does not have are dropped.
     """
     if columns is None:
         return _resized(logits, vocab)
@@ -139,21 +139,21 @@ def _resized(rows: Float[jax.Array, "... size"], size: int) -> Float[jax.Array, 
 
 
 def all_of(flags: Bool[jax.Array, " R"], vocabulary: Vocabulary = ALL) -> Bool[jax.Array, " R"]:
-    """Rows whose parts all have the flag."""
+    """Returns True for rows whose flag is set on all ranks."""
     if vocabulary.group.is_alone:
         return flags
     return (all_gather.gathered(vocabulary.group, flags.astype(jnp.int32)[:, None]) > 0).all(axis=1)
 
 
 def any_of(flags: Bool[jax.Array, " R"], vocabulary: Vocabulary = ALL) -> Bool[jax.Array, " R"]:
-    """Rows of which some part has the flag."""
+    """Returns True for rows whose flag is set on any rank."""
     return ~all_of(~flags, vocabulary)
 
 
 def at(
     scores: Float[jax.Array, "R size"], ids: Int[jax.Array, "R some"], vocabulary: Vocabulary = ALL
 ) -> Float[jax.Array, "R some"]:
-    """The scores of named tokens, which are the largest that a rank has of them: their owner's."""
+    """Returns the logits of given tokens: the maximum over ranks, which is the owner's."""
     own, group = jnp.take_along_axis(scores, ids, axis=1), vocabulary.group
     if group.is_alone:
         return own
@@ -163,7 +163,7 @@ def at(
 def added(
     numbers: Int[jax.Array, "R some"], vocabulary: Vocabulary = ALL
 ) -> Int[jax.Array, "R some"]:
-    """Whole numbers of all parts, added."""
+    """Sums integers over all shards."""
     if vocabulary.group.is_alone:
         return numbers
     every = all_gather.gathered(vocabulary.group, numbers)
@@ -171,21 +171,21 @@ def added(
 
 
 def mass(terms: Float[jax.Array, "R size"], vocabulary: Vocabulary = ALL) -> Float[jax.Array, " R"]:
-    """The sum of terms that together are about 1, but for those that are not above 0."""
+    """Sums the positive terms, whose total is about 1."""
     words = _sum(*_in_units(jnp.where(terms > 0, terms, 0)))
     left = added(jnp.stack(words, axis=1), vocabulary)
     return _of_units(_carried(left[:, 0], left[:, 1], left[:, 2]))
 
 
 class Norm(NamedTuple):
-    """What makes probabilities of a row's scores; fields as in the specification."""
+    """Softmax normaliser of a row; same fields as in the specification."""
 
     highest: Float[jax.Array, " R"]
     total: Float[jax.Array, " R"]
 
 
 def norm(scores: Float[jax.Array, "R size"], vocabulary: Vocabulary = ALL) -> Norm:
-    """Of the groups of all parts, of which each rank makes its own."""
+    """Computes the normaliser from the groups of all shards; each rank computes its own groups."""
     group, most = vocabulary.group, -(-scores.shape[1] // VOCAB_GROUP) * VOCAB_GROUP
     if not group.is_alone:
         most = vocabulary.share * group.count
@@ -200,17 +200,17 @@ def norm(scores: Float[jax.Array, "R size"], vocabulary: Vocabulary = ALL) -> No
 
 
 def log_probabilities(scores: Float[jax.Array, "R some"], norm: Norm) -> Float[jax.Array, "R some"]:
-    """Natural logarithms of the probabilities of some tokens of each row."""
+    """Computes the log probabilities of some tokens of each row."""
     return scores - norm.highest[:, None] - jnp.log(norm.total)[:, None]
 
 
 def best_of(
     scores: Float[jax.Array, "R size"], k: int, vocabulary: Vocabulary = ALL
 ) -> tuple[Float[jax.Array, "R k"], Int[jax.Array, "R k"]]:
-    """The k largest scores and their ids, best first and of equals the lower id.
+    """Returns the top k logits and their ids, best first; ties go to the lower id.
 
     Raises:
-      ValueError: Of several ranks, more are asked for than the first of them has for certain.
+      ValueError: With TP, k exceeds the tokens that the first rank is certain to have.
     """
     group = vocabulary.group
     if not group.is_alone and k > VOCAB_GROUP:
@@ -220,16 +220,16 @@ def best_of(
     if group.is_alone:
         return values, ids
     values, ids = all_gather.gathered(group, values), all_gather.gathered(group, ids)
-    # Equals stand in the order of the ranks, so in that of their ids.
+    # Ties are in the order of ranks, which is the order of ids.
     places = _top(values, k)
     return jnp.take_along_axis(values, places, axis=1), jnp.take_along_axis(ids, places, axis=1)
 
 
 def _top(x: Float[jax.Array, "R some"], k: int) -> Int[jax.Array, "R k"]:
-    """The places of the k largest numbers, NaN first; `jnp.argmax` takes nine times as long."""
+    """Returns the indices of the k largest numbers, NaN first; nine times faster than argmax."""
     if k > 1:
         return lax.top_k(x, k)[1].astype(jnp.int32)
-    # XLA's maximum may lose NaN where the others are -inf.
+    # XLA's maximum may drop NaN if all other values are -inf.
     plain, size = jnp.where(jnp.isnan(x), jnp.inf, x), x.shape[1]
     is_first = plain == plain.max(axis=1, keepdims=True)
     return jnp.where(is_first, jnp.arange(size, dtype=jnp.int32), size).min(axis=1)[:, None]
@@ -242,7 +242,7 @@ def support(
     min_p: Float[jax.Array, " R"],
     vocabulary: Vocabulary = ALL,
 ) -> Bool[jax.Array, "R size"]:
-    """The tokens that may be chosen, each filter measured on the full distribution."""
+    """Returns the tokens that pass top-k, top-p and min-p, each of the full distribution."""
     size = scores.shape[1]
     highest, total = norm(scores, vocabulary)
     most = jnp.where(top_k >= size, size + 1, jnp.maximum(top_k, 1))[:, None]
@@ -260,7 +260,7 @@ def support(
         counts, *words = jnp.split(added(left, vocabulary), 4, axis=1)
         return counts, _of_units(_carried(*words))
 
-    # A question costs ranks an exchange, and one rank a pass over its tokens for each border.
+    # A round costs an exchange with TP, and without TP a pass over the tokens per threshold.
     digit = 1 if vocabulary.group.is_alone else DIGIT
     ways = jnp.arange(1, 2**digit, dtype=jnp.uint32)
 
@@ -282,7 +282,7 @@ def support(
 
 
 def _running_sum(x: Float[jax.Array, "R size"]) -> Float[jax.Array, "R size"]:
-    """Cumulative sum over axis 1 in blocks: few operations to compile whatever the vocabulary."""
+    """Computes the cumulative sum over axis 1 in blocks, with few operations for any vocabulary."""
     R, size = x.shape
     num_blocks = -(-size // _BLOCK)
     blocks = jnp.pad(x, ((0, 0), (0, num_blocks * _BLOCK - size))).reshape(R, num_blocks, _BLOCK)
@@ -295,7 +295,7 @@ def _running_sum(x: Float[jax.Array, "R size"]) -> Float[jax.Array, "R size"]:
 
 
 def _before(own: Int[jax.Array, "R 1"], vocabulary: Vocabulary) -> Int[jax.Array, "R 1"]:
-    """What the ranks before this one have together."""
+    """Sums the values of the ranks before this one."""
     group = vocabulary.group
     if group.is_alone:
         return jnp.zeros_like(own)
@@ -304,7 +304,7 @@ def _before(own: Int[jax.Array, "R 1"], vocabulary: Vocabulary) -> Int[jax.Array
 
 
 def _keys(x: Float[jax.Array, "R some"]) -> UInt32[jax.Array, "R some"]:
-    """Unsigned words in the order of the numbers, the largest NaN; both zeros have one."""
+    """Returns uint32 keys in the order of the numbers, NaN largest; both zeros are equal."""
     plain = jnp.where(jnp.isnan(x), jnp.nan, jnp.where(x == 0, 0, x))
     bits = lax.bitcast_convert_type(plain, jnp.uint32)
     return jnp.where(bits >> 31 > 0, ~bits, bits | jnp.uint32(1 << 31))
@@ -313,7 +313,7 @@ def _keys(x: Float[jax.Array, "R some"]) -> UInt32[jax.Array, "R some"]:
 def _weights(
     scores: Float[jax.Array, "... some"], highest: Float[jax.Array, "..."]
 ) -> Float[jax.Array, "... some"]:
-    """How likely scores are beside the highest; 0 where either is no number."""
+    """Computes weights relative to the highest logit; 0 if either is NaN."""
     weights = jnp.exp(scores - highest[..., None])
     return jnp.where(weights <= 1, weights, 0)
 
@@ -321,7 +321,7 @@ def _weights(
 def _in_units(
     masses: Float[jax.Array, "*shape"],
 ) -> tuple[Int[jax.Array, "*shape"], Int[jax.Array, "*shape"]]:
-    """Masses of at most 1: the upper half of their bits, which may be 2^15, and the lower."""
+    """Splits masses of at most 1 into the upper half of their bits (at most 2^15) and the lower."""
     scaled = masses * 2.0**_HALF
     high = jnp.floor(scaled)
     low = jnp.floor((scaled - high) * 2.0**_HALF + 0.5)
@@ -329,7 +329,7 @@ def _in_units(
 
 
 def _sum(high: Int[jax.Array, "*rows n"], low: Int[jax.Array, "*rows n"]) -> Words:
-    """Over the last axis, by runs whose sums 32 bits hold."""
+    """Sums over the last axis in runs whose sums fit in 32 bits."""
     run = min(2**_HALF, high.shape[-1])
     filled = [(0, 0)] * (high.ndim - 1) + [(0, -high.shape[-1] % run)]
     by_run = [jnp.pad(x, filled).reshape(*x.shape[:-1], -1, run) for x in (high, low)]

@@ -1,4 +1,4 @@
-"""Draft trees: masks, growth and the flat rows of a verify; as `shared.spec.draft_tree`.
+"""Draft trees: masks, expansion and flat verify rows; same as `shared.spec.draft_tree`.
 
 On a GPU `ancestors`, `next_level`, `keep_best` and `chains` are kernels; see `jax_impl.ops`.
 """
@@ -14,16 +14,16 @@ from jax_impl.ops import Kernels, kernel_or_plain
 
 
 def depths(parents: Int[jax.Array, "B N"]) -> Int[jax.Array, "B N"]:
-    """Steps from the root to each node; a padding node is taken for a child of the root."""
+    """Returns the depth of each node; a padding node counts as a child of the root."""
     return ancestors(parents).sum(axis=2, dtype=jnp.int32) - 1
 
 
 def plain_ancestors(parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
-    """Entry [b, i, j] says that node j is node i itself or lies on its way to the root."""
+    """Returns the tree mask: entry [b, i, j] is True if node j is node i or its ancestor."""
     N = parents.shape[1]
     itself = jnp.eye(N, dtype=jnp.float32)
     reached = jnp.maximum(jax.nn.one_hot(parents, N).at[:, 0].set(0), itself)
-    for _ in range((N - 1).bit_length()):  # each product doubles how far up a node reaches
+    for _ in range((N - 1).bit_length()):  # each product doubles the distance covered
         reached = jnp.minimum(jnp.einsum("bij,bjk->bik", reached, reached), 1)
     return reached > 0
 
@@ -36,8 +36,8 @@ ancestors = kernel_or_plain(kernel_ancestors, plain_ancestors)
 
 
 def best(weights: Float[jax.Array, "B C"], count: int) -> Int[jax.Array, "B count"]:
-    """The indices of the `count` largest weights, best first; equal ones by the lower index."""
-    weights = jnp.where(weights == 0, 0.0, weights)  # `top_k` puts -0 behind 0
+    """Returns the indices of the `count` largest weights, best first; ties by lower index."""
+    weights = jnp.where(weights == 0, 0.0, weights)  # `top_k` orders -0 after 0
     return lax.top_k(weights, count)[1].astype(jnp.int32)
 
 
@@ -46,7 +46,7 @@ def children(
     frontier_weights: Float[jax.Array, "B k"],
     edge_weights: Float[jax.Array, "B k k"],
 ) -> tuple[Int[jax.Array, "B kk"], Float[jax.Array, "B kk"]]:
-    """Numbers the parents and sums the path weights of one level's candidates."""
+    """Returns the parent numbers and the path weights of one level's candidates."""
     B, k = frontier_numbers.shape
     weights = frontier_weights[:, :, None] + edge_weights
     return jnp.repeat(frontier_numbers, k, axis=1), weights.reshape(B, k * k)
@@ -74,15 +74,14 @@ def next_frontier(
 
 
 class Level(NamedTuple):
-    """The frontier that the next expansion runs on.
+    """Frontier: the nodes of the next expansion.
 
     Attributes:
-      tokens, weights: Of each node, the weight that of its path.
-      parents: The row of each node's parent in the expansion before; of the first level, the
-        request.
+      tokens, weights: Token and path weight of each node.
+      parents: Row of each node's parent in the previous expansion; the request, for level 1.
       numbers: Candidate numbers.
-      paths: Drafts from below the root to the node itself, then padding.
-      sees: Which rows of the drafting window each node sees, its own included.
+      paths: Draft tokens from below the root to the node itself, then padding.
+      sees: Rows of the drafting window that are visible to each node, including its own.
     """
 
     tokens: Int[jax.Array, "B k"]
@@ -100,7 +99,7 @@ def plain_next_level(
     s: Int[jax.Array, ""] | int,
     root_rows: int,
 ) -> tuple[Int[jax.Array, "B kk"], Float[jax.Array, "B kk"], Level]:
-    """What expansion `s` found, and the best k of it; paths keep their size."""
+    """Returns the candidates of expansion `s` and the frontier of their best k; sizes are fixed."""
     B, k, window = level.sees.shape
     parents, weights = children(level.numbers, level.weights, edges)
     chosen, best_weights, numbers, parent = next_frontier(
@@ -156,13 +155,13 @@ def plain_keep_best(
     has_relay: Bool[jax.Array, " B"],
     nodes: int,
 ) -> Kept:
-    """Builds each request's tree from the best of its candidates."""
+    """Builds each request's tree from its best candidates."""
     B, C = tokens.shape
     num_drafts = jnp.where(has_relay, jnp.clip(max_drafts, 0, min(nodes - 1, C)), 0)
     ranked, rows = best(weights, C), jnp.arange(B)[:, None]
     kept = jnp.zeros((B, C), bool).at[rows, ranked].set(jnp.arange(C) < num_drafts[:, None])
     node_of = jnp.pad(jnp.cumsum(kept, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))  # by number
-    # The kept in ascending order, then the others: C - i is positive for all.
+    # Kept candidates in ascending order, then all others: C - i is positive for all.
     ascending = jnp.where(kept, 2 * C, C) - jnp.arange(C)
     order = lax.top_k(ascending, nodes - 1)[1]
     is_real = jnp.arange(nodes - 1) < num_drafts[:, None]
@@ -202,7 +201,7 @@ def plain_chains(
     max_drafts: Int[jax.Array, " B"],
     can_draft: Bool[jax.Array, " B"],
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """The first `max_drafts` drafts of each request, none where it cannot, below its root."""
+    """Builds chains of the first `max_drafts` drafts of each request; empty without `can_draft`."""
     S = drafts.shape[1]
     num_drafts = jnp.where(can_draft, jnp.clip(max_drafts, 0, S), 0)
     slot = jnp.arange(S, dtype=jnp.int32)
@@ -230,9 +229,9 @@ def flatten(
 ) -> tuple[
     Int[jax.Array, " B1"], Int[jax.Array, " R"], Int[jax.Array, " R"], Bool[jax.Array, " R"]
 ]:
-    """Lays the real nodes of all requests behind one another in R verify rows.
+    """Assigns the valid nodes of all requests to R consecutive verify rows.
 
-    Returns `row_starts`; for each row its request and node (0, 0 for padding); and which are real.
+    Returns `row_starts`, the request and node of each row (0, 0 for padding), and the valid rows.
     """
     row_starts = jnp.pad(jnp.cumsum(num_nodes, dtype=jnp.int32), (1, 0))
     row = jnp.arange(rows, dtype=jnp.int32)
@@ -246,6 +245,6 @@ def flatten(
 def flat_rows(
     row_starts: Int[jax.Array, " B1"], num_nodes: Int[jax.Array, " B"], nodes: int
 ) -> Int[jax.Array, "B N"]:
-    """The flat row of each node; a padding node reads its request's root."""
+    """Returns the flat row of each node; a padding node has its request's root."""
     node = jnp.arange(nodes, dtype=jnp.int32)
     return row_starts[:-1, None] + jnp.where(node < num_nodes[:, None], node, 0)

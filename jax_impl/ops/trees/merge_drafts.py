@@ -1,4 +1,4 @@
-"""Drafts from two sources in one tree; as `shared.spec.merge_drafts`."""
+"""Merged draft trees: n-gram drafts in a drafter's tree; same as `shared.spec.merge_drafts`."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from jax_impl.ops.trees import draft_tree, verify_budget
 
 
 class Copies(NamedTuple):
-    """Trees of seen text; fields as in the specification."""
+    """N-gram draft trees from the host; same fields as in the specification."""
 
     tokens: Int[jax.Array, "B M"]
     parents: Int[jax.Array, "B M"]
@@ -20,7 +20,7 @@ class Copies(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """What a drafter grew; fields as in the specification."""
+    """Draft trees of a drafter; same fields as in the specification."""
 
     tokens: Int[jax.Array, "B D"]
     parents: Int[jax.Array, "B D"]
@@ -29,7 +29,7 @@ class Grown(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Trees of drafted and copied nodes; fields as in the specification."""
+    """Merged draft trees; same fields as in the specification."""
 
     tokens: Int[jax.Array, "B N"]
     parents: Int[jax.Array, "B N"]
@@ -39,13 +39,13 @@ class Joined(NamedTuple):
 
 
 class _Below(NamedTuple):
-    """The copies that are drafts.
+    """N-gram drafts below the aligned node.
 
     Attributes:
-      root: The aligned node; M where there is none.
-      has: Whether a copy lies below it, not too deep.
-      is_above: Whether node j is node i or lies between it and the root.
-      weights: From the root on.
+      root: Aligned node; M if there is none.
+      has: True for nodes below it within the depth limit.
+      is_above: True if node j is node i or between node i and the root.
+      weights: Path weights from the root.
     """
 
     root: Int[jax.Array, " B"]
@@ -57,7 +57,7 @@ class _Below(NamedTuple):
 def aligned(
     copies: Copies, newest: Int[jax.Array, " B"], lengths: Int[jax.Array, " B"]
 ) -> Int[jax.Array, " B"]:
-    """The node of each tree of copies that stands for the newest token; M where none does."""
+    """Returns the n-gram tree node aligned with the newest token, or M if there is none."""
     M = copies.tokens.shape[1]
     node, depths = jnp.arange(M, dtype=jnp.int32), draft_tree.depths(copies.parents)
     found = (depths == (lengths - copies.at)[:, None]) & (node < copies.num_nodes[:, None])
@@ -74,11 +74,11 @@ def join(
     depth: int,
     rows: int,
 ) -> Joined:
-    """Joins copies with what was drafted, and keeps the best nodes of both."""
+    """Merges n-gram drafts into the drafter's trees and keeps the best nodes of both."""
     (B, D), M = grown.tokens.shape, copies.tokens.shape[1]
     node, below = jnp.arange(D, dtype=jnp.int32), _below(grown, copies, lengths, depth)
     is_draft = (node > 0) & (node < grown.num_nodes[:, None]) & (grown.weights > -jnp.inf)
-    same = _same(grown, copies, is_draft, below)  # of drafted by copied nodes
+    same = _same(grown, copies, is_draft, below)  # [B, drafter nodes, n-gram nodes]
     is_both, twin = same.any(axis=2), jnp.argmax(same, axis=1).astype(jnp.int32)
     is_twin = same.any(axis=1)
     of_copy = jnp.where(same, below.weights[:, None, :], -jnp.inf).max(axis=2)
@@ -147,7 +147,7 @@ def _below(grown: Grown, copies: Copies, lengths: Int[jax.Array, " B"], depth: i
 def _same(
     grown: Grown, copies: Copies, is_draft: Bool[jax.Array, "B D"], below: _Below
 ) -> Bool[jax.Array, "B D M"]:
-    """Whether the paths from the root to a drafted node and to a copy have the same tokens."""
+    """Returns True for pairs of drafter and n-gram nodes whose paths have the same tokens."""
     (B, D), M = grown.tokens.shape, copies.tokens.shape[1]
     draft, copy = jnp.arange(D, dtype=jnp.int32), jnp.arange(M, dtype=jnp.int32)
     is_root = (draft == 0)[:, None] & (copy == below.root[:, None])[:, None, :]
@@ -157,7 +157,7 @@ def _same(
     up_draft, up_copy = grown.parents, copies.parents
     up_copy = jnp.where(copy == below.root[:, None], copy, up_copy)
     row = jnp.arange(B)[:, None, None]
-    for _ in range(max(D - 1, 1).bit_length()):  # each turn doubles how far up a node looks
+    for _ in range(max(D - 1, 1).bit_length()):  # each round doubles the distance covered
         agrees &= agrees[row, up_draft[:, :, None], up_copy[:, None, :]]
         up_draft = jnp.take_along_axis(up_draft, up_draft, axis=1)
         up_copy = jnp.take_along_axis(up_copy, up_copy, axis=1)
@@ -169,6 +169,6 @@ def _raise(
     is_shared: Bool[jax.Array, "B n"],
     more: Float[jax.Array, "B n"],
 ) -> Float[jax.Array, "B n"]:
-    """The most that the other source's weight is above a node's own, at it or on the way there."""
+    """Returns the largest excess of the other source's weight over a node's own on its path."""
     counts = is_above & is_shared[:, None, :]
     return jnp.where(counts, more[:, None, :], 0).max(axis=2)

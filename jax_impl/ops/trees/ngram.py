@@ -1,4 +1,4 @@
-"""N-grams of seen text in a table, and the trees that follow; as `shared.spec.ngram`.
+"""N-gram hash table and its draft trees; same as `shared.spec.ngram`.
 
 On a GPU `learn` and `draft` are kernels; see `jax_impl.ops`.
 """
@@ -18,7 +18,7 @@ _NONE = 2**30
 
 
 class Table(NamedTuple):
-    """Entries by length, group and place; fields as in the specification."""
+    """Table entries by n-gram length, group and index; same fields as in the specification."""
 
     tokens: Int[jax.Array, "lengths groups ways"]
     checks: Int[jax.Array, "lengths groups ways"]
@@ -27,14 +27,14 @@ class Table(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What is kept of texts from one step to the next; fields as in the specification."""
+    """N-gram state between steps; same fields as in the specification."""
 
     tails: Int[jax.Array, "slots window"]
     table: Table
 
 
 class Grown(NamedTuple):
-    """Draft trees; fields as in the specification."""
+    """Draft trees; same fields as in the specification."""
 
     tokens: Int[jax.Array, "B N"]
     parents: Int[jax.Array, "B N"]
@@ -43,7 +43,7 @@ class Grown(NamedTuple):
 
 
 def mix(values: Int[jax.Array, "*shape"]) -> Int[jax.Array, "*shape"]:
-    """Spreads what differs over all 32 bits; a shift brings the sign in, which is masked out."""
+    """Mixes all 32 bits of a hash; the mask clears the sign bits that the shift copies in."""
     mixed = (values ^ ((values >> 16) & 0xFFFF)) * (0x85EBCA6B - 2**32)
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
     return mixed ^ ((mixed >> 16) & 0xFFFF)
@@ -52,7 +52,7 @@ def mix(values: Int[jax.Array, "*shape"]) -> Int[jax.Array, "*shape"]:
 def keys(
     contexts: Int[jax.Array, "n window"], scopes: Int[jax.Array, "n 2"]
 ) -> tuple[Int[jax.Array, "n lengths"], Int[jax.Array, "n lengths"], Bool[jax.Array, "n lengths"]]:
-    """Two hashes of the last tokens of texts, mixed, and whether there are as many."""
+    """Returns two hashes of the last n tokens for each n, and True if n tokens exist."""
     begins = WINDOW - jnp.array(LENGTHS, jnp.int32)
     found = []
     for scope, multiplier in zip(scopes.T, MULTIPLIERS, strict=True):
@@ -71,7 +71,7 @@ def plain_learn(
     scopes: Int[jax.Array, "n 2"],
     is_real: Bool[jax.Array, " n"],
 ) -> Table:
-    """Enters what came after texts; of those that want one place, the last has it."""
+    """Adds the tokens that followed contexts; the last of several writes to one entry wins."""
     groups, n = table.tokens.shape[1], len(contexts)
     first, second, is_there = keys(contexts, scopes)
     length = jnp.arange(len(LENGTHS), dtype=jnp.int32)
@@ -79,7 +79,7 @@ def plain_learn(
     entry += (mix(following + 1) & (WAYS - 1))[:, None]
     stamp = (table.clocks + jnp.arange(n, dtype=jnp.int32)[:, None]) & LATEST
     entry = jnp.where(is_there & is_real[:, None], entry, -1).T.reshape(-1)
-    # The last of those with one place is the last of its run, once they are sorted by place.
+    # After sorting by entry, the last write to an entry is the last of its run.
     order = jnp.argsort(entry, stable=True)
     at = entry[order]
     is_last = (at != jnp.roll(at, -1)).at[-1].set(True)
@@ -115,7 +115,7 @@ learn = kernel_or_plain(kernel_learn, plain_learn)
 def _children(
     table: Table, contexts: Int[jax.Array, "B window"], scopes: Int[jax.Array, "B 2"], width: int
 ) -> tuple[Int[jax.Array, "B k"], Int[jax.Array, "B k"]]:
-    """The likeliest tokens after texts, and what each costs; `_NONE` where there is none."""
+    """Returns the most likely tokens after contexts and their costs; `_NONE` for missing ones."""
     groups, (first, second, is_there) = table.tokens.shape[1], keys(contexts, scopes)
     length = jnp.arange(len(LENGTHS), dtype=jnp.int32)
     group = first & (groups - 1)
@@ -145,7 +145,7 @@ def plain_draft(
     depth: int,
     width: int,
 ) -> Grown:
-    """Grows a tree from each text: node by node the likeliest token below any."""
+    """Builds a tree for each context by adding the most likely token below any node in turn."""
     B, row = len(contexts), jnp.arange(len(contexts))
     none = jnp.zeros((B, nodes), jnp.int32)
     tokens = none.at[:, 0].set(contexts[:, -1])
@@ -204,7 +204,7 @@ draft = kernel_or_plain(kernel_draft, plain_draft)
 def windows(
     tails: Int[jax.Array, "B window"], tokens: Int[jax.Array, "B W"]
 ) -> Int[jax.Array, "B W window"]:
-    """What stands before each of the tokens that texts go on with."""
+    """Returns the context window before each of the new tokens."""
     stream = jnp.concatenate([tails, tokens], axis=1)
     at = jnp.arange(tokens.shape[1])[:, None] + jnp.arange(WINDOW)
     return stream[:, at]
@@ -213,7 +213,7 @@ def windows(
 def tails_after(
     tails: Int[jax.Array, "B window"], tokens: Int[jax.Array, "B W"], counts: Int[jax.Array, " B"]
 ) -> Int[jax.Array, "B window"]:
-    """The last tokens of texts that have gone on."""
+    """Returns the last tokens of each row after the new tokens."""
     stream = jnp.concatenate([tails, tokens], axis=1)
     return jnp.take_along_axis(stream, counts[:, None] + jnp.arange(WINDOW), axis=1)
 
@@ -224,7 +224,7 @@ def prompt_windows(
     request: Int[jax.Array, " T"],
     before: Int[jax.Array, "B window"],
 ) -> Int[jax.Array, "T window"]:
-    """The texts that end with each token of prompt chunks."""
+    """Returns the context window that ends with each token of the prompt chunks."""
     starts = row_starts[request]
     place = jnp.arange(len(tokens), dtype=jnp.int32) - starts
     at = place[:, None] - (WINDOW - 1) + jnp.arange(WINDOW, dtype=jnp.int32)
@@ -242,7 +242,7 @@ def learn_prompts(
     scopes: Int[jax.Array, "B 2"],
     is_real: Bool[jax.Array, " T"],
 ) -> Memory:
-    """Learns chunks of prompts."""
+    """Adds prompt chunks to the table."""
     table = learn(memory.table, windows, following, scopes[request], is_real)
     tails = jnp.concatenate([windows[last, 1:], following[last][:, None]], axis=1)
     return Memory(memory.tails.at[slots].set(tails), table)
@@ -255,7 +255,7 @@ def learn_outputs(
     counts: Int[jax.Array, " B"],
     scopes: Int[jax.Array, "B 2"],
 ) -> Memory:
-    """Learns what a step has committed: the first `counts` of the tokens of each row."""
+    """Adds committed tokens to the table: the first `counts` of the tokens of each row."""
     (B, W), held = tokens.shape, memory.tails[slots]
     is_real = jnp.arange(W) < counts[:, None]
     flat = windows(held, tokens).reshape(B * W, WINDOW), tokens.reshape(-1)

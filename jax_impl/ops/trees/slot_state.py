@@ -1,4 +1,4 @@
-"""What a step leaves in the few numbers that a slot has; as `shared.spec.slot_state`.
+"""Per-slot values and their update by a step; same as `shared.spec.slot_state`.
 
 On a GPU `commit` and `restore` are kernels; see `jax_impl.ops`.
 """
@@ -20,7 +20,7 @@ def count(
     is_output: Bool[jax.Array, " R"],
     is_counted: Bool[jax.Array, " R"],
 ) -> Counts:
-    """Adds tokens to what was seen; what is not counted falls to the sink, slot 0."""
+    """Adds tokens to the token counts; tokens that are not counted write slot 0."""
     out, marked = is_counted & is_output, is_counted & ~is_output
     places = (jnp.where(marked, slots, 0), jnp.where(marked, tokens, 0))
     seen = seen.at[places].set(seen[places] | 1)  # a repeated token writes the same value
@@ -39,7 +39,7 @@ def plain_commit(
     counts: Int[jax.Array, " B"],
     prompt_length: Int[jax.Array, " B"],
 ) -> tuple[Slots, Slots, Counts, Slots | None]:
-    """Makes a step's tokens the slots' past."""
+    """Commits a step's tokens to the slots."""
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     is_output = before[:, None] + 1 + place >= prompt_length[:, None]
     owners = jnp.broadcast_to(slots[:, None], tokens.shape)
@@ -85,7 +85,7 @@ def plain_restore(
     sources: Int[jax.Array, " B"],
     starts: Bool[jax.Array, " B"],
 ) -> Shaped[jax.Array, "L slots *state"]:
-    """Gives the slots of starting rows the states of their snapshots, or zeros."""
+    """Sets the slots of starting rows to their snapshots, or to zero."""
     shape = (1, -1, *[1] * (memory.ndim - 2))
     restored = jnp.where((sources != 0).reshape(shape), saved[:, sources], 0)
     return memory.at[:, slots].set(jnp.where(starts.reshape(shape), restored, memory[:, slots]))

@@ -1,4 +1,4 @@
-"""Which drafts of a batch are verified in fewer rows than nodes; as `shared.spec.verify_budget`.
+"""Verify budget: prunes the trees of a batch; same as `shared.spec.verify_budget`.
 
 On a GPU both operations are kernels; see `jax_impl.ops`.
 """
@@ -12,7 +12,7 @@ from jax_impl.ops.trees import draft_tree
 
 
 def chain_weights(edges: Float[jax.Array, "B S"]) -> Float[jax.Array, "B N"]:
-    """The path weights of a chain's nodes, the root's first, from the log weights of its edges."""
+    """Sums log edge weights to the path weights of a chain's nodes, root first."""
     sums = [jnp.zeros_like(edges[:, 0])]
     for place in range(edges.shape[1]):  # `cumsum` would add in another order
         sums.append(sums[-1] + edges[:, place])
@@ -24,9 +24,9 @@ def plain_rank_weights(
     weights: Float[jax.Array, "B N"],
     calibration: Float[jax.Array, "B S_max"],
 ) -> Float[jax.Array, "B N"]:
-    """How likely each node is accepted, as a logarithm, at most as likely as its parent."""
+    """Estimates the log acceptance probability of each node, at most that of its parent."""
     ancestors = draft_tree.ancestors(parents)
-    level = ancestors.sum(axis=2, dtype=jnp.int32) - 2  # of the calibration; the root's is not read
+    level = ancestors.sum(axis=2, dtype=jnp.int32) - 2  # calibration index, not read for the root
     node_weights = weights + jnp.take_along_axis(calibration, jnp.maximum(level, 0), axis=1)
     node_weights = jnp.where(node_weights > -jnp.inf, node_weights, -jnp.inf)
     is_above = ancestors & (jnp.arange(parents.shape[1]) > 0)
@@ -52,7 +52,7 @@ def plain_share(
     rank_weights: Float[jax.Array, "B N"],
     rows: int,
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """Cuts the trees of a batch to its best drafts: tokens, parents, node counts."""
+    """Prunes the trees of a batch to its best drafts; returns tokens, parents and node counts."""
     (B, N), node = tokens.shape, jnp.arange(tokens.shape[1], dtype=jnp.int32)
     is_draft = (node > 0) & (node < num_nodes[:, None])
     weight, number = rank_weights.reshape(-1), jnp.arange(B * N, dtype=jnp.int32)

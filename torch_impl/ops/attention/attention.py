@@ -1,4 +1,4 @@
-"""As `shared.spec.attention`, in torch; pools are written in place.
+"""Attention over paged KV; same results as `shared.spec.attention`. Pools are written in place.
 
 On a GPU `flatten_tree` and `commit_window` are kernels; see `torch_impl.ops`.
 """
@@ -19,10 +19,10 @@ from torch_impl.ops.trees import draft_tree
 
 @dataclass(frozen=True)
 class Rows:
-    """As the specification's; no request has more than `most_rows` rows.
+    """Same as the class of this name in the specification, with at most `most_rows` per request.
 
-    Request b has the rows from `row_starts[b]` to `row_starts[b + 1]`; rows past the last request's
-    are padding, which belongs to request 0.
+    Request b has the rows from `row_starts[b]` to `row_starts[b + 1]`. Later rows are padding and
+    belong to request 0.
     """
 
     request: Int[Tensor, " R"]
@@ -45,7 +45,10 @@ def causal_rows(
     page_table: Int[Tensor, "B table"],
     tokens: int,
 ) -> Rows:
-    """As the specification, but that on a CPU rows past the last chunk are left out."""
+    """Returns rows at consecutive positions of each request, with causal visibility.
+
+    On a CPU, rows past the last chunk are omitted.
+    """
     tokens = at_most(row_starts[-1], tokens, CHUNK)
     request, is_real = draft_tree.request_of(row_starts, tokens)
     row = torch.arange(tokens, dtype=torch.int32, device=row_starts.device)
@@ -66,7 +69,7 @@ def causal_rows(
 
 @dataclass(frozen=True)
 class FlatNodes:
-    """The nodes of trees as flat rows: what `Rows` has of them, and the node of each."""
+    """Flat rows of the nodes of draft trees: fields of `Rows`, and the node of each row."""
 
     row_starts: Int[Tensor, " B1"]
     request: Int[Tensor, " R"]
@@ -85,7 +88,7 @@ def plain_flat_nodes(
     rows: int,
     is_chain: bool,
 ) -> FlatNodes:
-    """The ancestors of a chain's nodes are known without its parents."""
+    """Builds the flat rows of draft trees; `parents` is not read for chains."""
     row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
     length = lengths[request]
     places = length + node.int()
@@ -145,10 +148,10 @@ def tree_rows(
 
 
 def turned(rows: Rows, delta: Int[Tensor, " B"]) -> Rows:
-    """Rows of text that stand behind pictures, or behind none.
+    """Adds M-RoPE positions to text rows that may follow images.
 
     Args:
-      delta: What the turns of each request's text are above its positions.
+      delta: M-RoPE position delta of each request.
     """
     turn = rows.positions + delta[rows.request]
     return replace(rows, turns=torch.stack([turn] * 3, dim=1))
@@ -158,7 +161,7 @@ def last_seen(
     first: Int[Tensor, " R"], until: Int[Tensor, " R"], window: Bool[Tensor, "R N"], size: int
 ) -> tuple[Int[Tensor, " R"], Bool[Tensor, "R N"]]:
     slid = torch.maximum(first, until + window.sum(1, dtype=torch.int32) - size)
-    if window.shape[1] > size:  # a tree may be deeper
+    if window.shape[1] > size:  # a tree may be deeper than the window
         window = window & (window.int().flip(1).cumsum(1, dtype=torch.int32).flip(1) <= size)
     return torch.minimum(slid, until), window
 
@@ -178,7 +181,7 @@ def write(
     is_real: Bool[Tensor, " R"],
     rows: Float[Tensor, "R H D"],
 ) -> Float[Tensor, "P page H D"]:
-    """As the specification, in place."""
+    """Same as the specification, in place."""
     places = torch.where(is_real, places, 0)
     page, place = _page_of(page_table, request, places, pages.shape[1])
     pages[torch.where(is_real, page, 0), place] = rows
@@ -191,7 +194,7 @@ def _page_of(
     places: Int[Tensor, "..."],
     page_size: int,
 ) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """The page of a KV position, and the place in it."""
+    """Returns the page of a KV position, and the offset in the page."""
     number = torch.div(places, page_size, rounding_mode="floor")
     return page_table[request, number], places - number * page_size
 
@@ -202,7 +205,7 @@ def visible(
     window: Bool[Tensor, "*rows N"],
     position: Int[Tensor, " positions"],
 ) -> Bool[Tensor, "*rows positions"]:
-    """Which of some KV positions each row sees: `[first, until)` and its part of the window."""
+    """Returns the visibility of KV positions for each row: `[first, until)` and its tree window."""
     seen = (position >= first[..., None]) & (position < until[..., None])
     if window.shape[-1]:
         place = position - until[..., None]
@@ -225,7 +228,7 @@ def attend(
     most_rows: int,
     scale: float | None = None,
 ) -> Float[Tensor, "R Hq D"]:
-    """As the specification, but that rows of padding give anything.
+    """Same as the specification, but padding rows are undefined.
 
     Args:
       q, k_pages, v_pages, page_table, request, first, until, window, scale: As in the
@@ -251,13 +254,13 @@ def attend(
 def _grid(
     request: Int[Tensor, " R"], row_starts: Int[Tensor, " B1"], most_rows: int
 ) -> tuple[Int[Tensor, "B M"], Int[Tensor, " R"]]:
-    """The flat row at each place of a [request, row] grid, and the place of each flat row."""
+    """Returns the flat row at each index of a [request, row] grid, and the index of each row."""
     R = len(request)
     row, column = (
         torch.arange(size, dtype=torch.int32, device=request.device) for size in (R, most_rows)
     )
     grid = (row_starts[:-1, None] + column).clamp(max=R - 1)
-    place = (row - row_starts[request]).clamp(max=most_rows - 1)  # padding takes any
+    place = (row - row_starts[request]).clamp(max=most_rows - 1)  # any, for padding
     return grid, request * most_rows + place
 
 
@@ -268,15 +271,15 @@ def _softmax_attention(
     seen: Bool[Tensor, "B M positions"],
     scale: float,
 ) -> Float[Tensor, "B M Hq D"]:
-    # A query head at a time, of arrays that lie alike for any number of heads: what a library for
-    # CPUs makes of a group follows from how many of its heads a rank has.
+    # One query head at a time, with one layout for any number of heads: the reduction order of a
+    # # CPU GEMM over a GQA group depends on the number of heads, and so on the TP size.
     heads = q.unflatten(2, (k.shape[2], -1)).permute(3, 0, 2, 1, 4).float()  # [G, B, Hk, M, D]
     keys, heads = k.float().permute(0, 2, 3, 1).contiguous(), heads.contiguous()
     scores = torch.stack([head @ keys for head in heads], dim=2) * scale  # [B, Hk, G, M, positions]
     scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
     weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=-1e30))
     weights = weights / layers.summed(weights).clamp(min=1e-30)
-    # 0 x NaN is NaN: values that are not finite are taken out, and given back to who sees them.
+    # 0 x NaN is NaN: values that are not finite are zeroed; rows to which they are visible get NaN.
     spoiled = ~v.isfinite().flatten(2).all(dim=2)  # [B, positions]
     v = v.masked_fill(spoiled[:, :, None, None], 0)
     values, weights = v.permute(0, 2, 1, 3).contiguous(), weights.to(v.dtype)
@@ -292,7 +295,7 @@ def plain_attend_all(
     sin: Float[Tensor, "R half"],
     count: Int[Tensor, " 1"],
 ) -> Float[Tensor, "R hidden"]:
-    """As the specification."""
+    """Computes bidirectional softmax attention over the valid rows; padding rows are undefined."""
     q, k, v = qkv.reshape(len(qkv), 3, -1, 2 * cos.shape[1]).unbind(1)
     q, k = (layers.apply_rotary(each, cos, sin) for each in (q, k))
     seen, scale = torch.arange(len(k), device=k.device) < count, q.shape[2] ** -0.5
@@ -330,7 +333,7 @@ def plain_commit_window(
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> Float[Tensor, "*pools P page H D"]:
-    """As the specification, in place."""
+    """Same as the specification, in place."""
     B, W = path.shape
     place = torch.arange(W, dtype=torch.int32, device=path.device)
     request = torch.arange(B, device=path.device)[:, None]

@@ -1,4 +1,6 @@
-"""As `shared.spec.attention_layer`, in torch; pools are written in place.
+"""Attention layer between the QKV and output projections; same as `shared.spec.attention_layer`.
+
+Pools are written in place.
 
 On a GPU `attention_layer` and `mix_keys` are kernels; see `torch_impl.ops`.
 """
@@ -23,7 +25,7 @@ from torch_impl.ops.gemm import layers
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Same as the class of this name in the specification."""
+    """RMS norms of each query and key head; same fields as in the specification."""
 
     q: Float[Tensor, " queries"]
     k: Float[Tensor, " keys"]
@@ -32,7 +34,7 @@ class HeadNorms:
 
 @dataclass(frozen=True)
 class Angles:
-    """Same as the class of this name in the specification."""
+    """RoPE cos and sin of each row."""
 
     cos: Float[Tensor, "R half"]
     sin: Float[Tensor, "R half"]
@@ -41,7 +43,7 @@ class Angles:
 def _no_bounds(
     rows: Rows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """Of rows that are too many for the kernel of `attention_layer`, or where there is none."""
+    """Returns empty bounds, for more rows than the fused kernel supports or without a kernel."""
     nothing = rows.page_table.new_empty((len(rows.page_table), 0), dtype=torch.int32)
     return nothing, nothing
 
@@ -49,8 +51,9 @@ def _no_bounds(
 def plain_reach(
     rows: Rows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """What the kernel of `attention_layer` asks of rows, once for all layers; plain operations ask
-    nothing.
+    """Computes the row bounds for the fused attention kernel, once for all layers.
+
+    Reference operations need none.
     """
     return _no_bounds(rows, num_kv_heads)
 
@@ -58,7 +61,7 @@ def plain_reach(
 def kernel_reach(
     kernels: Kernels, rows: Rows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """As `plain_reach`, where rows may be few enough for that kernel."""
+    """Same as `plain_reach`, for steps with few enough rows for the kernel."""
     if rows.most_rows > MOST_LANES:
         return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
@@ -70,12 +73,12 @@ reach = kernel_or_plain(kernel_reach, plain_reach)
 
 @dataclass(frozen=True)
 class PagedKV:
-    """The pools of a stack of attention layers, for the layers of one pass over some rows.
+    """KV pools of a stack of attention layers, in one pass over some rows.
 
     Attributes:
       pools: Keys and values of each layer.
-      bounds: Of what the rows of a request see and write; a kernel's alone.
-      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+      bounds: Bounds of the KV positions that each request reads and writes; for a kernel only.
+      arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
     """
 
     pools: Float[Tensor, "L 2 pages page Hk D"]
@@ -84,7 +87,7 @@ class PagedKV:
 
     @classmethod
     def of(cls, pools: Float[Tensor, "L 2 pages page Hk D"], rows: Rows) -> "PagedKV":
-        """For a pass over the rows."""
+        """Builds the KV pools for a pass over the rows."""
         return cls(pools, *reach(rows, pools.shape[4]))
 
 
@@ -97,7 +100,7 @@ def plain_mix(
     kv: PagedKV,
     layer: int,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """As the specification, in place in the pools of one layer."""
+    """Computes an attention layer between its two projections; writes its pools in place."""
     q, k, v, gate = _heads_of(qkv, heads)
     if norms is not None:
         q = layers.rms_norm(q, norms.q, norms.eps)
@@ -134,7 +137,7 @@ def kernel_mix(
     kv: PagedKV,
     layer: int,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """As `plain_mix`, by one kernel where rows are few, else by two."""
+    """Same as `plain_mix`, with one kernel for few rows and two kernels for more."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
@@ -194,10 +197,10 @@ mix = kernel_or_plain(kernel_mix, plain_mix)
 def normed_rows(
     qkv: Float[Tensor, "R outputs"], heads: Heads, norms: HeadNorms, group: Ranks
 ) -> Float[Tensor, "R outputs"]:
-    """As the specification.
+    """Applies RMS norms over all query heads and all key heads of a row.
 
     Args:
-      group: The ranks that have the heads between them; the norms are of all heads.
+      group: Tensor-parallel group of the heads; the norms cover the heads of all ranks.
     """
     keys = heads.num_kv_heads * heads.head_size
     q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
@@ -225,7 +228,7 @@ def plain_mix_keys(
     kv: Float[Tensor, "L 2 pages page Hk D"],
     layer: int,
 ) -> None:
-    """As the specification, in place in the pools of one layer of `kv`."""
+    """Writes the KV of rows that run no attention, in place in the pools of one layer of `kv`."""
     k, v = projected.unflatten(1, (2, -1, heads.head_size)).unbind(1)
     k = layers.rms_norm(k, norms.k, norms.eps)
     _write_pair(kv[layer], rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
@@ -257,7 +260,7 @@ def _place(
     kv: Float[Tensor, "L 2 pages page Hk D"],
     layer: int,
 ) -> Float[Tensor, "R Hq D"]:
-    """Writes the rows' keys and values by a kernel, which gives the queries to attend with."""
+    """Writes the rows' keys and values with a kernel; returns the queries for attention."""
     return kernels.qk_norm_rope_kv_write.place(
         projected,
         *((None, None) if norms is None else (norms.q, norms.k)),
@@ -293,7 +296,7 @@ def _heads_of(
     Float[Tensor, "R Hk D"],
     Float[Tensor, "R Hq D"] | None,
 ]:
-    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    """Splits the projection into queries, keys, values and the gate (None without one)."""
     D, keys = heads.head_size, heads.num_kv_heads * heads.head_size
     q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
     k, v = k.unflatten(1, (-1, D)), v.unflatten(1, (-1, D))

@@ -1,9 +1,8 @@
-"""As `shared.spec.all_gather`, in torch: a rank is a process, or a thread in tests, and gives its
-share.
+"""All-gather of tensor-parallel ranks; same results as `shared.spec.all_gather`.
 
-On a CPU shares go through mailboxes in memory that ranks have in common, between hosts through
-torch.distributed, which has been measured nowhere yet, and between GPUs of one host by kernels that
-write in each other's memory. One rank alone gathers nothing.
+A rank is a process, or a thread in tests. On the CPUs of one host shards go through shared memory,
+between hosts through torch.distributed (performance not measured). Between GPUs of one host kernels
+gather through symmetric memory. With TP 1 an all-gather is the identity.
 """
 
 import torch
@@ -17,7 +16,9 @@ from shared.spec.reduction_order import SQUARES
 
 
 def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "... size"]:
-    """The whole rows; all ranks call it in the same order.
+    """Gathers whole rows; each rank has the same number of columns, in the order of ranks.
+
+    All ranks must call it in the same order.
 
     Raises:
       RankMissingError: See `shared.boundary.shm_allgather.Mailboxes.exchange`; between hosts too.
@@ -32,7 +33,7 @@ def gathered(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor
 def gathered_rows(
     ranks: Ranks, values: Float[Tensor, "R share"], rows: Int[Tensor, " R_and_1"]
 ) -> Float[Tensor, "R size"]:
-    """As `gathered`, of the rows that are listed; others are undefined."""
+    """Same as `gathered`, for the listed rows only; other rows are undefined."""
     if ranks.on_device is not None:
         return ranks.on_device.gathered_rows(values, rows)
     return gathered(ranks, values)
@@ -62,9 +63,9 @@ def gathered_keys(
 
 
 def gathers_beside(ranks: Ranks, columns: Float[Tensor, "R share"]) -> bool:
-    """Whether ranks gather what stands beside their columns of a stream, and not the columns.
+    """Returns True if ranks gather scaled columns and sums of squares instead of the columns.
 
-    Squares are of chunks that lie whole on a rank; else those of gathered rows are taken.
+    This requires that each chunk of the sums of squares is on one rank.
     """
     rows, share = columns.shape
     exchange, is_whole = ranks.on_device, share % SQUARES.chunk == 0
@@ -74,7 +75,7 @@ def gathers_beside(ranks: Ranks, columns: Float[Tensor, "R share"]) -> bool:
 def kept(
     ranks: Ranks, rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None
 ) -> Float[Tensor, "R columns"]:
-    """What a rank keeps of the rows of a stream of which all have the scaled ones."""
+    """Returns the rank's columns of the residual stream if all ranks have the scaled rows."""
     columns = own(ranks, rows)
     return columns if norm is not None and gathers_beside(ranks, columns) else rows
 
@@ -82,7 +83,7 @@ def kept(
 def norm_beside(
     ranks: Ranks, columns: Float[Tensor, "R share"], norm: Float[Tensor, " hidden"] | None
 ) -> Float[Tensor, " share"] | None:
-    """The scale by which a kernel multiplies the columns of a stream that it makes."""
+    """Returns the norm scale that a kernel applies to the stream columns that it writes."""
     if norm is None or ranks.is_alone:
         return norm
     return own(ranks, norm) if gathers_beside(ranks, columns) else None
@@ -93,15 +94,15 @@ def _joined(shares: Shaped[Tensor, "count ... share"]) -> Shaped[Tensor, "... si
 
 
 def _shares(ranks: Ranks, values: Shaped[Tensor, "... share"]) -> Shaped[Tensor, "count ... share"]:
-    """What all ranks give, in order."""
+    """Returns the shards of all ranks, in order."""
     flat = values.contiguous().view(-1).view(torch.uint8)
     if ranks.meeting is not None:
         given = flat.new_empty(ranks.count * len(flat))
         try:
             distributed.all_gather_into_tensor(given, flat)
-        except RuntimeError as error:  # whatever the library has heard of another rank
+        except RuntimeError as error:  # raised if another rank failed
             raise RankMissingError(f"rank {ranks.rank} could not exchange: {error}") from error
     else:
-        assert ranks.mailboxes is not None  # ranks that are processes of one host have some
+        assert ranks.mailboxes is not None  # set for processes of one host
         given = torch.from_numpy(ranks.mailboxes.exchange(ranks.rank, flat.numpy()))
     return given.view(values.dtype).view(ranks.count, *values.shape)

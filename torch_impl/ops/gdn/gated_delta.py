@@ -1,4 +1,7 @@
-"""As `shared.spec.gated_delta`, in torch; float32 throughout."""
+"""Gated delta rule in float32: recurrent, chunked and over a tree.
+
+Same results as `shared.spec.gated_delta`.
+"""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -37,7 +40,7 @@ def gated_norm(
     weight: Float[Tensor, " V"],
     eps: float,
 ) -> Float[Tensor, "R H V"]:
-    """As the specification; the result has the type of `z`."""
+    """Applies RMS norm over V, then the gate silu(z); the result has the dtype of `z`."""
     return (layers.rms_norm(out, weight, eps) * layers.silu(z.float())).to(z.dtype)
 
 
@@ -48,7 +51,7 @@ def update(
     log_decay: Float[Tensor, "*batch H"],
     beta: Float[Tensor, "*batch H"],
 ) -> Float[Tensor, "*batch H K V"]:
-    """As the specification; products and sums, no GEMM, so the bits do not depend on the batch."""
+    """Advances each row's state by one token, without GEMM, so it is batch-invariant."""
     state = log_decay.exp()[..., None, None] * state
     k = k[..., None]
     stored = (k * state).sum(dim=-2)
@@ -63,7 +66,7 @@ def step(
     log_decay: Float[Tensor, "B H"],
     beta: Float[Tensor, "B H"],
 ) -> tuple[Float[Tensor, "B H K V"], Float[Tensor, "B H V"]]:
-    """As the specification, without its check."""
+    """Advances each row's state by one token and reads the output from it."""
     state = update(state, k, v, log_decay, beta)
     return state, (q[..., None] * state).sum(dim=-2)
 
@@ -77,12 +80,12 @@ def verify(
     beta: Float[Tensor, "B N H"],
     parents: Int[Tensor, "B N"] | None,
 ) -> Float[Tensor, "B N H V"]:
-    """As the specification; None for the parents of a chain."""
+    """Same as the specification; `parents` is None for chains."""
     nodes = (q, k, v, log_decay, beta)
     if parents is None:
         return _along_chains(state, *nodes)
     sees = draft_tree.ancestors(parents)
-    # 0 x NaN is NaN: a spoiled node is taken out, and given back to those below it.
+    # 0 x NaN is NaN: a node that is not finite is zeroed, and its descendants are set to NaN.
     spoiled = ~torch.stack([x.isfinite().flatten(2).all(dim=2) for x in nodes[1:]]).all(dim=0)
     q, *others = (x.movedim(1, 2) for x in nodes)  # [B, H, N, ...]
     others = (x.masked_fill(_per_node(spoiled, x.ndim), 0) for x in others)
@@ -97,7 +100,7 @@ def _per_node(flags: Bool[Tensor, "B N"], ndim: int) -> Bool[Tensor, "B 1 N ..."
 def _along_chains(
     state: Float[Tensor, "B H K V"], *nodes: Float[Tensor, "B N ..."]
 ) -> Float[Tensor, "B N H V"]:
-    """The outputs of chains' nodes, one after the other as plain decoding has them."""
+    """Computes the outputs of the nodes of chains one by one, like plain decoding."""
     outputs = []
     for node in zip(*(x.unbind(1) for x in nodes), strict=True):
         state, out = step(state, *node)
@@ -114,13 +117,13 @@ def _along_paths(
     log_decay: Float[Tensor, "B H N"],
     beta: Float[Tensor, "B H N"],
 ) -> Float[Tensor, "B H N V"]:
-    """The outputs of all nodes at once: a chunk whose tokens see their ancestors alone.
+    """Computes the outputs of all nodes as one chunk in which only ancestors are visible.
 
-    No node's state is computed, which would be a `[K, V]` written and read for each.
+    The states of nodes are not computed: each would be a `[K, V]` matrix to write and read.
     """
     ours = sees[:, None].float()
-    decays = ours * log_decay[:, :, None]  # of the nodes on the way to each
-    # Summed over the way from one node to another, where a difference of sums would cancel.
+    decays = ours * log_decay[:, :, None]  # of each node's ancestors and itself
+    # Summed over the path between two nodes: a difference of prefix sums would cancel.
     between = decays @ (1 - ours.mT)
     decay = between.exp().masked_fill(~sees[:, None], 0)
     carried, beta = layers.summed(decays).exp(), beta[..., None]
@@ -140,17 +143,17 @@ def chunked(
     row_starts: Int[Tensor, " B1"],
     save_after: Int[Tensor, " B"],
 ) -> tuple[Float[Tensor, "B H K V"], Float[Tensor, "T H V"], Float[Tensor, "B H K V"]]:
-    """As the specification, for the tokens of many requests; chunks begin at each one's first.
+    """Same as the specification, for many requests; chunks start at each request's first token.
 
     Args:
       state: Each request's state before its tokens.
-      q, k, v, log_decay, beta: The tokens of all requests, one request behind the other.
-      row_starts: First token of each request, and the end; past it is padding.
-      save_after: Tokens of this call after which a snapshot is taken, at the end of a chunk.
+      q, k, v, log_decay, beta: Inputs of all requests, concatenated.
+      row_starts: First token of each request, and the end; later tokens are padding.
+      save_after: Number of tokens of this call after which a snapshot is saved, at a chunk end.
 
     Returns:
-      The states after the tokens, the outputs, and the snapshots, which mean something only where
-      `save_after` was the end of a chunk.
+      The states after the tokens, the outputs, and the snapshots, which are valid only if
+      `save_after` is the end of a chunk.
     """
     T, B = len(q), len(state)
     owner, start, stop = _chunks(row_starts, T // CHUNK + B)
@@ -177,9 +180,9 @@ def chunked(
 def _chunks(
     row_starts: Int[Tensor, " B1"], most: int
 ) -> tuple[Int[Tensor, " chunks"], Int[Tensor, " chunks"], Int[Tensor, " chunks"]]:
-    """The request of each chunk, its first token and its end; there are at most `most`.
+    """Returns the request of each chunk, its first token and its end, for at most `most` chunks.
 
-    A chunk to spare is an empty one behind the tokens of the last request.
+    An unused chunk is empty and follows the tokens of the last request.
     """
     lengths = row_starts[1:] - row_starts[:-1]
     ends = torch.div(lengths + (CHUNK - 1), CHUNK, rounding_mode="floor").cumsum(0)
@@ -194,7 +197,7 @@ def _chunks(
 def _rows_of_chunks(
     x: Float[Tensor, " T *rest"], at: Int[Tensor, "chunks c"], is_real: Bool[Tensor, "chunks c"]
 ) -> Float[Tensor, "chunks H c ..."]:
-    """The chunks' rows, heads first; padding changes nothing: no decay, beta 0, key 0."""
+    """Returns the rows of the chunks, heads first; padding has no decay, beta 0 and key 0."""
     rows = x[at]
     mask = is_real.view(*is_real.shape, *[1] * (rows.ndim - 2))
     return torch.where(mask, rows, 0).movedim(1, 2)
@@ -207,11 +210,11 @@ def _prepare(
     log_decay: Float[Tensor, "chunks H c"],
     beta: Float[Tensor, "chunks H c"],
 ) -> tuple[Float[Tensor, "chunks H ..."], ...]:
-    """All of a chunk's work that does not need the incoming state.
+    """Computes the part of a chunk that does not depend on the incoming state S.
 
     Returns:
-      `U` and `W`: what the chunk stores is `U - W S`; the queries' reach into the incoming state
-      and into the chunk; the keys as they are left at the end, and what is left of the state.
+      `U` and `W`, where the chunk stores `U - W S`; the queries scaled for the incoming state and
+      their scores within the chunk; the keys decayed to the chunk end, and the decay of the state.
     """
     c = q.shape[2]
     total = log_decay.cumsum(2)
@@ -237,6 +240,6 @@ def _one_chunk(
     left: Float[Tensor, "H K c"],
     carried: Float[Tensor, "H 1 1"],
 ) -> tuple[Float[Tensor, "H K V"], Float[Tensor, "H c V"]]:
-    """Carries the state over one prepared chunk."""
+    """Advances the state over one prepared chunk."""
     stored = stored - read @ state
     return carried * state + left @ stored, queries @ state + among @ stored

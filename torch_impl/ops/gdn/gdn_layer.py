@@ -1,6 +1,7 @@
-"""As `shared.spec.gdn_layer`, in torch; the states of the slots are written in place.
+"""GDN layer between its two projections, on the states of slots; same as `shared.spec.gdn_layer`.
 
-On a GPU these are kernels, of prompts in bfloat16; see `torch_impl.ops`.
+States are written in place. On a GPU these are kernels (prefill: bfloat16 only); see
+`torch_impl.ops`.
 """
 
 from dataclasses import dataclass
@@ -26,13 +27,13 @@ from torch_impl.ops.gdn.gdn_state import (
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where the nodes of a step's trees stand.
+    """Nodes of a step's draft trees and their flat rows.
 
     Attributes:
-      parents: None where all trees are chains.
+      parents: Parent of each node; None if all trees are chains.
       row_starts: First flat row of each request, and the end.
-      row_of: The row of each node.
-      request, node: Of each row.
+      row_of: Flat row of each node.
+      request, node: Request and node of each row.
     """
 
     parents: Int[Tensor, "B N"] | None
@@ -44,11 +45,12 @@ class Nodes:
 
 @dataclass(frozen=True)
 class VerifyScratch:
-    """Memory for what a step keeps of its nodes until the commit.
+    """Scratch memory of a verify until its commit.
 
     Attributes:
-      kept: Of all nodes; of plain decoding, which advances the states, the inputs alone.
-      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+      kept: Replay inputs of all nodes; only convolution inputs in plain decoding, which advances
+        the states itself.
+      arrivals: Zeros, in which a kernel counts its programs; it resets them to zero.
     """
 
     kept: Kept | Float[Tensor, "L B one C"]
@@ -56,7 +58,7 @@ class VerifyScratch:
 
 
 def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
-    """For so many nodes of each request."""
+    """Allocates the scratch memory for `nodes` nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = states.window.new_empty((L, requests, nodes, C))
     arrivals = states.recurrent.new_zeros((requests, H), dtype=torch.int32)
@@ -70,7 +72,7 @@ def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool
 
 
 def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
-    """The states of some slots or snapshots."""
+    """Reads the states of some slots or snapshots."""
     return DeltaState(states.recurrent[:, index], states.window[:, index])
 
 
@@ -81,7 +83,7 @@ def put(states: DeltaState, index: Int[Tensor, " B"], rows: DeltaState) -> None:
 
 
 def followed(states: DeltaState, inputs: Float[Tensor, "L B one C"]) -> DeltaState:
-    """Advanced states with the windows that belong to them."""
+    """Adds the new convolution windows to advanced states."""
     return DeltaState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
 
 
@@ -98,16 +100,16 @@ def plain_feed(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> Float[Tensor, "R values"]:
-    """`mix_chunks` of a layer's states in their slots.
+    """Runs `mix_chunks` on a layer's states in their slots.
 
     Args:
-      states, snapshots: Of all slots, and all snapshots.
-      save: Which snapshot the state after `save_after` rows is written to; 0: none.
+      states, snapshots: States of all slots and of all snapshots.
+      save: Snapshot to which the state after `save_after` rows is written; 0 for none.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, *new, saved = mix_chunks(inputs, weights, sizes, *held, row_starts, request, save_after)
     states.recurrent[layer, slots], states.window[layer, slots] = new
-    if snapshots.recurrent.shape[1] > 1:  # the first is a sink
+    if snapshots.recurrent.shape[1] > 1:  # the first is reserved for padding
         snapshots.recurrent[layer, save], snapshots.window[layer, save] = saved
     return out
 
@@ -160,12 +162,12 @@ def plain_verify(
     nodes: Nodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """`mix_tree` of a layer's states in their slots, which stay as they are.
+    """Runs `mix_tree` on a layer's states in their slots, which are not changed.
 
     Args:
-      states: Of all slots and layers.
-      slots: Of the requests.
-      scratch: What a replay needs is written there.
+      states: States of all slots and layers.
+      slots: Slots of the requests.
+      scratch: Receives the replay inputs.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
@@ -186,7 +188,7 @@ def kernel_verify(
     nodes: Nodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """As `plain_verify`, and as `plain_advance` where the scratch is of plain decoding."""
+    """Same as `plain_verify`, or as `plain_advance` if the scratch is for plain decoding."""
     B, N = nodes.row_of.shape
     return kernels.gdn_layer.verify(
         inputs,
@@ -221,10 +223,10 @@ def plain_advance(
     nodes: Nodes,
     scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
+    """Runs `mix_step` on a layer's states in their slots; `commit` advances their windows.
 
     Args:
-      nodes: One of each request, in its row.
+      nodes: One node per request.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, states.recurrent[layer, slots], _ = mix_step(inputs, weights, sizes, *held)
@@ -247,11 +249,11 @@ def plain_commit(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> tuple[DeltaState, DeltaState]:
-    """`replay` of the slots' states; of those that have advanced only the windows follow.
+    """Replays accepted paths on the slots' states; in plain decoding advances only the windows.
 
     Args:
-      states, snapshots: Of all slots, and all snapshots.
-      save: Which snapshot a request's is written to; 0: none.
+      states, snapshots: States of all slots and of all snapshots.
+      save: Snapshot to which a request's state is written; 0 for none.
     """
     is_saved = (save_after >= 1) & (save_after <= counts) & (save != 0)
     if isinstance(kept, Kept):
@@ -264,7 +266,7 @@ def plain_commit(
         saved_window = path_window(window, kept, torch.where(is_saved, counts, 0))
     if any_row(is_saved):
         recurrent = states.recurrent[:, slots] if saved is None else saved.recurrent
-        places = torch.where(is_saved, save, 0)  # the others' is the sink
+        places = torch.where(is_saved, save, 0)  # 0 for all others
         put(snapshots, places, DeltaState(recurrent, saved_window))
     return states, snapshots
 

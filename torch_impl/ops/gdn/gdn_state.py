@@ -1,4 +1,4 @@
-"""As `shared.spec.gdn_state`, in torch."""
+"""GDN state of a slot, and its replay over accepted paths; same as `shared.spec.gdn_state`."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from torch_impl.ops.gemm import layers
 
 @dataclass(frozen=True)
 class DeltaState:
-    """Same as the class of this name in the specification."""
+    """States of rows (or slots) in all GDN layers."""
 
     recurrent: Float[Tensor, "L B H K V"]
     window: Float[Tensor, "L B 3 C"]
@@ -24,7 +24,7 @@ class DeltaState:
 
 @dataclass(frozen=True)
 class Kept:
-    """Same as the class of this name in the specification."""
+    """Replay inputs: the inputs of a verify's nodes in all GDN layers, exactly as it used them."""
 
     k: Float[Tensor, "L B N H K"]
     v: Float[Tensor, "L B N H V"]
@@ -35,7 +35,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """Same as the class of this name in the specification."""
+    """Weights of a GDN layer other than its two matrices; same fields as in the specification."""
 
     conv: Float[Tensor, "C 4"]
     a_log: Float[Tensor, " H"]
@@ -49,7 +49,7 @@ def conv(
     inputs: Float[Tensor, "*rows C"],
     weight: Float[Tensor, "C 4"],
 ) -> Float[Tensor, "*rows C"]:
-    """As the specification, float32 from here on."""
+    """Computes the depthwise causal convolution of width 4 and silu, in float32."""
     total, *products = (
         x.float() * weight[:, i].float() for i, x in enumerate((*windows.unbind(dim=-2), inputs))
     )
@@ -64,13 +64,13 @@ def chain_windows(
     request: Int[Tensor, " T"],
     places: Int[Tensor, " T"],
 ) -> Float[Tensor, "T 3 C"]:
-    """The window before each token of many requests.
+    """Returns the convolution window before each token of many requests.
 
     Args:
       window: Each request's last inputs before its tokens.
-      inputs: The tokens' inputs, one request behind the other.
-      request: The request of each token.
-      places: Which of its request's tokens it is.
+      inputs: Inputs of the tokens of all requests, concatenated.
+      request: Request of each token.
+      places: Index of each token among its request's tokens.
     """
     T = len(inputs)
     back = torch.arange(WINDOW, 0, -1, dtype=torch.int32, device=inputs.device)
@@ -87,7 +87,7 @@ def chain_end(
     row_starts: Int[Tensor, " B1"],
     taken: Int[Tensor, " B"],
 ) -> Float[Tensor, "B 3 C"]:
-    """The window after the first `taken` tokens of each of many requests."""
+    """Returns the convolution window after the first `taken` tokens of each request."""
     place = taken[:, None] + torch.arange(-WINDOW, 0, dtype=torch.int32, device=taken.device)
     from_inputs = inputs[(row_starts[:-1, None] + place).clamp(0, len(inputs) - 1)]
     request = torch.arange(len(window), device=window.device)[:, None]
@@ -100,10 +100,10 @@ def tree_windows(
     inputs: Float[Tensor, "B N C"],
     parents: Int[Tensor, "B N"] | None,
 ) -> Float[Tensor, "B N 3 C"]:
-    """As the specification; None for the parents of a chain."""
+    """Same as the specification; `parents` is None for chains."""
     if parents is None:
         return torch.cat([window, inputs[:, :-1]], dim=1).unfold(1, WINDOW, 1).mT
-    # Places in window and inputs in a row: node i is WINDOW + i, what is before the root is old.
+    # Indices into window + inputs: node i is WINDOW + i, the root's parent is WINDOW - 1.
     root = torch.full_like(parents[:, :1], WINDOW - 1)
     above = torch.cat([root, parents[:, 1:] + WINDOW], dim=1).long()
     place, taps = above, [above]
@@ -137,7 +137,7 @@ def replay(
     )
     recurrent = saved = state.recurrent
     for i in range(path.shape[1]):
-        # Past its count a row's token changes nothing: no decay, key and beta 0, value 0.
+        # A row's tokens past its count have no effect: no decay, and key, beta and value 0.
         is_real = i < counts[:, None]
         token = (x[:, :, i] for x in (k, v, log_decay, beta))
         token = (torch.where(is_real.view(-1, *[1] * (x.ndim - 2)), x, 0) for x in token)
@@ -151,7 +151,7 @@ def replay(
 
 
 def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
-    """Whether a prefill of `num_tokens` tokens has a chunk that ends after `save_after` of them."""
+    """Returns True if a prefill has a chunk that ends after `save_after` tokens."""
     is_border = (save_after % CHUNK == 0) | (save_after == num_tokens)
     return (save_after > 0) & (save_after <= num_tokens) & is_border
 
@@ -171,14 +171,14 @@ def mix_chunks(
     Float[Tensor, "B 3 C"],
     tuple[Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]],
 ]:
-    """As the specification, and the state after some of the rows too.
+    """Computes a GDN layer between its two projections, over prefill chunks.
 
     Args:
-      request: The request of each row.
-      save_after: Rows after which the state is asked for; see `gated_delta.chunked`.
+      request: Request of each row.
+      save_after: Number of rows after which the state is returned too; see `gated_delta.chunked`.
 
     Returns:
-      The heads' outputs side by side, the state after the rows, and that after `save_after`.
+      Head outputs, the state after the rows, and the state after `save_after` rows.
     """
     channels, z, b, a = split_inputs(inputs, sizes)
     place = torch.arange(len(request), dtype=torch.int32, device=request.device)
@@ -204,7 +204,7 @@ def mix_tree(
     request: Int[Tensor, " R"],
     node: Int[Tensor, " R"],
 ) -> tuple[Float[Tensor, "R values"], Kept]:
-    """As the specification; None for the parents of chains."""
+    """Same as the specification; `parents` is None for chains."""
     channels, z, b, a = split_inputs(inputs, sizes)
     before = channels[row_of]  # [B, N, C]
     windows = tree_windows(window, before, parents)

@@ -1,4 +1,7 @@
-"""As `shared.spec.convolution`, in torch; on a GPU what is in bfloat16 is kernels."""
+"""Convolution along the rows of a block; same as `shared.spec.convolution`.
+
+On a GPU these are kernels for bfloat16.
+"""
 
 import torch
 from jaxtyping import Float
@@ -17,9 +20,9 @@ def convolved(
     size: int,
     added: Float[Tensor, "R hidden"] | None,
 ) -> Float[Tensor, "R hidden"]:
-    """As the specification.
+    """Convolves each column over a row and the rows before it in its block, after `added`; float32.
 
-    Products of two numbers in bfloat16 are whole in float32, so no fusion with a sum changes a bit.
+    Products of two bfloat16 numbers are exact in float32, so fused multiply-add changes no bit.
     """
     (R, hidden), taps, groups = values.shape, len(base), moved.shape[2]
     wide, moved = values.float().view(R, groups, -1), moved.float()
@@ -41,7 +44,7 @@ def plain_before(
     moved: Float[Tensor, "R 2 taps groups"],
     size: int,
 ) -> Float[Tensor, "R hidden"]:
-    """As the specification, in the type of the rows."""
+    """Applies the first convolution; the result is the input of attention or MLP."""
     return convolved(normed, base[0], moved[:, 0], size, None).to(normed.dtype)
 
 
@@ -67,7 +70,7 @@ def plain_behind(
     norm: Float[Tensor, " hidden"],
     eps: float,
 ) -> tuple[Float[Tensor, "R hidden"], Float[Tensor, "R hidden"]]:
-    """As the specification; the stream and its norm have the type of the rows."""
+    """Applies the second convolution, adds to the residual stream, and returns it and its norm."""
     x = convolved(given, base[1], moved[:, 1], size, x).to(x.dtype)
     return x, plain_rms_norm(x, norm, eps)
 

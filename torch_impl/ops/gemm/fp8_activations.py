@@ -1,4 +1,4 @@
-"""As `shared.spec.fp8_activations`, in torch."""
+"""FP8 activations (W8A8): dynamic quantisation of rows; same as `shared.spec.fp8_activations`."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from torch_impl.ops.gemm import layers
 
 
 class Quantised(NamedTuple):
-    """Same as the class of this name in the specification."""
+    """Rows quantised to e4m3."""
 
     codes: Float8e4m3fn[Tensor, "R inputs"]
     scales: Float32[Tensor, "R blocks"]
@@ -31,14 +31,14 @@ def product(
     codes: Float8e4m3fn[Tensor, "outputs inputs"],
     scales: Float32[Tensor, "outputs blocks"],
 ) -> Float32[Tensor, "R outputs"]:
-    """As the specification's, but scales multiply codes before the sums, not after them."""
+    """Same as the specification, but scales multiply quantised values before the sums."""
     return layers.linear(numbers(*x), numbers(codes, scales))
 
 
 def numbers(
     codes: Float8e4m3fn[Tensor, "R inputs"], scales: Float32[Tensor, "R blocks"]
 ) -> Float32[Tensor, "R inputs"]:
-    """What codes and their scales stand for."""
+    """Dequantises values with their scales."""
     across = scales.repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
     return codes.float() * across
 

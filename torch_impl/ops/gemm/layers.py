@@ -1,6 +1,6 @@
-"""As `shared.spec.layers`, in torch; norms and rotary angles are float32 whatever the model is.
+"""Row-wise layer operations: norms and RoPE angles are float32 for any model dtype.
 
-On a GPU norms, GELUs and blends of bfloat16 are kernels; see `torch_impl.ops`.
+Same as `shared.spec.layers`. On a GPU norms, GELU and `blended` are kernels for bfloat16.
 """
 
 from collections.abc import Callable
@@ -24,11 +24,10 @@ _LANES = 32
 def linear(
     x: Float[Tensor, "R inputs"], weight: Float[Tensor, "outputs inputs"]
 ) -> Float[Tensor, "R outputs"]:
-    """The products of rows with each output's weights.
+    """Computes a GEMM.
 
-    A library for CPUs sums in an order that follows from the number of outputs. In pieces of one
-    size, the last filled up, an output has the same bits whatever stands beside it, and so on any
-    number of ranks. It takes no longer than all at once.
+    On a CPU it is split into pieces of one size, the last padded, because the reduction order of
+    CPU libraries depends on the number of outputs and so on the TP size. This takes no longer.
     """
     if x.is_cuda:
         return functional.linear(x, weight)
@@ -53,10 +52,10 @@ def _by_pieces(
 def _lane_by_lane(
     function: Callable[[Tensor], Tensor], x: Float[Tensor, "..."]
 ) -> Float[Tensor, "..."]:
-    """A function of each number, whose bits do not depend on where the number stands.
+    """Applies a function elementwise, with bits that do not depend on an element's index.
 
-    Some functions of torch are other ones for what is left behind whole registers of a CPU. It is
-    given whole ones for each of its threads.
+    Some torch functions differ for the elements after the last full CPU register. The input is
+    padded to full registers for each thread.
     """
     if x.is_cuda:
         return function(x)
@@ -71,7 +70,7 @@ def sigmoid(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def softplus(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """As the specification, at all sizes of `x`; torch's own would switch to `x` at 20."""
+    """Computes log(1 + exp(x)) without overflow; torch's own returns `x` above 20."""
     return _lane_by_lane(lambda x: torch.logaddexp(x, torch.zeros_like(x)), x)
 
 
@@ -81,7 +80,7 @@ def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 @dataclass(frozen=True)
 class Shown:
-    """Same as the class of this name in the specification."""
+    """Image embeddings that replace token embeddings."""
 
     pool: Float[Tensor, "rows hidden"]
     sources: Int[Tensor, " R"]
@@ -102,7 +101,7 @@ def embedded(
 def plain_rms_norm(
     x: Float[Tensor, "... size"], weight: Float[Tensor, " size"] | None, eps: float
 ) -> Float[Tensor, "... size"]:
-    """As the specification; `weight` is float32, the result has the type of `x`."""
+    """Computes RMS norm over the last axis in float32; the result has the dtype of `x`."""
     return functional.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
 
 
@@ -125,7 +124,7 @@ def plain_layer_norm(
     bias: Float[Tensor, " size"],
     eps: float,
 ) -> Float[Tensor, "... size"]:
-    """As the specification; `weight` and `bias` are float32, the result has the type of `x`."""
+    """Computes layer norm over the last axis in float32; the result has the dtype of `x`."""
     return functional.layer_norm(x.float(), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
@@ -190,14 +189,14 @@ def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
 
 
 def summed(x: Float[Tensor, "... size"]) -> Float[Tensor, "... 1"]:
-    """The sum over the last axis, whose order is one for any number of rows."""
+    """Sums over the last axis, in the same order for any number of rows."""
     return x.sum(dim=-1, keepdim=True)
 
 
 def rotary_angles(
     positions: Int[Tensor, "R ..."], frequencies: Float[Tensor, " half"], factor: float
 ) -> tuple[Float[Tensor, "R half"], Float[Tensor, "R half"]]:
-    """As the specification, from its frequencies and its attention factor."""
+    """Computes RoPE cos and sin of each position, times the attention factor."""
     angles = positions.view(len(positions), -1) * frequencies
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
@@ -210,7 +209,7 @@ def query_growth(positions: Int[Tensor, " R"], beta: float, context: int) -> Flo
 def apply_rotary(
     x: Float[Tensor, "R H D"], cos: Float[Tensor, "R half"], sin: Float[Tensor, "R half"]
 ) -> Float[Tensor, "R H D"]:
-    """As the specification; float32 inside, the result has the type of `x`."""
+    """Rotates dimension i with dimension i + half; dimensions past 2 * half are unchanged."""
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     cos, sin = cos[:, None], sin[:, None]

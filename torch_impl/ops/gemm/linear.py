@@ -1,6 +1,6 @@
-"""As `shared.spec.linear`, in torch.
+"""GEMMs with fused norms (prologue) and epilogues; same as `shared.spec.linear`.
 
-On a GPU the products of bfloat16 are kernels; see `torch_impl.ops`.
+On a GPU bfloat16 GEMMs are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from torch_impl.ops.gemm import fp8_activations, layers
 
 @dataclass(frozen=True)
 class Matrix:
-    """Same as the class of this name in the specification."""
+    """Stored weight `[out, in]` with an optional bias."""
 
     values: (
         Float[Tensor, "*experts outputs inputs"]
@@ -40,7 +40,7 @@ class Matrix:
 
     @property
     def item_bytes(self) -> int:
-        """Of a number as it is stored."""
+        """Returns the bytes of a stored number."""
         return self.values.element_size() if self.scales is None else 1
 
     def rows(self, first: int) -> "Matrix":
@@ -58,7 +58,7 @@ def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
     if matrix.scales is None:
         return matrix.values
     scales = matrix.scales.float() / SCALE_FACTOR
-    if scales.shape[-2] != matrix.num_outputs:  # of blocks
+    if scales.shape[-2] != matrix.num_outputs:  # block scales
         scales = scales.repeat_interleave(FP8_BLOCK, -1).repeat_interleave(FP8_BLOCK, -2)
     blocks = matrix.values.contiguous().view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
     codes = blocks.transpose(-1, -2).flatten(-3)
@@ -67,11 +67,11 @@ def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
 
 @dataclass(frozen=True)
 class Stream:
-    """As the specification's, and who makes it.
+    """Residual stream between two operations of a layer; see the specification.
 
     Attributes:
-      group: The ranks of which each makes its share of the columns; all of them have whole rows, or
-        each its columns of them, and whole `scaled` and `squares`.
+      group: Tensor-parallel group; each rank computes its columns. All ranks have whole rows, or
+        their own columns and whole `scaled` and `squares`.
     """
 
     rows: Float[Tensor, "R columns"]
@@ -84,12 +84,12 @@ class Stream:
 
     @property
     def is_share(self) -> bool:
-        """Whether `rows` are this rank's columns."""
+        """Returns True if `rows` has only this rank's columns."""
         return self.scaled is not None and self.scaled.shape != self.rows.shape
 
     @property
     def factors(self) -> Float[Tensor, "R hidden"]:
-        """What products with kernels multiply: the rows times the scale of their norm."""
+        """Returns the input of GEMM kernels: the rows times the scale of their norm."""
         return self.rows if self.scaled is None else self.scaled
 
     def followed(
@@ -103,12 +103,12 @@ class Stream:
 
     @property
     def own(self) -> Float[Tensor, "R share"]:
-        """This rank's columns of the rows."""
+        """Returns this rank's columns of the rows."""
         return self.rows if self.is_share else all_gather.own(self.group, self.rows)
 
     @property
     def whole(self) -> Float[Tensor, "R hidden"]:
-        """The rows with the columns of all ranks."""
+        """Returns the rows with the columns of all ranks."""
         return all_gather.gathered(self.group, self.rows) if self.is_share else self.rows
 
 
@@ -157,13 +157,13 @@ product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
 def plain_product_float32(
     x: Float[Tensor, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[Tensor, "R outputs"]:
-    """As the specification: the sums, which are float32, are not rounded to the type of `x`."""
+    """Same as `product` times a factor, but the result stays float32."""
     if weight.quantises:
         return _times(_of_codes(x, weight), factor)
     values = widened(weight)
     if x.is_cuda:
         sums = torch.mm(x, values.t(), out_dtype=torch.float32)
-    else:  # a CPU has no such product
+    else:  # not supported on a CPU
         sums = layers.linear(x.float(), values.float())
     return _times(sums if weight.bias is None else sums + weight.bias, factor)
 
@@ -222,10 +222,10 @@ def kernel_added_product(
 def ended(
     kernels: Kernels, stream: Stream, added: Any, norm: Float[Tensor, " hidden"] | None
 ) -> Stream:
-    """What follows a stream to which a kernel has added.
+    """Returns the stream after a kernel has added to it.
 
     Args:
-      added: This rank's columns; where `gathers_beside`, with what stands beside those of all.
+      added: This rank's columns; with `gathers_beside` also the scaled rows and squares of all.
     """
     group, rows = stream.group, added.rows
     if not (group.is_alone or all_gather.gathers_beside(group, rows)):
@@ -267,8 +267,8 @@ gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bf
 
 
 def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
-    """The products of quantised rows in float32, with the bias."""
-    assert weight.scales is not None  # of codes
+    """Computes the W8A8 GEMM in float32, with the bias."""
+    assert weight.scales is not None  # W8A8
     scales = weight.scales.repeat_interleave(weight.num_outputs // len(weight.scales), 0)
     rows = fp8_activations.quantised(x)
     sums = fp8_activations.product(rows, weight.values, scales)
@@ -276,7 +276,7 @@ def _of_codes(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R 
 
 
 def completed(kernels: Kernels, stream: Stream) -> Stream:
-    """A stream as a kernel begins it, if none has."""
+    """Adds the kernel fields to a stream that has none yet."""
     if stream.squares is not None:
         return stream
     begun = kernel_stream(kernels, stream.whole, stream.norm)
@@ -295,7 +295,7 @@ def _normed(
     is_gated: bool,
     gather: Any = None,
 ) -> Float[Tensor, "R outputs"]:
-    """The product of rows that are normed or, without `eps`, of the rows as they are."""
+    """Computes the GEMM of the normed rows, or of the rows themselves without `eps`."""
     if eps is None:
         return _multiplied(kernels, stream.whole, weight, is_gated=is_gated, gather=gather).rows
     stream = completed(kernels, stream)
@@ -324,7 +324,7 @@ def kernel_products(
     is_gated: bool = False,
     **how: Any,
 ) -> tuple[Any, ...]:
-    """What `kernels.linear.product` gives, by the tiles of such a product."""
+    """Runs `kernels.linear.product` with the tile config of the GEMM."""
     tables, row_scales = kernels.tiles, None
     tiles = (tables.fp8_activations if weight.quantises else tables.linear).of(
         item_bytes=weight.item_bytes,

@@ -1,4 +1,4 @@
-"""As `shared.spec.experts`, in torch."""
+"""Mixture of experts (MoE): router and expert GEMMs; same as `shared.spec.experts`."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from torch_impl.ops.gemm.linear import Matrix, Stream
 
 @dataclass(frozen=True)
 class Experts:
-    """Same as the class of this name in the specification."""
+    """Weights of an MoE block; matrices are those of one layer or stacks of all layers."""
 
     router: Matrix
     gate_up: Matrix
@@ -33,7 +33,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Same as the class of this name in the specification."""
+    """Selected experts of each row, in ascending order, and their weights."""
 
     ids: Int[Tensor, "R chosen"]
     weights: Float32[Tensor, "R chosen"]
@@ -74,7 +74,7 @@ def _in_best_groups(
 
 
 def _best(ranked: Float32[Tensor, "R some"], count: int) -> Int[Tensor, "R count"]:
-    """The columns of the largest, of equals the first: `topk` may take any."""
+    """Returns the columns of the largest values; ties go to the first, unlike `topk`."""
     return ranked.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -85,10 +85,13 @@ def _summed(x: Float32[Tensor, "R some"]) -> Float32[Tensor, "R 1"]:
 def experts(
     x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts, group: Ranks = ALONE
 ) -> Float32[Tensor, "R share"]:
-    """As the specification; an expert that a row chose runs over all, so that none sees another.
+    """Computes the MoE output in float32.
+
+    Each selected expert runs over all rows, and rows that did not select it keep their sum. Results
+    do not depend on the experts of other rows.
 
     Args:
-      group: The ranks that have a share of each expert; what this gives are a rank's columns.
+      group: Tensor-parallel group, which shards each expert; the result has this rank's columns.
     """
     logits = linear.product_float32(x, weights.router)
     chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
@@ -108,7 +111,7 @@ def experts(
 
 
 def _in_use(chosen: Chosen, config: ExpertsConfig) -> Iterable[int]:
-    """The experts that any row chose, where reading them is free; else all."""
+    """Returns the experts that any row selected, or all if reading them would synchronise."""
     if chosen.ids.is_cuda:
         return range(config.num_experts)
     return chosen.ids.unique().tolist()
@@ -173,7 +176,7 @@ def kernel_added_experts(
 ) -> Stream:
     stream, group = linear.completed(kernels, stream), stream.group
     own = stream.own.contiguous()
-    if stream.arrivals is None:  # the pass is a part alone
+    if stream.arrivals is None:  # a partial pass
         stream = kernel_counted(kernels, stream)
     count = stream.count
     if count is None:

@@ -1,4 +1,4 @@
-"""As `shared.spec.acceptance`, in torch."""
+"""Acceptance of draft tokens: exact match, rejection sampling; same as `shared.spec.acceptance`."""
 
 from dataclasses import dataclass
 
@@ -74,7 +74,10 @@ def walk(
     depth: int,
     is_chain: bool = False,
 ) -> tuple[Int[Tensor, "B W"], Int[Tensor, " B"]]:
-    """As the specification; the way down a chain is as long as its drafts are the choices."""
+    """Follows the target's choices from each root; returns the accepted nodes and their number.
+
+    For a chain this is the longest prefix of draft tokens that equal the choices.
+    """
     number = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     if is_chain:
         is_next = (tokens[:, 1:] == choices[:, :-1]) & (number[1:] < num_nodes[:, None])
@@ -106,7 +109,7 @@ def failed(is_bad: Bool[Tensor, "B N"], path: Int[Tensor, "B W"]) -> Bool[Tensor
 
 @dataclass(frozen=True)
 class Followed:
-    """The way that a verify goes down each tree; fields as in the specification."""
+    """Accepted path of each tree; same fields as in the specification."""
 
     path: Int[Tensor, "B W"]
     counts: Int[Tensor, " B"]
@@ -145,7 +148,7 @@ def kernel_follow(
     depth: int,
     is_chain: bool = False,
 ) -> Followed:
-    """As `plain_follow`; a chain is followed as any tree."""
+    """Same as `plain_follow`; a chain is handled like any tree."""
     given = (tokens, parents, num_nodes, choices, row_of, is_finite, is_row)
     return Followed(*kernels.acceptance.follow(*given, depth))
 
@@ -208,7 +211,7 @@ def block_choices(
             passing = torch.where(total > 0, left / torch.where(total > 0, total, 1), 1)
             share = torch.where(level + 2 < num_nodes, passing, weight)
         passes.append((chance[:, level] < share) & (level + 1 < num_nodes))
-    # A draft is accepted where a prefix passes that reaches it.
+    # A draft is accepted if a prefix that contains it passes.
     accepted = torch.stack(passes[::-1], dim=1).int().cumsum(dim=1).flip(1) > 0
     residual = torch.stack(residuals, dim=1)
     given = (tokens, num_nodes, choices, accepted, p, residual)
@@ -234,10 +237,10 @@ def plain_judge(
     rule: str,
     vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
-    """As the specification, but that only a chain's last node gets the target's noise.
+    """Chooses the token after each node of sampled chains by rejection sampling.
 
-    The others are judged, and their own choices are not asked for. Of several ranks, logits and
-    what drafts were sampled from are this one's part.
+    Only a chain's last node uses the target's noise. With TP, target and draft logits are this
+    rank's shard.
     """
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)[row_of]
@@ -267,7 +270,7 @@ def kernel_judge(
     rule: str,
     vocabulary: Vocabulary = ALL,
 ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
-    """As `plain_judge`, with its kernels, to which both laws come as scores, and whole."""
+    """Same as `plain_judge`, with kernels that read both distributions as whole logits."""
     chosen, is_finite, scores = kernels.sampling.score(
         *(whole(logits, vocabulary), seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,

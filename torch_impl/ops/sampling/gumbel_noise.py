@@ -1,5 +1,6 @@
-"""Noise that is a function of seed, position, stream and token id; as
-`shared.spec.gumbel_noise`.
+"""Counter-based Gumbel noise, a function of seed, position, stream and token id.
+
+Same as `shared.spec.gumbel_noise`.
 """
 
 import torch
@@ -9,21 +10,21 @@ from torch import Tensor
 from shared.spec.gumbel_noise import ACCEPT_STREAM, PARITY, ROTATIONS
 from torch_impl.ops import Kernels, kernel_or_plain
 
-_PARITY = int(PARITY)  # of a word that an int32 holds
+_PARITY = int(PARITY)  # as int32 bits
 
 
 def threefry2x32(
     key: tuple[Int[Tensor, "..."], Int[Tensor, "..."]],
     counter: tuple[Int[Tensor, "..."], Int[Tensor, "..."]],
 ) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """As the specification; a word is the bits of an int32, whose sums wrap."""
+    """Same as the specification; int32 values hold the bits, and sums wrap around."""
     keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
     x0, x1 = torch.broadcast_tensors(counter[0] + keys[0], counter[1] + keys[1])
     x0, x1 = x0.clone(), x1.clone()
     for group in range(5):
         for rotation in ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
             x0 += x1
-            # The shift to the right copies the sign: the mask takes it off again.
+            # The right shift copies the sign bit; the mask clears the copies.
             low = (x1 >> (32 - rotation)).bitwise_and_((1 << rotation) - 1)
             x1 = x1.bitwise_left_shift_(rotation).bitwise_or_(low).bitwise_xor_(x0)
         x0 += keys[(group + 1) % 3]
@@ -32,13 +33,13 @@ def threefry2x32(
 
 
 def uniform_of_words(words: Int[Tensor, "R words"]) -> Float[Tensor, "R words"]:
-    """As the specification; a word is the bits of an int32."""
+    """Same as the specification; int32 values hold the bits of the words."""
     uniform = words.view(torch.uint32).to(torch.float32)
     return uniform.mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
 
 
 def noise_of_words(words: Int[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
-    """As the specification; a word is the bits of an int32."""
+    """Same as the specification; int32 values hold the bits of the words."""
     return uniform_of_words(words).neg_().log1p_().neg_().log_().neg_()
 
 

@@ -1,7 +1,7 @@
-"""As `shared.spec.lm_head`, in torch.
+"""LM head fused with sampling; same as `shared.spec.lm_head`.
 
-On a GPU the product leaves what a choice needs of each block of its outputs, and stores the scores
-of blocks of rows of which one asks for more than its best token; see `torch_impl.ops`.
+On a GPU the GEMM epilogue writes the partial results of each block of outputs. Logits are stored
+only for blocks of rows that need more than the argmax; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from torch_impl.ops.sampling.vocab_parallel import ALL, Vocabulary, num_tokens_o
 
 @dataclass(frozen=True)
 class Projection:
-    """Rows and a head, not multiplied yet; fields as in the specification."""
+    """Hidden rows and LM head before their GEMM; same fields as in the specification."""
 
     rows: Float[Tensor, "R hidden"]
     weight: Matrix
@@ -30,7 +30,7 @@ class Projection:
 
 
 def scores(projection: Projection) -> Float[Tensor, "R share"]:
-    """The scores of the tokens that this rank has, float32."""
+    """Computes the logits of this rank's shard, float32."""
     return product_float32(projection.rows, projection.weight, projection.factor)
 
 
@@ -42,7 +42,7 @@ def plain_choose(
     request: Int[Tensor, " R"],
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As the specification, without a mask; of several ranks each has a part of the head."""
+    """Same as the specification, without a grammar mask; the head may be sharded."""
     return sampling.choose(scores(projection), seen, positions, params, request, None, vocabulary)
 
 
@@ -55,7 +55,7 @@ def kernel_joined(
     request: Int[Tensor, " R"],
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As `plain_choose`."""
+    """Same as `plain_choose`."""
     rows, weight, is_alone = projection.rows, projection.weight, vocabulary.group.is_alone
     tokens = weight.num_outputs if is_alone else num_tokens_of(vocabulary)
     how = {"num_tokens": tokens, "is_warm_whole": not is_alone}
@@ -78,8 +78,8 @@ joined = kernel_or_plain(kernel_joined, plain_choose, is_bfloat16)
 
 
 def _pays(rows: Float[Tensor, "R hidden"]) -> bool:
-    """Whether a table of the GPU says that a choice joined with the head is faster."""
-    assert ops.KERNELS is not None  # else nobody asks
+    """Returns True if the tuned table of the GPU prefers sampling fused into the LM head."""
+    assert ops.KERNELS is not None  # called only with kernels
     return is_bfloat16(rows) and ops.KERNELS.tiles.lm_head_epilogue.of(rows=len(rows)).joined
 
 
@@ -95,7 +95,7 @@ def choose(
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As the specification; with a mask from the scores."""
+    """Same as the specification; with a grammar mask the logits are computed first."""
     given = (seen, positions, params, request)
     if allowed is None:
         return _choose_from(projection, *given, vocabulary)
@@ -112,7 +112,7 @@ def plain_ranked(
     width: int,
     columns: Int[Tensor, " size"] | None,
 ) -> Ranked:
-    """As the specification, of a whole head."""
+    """Same as the specification, for an LM head that is not sharded."""
     return rank_apart(projection, seen, positions, params, keys, stream, width, False, columns)
 
 
@@ -127,7 +127,7 @@ def kernel_ranked(
     width: int,
     columns: Int[Tensor, " size"] | None,
 ) -> Ranked:
-    """As `plain_ranked`."""
+    """Same as `plain_ranked`."""
     rows, weight, k = projection.rows, projection.weight, len(projection.rows) // len(positions)
     how = {"num_tokens": weight.num_outputs, "nodes": k, "width": width, "is_warm_whole": True}
     asks = kernels.lm_head_epilogue.asking(seen, positions, params, positions, **how)
@@ -147,8 +147,8 @@ ranked = kernel_or_plain(kernel_ranked, plain_ranked, is_bfloat16)
 
 
 def _ranking_pays(rows: Float[Tensor, "R hidden"]) -> bool:
-    """Whether a table of the GPU says that a ranking joined with the head is faster."""
-    assert ops.KERNELS is not None  # else nobody asks
+    """Returns True if the tuned table of the GPU prefers ranking fused into the LM head."""
+    assert ops.KERNELS is not None  # called only with kernels
     return is_bfloat16(rows) and ops.KERNELS.tiles.lm_head_epilogue.of(rows=len(rows)).ranked
 
 
@@ -167,7 +167,7 @@ def rank(
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Ranked:
-    """As the specification; of a rank's part of a head, and where a law is asked for, apart."""
+    """Same as the specification; not fused for a sharded LM head or for sampled drafts."""
     given = (projection, seen, positions, params, keys, stream, width)
     is_other = columns is None and projection.weight.num_outputs != seen.counts.shape[1]
     if is_sampled or is_other or not vocabulary.group.is_alone:
@@ -187,7 +187,7 @@ def rank_apart(
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Ranked:
-    """As `rank`, from the scores."""
+    """Same as `rank`, from the logits."""
     logits = scores(projection)
     by_node = logits.reshape(len(positions), -1, logits.shape[1])
     how = (keys, stream, width, is_sampled, columns, vocabulary)

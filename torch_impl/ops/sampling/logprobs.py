@@ -1,4 +1,4 @@
-"""As `shared.spec.logprobs`, in torch."""
+"""Logprobs of output tokens and of the top tokens; same as `shared.spec.logprobs`."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,7 +39,7 @@ def reported(
     k: int,
     vocabulary: Vocabulary = ALL,
 ) -> tuple[Float[Tensor, "B W"], Int[Tensor, "B W k"], Float[Tensor, "B W k"]]:
-    """What a step reports of its tokens, else 0; where no row reports, a CPU computes nothing."""
+    """Computes the logprobs of a step's tokens, 0 for other rows; a CPU may skip it."""
     B, W = tokens.shape
     is_reported = (torch.arange(W, device=tokens.device) < counts[:, None]) & reports[:, None]
     if not any_row(is_reported):

@@ -1,6 +1,7 @@
-"""As `shared.spec.sampling`, in torch; what no row needs is skipped where that can be known.
+"""Sampling from logits; same as `shared.spec.sampling`.
 
-On a GPU `choose` and `rank` are kernels; see `torch_impl.ops`.
+On a CPU, penalties, filters and noise that no row needs are skipped. On a GPU `choose` and `rank`
+are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -35,7 +36,7 @@ from torch_impl.ops.trees import draft_tree
 
 @dataclass(frozen=True)
 class Sampling:
-    """The parameters of each row; the fields are those of the specification.
+    """Sampling parameters of each row; same fields as in the specification.
 
     `seed` holds the bits of the unsigned seed.
     """
@@ -57,25 +58,25 @@ class Sampling:
     calibration: Float[Tensor, "B S_max"]
 
     def rows(self, index: Int[Tensor, " R"]) -> "Sampling":
-        """The parameters of the rows that `index` names, which may repeat."""
+        """Returns the parameters of the rows in `index`, which may repeat."""
         return Sampling(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
     @property
     def unasked(self) -> "Sampling":
-        """Of rows that ask for nothing: their best token is the one with the highest logit."""
+        """Returns neutral parameters, with which the best token has the highest logit."""
         ask = ("temperature", "presence", "frequency", "min_length", "bias_values")
         nothing = {name: torch.zeros_like(getattr(self, name)) for name in ask}
         return replace(self, **nothing, repetition=torch.ones_like(self.repetition))
 
     @property
     def has_penalty(self) -> Bool[Tensor, " B"]:
-        """Rows whose logits depend on what was seen."""
+        """Returns True for rows with a penalty, whose logits depend on token counts."""
         return (self.repetition != 1) | (self.presence != 0) | (self.frequency != 0)
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What stands in the text before each row's choice; fields as in the specification."""
+    """Token counts before each row's choice; same fields as in the specification."""
 
     counts: Int[Tensor, "slots vocab"]
     slots: Int[Tensor, " R"]
@@ -97,7 +98,7 @@ def seen_in_trees(
     node: Int[Tensor, " R"],
     is_chain: bool = False,
 ) -> Seen:
-    """As the specification; on a chain all nodes before one are its ancestors."""
+    """Returns the token counts of draft-tree nodes; in a chain all earlier nodes are ancestors."""
     if tokens.shape[1] == 1:
         return seen_alone(counts, slots[request])
     place = torch.arange(tokens.shape[1], device=tokens.device)
@@ -129,7 +130,7 @@ def processed(
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Float[Tensor, "R vocab"]:
-    """As the specification; of several ranks, of the tokens of one, the others excluded."""
+    """Applies all logits processing except the noise; with TP, tokens of other ranks are -inf."""
     logits = _edited(logits, seen, positions, sampling, request, allowed)
     return _supported(logits, sampling, request, vocabulary)
 
@@ -142,7 +143,7 @@ def _edited(
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
 ) -> Float[Tensor, "R vocab"]:
-    """What is done to each token by itself, before the division by the temperature."""
+    """Applies penalties, biases and masks, which precede the division by the temperature."""
     if any_row(sampling.has_penalty):
         logits = penalized(logits, seen_rows(seen), sampling.rows(request))
     if any_row(sampling.bias_values != 0):
@@ -168,7 +169,7 @@ def _supported(
     request: Int[Tensor, " R"],
     vocabulary: Vocabulary,
 ) -> Float[Tensor, "R vocab"]:
-    """Logits over the temperature; what is not of the support is excluded."""
+    """Divides by the temperature and excludes tokens outside the top-k, top-p and min-p filters."""
     sampled, top_k, top_p = sampling.temperature > 0, sampling.top_k, sampling.top_p
     if not any_row(sampled):
         return logits
@@ -201,7 +202,7 @@ def _noise(
     vocab: int,
     stream: int,
 ) -> Float[Tensor, "R vocab"]:
-    """The noise of rows; nodes of one depth share theirs, which a CPU makes only once."""
+    """Returns the noise of rows; a CPU computes the shared noise of nodes at one depth once."""
     if keys.is_cuda:
         return gumbel(seeds[request], keys, vocab, stream)
     (owners, named), row = torch.stack([request.int(), keys]).unique(dim=1, return_inverse=True)
@@ -211,7 +212,7 @@ def _noise(
 def perturbed_alike(
     processed: Float[Tensor, "B k vocab"], sampling: Sampling, keys: Int[Tensor, " B"], stream: int
 ) -> Float[Tensor, "B k vocab"]:
-    """As `perturbed`, where the k rows of a request share one row of noise."""
+    """Same as `perturbed`, with one row of noise for the k rows of a request."""
     warm = sampling.temperature > 0
     if not any_row(warm):
         return processed
@@ -221,7 +222,7 @@ def perturbed_alike(
 
 @dataclass(frozen=True)
 class Chosen:
-    """The target's tokens; fields as in the specification."""
+    """Tokens chosen by the target; same fields as in the specification."""
 
     ids: Int[Tensor, " R"]
     is_finite: Bool[Tensor, " R"]
@@ -236,7 +237,7 @@ def plain_choose(
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As the specification, of whole logits or of a rank's part of them."""
+    """Chooses the target's token of each row, from whole logits or this rank's shard."""
     scores = spread(logits, vocabulary)
     scores = processed(scores, seen, positions, sampling, request, allowed, vocabulary)
     noisy = perturbed(scores, sampling, request, positions, TARGET_STREAM)
@@ -253,7 +254,7 @@ def kernel_choose(
     allowed: Bool[Tensor, "R vocab"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Chosen:
-    """As `plain_choose`."""
+    """Same as `plain_choose`."""
     given = (seen, positions, sampling, request, allowed)
     if is_parted(vocabulary, len(logits)):
         return choose_parts(kernels, logits, *given, vocabulary)
@@ -278,11 +279,11 @@ def of_parts(
     vocabulary: Vocabulary,
     **how: Any,
 ) -> tuple[Int[Tensor, "R width"], Float[Tensor, "R width"], Bool[Tensor, " R"]]:
-    """What `kernels.vocab_parallel.join` makes of what all ranks' parts of the vocabulary leave.
+    """Combines the partial results of all vocabulary shards with `kernels.vocab_parallel.join`.
 
     Args:
-      logits, seen, positions, sampling, request, allowed, keys, columns: Of `sampling.leave`.
-      how: The stream of the noise, and `width`, `tau`, `nodes` and `leaves` as there.
+      logits, seen, positions, sampling, request, allowed, keys, columns: See `sampling.leave`.
+      how: RNG stream, and `width`, `tau`, `nodes` and `leaves` of `sampling.leave`.
     """
     group, size = vocabulary.group, vocabulary.size
     rows = kernels.vocab_parallel.filtered(sampling, request, len(logits), how["nodes"], size)
@@ -314,7 +315,7 @@ def choose_parts(
     vocabulary: Vocabulary,
     leaves: Any = None,
 ) -> Chosen:
-    """As `plain_choose` of several ranks; `leaves` are of the head that has given the logits."""
+    """Same as `plain_choose`, with TP; `leaves` are the partial results of the LM-head epilogue."""
     given = (logits, seen, positions, sampling, request, allowed, positions, None, vocabulary)
     how = {"stream": TARGET_STREAM, "width": 1, "tau": None, "nodes": 0, "leaves": leaves}
     ids, _, is_finite = of_parts(kernels, *given, **how)
@@ -329,13 +330,13 @@ def is_finite(logits: Float[Tensor, "R share"], vocabulary: Vocabulary = ALL) ->
 
 
 def best(perturbed: Float[Tensor, "R vocab"], vocabulary: Vocabulary = ALL) -> Int[Tensor, " R"]:
-    """The first maximum of each row, which is the one that `torch.argmax` gives."""
+    """Returns the first argmax of each row, as `torch.argmax` does."""
     return best_of(perturbed, 1, vocabulary)[1][:, 0]
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Candidates for the children of nodes; fields as in the specification."""
+    """Candidates for the children of nodes; same fields as in the specification."""
 
     ids: Int[Tensor, "B k width"]
     weights: Float[Tensor, "B k width"]
@@ -354,9 +355,9 @@ def plain_rank(
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Ranked:
-    """As the specification, of whole logits or of a rank's part of a head's.
+    """Ranks the children of k nodes of each request as the target will choose among them.
 
-    What drafts are sampled from is this rank's part of the target's vocabulary.
+    With TP, the returned draft logits are this rank's shard of the target vocabulary.
     """
     (B, k, _), vocab = logits.shape, seen.counts.shape[1]
     request = torch.arange(B, device=logits.device).repeat_interleave(k)
@@ -389,9 +390,9 @@ def kernel_rank(
     columns: Int[Tensor, " size"] | None,
     vocabulary: Vocabulary = ALL,
 ) -> Ranked:
-    """As `plain_rank`; what drafts are sampled from is whole.
+    """Same as `plain_rank`, but the returned draft logits are not sharded.
 
-    Logits are gathered where a law is asked for or the drafter has a vocabulary of another size.
+    Logits are gathered for sampled drafts, or if the draft vocabulary has another size.
     """
     (B, k, _), target = logits.shape, seen.counts.shape[1]
     is_whole = is_sampled or (columns is None and vocabulary.size != target)
@@ -422,7 +423,7 @@ def draft_weights(
     tau: float,
     vocabulary: Vocabulary = ALL,
 ) -> Float[Tensor, "R some"]:
-    """As the specification, of some of the scores."""
+    """Computes log weights: the drafter's estimate that a token is the target's choice."""
     softness = torch.where(temperature > 0, tau, 1.0)[:, None]
     return log_probabilities(some / softness, norm(perturbed / softness, vocabulary))
 

@@ -1,9 +1,8 @@
-"""As `shared.spec.vocab_parallel`, in torch: a rank's part of a row, and what all parts make
-together.
+"""Vocab-parallel sampling over TP ranks; same as `shared.spec.vocab_parallel`.
 
-A part is spread over all tokens first: those of other ranks are excluded in it, so whatever is
-done to a row, such as penalties and noise, is done to a part alike. The rest exchanges what is
-left, in few words a row. One rank alone has whole rows and exchanges nothing.
+A shard is first expanded to all tokens, with the tokens of other ranks excluded, so penalties and
+noise apply to it like to a whole row. The other functions exchange a few partial results per row.
+With TP 1 rows are whole and nothing is exchanged.
 """
 
 from dataclasses import dataclass
@@ -24,14 +23,14 @@ _HALF = BITS // 2
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a head, and the ranks that score them between them."""
+    """Vocabulary of an LM head, and the TP group over which it is sharded."""
 
     size: int
     group: Ranks
 
     @property
     def share(self) -> int:
-        """Tokens of a rank; the last ones may have less, filled up with scores of no token."""
+        """Returns the padded shard size of a rank; the last ranks may have fewer tokens."""
         return vocab_section(self.size).share(self.group.count)
 
 
@@ -40,32 +39,32 @@ ALL = Vocabulary(0, ALONE)
 
 
 def first_of(vocabulary: Vocabulary) -> int:
-    """The first token of this rank's part, if there were as many as places."""
+    """Returns the first token id of this rank's shard."""
     return vocabulary.group.rank * vocabulary.share
 
 
 def num_tokens_of(vocabulary: Vocabulary) -> int:
-    """How many of this rank's places are tokens."""
+    """Returns the number of tokens in this rank's shard, without padding."""
     first, end = vocab_section(vocabulary.size).run(vocabulary.group.rank, vocabulary.group.count)
     return end - first
 
 
 def is_parted(vocabulary: Vocabulary, rows: int) -> bool:
-    """Whether kernels choose so many rows from what parts leave, and not from whole rows."""
+    """Returns True if kernels sample this many rows from partial results, not from whole rows."""
     return not vocabulary.group.is_alone and rows * vocabulary.share > MOST_WHOLE_WORDS
 
 
 def whole(
     part: Float[Tensor, "... share"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "... size"]:
-    """The scores of all tokens."""
+    """Gathers the logits of all tokens."""
     if vocabulary.group.is_alone:
         return part
     return all_gather.gathered(vocabulary.group, part)[..., : vocabulary.size]
 
 
 def part(rows: Float[Tensor, "... size"], vocabulary: Vocabulary) -> Float[Tensor, "... share"]:
-    """This rank's part of the scores of all tokens."""
+    """Returns this rank's shard of the logits of all tokens."""
     group = vocabulary.group
     if group.is_alone:
         return rows
@@ -75,7 +74,7 @@ def part(rows: Float[Tensor, "... size"], vocabulary: Vocabulary) -> Float[Tenso
 def spread(
     part: Float[Tensor, "... share"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "... size"]:
-    """A part in its place among all tokens, of which those of other ranks are excluded."""
+    """Expands a shard to all tokens, with the tokens of other ranks excluded."""
     group = vocabulary.group
     if group.is_alone:
         return part
@@ -91,9 +90,9 @@ def moved(
     vocabulary: Vocabulary,
     target: Vocabulary,
 ) -> Float[Tensor, "R vocab"]:
-    """What ranks have spread of a drafter's tokens, each with its part of the target's instead.
+    """Converts expanded shards of the draft vocabulary to shards of the target vocabulary.
 
-    Whole rows are gathered only where a drafter's vocabulary is not the target's.
+    Whole rows are gathered only if the two vocabularies differ.
     """
     if columns is None and vocabulary == target:
         return rows
@@ -110,9 +109,9 @@ def moved(
 def over_tokens(
     logits: Float[Tensor, "... size"], columns: Int[Tensor, " size"] | None, vocab: int
 ) -> Float[Tensor, "... vocab"]:
-    """A drafter's logits over the target's vocabulary; -inf where it has no token.
+    """Maps a drafter's logits to the target vocabulary; -inf for tokens that it does not have.
 
-    Without columns a token has the same id in both; those that the target lacks are left out.
+    Without `columns` ids are equal in both; tokens that the target does not have are dropped.
     """
     if columns is None:
         return _resized(logits, vocab)
@@ -121,27 +120,27 @@ def over_tokens(
 
 
 def _resized(rows: Float[Tensor, "... size"], size: int) -> Float[Tensor, "... resized"]:
-    """Filled up with what is excluded, or cut; rows of that size are not copied."""
+    """Pads rows with excluded tokens or cuts them; rows of the right size are not copied."""
     spare = size - rows.shape[-1]
     return torch.nn.functional.pad(rows, (0, spare), value=-torch.inf) if spare else rows
 
 
 def all_of(flags: Bool[Tensor, " R"], vocabulary: Vocabulary = ALL) -> Bool[Tensor, " R"]:
-    """Rows whose parts all have the flag."""
+    """Returns True for rows whose flag is set on all ranks."""
     if vocabulary.group.is_alone:
         return flags
     return all_gather.gathered(vocabulary.group, flags.int()[:, None]).bool().all(dim=1)
 
 
 def any_of(flags: Bool[Tensor, " R"], vocabulary: Vocabulary = ALL) -> Bool[Tensor, " R"]:
-    """Rows of which some part has the flag."""
+    """Returns True for rows whose flag is set on any rank."""
     return ~all_of(~flags, vocabulary)
 
 
 def at(
     scores: Float[Tensor, "R size"], ids: Int[Tensor, "R some"], vocabulary: Vocabulary = ALL
 ) -> Float[Tensor, "R some"]:
-    """The scores of named tokens, which are the largest that a rank has of them: their owner's."""
+    """Returns the logits of given tokens: the maximum over ranks, which is the owner's."""
     own, group = scores.gather(1, ids.long()), vocabulary.group
     if group.is_alone:
         return own
@@ -149,7 +148,7 @@ def at(
 
 
 def added(numbers: Int[Tensor, "R some"], vocabulary: Vocabulary = ALL) -> Int[Tensor, "R some"]:
-    """Whole numbers of all parts, added."""
+    """Sums integers over all shards."""
     if vocabulary.group.is_alone:
         return numbers
     each = all_gather.gathered(vocabulary.group, numbers).unflatten(1, (-1, numbers.shape[1]))
@@ -157,20 +156,20 @@ def added(numbers: Int[Tensor, "R some"], vocabulary: Vocabulary = ALL) -> Int[T
 
 
 def mass(terms: Float[Tensor, "R size"], vocabulary: Vocabulary = ALL) -> Float[Tensor, " R"]:
-    """The sum of terms that together are about 1, but for those that are not above 0."""
+    """Sums the positive terms, whose total is about 1."""
     terms = torch.where(terms > 0, terms, 0)
     return _of_units(added(_in_units(terms).sum(dim=1, keepdim=True), vocabulary))[:, 0]
 
 
 class Norm(NamedTuple):
-    """What makes probabilities of a row's scores; fields as in the specification."""
+    """Softmax normaliser of a row; same fields as in the specification."""
 
     highest: Float[Tensor, " R"]
     total: Float[Tensor, " R"]
 
 
 def norm(scores: Float[Tensor, "R size"], vocabulary: Vocabulary = ALL) -> Norm:
-    """Of the groups of all parts, of which each rank makes its own."""
+    """Computes the normaliser from the groups of all shards; each rank computes its own groups."""
     group, most = vocabulary.group, -(-scores.shape[1] // VOCAB_GROUP) * VOCAB_GROUP
     if not group.is_alone:
         most = vocabulary.share * group.count
@@ -191,10 +190,10 @@ def log_probabilities(scores: Float[Tensor, "R some"], norm: Norm) -> Float[Tens
 def best_of(
     scores: Float[Tensor, "R size"], k: int, vocabulary: Vocabulary = ALL
 ) -> tuple[Float[Tensor, "R k"], Int[Tensor, "R k"]]:
-    """The k largest scores and their ids, best first and of equals the lower id.
+    """Returns the top k logits and their ids, best first; ties go to the lower id.
 
     Raises:
-      ValueError: Of several ranks, more are asked for than the first of them has for certain.
+      ValueError: With TP, k exceeds the tokens that the first rank is certain to have.
     """
     if not vocabulary.group.is_alone and k > VOCAB_GROUP:
         raise ValueError(f"ranks leave at most {VOCAB_GROUP} tokens of a row, got {k}")
@@ -205,22 +204,22 @@ def best_of(
     left = torch.stack([values.view(torch.int32), ids], dim=1)
     left = all_gather.gathered(group, left).contiguous()
     values, ids = left[:, 0].view(torch.float32), left[:, 1]
-    # Equals stand in the order of the ranks, so in that of their ids.
+    # Ties are in the order of ranks, which is the order of ids.
     places = _top(values, k).long()
     return values.gather(1, places), ids.gather(1, places)
 
 
 def _top(x: Float[Tensor, "R some"], k: int) -> Int[Tensor, "R k"]:
-    """The places of the k largest numbers; one needs no ranking."""
+    """Returns the indices of the k largest numbers; k = 1 needs no ranking."""
     if k == 1:
         return x.argmax(dim=1, keepdim=True).int()
     return _ranked(x).topk(k, dim=1).indices.int()
 
 
 def _ranked(x: Float[Tensor, "R some"]) -> Int[Tensor, "R some"]:
-    """Whole numbers in the order of the values, NaN first, the earlier place before its equals.
+    """Returns distinct integers in the order of the values, NaN first; ties by lower index.
 
-    `torch.topk` breaks ties in any order, and here are none; a stable sort of all takes longer.
+    `torch.topk` breaks ties in any order, so it gets distinct values; a stable sort takes longer.
     """
     return (_keys(x) - 2**31 << 32) - torch.arange(x.shape[1], device=x.device)
 
@@ -232,7 +231,7 @@ def support(
     min_p: Float[Tensor, " R"],
     vocabulary: Vocabulary = ALL,
 ) -> Bool[Tensor, "R size"]:
-    """As the specification; what lies above a border is found among sorted tokens."""
+    """Returns the tokens that pass top-k, top-p and min-p; sorts tokens for the thresholds."""
     R, size = scores.shape
     highest, total = norm(scores, vocabulary)
     most = torch.where(top_k >= size, size + 1, top_k.clamp(min=1))[:, None]
@@ -240,7 +239,7 @@ def support(
     keys, near = _keys(scores), _weights(scores, highest)
     ascending, order = keys.sort(dim=1)
     behind = _in_units(near).gather(1, order).flip(1).cumsum(1)
-    behind = torch.nn.functional.pad(behind, (1, 0))  # of the last 0, 1, ... tokens
+    behind = torch.nn.functional.pad(behind, (1, 0))  # mass of the last 0, 1, ... tokens
 
     def above(
         borders: Int[Tensor, "R some"],
@@ -254,13 +253,13 @@ def support(
     def reaches(
         counts: Int[Tensor, "#R some"], masses: Float[Tensor, "R some"]
     ) -> Int[Tensor, "R 1"]:
-        """How often too much lies above."""
+        """Counts the positions with too many tokens or too much mass above."""
         return ((counts >= most) | (masses >= bound)).sum(dim=1, keepdim=True)
 
     border = keys.new_zeros(R, 1)
     if vocabulary.group.is_alone:
-        # The lowest token with room, if not all have. Equals count as above those before them here,
-        # which changes the place and not the number that is found there. Without any mass none has.
+        # The lowest token within the limits, if any is outside. Ties count as above earlier ties,
+        # # which changes the index but not the value found there. With zero mass none is within.
         counts = torch.arange(size - 1, -1, -1, device=keys.device)[None]
         lowest = reaches(counts, _of_units(behind[:, :-1].flip(1))).clamp(max=size - 1)
         border = torch.where(reaches(*above(border)) > 0, ascending.gather(1, lowest), border)
@@ -277,7 +276,7 @@ def support(
 
 
 def _before(own: Int[Tensor, "R 1"], vocabulary: Vocabulary = ALL) -> Int[Tensor, "R 1"]:
-    """What the ranks before this one have together."""
+    """Sums the values of the ranks before this one."""
     group = vocabulary.group
     if group.is_alone:
         return torch.zeros_like(own)
@@ -285,7 +284,7 @@ def _before(own: Int[Tensor, "R 1"], vocabulary: Vocabulary = ALL) -> Int[Tensor
 
 
 def _keys(x: Float[Tensor, "R some"]) -> Int[Tensor, "R some"]:
-    """Words of 32 bits in the order of the numbers, the largest NaN; both zeros are one."""
+    """Returns 32-bit keys in the order of the numbers, NaN largest; both zeros are equal."""
     bits = torch.where(x.isnan(), torch.nan, x + 0.0).view(torch.int32)  # one NaN, one zero
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() + 2**31
 

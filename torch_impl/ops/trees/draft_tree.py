@@ -1,4 +1,4 @@
-"""As `shared.spec.draft_tree`, in torch.
+"""Draft trees: masks, expansion and flat verify rows; same as `shared.spec.draft_tree`.
 
 On a GPU `ancestors`, `next_level`, `keep_best` and `chains` are kernels; see `torch_impl.ops`.
 """
@@ -13,7 +13,7 @@ from torch_impl.ops import Kernels, kernel_or_plain
 
 
 def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
-    """As the specification; a padding node is taken for a child of the root."""
+    """Returns the depth of each node; a padding node counts as a child of the root."""
     return ancestors(parents).sum(dim=2, dtype=torch.int32) - 1
 
 
@@ -23,7 +23,7 @@ def plain_ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     is_ancestor = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
     up = parents.to(torch.int64, copy=True)
     up[:, 0] = 0
-    for _ in range((N - 1).bit_length()):  # each round doubles how far up a node reaches
+    for _ in range((N - 1).bit_length()):  # each round doubles the distance covered
         is_ancestor, up = is_ancestor | is_ancestor[rows, up], up.gather(1, up)
     return is_ancestor
 
@@ -36,7 +36,7 @@ ancestors = kernel_or_plain(kernel_ancestors, plain_ancestors)
 
 
 def best(weights: Float[Tensor, "B C"], count: int) -> Int[Tensor, "B count"]:
-    """As the specification; a stable sort, since `torch.topk` breaks ties in any order."""
+    """Returns the indices of the `count` largest weights; stable, unlike `torch.topk`."""
     return weights.sort(dim=1, descending=True, stable=True).indices[:, :count].int()
 
 
@@ -61,7 +61,7 @@ def next_frontier(
 
 @dataclass(frozen=True)
 class Level:
-    """Same as the class of this name in the specification."""
+    """Frontier: the nodes of the next expansion."""
 
     tokens: Int[Tensor, "B k"]
     weights: Float[Tensor, "B k"]
@@ -207,8 +207,8 @@ def flatten(
 def request_of(
     row_starts: Int[Tensor, " B1"], rows: int
 ) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"]]:
-    """The request of each flat row, 0 for padding, and whether the row is real."""
-    # Indices are int64 throughout: torch would convert others at every use.
+    """Returns the request of each flat row (0 for padding), and the valid rows."""
+    # Indices are int64 throughout: torch would convert others at each use.
     row = torch.arange(rows, dtype=torch.int32, device=row_starts.device)
     is_real = row < row_starts[-1]
     request = torch.searchsorted(row_starts[1:].contiguous(), row, right=True)
@@ -225,6 +225,6 @@ def flat_rows(
 
 
 def is_last(row_starts: Int[Tensor, " B1"], request: Int[Tensor, " R"]) -> Bool[Tensor, " R"]:
-    """Whether a flat row is the last one of its request."""
+    """Returns True for the last flat row of each request."""
     row = torch.arange(len(request), dtype=torch.int32, device=request.device)
     return row == row_starts[1:][request] - 1

@@ -1,4 +1,4 @@
-"""Drafts from two sources in one tree; as `shared.spec.merge_drafts`."""
+"""Merged draft trees: n-gram drafts in a drafter's tree; same as `shared.spec.merge_drafts`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from torch_impl.ops.trees import draft_tree, verify_budget
 
 @dataclass(frozen=True)
 class Copies:
-    """Trees of seen text; fields as in the specification."""
+    """N-gram draft trees from the host; same fields as in the specification."""
 
     tokens: Int[Tensor, "B M"]
     parents: Int[Tensor, "B M"]
@@ -22,7 +22,7 @@ class Copies:
 
 @dataclass(frozen=True)
 class Grown:
-    """What a drafter grew; fields as in the specification."""
+    """Draft trees of a drafter; same fields as in the specification."""
 
     tokens: Int[Tensor, "B D"]
     parents: Int[Tensor, "B D"]
@@ -32,7 +32,7 @@ class Grown:
 
 @dataclass(frozen=True)
 class Joined:
-    """Trees of drafted and copied nodes; fields as in the specification."""
+    """Merged draft trees; same fields as in the specification."""
 
     tokens: Int[Tensor, "B N"]
     parents: Int[Tensor, "B N"]
@@ -43,13 +43,13 @@ class Joined:
 
 @dataclass(frozen=True)
 class _Below:
-    """The copies that are drafts.
+    """N-gram drafts below the aligned node.
 
     Attributes:
-      root: The aligned node; M where there is none.
-      has: Whether a copy lies below it, not too deep.
-      is_above: Whether node j is node i or lies between it and the root.
-      weights: From the root on.
+      root: Aligned node; M if there is none.
+      has: True for nodes below it within the depth limit.
+      is_above: True if node j is node i or between node i and the root.
+      weights: Path weights from the root.
     """
 
     root: Int[Tensor, " B"]
@@ -82,7 +82,7 @@ def join(
     node = torch.arange(D, dtype=torch.int32, device=device)
     below = _below(grown, copies, lengths, depth)
     is_draft = (node > 0) & (node < grown.num_nodes[:, None]) & (grown.weights > -torch.inf)
-    same = _same(grown, copies, is_draft, below)  # of drafted by copied nodes
+    same = _same(grown, copies, is_draft, below)  # [B, drafter nodes, n-gram nodes]
     is_both, is_twin = same.any(dim=2), same.any(dim=1)
     of_copy = torch.where(same, below.weights[:, None, :], -torch.inf).amax(dim=2)
     of_draft = torch.where(same, grown.weights[:, :, None], -torch.inf).amax(dim=1)
@@ -144,7 +144,7 @@ def _below(grown: Grown, copies: Copies, lengths: Int[Tensor, " B"], depth: int)
 def _same(
     grown: Grown, copies: Copies, is_draft: Bool[Tensor, "B D"], below: _Below
 ) -> Bool[Tensor, "B D M"]:
-    """Whether the paths from the root to a drafted node and to a copy have the same tokens."""
+    """Returns True for pairs of drafter and n-gram nodes whose paths have the same tokens."""
     (B, D), M, device = grown.tokens.shape, copies.tokens.shape[1], grown.tokens.device
     draft, copy = torch.arange(D, device=device), torch.arange(M, device=device)
     is_root = copy == below.root[:, None]
@@ -153,7 +153,7 @@ def _same(
     agrees = both | ((draft == 0)[:, None] & is_root[:, None, :])
     up_draft, up_copy = grown.parents.long(), torch.where(is_root, copy, copies.parents.long())
     row = torch.arange(B, device=device)[:, None, None]
-    for _ in range(max(D - 1, 1).bit_length()):  # each turn doubles how far up a node looks
+    for _ in range(max(D - 1, 1).bit_length()):  # each round doubles the distance covered
         agrees = agrees & agrees[row, up_draft[:, :, None], up_copy[:, None, :]]
         up_draft, up_copy = up_draft.gather(1, up_draft), up_copy.gather(1, up_copy)
     return agrees & both
@@ -162,6 +162,6 @@ def _same(
 def _raise(
     is_above: Bool[Tensor, "B n n"], is_shared: Bool[Tensor, "B n"], more: Float[Tensor, "B n"]
 ) -> Float[Tensor, "B n"]:
-    """The most that the other source's weight is above a node's own, at it or on the way there."""
+    """Returns the largest excess of the other source's weight over a node's own on its path."""
     counts = is_above & is_shared[:, None, :]
     return torch.where(counts, more[:, None, :], 0).amax(dim=2)

@@ -1,4 +1,4 @@
-"""N-grams of seen text in a table, and the trees that follow; as `shared.spec.ngram`."""
+"""N-gram hash table and its draft trees; same as `shared.spec.ngram`."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ _NONE = 2**30
 
 @dataclass(frozen=True)
 class Table:
-    """Entries by length, group and place; fields as in the specification."""
+    """Table entries by n-gram length, group and index; same fields as in the specification."""
 
     tokens: Int[Tensor, "lengths groups ways"]
     checks: Int[Tensor, "lengths groups ways"]
@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Memory:
-    """What is kept of texts from one step to the next; fields as in the specification."""
+    """N-gram state between steps; same fields as in the specification."""
 
     tails: Int[Tensor, "slots window"]
     table: Table
@@ -33,7 +33,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Grown:
-    """Draft trees; fields as in the specification."""
+    """Draft trees; same fields as in the specification."""
 
     tokens: Int[Tensor, "B N"]
     parents: Int[Tensor, "B N"]
@@ -42,7 +42,7 @@ class Grown:
 
 
 def mix(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """Spreads what differs over all 32 bits; a shift brings the sign in, which is masked out."""
+    """Mixes all 32 bits of a hash; the mask clears the sign bits that the shift copies in."""
     mixed = (values ^ ((values >> 16) & 0xFFFF)) * (0x85EBCA6B - 2**32)
     mixed = (mixed ^ ((mixed >> 13) & 0x7FFFF)) * (0xC2B2AE35 - 2**32)
     return mixed ^ ((mixed >> 16) & 0xFFFF)
@@ -51,7 +51,7 @@ def mix(values: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
 def keys(
     contexts: Int[Tensor, "n window"], scopes: Int[Tensor, "n 2"]
 ) -> tuple[Int[Tensor, "n lengths"], Int[Tensor, "n lengths"], Bool[Tensor, "n lengths"]]:
-    """Two hashes of the last tokens of texts, mixed, and whether there are as many."""
+    """Returns two hashes of the last n tokens for each n, and True if n tokens exist."""
     lengths = torch.tensor(LENGTHS, device=contexts.device)
     is_there = contexts[:, WINDOW - lengths] >= 0
     found = []
@@ -79,7 +79,7 @@ def plain_learn(
     order = torch.arange(n, dtype=torch.int32, device=contexts.device)[:, None]
     stamp = (table.clocks + order) & LATEST
     is_written = is_there & is_real[:, None]
-    # The last of those with one place is the last of its run, once they are sorted by place.
+    # After sorting by entry, the last write to an entry is the last of its run.
     at, sorted_by = torch.where(is_written, entry, -1).T.flatten().sort(stable=True)
     is_last = at != at.roll(-1)
     is_last[-1] = True
@@ -113,7 +113,7 @@ learn = kernel_or_plain(kernel_learn, plain_learn)
 def _children(
     table: Table, contexts: Int[Tensor, "B window"], scopes: Int[Tensor, "B 2"], width: int
 ) -> tuple[Int[Tensor, "B k"], Int[Tensor, "B k"]]:
-    """The likeliest tokens after texts, and what each costs; `_NONE` where there is none."""
+    """Returns the most likely tokens after contexts and their costs; `_NONE` for missing ones."""
     groups, (first, second, is_there) = table.tokens.shape[1], keys(contexts, scopes)
     length = torch.arange(len(LENGTHS), dtype=torch.int32, device=contexts.device)
     group = (length * groups + (first & (groups - 1))).long()
@@ -194,7 +194,7 @@ draft = kernel_or_plain(kernel_draft, plain_draft)
 def windows(
     tails: Int[Tensor, "B window"], tokens: Int[Tensor, "B W"]
 ) -> Int[Tensor, "B W window"]:
-    """What stands before each of the tokens that texts go on with."""
+    """Returns the context window before each of the new tokens."""
     stream = torch.cat([tails, tokens], dim=1)
     return stream.unfold(1, WINDOW, 1)[:, : tokens.shape[1]]
 
@@ -202,7 +202,7 @@ def windows(
 def tails_after(
     tails: Int[Tensor, "B window"], tokens: Int[Tensor, "B W"], counts: Int[Tensor, " B"]
 ) -> Int[Tensor, "B window"]:
-    """The last tokens of texts that have gone on."""
+    """Returns the last tokens of each row after the new tokens."""
     stream = torch.cat([tails, tokens], dim=1)
     at = counts[:, None] + torch.arange(WINDOW, device=counts.device)
     return stream.gather(1, at)
@@ -214,7 +214,7 @@ def prompt_windows(
     request: Int[Tensor, " T"],
     before: Int[Tensor, "B window"],
 ) -> Int[Tensor, "T window"]:
-    """The texts that end with each token of prompt chunks."""
+    """Returns the context window that ends with each token of the prompt chunks."""
     window = torch.arange(WINDOW, dtype=torch.int32, device=tokens.device)
     place = torch.arange(len(tokens), dtype=torch.int32, device=tokens.device)
     starts = row_starts[request]

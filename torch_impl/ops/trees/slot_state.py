@@ -1,4 +1,4 @@
-"""As `shared.spec.slot_state`, in torch; the arrays of the slots are written in place.
+"""Per-slot values and their update by a step, in place; same as `shared.spec.slot_state`.
 
 On a GPU `commit` and `restore` are kernels; see `torch_impl.ops`.
 """
@@ -18,7 +18,7 @@ def count(
     is_counted: Bool[Tensor, " R"],
 ) -> Int[Tensor, "slots vocab"]:
     vocab, flat = seen.shape[1], seen.view(-1)
-    place = torch.where(is_counted, slots * vocab + tokens, 0)  # 0 is the sink's
+    place = torch.where(is_counted, slots * vocab + tokens, 0)  # slot 0 is reserved for padding
     marked = torch.where(is_output, 0, place)
     is_mark = (is_counted & ~is_output).int()
     flat[marked] = flat[marked] | is_mark  # repeated tokens write the same value

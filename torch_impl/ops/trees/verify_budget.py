@@ -1,4 +1,7 @@
-"""As `shared.spec.verify_budget`, in torch; both operations are kernels on a GPU."""
+"""Verify budget: prunes the trees of a batch; same as `shared.spec.verify_budget`.
+
+On a GPU both operations are kernels; see `torch_impl.ops`.
+"""
 
 import torch
 from jaxtyping import Float, Int
@@ -21,7 +24,7 @@ def plain_rank_weights(
     calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
     ancestors = draft_tree.ancestors(parents)
-    level = ancestors.sum(dim=2) - 2  # of the calibration; the root's is not read
+    level = ancestors.sum(dim=2) - 2  # calibration index, not read for the root
     node_weights = weights + calibration.gather(1, level.clamp(min=0))
     node_weights = torch.where(node_weights > -torch.inf, node_weights, -torch.inf)
     is_above = ancestors & (torch.arange(parents.shape[1], device=parents.device) > 0)
