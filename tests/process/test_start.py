@@ -272,7 +272,7 @@ def test_a_context_beyond_the_models_is_refused_by_name(folder, capfd):
 @pytest.mark.parametrize("name", ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"])
 def test_flags_of_cuda_graphs_are_refused_by_name_where_there_are_none(name, folder, capfd):
     assert start(["--model-path", str(folder), name]) == 2
-    assert capfd.readouterr().err.splitlines()[-1].startswith(f"{name} is for torch")
+    assert capfd.readouterr().err.splitlines()[-1].startswith(f"{name} requires the torch backend")
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(capfd):
