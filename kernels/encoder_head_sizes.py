@@ -1,10 +1,10 @@
-"""In which blocks of columns the heads of a picture's patches lie, for both languages."""
+"""Column-block layout of vision encoder heads, as plain data for both backends."""
 
 from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Of a head, and of the blocks that hold it, which are powers of two.
+    """Sizes of a head and of its column blocks, which are powers of two.
 
     Attributes:
       heads: How many there are.
@@ -23,7 +23,7 @@ class Sizes(NamedTuple):
 
     @property
     def rests(self) -> int:
-        """Columns of the first blocks of all heads, behind which are the second ones."""
+        """Columns of the first blocks of all heads; the second blocks follow them."""
         return 3 * self.heads * self.main_block
 
     @property
@@ -38,7 +38,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(heads: int, D: int) -> Sizes:
-    """The blocks of so many heads of D columns."""
+    """Returns the block sizes of `heads` heads of D columns."""
     main = 1 << (D.bit_length() - 1)
     rest = D - main
     return Sizes(
@@ -52,5 +52,5 @@ def sizes_of(heads: int, D: int) -> Sizes:
 
 
 def _block_of(columns: int) -> int:
-    """The least power of two that has room for them, and that a matrix unit takes."""
+    """Returns the smallest power of two that holds the columns and that tensor cores accept."""
     return max(16, 1 << (columns - 1).bit_length())

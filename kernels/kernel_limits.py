@@ -1,4 +1,4 @@
-"""What kernels of both languages take and share, as plain data: a start asks it without a GPU."""
+"""Limits of the kernels of both backends, as plain data that startup checks without a GPU."""
 
 from shared.models.fp8_packing import FP8_BLOCK
 from shared.spec.reduction_order import SQUARES
@@ -20,16 +20,16 @@ MOST_ROW_WARPS = 8
 
 
 def row_warps(size: int) -> int:
-    """Warps of a program that reads one row of so many columns: compilers take powers of two."""
+    """Returns the warps of a program that reads one row: a power of two."""
     return 1 << (max(1, min(MOST_ROW_WARPS, size // 512)).bit_length() - 1)
 
 
 def takes_experts(hidden: int, inner: int, is_fp8: bool) -> bool:
-    """Whether the kernels take experts of so many inputs and values between their products."""
+    """Returns whether the kernels support experts of this input and intermediate size."""
     unit = FP8_BLOCK if is_fp8 else EXPERTS_UNIT
     return hidden % unit == 0 and inner % unit == 0
 
 
 def arrivals_of_experts(rows: int, hidden: int) -> int:
-    """Counters that a block of experts needs for so many rows; each is 0 before and after it."""
+    """Returns the arrival counters of an MoE block; each is 0 before and after a launch."""
     return rows * -(-hidden // SQUARES.chunk)

@@ -1,9 +1,9 @@
-"""Attention of flat rows over paged KV, on the Triton lowering of Pallas.
+"""Paged attention of flat rows with online softmax over GQA groups (Pallas, Triton backend).
 
-A program sums the positions of one block of rows of one request and one key head. Tiles, splits
-and spans lie at fixed positions, so the order of a row's sums depends on nothing but where the row
-stands: not on the batch, not on how many rows its request has. What must stay equal in the Triton
-twin is listed in `kernels/__init__.py`.
+A program processes one block of rows of one request and one KV head. Tiles, splits and spans begin
+at fixed positions, so the reduction order of a row depends on its position alone: results are
+batch-invariant and independent of the number of rows of the request. `kernels/__init__.py` lists
+what must equal the Triton twin.
 """
 
 import functools
@@ -51,7 +51,7 @@ def attend(
     tiles: AttentionTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
-    """As `shared.spec.attention.attend`, for rows that lie together request by request.
+    """Same as `shared.spec.attention.attend`, for rows that lie together request by request.
 
     A block of rows is one program's, however long the context, so nothing is kept on the way.
 
@@ -103,7 +103,7 @@ def window_operand(window: Bool[jax.Array, "R N"]) -> Int[jax.Array, "some N1"]:
 
 
 class Order(NamedTuple):
-    """What is settled of the sums before a kernel runs.
+    """Compile-time settings of the reduction.
 
     Attributes:
       nodes: Width of the window.
@@ -119,7 +119,7 @@ class Order(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a program reads: whose positions, the rows that see them, and where."""
+    """Inputs of a program: KV positions, the rows that attend to them, and their addresses."""
 
     kv_ref: object
     table_ref: object
@@ -344,7 +344,7 @@ def _add_masked(q, seen, i, high, sums, order):
 
 
 def _sees(seen, position, nodes):
-    """Which positions of a tile each row sees."""
+    """Returns the mask of the positions of a tile that each row attends to."""
     first, until = seen.first[:, None], seen.until[:, None]
     is_seen = (position[None, :] >= first) & (position[None, :] < until)
     if nodes:

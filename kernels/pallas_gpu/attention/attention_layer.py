@@ -1,8 +1,9 @@
-"""An attention layer between its two products, in one Pallas kernel, where rows are few.
+"""Fused split-KV (flash-decoding) attention layer between its two GEMMs (Pallas, Triton backend).
 
-The programs of a request and key head share its positions. Each writes the new keys and values of
-its own positions before it reads them; the last to arrive combines what all have summed. The order
-of the sums is that of `attend`: a row has the same bits however many rows and programs there are.
+The kernel serves steps of few rows. The programs of a request and KV head split its positions. Each
+writes the new keys and values of its positions before it reads them. The last program to arrive
+combines the partial results. The reduction order equals that of `attend`: the bits of a row do not
+depend on the number of rows and programs.
 """
 
 from functools import partial
@@ -81,7 +82,7 @@ def mix(
     Float[jax.Array, "L 2 P page Hk D"],
     Int[jax.Array, "B counters"],
 ]:
-    """As `shared.spec.attention_layer.mix`, for rows that lie together request by request.
+    """Same as `shared.spec.attention_layer.mix`, for rows that lie together request by request.
 
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
@@ -154,7 +155,7 @@ def mix(
 
 
 class _Rows(NamedTuple):
-    """Where the rows of requests begin, where each is written, and what it sees."""
+    """First row of each request, and the write position and bounds of each row."""
 
     starts: Any
     places: Any
@@ -172,7 +173,7 @@ class _New(NamedTuple):
 
 
 class _Making(NamedTuple):
-    """How new rows are made of the projection, unless they are placed already."""
+    """Inputs of new rows from the projection, unless `place` has written them."""
 
     has_norms: bool
     is_placed: bool
@@ -182,7 +183,7 @@ class _Making(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What is settled of the work before a kernel runs."""
+    """Compile-time settings of the kernel."""
 
     q_heads: int
     max_rows: int
@@ -195,7 +196,7 @@ class _Sizes(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """What a program does of a request's positions.
+    """Share of a request's positions that one program processes.
 
     Attributes:
       low, high: Positions that any row of the request sees.
@@ -327,7 +328,7 @@ def _mix_kernel(
 
 
 def _share(number, reach, bounds, order, sizes):
-    """What a program does of the positions that are seen or written."""
+    """Returns the share of the attended or written positions that a program processes."""
     high = jnp.minimum(bounds.seen_until + order.nodes, reach)
     by_span, unit, fewest = False, order.split, sizes.splits
     if sizes.may_span:

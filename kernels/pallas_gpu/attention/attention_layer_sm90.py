@@ -1,6 +1,6 @@
-"""The attention of `mix` by a Hopper's wide matrix unit and tensor descriptors (TMA), in Pallas.
+"""Split-KV attention of `mix` with WGMMA and TMA, warp-specialised (Pallas, Mosaic GPU).
 
-A kernel for Mosaic GPU. A program has two warpgroups that multiply, each up to 64 pairs of a row
+A program has two warpgroups that multiply, each up to 64 pairs of a row
 and a query head, which are the 64 rows that its matrix units take at once: of two key heads, or of
 the two halves of a large one's values. One warpgroup more copies tiles of keys and values ahead.
 Tiles, splits and spans are those of `mix`, added in its order, so that the bits are its bits. The
@@ -50,7 +50,7 @@ from kernels.tiles import DecodeAttentionTiles
 
 
 class Refs(NamedTuple):
-    """What a program reads and writes in the GPU's memory.
+    """Global memory references of a program.
 
     Attributes:
       q, gate, out: Queries, gates and results.
@@ -84,7 +84,7 @@ COPYING_REGISTERS, REGISTERS = 24, 240
 
 
 def takes(q_heads: int, kv: Float[jax.Array, "L 2 P page Hk D"], tile: int) -> bool:
-    """Whether `mix_described` can be called: with bfloat16, whole tiles in a page, and on a Hopper.
+    """Returns whether `mix_described` supports the arrays: bfloat16, whole tiles a page, Hopper.
 
     Args:
       q_heads: Query heads; those of a key head are all pairs of one warpgroup.
@@ -120,7 +120,7 @@ def mix_described(
     scale: float,
     tiles: DecodeAttentionTiles,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
-    """As `mix.mix` behind `place`, of arrays that `takes` accepts.
+    """Same as `mix.mix` behind `place`, of arrays that `takes` accepts.
 
     Args:
       q: Of `place`, which has written the new keys and values.
@@ -186,7 +186,7 @@ def mix_described(
 
 
 def _pairs_of(row_starts, first, until, window, work):
-    """What the pairs of each block see; of a spare pair, what the last row sees."""
+    """Returns the bounds of the pairs of each block; a padding pair repeats the last row."""
     start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
     of_block = jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(LANES) // work.group
     row = jnp.clip(jnp.minimum(start + of_block, stop - 1), 0)

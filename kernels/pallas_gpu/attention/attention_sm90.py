@@ -1,6 +1,6 @@
-"""The attention of `attention` by a Hopper's wide matrix unit and tensor descriptors, in Pallas.
+"""Paged attention of `attend` with WGMMA and TMA, warp-specialised (Pallas, Mosaic GPU).
 
-A kernel for Mosaic GPU. A program has two warpgroups that multiply, each up to 64 pairs of a row
+A program has two warpgroups that multiply, each up to 64 pairs of a row
 and a query head of one key head, or the two halves of a large one's values. What a warpgroup more
 copies is for both. Tiles, splits and spans are those of `attention`, added in its order, so that
 the bits are its bits.
@@ -53,7 +53,7 @@ _MOST_STAGED = 8 * COLUMNS
 
 
 class Refs(NamedTuple):
-    """What a program reads and writes in the GPU's memory.
+    """Global memory references of a program.
 
     Attributes:
       q, gate, out: Queries, gates and results.
@@ -92,7 +92,7 @@ def attend_described(
     scale: float,
     tiles: AttentionTiles,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
-    """As `attention.attend`, of arrays that `mix_described.takes` accepts and a narrow window.
+    """Same as `attention.attend`, of arrays that `mix_described.takes` accepts and a narrow window.
 
     Args:
       q, gate, kv, layer, page_table, row_starts, first, until, window: See `attend`.
@@ -157,7 +157,7 @@ def _attend(q, gate, kv, layer, page_table, row_starts, first, until, window, *,
 
 
 def _sights_of(row_starts, first, until, work):
-    """What the rows of each block see; of a block without rows, nothing."""
+    """Returns the bounds of the rows of each block; a block without rows attends to nothing."""
     start, stop = (x[:, None, None] for x in (row_starts[:-1], row_starts[1:]))
     row = start + jnp.arange(work.blocks)[:, None] * work.rows + jnp.arange(work.rows)
     is_one, row = row < stop, jnp.minimum(row, len(first) - 1)

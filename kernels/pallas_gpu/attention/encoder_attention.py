@@ -1,9 +1,9 @@
-"""Attention of a picture's patches, which see each other, on the Triton lowering of Pallas.
+"""Bidirectional vision encoder attention with online softmax (Pallas, Triton backend).
 
-A first kernel turns queries and keys and lays each head in blocks; then a program sums the values
-of all patches for a block of rows of one head, tile by tile from the first patch on. So a row's
-sums have one order, whatever the padding. What must stay equal in the Triton twin is listed in
-`kernels/__init__.py`.
+A first kernel applies RoPE to queries and keys and writes each head in column blocks. A program
+then processes a block of rows of one head, tile by tile from the first patch. The reduction order
+of a row therefore does not depend on the padding. `kernels/__init__.py` lists what must equal the
+Triton twin.
 """
 
 import functools
@@ -40,7 +40,7 @@ def attend_all(
     tiles: EncoderAttentionTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "R hidden"]:
-    """As `shared.spec.attention.attend_all`, its heads side by side; rows of padding are 0.
+    """Same as `shared.spec.attention.attend_all`, its heads side by side; rows of padding are 0.
 
     Args:
       tile: Patches that are added at once: the order of the sums.

@@ -1,6 +1,6 @@
-"""The attention of `attend_all` by a Hopper's wide matrix unit and tensor descriptors, in Pallas.
+"""Vision encoder attention with WGMMA and TMA, warp-specialised (Pallas, Mosaic GPU).
 
-A kernel for Mosaic GPU. A program has some warpgroups that multiply, each 64 patches of a head, and
+A program has some warpgroups that multiply, each 64 patches of a head, and
 one more that copies tiles of keys and values for all of them. While a warpgroup weighs the scores
 of a tile, its matrix units make those of the next. A tile's sums are those of `attend_all`, added
 in its order, so that the bits are its bits.
@@ -39,7 +39,7 @@ _OF_ROWS = LAYOUT.reduce(1)
 
 
 class Refs(NamedTuple):
-    """What a program reads and writes in the GPU's memory."""
+    """Global memory references of a program."""
 
     laid: Any
     count: Any
@@ -47,7 +47,7 @@ class Refs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a program has in shared memory: both blocks of all.
+    """Shared memory of a program: both blocks of all.
 
     Attributes:
       q, q_rest: Queries of each warpgroup.
@@ -78,7 +78,7 @@ class Sums(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is settled before a kernel runs.
+    """Compile-time settings of the kernel.
 
     Attributes:
       heads: How many there are.
@@ -93,7 +93,7 @@ class Work(NamedTuple):
 
 
 def takes(qkv: Float[jax.Array, "R columns"], D: int, tile: int) -> bool:
-    """Whether `attend_all_described` can be called: in bfloat16, and on a Hopper.
+    """Returns whether `attend_all_described` supports the arrays: bfloat16 on Hopper.
 
     Args:
       D: Columns of a head.
@@ -114,7 +114,7 @@ def attend_all_described(
     scale: float,
     tiles: EncoderAttentionTiles,
 ) -> Float[jax.Array, "num_rows hidden"]:
-    """As `attend_all`, of arrays that `takes` accepts.
+    """Same as `attend_all`, of arrays that `takes` accepts.
 
     Args:
       laid: Of `lay`, with the rows of whole programs.

@@ -1,6 +1,6 @@
-"""How the heads of a picture's patches lie in blocks, on the Triton lowering of Pallas.
+"""RoPE and column-block layout of vision encoder queries, keys and values (Pallas, Triton backend).
 
-Of `attend_all` and `attend_all_described`.
+Used by `attend_all` and `attend_all_described`.
 """
 
 import functools
@@ -25,11 +25,11 @@ def lay(
     *,
     interpret: bool,
 ) -> Float[jax.Array, "rows width"]:
-    """Queries and keys, turned, and values: first blocks of all heads, and then the second blocks.
+    """Returns rotated queries and keys, and values: first blocks of all heads, then second blocks.
 
     Args:
       qkv, cos, sin, count: See `attend_all`.
-      rows: How many to make; behind the last patch stands that one again.
+      rows: Rows of the result; rows past the last patch repeat it.
     """
     return pl.pallas_call(
         functools.partial(_lay_kernel, sizes=sizes),
@@ -42,7 +42,7 @@ def lay(
 
 
 def _lay_kernel(qkv_ref, cos_ref, sin_ref, count_ref, out_ref, *, sizes):
-    """One program a row: its queries and keys, turned, and its values."""
+    """Runs one program per row: its rotated queries and keys, and its values."""
     row, half = pl.program_id(0), cos_ref.shape[1]
     patch = jnp.minimum(row, jnp.maximum(count_ref[0] - 1, 0))
     (heads, main, _, main_block, rest_block, beside_block), D = sizes, 2 * half

@@ -1,7 +1,7 @@
-"""Columns of a head whose size need not be a power of two, as a block's must be, in Pallas.
+"""Padding of a head dimension to a power-of-two block (Pallas, Triton backend).
 
-A block has the columns of the next power of two; those past the head are 0 and in no memory. Of a
-head that is a power of two there are none, and nothing is masked.
+A block has the columns of the next power of two; columns past the head are 0 and occupy no memory.
+A head dimension that is a power of two has no padding and no mask.
 """
 
 import jax.numpy as jnp
@@ -16,12 +16,12 @@ def columns_of(D):
 
 
 def is_in_head(D):
-    """Which columns are of the head, [columns]; None: all."""
+    """Returns the mask of columns inside the head, [columns]; None means all."""
     return None if D & (D - 1) == 0 else columns_of(D) < D
 
 
 def in_head(keep, D):
-    """What is kept of rows, [rows, 1], for the columns of the head alone; None keeps all."""
+    """Restricts a row mask, [rows, 1], to the columns of the head; None keeps all."""
     if D & (D - 1) == 0:
         return keep
     is_column = is_in_head(D)[None, :]
@@ -39,7 +39,7 @@ def load_kept(at, keep):
 
 
 def outside(at, D, end):
-    """Where the columns of a block are written; those past the head at `end`, where there are none.
+    """Returns the write offsets of the columns of a block; columns past the head get `end`.
 
     They are not written, but the interpreter must not find them at another head's columns.
     """

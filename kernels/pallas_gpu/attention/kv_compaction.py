@@ -1,4 +1,4 @@
-"""What a verify leaves in the window of each request, in one Pallas kernel for all pools."""
+"""KV compaction of accepted rows after verification (Pallas, Triton backend)."""
 
 import functools
 
@@ -20,7 +20,7 @@ def commit(
     counts: Int[jax.Array, " B"],
     interpret: bool = False,
 ) -> Float[jax.Array, "*pools P page H D"]:
-    """As `shared.spec.attention.commit_window`; no two requests share a window's page."""
+    """Same as `shared.spec.attention.commit_window`; requests share no window page."""
     (B, W), (P, page, H, D) = path.shape, pages.shape[-4:]
     pools, lanes = pages.reshape(-1, P, page, H * D), pl.next_power_of_2(W)
     columns = min(pl.next_power_of_2(H * D), max(1, _HELD // lanes))

@@ -1,4 +1,4 @@
-"""Sums over some positions, of which attention is made, in Pallas."""
+"""Online softmax accumulators (Pallas, Triton backend)."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN where a row sees nothin
 
 
 class Sums(NamedTuple):
-    """Sums over some positions: of the weighted values, the highest score, of the weights."""
+    """Online softmax accumulator (acc, m, l) over some positions."""
 
     value: jax.Array
     peak: jax.Array

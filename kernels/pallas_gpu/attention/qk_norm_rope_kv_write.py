@@ -1,6 +1,6 @@
-"""What a layer does with its heads before attention, in Pallas: norm, rotation, writing.
+"""QK norm, RoPE and KV cache write before attention (Pallas, Triton backend).
 
-`mix` does it in the kernel that attends; where rows are many, `place` does it before `attend`.
+`mix` fuses them into its attention kernel. `place` runs them before `attend` for many rows.
 """
 
 import functools
@@ -26,7 +26,7 @@ _ROWS = 16  # of a program
 
 
 class Turning(NamedTuple):
-    """How heads of D numbers are normed and turned; `half` is of the numbers that are turned."""
+    """QK norm and RoPE settings of heads of D elements; `half` is half of the rotated elements."""
 
     half: int
     has_norms: bool
@@ -36,7 +36,7 @@ class Turning(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What heads are made of: the projection's rows, scales of the norms, and angles."""
+    """Inputs of the heads: rows of the projection, norm scales and RoPE angles."""
 
     rows: Any
     q_norm: Any
@@ -46,7 +46,7 @@ class Projected(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Whose keys and values rows have, and at which place; padding is not written."""
+    """Request and write position of each row; padding is not written."""
 
     request: Any
     places: Any
@@ -244,7 +244,7 @@ def early(x, interpret):
 
 
 def is_bad_line(projected_ref, row, start, is_new, D):
-    """Which new rows have a value that is no number.
+    """Returns the new rows that have a NaN or infinite value.
 
     0 x NaN is NaN: such values are not read, and given back to the rows that see them.
     """

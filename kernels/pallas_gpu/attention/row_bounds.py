@@ -1,6 +1,6 @@
-"""What the rows of a request see and write, in few numbers, for Pallas.
+"""Attention and write bounds of each request (Pallas, Triton backend).
 
-The bounds of a request are told once for all layers; a window is as many bits.
+The bounds are computed once for all layers. A tree window is a bit mask.
 """
 
 import functools
@@ -37,7 +37,7 @@ def reach(
     k_heads: int,
     interpret: bool = False,
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
-    """As `shared.spec.attention_layer.reach`, and zeros to count by.
+    """Same as `shared.spec.attention_layer.reach`, and zeros to count by.
 
     Args:
       row_starts, first, until, max_rows: See `attend`.
@@ -89,7 +89,7 @@ def _reach_kernel(
 
 
 def bounds_of(bounds_ref, request):
-    """What `reach` has found of a request."""
+    """Returns the bounds that `reach` computed for a request."""
     return Bounds(*(bounds_ref[request, which] for which in range(BOUNDS)))
 
 
@@ -111,7 +111,7 @@ def _pack_word(window_ref, rows, begin, nodes):
 
 
 def sees(position, first, until, window, nodes):
-    """Which positions each lane sees, [lanes, positions]."""
+    """Returns the mask of positions that each lane attends to, [lanes, positions]."""
     position = position[None, :]
     seen = (position >= first[:, None]) & (position < until[:, None])
     if nodes > 0:
@@ -122,7 +122,7 @@ def sees(position, first, until, window, nodes):
 
 
 def is_in(low, high, node, nodes):
-    """Whether a bit is set, and is one."""
+    """Returns whether a bit exists and is set."""
     bits = jnp.where(node < 32, low, high) if nodes > 32 else low
     is_set = lax.shift_right_arithmetic(bits, node & 31) & 1
     return (is_set != 0) & (node >= 0) & (node < nodes)

@@ -1,7 +1,7 @@
-"""Sums over parts of a request's positions, which programs of `mix` leave each other, in Pallas.
+"""Split-KV (flash-decoding) partial results of `mix` (Pallas, Triton backend).
 
-A unit is a split, or a span where there are many. Units are added in their order, whoever has
-summed them.
+A unit is a split, or a span where there are many. Units are combined in position order, whichever
+program computed them.
 """
 
 from functools import partial

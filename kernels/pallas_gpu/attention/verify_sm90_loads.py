@@ -1,4 +1,4 @@
-"""How tiles come into shared memory and results from it, for Pallas by Mosaic GPU.
+"""TMA loads of tiles and stores of results for warp-specialised attention (Pallas, Mosaic GPU).
 
 Of `mix_described` and `attend_described`: the rings of keys and values, the rows of queries and of
 results, and padding.

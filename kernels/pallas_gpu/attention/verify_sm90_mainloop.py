@@ -1,6 +1,6 @@
-"""What the warpgroups sum that multiply in `mix_described` and `attend_described`, in Pallas.
+"""WGMMA main loop of `mix_described` and `attend_described`: online softmax (Pallas, Mosaic GPU).
 
-Both are kernels of Mosaic GPU. A tile's scores, weights and sums are in the registers of a
+A tile's scores, weights and sums are in the registers of a
 warpgroup as its matrix units leave them, so that nothing is exchanged between threads but the
 highest of a row.
 """
@@ -33,7 +33,7 @@ _OF_ROWS, _OF_COLUMNS = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
 class Shared(NamedTuple):
-    """What a program has in shared memory.
+    """Shared memory of a program.
 
     Attributes:
       queries, ones: What both products of a tile are with.
@@ -59,7 +59,7 @@ class Shared(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is settled before a kernel runs.
+    """Compile-time settings of the kernel.
 
     Attributes:
       group, piece: Query heads of a key head, and how many of a row are copied at once.
@@ -110,7 +110,7 @@ class Work(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a program does of a request's positions.
+    """Share of a request's positions that one program processes.
 
     Attributes:
       begin, end: Its tiles.
@@ -127,7 +127,7 @@ class Share(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """What the pairs of a warpgroup see.
+    """Attention bounds of the pairs of a warpgroup.
 
     Attributes:
       pairs: Of each pair `first`, `until` and the two words of the window.
@@ -238,7 +238,7 @@ def beside(x, columns):
 
 
 def folded(sums, more):
-    """As `attention.fold`."""
+    """Same as `attention.fold`."""
     highest = jnp.maximum(sums.peak, more.peak)
     ours, theirs = (flushed_power_of_two(x.peak - highest, _OF_ROWS) for x in (sums, more))
 
@@ -255,7 +255,7 @@ def folded(sums, more):
 
 
 def _sees(pairs, i, nodes):
-    """Which positions of a tile each pair sees."""
+    """Returns the mask of the positions of a tile that each pair attends to."""
     shape = LANES, TILE
     position = i * TILE + plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=LAYOUT)
     first, until = (beside(pairs[name], TILE) for name in ("first", "until"))

@@ -1,4 +1,4 @@
-"""What ranks on the GPUs of one host exchange, for Pallas: finished values, gathered, never added.
+"""Low-latency (LL) all-gather of ranks over symmetric memory (Pallas, Triton backend).
 
 Assembly counts as free of effects, so what must come first is an operand of what comes after it.
 """
@@ -41,7 +41,7 @@ _WORD_WARPS = 4
 
 
 class Gather(NamedTuple):
-    """How the gathers of a step find the mailboxes.
+    """Addresses of the symmetric-memory buffers for the all-gathers of a step.
 
     Attributes:
       place: Addresses of the mailboxes by rank, each a low and a high word, then which rank this

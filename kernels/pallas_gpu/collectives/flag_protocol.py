@@ -1,7 +1,6 @@
-"""Blocks of many values in the mailboxes of ranks, and the flags that say that they are there.
+"""Signal flags and sequence numbers of the block all-gather (Pallas, Triton backend).
 
-For Pallas. Assembly counts as free of effects, so what must come first is an operand of what comes
-after it.
+Inline assembly counts as free of side effects, so an operand carries each ordering dependency.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The memory of mailboxes of ranks that are devices of one process, in JAX."""
+"""Symmetric memory of ranks that are devices of one process (JAX)."""
 
 from collections.abc import Sequence
 

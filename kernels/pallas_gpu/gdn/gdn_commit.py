@@ -1,4 +1,4 @@
-"""The replay of accepted paths through gated-delta layers, in Pallas."""
+"""State commit of gated delta net layers: replay of accepted paths (Pallas, Triton backend)."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -46,7 +46,7 @@ def commit(
     Float[jax.Array, "L snapshots H K V"],
     Float[jax.Array, "L snapshots 3 C"],
 ]:
-    """As `shared.spec.gdn_layer.commit`, of all layers in one launch.
+    """Same as `shared.spec.gdn_layer.commit`, of all layers in one launch.
 
     Args:
       recurrent, window, kept, slots: See `delta_mix.verify`. Where it has advanced the states, only

@@ -1,4 +1,4 @@
-"""A gated-delta layer between its two products, in Pallas.
+"""Gated delta net decoding and tree verification between the two GEMMs (Pallas, Triton backend).
 
 A program has some columns of the state of a request and value head. Convolution, norms and gates of
 all nodes are found at once and written, in a launch of their own if tiles say so; then the
@@ -95,7 +95,7 @@ def verify(
     tuple[Float[jax.Array, "L B N ..."], ...],
     Int[jax.Array, "B H"],
 ]:
-    """As `shared.spec.gdn_layer.verify` or `advance`, for rows that lie together by request.
+    """Same as `shared.spec.gdn_layer.verify` or `advance`, for rows that lie together by request.
 
     Args:
       projected: See `shared.spec.gdn_state.split_inputs`.

@@ -1,4 +1,4 @@
-"""What a gated-delta layer makes of its rows before its recurrence and after it, in Pallas.
+"""Convolution, gates and norms around the gated delta net recurrence (Pallas, Triton backend).
 
 The same for the nodes of a step and for the tokens of a chunk.
 """

@@ -1,4 +1,4 @@
-"""How the nodes of a request follow one another in a gated-delta layer, in Pallas.
+"""Tree traversal of gated delta net verification (Pallas, Triton backend).
 
 What the convolution of a node reads, and the recurrence along the paths of a tree.
 """

@@ -1,9 +1,9 @@
-"""Attention of flat rows over paged KV, in Triton.
+"""Paged attention of flat rows with online softmax over GQA groups (Triton).
 
-A program sums the positions of one block of rows of one request and one key head. Tiles, splits
-and spans lie at fixed positions, so the order of a row's sums depends on nothing but where the row
-stands: not on the batch, not on how many rows its request has. What must stay equal in the Pallas
-twin is listed in `kernels/__init__.py`.
+A program processes one block of rows of one request and one KV head. Tiles, splits and spans begin
+at fixed positions, so the reduction order of a row depends on its position alone: results are
+batch-invariant and independent of the number of rows of the request. `kernels/__init__.py` lists
+what must equal the Pallas twin.
 """
 
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a r
 
 
 class Order(NamedTuple):
-    """What is settled of the sums before a kernel runs; `nodes` is the width of the window."""
+    """Compile-time settings of the reduction; `nodes` is the width of the window."""
 
     span: int
     split: int
@@ -42,7 +42,7 @@ class Order(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where the rows of requests begin, and what each sees."""
+    """First row of each request and the bounds of each row."""
 
     starts: Any
     first: Any
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Sums over some positions: of the weighted values, the highest score, of the weights."""
+    """Online softmax accumulator (acc, m, l) over some positions."""
 
     value: Any
     peak: Any
@@ -59,7 +59,7 @@ class Sums(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a program reads: its head's positions, its request's pages, and what its rows see.
+    """Inputs of a program: KV positions of its head, page table and row bounds.
 
     Attributes:
       scale: Of scores, by which 2 is raised.
@@ -93,7 +93,7 @@ def attend(
     scale: float,
     tiles: AttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """As `shared.spec.attention.attend`, for rows that lie together request by request.
+    """Same as `shared.spec.attention.attend`, for rows that lie together request by request.
 
     A block of rows is one program's, however long the context, so nothing is kept on the way.
 

@@ -1,10 +1,10 @@
-"""An attention layer between its two products, in one Triton kernel, where rows are few.
+"""Fused split-KV (flash-decoding) attention layer between its two GEMMs (Triton).
 
-The programs of a request and key head share its positions. Each writes the new keys and values of
-its own positions before it reads them; the last to arrive combines what all have summed. The order
-of the sums is that of `attend`, so a row has the same bits however many rows and programs there
-are. What tells the rows' positions is read before the kernel before has ended, which must not have
-written it.
+The kernel serves steps of few rows. The programs of a request and KV head split its positions. Each
+writes the new keys and values of its positions before it reads them. The last program to arrive
+combines the partial results. The reduction order equals that of `attend`: the bits of a row do not
+depend on the number of rows and programs. The positions of the rows are read before the previous
+kernel has ended, which must not write them.
 """
 
 from typing import Any, NamedTuple
@@ -58,7 +58,7 @@ class Requests(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where the rows of requests begin, where each is written, and what it sees."""
+    """First row of each request, and the write position and bounds of each row."""
 
     starts: Any
     places: Any
@@ -98,7 +98,7 @@ class Units(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the work is cut.
+    """Tile config of the kernel.
 
     Attributes:
       lanes, blocks: Pairs of a program, and the programs that share those of a key head.
@@ -150,7 +150,7 @@ def mix(
     scale: float,
     tiles: DecodeAttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """As `shared.spec.attention_layer.mix`, for rows that lie together request by request.
+    """Same as `shared.spec.attention_layer.mix`, for rows that lie together request by request.
 
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.

@@ -1,4 +1,4 @@
-"""The attention of `mix` by a Hopper's wide matrix unit and tensor descriptors (TMA), in Gluon.
+"""Split-KV attention of `mix` with WGMMA and TMA, warp-specialised (Gluon).
 
 A program has up to 64 pairs of a row and a query head, which are the 64 rows that the matrix units
 of a warpgroup take at once. One warp more copies tiles of keys and values ahead. Tiles, splits and
@@ -60,7 +60,7 @@ the others, these wait forever.
 
 
 def takes(kv: Float[Tensor, "L 2 P page Hk D"], tile: int) -> bool:
-    """Whether `mix_described` can be called: with bfloat16, whole tiles in a page, and on a Hopper.
+    """Returns whether `mix_described` supports the arrays: bfloat16, whole tiles a page, Hopper.
 
     Args:
       kv: The pools.
@@ -90,7 +90,7 @@ def mix_described(
     scale: float,
     tiles: DecodeAttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """As `mix.mix` behind `place`, of arrays that `takes` accepts.
+    """Same as `mix.mix` behind `place`, of arrays that `takes` accepts.
 
     Args:
       q: Of `place`, which has written the new keys and values.

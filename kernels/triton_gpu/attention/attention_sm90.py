@@ -1,4 +1,4 @@
-"""The attention of `attention` by a Hopper's wide matrix unit and tensor descriptors, in Gluon.
+"""Paged attention of `attend` with WGMMA and TMA, warp-specialised (Gluon).
 
 A program has two warpgroups that multiply, each 64 pairs of a row and a query head of one key
 head, or the two halves of a large one's values. What a warp of its own copies is for both. Tiles,
@@ -67,7 +67,7 @@ def attend_described(
     scale: float,
     tiles: AttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
-    """As `attention.attend`, of arrays that `mix_described.takes` accepts and a narrow window.
+    """Same as `attention.attend`, of arrays that `mix_described.takes` accepts and a narrow window.
 
     Args:
       q, gate, kv, layer, page_table, row_starts, first, until, window: See `attend`.

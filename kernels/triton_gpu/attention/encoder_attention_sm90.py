@@ -1,4 +1,4 @@
-"""The attention of `attend_all` by a Hopper's wide matrix unit and tensor descriptors, in Gluon.
+"""Vision encoder attention with WGMMA and TMA, warp-specialised (Gluon).
 
 A program has some warpgroups that multiply, each 64 patches of a head, and a warp more that copies
 tiles of keys and values for all of them. While a warpgroup weighs the scores of a tile, its matrix
@@ -72,7 +72,7 @@ class Weighed(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the work is cut.
+    """Tile config of the kernel.
 
     Attributes:
       heads: How many there are.
@@ -89,7 +89,7 @@ class Cut(NamedTuple):
 
 
 def takes(qkv: Float[Tensor, "R columns"], D: int, tile: int) -> bool:
-    """Whether `attend_all_described` can be called: in bfloat16, and on a Hopper.
+    """Returns whether `attend_all_described` supports the arrays: bfloat16 on Hopper.
 
     Args:
       D: Columns of a head.
@@ -108,7 +108,7 @@ def attend_all_described(
     scale: float,
     tiles: EncoderAttentionTiles,
 ) -> None:
-    """As `attend_all`, of arrays that `takes` accepts.
+    """Same as `attend_all`, of arrays that `takes` accepts.
 
     Args:
       laid: Of `lay`, with whole tiles of rows and all values.

@@ -1,6 +1,6 @@
-"""How the heads of a picture's patches lie in blocks, in Triton.
+"""RoPE and column-block layout of vision encoder queries, keys and values (Triton).
 
-Of `attend_all` and `attend_all_described`.
+Used by `attend_all` and `attend_all_described`.
 """
 
 import triton
@@ -21,11 +21,11 @@ def lay(
     rows: int,
     sizes: Sizes,
 ) -> Float[Tensor, "rows width"]:
-    """Queries and keys, turned, and values: first blocks of all heads, and then the second blocks.
+    """Returns rotated queries and keys, and values: first blocks of all heads, then second blocks.
 
     Args:
       qkv, cos, sin, count: See `attend_all`.
-      rows: How many to make; behind the last patch stands that one again.
+      rows: Rows of the result; rows past the last patch repeat it.
     """
     laid = qkv.new_empty((rows, sizes.width))
     block = triton.next_power_of_2(sizes.width)
@@ -39,7 +39,7 @@ def _lay_kernel(
     qkv_at, cos_at, sin_at, count_at, out_at,
     sizes: tl.constexpr, block: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: its queries and keys, turned, and its values."""
+    """Runs one program per row: its rotated queries and keys, and its values."""
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()

@@ -1,7 +1,7 @@
-"""Columns of a head whose size need not be a power of two, as a block's must be, in Triton.
+"""Padding of a head dimension to a power-of-two block (Triton).
 
-A block has the columns of the next power of two; those past the head are 0 and in no memory. Of a
-head that is a power of two there are none, and nothing is masked.
+A block has the columns of the next power of two; columns past the head are 0 and occupy no memory.
+A head dimension that is a power of two has no padding and no mask.
 """
 
 import triton
@@ -16,7 +16,7 @@ def columns_of(D: tl.constexpr):
 
 @triton.jit
 def in_head(keep, D: tl.constexpr):
-    """What is kept of rows, [rows, 1], for the columns of the head alone."""
+    """Restricts a row mask, [rows, 1], to the columns of the head."""
     if D & (D - 1) != 0:
         keep = keep & (columns_of(D) < D)[None, :]
     return keep

@@ -1,4 +1,4 @@
-"""What a verify leaves in the window of each request, in one Triton kernel for all pools."""
+"""KV compaction of accepted rows after verification (Triton)."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def commit(
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> None:
-    """As `shared.spec.attention.commit_window`, in place; no two requests share a window's page.
+    """Same as `shared.spec.attention.commit_window`, in place; requests share no window page.
 
     Raises:
       ValueError: The pools are not contiguous.

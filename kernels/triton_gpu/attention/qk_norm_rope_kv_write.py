@@ -1,6 +1,6 @@
-"""What a layer does with its heads before attention, in Triton: norm, rotation, writing.
+"""QK norm, RoPE and KV cache write before attention (Triton).
 
-`mix` does it in the kernel that attends; where rows are many, `place` does it before `attend`.
+`mix` fuses them into its attention kernel. `place` runs them before `attend` for many rows.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
 
 class Turning(NamedTuple):
-    """How heads are normed and turned; `half` is of the numbers that are turned."""
+    """QK norm and RoPE settings; `half` is half of the rotated elements."""
 
     half: int
     has_norms: bool
@@ -43,7 +43,7 @@ class Turning(NamedTuple):
 
 
 class Projected(NamedTuple):
-    """What heads are made of: the projection's rows, scales of the norms, and angles."""
+    """Inputs of the heads: rows of the projection, norm scales and RoPE angles."""
 
     rows: Any
     q_norm: Any
@@ -62,7 +62,7 @@ class Pool(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Whose keys and values rows have, and at which place; padding is not written."""
+    """Request and write position of each row; padding is not written."""
 
     request: Any
     places: Any
@@ -256,7 +256,7 @@ def turn(fetched, eps, heads: tl.constexpr, turning: tl.constexpr):
 
 @triton.jit
 def is_bad_line(projected_at, at, is_new, D: tl.constexpr):
-    """Which new rows have a value that is no number.
+    """Returns the new rows that have a NaN or infinite value.
 
     0 x NaN is NaN: such values are not read, and given back to the rows that see them.
     """

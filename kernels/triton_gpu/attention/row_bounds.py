@@ -1,6 +1,6 @@
-"""What the rows of a request see and write, in few numbers, in Triton.
+"""Attention and write bounds of each request (Triton).
 
-The bounds of a request are told once for all layers; a window is as many bits.
+The bounds are computed once for all layers. A tree window is a bit mask.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ def reach(
     max_rows: int,
     k_heads: int,
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
-    """As `shared.spec.attention_layer.reach`, and zeros to count by.
+    """Same as `shared.spec.attention_layer.reach`, and zeros to count by.
 
     Args:
       row_starts, first, until, max_rows: See `attend`.
@@ -107,7 +107,7 @@ def _store_bounds(at, bounds):
 
 @triton.jit
 def bounds_of(bounds_at, request):
-    """What `reach` has found of a request."""
+    """Returns the bounds that `reach` computed for a request."""
     at = bounds_at + request * _BOUNDS
     return Bounds(
         low=tl.load(at),
@@ -141,7 +141,7 @@ def _pack_word(window_at, rows, begin: tl.constexpr, nodes: tl.constexpr):
 
 @triton.jit
 def sees(position, first, until, window, nodes: tl.constexpr):
-    """Which positions each lane sees, [lanes, positions]."""
+    """Returns the mask of positions that each lane attends to, [lanes, positions]."""
     position = position[None, :]
     seen = (position >= first[:, None]) & (position < until[:, None])
     if nodes > 0:
@@ -152,7 +152,7 @@ def sees(position, first, until, window, nodes: tl.constexpr):
 
 @triton.jit
 def is_in(low, high, node, nodes: tl.constexpr):
-    """Whether a bit is set, and is one."""
+    """Returns whether a bit exists and is set."""
     bits = low
     if nodes > 32:
         bits = tl.where(node < 32, low, high)

@@ -1,4 +1,4 @@
-"""How pairs and tiles come into registers and shared memory, in Gluon.
+"""Loads of (row, query head) pairs and TMA loads of tiles for attention (Gluon).
 
 Of `mix_described` and `attend_described`: the rings of keys and values, what pairs see, padding.
 """

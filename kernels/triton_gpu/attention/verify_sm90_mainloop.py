@@ -1,4 +1,4 @@
-"""What the warps sum that multiply in `mix_described` and `attend_described`, in Gluon.
+"""WGMMA main loop of `mix_described` and `attend_described`: online softmax (Gluon).
 
 A tile's scores, weights and sums are in the registers of a warpgroup as its matrix units leave
 them, so that nothing is exchanged between threads but the highest of a row.
@@ -82,7 +82,7 @@ class Ring(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What a program does of a request's positions.
+    """Share of a request's positions that one program processes.
 
     Attributes:
       begin, end: Its tiles.
@@ -133,7 +133,7 @@ class Left(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How the work is cut.
+    """Tile config of the kernel.
 
     Attributes:
       groups: Warpgroups that multiply.
@@ -322,7 +322,7 @@ def fold(peak, total, sums, more_peak, more_total, more_sums):
 
 @gluon.jit
 def _sees(position, pairs, nodes: gl.constexpr):
-    """Which positions each pair sees, [pairs, positions]."""
+    """Returns the mask of positions that each pair attends to, [pairs, positions]."""
     position = position[None, :]
     is_seen = (position >= pairs.first[:, None]) & (position < pairs.until[:, None])
     if nodes > 0:

@@ -1,4 +1,4 @@
-"""What ranks on the GPUs of one host exchange, in Triton: finished values, never parts of sums."""
+"""Low-latency (LL) all-gather of ranks over symmetric memory (Triton)."""
 
 from typing import NamedTuple
 

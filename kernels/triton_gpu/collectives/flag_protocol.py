@@ -1,7 +1,4 @@
-"""Blocks of many values in the mailboxes of ranks, and the flags that say that they are there.
-
-In Triton.
-"""
+"""Signal flags and sequence numbers of the block all-gather (Triton)."""
 
 import triton
 import triton.language as tl

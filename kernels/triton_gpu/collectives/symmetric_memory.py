@@ -1,4 +1,4 @@
-"""The memory of the mailbox of a rank that is a process, and of those that it reaches, in torch."""
+"""Symmetric memory of a rank that is a process: CUDA IPC buffers (torch)."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""What is computed within a chunk of a gated-delta layer's rows, in Triton.
+"""Intra-chunk operations of gated delta net chunked prefill (Triton).
 
-Numbers are cut into two in bfloat16, which the matrix unit multiplies, so that 16 bits count.
+A float32 operand is split into two bfloat16 parts for the tensor cores: 16 significant bits.
 """
 
 import triton

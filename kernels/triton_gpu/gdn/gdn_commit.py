@@ -1,4 +1,4 @@
-"""The replay of accepted paths through gated-delta layers, in Triton."""
+"""State commit of gated delta net layers: replay of accepted paths (Triton)."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ def commit(
     *,
     tiles: GDNLayerTiles,
 ) -> None:
-    """As `shared.spec.gdn_layer.commit`, of all layers in one launch.
+    """Same as `shared.spec.gdn_layer.commit`, of all layers in one launch.
 
     Args:
       recurrent, window, kept, slots: See `delta_mix.verify`. Where it has advanced the states, only

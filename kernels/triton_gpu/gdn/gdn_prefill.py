@@ -1,4 +1,4 @@
-"""Prompts through a gated-delta layer between its two products, in chunks of 64 rows, in Triton.
+"""Gated delta net chunked prefill, in chunks of 64 rows (Triton).
 
 Four kernels. Convolution and norms of all rows; then of all chunks at once the gates, and the
 inverse of the system that says how what a token stores depends on those before it; then the state
@@ -85,7 +85,7 @@ def feed(
     digits: int,
     tiles: GDNPrefillTiles,
 ) -> Float[Tensor, "R values"]:
-    """As `shared.spec.gdn_layer.feed`, for rows in bfloat16 that lie together by request.
+    """Same as `shared.spec.gdn_layer.feed`, for rows in bfloat16 that lie together by request.
 
     Args:
       projected: See `shared.spec.gdn_state.split_inputs`.

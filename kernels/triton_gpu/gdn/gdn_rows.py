@@ -1,4 +1,4 @@
-"""What a gated-delta layer makes of its rows before its recurrence and after it, in Triton.
+"""Convolution, gates and norms around the gated delta net recurrence (Triton).
 
 The same for the nodes of a step and for the tokens of a chunk.
 """

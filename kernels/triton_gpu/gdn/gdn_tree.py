@@ -1,4 +1,4 @@
-"""How the nodes of a request follow one another in a gated-delta layer, in Triton.
+"""Tree traversal of gated delta net verification (Triton).
 
 What the convolution of a node reads, and the recurrence along the paths of a tree.
 """
