@@ -1,1 +1,1 @@
-"""The engine's process: its start, its loop, the frames of its socket, and its memory plan."""
+"""Engine process: startup, main loop, IPC messages with the HTTP server, and memory plan."""

@@ -1,4 +1,4 @@
-"""Where the server listens, and the names that it answers to."""
+"""Listening sockets of the server, and the host names that it accepts."""
 
 import errno
 import ipaddress
@@ -16,27 +16,27 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Listeners:
-    """Sockets that listen.
+    """Listening sockets.
 
     Attributes:
-      clients: For whom the model is served.
-      admin: For who runs the server; empty where both come to the same.
+      clients: Sockets of the API.
+      admin: Sockets of the admin routes; empty if they share the API's sockets.
     """
 
     clients: list[socket.socket]
     admin: list[socket.socket]
 
     def close(self) -> None:
-        """Stops listening."""
+        """Closes all sockets."""
         for listener in chain(self.clients, self.admin):
             listener.close()
 
 
 def open_listeners(options: ServerOptions) -> Listeners:
-    """Takes the addresses of both listeners.
+    """Binds the addresses of both listeners.
 
     Raises:
-      ValueError: They cannot be had, or other machines could reach them without a key.
+      ValueError: An address is not available, or other machines could reach it without a key.
     """
     clients, admin = bind(options.host, options.port), []
     if options.admin_port is not None:
@@ -51,26 +51,27 @@ def open_listeners(options: ServerOptions) -> Listeners:
 
 
 def admin_host(options: ServerOptions) -> str:
-    """Where who runs the server comes to: this machine, unless it is told."""
+    """Returns the host of the admin listener, by default the loopback address."""
     return options.admin_host or LOOPBACK
 
 
 def bind(
     host: str, port: int, host_flag: str = "--host", port_flag: str = "--port"
 ) -> list[socket.socket]:
-    """Takes a listener's addresses, before the model is loaded; who connects waits for the server.
+    """Binds a listener's addresses before the model is loaded; clients that connect wait for the
+    server.
 
-    A name may have several addresses, as localhost has one of IPv4 and one of IPv6, and it is the
-    client that chooses among them: all are listened on, but for those that this machine does not
-    have while it has another.
+    A name may have several addresses, as localhost has an IPv4 and an IPv6 one, and the client
+    chooses among them. All are bound, except addresses that this machine does not have, if it has
+    another one.
 
     Args:
       host: Name or address to listen on.
-      port: TCP port; 0 takes a free one.
-      host_flag, port_flag: What the user knows them by.
+      port: TCP port; 0 selects a free one.
+      host_flag, port_flag: Flags for messages.
 
     Raises:
-      ValueError: The addresses cannot be had; one sentence.
+      ValueError: The addresses are not available.
     """
     listeners: list[socket.socket] = []
     number = port
@@ -92,16 +93,16 @@ def bind(
 
 
 def _addresses(host: str) -> list[tuple[int, tuple]]:
-    """Family and address, as sockets take them; each once."""
+    """Returns family and address of each distinct address."""
     resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     return list(dict.fromkeys((family, address) for family, _, _, _, address in resolved))
 
 
 def _listening(family: int, address: tuple) -> socket.socket | None:
-    """A socket that listens; None where the machine does not have the address.
+    """Returns a listening socket; None if the machine does not have the address.
 
-    Two sockets may have one address as long as neither listens, so this one listens at once: a
-    second start is refused here, not after it has loaded its model.
+    Two sockets may share one address as long as neither listens, so this one listens at once. A
+    second server on the same address then fails here, not after loading its model.
     """
     listener = None
     try:
@@ -119,10 +120,10 @@ def _listening(family: int, address: tuple) -> socket.socket | None:
 
 
 def check_open(options: ServerOptions, listeners: Listeners) -> None:
-    """Refuses to serve other machines without a key, unless that is said to be wanted.
+    """Checks that other machines cannot reach the server without a key, unless that is allowed.
 
     Raises:
-      ConfigError: The server would be open; the listeners are closed.
+      ConfigError: They could; the listeners are closed.
     """
     if options.api_key or options.allow_unauthenticated:
         return
@@ -141,13 +142,15 @@ def check_open(options: ServerOptions, listeners: Listeners) -> None:
 def host_names(
     options: ServerOptions, host: str, listeners: Sequence[socket.socket]
 ) -> tuple[str, ...] | None:
-    """The names that a request may call a listener by, beside the machine's own; None: any.
+    """Returns the host names that requests may use besides the machine's own; None for any.
 
-    One that listens on this machine alone answers to no other name, unless it is told: whoever lets
-    a name of theirs stand for 127.0.0.1 could make a browser on the machine speak to it.
+    A listener on the loopback address accepts no other names by default. Otherwise a site whose DNS
+    name resolves to 127.0.0.1 could make a browser on the machine send requests to it (DNS
+    rebinding).
 
     Args:
-      host: Where the listener listens.
+      options: Server options.
+      host: Host of the listener.
       listeners: Its sockets.
     """
     if options.allowed_hosts is not None:
@@ -161,7 +164,7 @@ def _are_local(listeners: Sequence[socket.socket]) -> bool:
 
 
 def is_local(name: str) -> bool:
-    """Whether a name or an address stands for the machine itself wherever it is asked."""
+    """Returns True for a name or an address of the loopback interface."""
     try:
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:

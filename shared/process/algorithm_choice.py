@@ -1,4 +1,4 @@
-"""The algorithm of a start with `--speculative-algorithm auto`."""
+"""Selection of the drafter with `--speculative-algorithm auto`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,17 +16,18 @@ _NOTHING = "the checkpoint has no MTP layer, and the hub cache has no published 
 
 
 def with_algorithm(options: Options, has_mtp: Callable[[], bool]) -> Options:
-    """The options with an algorithm in place of `auto`: an MTP layer, else a head, else none.
+    """Replaces `auto` by an algorithm: an MTP layer, else a cached draft head, else none.
 
-    NGRAM is not chosen: it gains where texts repeat, and elsewhere costs up to a third of the speed
-    of plain decoding (docs/performance.md).
+    NGRAM is not selected: it gains where output repeats, and otherwise costs up to a third of the
+    speed of plain decoding (docs/performance.md).
 
     Args:
-      options: With each path in full.
-      has_mtp: Whether the checkpoint holds an MTP layer, which takes its files to find out.
+      options: The options, with absolute paths.
+      has_mtp: Returns True if the checkpoint contains an MTP layer; reads its files.
 
     Raises:
-      ValueError: A draft model cannot be opened, or other flags need a drafter where there is none.
+      ValueError: A draft model cannot be opened, or other flags require a drafter and there is
+        none.
     """
     draft = options.speculative
     if draft.speculative_algorithm != AUTO:

@@ -1,4 +1,6 @@
-"""Which programs a start asks of its backend: one for each bucket of sizes that a step may need."""
+"""Enumerates the programs to compile or capture: one per bucket of batch size, context pages and
+prefill tokens.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,20 +26,20 @@ MOST_PREFILL_ROWS = 8
 MAX_STOP_IDS = 16
 MAX_BIAS = 64
 FEW_ROWS = 64
-"""Verify rows that a step takes in little more time than half of them."""
+"""Verify rows up to which a step takes little longer than with half of them."""
 
 
 @dataclass(frozen=True)
 class ProgramCosts:
-    """What a backend says of its programs before it is made.
+    """Costs of a backend's programs, known before it is created.
 
     Attributes:
-      workspace: Bytes that a step of a program works on beside the pools.
-      are_compiled: On a CPU each program takes seconds of the start, so there are few.
-      has_mailboxes: Whether its ranks exchange through mailboxes on a CPU.
-      captures: Whether it has steps on a GPU that it may capture or not.
-      device_mailbox_bytes: Of those on each of so many GPUs; raises a ValueError where ranks cannot
-        be so many.
+      workspace: Returns the bytes that a step of a program needs beyond the pools.
+      are_compiled: True if each program is compiled at startup, which takes seconds on a CPU.
+      has_mailboxes: True if its ranks use the shared-memory all-gather on a CPU.
+      captures: True if it may capture steps on a GPU as graphs.
+      device_mailbox_bytes: Returns the bytes of the all-gather buffers on each of several GPUs;
+        raises ValueError for an unsupported number.
     """
 
     workspace: Callable[[Program, Blueprint], int]
@@ -55,11 +57,10 @@ def capacity_for(
     costs: ProgramCosts,
     pictures: PicturePool | None = None,
 ) -> Capacity:
-    """What a backend provides: so many pages, other pools, and one program per bucket.
+    """Returns the limits of a backend: a number of pages, other pools, and one program per bucket.
 
-    A step takes the smallest program that holds it, so buckets spare work; see `BUCKETS`. Those
-    with masks, which a start has where it was told of grammars, are few on a GPU, and so are those
-    that score whole prompts.
+    A step uses the smallest program that holds it, so buckets save work; see `BUCKETS`. Programs
+    with grammar masks, and programs with prompt logprobs, are few on a GPU.
     """
     engine = settled.told.engine
     table = max(1, min(pages, pages_for(settled, settled.context_length)))
@@ -75,7 +76,7 @@ def capacity_for(
         masked = _masked(settled, programs)
         if settled.are_few or device.kind == "gpu":
             masked = _some(settled, masked)
-        if settled.are_few:  # one program serves batches with grammars and without
+        if settled.are_few:  # one program serves batches with and without grammars
             unmasked = {program.having({Extra.MASK: False}) for program in masked}
             programs = [program for program in programs if program not in unmasked]
         programs += masked
@@ -106,7 +107,7 @@ def capacity_for(
 
 
 def text_table(settled: Settled) -> TextTable | None:
-    """The table of n-grams on the device; None where nothing drafts from one."""
+    """Returns the n-gram table on the device; None if no drafter uses one."""
     draft, told = settled.draft, settled.told.ngram
     if not draft.drafts_from_table:
         return None
@@ -117,7 +118,7 @@ def text_table(settled: Settled) -> TextTable | None:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Sizes of which a start has programs.
+    """Sizes of the programs of a server.
 
     Attributes:
       batches: Requests of a decode step.
@@ -131,9 +132,10 @@ class Buckets:
 
 
 def _on_gpu(settled: Settled, table: int) -> Buckets:
-    """Kernels and compiled programs follow the longest row, so one page table does.
+    """Returns the buckets on a GPU, with one page table: work depends on the longest row, not on
+    the table.
 
-    Several prompts are many tokens; where they are few, a wider program costs little.
+    Prefills of several prompts have many tokens; for few tokens a wider program costs little.
     """
     requests, most = settled.most_requests, settled.chunk
     chunks = [
@@ -146,17 +148,19 @@ def _on_gpu(settled: Settled, table: int) -> Buckets:
 
 
 def _on_cpu(settled: Settled, table: int) -> Buckets:
-    """Plain attention gathers all pages of a table, so there are several tables."""
+    """Returns the buckets on a CPU, with several page tables: fallback attention gathers all
+    pages.
+    """
     requests = settled.most_requests
     chunks = list(product(_prefill_rows(requests), _chunks(settled.chunk)))
     return Buckets(_powers(1, 4, requests), chunks, _page_tables(table))
 
 
 def _compiled_on_cpu(settled: Settled, table: int) -> Buckets:
-    """Each program takes seconds of the start, so there are few.
+    """Returns few buckets, because each program takes seconds to compile.
 
-    A prompt is prefilled by itself, and the widest programs alone have logprobs, which a CPU
-    computes only where a row reports them; a GPU always computes what its program has.
+    A prefill has one prompt. Only the largest programs have logprobs, which a CPU computes only for
+    rows that request them; a GPU always computes what its program has.
     """
     chunks = list(product([1], _chunks(settled.chunk)))
     return Buckets(sorted({1, settled.most_requests}), chunks, (table,))
@@ -168,11 +172,11 @@ BUCKETS = {
     ("cpu", False): _on_cpu,
     ("cpu", True): _compiled_on_cpu,
 }
-"""By the kind of device, and whether programs are compiled at the start."""
+"""Buckets by the kind of device, and whether programs are compiled at startup."""
 
 
 def captured_works(options: Options) -> tuple[Work, ...]:
-    """The works whose steps torch captures on a GPU."""
+    """Returns the kinds of steps that torch captures as CUDA graphs."""
     engine = options.engine
     if engine.disable_cuda_graph:
         return ()
@@ -181,7 +185,9 @@ def captured_works(options: Options) -> tuple[Work, ...]:
 
 
 def _programs(settled: Settled, buckets: Buckets) -> list[Program]:
-    """Every program of these sizes; a tree of the host's may be missing, so it has a plain twin."""
+    """Returns all programs of these sizes; host-built trees may be absent, so they have a plain
+    twin.
+    """
     on_host = settled.draft.drafts_on_host
     prefills = [
         _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), extras)
@@ -205,20 +211,20 @@ def _programs(settled: Settled, buckets: Buckets) -> list[Program]:
 
 
 def _decodes_plainly(program: Program) -> bool:
-    """Whether it serves a plain step of any request, with logprobs."""
+    """Returns True for plain decode programs with logprobs."""
     is_plain = program.work is Work.DECODE and program.shape.is_plain
     return is_plain and program.has(Extra.LOGPROBS)
 
 
 def _masked(settled: Settled, programs: Sequence[Program]) -> list[Program]:
-    """The twins of decode programs that take masks of grammars.
+    """Returns the variants of decode programs that take grammar masks.
 
-    Trees come to the host before they are verified, so where the device drafts there is a program
-    that only drafts for each. Where the shape is chosen step by step there is one of them alone.
+    The host needs the trees before verification, so with a drafter on the device there is also a
+    draft program for each. With adaptive speculation there is only one shape.
     """
-    # Copies join no tree that comes to the host before it is verified.
+    # N-gram drafts are not merged into trees that the host receives before verification.
     decodes = [p for p in programs if p.work is Work.DECODE and not p.has(Extra.COPIES)]
-    if settled.draft.joins_copies:  # a plain step is for batches without a grammar
+    if settled.draft.joins_copies:  # plain steps are for batches without a grammar
         decodes = [p for p in decodes if not p.shape.is_plain]
     if settled.candidates:
         plain = [p for p in decodes if p.shape.is_plain]
@@ -233,10 +239,10 @@ def _masked(settled: Settled, programs: Sequence[Program]) -> list[Program]:
 
 
 def _some(settled: Settled, masked: Sequence[Program]) -> list[Program]:
-    """Programs with masks where each costs memory or seconds of the start.
+    """Returns a subset of the programs with masks, each of which costs memory or startup time.
 
-    Batches without a grammar do not run them, so they have every second batch bucket; where each
-    program takes seconds of a processor, the widest alone.
+    Batches without a grammar do not run them, so they exist for every second batch bucket; with
+    slow compilation, only for the largest.
     """
     batches = sorted({program.batch for program in masked}, reverse=True)
     wanted = batches[:1] if settled.are_few else batches[::2]
@@ -244,7 +250,7 @@ def _some(settled: Settled, masked: Sequence[Program]) -> list[Program]:
 
 
 def _scoring(rows: int, chunks: Sequence[int], tables: Sequence[int]) -> list[Program]:
-    """The programs of prompts whose tokens are all scored."""
+    """Returns the prefill programs with prompt logprobs."""
     both = Extra.LOGPROBS | Extra.SCORES
     return [
         _program(Work.PREFILL, rows, pages, tokens, TreeShape.plain(rows), both)
@@ -254,9 +260,9 @@ def _scoring(rows: int, chunks: Sequence[int], tables: Sequence[int]) -> list[Pr
 
 
 def _few(programs: Sequence[Program]) -> list[Program]:
-    """Of each size one: with logprobs if it is the widest of its work and shape of tree."""
+    """Returns one program per size: with logprobs if it is the largest of its kind and tree."""
     widest: dict[tuple[Work, tuple[int, int, int]], Program] = {}
-    for program in programs:  # in ascending order
+    for program in programs:  # ascending
         widest[program.work, program.shape.tree] = _with_logprobs(program)
     return [
         program
@@ -271,7 +277,7 @@ def _with_logprobs(program: Program) -> Program:
 
 
 def _chunks(most: int) -> list[int]:
-    """Sizes of chunks where each costs something at the start: all, and an eighth."""
+    """Returns few prefill sizes: the maximum, and an eighth of it."""
     return sorted({-(-most // 8 // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT, most})
 
 
@@ -280,15 +286,16 @@ def _prefill_rows(requests: int) -> list[int]:
 
 
 def draft_shape(settled: Settled, batch: int) -> TreeShape:
-    """The widest shape that a start drafts with; plain where nothing drafts."""
+    """Returns the widest draft shape of a server; plain without drafting."""
     return decode_shapes(settled, batch)[-1]
 
 
 def masked_shape(settled: Settled, batch: int) -> TreeShape:
-    """The one candidate that batches with a grammar draft with, every request with all its rows.
+    """Returns the draft shape of batches with a grammar in adaptive speculation, with all verify
+    rows.
 
-    The host's trees are as large as the largest. The device drafts the one in the middle: a batch
-    of each size has to do with it.
+    With host-built trees it is the largest candidate. With a drafter on the device it is the middle
+    one, because all batch sizes use it.
     """
     largest = len(settled.candidates) - 1
     chosen = largest if settled.draft.drafts_on_host else largest // 2
@@ -296,9 +303,9 @@ def masked_shape(settled: Settled, batch: int) -> TreeShape:
 
 
 def decode_shapes(settled: Settled, batch: int) -> list[TreeShape]:
-    """Every shape of a decode step in a batch of this size, the smallest first.
+    """Returns all decode shapes for a batch size, the smallest first.
 
-    Where the shape is chosen step by step, or the host may have no draft, plain decoding is one.
+    Plain decoding is included with adaptive speculation, or if the host may have no draft tokens.
     """
     draft, plain = settled.draft, TreeShape.plain(batch)
     if not draft.drafts:
@@ -314,11 +321,11 @@ def decode_shapes(settled: Settled, batch: int) -> list[TreeShape]:
 
 
 def joined_shape(settled: Settled, own: TreeShape, batch: int) -> TreeShape:
-    """What the drafter grows, joined by copies of seen text; it may grow nothing.
+    """Returns the shape of the drafter's trees (which may be plain) merged with n-gram drafts.
 
-    One path of copies reaches as far ahead as the steps in flight may get, and as many nodes more
-    are branches. Half of those that a tree has room for have verify rows; where rows are few all
-    have, as they cost next to nothing.
+    One n-gram path extends as far ahead as the steps in flight may get, and the same number of
+    nodes are branches. Half of the n-gram nodes that fit into a tree have verify rows; for small
+    batches all have, because rows cost little there.
     """
     copies = settled.told.ngram.num_copies
     nodes, deepest = own.nodes + copies, max(settled.draft.num_steps, copies)
@@ -346,25 +353,27 @@ def _program(
 
 
 def _reach(settled: Settled, context: int) -> int:
-    """Positions that one request may write: its tokens, all steps in flight, and the scratch."""
+    """Returns the positions that one request may write: its tokens, all steps in flight, and the
+    scratch.
+    """
     shapes = decode_shapes(settled, 1)
     most_tokens, scratch = (max(getattr(s, n) for s in shapes) for n in ("max_tokens", "scratch"))
     return context + (settled.overlap + 1) * most_tokens + scratch
 
 
 def pages_for(settled: Settled, context: int) -> int:
-    """Most pages that one request of `context` positions may hold, scratch included."""
+    """Returns the maximum pages of a request of `context` positions, including scratch."""
     return -(-_reach(settled, context) // settled.page_size)
 
 
 def _page_tables(last: int) -> tuple[int, ...]:
-    """Powers of 4 up to `last`; one that would spare less than half of the last is left out."""
+    """Returns powers of 4 up to `last`, without those above half of it."""
     powers = _powers(SMALLEST_PAGE_TABLE, 4, last)
     return (*(pages for pages in powers[:-1] if 2 * pages <= last), last)
 
 
 def _powers(first: int, factor: int, last: int) -> tuple[int, ...]:
-    """The powers first * factor^i below `last`, and `last`."""
+    """Returns the powers first * factor^i below `last`, and `last`."""
     sizes = []
     while first < last:
         sizes.append(first)

@@ -1,4 +1,4 @@
-"""What the prefix cache keeps, as a memory plan says it."""
+"""Prefix-cache policy of a memory plan."""
 
 from shared.drafts.drafter_spec import MODEL
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
@@ -7,10 +7,10 @@ from shared.process.memory_plan import MemoryPlan
 
 
 def cache_policy(memory: MemoryPlan) -> CachePolicy:
-    """What is kept of texts.
+    """Returns the settings of the prefix cache.
 
     Raises:
-      ConfigError: States cannot be tracked as the flags say.
+      ConfigError: The state snapshot interval is invalid.
     """
     settled, drafts, capacity = memory.settled, memory.blueprint.drafts, memory.capacity
     if settled.told.engine.disable_radix_cache:

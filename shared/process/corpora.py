@@ -1,4 +1,4 @@
-"""External corpora of the drafter NGRAM, on the engine's side: built beside the steps."""
+"""External corpora of NGRAM in the engine process, built on a background thread."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NO_INDEX = (
 
 
 class Corpora:
-    """Answers the messages of the admin routes.
+    """Handles the corpus messages of the admin routes.
 
-    A corpus is built on a thread of its own, whose compiled loops let the engine's run, and joins
-    the index between two steps. Every answer has the ticket of its question. The thread is a
-    daemon: the end of the process waits for no corpus, however large.
+    A corpus is built on its own thread, whose compiled loops release the GIL, and is added to the
+    index between two steps. Each reply has the ticket of its request. The thread is a daemon, so
+    the end of the process does not wait for a corpus.
 
     Args:
-      index: What drafts from corpora; None where the drafter is another.
+      index: N-gram index that drafts from corpora; None with another drafter.
     """
 
     def __init__(self, index: NgramIndex | None) -> None:
@@ -40,7 +40,7 @@ class Corpora:
         self._answers: list[list[Any]] = []
 
     def add(self, ticket: int, name: str, tokens: bytes) -> None:
-        """Begins to build a corpus of documents, each with a separator after it, as int32."""
+        """Starts to build a corpus from int32 documents, each followed by a separator."""
         words = np.frombuffer(tokens, np.int32)
         try:
             self._given().check_corpus(name, words)
@@ -52,7 +52,7 @@ class Corpora:
         self._orders.put((built, words))
 
     def remove(self, ticket: int, name: str) -> None:
-        """Drops a corpus."""
+        """Removes a corpus."""
         try:
             self._given().remove_corpus(name)
         except Refusal as refusal:
@@ -61,16 +61,16 @@ class Corpora:
             self._list(ticket)
 
     def list(self, ticket: int) -> None:
-        """Says which corpora there are."""
+        """Replies with the corpora."""
         self._list(ticket)
 
     @property
     def busy(self) -> bool:
-        """Whether a corpus is being built."""
+        """True while a corpus is being built."""
         return bool(self._building)
 
     def answers(self) -> list[list[Any]]:
-        """Takes in the corpora that are ready; the messages that are due."""
+        """Adds finished corpora to the index, and returns the pending replies."""
         waiting = []
         for ticket, name, built in self._building:
             if not built.done():
@@ -78,7 +78,7 @@ class Corpora:
                 continue
             try:
                 self._given().add_corpus(name, built.result())
-            except Refusal as refusal:  # another one was added meanwhile
+            except Refusal as refusal:  # another corpus was added meanwhile
                 self._refuse(ticket, refusal)
             else:
                 self._list(ticket)
@@ -100,10 +100,10 @@ class Corpora:
 
 
 def _build(orders: Orders) -> NoReturn:
-    """Builds one corpus after the other, for ever."""
+    """Builds corpora one after the other, forever."""
     while True:
         built, words = orders.get()
         try:
             built.set_result(Corpus.build(words))
-        except Exception as error:  # the engine's thread meets it where it asks for the corpus
+        except Exception as error:  # raised in the engine's thread when it reads the result
             built.set_exception(error)

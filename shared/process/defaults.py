@@ -1,6 +1,6 @@
-"""Options that a start chooses by itself, from the model and the other flags.
+"""Options that the startup selects from the model and other flags.
 
-Each choice is reported with its reason; a value that the command line gives is never changed.
+Each selection is reported with its reason; values from the command line are never changed.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ _PARSERS = (
 
 
 def with_parsers(options: Options) -> Options:
-    """The options with the parsers that fit the chat template.
+    """Selects the parsers that match the chat template.
 
     Raises:
-      ValueError: The tokenizer or a template cannot be read; one sentence.
+      ValueError: The tokenizer or a template cannot be read.
     """
     path = options.model.chat_template
     tokenizer = Tokenizer.from_folder(options.model.model_path, chat_template=path)
@@ -63,10 +63,10 @@ def _with_parser(
 
 
 def with_grammars(options: Options, vocab: int) -> tuple[Options, Grammars | None]:
-    """The options with a grammar backend, and the compiler of grammars if there is one.
+    """Selects the grammar backend, and creates the grammar compiler if there is one.
 
     Raises:
-      ValueError: The flags ask for grammars, and the model's tokenizer does not allow them.
+      ValueError: The flags require grammars, and the model's tokenizer does not support them.
     """
     if options.engine.grammar_backend != AUTO:
         return options, Grammars.of_options(options, vocab)
@@ -83,7 +83,7 @@ def with_grammars(options: Options, vocab: int) -> tuple[Options, Grammars | Non
 
 
 def _reason_against(options: Options) -> str | None:
-    """The flag beside which no text is held to a grammar."""
+    """Returns the reason why other flags exclude structured output; None if they do not."""
     draft = options.speculative
     if draft.verification != "exact":
         return "--speculative-accept-rule rejection does not support grammars"

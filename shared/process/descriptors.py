@@ -1,4 +1,4 @@
-"""File descriptors: the first three are the standard streams', and there are only so many."""
+"""File descriptors: standard streams and the limit of open files."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def open_standard_streams() -> None:
-    """Opens /dev/null as each standard stream that is closed, as daemons start processes.
+    """Opens /dev/null for each closed standard stream, as for processes started by daemons.
 
-    Else the next socket would get its number, and the server's process a stream in its place.
+    Otherwise the next socket would get its number, and the server process would use it as a stream.
     """
     for number, (name, mode) in enumerate(STREAMS):
         if not _is_open(number):
-            taken = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            taken = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
             os.set_inheritable(taken, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def raise_limit() -> None:
-    """Lets this process have as many descriptors as it may give itself."""
+    """Raises this process's limit of open files as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -33,7 +33,7 @@ def raise_limit() -> None:
 
 
 def num_free() -> int:
-    """Descriptors that this process may open beside those of its own work."""
+    """Returns the number of descriptors available for connections."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
     return max(0, most - len(os.listdir("/dev/fd")) - RESERVED)

@@ -1,4 +1,4 @@
-"""Where a model runs, and how much memory is free there."""
+"""Device of a server, and its free memory."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -9,20 +9,20 @@ from typing import Self
 from shared.options.flags import ConfigError
 
 HIDDEN = ("", "none", "void", "NoDevFiles")
-"""What CUDA_VISIBLE_DEVICES may say to hide every GPU, beside a number below 0."""
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs, in addition to negative numbers."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
-"""Where Linux shows the limits of control groups, and which groups a process is in."""
+"""Linux paths of the control group limits, and of the groups of this process."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where the model runs.
+    """Device that runs the model.
 
     Attributes:
       kind: "cpu" or "gpu".
-      name: For the reader.
+      name: Name for messages.
       free_bytes: Memory that can be allocated.
     """
 
@@ -32,7 +32,7 @@ class Device:
 
     @classmethod
     def cpu(cls) -> Self:
-        """This machine's processor and main memory, or what its container may have of it."""
+        """Returns the CPU with the free main memory, within the limits of the container."""
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         groups = OWN_CGROUPS.read_text(encoding="ascii") if OWN_CGROUPS.is_file() else ""
         return cls(
@@ -41,13 +41,13 @@ class Device:
 
 
 def check_no_gpu_is_named(environment: Mapping[str, str]) -> None:
-    """Refuses to serve on the processor where the environment names a GPU.
+    """Checks that the environment does not name a GPU when the server would run on the CPU.
 
     Raises:
-      ConfigError: It does, and no GPU can be used.
+      ConfigError: It names one, and no GPU is usable.
     """
     named = environment.get("CUDA_VISIBLE_DEVICES", "")
-    first = named.partition(",")[0].strip()  # CUDA reads no further than to what is not there
+    first = named.partition(",")[0].strip()  # CUDA ignores entries after an invalid one
     if first not in HIDDEN and not first.startswith("-"):
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES={named} contains a GPU that is not available; correct "
@@ -57,7 +57,7 @@ def check_no_gpu_is_named(environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class _Version:
-    """Names of the files of a version of control groups."""
+    """File names of a version of control groups."""
 
     limit: str
     used: str
@@ -69,11 +69,11 @@ _SECOND = _Version("memory.max", "memory.current", "inactive_file")
 
 
 def free_in_groups(root: Path, groups: str) -> Iterator[int]:
-    """What each control group around this process leaves free; nothing of those without a limit.
+    """Yields the free memory of each control group with a limit that contains this process.
 
     Args:
-      root: Where the groups are mounted.
-      groups: Lines `number:controllers:group` of the process; parent groups limit it too.
+      root: Mount point of the groups.
+      groups: Lines `number:controllers:group` of the process; parent groups apply too.
     """
     for line in groups.splitlines():
         _, controllers, group = line.split(":", 2)
@@ -86,7 +86,7 @@ def free_in_groups(root: Path, groups: str) -> Iterator[int]:
         inner = mounted / group.strip("/")
         for folder in (inner, *inner.parents):
             yield from _free_in(folder, version)
-            if folder == mounted:  # in a container this is the container's own group
+            if folder == mounted:  # in a container this is the group of the container
                 break
 
 
@@ -98,15 +98,15 @@ def _free_in(folder: Path, version: _Version) -> Iterator[int]:
         )
     except OSError:
         return
-    if not limit.strip().isdigit():  # "max" is no limit
+    if not limit.strip().isdigit():  # "max" means no limit
         return
-    # Files that were read stay in memory until it is needed: they count as free.
+    # The page cache is reclaimable, so it counts as free.
     cached = dict(line.split() for line in numbers.splitlines()).get(version.reclaimable, "0")
     yield max(0, int(limit) - int(used) + int(cached))
 
 
 def _available_bytes() -> int:
-    """Linux's estimate of memory that can be had without swapping; 0 elsewhere."""
+    """Returns Linux's estimate of memory available without swapping; 0 on other systems."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""The engine of a start: what chooses how requests decode, and what checks its texts."""
+"""Construction of the engine: decode controller, n-gram index, trace and shadow verification."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from shared.process.profiling import step_seconds
 from shared.process.resolved_config import Settled
 
 SHORTEST_STEP_S = 1e-3
-"""Of a plain step on a GPU, for NGRAM's adaptive choice to earn its time.
+"""Minimum duration of a plain step on a GPU for NGRAM's adaptive choice to pay.
 
-A shorter one is the host's work alone, and so is the choice: with the model that ships, 0.23 ms a
-step on an H200, it gave 0.81 of the tokens a second of plain decoding
+Shorter steps are bound by host work, which the choice adds to: with the demo model (0.23 ms per
+step on an H200) it reached 0.81 times the tokens per second of plain decoding
 (`bench/results/ngram_short_steps_h200.json`).
 """
 
 
 def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
-    """The engine of a backend that was made by a memory plan."""
+    """Returns the engine of a backend that was built from a memory plan."""
     settled = memory.settled
     return Engine(
         backend,
@@ -59,7 +59,7 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
 
 
 def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowCheck:
-    """The engine, of whose texts a share is checked."""
+    """Wraps the engine to verify a fraction of its outputs."""
     if not rate:
         return engine
     return ShadowCheck(
@@ -68,7 +68,7 @@ def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | Shado
 
 
 def index_of(controller: Controller) -> NgramIndex | None:
-    """What drafts from text that was seen; None where nothing does."""
+    """Returns the n-gram index of a controller; None if it has none."""
     if isinstance(controller, GrammarController):
         return index_of(controller.inner)
     if isinstance(controller, NgramController | AdaptiveNgramController | JoinedController):
@@ -77,11 +77,11 @@ def index_of(controller: Controller) -> NgramIndex | None:
 
 
 def draft_share(blueprint: Blueprint, settled: Settled) -> float:
-    """What a drafter's passes take of the time of a step that drafts nothing.
+    """Returns the time of a drafter's passes as a fraction of a step without drafting.
 
-    It is 0 where no copies stand beside the drafter's nodes, as nothing weighs it there. Both are
-    taken for what they read: each pass its own layers and a matrix of the vocabulary. What has a
-    relay makes its first draft when it is fed, and a block is filled in one pass.
+    It is 0 without merged n-gram drafts, where it is not used. Both times are estimated from the
+    weights read: each pass reads its own layers and a vocabulary matrix. A drafter with a draft
+    input computes its first draft token in draft extend, and a block is filled in one pass.
     """
     if not settled.draft.joins_copies:
         return 0.0
@@ -92,9 +92,9 @@ def draft_share(blueprint: Blueprint, settled: Settled) -> float:
     if drafts.model is not None:
         return settled.draft.num_steps * _numbers(parameters(drafts.model, False)) / target
     passes = 1 if drafts.block else settled.draft.num_steps - 1
-    if drafts.head is None:  # an mtp layer, of whose files the rest is the target's
+    if drafts.head is None:  # an MTP layer, which shares everything else with the target
         layers = _numbers(parameters(model, drafts.with_mtp)) - every
-    else:  # of an embedding of its own it reads a row
+    else:  # an embedding of its own is only read by row
         own = draft_parameters(drafts, None)
         layers = _numbers([parameter for parameter in own if parameter.name != "embed"])
         drafted = 0 if drafts.head.own_lm_head else drafted
@@ -108,7 +108,7 @@ def _numbers(wanted: Sequence[Parameter]) -> int:
 def make_controller(
     backend: Backend, settled: Settled, *, on_gpu: bool, has_experts: bool, draft_share: float
 ) -> Controller:
-    """What chooses how requests decode; what it has to compile or to measure is done."""
+    """Returns the controller, after compiling and measuring what it needs."""
     if settled.draft.joins_copies:
         table = _measured(backend, settled, has_experts)
         controller = _joined(backend.capacity, settled, draft_share, table)
@@ -116,7 +116,7 @@ def make_controller(
         controller = _controller_of_drafts(backend, settled, on_gpu, has_experts)
     if not settled.told.engine.has_grammars:
         return controller
-    # Beside a drafter of the device, copies join no tree that is held to a grammar.
+    # With a drafter on the device, n-gram drafts are not merged into trees with a grammar.
     index = None if settled.draft.joins_copies else index_of(controller)
     return GrammarController(backend.capacity, controller, index)
 
@@ -149,7 +149,7 @@ def _controller_of_drafts(
 
 
 def _measured(backend: Backend, settled: Settled, has_experts: bool) -> dict[int, list[float]]:
-    """Seconds of the steps that an adaptive start chooses from; nothing of another start."""
+    """Measures the times of the steps of an adaptive server; returns nothing for others."""
     if not settled.told.adaptive.speculative_adaptive:
         return {}
     return step_seconds(
@@ -184,7 +184,7 @@ def _joined(
 
 
 def is_host_bound(table: Mapping[int, Sequence[float]]) -> bool:
-    """Whether plain steps that do not wait, the last of each batch bucket, are too short."""
+    """Returns True if plain steps without waiting, the last of each bucket, are too short."""
     return bool(table) and min(seconds[-1] for seconds in table.values()) < SHORTEST_STEP_S
 
 

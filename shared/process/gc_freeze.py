@@ -1,25 +1,25 @@
-"""What a start leaves behind is for good, so the garbage collector need not look at it again."""
+"""Garbage collection: freezes objects created at startup so that collections do not scan them."""
 
 import gc
 
 
 def settle() -> None:
-    """Takes all that exists now out of the collector's sight.
+    """Freezes all existing objects.
 
-    Modules, programs and weights are millions of objects, and a full collection walks them all
-    while every stream waits. What requests leave is little.
+    Modules, programs and weights are millions of objects, and a full collection would scan them
+    while all requests wait. Requests leave little garbage.
     """
     gc.collect()
     gc.freeze()
 
 
 def unsettle() -> None:
-    """Lets go of what a start before left behind, for one that follows in the same process."""
+    """Unfreezes the objects of an earlier engine in the same process."""
     gc.unfreeze()
     gc.collect()
 
 
 def sweep() -> None:
-    """Frees an engine that has ended, and keeps what else exists out of the collector's sight."""
+    """Frees the objects of an engine that has ended, and freezes the rest."""
     unsettle()
     gc.freeze()

@@ -1,7 +1,7 @@
-"""Compiles the grammars of requests beside the engine's thread, and keeps what it compiled.
+"""Grammar compiler of the engine process: compiles on a background thread, and caches the results.
 
-The server's process has proved that each compiles in time; meanwhile others are served, as the
-library lets go of the interpreter.
+The server process has verified that each grammar compiles in time. Other requests are served
+meanwhile, because the library releases the GIL.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from shared.text.delimiters import marks_of
 from shared.text.worker import WorkRefused
 
 MAX_KEPT_BYTES = 1 << 26
-"""Of compiled grammars, as far as their texts tell (`_cost`)."""
+"""Maximum bytes of cached grammars, estimated by `_cost`."""
 
 ENTRY_BYTES, BYTES_OF_A_CHARACTER = 1 << 17, 1 << 6
-"""Measured: what a compiled grammar takes by itself, and for each character of its text."""
+"""Measured memory of a compiled grammar: a constant, and an amount per character of its source."""
 
 
 class Grammars:
-    """What waits for its grammar, and grammars that are there.
+    """Requests that wait for their grammar, and cached grammars.
 
     Args:
-      compile_text: Compiles a grammar's text for the model's tokens.
-      vocab: Tokens of the model.
+      compile_text: Compiles a grammar for the model's tokens.
+      vocab: Vocabulary size of the model.
     """
 
     def __init__(self, compile_text: Callable[[str], Grammar], vocab: int) -> None:
@@ -43,14 +43,14 @@ class Grammars:
 
     @classmethod
     def of_options(cls, options: Options, vocab: int) -> Grammars | None:
-        """Of a checkpoint's tokenizer; a start without grammars does without their library.
+        """Creates the compiler for a checkpoint's tokenizer; returns None without grammars.
 
         Raises:
-          ValueError: It has no tokenizer.
+          ValueError: The checkpoint has no tokenizer.
         """
         if not options.engine.has_grammars:
             return None
-        # The library is loaded where grammars are asked for, and nowhere else.
+        # The library is imported only if grammars are enabled.
         try:
             compiler = import_module("shared.text.grammar").Compiler
         except ModuleNotFoundError as error:
@@ -65,13 +65,14 @@ class Grammars:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits for its grammar."""
+        """True if a request waits for its grammar."""
         return bool(self._waiting)
 
     def ask(self, request: Request) -> None:
-        """Takes in a request with a grammar; `ready` gives it back.
+        """Queues a request with a grammar; `ready` returns it.
 
-        A grammar is compiled once for all that wait for it, as the answers of one prompt do.
+        A grammar is compiled once for all waiting requests that use it, such as the choices of one
+        prompt.
         """
         grammar = _text_of(request)
         kept, future = self._kept.get(grammar), self._compiling.get(grammar)
@@ -84,7 +85,9 @@ class Grammars:
         self._waiting[request.request_id] = request, future
 
     def drop(self, request_id: int) -> bool:
-        """Forgets a request that waits, and a grammar that none wants; whether there was one."""
+        """Removes a waiting request, and cancels a grammar that no other request uses; returns
+        False if it was not waiting.
+        """
         request, future = self._waiting.pop(request_id, (None, None))
         if request is None or future is None:
             return False
@@ -94,7 +97,7 @@ class Grammars:
         return True
 
     def ready(self) -> Iterator[tuple[Request, Refusal | None]]:
-        """Requests whose grammar is there, in the order in which they came, or why it is not."""
+        """Yields requests whose grammar is compiled, in the order of arrival, or with its error."""
         for request_id, (request, future) in tuple(self._waiting.items()):
             if not future.done():
                 continue
@@ -108,7 +111,7 @@ class Grammars:
                 yield request, None
 
     def close(self) -> None:
-        """Ends the thread; what it compiles comes to its end by itself."""
+        """Ends the thread; a compilation in progress finishes by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _bind(self, request: Request, grammar: Grammar) -> None:

@@ -1,4 +1,4 @@
-"""What a start makes of a checkpoint's vision tower: bounds of pictures, and the pool's rows."""
+"""Vision encoder at startup: image size limits, the encoder cache, and encode programs."""
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -19,25 +19,25 @@ from shared.spec.draft_tree import TreeShape
 TEXT_ALONE = "--language-model-only serves the model's text"
 
 DECODER = "PIL"
-"""The package that opens pictures in the server's workers, which would find out too late."""
+"""Package that decodes images in the server's worker processes; checked at startup."""
 
 KEPT_PICTURES = 4
-"""Of the largest size, for which a pool has rows where no flag says how many it has."""
+"""Default size of the encoder cache, in images of the largest size."""
 
 MOST_PRODUCTS = 3 * 10**12
-"""Multiplications of a step that encodes, unless a block alone has more: some 20 ms of an H100."""
+"""Maximum multiplications of an encode step with more than one block: about 20 ms on an H100."""
 
 FEW_SIZES = 8
-"""Where programs are few, a picture up to this part of the largest has one of its own."""
+"""With reduced buckets, images up to this fraction of the largest have their own program."""
 
 
 @dataclass(frozen=True)
 class Tower:
-    """A vision tower that a start serves with.
+    """Vision encoder of a server.
 
     Attributes:
-      vision: What it is like.
-      processor: What the checkpoint makes of pictures.
+      vision: Its config.
+      processor: Image processor config of the checkpoint.
     """
 
     vision: VisionConfig
@@ -45,10 +45,10 @@ class Tower:
 
 
 def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
-    """The tower that a folder's config.json names, unless text alone is to be served.
+    """Returns the vision encoder config of a folder; None with `--language-model-only`.
 
     Raises:
-      ConfigError: It is none that is computed here.
+      ConfigError: The vision encoder is not supported.
     """
     if options.model.language_model_only:
         return None
@@ -59,14 +59,16 @@ def find_vision(options: Options, folder: str | Path) -> VisionConfig | None:
 
 
 def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None) -> Tower | None:
-    """The tower of a model folder; None where text alone is served.
+    """Returns the vision encoder of a model folder; None for text-only serving.
 
     Args:
-      vision: See `find_vision`; None too where the checkpoint's files hold no tower.
+      options: Options of the server.
+      folder: The model folder.
+      vision: Result of `find_vision`; also None if the checkpoint's files have no vision encoder.
 
     Raises:
-      ConfigError: The tower lacks its settings of pictures, or the start what decodes them; or
-        flags speak of pictures where there is no tower.
+      ConfigError: The image processor settings or the decoder package are missing; or image flags
+        are set without a vision encoder.
     """
     if vision is None:
         for name in ("max_image_tokens", "mm_encoder_cache_tokens"):
@@ -87,10 +89,10 @@ def find_tower(options: Options, folder: str | Path, vision: VisionConfig | None
 
 
 def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
-    """The pool of a start, whose settings shrink pictures to what one may take.
+    """Returns the encoder cache of a server; limits the image size to `--max-image-tokens`.
 
     Raises:
-      ConfigError: Flags leave no room for a picture.
+      ConfigError: The flags leave no room for an image.
     """
     processor, per_row = tower.processor, tower.processor.factor**2
     most = max(1, min(settled.most_picture_tokens, processor.most // per_row))
@@ -106,9 +108,9 @@ def picture_pool(tower: Tower, settled: Settled) -> PicturePool:
 
 
 def encodings(pool: PicturePool, are_few: bool) -> list[Program]:
-    """The programs that encode: for sizes that double, from the smallest picture's on.
+    """Returns the encode programs: for doubling sizes, from the smallest image on.
 
-    Large pictures are encoded in several steps, between which streams have theirs.
+    Large images are encoded in several steps, between which other requests run.
     """
     per_row = pool.processor.factor**2
     most, size = pool.processor.most // per_row, -(-pool.processor.least // per_row)
@@ -133,7 +135,7 @@ def encodings(pool: PicturePool, are_few: bool) -> list[Program]:
 
 
 def _pieces(vision: VisionConfig, patches: int) -> list[range]:
-    """The blocks of each step that encodes a picture of so many patches."""
+    """Returns the block ranges of the steps that encode an image of `patches` patches."""
     most = max(1, MOST_PRODUCTS // vision.block_products(patches))
     count = -(-vision.depth // most)
     bounds = [vision.depth * i // count for i in range(count + 1)]

@@ -1,19 +1,18 @@
-"""The messages between the engine process and the HTTP server, and their frames on the socket.
+"""IPC messages between engine process and HTTP server, and their framing on the socket.
 
 A frame is a 4-byte little-endian length and a msgpack list whose first entry names the message.
 
-- engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, sentence,
-  field or None), `metrics` (a snapshot; unasked at the start and about once a second, so that the
-  server hears that the engine goes on), `corpora` (ticket, tokens by name, and sentence and field
-  where it was refused), `drain` (seconds that it may take), `end` (sentence, whether it is a
-  failure).
-- server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority, pictures),
+- engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, message,
+  field or None), `metrics` (a snapshot; sent at the start and about once per second as a heartbeat,
+  and on request), `corpora` (ticket, tokens by name, and message and field of an error), `drain`
+  (maximum seconds), `end` (message, True for a failure).
+- server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority, images),
   `abort` (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32
-  tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `drained` (every answer has
-  left).
+  tokens), `corpus_remove` (ticket, name), `corpus_list` (ticket), `drained` (all responses are
+  sent).
 
-The pixels of an `add` are no part of its frame, which would be packed and unpacked as a whole while
-nothing else is done. Each picture's go before it: a frame `bytes` (how many), and then those bytes.
+The pixels of an `add` are not part of its frame, because packing a large frame blocks everything
+else. They are sent before it, per image: a frame `bytes` (their number), and then those bytes.
 """
 
 from __future__ import annotations
@@ -41,38 +40,37 @@ from shared.text.tokenizer import Tokenizer
 _LENGTH = struct.Struct("<I")
 
 BYTES = "bytes"
-"""Names the frame of which bytes follow."""
+"""Name of the frame that is followed by raw bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the server has to know about the model and the engine to check a request.
+    """Properties of model and engine that the server needs to check requests.
 
     Attributes:
       model_name: Served name of the model.
-      model_folder: Absolute path of the checkpoint, where the tokenizer lies.
-      limits: Bounds of a request.
-      eos_ids: Tokens that end a text unless the request ignores them, as the model's settings name
-        them; the tokenizer may name one more.
-      sampling_defaults: Of requests that leave fields open.
-      max_open_requests: Most requests that run or wait at a time; None bounds none.
-      max_draft_depth: S, the most drafts that a step can accept; 0 without speculation.
-      host_names: What clients may call the server by beside the machine's own names; None: any.
-      admin_api_key: Opens the routes that change the server; None keeps them closed.
-      corpus_path: JSONL file of the external corpus to start with, or None.
-      api_key: What every request must know; None: nothing.
-      chat_template: Jinja file that is used in place of the folder's templates, or None.
-      reasoning_parser: How the model marks its reasoning; None: answers are not parsed for it.
-      tool_call_parser: How the model writes calls of tools; None: it is told of none.
-      drafter: What drafts, as its flag names it; None without speculation.
-      trace_all_requests: Every request is traced, not only those that ask.
-      strict_fields: A request with a field that has no effect is an error.
-      admin_host_names: As `host_names`, of the admin's listener.
-      allowed_origins: Sites whose pages may read answers, as browsers write them; `*`: any.
-      observing: What the server tells of its work.
-      ranks: How many run the model together.
-      silence_s: How long the engine may say nothing before it counts as frozen.
-      pictures: How the model wants pictures; None: it sees none.
+      model_folder: Absolute path of the checkpoint, which contains the tokenizer.
+      limits: Limits of a request.
+      eos_ids: EOS tokens from the model's config; the tokenizer may add one.
+      sampling_defaults: Defaults of omitted sampling fields.
+      max_open_requests: Maximum running and waiting requests; None for no limit.
+      max_draft_depth: S, the maximum draft tokens that a step can accept; 0 without speculation.
+      host_names: Accepted host names besides the machine's own; None for any.
+      admin_api_key: Key of the admin routes; None disables them.
+      corpus_path: JSONL file of the initial external corpus, or None.
+      api_key: Key that all requests require; None for none.
+      chat_template: Jinja file that replaces the folder's templates, or None.
+      reasoning_parser: Parser of reasoning; None if outputs are not parsed for it.
+      tool_call_parser: Parser of tool calls; None if tools are not supported.
+      drafter: Speculative algorithm as in its flag; None without speculation.
+      trace_all_requests: True to trace all requests, not only those that request it.
+      strict_fields: True to reject requests with fields that have no effect.
+      admin_host_names: Same as `host_names`, for the admin listener.
+      allowed_origins: Origins whose pages may read responses (CORS); `*` for any.
+      observing: Options of logs, metrics and traces.
+      ranks: Number of tensor-parallel ranks.
+      silence_s: Seconds without a message after which the engine counts as frozen.
+      pictures: Image processor config; None for a text-only model.
     """
 
     model_name: str
@@ -101,35 +99,35 @@ class ModelFacts:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What answers show although the tokenizer may have it as special tokens."""
+        """Delimiters that outputs contain even if they are special tokens of the tokenizer."""
         return marks_of(self.tool_call_parser, self.reasoning_parser)
 
     def tokenizer(self) -> Tokenizer | None:
-        """Reads the model's tokenizer with its chat template, as answers are shown.
+        """Reads the model's tokenizer with its chat template, for display of outputs.
 
         Raises:
-          ValueError: A file is broken; one sentence.
+          ValueError: A file is invalid.
         """
         return Tokenizer.from_folder(self.model_folder, self.marks, self.chat_template)
 
     def with_end(self, end_id: int | None) -> ModelFacts:
-        """With the tokenizer's end token, if it has one, among those that end a text.
+        """Adds the tokenizer's EOS token, if it has one, to the EOS tokens.
 
-        A fine-tuned chat model's own end often stands in tokenizer_config.json alone, and
-        config.json still names the base model's. Only who reads requests reads the tokenizer; the
-        engine gets all ends of a text with each request.
+        The EOS token of a fine-tuned chat model is often only in tokenizer_config.json, while
+        config.json still names the base model's. Only the server reads the tokenizer; the engine
+        receives all EOS tokens with each request.
         """
         if end_id is None or end_id >= self.limits.vocab_size or end_id in self.eos_ids:
             return self
         return replace(self, eos_ids=(*self.eos_ids, end_id))
 
     def to_message(self) -> list[Any]:
-        """The message that the engine process sends first: its name, and every fact by name."""
+        """Returns the first message of the engine process: its name, and all facts by name."""
         return ["facts", asdict(self)]
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> ModelFacts:
-        """The inverse of `to_message`, from the fields that it carries."""
+        """Restores the facts from the fields of `to_message`."""
         limits = RequestLimits(**fields["limits"])
         defaults = SamplingDefaults(**fields["sampling_defaults"])
         eos_ids = tuple(fields["eos_ids"])
@@ -149,7 +147,7 @@ class ModelFacts:
 
 
 def pack(message: list[Any]) -> bytes:
-    """A message as it travels: its length in bytes, then the message as MessagePack."""
+    """Returns a frame: the length in bytes, then the message as MessagePack."""
     packer = msgpack.Packer(autoreset=False)
     packer.pack(message)
     body = packer.getbuffer()
@@ -157,7 +155,7 @@ def pack(message: list[Any]) -> bytes:
 
 
 def in_parts(message: list[Any], pixels: Sequence[np.ndarray]) -> Iterator[bytes | memoryview]:
-    """A message behind arrays of bytes that go with it, none of which is copied."""
+    """Yields a message preceded by byte arrays that belong to it, without copying these."""
     for each in pixels:
         yield pack([BYTES, each.nbytes])
         yield np.ascontiguousarray(each).reshape(-1).data
@@ -165,20 +163,20 @@ def in_parts(message: list[Any], pixels: Sequence[np.ndarray]) -> Iterator[bytes
 
 
 class FrameReader:
-    """Cuts a stream of bytes into messages, however the bytes arrive."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
-        self._pixels: list[UInt8[np.ndarray, " n"]] = []  # of the message that follows
-        self._num_filled = 0  # of the last ones
+        self._pixels: list[UInt8[np.ndarray, " n"]] = []  # for the next message
+        self._num_filled = 0  # of the last entry
 
     @property
     def is_within(self) -> bool:
-        """Whether a part of a message has arrived, and not all of it."""
+        """True if a message has arrived in part."""
         return bool(self._bytes or self._pixels)
 
     def feed(self, received: bytes) -> Iterator[list[Any]]:
-        """Yields each message that is whole by now, with the bytes before it as its last entry."""
+        """Yields each complete message, with its raw bytes as the last entry."""
         self._bytes += received
         while self._fill() and (message := self._cut()) is not None:
             if message[0] == BYTES:
@@ -189,7 +187,7 @@ class FrameReader:
             yield [*message, pixels] if pixels else message
 
     def _fill(self) -> bool:
-        """Whether what has arrived is enough for the bytes that are under way."""
+        """Moves received bytes to the pending raw bytes; returns True if they are complete."""
         if not self._pixels:
             return True
         left = self._pixels[-1][self._num_filled :]
@@ -201,7 +199,7 @@ class FrameReader:
         return count == len(left)
 
     def _cut(self) -> list[Any] | None:
-        """The next frame, if it is whole."""
+        """Returns the next frame if it is complete."""
         if len(self._bytes) < _LENGTH.size:
             return None
         end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
@@ -214,7 +212,7 @@ class FrameReader:
 
 
 def event_to_row(event: Event) -> list[Any]:
-    """A row of a `step` message."""
+    """Converts an event to a row of a `step` message."""
     reason = event.finish_reason.value if event.finish_reason else None
     logprobs = event.logprobs
     values = [event.request_id, event.tokens, event.accepted, reason, event.error, logprobs]
@@ -222,7 +220,7 @@ def event_to_row(event: Event) -> list[Any]:
 
 
 def event_from_row(row: list[Any]) -> Event:
-    """The inverse of `event_to_row`."""
+    """Restores an event from a row."""
     request_id, tokens, accepted, reason, error, logprobs, cached, step, scores = row
     if logprobs is not None:
         logprobs = [(chosen, [tuple(pair) for pair in best]) for chosen, best in logprobs]
@@ -233,7 +231,7 @@ def event_from_row(row: list[Any]) -> Event:
 
 
 def _scores_to_field(scores: Scores | None) -> list[bytes] | None:
-    """Scores as they travel: those of a long prompt are many numbers."""
+    """Converts prompt logprobs to bytes, because those of a long prompt are many numbers."""
     return None if scores is None else [np.ascontiguousarray(part).tobytes() for part in scores]
 
 
@@ -246,23 +244,23 @@ def _scores_from_field(parts: list[bytes] | None) -> Scores | None:
 
 
 def sampling_to_fields(sampling: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as they travel; the seeds of the choices travel beside them."""
+    """Converts sampling parameters to fields; the seeds of the choices are sent separately."""
     return asdict(sampling)
 
 
 def sampling_from_fields(fields: dict[str, Any], seed32: int) -> SamplingParams:
-    """The inverse of `sampling_to_fields`, with the seed of one choice."""
+    """Restores sampling parameters, with the seed of one choice."""
     stops = tuple(fields["stop_token_ids"])
     return SamplingParams(**{**fields, "seed32": seed32, "stop_token_ids": stops})
 
 
 def picture_to_field(picture: Picture) -> list[Any]:
-    """A picture as it travels, but for its pixels."""
+    """Converts an image to a field without its pixels."""
     return [picture.first, picture.grid, picture.pixels.shape, picture.digest]
 
 
 def picture_from_field(field: list[Any], pixels: UInt8[np.ndarray, " n"]) -> Picture:
-    """The inverse of `picture_to_field`."""
+    """Restores an image from its field and pixels."""
     first, grid, shape, digest = field
     return Picture(first=first, grid=tuple(grid), pixels=pixels.reshape(shape), digest=digest)
 
@@ -276,7 +274,7 @@ def requests_of(
     pictures: list[list[Any]],
     pixels: Sequence[UInt8[np.ndarray, " n"]] = (),
 ) -> Iterator[Request]:
-    """The requests of an `add`, one a choice; they share its pictures."""
+    """Yields the requests of an `add` message, one per choice, which share its images."""
     tokens, shown = tuple(prompt), tuple(map(picture_from_field, pictures, pixels))
     for request_id, seed32 in choices:
         yield Request(

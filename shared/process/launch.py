@@ -1,6 +1,6 @@
-"""The launch of a server: flags, packages and addresses first, then what takes seconds to import.
+"""Launch of a server: checks flags, packages and addresses before slow imports.
 
-Whatever the user can put right ends the start with exit code 2 and one sentence as the last line.
+Errors that the user can correct end the startup with exit code 2 and a message as the last line.
 """
 
 import signal
@@ -22,12 +22,14 @@ EXIT_REFUSED = 2
 PROJECT = ("shared", "jax_impl", "torch_impl", "kernels", "tandem")
 EXTRAS = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "ray": "ray", "PIL": "images"}
 EXTRAS |= {"flax": "train", "orbax": "train", "opentelemetry": "otel", "shtab": "completion"}
-"""The extra of each package that not every installation has."""
+"""Pip extra of each optional package."""
 
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Lets SIGINT end the process at once, as SIGTERM does: a compiler would not hear Python."""
+    """Lets SIGINT end the process at once, like SIGTERM: Python's handler would wait for a
+    compiler.
+    """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -42,18 +44,18 @@ def launch(
     rank_module: str | None = None,
     packages: Sequence[str] = (),
 ) -> int:
-    """Serves until it is told to stop.
+    """Runs a server until it is stopped.
 
     Args:
-      argv: The command line without the program's name.
-      platform: Gives the `shared.process.start.Platform` that serves, once flags and files are
-        right and other ranks have begun.
-      rank_module: Where the process of another rank finds the same as its `PLATFORM`; None where
-        one process has all devices.
-      packages: The packages that `platform` will import.
+      argv: Command line without the program's name.
+      platform: Returns the `shared.process.start.Platform`, after flags and files are checked and
+        other ranks have started.
+      rank_module: Module whose `PLATFORM` the process of another rank uses; None if one process has
+        all devices.
+      packages: Packages that `platform` will import.
 
     Returns:
-      The process's exit code: 0 after a signal, 2 where the start was refused, else 1.
+      The exit code: 0 after a signal, 2 for an invalid configuration, else 1.
     """
     descriptors.open_standard_streams()
     try:
@@ -68,7 +70,7 @@ def launch(
         listeners = open_listeners(options.server)
         serving = import_module("shared.process.serving")
         serve = serving.start_serving(options, listeners, platform, rank_module)
-    except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
+    except ValueError as error:  # ConfigError, CheckpointError, errors of configs and backends
         return _refused(str(error))
     except ModuleNotFoundError as error:
         name = (error.name or "").partition(".")[0]
@@ -83,7 +85,7 @@ def launch(
 
 
 def _refused(sentence: str) -> int:
-    """Prints the reason of a start that ends, as the last line."""
+    """Prints the reason for the end of a startup as the last line."""
     print(sentence, file=sys.stderr, flush=True)
     return EXIT_REFUSED
 

@@ -1,8 +1,9 @@
-"""The engine's process: runs the engine on one thread and talks to the HTTP server's process.
+"""Main loop of the engine process: runs the engine on one thread and exchanges messages with the
+HTTP server.
 
-The server is a child with an inherited socket. The loop reads requests between two steps and sends
-one frame a step; it never waits on a full socket. When one process ends, the other one ends too:
-each sees the end of the socket.
+The server is a child process with an inherited socket. The loop reads messages between two steps
+and sends one frame per step; it never blocks on a full socket. If one process ends, the other sees
+the end of the socket and ends too.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from shared.process.logs import log
 from shared.process.signals import StopSignals, held_back
 from shared.process.watchdog import EXIT_FAILED, Watchdog
 
-IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
-BUILDING_WAIT_S = 0.05  # the end of a corpus's building wakes nobody
-COMPILING_WAIT_S = 0.002  # nor does that of a grammar's compiling, which takes about as long
-BEAT_S = 1.0  # between two snapshots of the metrics that nobody asked for
-SILENCE_GRACE_S = 5.0  # the watchdog of this process speaks first
-FAREWELL_S = 1.0  # for the last frame to leave
-CHILD_END_S = 3.5  # for the server to end by itself; all in all below 5 s
+IDLE_WAIT_S = 1.0  # socket and signals wake an idle engine; bound for a missed wake-up
+BUILDING_WAIT_S = 0.05  # polling interval while a corpus is built
+COMPILING_WAIT_S = 0.002  # polling interval while a grammar is compiled, about its duration
+BEAT_S = 1.0  # interval of unrequested metrics snapshots
+SILENCE_GRACE_S = 5.0  # so that this process's watchdog reports first
+FAREWELL_S = 1.0  # to send the last frame
+CHILD_END_S = 3.5  # for the server to end by itself; total below 5 s
 RECEIVE_BYTES = 1 << 18
-MOST_BYTES = 1 << 21  # read between two steps: pictures are large, and others have answers to get
-PART_WAIT_S = 0.001  # for more of a message that is longer than the socket holds
+MOST_BYTES = 1 << 21  # maximum read between two steps, so that images do not delay other requests
+PART_WAIT_S = 0.001  # wait for the rest of a message larger than the socket buffer
 EXIT_REFUSED = 2
 
 
@@ -54,12 +55,12 @@ class Metrics(Protocol):
     """Counters and gauges of an engine."""
 
     def snapshot(self) -> dict[str, float]:
-        """Values by name."""
+        """Returns the values by name."""
         ...
 
 
 class HostEngine(Protocol):
-    """What this process needs of an engine (`shared.engine.engine.Engine` is one)."""
+    """Interface of an engine (`shared.engine.engine.Engine` implements it)."""
 
     @property
     def metrics(self) -> Metrics:
@@ -68,26 +69,26 @@ class HostEngine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to do."""
+        """True if `step` has work to do."""
         ...
 
     def add(self, request: Request) -> None:
-        """Takes a request in, or raises `Refusal`."""
+        """Queues a request, or raises `Refusal`."""
         ...
 
     def abort(self, request_id: int) -> None:
-        """Ends a request that nobody waits for; no event follows.
+        """Ends a request without an event.
 
-        It may have ended while the message was on its way, and stays ended then.
+        Does nothing if it has ended while the message was in transit.
         """
         ...
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """Ends a request whose text stopped after `num_tokens` tokens; the rest as `abort`."""
+        """Ends a request whose output stopped after `num_tokens` tokens; otherwise like `abort`."""
         ...
 
     def step(self) -> list[Event]:
-        """Submits a step and retires the oldest beyond the overlap; the events of that one."""
+        """Submits a step, and returns the events of the oldest step beyond the overlap."""
         ...
 
     def close(self) -> None:
@@ -104,22 +105,22 @@ def run(
     drain_timeout_s: float,
     grammars: Grammars | None = None,
 ) -> int:
-    """Serves until a signal, a failure, or the end of the server's process; ends both processes.
+    """Serves until a signal, a failure, or the end of the server process; ends both processes.
 
-    After SIGTERM open requests may end within `drain_timeout_s`, and no new ones are taken; a
+    After SIGTERM, open requests may finish within `drain_timeout_s` and no new ones are accepted. A
     second SIGTERM, SIGINT and the other `STOP_SIGNALS` end at once.
 
     Args:
-      engine: Closed at the end.
+      engine: The engine, closed at the end.
       facts: Sent to the server first.
-      listeners: What `address.open_listeners` gave; handed to the server.
-      index: What drafts from external corpora; None where the drafter is another.
-      watchdog: Ends both processes where a step does not end.
-      drain_timeout_s: As above.
-      grammars: Compiles those of requests; None where none can have one.
+      listeners: Result of `address.open_listeners`, passed to the server.
+      index: N-gram index for external corpora; None with another drafter.
+      watchdog: Ends both processes if a step hangs.
+      drain_timeout_s: See above.
+      grammars: Grammar compiler; None without structured output.
 
     Returns:
-      The exit code: 0 after a signal, 2 where the server refused to start, else 1.
+      The exit code: 0 after a signal, 2 if the server rejected the configuration, else 1.
     """
     logs.set_up(facts.observing)
     stop = StopSignals(drain_timeout_s)
@@ -148,7 +149,7 @@ def run(
 def _end_at_once(
     link: _Link, child: subprocess.Popen[bytes], stop: StopSignals, failure: str | None
 ) -> None:
-    """Ends both processes from another thread, while the engine's own waits for the device."""
+    """Ends both processes from another thread, while the engine's thread waits for the device."""
     reason, failed = failure or stop.reason, failure is not None
     log.log(logging.ERROR if failed else logging.INFO, reason)
     link.farewell(["end", reason, failed])
@@ -161,7 +162,7 @@ class _ServerEnded(Exception):
 
 
 class _Link:
-    """The socket to the server; sending never waits."""
+    """Socket to the server; sending never blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -170,7 +171,7 @@ class _Link:
         self._unsent = bytearray()
 
     def wait(self, timeout_s: float, other: socket.socket) -> None:
-        """Waits until a message, room to send, or what wakes by `other` is there."""
+        """Waits for a message, for room to send, or for `other` to become readable."""
         writers = [self._socket] if self._unsent else []
         readable, _, _ = select.select([self._socket, other], writers, [], timeout_s)
         if other in readable:
@@ -178,10 +179,10 @@ class _Link:
         self._flush()
 
     def read(self) -> Iterator[list[Any]]:
-        """Messages that have arrived; what is longer than `MOST_BYTES` takes several calls.
+        """Yields received messages; a message larger than `MOST_BYTES` takes several calls.
 
         Raises:
-          _ServerEnded: Nothing will arrive any more.
+          _ServerEnded: The connection is closed.
         """
         left = MOST_BYTES
         while left > 0:
@@ -199,16 +200,18 @@ class _Link:
             yield from self._reader.feed(received)
 
     def _has_more(self) -> bool:
-        """Whether more of a message comes at once; else it would come a socket's room a step."""
+        """Returns True if more of a message arrives at once; otherwise only one socket buffer per
+        step would be read.
+        """
         return bool(select.select([self._socket], [], [], PART_WAIT_S)[0])
 
     def send(self, message: list[Any]) -> None:
-        """Sends what the socket takes now and keeps the rest."""
+        """Sends as much as the socket accepts now and buffers the rest."""
         self._unsent += pack(message)
         self._flush()
 
     def farewell(self, message: list[Any]) -> None:
-        """Sends a last message, with some patience, and closes."""
+        """Sends a last message with a timeout, and closes the socket."""
         self.send(message)
         deadline = time.monotonic() + FAREWELL_S
         while self._unsent and (left := deadline - time.monotonic()) > 0:
@@ -222,12 +225,12 @@ class _Link:
                 del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
             return
-        except OSError:  # `read` reports the end of the server, after what it still sent
+        except OSError:  # `read` reports the end of the server, after its last messages
             self._unsent.clear()
 
 
 class _Loop:
-    """Messages in, steps, one frame a step out."""
+    """Main loop: receives messages, runs steps, sends one frame per step."""
 
     def __init__(
         self,
@@ -253,10 +256,10 @@ class _Loop:
         }
 
     def run(self, stop: StopSignals) -> None:
-        """Returns when stopped.
+        """Runs until stopped.
 
         Raises:
-          _ServerEnded: The server's process is gone.
+          _ServerEnded: The server process has ended.
         """
         while not (stop.ends or self._is_drained):
             self._beat()
@@ -277,7 +280,7 @@ class _Loop:
                 self._send(events)
 
     def _beat(self) -> None:
-        """Says that the engine goes on, and how it stands."""
+        """Sends a metrics snapshot as a heartbeat."""
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
@@ -305,7 +308,7 @@ class _Loop:
                 self._add_ready(request, None)
 
     def _add_ready(self, request: Request, refusal: Refusal | None) -> None:
-        """Gives a request to the engine, or says why it has none."""
+        """Adds a request to the engine, or sends its error."""
         try:
             if refusal is not None:
                 raise refusal
@@ -356,7 +359,7 @@ def _after_server(child: subprocess.Popen[bytes], engine: HostEngine, watchdog: 
     code = _end_child(child)
     with watchdog.watched():
         engine.close()
-    if code == EXIT_REFUSED:  # it has said why
+    if code == EXIT_REFUSED:  # the server has printed the reason
         return EXIT_REFUSED
     ending = (
         f"was terminated by {signal.Signals(-code).name}"

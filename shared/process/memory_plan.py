@@ -1,7 +1,8 @@
-"""How a device's memory is divided before anything is allocated, and the capacity that follows.
+"""Memory plan: division of a device's memory before anything is allocated, and the resulting
+capacity.
 
-`plan` fills in what the command line left open and lists every part with its bytes; the parts add
-up to what the start prints. Nothing is allocated later that is not in the list.
+`plan` resolves what the command line left open and lists every part with its bytes, which sum up to
+the total printed at startup. Nothing outside the list is allocated later.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,22 +35,21 @@ from shared.process.resolved_config import Settled, settle
 from shared.spec.ngram import LENGTHS, WAYS, WINDOW
 
 STATES_OF_A_REQUEST = 4
-"""Recurrent states that are kept for each request that may run: three of its own, and one that has
-ended."""
+"""State snapshots per running request: three of its own, and one of a finished request."""
 
 MOST_STATES_SHARE = 0.2
-"""Of a device's free memory, for these."""
+"""Maximum fraction of a device's free memory for state snapshots."""
 
 NGRAM_BYTES, CORPUS_BYTES = 48, 100
-"""Of an n-gram that is remembered (40 of its node, at most 8 of its hash bucket), and of a token of
-an external corpus."""
+"""Bytes per n-gram (40 for its node, at most 8 for its hash bucket), and per token of an external
+corpus."""
 
 WAYS_OUT = {
     "weights": "give a smaller --model-path, or ",
     "n-grams": "lower --speculative-ngram-capacity, or ",
     "corpora": "lower --speculative-ngram-external-corpus-max-tokens, or ",
 }
-"""What helps where these lines of a plan take too much."""
+"""Advice by the line of the plan that takes the most."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,14 @@ class MemoryLine:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What will be allocated.
+    """Memory to be allocated.
 
     Attributes:
-      settled: What the start serves with.
-      blueprint: What the backend is made from.
-      device: Where.
-      lines: The parts; a workspace is an estimate of the widest step, the rest is exact.
+      settled: Resolved config.
+      blueprint: Specification of the backend.
+      device: The device.
+      lines: Parts of the plan; a workspace is an estimate for the widest step, the others are
+        exact.
     """
 
     settled: Settled
@@ -79,17 +80,19 @@ class MemoryPlan:
 
     @property
     def capacity(self) -> Capacity:
-        """What the backend is asked to provide."""
+        """Limits and programs of the backend."""
         return self.blueprint.capacity
 
     @property
     def total_bytes(self) -> int:
-        """The sum of all lines."""
+        """Sum of all lines."""
         return sum(line.num_bytes for line in self.lines)
 
     @property
     def max_request_tokens(self) -> int:
-        """Most tokens of a request, prompt and output: the context, or what all pages hold."""
+        """Maximum tokens of a request, prompt and output: the context length, or the capacity of
+        all pages.
+        """
         capacity = self.capacity
         positions = (capacity.num_pages - 1) * capacity.page_size
         in_flight = capacity.overlap * (capacity.max_depth + 1)
@@ -114,15 +117,18 @@ def plan(
     """Divides the device's memory.
 
     Args:
-      drafts: What drafts on the device.
-      costs: What the backend says of its programs.
-      in_words: Finds the parameters that can stay FP8. They do where kernels run, for bfloat16 on a
-        GPU and without `in_codes`; elsewhere it is not called, since it reads all scales.
-      in_codes: Parameters that stay FP8 and quantise their rows.
-      tower: Of a model that sees; None: text alone is served.
+      options: Options of the server.
+      model: Config of the target.
+      drafts: Drafter on the device.
+      device: The device.
+      costs: Memory costs of the backend's programs.
+      in_words: Returns the parameters that can be stored as packed FP8. Only called if kernels can
+        use them: for bfloat16 on a GPU without `in_codes`; it reads all scales.
+      in_codes: Parameters used as W8A8.
+      tower: Vision encoder; None for text-only serving.
 
     Raises:
-      ConfigError: The limits contradict each other, or do not fit.
+      ConfigError: The limits contradict each other, or exceed the memory.
     """
     settled = settle(options, model, drafts, device, costs.are_compiled)
     if in_codes and settled.dtype != "bfloat16":
@@ -136,11 +142,11 @@ def plan(
 
 @dataclass(frozen=True)
 class _Sizing:
-    """A start whose number of pages is open; the arguments are those of `plan`.
+    """Plan with an open number of pages; for the other fields see the arguments of `plan`.
 
     Attributes:
-      in_words: The parameters that stay FP8.
-      pictures: The pool of a model that sees.
+      in_words: Parameters stored as packed FP8.
+      pictures: Encoder cache of a vision-language model.
     """
 
     settled: Settled
@@ -153,14 +159,16 @@ class _Sizing:
     pictures: PicturePool | None
 
     def with_pages(self, pages: int) -> MemoryPlan:
-        """The whole plan with so many pages."""
+        """Returns the whole plan with a number of pages."""
         settled, blueprint = self.settled, self._blueprint(pages)
         lines = (*self._weight_lines, *_lines(settled.told, blueprint, self.costs))
         return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)
 
     @cached_property
     def _weight_lines(self) -> tuple[MemoryLine, ...]:
-        """The same for any number of pages; a mixture has tens of thousands of tensors to count."""
+        """Lines that do not depend on the number of pages, cached because MoE models have many
+        tensors.
+        """
         return tuple(_weight_lines(self._blueprint(1)))
 
     def _blueprint(self, pages: int) -> Blueprint:
@@ -188,7 +196,7 @@ class _Sizing:
         return min(wanted, int(MOST_STATES_SHARE * self.device.free_bytes) // state_bytes)
 
     def _state_bytes(self) -> int:
-        """Of all recurrent states of a request, the target's and the drafter's, on one rank."""
+        """Returns the bytes of a request's recurrent states of target and drafter on one rank."""
         count = self.settled.told.ranks.tp_size
         item, sizes = ITEM_BYTES[self.settled.dtype], self.drafts.local(count).sizes
         model = local(self.model, count)
@@ -198,7 +206,9 @@ class _Sizing:
         return num_bytes
 
     def most_pages(self) -> int:
-        """What was given, or pages for every request's whole context, or as many as fit."""
+        """Returns the given number of pages, or enough for every request's whole context, or as
+        many as fit.
+        """
         page_size, total = self.settled.page_size, self.settled.told.engine.max_total_tokens
         needed = pages_for(self.settled, 2)
         if total is not None:
@@ -212,10 +222,10 @@ class _Sizing:
         return max(needed, self._most_that_fit(self._wanted_pages()))
 
     def checked(self, plan: MemoryPlan) -> MemoryPlan:
-        """A plan that fits.
+        """Returns the plan if it fits.
 
         Raises:
-          ConfigError: It does not; says what takes the most.
+          ConfigError: It does not; the message names the largest part.
         """
         if plan.total_bytes <= self._may_take:
             return plan
@@ -243,7 +253,7 @@ class _Sizing:
 
     def _most_that_fit(self, wanted: int) -> int:
         fitting, too_many = 0, wanted + 1
-        while fitting + 1 < too_many:  # bytes grow with pages
+        while fitting + 1 < too_many:  # binary search: bytes grow with pages
             middle = (fitting + too_many) // 2
             if self.with_pages(middle).total_bytes <= self._may_take:
                 fitting = middle
@@ -253,7 +263,9 @@ class _Sizing:
 
 
 def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
-    """All but weights, of one rank: shares are equal, and what ranks gather is whole on each."""
+    """Yields all lines but weights for one rank: shards are equal, and gathered arrays are whole on
+    each rank.
+    """
     share = blueprint.share
     yield from _page_lines(share)
     yield from _slot_lines(share)
@@ -301,12 +313,12 @@ def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
 
 
 def _tower_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
-    """The tower's, which every rank has whole."""
+    """Returns the line of the vision encoder, which is replicated on all ranks."""
     return _weights_line("vision tower", blueprint.dtype, tower_parameters(pictures.vision), {})
 
 
 def _of_rank(wanted: Sequence[Parameter], blueprint: Blueprint) -> list[Parameter]:
-    """A rank's shares, of which those of rank 0 are as large as any."""
+    """Returns the shards of rank 0, which are the largest."""
     return [parameter.of_rank(0, blueprint.ranks.count) for parameter in wanted]
 
 
@@ -342,7 +354,7 @@ def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
 
 
 def _kv_bytes(config: ModelConfig, blueprint: Blueprint) -> int:
-    """Keys and values of one layer."""
+    """Returns the bytes of keys and values of one layer."""
     positions = blueprint.capacity.num_pages * blueprint.capacity.page_size
     return positions * kept_bytes(config.attention.kept, blueprint.item_bytes)
 
@@ -361,7 +373,7 @@ def _slot_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
 
 
 def _picture_line(blueprint: Blueprint, pictures: PicturePool) -> MemoryLine:
-    """Rows that wait for their prompts, and how later tokens of each slot turn."""
+    """Returns the line of the encoder cache and of the M-RoPE position delta of each slot."""
     vision, item = pictures.vision, blueprint.item_bytes
     num_bytes = pictures.num_rows * vision.out * item + 4 * blueprint.capacity.num_slots
     detail = f"{pictures.num_rows - 1} image tokens, and a scratch row"
@@ -384,10 +396,11 @@ def _state_lines(
 
 
 def _buffer_line(capacity: Capacity) -> MemoryLine:
-    """Rings of plans and results; each has an entry more than steps may be in flight.
+    """Returns the line of plan and result buffers; each ring has one entry more than steps in
+    flight.
 
-    A captured program's plan stays where it lies. Of encodings, whose plans are the largest, sizes
-    double, so all together take less than two of the largest: no more than the ring.
+    A captured program's plan has a fixed buffer. Encode plans are the largest; their sizes double,
+    so all of them together take less than two of the largest, which is no more than the ring.
     """
     count = capacity.overlap + 2
     plans = max(plan_layout(program, capacity).size for program in capacity.programs)
@@ -397,14 +410,14 @@ def _buffer_line(capacity: Capacity) -> MemoryLine:
 
 
 def _table_line(table: TextTable, slots: int) -> MemoryLine:
-    """Of the device's n-grams, and the last tokens of each slot's text."""
+    """Returns the line of the device's n-gram table and of the last tokens of each slot."""
     count = table.groups * len(LENGTHS) * WAYS
     num_bytes = 4 * (3 * count + len(LENGTHS) + slots * WINDOW)
     return MemoryLine("n-grams", f"at most {count:,}, on the device", num_bytes)
 
 
 def _text_lines(options: Options) -> Iterator[MemoryLine]:
-    """Of the drafter that remembers text, in main memory."""
+    """Yields the lines of the host's n-gram index, in main memory."""
     ngram = options.ngram
     count = ngram.speculative_ngram_capacity
     yield MemoryLine("n-grams", f"at most {count:,}", count * NGRAM_BYTES)
@@ -414,10 +427,10 @@ def _text_lines(options: Options) -> Iterator[MemoryLine]:
 
 
 def _workspace_lines(blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
-    """Of works apart whose steps do not take each other's memory.
+    """Yields one workspace line for each group of steps that cannot share memory.
 
-    What prompts have freed is not always decoding's to take. Captured steps share a pool, in which
-    no step that runs without a capture finds room.
+    Memory that prefills have freed is not always available to decode steps. Captured steps share a
+    pool, which steps without capture cannot use.
     """
     groups = {"prompt workspace": PROMPTS, "decode workspace": DECODING}
     if costs.captures and blueprint.on_gpu:

@@ -1,6 +1,6 @@
-"""Checks of a start's flags and files that need no device, and no framework of one.
+"""Checks of flags and model files that require no device and no framework.
 
-They come before the framework is imported, so that a wrong folder is reported as fast as a wrong
+They run before the framework is imported, so that a wrong folder is reported as fast as a wrong
 flag, and before the weights of a hub model are downloaded.
 """
 
@@ -54,20 +54,20 @@ from shared.process.image_startup import Tower, find_tower, find_vision
 
 
 class Weights(Protocol):
-    """What the start needs of an opened checkpoint, say a `shared.models.checkpoint.Checkpoint`."""
+    """Interface of an opened checkpoint, such as `shared.models.checkpoint.Checkpoint`."""
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the files hold an mtp layer."""
+        """True if the files contain an MTP layer."""
         ...
 
     @property
     def has_tower(self) -> bool:
-        """Whether the files hold a vision tower."""
+        """True if the files contain a vision encoder."""
         ...
 
     def unties(self, config: ModelConfig) -> bool:
-        """Whether there is an LM head of its own, though the config ties it."""
+        """Returns True if there is a separate LM head though the config ties it."""
         ...
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
@@ -75,35 +75,35 @@ class Weights(Protocol):
         ...
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
-        """Bytes that loading these parameters reads from the disk."""
+        """Returns the stored bytes that loading these parameters reads."""
         ...
 
     def in_words(self, wanted: Sequence[Parameter]) -> InWords:
-        """Those of the parameters that can stay FP8."""
+        """Returns the parameters that can be stored as packed FP8."""
         ...
 
     def in_codes(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters that are FP8 as a whole, with scales of blocks, by name."""
+        """Returns the names of the parameters that are entirely FP8 with block scales."""
         ...
 
     def has_scales(self, wanted: Sequence[Parameter]) -> frozenset[str]:
-        """Those of the parameters of which some tensors are FP8, by name."""
+        """Returns the names of the parameters with at least one FP8 tensor."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedModel:
-    """The flags of a start and its opened files, after every check that needs no device.
+    """Flags and opened files of a startup, after all checks that require no device.
 
     Attributes:
-      options: The flags, with each path in full and each `auto` that needs no device resolved.
-      model: The target's settings.
-      checkpoint: The target's files.
+      options: The options, with absolute paths and each `auto` resolved that requires no device.
+      model: Config of the target.
+      checkpoint: Files of the target.
       draft_files: The drafter and its files.
-      tower: The vision tower; None where text alone is served.
-      in_codes: Parameters that are multiplied as codes of FP8, by name.
-      defaults: Sampling parameters of requests that set none.
-      grammars: Compiles the grammars of requests; None where the start has none.
+      tower: The vision encoder; None for text-only serving.
+      in_codes: Names of the parameters used as W8A8.
+      defaults: Defaults of omitted sampling fields.
+      grammars: Grammar compiler; None without structured output.
     """
 
     options: Options
@@ -117,20 +117,20 @@ class CheckedModel:
 
     @property
     def wanted(self) -> list[Parameter]:
-        """The target's parameters, as the first rank loads them; the others have equal shards."""
+        """Parameters of the target as rank 0 loads them; other ranks have equal shards."""
         whole = parameters(self.model, self.options.speculative.with_mtp)
         return of_rank(whole, 0, self.options.ranks.tp_size)
 
 
 def check_model(options: Options, opens: Callable[[str], Weights]) -> CheckedModel:
-    """Checks flags and files as far as no device is needed.
+    """Checks flags and files as far as no device is required.
 
     Args:
-      options: As the flags say.
+      options: Options of the command line.
       opens: Opens the target's folder.
 
     Raises:
-      ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
+      ValueError: A flag or a file is invalid (`ConfigError`, `CheckpointError`, ...).
     """
     options = _with_candidates(with_whole_paths(options))
     options.observing.check_exporter()
@@ -163,7 +163,7 @@ def check_early(options: Options) -> CheckedModel | None:
     """Checks flags and files before the framework of the device is imported.
 
     Returns:
-      The checked files; None where the weights have a form that the backend alone reads.
+      The checked files; None if only the backend can read the format of the weights.
 
     Raises:
       ValueError: See `check_model`.
@@ -176,11 +176,11 @@ def check_early(options: Options) -> CheckedModel | None:
 
 @dataclass(frozen=True)
 class _Opened:
-    """The opened files of a start.
+    """Opened files of a startup.
 
     Attributes:
-      model, checkpoint: The target, with the MTP layer of another folder where that drafts.
-      draft: The files of a head or a small model; None without one.
+      model, checkpoint: The target, with the MTP layer of another folder if that drafts.
+      draft: Files of a draft head or draft model; None without one.
       head_kind: See `RuleContext`.
     """
 
@@ -191,7 +191,7 @@ class _Opened:
 
 
 def _has_mtp(options: Options, opens: Callable[[str], Weights]) -> bool:
-    """Whether the target has an MTP layer."""
+    """Returns True if the target has an MTP layer."""
     opened = _opened(replace(options, speculative=SpeculativeConfig()), opens)
     return opened.checkpoint.has_mtp and opened.model.has_mtp
 
@@ -238,7 +238,7 @@ def _checked_tower(options: Options, checkpoint: Weights) -> Tower | None:
 
 
 def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:
-    """Refuses a number of ranks that a model, or what drafts, does not divide among."""
+    """Checks that the target and the drafter can be sharded over the ranks."""
     try:
         local(model, count), drafts.local(count)
     except ValueError as error:
@@ -246,7 +246,7 @@ def _check_shares(model: ModelConfig, drafts: Drafts, count: int) -> None:
 
 
 def _check_quantization(options: Options, checkpoint: Weights, model: ModelConfig) -> None:
-    """Refuses `--quantization` of weights that are stored otherwise."""
+    """Checks that the stored weights match `--quantization`."""
     wanted = parameters(model, options.speculative.with_mtp)
     if options.model.quantization and not checkpoint.has_scales(wanted):
         raise ConfigError(
@@ -256,7 +256,7 @@ def _check_quantization(options: Options, checkpoint: Weights, model: ModelConfi
 
 
 def _in_codes(options: Options, checkpoint: Weights, model: ModelConfig) -> frozenset[str]:
-    """The parameters that `--fp8-activations` multiplies as codes, by name."""
+    """Returns the names of the parameters that `--fp8-activations` uses as W8A8."""
     if not options.model.fp8_activations:
         return frozenset()
     wanted = parameters(model, options.speculative.with_mtp)
@@ -279,7 +279,7 @@ def _dummy(model: ModelConfig, folder: str, vision: VisionConfig | None) -> Dumm
 
 
 def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
-    """The files of what drafts, or what stands for them."""
+    """Opens the drafter's files, or creates dummy weights."""
     if not options.model.is_dummy:
         return open_head(path)
     if options.speculative.drafts_with_a_model:
@@ -300,7 +300,9 @@ def _head_config(options: Options, path: str, model: ModelConfig) -> DraftConfig
 def _drafts(
     options: Options, model: ModelConfig, stored: Stored | None, checkpoint: Weights
 ) -> Drafts:
-    """What drafts on the device; its files are held against its settings and the target."""
+    """Returns the drafter on the device, after checking its files against its config and the
+    target.
+    """
     draft, path = options.speculative, options.speculative.head_path
     if stored is None or path is None:
         return Drafts.of_mtp(model) if draft.with_mtp else Drafts.none()
@@ -318,7 +320,7 @@ def _drafts(
 
 
 def _with_map(options: Options, model: ModelConfig, drafts: Drafts) -> Drafts:
-    """With the tokens of `--speculative-token-map`, whose rows of the target's head are read."""
+    """Applies `--speculative-token-map`."""
     if (path := options.speculative.speculative_token_map) is None:
         return drafts
     if drafts.head is not None and drafts.head.own_lm_head:
@@ -331,27 +333,27 @@ def _with_map(options: Options, model: ModelConfig, drafts: Drafts) -> Drafts:
 
 
 def _block(path: str, kind: str) -> int | None:
-    """Nodes of the chain that a head with blocks states; None where its settings cannot be read."""
+    """Returns the chain nodes of a block head; None if its config cannot be read."""
     try:
         return stated_nodes(read_json(Path(path) / "config.json"), kind)
     except (OSError, ValueError):
-        return None  # `DraftConfig` says what is wrong
+        return None  # `DraftConfig` raises the error
 
 
 def _small_config(options: Options, path: str) -> ModelConfig:
     try:
         return config_from_folder(path, options.model.context_length)
     except ValueError as error:
-        raise ConfigError(f"the draft model cannot be served: {error}") from error
+        raise ConfigError(f"the draft model is not supported: {error}") from error
 
 
 def with_whole_paths(options: Options) -> Options:
-    """With each path in full, as a start has several processes."""
+    """Makes all paths absolute, because a server has several processes."""
     parts = {name: in_full(getattr(options, name)) for name in PARTS}
     return replace(options, **parts)
 
 
 def _with_candidates(options: Options) -> Options:
-    """With the draft shapes that a file names."""
+    """Reads the draft shapes of the adaptive config file."""
     path = options.adaptive.speculative_adaptive_config
     return replace(options, candidates=read_candidates(path)) if path else options

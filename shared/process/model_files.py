@@ -1,7 +1,7 @@
-"""Model folders of a start: those of the hub are found in the local cache, or downloaded.
+"""Model folders of a server: hub models are found in the local cache, or downloaded.
 
-The settings of a hub model come first, then the headers of its weights. A start that its flags or
-files do not allow ends there, before gigabytes are downloaded.
+The settings of a hub model are downloaded first, then the headers of its weights. Invalid flags or
+files end the startup there, before gigabytes are downloaded.
 """
 
 from collections.abc import Mapping
@@ -24,17 +24,17 @@ from shared.process.progress import downloading_progress, size
 
 
 def local_models(options: Options, console: Console) -> Options:
-    """Replaces the models of a start by folders of this machine.
+    """Replaces the models in the options by local folders.
 
     Args:
-      console: Where the progress of a download is drawn if it is a terminal.
+      options: Options of the command line.
+      console: Terminal for the progress of a download.
 
     Returns:
-      The options with folders as paths, and with the hub id as the name of the model unless
-      another is given.
+      The options with folders as paths, and with the hub id as the model name unless one is given.
 
     Raises:
-      ValueError: A model cannot be found or read, or the start would be refused with it.
+      ValueError: A model cannot be found or read, or is not supported with these options.
     """
     hub = Hub.of_environment(options.model.download_dir)
     places = find_models(options)
@@ -48,10 +48,11 @@ def local_models(options: Options, console: Console) -> Options:
 
 
 def settings_folder(given: str) -> Path:
-    """The folder of a model whose settings and tokenizer are read, and not its weights.
+    """Returns the folder of a model for reading settings and tokenizer, without downloading
+    weights.
 
     Args:
-      given: A folder, or a hub id, whose weights are not downloaded.
+      given: A folder, or a hub id.
 
     Raises:
       ValueError: See `local_models`.
@@ -67,7 +68,7 @@ def _downloaded(
     hub: Hub,
     console: Console,
 ) -> dict[str, Path]:
-    """Downloads models, after flags and files have been checked with their headers alone."""
+    """Downloads models, after checking flags and files with the headers of the weights only."""
     snapshots = {field: Snapshot(hub, repository) for field, repository in absent.items()}
     for snapshot in snapshots.values():
         logs.info(f"Reading {snapshot.source} into {hub.cache}")
@@ -92,7 +93,7 @@ def _downloaded(
 def _check_headers(
     options: Options, found: Mapping[str, Path], snapshots: Mapping[str, Snapshot], scratch: Path
 ) -> None:
-    """Checks a start as if the weights were there; sentences name the hub's models.
+    """Checks a startup with weight files that contain only headers; messages name the hub models.
 
     Raises:
       ValueError: See `check_model`.
@@ -111,7 +112,7 @@ def _check_headers(
 
 
 def _with_paths(options: Options, paths: Mapping[str, Path]) -> Options:
-    """The options with other models, whose revisions are decided."""
+    """Replaces model paths in the options, and clears their revisions."""
     model, draft = options.model, options.speculative
     if TARGET in paths:
         model = replace(model, model_path=str(paths[TARGET]), revision=None)

@@ -1,4 +1,4 @@
-"""Places of a start's models: a folder, the local cache of the hub, or the hub.
+"""Locations of the models of a server: a folder, the local hub cache, or the hub.
 
 Nothing is downloaded and no library is imported, so a wrong path is reported at once.
 """
@@ -21,17 +21,17 @@ from shared.options.options import Options
 
 TARGET, DRAFT = "model_path", "speculative_draft_model_path"
 REVISIONS = {TARGET: "revision", DRAFT: "speculative_draft_model_revision"}
-"""The options that name a model, each with that of its revision."""
+"""Options that name a model, each with the option of its revision."""
 
 PARTS = {TARGET: "the model folder", DRAFT: "the draft model folder"}
-"""The parts of the folders in sentences."""
+"""Description of the folders in messages."""
 
 
 def find_models(options: Options) -> dict[str, "ModelPlace"]:
-    """Finds the models of a start by the options that name them, without any network access.
+    """Locates the models in the options, without network access.
 
     Raises:
-      ValueError: A model is neither on this machine nor, by its name, on the hub.
+      ValueError: A model is neither local nor, by its name, on the hub.
     """
     hub = Hub.of_environment(options.model.download_dir)
     places = {field: place for field in REVISIONS if (place := _place(options, field, hub))}
@@ -47,11 +47,11 @@ def find_models(options: Options) -> dict[str, "ModelPlace"]:
 
 @dataclass(frozen=True)
 class ModelPlace:
-    """The place of a model.
+    """Location of a model.
 
     Attributes:
-      path: Its folder on this machine; None where it must be downloaded.
-      repository: Its repository on the hub; None of a folder.
+      path: Its local folder; None if it must be downloaded.
+      repository: Its repository on the hub; None for a folder.
     """
 
     path: Path | None
@@ -59,16 +59,16 @@ class ModelPlace:
 
     @property
     def served_name(self) -> str | None:
-        """The hub id; None of a folder that is no snapshot of the cache."""
+        """Hub id; None for a folder that is not a snapshot of the cache."""
         known = self.repository or (Repository.of_snapshot(self.path) if self.path else None)
         return None if known is None else known.repo_id
 
 
 def _place(options: Options, field: str, hub: Hub) -> ModelPlace | None:
-    """Finds a model without any network access; None where the option is not given.
+    """Locates a model without network access; returns None if the option is not set.
 
     Raises:
-      ConfigError: There is no such folder, and the option is no hub id.
+      ConfigError: There is no such folder, and the value is not a hub id.
     """
     given, revision = _values(options, field)
     if given is None:
@@ -97,7 +97,7 @@ def _place(options: Options, field: str, hub: Hub) -> ModelPlace | None:
 def _absent(given: str, path: Path, field: str) -> str:
     scheme, is_address, after = given.partition("://")
     if is_address:
-        parts = after.split("/")[scheme.startswith("http") :]  # an address of the web has a host
+        parts = after.split("/")[scheme.startswith("http") :]  # a web address has a host
         return (
             f"{spelling(field)} {given} is a URL; give a folder, or the hub id "
             f"{'/'.join(parts[:2])}"
@@ -108,7 +108,7 @@ def _absent(given: str, path: Path, field: str) -> str:
 
 
 def _snapshot(repository: Repository, cache: Path) -> Path:
-    """The commit's folder of a cached model that is given by its root.
+    """Returns the commit folder of a cached model that is given by its root folder.
 
     Raises:
       HubError: The cache has no such revision.
@@ -126,7 +126,7 @@ def _snapshot(repository: Repository, cache: Path) -> Path:
 
 
 def _cached(options: Options, field: str, repository: Repository, hub: Hub) -> Path | None:
-    """The folder of a cached model that lacks nothing that the start reads."""
+    """Returns the folder of a completely cached model, or None."""
     commit = repository.cached_commit(hub.cache)
     folder = None if commit is None else repository.snapshot(hub.cache, commit)
     if folder is None or not (folder / CONFIG_FILE).is_file():
@@ -139,6 +139,6 @@ def _cached(options: Options, field: str, repository: Repository, hub: Hub) -> P
 
 
 def _values(options: Options, field: str) -> tuple[str | None, str | None]:
-    """The path and the revision of a model."""
+    """Returns the path and the revision of a model."""
     part = options.model if field == TARGET else options.speculative
     return getattr(part, field), getattr(part, REVISIONS[field])

@@ -1,10 +1,9 @@
-"""What decode steps cost, measured with real steps before anything is served.
+"""Profiling of decode steps at startup, with real steps on random prompts.
 
-Random prompts fill as many slots as a batch has rows, and each shape decodes a few steps of them.
-Texts of a mixture of experts are drawn, each from a seed of its own: greedy ones soon repeat
-themselves, and rows that are alike visit the same experts, in less time than those of served texts.
-Others are greedy, as to draw takes time of its own on a CPU.
-The device is then as if nothing had been: every request starts its slot anew with its prefill.
+Random prompts fill as many slots as a batch has rows, and each shape decodes some steps. With an
+MoE model outputs are sampled with different seeds: greedy outputs soon repeat, and similar rows use
+the same experts, which is faster than real outputs. Other models decode greedily, because sampling
+takes time on a CPU. No state remains on the device: every request resets its slot in its prefill.
 """
 
 import statistics
@@ -27,27 +26,27 @@ from shared.spec.merge_drafts import Copies
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
 ENOUGH_STEPS, ENOUGH_SECONDS = 3, 0.5
-"""A slow device is timed by few steps, once they have taken so long together."""
+"""Minimum steps, and total time after which they suffice on a slow device."""
 
 MOST_STEPS, LEAST_SECONDS = 64, 0.02
-"""A fast one is timed by more: a millisecond or two tells more of the host's start than of it."""
+"""Maximum steps, and minimum total time on a fast device: a few milliseconds would mostly measure
+host overhead."""
 
 ROUNDS = 3
-"""All programs are timed so often, one after the other, and the least time is believed: what slows
-a machine down for a second is not held against the one program that it met, nor the clocks of an
-idle GPU against the first ones."""
+"""Number of rounds over all programs; the minimum counts. Short disturbances of the machine, and
+low clocks of an idle GPU, then do not affect single programs."""
 
 PROMPT_TOKENS = 16
 
 
 class _OneShape:
-    """A controller that takes the shape that it is told, and writes down what its steps took.
+    """Controller with a fixed shape that records the times of its steps.
 
     Attributes:
-      steps_wait: Whether a step waits for the result of the one before.
-      temperature: Of the texts.
-      seconds: Of each decode step: as the device says, or else, and where the host has a part in
-        it, between two results.
+      steps_wait: True if a step waits for the result of the previous one.
+      temperature: Temperature of the outputs.
+      seconds: Time of each decode step: device time, or the time between two results if the host is
+        involved.
     """
 
     def __init__(self, shapes: Shapes, host_draft: bool, vocab: int, temperature: float) -> None:
@@ -60,16 +59,16 @@ class _OneShape:
         self.begin(shapes.by_size[shapes.batches[-1], 0])
 
     def begin(self, shape: TreeShape) -> None:
-        """Takes this shape from now on."""
+        """Sets the shape."""
         self._shape, self._last, self.seconds = shape, None, list[float]()
 
     @property
     def waits(self) -> bool:
-        """Whether the step before is still on its way, where steps wait for each other."""
+        """True if steps wait for each other and the previous one is in flight."""
         return self.steps_wait and not all(r.is_settled for r in self._decoded_last)
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Decodes every ready request, with trees of the host where the host drafts."""
+        """Decodes all ready requests, with host-built trees if the host drafts."""
         if self.waits:
             return None
         requests = self._decoded_last = reserve(ready, self._shape.scratch)
@@ -82,7 +81,7 @@ class _OneShape:
         return Rows.decode(requests, self._shape, drafts=drafts)
 
     def _chains(self, count: int) -> HostDraft:
-        """Trees of the host's, as many nodes as there are verify rows for, of any tokens."""
+        """Returns host-built chains of random tokens, as long as the verify budget allows."""
         nodes = self._shape.nodes
         chain = np.tile(np.arange(nodes, dtype=np.int32), (count, 1))
         return HostDraft(
@@ -93,7 +92,7 @@ class _OneShape:
         )
 
     def _copies(self, requests: Sequence[Request]) -> Copies:
-        """A long copy for each request, of any tokens."""
+        """Returns a long n-gram chain of random tokens for each request."""
         count, nodes = len(requests), self._shape.copied
         chain = np.tile(np.arange(nodes, dtype=np.int32), (count, 1))
         ends = [len(request.prompt) + len(request.output) - 1 for request in requests]
@@ -106,7 +105,7 @@ class _OneShape:
         )
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """Notes a decode step that came after another one."""
+        """Records the time of a decode step that follows another one."""
         now, last = time.perf_counter(), self._last
         self._last = now if rows.work is Work.DECODE else None
         if self._last is not None and last is not None:
@@ -114,16 +113,16 @@ class _OneShape:
             self.seconds.append(now - last if seconds is None else seconds)
 
     def submitted(self, rows: Rows) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
-        """Nobody reads the texts."""
+        """Does nothing: outputs are discarded."""
 
     def ended(self, request: Request) -> None:
-        """Nothing is kept of a request."""
+        """Does nothing: no data is stored per request."""
 
     def cut(self, request_id: int, num_tokens: int) -> None:
-        """Nothing is kept of a request."""
+        """Does nothing: no data is stored per request."""
 
 
 def step_seconds(
@@ -134,19 +133,19 @@ def step_seconds(
     overlap: int,
     chunked_prefill_size: int,
 ) -> dict[int, list[float]]:
-    """Measures the decode programs whose trees come from the host or the device, and plain ones.
+    """Measures the decode programs with trees from the host or from the device, and plain ones.
 
     Args:
-      backend: With all programs ready, and nothing running.
-      host_draft: From the host: then steps wait for each other, and plain ones that do not are
-        measured too.
-      has_experts: Rows choose among experts, and padding reads next to none: then each bucket is
-        measured with the fewest requests that it is taken for, too, and texts are drawn.
-      overlap, chunked_prefill_size: As they will be served with.
+      backend: Backend with all programs ready, and idle.
+      host_draft: True for host-built trees: steps then wait for each other, and plain steps that do
+        not wait are measured too.
+      has_experts: True for an MoE model, where padding reads almost no experts: each bucket is then
+        also measured with the fewest requests that use it, and outputs are sampled.
+      overlap, chunked_prefill_size: Values used for serving.
 
     Returns:
       Seconds of a step for each number of requests, by the tiers of `Shapes`, and last of plain
-      steps that do not wait where others do. Nothing where texts are too short to time a step.
+      steps without waiting if others wait. Empty if outputs are too short to time a step.
 
     Raises:
       ValueError: See `Shapes.of`.
@@ -169,7 +168,7 @@ def step_seconds(
 
 
 def _counts(shapes: Shapes, has_experts: bool) -> dict[int, int]:
-    """Numbers of requests that are timed, ascending, each with its bucket."""
+    """Returns the numbers of requests to measure, ascending, with their buckets."""
     found: dict[int, int] = {}
     for before, batch in zip((0, *shapes.batches), shapes.batches, strict=False):
         fewest = before + 1 if has_experts else batch
@@ -184,7 +183,7 @@ def _round(
     counts: Mapping[int, int],
     host_draft: bool,
 ) -> dict[int, list[float]]:
-    """Each program once; nothing where texts are too short for one of them."""
+    """Measures each program once; returns nothing if outputs are too short for one of them."""
     seconds: dict[int, list[float]] = {count: [] for count in counts}
     controller.steps_wait = host_draft
     for count, batch in counts.items():
@@ -201,7 +200,7 @@ def _round(
 def _requests(
     capacity: Capacity, shape: TreeShape, count: int, temperature: float
 ) -> list[Request]:
-    """Short random prompts, with outputs of as many tokens as the steps may give."""
+    """Returns short random prompts, with outputs long enough for all steps."""
     growth = capacity.overlap * (capacity.max_depth + 1)
     held = (capacity.num_pages - 1) * capacity.page_size + 1 - growth - capacity.scratch
     room = min(capacity.context_length, held)
@@ -228,7 +227,9 @@ def _is_enough(seconds: Sequence[float]) -> bool:
 
 
 def _timed(engine: Engine, controller: _OneShape, shape: TreeShape, count: int) -> list[float]:
-    """The median of some steps after the first, of fewer where texts are short; none of none."""
+    """Returns the median of some steps after the first; of fewer steps if outputs are short, none
+    without any.
+    """
     controller.begin(shape)
     capacity = engine.allocator.capacity
     for request in _requests(capacity, shape, count, controller.temperature):

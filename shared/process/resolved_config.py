@@ -1,4 +1,4 @@
-"""What a start serves with, once its flags, its model and its device have left nothing open."""
+"""Resolved config: flags, with defaults that depend on the model and the device filled in."""
 
 from dataclasses import dataclass, replace
 
@@ -13,21 +13,21 @@ from shared.process.device import Device
 
 @dataclass(frozen=True, kw_only=True)
 class Settled:
-    """What a start serves with; how many KV positions it has is the memory plan's to find.
+    """Resolved config of a server; the memory plan determines the number of KV pages.
 
     Attributes:
-      told: What the start was told, for what needs no default.
-      dtype: A name of `ITEM_BYTES`.
-      context_length: Most tokens of a text.
+      told: Options of the command line, for options without defaults.
+      dtype: A key of `ITEM_BYTES`.
+      context_length: Maximum tokens of a request.
       page_size: KV positions of a page.
-      most_requests: That run at once.
-      chunk: Most tokens of a prompt in one step.
-      most_picture_tokens: Of a prompt that one picture takes; a checkpoint may bound them further.
-      track_interval: Tokens between the states that the prefix cache keeps.
-      overlap: Steps that may be in flight.
-      draft: What drafts, with its shape.
-      candidates: Draft shapes that an adaptive start chooses from.
-      are_few: Whether programs are few, as each takes seconds of a start that compiles on a CPU.
+      most_requests: Maximum running requests.
+      chunk: Maximum prompt tokens of a step.
+      most_picture_tokens: Maximum tokens of an image; the checkpoint may limit them further.
+      track_interval: Tokens between state snapshots of the prefix cache.
+      overlap: Maximum steps in flight while the next is planned.
+      draft: Drafter with its shape.
+      candidates: Draft shapes of adaptive speculation.
+      are_few: True for reduced buckets, because each program takes seconds to compile on a CPU.
     """
 
     told: Options
@@ -62,11 +62,14 @@ DEFAULTS = {
 def settle(
     told: Options, model: ModelConfig, drafts: Drafts, device: Device, are_compiled: bool
 ) -> Settled:
-    """Finds what the start was not told.
+    """Resolves the options that the command line left open.
 
     Args:
-      drafts: What drafts on the device.
-      are_compiled: On a CPU each program takes seconds of the start, so there are few.
+      told: Options of the command line.
+      model: Config of the target.
+      drafts: Drafter on the device.
+      device: The device.
+      are_compiled: True if each program is compiled at startup.
     """
     are_few = are_compiled and device.kind == "cpu"
     defaults, engine = DEFAULTS[device.kind], told.engine
@@ -94,7 +97,7 @@ def settle(
 
 
 def _interval(page_size: int, in_flight: int) -> int:
-    """The least that steps in flight cannot pass twice."""
+    """Returns the smallest interval that steps in flight cannot pass twice."""
     unit = track_unit(page_size)
     return -(-in_flight // unit) * unit
 
@@ -102,7 +105,7 @@ def _interval(page_size: int, in_flight: int) -> int:
 def _candidates(
     told: Options, draft: SpeculativeConfig, block: int | None, are_few: bool
 ) -> tuple[Candidate, ...]:
-    """The draft shapes that a start chooses from: those of its file, or some of each size."""
+    """Returns the draft shapes of adaptive speculation: those of its file, or default ones."""
     if not told.adaptive.speculative_adaptive or draft.joins_copies:
         return ()
     candidates = told.candidates or default_candidates(

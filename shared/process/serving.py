@@ -1,4 +1,4 @@
-"""The start of a server with checked flags: checkpoint, memory plan, weights, engine, HTTP."""
+"""Startup of a server with checked flags: checkpoint, memory plan, weights, engine, HTTP."""
 
 import sys
 from collections.abc import Callable
@@ -33,15 +33,15 @@ def start_serving(
     """Starts the engine.
 
     Args:
-      options: As the command line says.
-      listeners: Where the server will answer.
+      options: Options of the command line.
+      listeners: Sockets of the server.
       platform, rank_module: See `shared.process.launch.launch`.
 
     Returns:
-      Serves until it is told to stop, and returns the process's exit code.
+      A function that serves until the server is stopped, and returns the exit code.
 
     Raises:
-      ValueError: A flag or a file is wrong, or does not fit the device.
+      ValueError: A flag or a file is invalid, or the device does not support it.
     """
     console = console_of(options.observing)
     watchdog = Watchdog(options.server.watchdog_timeout)
@@ -61,7 +61,7 @@ def start_serving(
                 engine.metrics.show(plain_gauges(start.plain))
             served = with_checks(engine, named, options.engine.shadow_verify_rate)
     except RankError as error:
-        watchdog.claim_end()  # who has found it out is about to say so
+        watchdog.claim_end()  # the thread that detected it reports it
         print(error, file=sys.stderr, flush=True)
         return lambda: EXIT_FAILED
     for note in step_notes(options, engine.controller):
@@ -73,7 +73,7 @@ def start_serving(
 
 
 def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
-    """The backend with everything that serving needs: nothing is compiled or captured later."""
+    """Loads the weights and prepares all programs: nothing is compiled or captured later."""
     with loading_progress(console, start.num_bytes) as progress:
         backend = ranked.load(start, progress)
     programs = backend.capacity.programs
@@ -83,7 +83,7 @@ def ready(start: Start, ranked: RankedStart, console: Console) -> Backend:
 
 
 def facts_of(start: Start, listeners: Listeners) -> ModelFacts:
-    """What a request is checked against, and who may ask."""
+    """Returns the properties of model and engine for the server process."""
     memory = start.memory
     options, capacity, model = memory.settled.told, memory.capacity, memory.blueprint.config
     server, folder = options.server, Path(options.model.model_path).resolve()

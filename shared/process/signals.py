@@ -1,4 +1,4 @@
-"""What signals ask of a server: to drain, or to end."""
+"""Stop signals: graceful shutdown (drain) and end of a server."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ STOP_SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""All end a server; SIGTERM lets it drain first."""
+"""Signals that end a server; SIGTERM drains it first."""
 
 
 def stopped_by(number: int) -> str:
-    """Why a server has ended."""
+    """Returns the reason for the end of a server."""
     return f"the server was stopped by {signal.Signals(number).name}"
 
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """No stop signal reaches this thread, nor for their whole lives the processes that it starts.
+    """Blocks stop signals in this thread, and for their whole lifetime in processes that it starts.
 
-    Signals are sent to groups of processes, and the engine's process is the one that ends both.
+    Signals are sent to process groups, and the engine process ends both processes.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -41,19 +41,21 @@ def held_back() -> Iterator[None]:
 
 
 class StopSignals:
-    """Turns the first SIGTERM into a drain; every other signal or the drain's end into an end.
+    """Converts the first SIGTERM to a drain, and any further signal or the end of the drain to an
+    end.
 
-    A thread of its own reads the signals, as Python's handlers wait for the engine's thread, which
-    may be in a call into a library. One signal more than an end needs kills. What the start was
-    told to ignore (`nohup` does it) stays ignored.
+    A separate thread reads the signals, because Python's handlers run in the engine's thread, which
+    may be in a library call. One more signal than an end requires kills the process. Signals that
+    are ignored at startup (as with `nohup`) stay ignored.
 
     Attributes:
-      drains: No new requests are to be taken.
-      ends: It is time to end, whatever still runs.
-      drain_timeout_s: How long a drain may take.
-      reason: Why it is time to end.
-      readable: A socket that can be read when one of them has changed.
-      last_word: Holds the signal's number once the next one kills, when nothing can be said.
+      drains: True if no new requests are accepted.
+      ends: True if the server must end.
+      drain_timeout_s: Maximum seconds of a drain.
+      reason: Reason for the end.
+      readable: Socket that becomes readable when one of them has changed.
+      last_word: Socket with the signal's number once the next one kills, when no message can be
+        sent.
     """
 
     def __init__(self, drain_timeout_s: float) -> None:
@@ -65,7 +67,7 @@ class StopSignals:
         self._numbers, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         signal.set_wakeup_fd(self._wake.fileno())
-        asked = (signal.SIGINT, signal.SIGTERM)  # a shell has its background jobs ignore SIGINT
+        asked = (signal.SIGINT, signal.SIGTERM)  # shells ignore SIGINT in background jobs
         self._taken = [
             each
             for each in STOP_SIGNALS
@@ -75,7 +77,7 @@ class StopSignals:
             signal.signal(number, self._handle)
 
     def wait_for_end(self, seconds: float) -> bool:
-        """Waits at most so long for a signal; whether it is time to end. One thread's alone."""
+        """Waits for a signal; returns True if the server must end. Called from one thread only."""
         patience = min(seconds, max(0.0, self._deadline - time.monotonic()))
         if select.select([self._numbers], [], [], patience)[0]:
             for number in self._numbers.recv(64):
@@ -100,7 +102,7 @@ class StopSignals:
         self._tell.send(b"\0")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Runs in the engine's thread, when Python gets to it."""
+        """Runs in the engine's thread when Python handles the signal."""
         if number != signal.SIGTERM or self._is_last:
             self._say.send(bytes([number]))
             for each in self._taken:

@@ -1,6 +1,6 @@
-"""The plan of a start on its device, made before memory is taken.
+"""Validated startup: the plan of a server on its device, before memory is allocated.
 
-Whatever the user can put right is refused by one sentence.
+Errors that the user can correct are one sentence each.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,25 +30,25 @@ from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.model_check import CheckedModel, Weights, check_model
 
 HOPPERS = {"H20", "H100", "H200", "H800", "GH200"}
-"""Words in the names of GPUs whose matrix units multiply codes of FP8 as the kernels do."""
+"""Words in the names of GPUs whose tensor cores support the FP8 x FP8 products of the kernels."""
 LoadCall = Callable[[Blueprint, Any, DraftFiles, Callable[[int], None]], Backend]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
-    """A backend as the start sees it, before it is made.
+    """A backend before it is created.
 
     Attributes:
-      find_device: Where the backend will run; called after the flags are known to be right.
+      find_device: Returns the device; called after the flags are checked.
       open_checkpoint: Opens the model folder; its files are checked before any weight is read.
-      costs: What the backend says of its programs before it is made.
-      kernels: What its kernels of a GPU take; None where it has none.
-      load: Makes the backend from its blueprint, what `open_checkpoint` gave and what drafts; it
-        calls its last argument with the number of stored bytes after each tensor.
-      take_devices: Where one process has all devices, called with their number before the first
-        is asked for.
-      free_on_each: Where one process has all devices, bytes that can be allocated on each of the
-        first so many.
+      costs: Costs of the backend's programs.
+      kernels: Limits of its GPU kernels; None if it has none.
+      load: Creates the backend from its specification, the result of `open_checkpoint` and the
+        drafter's files; calls its last argument with the stored bytes of each tensor.
+      take_devices: If one process has all devices: called with their number before the first is
+        used.
+      free_on_each: If one process has all devices: returns the free bytes of each of the first
+        ones.
     """
 
     find_device: Callable[[], Device]
@@ -62,15 +62,15 @@ class Platform:
 
 @dataclass(frozen=True)
 class Start:
-    """A start that nothing refuses any more, before memory is taken.
+    """Validated startup, before memory is allocated.
 
     Attributes:
-      checkpoint: The target's files, opened and checked.
-      draft_files: What drafts, and its files.
-      memory: The memory plan, with what the start serves with.
-      plain: What steps on a GPU run without its kernels.
-      defaults: How tokens are chosen where a request leaves it open.
-      grammars: Compiles those of requests; None where the start has none.
+      checkpoint: Files of the target, opened and checked.
+      draft_files: The drafter and its files.
+      memory: Memory plan with the resolved config.
+      plain: Operations that fall back to the reference implementation on a GPU.
+      defaults: Defaults of omitted sampling fields.
+      grammars: Grammar compiler; None without structured output.
     """
 
     checkpoint: Weights
@@ -92,32 +92,33 @@ class Start:
         return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
 
     def of_rank(self, ranks: Ranks) -> "Start":
-        """The same start as one of several ranks."""
+        """Returns the startup of one of several ranks."""
         blueprint = replace(self.memory.blueprint, ranks=ranks)
         return replace(self, memory=replace(self.memory, blueprint=blueprint))
 
     def load(self, platform: Platform, progress: Callable[[int], None]) -> Backend:
-        """Reads the weights and makes the backend; `progress` is told of bytes as they are read."""
+        """Loads the weights and creates the backend; calls `progress` with the bytes read."""
         return platform.load(self.memory.blueprint, self.checkpoint, self.draft_files, progress)
 
 
 def prepare(options: Options, platform: Platform) -> Start:
-    """Checks flags and files, and plans the start on the device, before memory is taken.
+    """Checks flags and files, and plans the startup on the device, before memory is allocated.
 
     Args:
-      options: As the flags say.
+      options: Options of the command line.
+      platform: The backend.
 
     Raises:
-      ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
+      ValueError: A flag or a file is invalid (`ConfigError`, `CheckpointError`, ...).
     """
     return plan_start(check_model(options, platform.open_checkpoint), platform)
 
 
 def plan_start(checked: CheckedModel, platform: Platform) -> Start:
-    """Plans a start whose flags and files have been checked, before memory is taken.
+    """Plans a startup whose flags and files are checked, before memory is allocated.
 
     Raises:
-      ConfigError: The device, or its framework, cannot serve as the flags say.
+      ConfigError: The device or its framework does not support the options.
     """
     options, model, costs = checked.options, checked.model, platform.costs
     if not costs.captures:
@@ -134,7 +135,7 @@ def plan_start(checked: CheckedModel, platform: Platform) -> Start:
     drafts = draft_files.drafts
     memory = plan(options, model, drafts, device, costs, in_words, in_codes, checked.tower)
     _check_map(drafts, memory.blueprint.capacity.max_width)
-    cache_policy(memory)  # what it refuses is refused before memory is taken
+    cache_policy(memory)  # raises its errors before memory is allocated
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
     return Start(
@@ -148,7 +149,7 @@ def plan_start(checked: CheckedModel, platform: Platform) -> Start:
 
 
 def _refuse_without_kernels(device: Device, in_codes: Sequence[Parameter]) -> None:
-    """Refuses what the kernels of a GPU do not multiply."""
+    """Checks that the GPU kernels support the W8A8 parameters."""
     if in_codes and not HOPPERS & {*device.name.replace("-", " ").split()}:
         raise ConfigError(
             f"--fp8-activations requires a Hopper GPU (H100, H200); found {device.name}. "
@@ -174,7 +175,7 @@ def _refuse_graph_flags(options: Options) -> None:
 
 
 def _check_map(drafts: Drafts, width: int) -> None:
-    """Refuses a map of fewer tokens than a node of the draft trees, whoever shapes them, has."""
+    """Checks that a token map has at least as many tokens as a node may have children."""
     if drafts.token_map is not None and len(drafts.token_map) < width:
         raise ConfigError(
             f"--speculative-token-map has {len(drafts.token_map)} tokens, and a node of "

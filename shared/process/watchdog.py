@@ -1,7 +1,7 @@
-"""The end of a step that does not end.
+"""Watchdog: terminates the server when a step exceeds `--watchdog-timeout`.
 
-The engine's thread waits for the device and cannot look at a clock meanwhile, so another thread
-does. It is no profiler: it says which step was waited for, and where.
+The engine's thread waits for the device and cannot check a clock meanwhile, so another thread does.
+The message names the step, and the traceback shows the position.
 """
 
 import faulthandler
@@ -17,24 +17,24 @@ from shared.boundary.program import Program
 
 CHECK_S = 0.5
 EXIT_FAILED = 1
-STOP_WAIT_S = 2.0  # for the step in flight when a signal came; all in all the end takes below 5 s
-END_WAIT_S = 8.0  # for an end that no step holds up
+STOP_WAIT_S = 2.0  # for the step in flight when a signal arrives; the total end takes below 5 s
+END_WAIT_S = 8.0  # for an end without a step in flight
 
 
 class Watchdog:
-    """Watches the calls of one thread.
+    """Monitors the calls of one thread.
 
     Attributes:
-      doing: What the watched thread is at, for the reader.
-      timeout_s: How long a call may take.
-      standing: Says how far others are that take part, for the reader.
+      doing: Description of the current call.
+      timeout_s: Maximum seconds of a call.
+      standing: Returns the progress of other ranks, for messages.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        """Watches nothing yet.
+        """Creates a watchdog that is not started.
 
         Args:
-          timeout_s: How long a call may take.
+          timeout_s: Maximum seconds of a call.
         """
         self.doing, self.timeout_s = "a step", timeout_s
         self.standing: Callable[[], str] = str
@@ -44,7 +44,7 @@ class Watchdog:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A call that must end in time."""
+        """Monitors a call."""
         self._began = time.monotonic()
         try:
             yield
@@ -54,30 +54,30 @@ class Watchdog:
     def start(
         self, wait_for_end: Callable[[float], bool], end: Callable[[str | None], None]
     ) -> None:
-        """Begins to look at the clock.
+        """Starts the monitoring thread.
 
-        From here on `fail` ends the process in the same way.
+        From here on `fail` ends the process with `end`.
 
         Args:
-          wait_for_end: Waits at most so many seconds; whether the process was told to end.
-          end: Ends the process at once; it gets the failure, or None where that was told.
+          wait_for_end: Waits at most a number of seconds; returns True if the process was asked to
+            end.
+          end: Ends the process at once; receives the failure, or None after a request to end.
         """
         self._end = end
         threading.Thread(target=self._watch, args=(wait_for_end, end), daemon=True).start()
 
     def fail(self, failure: str) -> None:
-        """Ends the process at once, with what any thread has found out.
+        """Ends the process at once with a failure found by any thread.
 
         Args:
-          failure: The reason, for the reader.
+          failure: The reason.
         """
         with self._ending:
             self._end(failure)
 
     def claim_end(self) -> None:
-        """Has the calling thread end the process, unless one that `fail`s is about to.
-
-        That one is not disturbed: this then does not return.
+        """Lets the calling thread end the process; does not return if another thread is ending it
+        with `fail`.
         """
         self._ending.acquire()
 
@@ -94,60 +94,60 @@ class Watchdog:
         told = time.monotonic()
         while self._lasts() < STOP_WAIT_S and time.monotonic() - told < END_WAIT_S:
             time.sleep(CHECK_S / 5)
-        if self._began is None:  # what stands still is no step: the traceback says what
+        if self._began is None:  # not in a step: the traceback shows the position
             faulthandler.dump_traceback(file=sys.stderr)
         end(None)
 
     def _lasts(self) -> float:
-        """Seconds of the call that is under way."""
-        began = self._began  # the other thread may set it to None between two looks
+        """Returns the seconds of the current call."""
+        began = self._began  # the other thread may set it to None at any time
         return 0.0 if began is None else time.monotonic() - began
 
 
 def _end_start(failure: str) -> None:
-    """Of a process that does not serve yet."""
+    """Ends a process that does not serve yet."""
     print(failure, file=sys.stderr, flush=True)
     os._exit(EXIT_FAILED)
 
 
 class NamedSteps:
-    """A backend that tells a watchdog which step is waited for."""
+    """Backend wrapper that sets the watchdog's description of the current step."""
 
     def __init__(self, backend: Backend, watchdog: Watchdog) -> None:
         self.capacity = backend.capacity
         self._backend, self._watchdog, self._count = backend, watchdog, 0
 
     def workspace(self, program: Program) -> int:
-        """See `Backend`."""
+        """Same as `Backend.workspace`."""
         return self._backend.workspace(program)
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """See `Backend`."""
+        """Same as `Backend.prepare`."""
         self._backend.prepare(programs, progress)
 
     def launch(self, program: Program) -> Launch:
-        """See `Backend`."""
+        """Same as `Backend.launch`."""
         return self._backend.launch(program)
 
     def submit(self, plan: StepPlan) -> StepFuture:
-        """See `Backend`."""
+        """Same as `Backend.submit`."""
         self._count += 1
         name = f"step {self._count}, a {plan.program},"
         self._watchdog.doing = name
         return _Named(self._backend.submit(plan), name, self._watchdog)
 
     def close(self) -> None:
-        """See `Backend`."""
+        """Same as `Backend.close`."""
         self._backend.close()
 
 
 class _Named:
-    """The result of a step that has a name."""
+    """Result of a step with a description."""
 
     def __init__(self, future: StepFuture, name: str, watchdog: Watchdog) -> None:
         self._future, self._name, self._watchdog = future, name, watchdog
 
     def result(self) -> StepResult:
-        """See `StepFuture`."""
+        """Same as `StepFuture.result`."""
         self._watchdog.doing = self._name
         return self._future.result()

@@ -166,7 +166,7 @@ def test_absent_revision_error(hub, model):
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_hub_that_fails_error(hub, model, status):
     hub.status = status
-    assert f"answered {status} for {ID}; try again later" in refused("--model-path", ID)
+    assert f"returned status {status} for {ID}; try again later" in refused("--model-path", ID)
 
 
 def test_hub_that_cannot_be_reached_error(hub, model, monkeypatch):

@@ -70,7 +70,7 @@ def test_the_trainer_refuses_it_too_and_converting_needs_none(tmp_path):
 
 @pytest.mark.parametrize("named", ["0", "0,1", "GPU-5a", " 1"])
 def test_a_named_gpu_is_not_replaced_by_the_cpu(named):
-    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={named} names a GPU"):
+    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={named} contains a GPU"):
         check_no_gpu_is_named({"CUDA_VISIBLE_DEVICES": named})
 
 
