@@ -98,7 +98,7 @@ def in_torch(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[st
     given = {k: mapped(v, leaf, torch_impl.ops.sampling.sampling) for k, v in given.items()}
     rows, head = (torch.from_numpy(a).to(device).bfloat16() for a in (x, weight))
     how = {"out_type": torch.float32, "order": SQUARES, "tiles": cut}
-    asks = kernels.leaves.asking(**given, num_tokens=VOCAB)
+    asks = kernels.lm_head_epilogue.asking(**given, num_tokens=VOCAB)
     whole, *_ = kernels.linear.product(rows, head, None, **how)
     stored, _, _, left = kernels.linear.product(rows, head, None, asks=asks, **how)
     stored = torch.where(asks.asks[:, None] > 0, stored, torch.nan)
@@ -115,7 +115,7 @@ def in_jax(x: np.ndarray, weight: np.ndarray, cut: LinearTiles, given: dict[str,
         rows, stack = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)[None]
         how = {"first": 0, "out_type": jnp.float32, "order": SQUARES, "tiles": cut}
         how |= {"norm_layer": jnp.int32(0), "interpret": INTERPRET}
-        asks = kernels.leaves.asking(**given, num_tokens=VOCAB)
+        asks = kernels.lm_head_epilogue.asking(**given, num_tokens=VOCAB)
         whole, *_ = kernels.linear.product(rows, stack, None, jnp.int32(0), **how)
         stored, _, _, left = kernels.linear.product(
             rows, stack, None, jnp.int32(0), asks=asks, **how
@@ -197,7 +197,7 @@ B = 10
 def asked_of_children(kernels: Any, given: dict[str, Any], outputs: int, width: int) -> Any:
     rows = (given["seen"], given["positions"], given["sampling"], given["positions"])
     how = {"num_tokens": outputs, "nodes": len(given["seen"].slots) // B, "width": width}
-    return kernels.leaves.asking(*rows, **how, is_warm_whole=True)
+    return kernels.lm_head_epilogue.asking(*rows, **how, is_warm_whole=True)
 
 
 def children_of(
@@ -214,7 +214,7 @@ def test_children_are_ranked_from_what_blocks_leave_as_from_whole_scores(
 ) -> None:
     """To the bit, weights too; rows that have no scores are chosen by their groups' best tokens."""
     arguments = ranked_arguments(5, B=B, k=2, K=K, N=VOCAB, width=width)
-    made, params = arguments.pop("lm_head"), arguments.pop("params")
+    made, params = arguments.pop("projection"), arguments.pop("params")
     weight = made.weight.values.copy()
     weight[[9, 200]] = 3 * weight[3]  # the best of some rows, in two blocks; ties go by id
     given = {name: arguments[name] for name in ("seen", "positions", "keys")}

@@ -155,7 +155,7 @@ def test_children_and_weights_are_those_of_one_rank(
 def test_heads_of_ranks_leave_what_one_head_leaves(framework: str) -> None:
     """Rows that ask for anything, and some that ask for nothing but their best token."""
     given = head_arguments(5, K=128, N=VOCAB)
-    made = given.pop("lm_head")
+    made = given.pop("projection")
     head = made.weight.values.copy()
     head[[70, 130, 299]] = head[[5]] = 4 * head[[9]]
     rows, kernels = made.rows.copy(), kernels_of(framework)
